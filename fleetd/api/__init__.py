@@ -1,0 +1,1 @@
+"""HTTP: the OpenAI API and fleet control, one application for the Unix socket and localhost."""

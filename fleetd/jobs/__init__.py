@@ -1,0 +1,1 @@
+"""Jobs: one request from admission to its last token."""

@@ -1,0 +1,61 @@
+"""Every bound in one place, each with its reason.
+
+A number here is tested at the limit and one past it. Units are in the names.
+"""
+
+from __future__ import annotations
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+
+# ---- HTTP ------------------------------------------------------------------------------------------------
+# Agent transcripts with inlined files reach tens of megabytes; above that it is a mistake or an attack.
+HTTP_BODY_BYTES = 64 * MIB
+# Without a token nobody has a reason to send more than a small JSON object.
+HTTP_BODY_UNAUTHENTICATED_BYTES = 0
+# aiohttp has no read deadlines of its own: a header trickled a byte at a time would hold a socket for ever.
+HTTP_HEADERS_S = 10.0
+HTTP_BODY_STALL_S = 30.0
+HTTP_KEEPALIVE_IDLE_S = 75.0
+HTTP_CONNECTIONS = 256
+HTTP_CONNECTIONS_UNAUTHENTICATED = 32
+# SSE comments while nothing else is sent: agents give up after 10 s of silence in the worst case.
+SSE_KEEPALIVE_S = 4.0
+# How long a streaming request waits for the worker to accept it, so that an early refusal still gets its own
+# HTTP status. Headers must be out within 50 ms of a request.
+HEADERS_GRACE_S = 0.03
+
+# ---- Requests --------------------------------------------------------------------------------------------
+MESSAGES = 4096
+STOP_STRINGS = 16
+STOP_STRING_CHARS = 1024
+CHOICES = 8
+TOP_LOGPROBS = 20
+TOOLS = 256
+QUEUED_REQUESTS = 64
+# Jinja renders in the worker: a template that has produced nothing for this long never will.
+RENDER_S = 30.0
+RENDERED_CHARS = 64 * MIB
+
+# ---- Engine protocol -------------------------------------------------------------------------------------
+# One frame carries at most one request; a request is at most one HTTP body.
+ENGINE_FRAME_BYTES = HTTP_BODY_BYTES + MIB
+# A worker reports progress at least this often while it has work; twice missed is a stall worth reporting,
+# and ENGINE_STALL_S of silence ends it. One prefill chunk on a slow CPU takes about a second.
+ENGINE_BEAT_S = 1.0
+ENGINE_STALL_S = 60.0
+ENGINE_LOAD_S = 900.0
+ENGINE_STOP_S = 5.0
+# Events the daemon holds for one slow HTTP reader before it stops reading that request's stream.
+EVENTS_QUEUED = 4096
+
+# ---- Model files -----------------------------------------------------------------------------------------
+SAFETENSORS_HEADER_BYTES = 100 * MIB  # the format's own bound
+MODEL_JSON_BYTES = 64 * MIB  # tokenizer.json of a 256k vocabulary is 35 MB
+MODEL_TENSORS = 1_000_000
+TENSOR_DIMS = 8
+
+# ---- Daemon ----------------------------------------------------------------------------------------------
+DRAIN_S = 30.0
+# sun_path: 104 bytes on macOS, 108 on Linux, one of them for the terminating NUL. The smaller one everywhere,
+# so that a home which works on one machine works on the other.
+SOCKET_PATH_BYTES = 103

@@ -1,0 +1,1 @@
+"""Models on disk: names, sources, verification, identity. Nothing here imports mlx."""
