@@ -140,7 +140,7 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
     token: str
     logprob: float
-    bytes: bytes
+    raw: bytes
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -148,7 +148,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
     token: str
     logprob: float
-    bytes: bytes
+    raw: bytes
     top: list[TopLogprob] = []
     # Offset of the token's text in the answer, in characters (/v1/completions reports it).
     text_offset: int = 0
