@@ -9,7 +9,9 @@
     │  ├─ InvalidValue              a parameter is out of range or of the wrong type
     │  ├─ UnsupportedParameter      understood, would change the answer, not implemented
     │  ├─ ContextLengthExceeded     prompt plus answer do not fit the model
-    │  └─ PayloadTooLarge           the body is over the limit
+    │  ├─ PayloadTooLarge           the body is over the limit
+    │  ├─ UnsupportedMediaType      a body that is not JSON
+    │  └─ RequestTimeout            the body arrived too slowly, or stopped arriving
     ├─ Unauthorized / Forbidden     no or wrong token / a foreign Host, Origin or user
     ├─ NotFound                     no such thing here
     │  └─ ModelNotFound             unknown model: the nearest names are offered
@@ -100,6 +102,14 @@ class ContextLengthExceeded(BadRequest):
 
 class PayloadTooLarge(BadRequest):
     code, status = "payload_too_large", 413
+
+
+class UnsupportedMediaType(BadRequest):
+    code, status = "unsupported_media_type", 415
+
+
+class RequestTimeout(BadRequest):
+    code, status = "request_timeout", 408
 
 
 class Unauthorized(FleetError):

@@ -15,11 +15,17 @@ HTTP_BODY_UNAUTHENTICATED_BYTES = 0
 # aiohttp has no read deadlines of its own: a header trickled a byte at a time would hold a socket for ever.
 HTTP_HEADERS_S = 10.0
 HTTP_BODY_STALL_S = 30.0
+# A byte just inside every stall deadline would hold a socket for days; a whole body also has to average this.
+HTTP_BODY_BYTES_PER_S = 16 * KIB
+# A reader that takes nothing for this long keeps a slot and its KV cache from others.
+HTTP_WRITE_STALL_S = 60.0
 HTTP_KEEPALIVE_IDLE_S = 75.0
 HTTP_CONNECTIONS = 256
 HTTP_CONNECTIONS_UNAUTHENTICATED = 32
 # SSE comments while nothing else is sent: agents give up after 10 s of silence in the worst case.
 SSE_KEEPALIVE_S = 4.0
+# Progress comments faster than this only cost the reader time.
+SSE_PROGRESS_S = 0.1
 # How long a streaming request waits for the worker to accept it, so that an early refusal still gets its own
 # HTTP status. Headers must be out within 50 ms of a request.
 HEADERS_GRACE_S = 0.03
@@ -32,6 +38,8 @@ CHOICES = 8
 TOP_LOGPROBS = 20
 TOOLS = 256
 QUEUED_REQUESTS = 64
+# Answers one /v1/completions body may ask for: its prompts times n.
+COMPLETIONS_PER_REQUEST = 64
 # Jinja renders in the worker: a template that has produced nothing for this long never will.
 RENDER_S = 30.0
 RENDERED_CHARS = 64 * MIB
@@ -43,6 +51,8 @@ ENGINE_FRAME_BYTES = HTTP_BODY_BYTES + MIB
 # and ENGINE_STALL_S of silence ends it. One prefill chunk on a slow CPU takes about a second.
 ENGINE_BEAT_S = 1.0
 ENGINE_STALL_S = 60.0
+# An engine that has work but has not taken a step for this long makes /health say "stalled".
+ENGINE_STALL_REPORT_S = 10.0
 ENGINE_LOAD_S = 900.0
 ENGINE_STOP_S = 5.0
 # Events the daemon holds for one slow HTTP reader before it stops reading that request's stream.
@@ -59,3 +69,10 @@ DRAIN_S = 30.0
 # sun_path: 104 bytes on macOS, 108 on Linux, one of them for the terminating NUL. The smaller one everywhere,
 # so that a home which works on one machine works on the other.
 SOCKET_PATH_BYTES = 103
+
+# ---- GGUF files ------------------------------------------------------------------------------------------
+# Metadata of a 262k vocabulary with merges and scores is about 20 MB.
+GGUF_HEADER_BYTES = 256 * MIB
+GGUF_KEYS = 65_536
+GGUF_ARRAY_ITEMS = 8_000_000
+GGUF_TENSORS = 65_536
