@@ -76,3 +76,11 @@ GGUF_HEADER_BYTES = 256 * MIB
 GGUF_KEYS = 65_536
 GGUF_ARRAY_ITEMS = 8_000_000
 GGUF_TENSORS = 65_536
+
+# ---- fleetctl --------------------------------------------------------------------------------------------
+# A healthy daemon answers control calls in milliseconds; a swapped-out one may need seconds.
+CLIENT_CALL_S = 10.0
+# Streams carry a comment every SSE_KEEPALIVE_S; this much silence means the daemon is stuck, not slow.
+CLIENT_STREAM_STALL_S = 60.0
+# Hashing or reading every byte of the largest model from a slow disk.
+CLIENT_LONG_CALL_S = ENGINE_LOAD_S + 60.0
