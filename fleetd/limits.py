@@ -69,6 +69,16 @@ DRAIN_S = 30.0
 # sun_path: 104 bytes on macOS, 108 on Linux, one of them for the terminating NUL. The smaller one everywhere,
 # so that a home which works on one machine works on the other.
 SOCKET_PATH_BYTES = 103
+# Ledger writes held while the disk is slow; past this they are dropped, because no answer waits for a statistic.
+STORE_QUEUED = 1024
+# How long a request waits for its ledger row before it goes on without knowing.
+LEDGER_WAIT_S = 0.25
+# Telling the same trouble again within this time helps nobody.
+REPEAT_LOG_S = 60.0
+# After a second signal, or when streams do not end after the drain.
+STOP_S = 2.0
+# Label values per metric: one series per model, and a client can name models freely.
+METRIC_MODELS = 64
 
 # ---- GGUF files ------------------------------------------------------------------------------------------
 # Metadata of a 262k vocabulary with merges and scores is about 20 MB.
