@@ -1,0 +1,242 @@
+"""One streamed answer: the request, the events, what is printed while it runs, and what it amounts to.
+
+Shared by one-shot `fleetctl chat` and its REPL.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+
+from fleetctl.client import Client, daemon_error
+from fleetctl.exits import ConnectionBroken
+from fleetctl.progress import Progress
+from fleetctl.sse import Comment
+from fleetctl.text import count, duration, one_line, printable, size
+from fleetd import limits
+from fleetd.errors import InvalidValue
+
+_KEEPALIVE = re.compile(r"keepalive (\d+)/(\d+)")
+_LOADING = re.compile(r"loading (.+?)(?: (\d+)/(\d+))?")
+# Stages of loading count bytes, layers or files; no count of the latter kinds comes near this.
+_LOOKS_LIKE_BYTES = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What is sent besides the messages; None leaves the daemon's default."""
+
+    model: str = "default"
+    temperature: float | None = None
+    top_p: float | None = None
+    max_tokens: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+
+    def body(self, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": list(messages),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for name in ("temperature", "top_p", "max_tokens", "seed"):
+            if (value := getattr(self, name)) is not None:
+                body[name] = value
+        if self.stop:
+            body["stop"] = list(self.stop)
+        return body
+
+
+@dataclass(slots=True)
+class Answer:
+    """What came back, as far as it came."""
+
+    content: str = ""
+    reasoning: str = ""
+    finish_reason: str | None = None
+    model: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, Any] = field(default_factory=dict)
+    headers: dict[str, str] = field(default_factory=dict)
+    first_token_s: float | None = None
+    stopped: bool = False
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "content": self.content,
+            "reasoning": self.reasoning or None,
+            "finish_reason": self.finish_reason,
+            "usage": self.usage,
+            "timings": self.timings,
+            "first_token_s": None if self.first_token_s is None else round(self.first_token_s, 4),
+            "request": self.headers.get("x-fleet-request"),
+            "plan": self.headers.get("x-fleet-plan"),
+            "exactness": self.headers.get("x-fleet-exactness"),
+        }
+
+    def closing_line(self) -> str:
+        """Prompt size, time to the first token and both speeds, as far as they are known."""
+        parts = []
+        cached = self.timings.get("cache_n", 0)
+        details = self.usage.get("prompt_tokens_details") or {}
+        cached = details.get("cached_tokens", cached)
+        prompt = self.usage.get("prompt_tokens", self.timings.get("prompt_n", 0) + cached)
+        if prompt:
+            parts.append(f"{count(prompt)} prompt tokens" + (f" ({count(cached)} cached)" if cached else ""))
+        if self.first_token_s is not None:
+            parts.append(f"first token {duration(self.first_token_s)}")
+        if speed := self.timings.get("prompt_per_second"):
+            parts.append(f"prefill {_speed(speed)} tok/s")
+        tokens = self.usage.get("completion_tokens", self.timings.get("predicted_n"))
+        if tokens is not None:
+            speed = self.timings.get("predicted_per_second")
+            parts.append(f"{count(tokens)} tokens" + (f" at {_speed(speed)} tok/s" if speed else ""))
+        if self.model:
+            parts.append(one_line(self.model))
+        return " · ".join(parts)
+
+
+def _speed(tokens_per_s: float) -> str:
+    return count(tokens_per_s) if tokens_per_s >= 99.95 else f"{tokens_per_s:.1f}"
+
+
+class Printer:
+    """Writes the answer where it belongs: content to stdout, reasoning (dim) and notes to stderr.
+
+    A terminal gets text without control characters; a file or pipe gets exactly what the model wrote.
+    """
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        self._quiet = quiet
+        self._to_terminal = sys.stdout.isatty()
+        self._reasoning_open = False
+        self._last = "\n"
+
+    def content(self, text: str) -> None:
+        if self._quiet or not text:
+            return
+        self._end_reasoning()
+        sys.stdout.write(printable(text) if self._to_terminal else text)
+        sys.stdout.flush()
+        self._last = text[-1]
+
+    def reasoning(self, text: str) -> None:
+        if self._quiet or not text:
+            return
+        self._reasoning_open = True
+        click.echo(click.style(printable(text), dim=True), err=True, nl=False)
+
+    def end(self) -> None:
+        """Leave the cursor at the start of a line."""
+        if self._quiet:
+            return
+        self._end_reasoning()
+        if self._last != "\n":
+            sys.stdout.write("\n")
+            self._last = "\n"
+        sys.stdout.flush()
+
+    def _end_reasoning(self) -> None:
+        if self._reasoning_open:
+            self._reasoning_open = False
+            click.echo("\n", err=True)
+
+
+def closing(answer: Answer) -> None:
+    """The remark under an answer, on stderr."""
+    line = answer.closing_line()
+    if answer.finish_reason == "length":
+        line = f"cut off at the token limit · {line}"
+    if line:
+        click.echo(click.style(line, dim=True), err=True)
+
+
+def ask(
+    client: Client, options: Options, messages: Sequence[dict[str, str]], *, quiet: bool = False
+) -> Answer:
+    """Stream one answer to the terminal.
+
+    Ctrl-C stops it: the connection closes, the daemon cancels, and the answer so far is returned with
+    ``stopped``. With ``quiet`` nothing but progress is printed.
+    """
+    body = options.body(messages)
+    _check_size(body)
+    answer = Answer()
+    printer = Printer(quiet=quiet)
+    began = time.monotonic()
+    with Progress() as progress:
+        try:
+            with client.stream("/v1/chat/completions", body) as stream:
+                answer.headers = stream.headers
+                for event in stream:
+                    if isinstance(event, Comment):
+                        _show(progress, event.text)
+                    elif event.text == "[DONE]":
+                        break
+                    else:
+                        _chunk(answer, event.text, printer, progress, began)
+        except KeyboardInterrupt:
+            answer.stopped = True
+        finally:
+            progress.clear()
+            printer.end()
+    if answer.finish_reason is None and not answer.stopped:
+        raise ConnectionBroken(
+            "The daemon ended the stream before the answer was complete.",
+            hint="`fleetctl status` tells whether it still runs; its log tells why it stopped.",
+        )
+    return answer
+
+
+def _chunk(answer: Answer, text: str, printer: Printer, progress: Progress, began: float) -> None:
+    try:
+        chunk = json.loads(text)
+    except ValueError as error:
+        raise ConnectionBroken("The daemon sent an event that is not JSON.") from error
+    if "error" in chunk:
+        # The status line was sent long ago; the code alone tells whose fault it is.
+        raise daemon_error(chunk, 500)
+    answer.model = chunk.get("model") or answer.model
+    answer.usage = chunk.get("usage") or answer.usage
+    answer.timings = chunk.get("timings") or answer.timings
+    for choice in chunk.get("choices") or ():
+        delta = choice.get("delta") or {}
+        content = delta.get("content") or ""
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or ""
+        if content or reasoning:
+            if answer.first_token_s is None:
+                answer.first_token_s = time.monotonic() - began
+            progress.clear()
+            answer.reasoning += reasoning
+            answer.content += content
+            printer.reasoning(reasoning)
+            printer.content(content)
+        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
+
+
+def _show(progress: Progress, comment: str) -> None:
+    if found := _KEEPALIVE.fullmatch(comment):
+        done, total = int(found[1]), int(found[2])
+        if done < total:
+            progress.update("reading the prompt, tokens", done, total)
+    elif found := _LOADING.fullmatch(comment):
+        done, total = int(found[2] or 0), int(found[3] or 0)
+        progress.update(f"model: {found[1]}", done, total, in_bytes=total >= _LOOKS_LIKE_BYTES)
+
+
+def _check_size(body: dict[str, Any]) -> None:
+    length = len(json.dumps(body))
+    if length > limits.HTTP_BODY_BYTES:
+        raise InvalidValue(
+            f"The prompt has {size(length)}; the daemon takes {size(limits.HTTP_BODY_BYTES)}.",
+            hint="Send a part of it.",
+        )

@@ -1,0 +1,162 @@
+"""The command line: global options, the verbs (each imported when used), and how errors become exit codes."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from fleetctl.client import Client
+from fleetctl.exits import Exit, exit_code_help, exit_for
+from fleetctl.home import Address, locate
+from fleetctl.text import printable
+from fleetd import __version__
+from fleetd.errors import FleetError
+
+# Each verb lives in fleetctl/VERB.py as `command`; a verb costs its import only when it runs.
+VERBS = ("chat", "doctor", "env", "models", "service", "status", "usage")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Session:
+    """What the global options chose."""
+
+    def __init__(self) -> None:
+        self.home: Path | None = None
+        self.socket: Path | None = None
+        self.json = False
+
+    @property
+    def address(self) -> Address:
+        return locate(self.home, self.socket)
+
+    def client(self) -> Client:
+        return Client(self.address)
+
+    def emit(self, value: Any, text: str | Callable[[], str]) -> None:
+        """The answer on stdout: ``value`` with --json, else ``text``."""
+        if self.json:
+            click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+        else:
+            click.echo(text if isinstance(text, str) else text())
+
+
+pass_session = click.make_pass_decorator(Session)
+
+
+def json_option(function: F) -> F:
+    """--json after the verb means the same as before it."""
+
+    def note(context: click.Context, _param: click.Parameter, value: bool) -> None:
+        if value:
+            context.ensure_object(Session).json = True
+
+    return click.option("--json", is_flag=True, expose_value=False, callback=note, help="Print JSON.")(
+        function
+    )
+
+
+def note(text: str) -> None:
+    """A remark on stderr; stdout is for answers."""
+    click.echo(text, err=True)
+
+
+class LazyGroup(click.Group):
+    """Finds a verb by importing its module."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        command = importlib.import_module(f"fleetctl.{cmd_name}").command
+        if not isinstance(command, click.Command):
+            raise TypeError(f"fleetctl.{cmd_name}.command is not a command")
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in VERBS and not args[0].startswith("-"):
+            import difflib
+
+            near = difflib.get_close_matches(args[0], VERBS, n=1)
+            maybe = f" Did you mean '{near[0]}'?" if near else ""
+            raise click.UsageError(f"No such command '{printable(args[0])}'.{maybe}", ctx)
+        return super().resolve_command(ctx, args)
+
+
+@click.group(
+    cls=LazyGroup,
+    epilog="\b\n" + exit_code_help(),
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+@click.option(
+    "--home",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="The daemon's home (default: $FLEETD_HOME).",
+)
+@click.option("--socket", type=click.Path(path_type=Path), metavar="PATH", help="The daemon's socket.")
+@click.version_option(__version__, prog_name="fleetctl", message="%(prog)s %(version)s")
+@json_option
+@pass_session
+def fleetctl(session: Session, home: Path | None, socket: Path | None) -> None:
+    """Talk to the fleetd daemon on this machine.
+
+    Answers go to stdout, progress and remarks to stderr; --json works with every command, before or after it.
+    """
+    if home is not None and socket is not None:
+        raise click.UsageError("Give --home or --socket, not both.")
+    session.home, session.socket = home, socket
+
+
+def show_error(error: FleetError, *, as_json: bool = False) -> None:
+    """One sentence and what to do about it, on stderr."""
+    if as_json:
+        fields = {
+            "message": error.message,
+            "hint": error.hint,
+            "code": error.code,
+            "exit": int(exit_for(error)),
+        }
+        click.echo(json.dumps({"error": fields}, ensure_ascii=False), err=True)
+        return
+    click.echo(click.style("error: ", fg="red") + printable(error.message), err=True)
+    if error.hint:
+        click.echo(printable(error.hint), err=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            # An emoji must not end the program in a terminal that has no UTF-8.
+            stream.reconfigure(errors="backslashreplace")
+    session = Session()
+    try:
+        result = fleetctl.main(arguments, prog_name="fleetctl", standalone_mode=False, obj=session)
+    except click.UsageError as error:
+        error.show()
+        return Exit.USAGE
+    except click.ClickException as error:
+        error.show()
+        return Exit.ERROR
+    except (click.Abort, KeyboardInterrupt):
+        return Exit.INTERRUPTED
+    except FleetError as error:
+        show_error(error, as_json=session.json)
+        return exit_for(error)
+    except OSError as error:
+        where = f"{os.fspath(error.filename)!s}: " if error.filename else ""
+        note(click.style("error: ", fg="red") + printable(f"{where}{error.strerror or error}"))
+        return Exit.ERROR
+    return result if isinstance(result, int) else Exit.OK

@@ -1,0 +1,78 @@
+"""What fleetctl tells the shell: one enum of exit codes, and the errors that the client itself finds."""
+
+from __future__ import annotations
+
+import enum
+from typing import ClassVar
+
+from fleetd.errors import FleetError
+
+
+class Exit(enum.IntEnum):
+    """The exit codes of every command, as `fleetctl --help` lists them."""
+
+    OK = 0
+    ERROR = 1
+    USAGE = 2
+    NO_DAEMON = 3
+    REFUSED = 4
+    FAILED = 5
+    INTERRUPTED = 130
+
+    @property
+    def meaning(self) -> str:
+        return _MEANINGS[self]
+
+
+_MEANINGS = {
+    Exit.OK: "done",
+    Exit.ERROR: "something on this side is wrong (a file, an answer of `doctor`)",
+    Exit.USAGE: "the command line is wrong",
+    Exit.NO_DAEMON: "no daemon can be reached",
+    Exit.REFUSED: "the daemon refused the request (an HTTP 4xx)",
+    Exit.FAILED: "the daemon or the engine failed (an HTTP 5xx, or the answer broke off)",
+    Exit.INTERRUPTED: "interrupted with Ctrl-C",
+}
+
+
+class ClientError(FleetError):
+    """Something that fleetctl found out by itself."""
+
+    code = "client_error"
+    exit: ClassVar[Exit] = Exit.ERROR
+
+
+class NoDaemon(ClientError):
+    """Nothing answers at the socket. The message says which of the reasons it is."""
+
+    code, exit = "no_daemon", Exit.NO_DAEMON
+
+
+class ConnectionBroken(ClientError):
+    """The daemon accepted the request and then went away or fell silent."""
+
+    code, exit = "connection_broken", Exit.FAILED
+
+
+class Refused(ClientError):
+    """A 4xx whose code this version does not know."""
+
+    code, exit = "refused", Exit.REFUSED
+
+
+class DaemonFailed(ClientError):
+    """A 5xx whose code this version does not know."""
+
+    code, exit = "daemon_failed", Exit.FAILED
+
+
+def exit_for(error: FleetError) -> Exit:
+    """The exit code that stands for an error, wherever it was raised."""
+    if isinstance(error, ClientError):
+        return error.exit
+    return Exit.REFUSED if 400 <= error.status < 500 else Exit.FAILED
+
+
+def exit_code_help() -> str:
+    """The table shown in `fleetctl --help` and in the docs."""
+    return "Exit codes:\n" + "\n".join(f"  {code.value:>3}  {code.meaning}" for code in Exit)

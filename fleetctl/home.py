@@ -1,0 +1,54 @@
+"""Where the daemon's home and socket are: the same rules as the daemon's own.
+
+`--socket`, else `--home`, else `$FLEETD_HOME`, else `$STATE_DIRECTORY` (set by systemd), else the platform's
+state folder of this user.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+SOCKET_NAME = "fleetd.sock"
+# Where `fleetctl service install --system` lets systemd keep the state.
+SYSTEM_HOME = Path("/var/lib/fleetd")
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A daemon's home and socket. ``default``: neither the command line nor the environment chose it."""
+
+    home: Path
+    socket: Path
+    default: bool = False
+
+
+def default_home(environ: Mapping[str, str]) -> Path:
+    """The home when no option names one."""
+    if home := environ.get("FLEETD_HOME"):
+        return _absolute(Path(home))
+    if state := environ.get("STATE_DIRECTORY"):
+        # systemd lists several folders with colons; the unit declares one.
+        return _absolute(Path(state.split(":")[0]))
+    import platformdirs  # a few milliseconds that an explicit home saves
+
+    return Path(platformdirs.user_state_dir("fleetd", appauthor=False))
+
+
+def locate(home: Path | None, socket: Path | None, environ: Mapping[str, str] = os.environ) -> Address:
+    """The daemon that the options and the environment mean."""
+    if socket is not None:
+        socket = _absolute(socket)
+        return Address(home=socket.parent, socket=socket)
+    if home is not None:
+        home = _absolute(home)
+        return Address(home=home, socket=home / SOCKET_NAME)
+    found = default_home(environ)
+    chosen = bool(environ.get("FLEETD_HOME") or environ.get("STATE_DIRECTORY"))
+    return Address(home=found, socket=found / SOCKET_NAME, default=not chosen)
+
+
+def _absolute(path: Path) -> Path:
+    return Path(os.path.abspath(path.expanduser()))

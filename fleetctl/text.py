@@ -1,0 +1,70 @@
+"""Words and figures for people: safe text, sizes, durations, tables. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+# C0 but tab and newline, DEL, C1. A model (or a file it quotes) may write escape sequences that would retitle
+# the window, rewrite the screen or answer to the shell.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey: controls become visible, carriage returns go."""
+    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text.replace("\r", ""))
+
+
+def one_line(text: str) -> str:
+    """For names and messages in tables."""
+    return printable(text.replace("\n", " ").replace("\t", " "))
+
+
+def size(count_bytes: float | None) -> str:
+    """1536 → "1.5 kB" in powers of 1000, as disks and memory figures in the docs are."""
+    if count_bytes is None:
+        return "-"
+    value = float(count_bytes)
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(value) < 999.5 or unit == "TB":
+            digits = 0 if unit == "B" or abs(value) >= 99.95 else 1
+            return f"{value:.{digits}f} {unit}"
+        value /= 1000
+    raise AssertionError("unreachable")
+
+
+def duration(seconds: float) -> str:
+    """0.84 → "0.84 s", 75 → "1 min 15 s", 7300 → "2 h 1 min"."""
+    if seconds < 9.995:
+        return f"{seconds:.2f} s"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    whole = round(seconds)
+    for big, big_name, small, small_name in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "min"),
+        (60, "min", 1, "s"),
+    ):
+        if whole >= big:
+            return f"{whole // big} {big_name} {whole % big // small} {small_name}"
+    raise AssertionError("unreachable")
+
+
+def count(number: float) -> str:
+    """Thousands with commas."""
+    return f"{number:,.0f}"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> str:
+    """Columns two spaces apart; those in ``right`` aligned right. Plain text, so that it pipes well."""
+    cells = [list(header), *([one_line(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    to_right = set(right)
+    lines = [
+        "  ".join(
+            cell.rjust(width) if column in to_right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    ]
+    return "\n".join(lines)
