@@ -1,0 +1,380 @@
+"""Settings: what exists, what it means, where each value came from.
+
+The section structs below are the table: each field is one key with its type, bounds, default, unit (in the
+name) and the reason it exists (its ``Meta`` description). Everything else reads them: the loader, the error
+messages, ``fleetd config show`` and the documentation.
+
+Order: defaults < the TOML file < environment (``FLEETD_HTTP_LISTEN``) < flags. A key nobody knows is an
+error with the nearest name, because a misspelt setting that is ignored is worse than a daemon that does not
+start.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from fleetd.errors import ConfigError
+from fleetd.limits import GIB, KIB, MIB
+
+DEFAULT_PORT = 8114
+# Variables of the FLEETD_ family that are not settings.
+_NOT_SETTINGS = frozenset({"FLEETD_HOME"})
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
+_NEAR_ENOUGH = 0.75  # difflib's own default of 0.6 offers "log.level" for "model"
+
+
+class Http(msgspec.Struct, frozen=True):
+    listen: Annotated[
+        str, Meta(description="HOST:PORT of the OpenAI-compatible API; port 0 picks a free one.")
+    ] = f"127.0.0.1:{DEFAULT_PORT}"
+    allow_remote: Annotated[
+        bool,
+        Meta(description="Permits an address other machines can reach. The token is then always required."),
+    ] = False
+    require_token: Annotated[
+        bool,
+        Meta(
+            description="Clients on TCP must send the token; off, every user of this machine may use the API."
+        ),
+    ] = True
+    allowed_hosts: Annotated[
+        list[str],
+        Meta(description="Host header values accepted besides the loopback names; stops DNS rebinding."),
+    ] = []
+    allowed_origins: Annotated[
+        list[str], Meta(description="Web origins whose pages may call the API; none by default.")
+    ] = []
+
+    @property
+    def host(self) -> str:
+        return _split_address(self.listen)[0]
+
+    @property
+    def port(self) -> int:
+        return _split_address(self.listen)[1]
+
+
+class Models(msgspec.Struct, frozen=True):
+    dir: Annotated[str, Meta(description='Where pulled models are kept; "" is HOME/models.')] = ""
+    default: Annotated[
+        str, Meta(description="The model of requests that name none (or `default`).", min_length=1)
+    ] = "smollm2-135m"
+    hub_cache: Annotated[
+        str,
+        Meta(description='Hugging Face cache whose weights are used where they lie; "" is its usual place.'),
+    ] = ""
+
+
+class Engine(msgspec.Struct, frozen=True):
+    device: Annotated[
+        Literal["auto", "cpu", "gpu"],
+        Meta(description="Where models run; auto takes the GPU if there is one."),
+    ] = "auto"
+    idle_unload_s: Annotated[
+        int, Meta(ge=0, description="A model unused for this long gives its memory back; 0 keeps it.")
+    ] = 1800
+    memory_fraction: Annotated[
+        float,
+        Meta(gt=0, le=0.95, description="Share of the machine's memory that all models together may use."),
+    ] = 0.75
+    max_memory_bytes: Annotated[
+        int, Meta(ge=0, description="The same as an absolute figure; 0 leaves it to memory_fraction.")
+    ] = 0
+    max_streams: Annotated[
+        int, Meta(ge=0, le=1024, description="Answers decoded at once per model; 0 lets the engine choose.")
+    ] = 0
+    prefill_chunk_tokens: Annotated[
+        int, Meta(ge=0, le=65536, description="Prompt tokens per step; 0 chooses by device.")
+    ] = 0
+    prefix_cache_bytes: Annotated[
+        int, Meta(ge=0, description="RAM for prompts seen before; 0 chooses by memory.")
+    ] = 0
+    threads: Annotated[
+        int, Meta(ge=0, le=1024, description="CPU threads of an engine worker; 0 means all cores.")
+    ] = 0
+
+
+class Log(msgspec.Struct, frozen=True):
+    level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="The least important line that is shown."),
+    ] = "info"
+    format: Annotated[
+        Literal["auto", "json", "console"],
+        Meta(description="auto is console on a terminal and JSON under a service manager."),
+    ] = "auto"
+
+
+class UsageSettings(msgspec.Struct, frozen=True):
+    keep_days: Annotated[
+        int, Meta(ge=1, le=36500, description="Usage rows older than this are deleted; they hold no text.")
+    ] = 365
+
+
+class Config(msgspec.Struct, frozen=True):
+    """All settings, and for each key where its value came from."""
+
+    http: Http = Http()
+    models: Models = Models()
+    engine: Engine = Engine()
+    log: Log = Log()
+    usage: UsageSettings = UsageSettings()
+    origins: dict[str, str] = {}
+
+    def origin(self, key: str) -> str:
+        return self.origins.get(key, "default")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One row of the table."""
+
+    name: str  # "http.listen"
+    type: Any
+    default: Any
+    why: str
+
+    @property
+    def env(self) -> str:
+        return "FLEETD_" + self.name.replace(".", "_").upper()
+
+    @property
+    def kind(self) -> str:
+        """The type in a word or two, for people."""
+        bare = get_args(self.type)[0]
+        if choices := (get_args(bare) if getattr(bare, "__origin__", None) is Literal else ()):
+            return "|".join(choices)
+        if bare == list[str]:
+            return "list of strings"
+        return "bytes" if self.name.endswith("_bytes") else str(bare.__name__)
+
+
+_SECTIONS: dict[str, type[msgspec.Struct]] = {
+    "http": Http,
+    "models": Models,
+    "engine": Engine,
+    "log": Log,
+    "usage": UsageSettings,
+}
+
+
+def _table() -> dict[str, Key]:
+    table = {}
+    for section, struct in _SECTIONS.items():
+        hints = get_type_hints(struct, include_extras=True)
+        defaults = struct()
+        for field in msgspec.structs.fields(struct):
+            annotated = hints[field.name]
+            why = next(m.description for m in annotated.__metadata__ if isinstance(m, Meta) and m.description)
+            name = f"{section}.{field.name}"
+            table[name] = Key(name, annotated, getattr(defaults, field.name), why)
+    return table
+
+
+KEYS: dict[str, Key] = _table()
+
+
+def load(
+    file: Path,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    flags: Mapping[str, tuple[str, Any]] | None = None,
+    required: bool = False,
+) -> Config:
+    """Merge the four layers.
+
+    Args:
+        file: the TOML file; it may be absent unless ``required``.
+        flags: key → (the flag's name, its value), only those given.
+
+    Raises:
+        ConfigError: names the source (with the line for a file), the key, and the nearest valid name.
+    """
+    values: dict[str, Any] = {}
+    origins: dict[str, str] = {}
+
+    def take(key: str, value: Any, origin: str, *, strict: bool) -> None:
+        values[key] = _convert(KEYS[key], value, origin, strict=strict)
+        origins[key] = origin
+
+    for key, value, origin in _from_file(file, required=required):
+        take(key, value, origin, strict=True)
+    for key, value, origin in _from_environment(environ):
+        take(key, value, origin, strict=False)
+    for key, (flag, value) in (flags or {}).items():
+        take(key, value, f"flag {flag}", strict=False)
+
+    sections = {
+        section: struct(
+            **{
+                name.partition(".")[2]: value
+                for name, value in values.items()
+                if name.partition(".")[0] == section
+            }
+        )
+        for section, struct in _SECTIONS.items()
+    }
+    config = Config(**sections, origins=origins)  # type: ignore[arg-type]  # each section by its own struct
+    _check(config)
+    return config
+
+
+def _from_file(file: Path, *, required: bool) -> list[tuple[str, Any, str]]:
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        if required:
+            raise ConfigError(
+                f"The configuration file {file} does not exist.", hint="Check the path given with --config."
+            ) from None
+        return []
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The configuration file {file} cannot be read: {error}.") from error
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"The configuration file {file} is not valid TOML: {error}.", hint="Correct that line."
+        ) from error
+    found = []
+    for section, body in document.items():
+        where = f"{file}, line {_line_of(text, section, None)}"
+        if section not in _SECTIONS:
+            raise _unknown(section, where, list(_SECTIONS), list(KEYS))
+        if not isinstance(body, dict):
+            raise ConfigError(
+                f"`{section}` in {where} must be a section, not a value.", hint=f"Write [{section}]."
+            )
+        for name, value in body.items():
+            where = f"{file}, line {_line_of(text, section, name)}"
+            if f"{section}.{name}" not in KEYS:
+                raise _unknown(f"{section}.{name}", where, list(KEYS))
+            found.append((f"{section}.{name}", value, where))
+    return found
+
+
+def _line_of(text: str, section: str, name: str | None) -> int:
+    """The line a key stands on. A reader's aid: exotic spellings of a key give its section's line, or 1."""
+    section_line, here = 1, ""
+    for number, line in enumerate(text.splitlines(), 1):
+        if header := re.match(r"\s*\[\s*([^\]]+?)\s*\]", line):
+            here = header[1].strip("\"'")
+            if here == section:
+                section_line = number
+        elif entry := re.match(r"\s*([\w\".'-]+)\s*=", line):
+            spelled = re.sub(r"[\"'\s]", "", entry[1])
+            full = f"{here}.{spelled}" if here else spelled
+            if full == (f"{section}.{name}" if name else section):
+                return number
+            if not here and full.startswith(f"{section}."):
+                section_line = number
+    return section_line
+
+
+def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
+    by_env = {key.env: key for key in KEYS.values()}
+    prefixes = tuple(f"FLEETD_{section.upper()}_" for section in _SECTIONS)
+    found = []
+    for variable, value in environ.items():
+        if not variable.startswith("FLEETD_") or variable in _NOT_SETTINGS:
+            continue
+        if key := by_env.get(variable):
+            found.append((key.name, value, f"environment {variable}"))
+        elif variable.startswith(prefixes) or difflib.get_close_matches(variable, by_env, 1, 0.9):
+            # Other FLEETD_ names may belong to other programs; these can only be meant for us.
+            raise _unknown(variable, "the environment", list(by_env))
+    return found
+
+
+def _convert(key: Key, value: Any, where: str, *, strict: bool) -> Any:
+    if not strict and isinstance(value, str):
+        if key.kind == "list of strings":
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        elif key.kind == "bool":
+            value = {"1": True, "true": True, "yes": True, "on": True}.get(value.lower(), value)
+            value = {"0": False, "false": False, "no": False, "off": False}.get(str(value).lower(), value)
+    if key.kind == "bytes" and isinstance(value, str):
+        value = _bytes(value)
+    try:
+        return msgspec.convert(value, key.type, strict=strict)
+    except msgspec.ValidationError as error:
+        raise ConfigError(
+            f"`{key.name}` from {where} has a value that cannot be used ({value!r}): "
+            f"{str(error)[:1].lower()}{str(error)[1:]}.",
+            hint=f"It takes {key.kind}; the default is {key.default!r}. {key.why}",
+            param=key.name,
+        ) from None
+
+
+def _bytes(text: str) -> int | str:
+    """8GB, 8 GiB and 8589934592 in bytes; anything else unchanged, for the type check to refuse."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return text
+    number, unit, binary = match.groups()
+    scale = {"": 1, "K": KIB, "M": MIB, "G": GIB, "T": GIB << 10}[(unit or "").upper()]
+    if unit and not binary:
+        scale = 1000 ** (" KMGT".index(unit.upper()))
+    return int(float(number) * scale)
+
+
+def _unknown(name: str, where: str, *vocabularies: list[str]) -> ConfigError:
+    for valid in vocabularies:
+        # A key typed without its section ("listen") is looked for by its last part too.
+        tails = {option.rpartition(".")[2]: option for option in valid}
+        near = difflib.get_close_matches(name, valid, 1, _NEAR_ENOUGH)
+        if near := near or [tails[t] for t in difflib.get_close_matches(name.rpartition(".")[2], tails, 1)]:
+            hint = f"Did you mean `{near[0]}`?"
+            break
+    else:
+        hint = "`fleetd config show` lists all settings."
+    return ConfigError(f"Unknown setting `{name}` in {where}.", hint=hint, param=name)
+
+
+def _split_address(address: str) -> tuple[str, int]:
+    host, colon, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(address)
+    return host, int(port)
+
+
+def _check(config: Config) -> None:
+    """What concerns more than one value, and the one promise that no setting may break by accident."""
+    where = config.origin("http.listen")
+    try:
+        host, _ = _split_address(config.http.listen)
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        raise ConfigError(
+            f"`http.listen` from {where} is not an address: {config.http.listen!r}.",
+            hint=f"Write HOST:PORT with an IP address or localhost, for example 127.0.0.1:{DEFAULT_PORT}.",
+            param="http.listen",
+        ) from None
+    if loopback:
+        return
+    if not config.http.allow_remote:
+        raise ConfigError(
+            f"`http.listen` from {where} is {config.http.listen}, which other machines can reach.",
+            hint="Listen on 127.0.0.1, or set http.allow_remote = true; the token is then the only guard, "
+            "and prompts travel unencrypted.",
+            param="http.listen",
+        )
+    if not config.http.require_token:
+        raise ConfigError(
+            f"`http.require_token` from {config.origin('http.require_token')} is false while "
+            f"{config.http.listen} can be reached by other machines.",
+            hint="Nothing unauthenticated listens on the network: require the token, or listen on 127.0.0.1.",
+            param="http.require_token",
+        )

@@ -1,0 +1,207 @@
+"""The usage ledger: who computed how much, for which model, and when. Never what.
+
+Each request has one row: **reserved** before any work, then **settled** with its tokens and times, or
+**refunded** with a reason and no tokens. A row still reserved at the next start was lost in a crash, and is
+refunded as such.
+
+No answer ever waits for, or fails because of, the ledger: when the disk does not take a row, one line per
+minute says so, and the row is written with the settlement if the disk has recovered by then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.protocol import Timings, Usage
+from fleetd.observe import get_logger
+from fleetd.store import Store, StoreUnavailable
+
+log = get_logger("fleetd.ledger")
+
+_DAY_S = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """What is known before the work; ``at_s`` is Unix time."""
+
+    request_id: str
+    model: str
+    node: str
+    route: str
+    at_s: float
+
+
+class UsageRow(msgspec.Struct, frozen=True):
+    """One day of one model on one node; ``failed`` counts the refunded among ``requests``."""
+
+    day: str
+    model: str
+    node: str
+    requests: int
+    failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    prefill_s: float
+    decode_s: float
+
+
+class UsageTotals(msgspec.Struct, frozen=True):
+    requests: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class UsageReport(msgspec.Struct, frozen=True):
+    rows: list[UsageRow]
+    totals: UsageTotals
+
+
+class Ledger:
+    """Reserve, settle and refund from the event loop; the rest blocks and belongs in a thread."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        now: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._now = now
+        self._monotonic = monotonic
+        self._told_s = float("-inf")
+        self._lost = 0
+
+    async def reserve(self, reservation: Reservation) -> None:
+        """Write the row before work begins; stops waiting (not writing) after ``limits.LEDGER_WAIT_S``."""
+        try:
+            future = self._store.submit(lambda db: _insert(db, reservation))
+        except StoreUnavailable as error:
+            self._complain(error)
+            return
+        future.add_done_callback(self._written)
+        await asyncio.wait([asyncio.wrap_future(future)], timeout=limits.LEDGER_WAIT_S)
+
+    def settle(self, reservation: Reservation, usage: Usage, timings: Timings, reason: str) -> None:
+        """Record what was computed; does not wait. ``reason`` is the finish reason, or "cancelled"."""
+        self._close(reservation, "settled", reason, usage, timings)
+
+    def refund(self, reservation: Reservation, reason: str) -> None:
+        """Record that nothing was delivered; does not wait. ``reason`` is an error code."""
+        self._close(reservation, "refunded", reason, Usage(), Timings())
+
+    def _close(self, row: Reservation, state: str, reason: str, usage: Usage, timings: Timings) -> None:
+        ended_s = self._now()
+
+        def write(db: sqlite3.Connection) -> None:
+            # The reservation may not have reached the disk; the settlement then brings the whole row.
+            _insert(db, row)
+            db.execute(
+                "UPDATE usage SET state = ?, reason = ?, ended_s = ?, prompt_tokens = ?, cached_tokens = ?,"
+                " completion_tokens = ?, queue_s = ?, prefill_s = ?, decode_s = ?"
+                " WHERE request_id = ? AND state = 'reserved'",
+                (
+                    state,
+                    reason,
+                    ended_s,
+                    usage.prompt_tokens,
+                    usage.cached_tokens,
+                    usage.completion_tokens,
+                    timings.queue_s,
+                    timings.prefill_s,
+                    timings.decode_s,
+                    row.request_id,
+                ),
+            )
+
+        try:
+            self._store.submit(write).add_done_callback(self._written)
+        except StoreUnavailable as error:
+            self._complain(error)
+
+    def _written(self, future: Future[None]) -> None:
+        error = future.exception()
+        if error is not None:
+            self._complain(error)
+
+    def _complain(self, error: BaseException) -> None:
+        """At most one line per ``limits.REPEAT_LOG_S``; called from the loop and from the store's thread."""
+        self._lost += 1
+        now_s = self._monotonic()
+        if now_s - self._told_s >= limits.REPEAT_LOG_S:
+            self._told_s = now_s
+            log.warning(
+                "ledger.degraded", error=str(error), writes_lost=self._lost, note="answers are not affected"
+            )
+
+    # ---- blocking ----------------------------------------------------------------------------------------
+
+    def recover(self) -> int:
+        """Refund what a crash left reserved; returns how many. Call before the first reservation."""
+        return self._store.call(
+            lambda db: (
+                db.execute(
+                    "UPDATE usage SET state = 'refunded', reason = 'crash', ended_s = ? WHERE state = 'reserved'",
+                    (self._now(),),
+                ).rowcount
+            )
+        )
+
+    def prune(self, keep_days: int) -> int:
+        """Delete rows older than ``keep_days``; returns how many."""
+        oldest_s = self._now() - keep_days * _DAY_S
+        return self._store.call(
+            lambda db: db.execute("DELETE FROM usage WHERE started_s < ?", (oldest_s,)).rowcount
+        )
+
+    def usage(self, days: int) -> UsageReport:
+        """The last ``days`` days (today is one of them, in local time), newest first.
+
+        Requests still running are counted without tokens. An unusable disk gives an empty report.
+        """
+        now_s = self._now()
+        try:
+            rows = self._store.call(lambda db: _report(db, now_s, days))
+        except StoreUnavailable as error:
+            self._complain(error)
+            rows = []
+        return UsageReport(rows, _total(rows))
+
+
+def _insert(db: sqlite3.Connection, row: Reservation) -> None:
+    db.execute(
+        "INSERT INTO usage (request_id, started_s, model, node, route, state)"
+        " VALUES (?, ?, ?, ?, ?, 'reserved') ON CONFLICT (request_id) DO NOTHING",
+        (row.request_id, row.at_s, row.model, row.node, row.route),
+    )
+
+
+def _report(db: sqlite3.Connection, now_s: float, days: int) -> list[UsageRow]:
+    found = db.execute(
+        "SELECT date(started_s, 'unixepoch', 'localtime') AS day, model, node, count(*),"
+        " sum(state = 'refunded'), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens),"
+        " sum(prefill_s), sum(decode_s) FROM usage"
+        " WHERE date(started_s, 'unixepoch', 'localtime') > date(?, 'unixepoch', 'localtime', ?)"
+        " GROUP BY day, model, node ORDER BY day DESC, model, node",
+        (now_s, f"-{days} days"),
+    )
+    return [UsageRow(*row) for row in found]
+
+
+def _total(rows: list[UsageRow]) -> UsageTotals:
+    names = [field.name for field in msgspec.structs.fields(UsageTotals)]
+    return UsageTotals(**{name: sum(getattr(row, name) for row in rows) for name in names})

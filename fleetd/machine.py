@@ -1,0 +1,155 @@
+"""What this machine is: cheap facts, read without touching the accelerator.
+
+The figures respect limits set from outside (cgroups, CPU affinity): a container with 8 GB on a 512 GB host
+is a machine of 8 GB.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import psutil
+
+from fleetd.limits import GIB
+
+Tier = Literal["tiny", "small", "standard", "large"]
+Accelerator = Literal["metal", "cuda", "cpu"]
+
+_SYSCTL_S = 2.0
+# Above this a cgroup v1 "limit" is the kernel's way to say that there is none.
+_UNLIMITED_BYTES = 1 << 60
+# A 16 GB machine reports at most 16 GiB, mostly a little less: tiers follow what is printed on the box.
+_TIERS: tuple[tuple[int, Tier], ...] = ((16 * GIB, "tiny"), (36 * GIB, "small"), (96 * GIB, "standard"))
+
+
+class Machine(msgspec.Struct, frozen=True):
+    """One reading; ``available_bytes`` changes by the second, the rest does not."""
+
+    platform: str
+    cpu: str
+    cores: int
+    memory_bytes: int
+    available_bytes: int
+    tier: Tier
+    accelerator: Accelerator
+
+
+def tier(memory_bytes: int) -> Tier:
+    return next((name for upto_bytes, name in _TIERS if memory_bytes <= upto_bytes), "large")
+
+
+class Prober:
+    """Reads the constant facts once and the changing one at every call."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._cgroup = list(_cgroup_folders(root))
+        self._platform = f"{platform.system()} {platform.release()} {platform.machine()}"
+        self._cpu = _cpu_name(root)
+        self._cores = _cores()
+        self._accelerator = _accelerator(root)
+
+    def read(self) -> Machine:
+        memory = psutil.virtual_memory()
+        total, available = int(memory.total), int(memory.available)
+        for limit, used in _cgroup_memory(self._cgroup):
+            total = min(total, limit)
+            available = min(available, max(0, limit - used))
+        return Machine(
+            platform=self._platform,
+            cpu=self._cpu,
+            cores=self._cores,
+            memory_bytes=total,
+            available_bytes=available,
+            tier=tier(total),
+            accelerator=self._accelerator,
+        )
+
+
+def _cores() -> int:
+    # Absent on macOS, which has no CPU affinity.
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _cpu_name(root: Path) -> str:
+    if sys.platform == "darwin":
+        return _output(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]) or platform.machine()
+    for line in _text(root / "proc/cpuinfo").splitlines():
+        key, _, value = line.partition(":")
+        # x86 says "model name"; ARM kernels give "Model" on boards and nothing at all on servers.
+        if key.strip() in ("model name", "Model") and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def _accelerator(root: Path) -> Accelerator:
+    """A guess good enough for status; the engine worker says what it really uses."""
+    if sys.platform == "darwin":
+        return "metal" if platform.machine() == "arm64" else "cpu"
+    if (root / "dev/nvidia0").exists() or shutil.which("nvidia-smi"):
+        return "cuda"
+    return "cpu"
+
+
+def _cgroup_folders(root: Path) -> Iterable[Path]:
+    """Our control group and its ancestors: the tightest limit on the way up is the one that kills."""
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        folder = base / path.lstrip("/")
+        # Inside a container the path may not exist under our mount; the mount's top is then our own group.
+        while folder != base:
+            if folder.is_dir():
+                yield folder
+            folder = folder.parent
+        if base.is_dir():
+            yield base
+
+
+def _cgroup_memory(folders: Iterable[Path]) -> Iterable[tuple[int, int]]:
+    """(limit, used) of each group that has a limit."""
+    for folder in folders:
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = _text(folder / limit_name).strip()
+            if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES:
+                used = _text(folder / used_name).strip()
+                yield int(limit), int(used) - _reclaimable(folder) if used.isdecimal() else 0
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache counts as used in a cgroup but gives way at once: a model file read once is no pressure."""
+    for line in _text(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file") and value.isdecimal():
+            return int(value)
+    return 0
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _output(command: list[str]) -> str:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=_SYSCTL_S, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

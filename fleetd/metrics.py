@@ -1,0 +1,158 @@
+"""Figures for Prometheus, under the names that dashboards for vLLM already know.
+
+What is the same thing as in vLLM has vLLM's name (``vllm:…``, label ``model_name``); what only this program
+has is called ``fleetd_…``. Label values are bounded: models that are installed, codes and reasons from
+closed lists. Engine gauges are read when they are scraped, not kept up to date for nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client.exposition import choose_encoder
+
+from fleetd import limits
+from fleetd.engine.protocol import Timings, Usage
+from fleetd.errors import BY_CODE
+
+# Prometheus's own buckets end at 10 s; a long prompt on one machine takes minutes to its first token.
+TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 180, 300, 600)
+ITL_BUCKETS_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 180, 300, 600, 1200, 3600)
+
+# vLLM knows three ends; dashboards select by them.
+_FINISHED_AS = {"stop": "stop", "tool_calls": "stop", "length": "length", "cancelled": "abort"}
+_AUTH_FAILURES = frozenset({"token", "host", "origin", "user", "fetch_site"})
+_OTHER = "other"
+
+
+class EngineFigures(Protocol):
+    """The part of an engine's status that is a gauge."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def kv_bytes(self) -> int: ...
+    @property
+    def kv_budget_bytes(self) -> int: ...
+    @property
+    def memory_bytes(self) -> int: ...
+    @property
+    def restarts(self) -> int: ...
+
+
+class Metrics:
+    """All series of one daemon."""
+
+    def __init__(self, version: str, *, engines: Callable[[], Iterable[EngineFigures]] = lambda: ()) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._engines = engines
+        self._models: set[str] = set()
+        self._restarts_seen: dict[str, int] = {}
+
+        def gauge(name: str, text: str) -> Gauge:
+            return Gauge(name, text, ["model_name"], registry=registry)
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, labels, registry=registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+            return Histogram(name, text, ["model_name"], buckets=buckets, registry=registry)
+
+        self._running = gauge("vllm:num_requests_running", "Requests being prefilled or decoded.")
+        self._waiting = gauge("vllm:num_requests_waiting", "Requests waiting for a model or a turn.")
+        self._kv_usage = gauge("vllm:kv_cache_usage_perc", "Share of the KV cache budget in use, 0 to 1.")
+        self._prefix_queries = counter(
+            "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", "model_name"
+        )
+        self._prefix_hits = counter(
+            "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "model_name"
+        )
+        self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed.", "model_name")
+        self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated.", "model_name")
+        self._success = counter(
+            "vllm:request_success", "Requests that ended without error.", "model_name", "finished_reason"
+        )
+        self._ttft = histogram(
+            "vllm:time_to_first_token_seconds", "From arrival to the first token.", TTFT_BUCKETS_S
+        )
+        self._itl = histogram("vllm:inter_token_latency_seconds", "Between two tokens.", ITL_BUCKETS_S)
+        self._queue = histogram("vllm:request_queue_time_seconds", "Waiting for a turn.", REQUEST_BUCKETS_S)
+        self._prefill = histogram("vllm:request_prefill_time_seconds", "In prefill.", REQUEST_BUCKETS_S)
+        self._decode = histogram("vllm:request_decode_time_seconds", "In decode.", REQUEST_BUCKETS_S)
+        self._e2e = histogram("vllm:e2e_request_latency_seconds", "Arrival to end.", REQUEST_BUCKETS_S)
+
+        self._failures = counter("fleetd_request_failures", "Requests that ended in an error.", "code")
+        self._plans = counter("fleetd_plan", "Plans that ran, and why that kind.", "kind", "reason")
+        self._auth = counter("fleetd_auth_failures", "Requests refused before any work.", "reason")
+        self._restarts = counter("fleetd_engine_restarts", "Engine workers started again.", "model_name")
+        self._memory = gauge("fleetd_engine_memory_bytes", "Memory an engine worker reports.")
+        Info("fleetd_build", "The running program.", registry=registry).info({"version": version})
+
+    # ---- what the runner reports -------------------------------------------------------------------------
+
+    def waiting(self, model: str, change: int) -> None:
+        self._waiting.labels(self._model(model)).inc(change)
+
+    def running(self, model: str, change: int) -> None:
+        self._running.labels(self._model(model)).inc(change)
+
+    def first_token(self, model: str, after_s: float) -> None:
+        self._ttft.labels(self._model(model)).observe(after_s)
+
+    def tokens(self, model: str, count: int, elapsed_s: float) -> None:
+        """``count`` tokens arrived together, ``elapsed_s`` after the ones before them."""
+        series = self._itl.labels(self._model(model))
+        for _ in range(count):
+            series.observe(elapsed_s / count)
+
+    def finished(self, model: str, reason: str, usage: Usage, timings: Timings, e2e_s: float) -> None:
+        model = self._model(model)
+        self._success.labels(model, _FINISHED_AS.get(reason, _OTHER)).inc()
+        self._prompt_tokens.labels(model).inc(usage.prompt_tokens)
+        self._generation_tokens.labels(model).inc(usage.completion_tokens)
+        self._prefix_queries.labels(model).inc(usage.prompt_tokens)
+        self._prefix_hits.labels(model).inc(usage.cached_tokens)
+        self._queue.labels(model).observe(timings.queue_s)
+        self._prefill.labels(model).observe(timings.prefill_s)
+        self._decode.labels(model).observe(timings.decode_s)
+        self._e2e.labels(model).observe(e2e_s)
+
+    def failed(self, code: str) -> None:
+        self._failures.labels(code if code in BY_CODE else _OTHER).inc()
+
+    def plan(self, kind: str, reason: str) -> None:
+        """Both from the planner's own closed lists."""
+        self._plans.labels(kind, reason).inc()
+
+    def auth_failure(self, reason: str) -> None:
+        self._auth.labels(reason if reason in _AUTH_FAILURES else _OTHER).inc()
+
+    def _model(self, name: str) -> str:
+        """The label for a model; those past the limit share one."""
+        if name in self._models:
+            return name
+        if len(self._models) >= limits.METRIC_MODELS:
+            return _OTHER
+        self._models.add(name)
+        return name
+
+    # ---- what a scrape sees ------------------------------------------------------------------------------
+
+    def render(self, accept: str = "") -> tuple[bytes, str]:
+        """The exposition and its content type: OpenMetrics if the Accept header asks, else text 0.0.4."""
+        for per_model in (self._kv_usage, self._memory):
+            per_model.clear()
+        for engine in self._engines():
+            model = self._model(engine.model)
+            budget = engine.kv_budget_bytes
+            self._kv_usage.labels(model).set(engine.kv_bytes / budget if budget else 0.0)
+            # An unloaded engine counts from 0 again; a counter only grows.
+            seen = self._restarts_seen.get(model, 0)
+            self._restarts.labels(model).inc(engine.restarts - seen if engine.restarts > seen else 0)
+            self._restarts_seen[model] = engine.restarts
+            self._memory.labels(model).set(engine.memory_bytes)
+        encode, content_type = choose_encoder(accept)
+        return encode(self._registry), content_type
