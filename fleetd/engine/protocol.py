@@ -225,6 +225,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     kv_bytes: int = 0
     prefix_bytes: int = 0
     prefix_entries: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
     memory_bytes: int = 0
 
 
@@ -249,7 +251,7 @@ def encode(message: Command | Report) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class _Decoder:
+class Decoder:
     """Bytes in any pieces → messages."""
 
     def __init__(self, kind: Any) -> None:
@@ -267,7 +269,9 @@ class _Decoder:
         while len(self._buffer) >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer)
             if length > limits.ENGINE_FRAME_BYTES:
-                raise FrameTooLong(f"frame of {length} bytes is over the limit of {limits.ENGINE_FRAME_BYTES}")
+                raise FrameTooLong(
+                    f"frame of {length} bytes is over the limit of {limits.ENGINE_FRAME_BYTES}"
+                )
             end = _LENGTH.size + length
             if len(self._buffer) < end:
                 return
@@ -276,11 +280,11 @@ class _Decoder:
             yield self._decode(body)
 
 
-def commands() -> _Decoder:
+def commands() -> Decoder:
     """Decoder for the worker's end."""
-    return _Decoder(Command)
+    return Decoder(Command)
 
 
-def reports() -> _Decoder:
+def reports() -> Decoder:
     """Decoder for the daemon's end."""
-    return _Decoder(Report)
+    return Decoder(Report)

@@ -1,0 +1,181 @@
+"""From a verified folder to a model that can run, and the facts the daemon needs about it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import mlx.core as mx
+import psutil
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_config, load_model
+
+from fleetd.engine import cpu
+from fleetd.engine.memory import WORKING_BYTES, admit_weights
+from fleetd.engine.protocol import Loading, Ready
+from fleetd.engine.settings import WorkerSettings
+from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.models.verify import verify
+
+Device = Literal["cpu", "metal", "cuda"]
+# Prefix cache: this share of what is left for KV, so that keeping old prompts never starves new ones.
+PREFIX_SHARE = 0.25
+# A context can be huge and memory small; without a stated context this is what llama-family models had.
+FALLBACK_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    model: Any
+    tokenizer: Any
+    facts: Ready
+    prefix_bytes: int
+
+
+def pick_device(wanted: str) -> Device:
+    """Set MLX's default device and name it. Raises ModelUnsupported where a GPU is demanded and there is none."""
+    if wanted != "cpu" and mx.is_available(mx.gpu):
+        mx.set_default_device(mx.gpu)
+        return "metal" if mx.metal.is_available() else "cuda"
+    if wanted == "gpu":
+        raise ModelUnsupported("engine.device is gpu, but MLX sees no GPU.", hint="Set engine.device to auto.")
+    mx.set_default_device(mx.cpu)
+    return "cpu"
+
+
+def usable_bytes(device: Device, settings: WorkerSettings) -> int:
+    """Memory this worker may take, from what the device recommends and what the machine has free now."""
+    free = psutil.virtual_memory().available
+    if device == "metal":
+        free = min(free, int(mx.device_info().get("max_recommended_working_set_size", free)))
+    usable = int(free * settings.memory_fraction)
+    return min(usable, settings.max_memory_bytes) if settings.max_memory_bytes else usable
+
+
+def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> Loaded:
+    """Verify, read and warm up.
+
+    Raises:
+        ModelCorrupt, ModelRefused: from ``verify``.
+        ModelUnsupported: an architecture mlx-lm does not have.
+        OutOfMemory: refused before reading.
+    """
+    begun = time.monotonic()
+    path = Path(settings.path)
+    report(Loading("verifying"))
+    verify(path)
+    config = load_config(path)
+    usable = usable_bytes(device, settings)
+    # Hub caches hold links; the size that counts is the target's.
+    files = sorted(path.glob("model*.safetensors"))
+    on_disk = sum(f.stat().st_size for f in files)
+    admit_weights(settings.name, _expanded(on_disk, config, device), usable)
+    report(Loading("reading", 0, on_disk))
+    model = _read(path, config)
+    if device == "cpu":
+        cpu.to_float32(model)
+    mx.eval(model.parameters())
+    report(Loading("reading", on_disk, on_disk))
+    tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    report(Loading("warming up"))
+    per_token = _warm_up(model)
+    weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
+    left = max(0, usable - weights - WORKING_BYTES)
+    prefix_bytes = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
+    facts = Ready(
+        architecture=str(config.get("model_type", "unknown")),
+        device=device,
+        dtype=_dtype(model),
+        layers=len(model.layers),
+        vocab_size=_vocabulary(config, tokenizer),
+        context_tokens=context_tokens(config),
+        weights_bytes=weights,
+        kv_bytes_per_token=per_token,
+        kv_budget_bytes=max(0, left - prefix_bytes),
+        has_chat_template=bool(tokenizer.has_chat_template),
+        tool_calls=bool(tokenizer.has_tool_calling),
+        reasoning=bool(tokenizer.has_thinking),
+        load_s=time.monotonic() - begun,
+        versions={name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "transformers")},
+    )
+    return Loaded(model, tokenizer, facts, prefix_bytes)
+
+
+def context_tokens(config: dict[str, Any]) -> int:
+    """The longest context the model was trained for, from its config (or its text part)."""
+    for part in (config, config.get("text_config") or {}):
+        for key in ("max_position_embeddings", "max_sequence_length", "seq_length", "n_positions"):
+            value = part.get(key)
+            if isinstance(value, int) and value > 0:
+                return value
+    return FALLBACK_CONTEXT
+
+
+def _read(path: Path, config: dict[str, Any]) -> Any:
+    try:
+        model, _ = load_model(path, lazy=True)
+    except ValueError as error:
+        if "not supported" in str(error):
+            raise ModelUnsupported(
+                f"The engine has no code for models of type {config.get('model_type')!r}.",
+                hint="Update mlx-lm, or choose another model (fleetctl models).",
+            ) from error
+        raise ModelCorrupt(f"The weights in {path.name} do not match its config: {error}.") from error
+    except (KeyError, TypeError, RuntimeError) as error:
+        raise ModelCorrupt(f"The model in {path.name} cannot be built from its config: {error}.") from error
+    return model
+
+
+def _expanded(on_disk: int, config: dict[str, Any], device: Device) -> int:
+    """Bytes in memory: as on disk, except on a CPU, where everything becomes f32."""
+    if device != "cpu":
+        return on_disk
+    quantization = config.get("quantization") or config.get("quantization_config") or {}
+    bits = quantization.get("bits")
+    # Scales and biases add about half a bit per weight; unquantised weights are 16 bits in practice.
+    return int(on_disk * 32 / (bits + 0.5)) if isinstance(bits, int) and bits > 0 else on_disk * 2
+
+
+def _warm_up(model: Any) -> int:
+    """A short prefill and one decode step compile the kernels; returns KV bytes per token over all layers."""
+    cache = make_prompt_cache(model)
+    mx.eval(model(mx.array([[1] * 8]), cache=cache))
+    mx.eval(model(mx.array([[1]]), cache=cache))
+    per_token = 0
+    for layer in cache:
+        keys = getattr(layer, "keys", None)
+        if keys is not None and not isinstance(keys, tuple):
+            per_token += (layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2]
+    return max(1, int(per_token))
+
+
+def _dtype(model: Any) -> str:
+    counts: dict[str, int] = {}
+    for _, array in tree_flatten(model.parameters()):
+        name = str(array.dtype).removeprefix("mlx.core.")
+        counts[name] = counts.get(name, 0) + array.nbytes
+    return max(counts, key=lambda name: counts[name])
+
+
+def _vocabulary(config: dict[str, Any], tokenizer: Any) -> int:
+    size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
+    return int(size) if size else len(tokenizer)
+
+
+def quiet_libraries() -> None:
+    """No telemetry, no network, no advertising on stderr; before transformers is imported."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        HF_HUB_DISABLE_TELEMETRY="1",
+        TRANSFORMERS_OFFLINE="1",
+        TRANSFORMERS_VERBOSITY="error",
+        TRANSFORMERS_NO_ADVISORY_WARNINGS="1",
+        TOKENIZERS_PARALLELISM="false",
+    )

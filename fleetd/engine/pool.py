@@ -1,0 +1,157 @@
+"""The workers of this machine: one per loaded model, started when needed, ended when idle or in the way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+
+import structlog
+
+from fleetd.engine.protocol import Event, Generate, Loading
+from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.supervisor import EngineProcess, EngineStatus
+from fleetd.errors import OutOfMemory
+from fleetd.models.folder import ModelFolder
+
+log = structlog.get_logger(__name__)
+
+_CHECK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolOptions:
+    """Worker defaults and when to let go; see ``config`` for meanings and ``WorkerSettings`` for 0."""
+
+    device: str = "auto"
+    threads: int = 0
+    max_memory_bytes: int = 0
+    memory_fraction: float = 0.85
+    max_streams: int = 16
+    prefill_chunk_tokens: int = 0
+    prefix_cache_bytes: int = 0
+    idle_unload_s: float = 1800.0
+
+
+@dataclass
+class EnginePool:
+    options: PoolOptions = field(default_factory=PoolOptions)
+    _engines: dict[str, EngineProcess] = field(default_factory=dict, init=False)
+    _deaths: dict[str, int] = field(default_factory=dict, init=False)
+    _starting: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
+    # Requests that have an engine but have not started to stream: they keep it from being unloaded.
+    _claims: dict[str, int] = field(default_factory=dict, init=False)
+
+    async def run(self) -> None:
+        """Watch for stalls and idleness until cancelled."""
+        while True:
+            await asyncio.sleep(_CHECK_S)
+            for name, engine in list(self._engines.items()):
+                engine.check()
+                limit = self.options.idle_unload_s
+                if limit > 0 and engine.state == "ready" and not self._in_use(name) and engine.idle_s > limit:
+                    log.info("engine.unload", model=name, reason="idle", idle_s=round(engine.idle_s))
+                    await self.unload(name)
+
+    async def stream(self, folder: ModelFolder, request: Generate) -> AsyncGenerator[Loading | Event, None]:
+        """Load the model if needed (yields Loading), then the request's events up to Finished.
+
+        Raises FleetError: why the load or the request failed. Closing the generator cancels the request.
+        """
+        name = folder.name
+        self._claims[name] = self._claims.get(name, 0) + 1
+        try:
+            engine: EngineProcess | None = None
+            async for item in self._acquire(folder):
+                if isinstance(item, EngineProcess):
+                    engine = item
+                else:
+                    yield item
+            assert engine is not None
+            events = engine.stream(request)
+            try:
+                async for event in events:
+                    yield event
+            finally:
+                await events.aclose()
+        finally:
+            self._claims[name] -= 1
+
+    async def load(self, folder: ModelFolder) -> None:
+        """Load without a request. Raises as ``stream``."""
+        async for _ in self._acquire(folder):
+            pass
+
+    async def unload(self, name: str) -> bool:
+        """End a worker; its running requests fail with EngineDied. False where none runs."""
+        engine = self._engines.pop(name, None)
+        if engine is None:
+            return False
+        await engine.stop()
+        return True
+
+    def status(self) -> list[EngineStatus]:
+        return [engine.status for engine in self._engines.values()]
+
+    async def close(self) -> None:
+        """End all workers."""
+        await asyncio.gather(*(self.unload(name) for name in list(self._engines)))
+
+    async def _acquire(self, folder: ModelFolder) -> AsyncGenerator[Loading | EngineProcess, None]:
+        """Progress, then the ready engine. Two first requests share one load; idle models make room."""
+        while True:
+            engine = await self._running(folder)
+            try:
+                async for progress in engine.loaded():
+                    yield progress
+            except OutOfMemory:
+                if not await self._evict_idle(besides=folder.name):
+                    raise
+                continue
+            yield engine
+            return
+
+    async def _running(self, folder: ModelFolder) -> EngineProcess:
+        async with self._starting.setdefault(folder.name, asyncio.Lock()):
+            engine = self._engines.get(folder.name)
+            if engine is not None and engine.state in ("loading", "ready"):
+                return engine
+            if engine is not None:
+                await self.unload(folder.name)
+            o = self.options
+            engine = EngineProcess(
+                WorkerSettings(
+                    name=folder.name,
+                    path=str(folder.path),
+                    device=o.device,  # type: ignore[arg-type]  # validated by config
+                    threads=o.threads,
+                    max_memory_bytes=o.max_memory_bytes,
+                    memory_fraction=o.memory_fraction,
+                    max_streams=o.max_streams,
+                    prefill_chunk_tokens=o.prefill_chunk_tokens,
+                    prefix_cache_bytes=o.prefix_cache_bytes,
+                ),
+                restarts=self._deaths.get(folder.name, 0),
+                on_exit=self._exited,
+            )
+            self._engines[folder.name] = engine
+            await engine.start()
+            return engine
+
+    async def _evict_idle(self, besides: str) -> bool:
+        """Unload the model that has been idle longest. False where every other one is in use."""
+        idle = [(e.idle_s, n) for n, e in self._engines.items() if n != besides and e.state == "ready" and not self._in_use(n)]
+        if not idle:
+            return False
+        _, name = max(idle)
+        log.info("engine.unload", model=name, reason="memory is needed", for_model=besides)
+        return await self.unload(name)
+
+    def _in_use(self, name: str) -> bool:
+        return self._claims.get(name, 0) > 0
+
+    def _exited(self, engine: EngineProcess) -> None:
+        name = engine.settings.name
+        # Unwanted deaths only: an unloaded engine has left the table before it was stopped.
+        if self._engines.get(name) is engine and engine.facts is not None:
+            self._deaths[name] = self._deaths.get(name, 0) + 1

@@ -1,0 +1,114 @@
+"""From messages to token ids: the model's chat template, sandboxed, and the state the answer starts in."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import jinja2
+
+from fleetd import limits
+from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
+from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request whose prompt is token ids.
+
+    ``initial`` is the marker state the prompt ends in (see ``text.AnswerText``), ``primed`` the part of a
+    required tool call that the prompt already contains.
+    """
+
+    request: Generate
+    tokens: list[int]
+    initial: str = "normal"
+    primed: str = ""
+    tools: list[dict[str, Any]] | None = None
+
+
+def prepare(request: Generate, tokenizer: Any, vocab_size: int) -> Prepared:
+    """Render and tokenize. Runs outside the compute thread.
+
+    Raises:
+        BadRequest: no template, a template that rejects the messages, an empty prompt.
+        InvalidValue: a token id outside the vocabulary.
+        UnsupportedParameter: tools for a model that has no format for them.
+    """
+    match request.prompt:
+        case TokenPrompt(tokens):
+            wrong = next((t for t in tokens if not 0 <= t < vocab_size), None)
+            if wrong is not None:
+                raise InvalidValue(f"Token id {wrong} is outside the vocabulary of {vocab_size}.", param="prompt")
+            prepared = Prepared(request, list(tokens))
+        case TextPrompt(text):
+            prepared = Prepared(request, list(tokenizer.encode(text)))
+        case ChatPrompt():
+            prepared = _chat(request, request.prompt, tokenizer)
+    if not prepared.tokens:
+        raise BadRequest("The prompt is empty.", hint="Send at least one token.", param="prompt")
+    return prepared
+
+
+def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> Prepared:
+    if not tokenizer.has_chat_template:
+        raise BadRequest(
+            "This model has no chat template.", hint="Use /v1/completions, or a model tuned for chat.", param="model"
+        )
+    tools = prompt.tools if prompt.tools and prompt.tool_choice != "none" else None
+    if tools and not tokenizer.has_tool_calling:
+        raise UnsupportedParameter(
+            "This model has no format for tool calls.",
+            hint="Leave out tools, or choose a model that was trained with them (fleetctl models).",
+            param="tools",
+        )
+    # Templates may change what they are given; the request must stay as it came.
+    messages = copy.deepcopy(prompt.messages)
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **prompt.template_kwargs
+        )
+    except jinja2.TemplateError as error:
+        raise BadRequest(
+            f"The model's chat template rejects these messages: {error}.",
+            hint="Check the order of the roles and the content of each message.",
+            param="messages",
+        ) from error
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise BadRequest(
+            f"The model's chat template cannot render these messages ({type(error).__name__}).",
+            hint="Check the content of each message.",
+            param="messages",
+        ) from error
+    if len(text) > limits.RENDERED_CHARS:
+        raise BadRequest(f"The rendered prompt has {len(text)} characters; at most {limits.RENDERED_CHARS} are allowed.")
+    primed = _prime(prompt, tokenizer) if tools else ""
+    # The template has written the special tokens; a BOS added here would be a second one.
+    tokens = list(tokenizer.encode(text + primed, add_special_tokens=False))
+    if primed:
+        return Prepared(request, tokens, "tool", primed.removeprefix(tokenizer.tool_call_start), tools)
+    return Prepared(request, tokens, _initial_state(tokenizer, tokens), "", tools)
+
+
+def _prime(prompt: ChatPrompt, tokenizer: Any) -> str:
+    """The beginning of a tool call that must be made, as text to append to the prompt."""
+    if prompt.tool_choice == "required":
+        return str(tokenizer.tool_call_start)
+    if isinstance(prompt.tool_choice, dict):
+        name = prompt.tool_choice["name"]
+        start = str(tokenizer.tool_call_start)
+        if tokenizer.init_kwargs.get("tool_parser_type") == "json_tools":
+            return f'{start}\n{{"name": {json.dumps(name)}, "arguments": '
+        return start
+    return ""
+
+
+def _initial_state(tokenizer: Any, tokens: list[int]) -> str:
+    """Some templates open the reasoning themselves; then the answer begins inside it."""
+    if tokenizer.response_initial_state:
+        return str(tokenizer.response_initial_state)
+    if tokenizer.has_thinking and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens):
+        return "reasoning"
+    return "normal"

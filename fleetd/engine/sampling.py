@@ -1,0 +1,90 @@
+"""Seeded sampling: the same seed gives the same answer, alone or in a batch.
+
+A token is drawn as ``argmax(processed / temperature + Gumbel(key))`` with a key that depends only on the
+request's seed and the token's index in the answer (the Gumbel-max trick). Nothing is drawn from a shared
+generator, so neighbours in a batch cannot shift it, and speculative verification can redraw the same noise.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+import mlx.core as mx
+from mlx_lm.sample_utils import (
+    apply_min_p,
+    apply_top_k,
+    apply_top_p,
+    greedy_sampler,
+    make_logits_processors,
+)
+
+from fleetd.engine.protocol import Sampling
+
+Sampler = Callable[[mx.array], mx.array]
+LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
+
+_U64 = (1 << 64) - 1
+
+# Tokens that penalties look back on; vLLM and OpenAI penalise the whole text, mlx-lm the last 20 by default.
+PENALTY_CONTEXT = 1 << 20
+
+
+def _noise_key(seed: int, index: int) -> mx.array:
+    """The random key of token ``index``: splitmix64 of the pair (Steele et al., OOPSLA 2014), so any token's noise
+    can be had without drawing those before it."""
+    z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _U64
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64
+    z ^= z >> 31
+    return mx.array([z >> 32, z & 0xFFFFFFFF], dtype=mx.uint32)
+
+
+class SeededSampler:
+    """Draws token t of one answer from (1, V) log-probabilities. Called exactly once per token, in order.
+
+    Temperature comes before the filters, as OpenAI's and vLLM's users expect (mlx-lm filters first).
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self._sampling = sampling
+        # A request without a seed gets a fresh one, so there is one code path.
+        self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & _U64
+        self._index = 0
+
+    def __call__(self, logprobs: mx.array) -> mx.array:  # (1, V) -> (1,)
+        s = self._sampling
+        if s.temperature != 1.0:
+            logprobs = logprobs * (1.0 / s.temperature)
+            logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
+        if 0 < s.top_k < logprobs.shape[-1]:
+            logprobs = apply_top_k(logprobs, s.top_k)
+        if 0.0 < s.top_p < 1.0:
+            logprobs = apply_top_p(logprobs, s.top_p)
+        if s.min_p > 0.0:
+            logprobs = apply_min_p(logprobs, s.min_p)
+        key = _noise_key(self._seed, self._index)
+        self._index += 1
+        return mx.random.categorical(logprobs, key=key)
+
+
+def make_sampler(sampling: Sampling) -> Sampler:
+    """Greedy requests share one function, which lets the batch sample them in one call."""
+    if sampling.temperature <= 0.0 or sampling.top_k == 1:
+        shared: Sampler = greedy_sampler
+        return shared
+    return SeededSampler(sampling)
+
+
+def make_processors(sampling: Sampling) -> list[LogitsProcessor]:
+    """Logit bias and penalties, over the whole text so far; empty when none is asked for."""
+    processors: list[LogitsProcessor] = make_logits_processors(
+        logit_bias=sampling.logit_bias or None,
+        repetition_penalty=sampling.repetition_penalty if sampling.repetition_penalty != 1.0 else None,
+        repetition_context_size=PENALTY_CONTEXT,
+        presence_penalty=sampling.presence_penalty or None,
+        presence_context_size=PENALTY_CONTEXT,
+        frequency_penalty=sampling.frequency_penalty or None,
+        frequency_context_size=PENALTY_CONTEXT,
+    )
+    return processors

@@ -1,0 +1,374 @@
+"""The compute thread's loop: admit, prefill a chunk, decode a step, repeat.
+
+Decoding streams share one ``BatchGenerator``; prompts are prefilled one at a time beside it, a chunk between
+two decode steps, so that a long prompt slows running answers by a bounded amount instead of stopping them.
+Of several waiting prompts the one with the least left to compute goes first, and none waits for ever.
+
+Everything here runs on one thread. Requests and cancellations arrive through a queue, reports leave through
+``emit``; both ends are safe to use from other threads.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, StopSequences
+from mlx_lm.models.cache import make_prompt_cache
+
+from fleetd import limits
+from fleetd.engine.logprobs import Logprobs
+from fleetd.engine.memory import KvBudget
+from fleetd.engine.prefill import Prefiller
+from fleetd.engine.prefix import PrefixCache
+from fleetd.engine.prompts import Prepared
+from fleetd.engine.protocol import (
+    Accepted,
+    Beat,
+    Delta,
+    Failed,
+    Finished,
+    FinishReason,
+    Prefill,
+    Report,
+    Timings,
+    Usage,
+)
+from fleetd.engine.sampling import make_processors, make_sampler
+from fleetd.engine.text import AnswerText
+from fleetd.errors import ContextLengthExceeded, FleetError
+
+# Turns after which a waiting prompt goes before shorter ones that came later.
+PATIENCE_TURNS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Prefill tokens per turn: alone, and while other answers are being decoded."""
+
+    alone: int
+    shared: int
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request from admission to its end."""
+
+    prepared: Prepared
+    text: AnswerText
+    max_tokens: int
+    arrived_s: float
+    logprobs: Logprobs | None
+    prefiller: Prefiller | None = None
+    uid: int | None = None
+    cached: int = 0
+    generated: int = 0
+    turns: int = 0
+    prefill_s: float = 0.0
+    started_s: float = 0.0
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    @property
+    def id(self) -> str:
+        return self.prepared.request.id
+
+    @property
+    def reach(self) -> int:
+        """Tokens of KV this request may come to need."""
+        return len(self.prepared.tokens) + self.max_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class _Cancel:
+    id: str
+
+
+class _Stop:
+    pass
+
+
+@dataclass
+class Scheduler:
+    """See the module. ``context_tokens`` bounds prompt plus answer."""
+
+    model: Any
+    tokenizer: Any
+    context_tokens: int
+    chunks: Chunks
+    max_streams: int
+    budget: KvBudget
+    prefix: PrefixCache
+    emit: Callable[[Report], None]
+    steps: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._inbox: queue.SimpleQueue[Prepared | _Cancel | _Stop] = queue.SimpleQueue()
+        self._waiting: list[Answer] = []
+        self._prefilling: list[Answer] = []
+        self._decoding: dict[int, Answer] = {}
+        self._stop_tokens = StopSequences([(int(t),) for t in self.tokenizer.eos_token_ids])
+        self._generator = BatchGenerator(
+            self.model,
+            completion_batch_size=self.max_streams,
+            prefill_batch_size=self.max_streams,
+            stream=mx.default_stream(mx.default_device()),
+        )
+        self._beat_at = 0.0
+
+    # ---- from other threads --------------------------------------------------------------------------
+
+    def submit(self, prepared: Prepared) -> None:
+        self._inbox.put(prepared)
+
+    def cancel(self, request_id: str) -> None:
+        self._inbox.put(_Cancel(request_id))
+
+    def stop(self) -> None:
+        self._inbox.put(_Stop())
+
+    # ---- the loop ------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Until ``stop``. An exception here is a bug or a failing device and ends the worker."""
+        while self._receive():
+            self._admit()
+            self._prefill_turn()
+            self._decode_turn()
+            self._beat()
+        self._generator.close()
+
+    def _receive(self) -> bool:
+        """Take what has arrived; wait for something only when there is nothing to compute."""
+        idle = not (self._prefilling or self._decoding)
+        while True:
+            try:
+                item = self._inbox.get(block=idle, timeout=limits.ENGINE_BEAT_S) if idle else self._inbox.get_nowait()
+            except queue.Empty:
+                return True
+            idle = False
+            match item:
+                case _Stop():
+                    return False
+                case _Cancel(request_id):
+                    self._cancelled(request_id)
+                case Prepared():
+                    self._arrived(item)
+
+    def _arrived(self, prepared: Prepared) -> None:
+        request = prepared.request
+        try:
+            answer = self._new_answer(prepared)
+        except FleetError as error:
+            self.emit(Failed(request.id, error.code, error.message, error.hint, error.param))
+            return
+        self.emit(Accepted(request.id, len(prepared.tokens)))
+        self._waiting.append(answer)
+
+    def _new_answer(self, prepared: Prepared) -> Answer:
+        request, n = prepared.request, len(prepared.tokens)
+        scoring = request.echo and request.max_tokens == 0
+        if n + (0 if scoring else 1) > self.context_tokens:
+            raise ContextLengthExceeded(
+                f"The prompt has {n} tokens; this model's context holds {self.context_tokens}.",
+                hint="Shorten the prompt or choose a model with a longer context.",
+                param="messages",
+            )
+        room = self.context_tokens - n
+        max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
+        self.budget.check_alone(n + max_tokens)
+        return Answer(
+            prepared=prepared,
+            text=AnswerText(
+                request.id, self.tokenizer, request.stop, prepared.tools, prepared.initial, prepared.primed
+            ),
+            max_tokens=max_tokens,
+            arrived_s=time.monotonic(),
+            logprobs=None if request.top_logprobs is None else Logprobs(self.tokenizer, request.top_logprobs),
+        )
+
+    def _admit(self) -> None:
+        """Move waiting requests to prefill while memory and streams allow, first come first served."""
+        while self._waiting:
+            answer = self._waiting[0]
+            if len(self._prefilling) + len(self._decoding) >= self.max_streams or not self.budget.fits(answer.reach):
+                return
+            self._waiting.pop(0)
+            self.budget.take(answer.id, answer.reach)
+            self._prefilling.append(answer)
+
+    def _prefill_turn(self) -> None:
+        if not self._prefilling:
+            return
+        answer = self._choose()
+        if answer.prefiller is None:
+            answer.started_s = time.monotonic()
+            answer.prefiller = self._start(answer)
+            total = len(answer.prepared.tokens)
+            self.emit(Prefill(answer.id, answer.cached, total, answer.cached))
+        prefiller = answer.prefiller
+        begun = time.monotonic()
+        if prefiller.step(self.chunks.shared if self._decoding else self.chunks.alone):
+            self.steps += 1
+            self.emit(Prefill(answer.id, prefiller.done, len(answer.prepared.tokens), answer.cached))
+        answer.prefill_s += time.monotonic() - begun
+        if prefiller.remaining == 0:
+            self._prefilling.remove(answer)
+            self._begin_decode(answer, prefiller)
+
+    def _choose(self) -> Answer:
+        """The prompt with the least left; one that was passed over too often goes first."""
+        for answer in self._prefilling:
+            answer.turns += 1
+        overdue = [a for a in self._prefilling if a.turns > PATIENCE_TURNS]
+        chosen = overdue[0] if overdue else min(self._prefilling, key=self._left)
+        chosen.turns = 0
+        return chosen
+
+    @staticmethod
+    def _left(answer: Answer) -> int:
+        return answer.prefiller.remaining if answer.prefiller else len(answer.prepared.tokens)
+
+    def _start(self, answer: Answer) -> Prefiller:
+        tokens = answer.prepared.tokens
+        score = answer.prepared.request.echo and answer.logprobs is not None
+        if not score:
+            hit = self.prefix.fetch(tokens)
+            if hit.cache is not None:
+                answer.cached = hit.tokens
+                return Prefiller(self.model, tokens, hit.cache, hit.tokens)
+        return Prefiller(self.model, tokens, make_prompt_cache(self.model), score=score)
+
+    def _begin_decode(self, answer: Answer, prefiller: Prefiller) -> None:
+        request = answer.prepared.request
+        if request.echo:
+            self._echo(answer, prefiller)
+        self._remember(prefiller.tokens[:-1], prefiller.cache)
+        if answer.max_tokens <= 0:
+            self._finish(answer, "length")
+            return
+        (answer.uid,) = self._generator.insert(
+            [prefiller.tokens[-1:]],
+            max_tokens=[answer.max_tokens],
+            caches=[prefiller.cache],
+            all_tokens=[prefiller.tokens[:-1]],
+            samplers=[make_sampler(request.sampling)],
+            logits_processors=[make_processors(request.sampling)],
+            stop_sequences=[self._stop_tokens],
+        )
+        answer.prefiller = None
+        self._decoding[answer.uid] = answer
+
+    def _echo(self, answer: Answer, prefiller: Prefiller) -> None:
+        tokens = prefiller.tokens
+        logprobs = answer.logprobs.of_prompt(tokens, prefiller.scores) if answer.logprobs else None
+        self.emit(Delta(answer.id, self.tokenizer.decode(tokens), tokens=0, logprobs=logprobs))
+
+    def _decode_turn(self) -> None:
+        if not self._decoding:
+            return
+        _, responses = self._generator.next()
+        now = time.monotonic()
+        self.steps += 1
+        stopped: list[Answer] = []
+        for response in responses:
+            answer = self._decoding[response.uid]
+            if not answer.generated:
+                answer.first_s = now
+            answer.last_s = now
+            answer.generated += 1
+            ended = response.finish_reason == "stop"
+            if not ended:
+                entry = None
+                if answer.logprobs is not None:
+                    entry = answer.logprobs.of(response.token, response.logprobs, answer.text.length)
+                for piece in answer.text.push(response.token, entry):
+                    self.emit(piece)
+            if response.finish_reason is not None:
+                del self._decoding[response.uid]
+                self._remember(response.all_tokens, response.prompt_cache)
+                self._finish(answer, "stop" if ended or answer.text.stopped_by else "length")
+            elif answer.text.stopped_by is not None:
+                stopped.append(answer)
+        for answer in stopped:
+            self._leave_batch(answer)
+            self._finish(answer, "stop")
+
+    def _leave_batch(self, answer: Answer) -> None:
+        """Take a running answer out of the batch; what it computed stays useful to a retry or a next turn."""
+        assert answer.uid is not None
+        del self._decoding[answer.uid]
+        removed = self._generator.remove([answer.uid], return_prompt_caches=True)
+        cache, tokens = removed[answer.uid]
+        self._remember(tokens, cache)
+
+    def _remember(self, tokens: list[int], cache: list[Any]) -> None:
+        mx.eval([layer.state for layer in cache])
+        self.prefix.store(tokens, cache)
+
+    def _cancelled(self, request_id: str) -> None:
+        for group in (self._waiting, self._prefilling):
+            for answer in group:
+                if answer.id == request_id:
+                    group.remove(answer)
+                    if answer.prefiller is not None and answer.prefiller.done:
+                        self._remember(answer.prefiller.tokens[: answer.prefiller.done], answer.prefiller.cache)
+                    self._finish(answer, "cancelled")
+                    return
+        for answer in self._decoding.values():
+            if answer.id == request_id:
+                self._leave_batch(answer)
+                self._finish(answer, "cancelled")
+                return
+
+    def _finish(self, answer: Answer, reason: FinishReason) -> None:
+        if reason != "cancelled":
+            for piece in answer.text.finish():
+                self.emit(piece)
+            if answer.text.tool_calls and reason == "stop":
+                reason = "tool_calls"
+        self.budget.give_back(answer.id)
+        first, started = answer.first_s, answer.started_s or time.monotonic()
+        self.emit(
+            Finished(
+                answer.id,
+                reason,
+                Usage(
+                    prompt_tokens=len(answer.prepared.tokens),
+                    cached_tokens=answer.cached,
+                    completion_tokens=answer.generated,
+                    reasoning_tokens=answer.text.reasoning_tokens,
+                ),
+                Timings(
+                    queue_s=started - answer.arrived_s,
+                    # The last prompt token is computed by the first decode step.
+                    prefill_s=first - started if first else answer.prefill_s,
+                    decode_s=answer.last_s - first if first else 0.0,
+                ),
+                answer.text.stopped_by,
+            )
+        )
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now < self._beat_at:
+            return
+        self._beat_at = now + limits.ENGINE_BEAT_S
+        self.emit(
+            Beat(
+                steps=self.steps,
+                prefilling=len(self._prefilling),
+                decoding=len(self._decoding),
+                waiting=len(self._waiting),
+                kv_bytes=self.budget.used_bytes,
+                prefix_bytes=self.prefix.nbytes,
+                prefix_entries=len(self.prefix),
+                prefix_queries=self.prefix.queries,
+                prefix_hits=self.prefix.hits,
+                memory_bytes=mx.get_active_memory(),
+            )
+        )

@@ -1,0 +1,25 @@
+"""What the daemon tells a worker at start; travels as JSON in its argument list, so nothing secret belongs here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+
+class WorkerSettings(msgspec.Struct, frozen=True):
+    """0 means: choose for the device.
+
+    ``max_memory_bytes`` bounds weights, KV and prefix cache together; ``memory_fraction`` applies to what the
+    device reports as usable where that is smaller.
+    """
+
+    name: str
+    path: str
+    device: Literal["auto", "cpu", "gpu"] = "auto"
+    threads: int = 0
+    max_memory_bytes: int = 0
+    memory_fraction: float = 0.85
+    max_streams: int = 16
+    prefill_chunk_tokens: int = 0
+    prefix_cache_bytes: int = 0

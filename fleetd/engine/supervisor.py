@@ -1,0 +1,357 @@
+"""One engine worker seen from the daemon: start it, talk to it, notice that it died or stalled, end it.
+
+The worker's socket closes the moment its process does, so death is known at once, whatever the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator, Callable
+from typing import Literal
+
+import msgspec
+import structlog
+
+from fleetd import limits
+from fleetd.engine import protocol
+from fleetd.engine.protocol import Beat, Cancel, Event, Failed, Finished, Generate, Loading, LoadFailed, Ready, Shutdown
+from fleetd.engine.settings import WorkerSettings
+from fleetd.errors import EngineDied, EngineStalled, FleetError, Overloaded, from_code
+
+log = structlog.get_logger(__name__)
+
+State = Literal["loading", "ready", "failed", "stopping"]
+# A worker's stderr goes to the log; one line of it is never worth more than this.
+_LOG_LINE_CHARS = 2000
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """What ``fleetctl status`` shows of one worker. Ages in seconds, sizes in bytes."""
+
+    model: str
+    state: State
+    stage: str
+    done: int
+    total: int
+    device: str | None
+    dtype: str | None
+    weights_bytes: int
+    memory_bytes: int
+    kv_bytes: int
+    kv_budget_bytes: int
+    prefix_bytes: int
+    prefix_entries: int
+    prefix_queries: int
+    prefix_hits: int
+    context_tokens: int
+    prefilling: int
+    decoding: int
+    waiting: int
+    steps: int
+    progress_age_s: float
+    idle_s: float
+    restarts: int
+    pid: int | None
+    error: str | None
+
+
+class EngineProcess:
+    """A worker for one model. Create, ``await start()``, ``stream`` any number of requests, ``await stop()``.
+
+    ``on_exit`` is called once when the worker is gone, wanted or not.
+    """
+
+    def __init__(
+        self, settings: WorkerSettings, *, restarts: int = 0, on_exit: Callable[[EngineProcess], None] | None = None
+    ) -> None:
+        self.settings = settings
+        self.state: State = "loading"
+        self.loading = Loading("starting")
+        self.facts: Ready | None = None
+        self.error: FleetError | None = None
+        self.restarts = restarts
+        self.pid: int | None = None
+        self._on_exit = on_exit
+        self._beat = Beat(0)
+        self._streams: dict[str, asyncio.Queue[Event | FleetError]] = {}
+        # Requests the worker has not accepted yet, with the time they were sent.
+        self._preparing: dict[str, float] = {}
+        self._changed = asyncio.Condition()
+        self._progress_at = self._used_at = asyncio.get_running_loop().time()
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # ---- life ------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Spawn the worker; returns before the model is loaded (see ``ready``)."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            try:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "fleetd.engine.worker",
+                    "--fd",
+                    str(theirs.fileno()),
+                    "--settings",
+                    msgspec.json.encode(self.settings).decode(),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    stderr=asyncio.subprocess.PIPE,
+                    # Its own group: a Ctrl-C in the daemon's terminal must not kill answers that are being drained.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise EngineDied(f"The engine worker could not be started: {error}.") from error
+        self.pid = self._process.pid
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        self._tasks = [
+            asyncio.create_task(self._read(reader), name=f"engine-{self.settings.name}"),
+            asyncio.create_task(self._log_stderr(), name=f"engine-log-{self.settings.name}"),
+        ]
+        log.info("engine.started", model=self.settings.name, pid=self.pid)
+
+    async def loaded(self) -> AsyncGenerator[Loading, None]:
+        """Progress until the model is ready. Raises what the load failed with."""
+        seen: Loading | None = None
+        while True:
+            async with self._changed:
+                while self.state == "loading" and self.loading is seen:
+                    await self._changed.wait()
+                seen = self.loading
+            if self.state == "ready":
+                return
+            if self.state != "loading":
+                raise self.error or EngineDied(f"The engine for {self.settings.name} is stopping.")
+            yield seen
+
+    async def stop(self) -> None:
+        """End the worker: ask, wait ``limits.ENGINE_STOP_S``, kill. Idempotent."""
+        if self.state in ("loading", "ready"):
+            self.state = "stopping"
+        process, writer = self._process, self._writer
+        if process is None or writer is None:
+            return
+        if process.returncode is None:
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                writer.write(protocol.encode(Shutdown()))
+            try:
+                async with asyncio.timeout(limits.ENGINE_STOP_S):
+                    await process.wait()
+            except TimeoutError:
+                self.kill()
+        await asyncio.gather(*self._tasks)
+        await process.wait()
+
+    def kill(self, reason: FleetError | None = None) -> None:
+        """SIGKILL; requests end with ``reason``. The operating system takes all its memory back."""
+        if reason is not None:
+            self.error = reason
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGKILL)
+
+    # ---- use -------------------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._streams)
+
+    async def stream(self, request: Generate) -> AsyncGenerator[Event, None]:
+        """Events up to and including Finished. Closing the generator cancels the request.
+
+        Raises the error of a Failed request, EngineDied, or Overloaded where the consumer is too slow.
+        """
+        if self.state != "ready" or self._writer is None:
+            raise self.error or EngineDied(f"The engine for {self.settings.name} is not running.", retry_after_s=1)
+        queue: asyncio.Queue[Event | FleetError] = asyncio.Queue(limits.EVENTS_QUEUED)
+        now = asyncio.get_running_loop().time()
+        if not self._streams:
+            self._progress_at = now
+        self._streams[request.id] = queue
+        self._preparing[request.id] = now
+        done = False
+        try:
+            self._writer.write(protocol.encode(request))
+            await self._writer.drain()
+            while not done:
+                event = await queue.get()
+                if isinstance(event, FleetError):
+                    done = True
+                    raise event
+                if isinstance(event, Failed):
+                    done = True
+                    raise from_code(event.code, event.message, hint=event.hint, param=event.param)
+                done = isinstance(event, Finished)
+                yield event
+        except ConnectionError as error:
+            done = True
+            raise self._death() from error
+        finally:
+            self._streams.pop(request.id, None)
+            self._preparing.pop(request.id, None)
+            self._used_at = asyncio.get_running_loop().time()
+            if not done and self.state == "ready":
+                with contextlib.suppress(ConnectionError, RuntimeError):
+                    self._writer.write(protocol.encode(Cancel(request.id)))
+
+    def check(self) -> None:
+        """Kill a worker that has work and makes no progress. Called every second or so by the pool."""
+        now = asyncio.get_running_loop().time()
+        name = self.settings.name
+        if self.state == "loading" and now - self._progress_at > limits.ENGINE_LOAD_S:
+            self.kill(EngineStalled(f"{name} did not load within {limits.ENGINE_LOAD_S:.0f} s."))
+        if self.state != "ready" or not self._streams:
+            return
+        # Prompts are prepared one after the other, so the clock starts anew whenever one is done.
+        waiting_since = max(min(self._preparing.values(), default=now), self._progress_at)
+        if self._preparing and now - waiting_since > limits.RENDER_S:
+            self.kill(
+                EngineStalled(
+                    f"The chat template of {name} did not finish within {limits.RENDER_S:.0f} s.",
+                    hint="The model's template is at fault; choose another model.",
+                )
+            )
+        elif now - self._progress_at > limits.ENGINE_STALL_S:
+            self.kill(EngineStalled(f"The engine for {name} made no progress for {limits.ENGINE_STALL_S:.0f} s."))
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since the last request ended; 0 while there is one."""
+        return 0.0 if self._streams else asyncio.get_running_loop().time() - self._used_at
+
+    @property
+    def status(self) -> EngineStatus:
+        facts, beat = self.facts, self._beat
+        now = asyncio.get_running_loop().time()
+        return EngineStatus(
+            model=self.settings.name,
+            state=self.state,
+            stage=self.loading.stage if self.state == "loading" else "",
+            done=self.loading.done,
+            total=self.loading.total,
+            device=facts.device if facts else None,
+            dtype=facts.dtype if facts else None,
+            weights_bytes=facts.weights_bytes if facts else 0,
+            memory_bytes=beat.memory_bytes,
+            kv_bytes=beat.kv_bytes,
+            kv_budget_bytes=facts.kv_budget_bytes if facts else 0,
+            prefix_bytes=beat.prefix_bytes,
+            prefix_entries=beat.prefix_entries,
+            prefix_queries=beat.prefix_queries,
+            prefix_hits=beat.prefix_hits,
+            context_tokens=facts.context_tokens if facts else 0,
+            prefilling=beat.prefilling,
+            decoding=beat.decoding,
+            waiting=beat.waiting + len(self._preparing),
+            steps=beat.steps,
+            progress_age_s=round(now - self._progress_at, 3) if self._streams else 0.0,
+            idle_s=round(self.idle_s, 3),
+            restarts=self.restarts,
+            pid=self.pid,
+            error=str(self.error) if self.error else None,
+        )
+
+    # ---- what arrives ----------------------------------------------------------------------------------
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        decoder = protocol.reports()
+        try:
+            while data := await reader.read(1 << 16):
+                for report in decoder.feed(data):
+                    await self._take(report)
+        except ConnectionError:
+            pass
+        except (protocol.FrameTooLong, msgspec.DecodeError) as error:
+            self.kill(EngineDied(f"The engine for {self.settings.name} sent what nobody can read: {error}."))
+        finally:
+            await self._gone()
+
+    async def _take(self, report: protocol.Report) -> None:
+        now = asyncio.get_running_loop().time()
+        match report:
+            case Beat():
+                if report.steps != self._beat.steps:
+                    self._progress_at = now
+                self._beat = report
+            case Loading():
+                self.loading, self._progress_at = report, now
+                await self._notify()
+            case Ready():
+                self.facts, self._used_at = report, now
+                if self.state == "loading":
+                    self.state = "ready"
+                log.info("engine.ready", model=self.settings.name, device=report.device, load_s=round(report.load_s, 2))
+                await self._notify()
+            case LoadFailed(code, message, hint):
+                self.error = from_code(code, message, hint=hint)
+                self.state = "failed"
+                await self._notify()
+            case _:
+                self._progress_at = now
+                self._preparing.pop(report.id, None)
+                queue = self._streams.get(report.id)
+                if queue is None:
+                    return  # cancelled here; its last events were already on the way
+                if queue.full():
+                    self._streams.pop(report.id)
+                    queue.get_nowait()
+                    queue.put_nowait(Overloaded("The answer is read too slowly; it was stopped."))
+                    if self._writer is not None:
+                        self._writer.write(protocol.encode(Cancel(report.id)))
+                    return
+                queue.put_nowait(report)
+
+    async def _gone(self) -> None:
+        """The worker's end of the socket closed: it exited, crashed or was killed."""
+        assert self._process is not None
+        assert self._writer is not None
+        self._writer.close()
+        if self.state != "failed":
+            wanted = self.state == "stopping"
+            self.state = "failed"
+            self.error = self.error or self._death()
+            if not wanted:
+                self.kill()  # a worker that closed its socket but lives on would keep the memory
+                await self._process.wait()
+                log.warning("engine.died", model=self.settings.name, pid=self.pid, status=self._process.returncode)
+        for queue in self._streams.values():
+            if queue.full():
+                queue.get_nowait()
+            queue.put_nowait(self.error or self._death())
+        await self._notify()
+        if self._on_exit is not None:
+            self._on_exit(self)
+
+    def _death(self) -> FleetError:
+        return self.error or EngineDied(
+            f"The engine for {self.settings.name} ended in the middle of its work.",
+            hint="Send the request again: a new engine starts with it. The daemon's log has the reason.",
+            retry_after_s=1,
+        )
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _log_stderr(self) -> None:
+        assert self._process is not None
+        assert self._process.stderr is not None
+        while True:
+            try:
+                line = await self._process.stderr.readline()
+            except ValueError:  # a line longer than the stream's buffer: drop it, keep reading
+                continue
+            if not line:
+                return
+            log.info("engine.stderr", model=self.settings.name, line=line.decode(errors="replace").rstrip()[:_LOG_LINE_CHARS])

@@ -1,0 +1,262 @@
+"""From token ids to what a client may see: text that is certain, reasoning set apart, tool calls parsed.
+
+Three filters in a row, each holding back as little as it must:
+
+    token → detokenizer (whole code points) → stop strings → markers (reasoning, tool calls) → Delta | ToolCall
+
+mlx-lm supplies the detokenizer, the marker machine and the tool-call parsers; the stop filter works on text,
+because a stop string need not fall on token boundaries.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+
+from fleetd.engine.protocol import Delta, TokenLogprob, ToolCall
+
+# Marker states of mlx-lm's machine and the channel each one's text goes to; "tool" text is collected instead.
+_REASONING = "reasoning"
+_TOOL = "tool"
+
+
+class StopFilter:
+    """Cuts text at the first stop string, and never shows the beginning of one."""
+
+    def __init__(self, stops: list[str]) -> None:
+        self._stops = [s for s in stops if s]
+        self._held = ""
+        self.hit: str | None = None
+
+    def feed(self, text: str) -> str:
+        """Text that is safe to show. After ``hit`` is set nothing more comes."""
+        if self.hit is not None:
+            return ""
+        if not self._stops:
+            return text
+        text = self._held + text
+        found = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            # The earliest wins; of two that start together the longer, so that none of it shows.
+            at, _, self.hit = min(found)
+            self._held = ""
+            return text[:at]
+        keep = self._open_end(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def flush(self) -> str:
+        """What was held back, when the answer ends without completing a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _open_end(self, text: str) -> int:
+        """Length of the longest end of ``text`` that begins a stop string."""
+        longest = min(len(text), max(len(s) for s in self._stops) - 1)
+        for size in range(longest, 0, -1):
+            end = text[-size:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return size
+        return 0
+
+
+@dataclass(slots=True)
+class AnswerText:
+    """The text side of one answer.
+
+    ``initial`` is the marker state the prompt ended in (a template may open the reasoning or, for a required
+    tool call, the call itself); ``primed`` is the part of a tool call that was put into the prompt.
+    """
+
+    request_id: str
+    tokenizer: Any
+    stops: list[str]
+    tools: list[dict[str, Any]] | None = None
+    initial: str = "normal"
+    primed: str = ""
+    reasoning_tokens: int = 0
+    tool_calls: int = 0
+    _detokenizer: Any = field(init=False)
+    _stop: StopFilter = field(init=False)
+    _machine: Any = field(init=False)
+    _tool_text: str = field(init=False)
+    _pending_tokens: int = field(init=False, default=0)
+    _pending_logprobs: list[TokenLogprob] = field(init=False, default_factory=list)
+    _blank: str = field(init=False, default="")
+    _hold_blank: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._detokenizer = self.tokenizer.detokenizer
+        self._stop = StopFilter(self.stops)
+        self._machine = make_text_state_machine(self.tokenizer).make_state(self.initial)
+        self._tool_text = self.primed
+        # Blank lines around tool calls and after the reasoning are the template's, not the answer's.
+        self._hold_blank = bool(self.tools) or self.initial == _REASONING
+
+    @property
+    def stopped_by(self) -> str | None:
+        return self._stop.hit
+
+    @property
+    def length(self) -> int:
+        """Characters decoded so far, before any filter."""
+        return len(self._detokenizer.text)
+
+    def push(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta | ToolCall]:
+        """One sampled token (not the end token). Returns what has become certain."""
+        self._pending_tokens += 1
+        if logprob is not None:
+            self._pending_logprobs.append(logprob)
+        if self._state == _REASONING:
+            self.reasoning_tokens += 1
+        self._detokenizer.add_token(token)
+        return self._release(self._stop.feed(self._detokenizer.last_segment))
+
+    def finish(self) -> list[Delta | ToolCall]:
+        """The answer has ended: release what was held back, close what was open."""
+        self._detokenizer.finalize()
+        # An unfinished code point at the very end is not text.
+        text = self._stop.feed(self._detokenizer.last_segment.rstrip("\ufffd"))
+        out = self._release(text + self._stop.flush())
+        if self._stop.hit is None:
+            state, rest, name = TextStateMachine.flush(self._machine)
+            self._machine = state
+            if rest and name is not None:
+                out += self._segments([(name, rest)])
+        if self._tool_text:
+            out += self._parse_calls()
+        if self._blank and not self.tool_calls:
+            out += self._delta("content", self._blank)
+            self._blank = ""
+        if self._pending_logprobs or self._pending_tokens:
+            out += self._delta("content", "", force=bool(self._pending_logprobs))
+        return out
+
+    @property
+    def _state(self) -> str | None:
+        state: str | None = self._machine[0]
+        return state
+
+    def _release(self, text: str) -> list[Delta | ToolCall]:
+        if not text:
+            return []
+        self._machine, segments = TextStateMachine.split(self._machine, text)
+        return self._segments(segments)
+
+    def _segments(self, segments: list[tuple[str, str]]) -> list[Delta | ToolCall]:
+        out: list[Delta | ToolCall] = []
+        for i, (state, text) in enumerate(segments):
+            if state == _TOOL:
+                self._tool_text += text
+                if i + 1 < len(segments):
+                    out += self._parse_calls()
+                continue
+            if state == _REASONING:
+                out += self._delta("reasoning", text)
+                if i + 1 < len(segments):
+                    self._hold_blank = True
+                continue
+            out += self._content(text)
+        return out
+
+    def _content(self, text: str) -> list[Delta | ToolCall]:
+        if self._hold_blank:
+            text = self._blank + text
+            if not text.strip():
+                self._blank = text
+                return []
+            self._blank = ""
+            self._hold_blank = bool(self.tools)
+            if self._after_marker:
+                text = text.lstrip("\n")
+        return self._delta("content", text)
+
+    @property
+    def _after_marker(self) -> bool:
+        return self.reasoning_tokens > 0 or self.tool_calls > 0 or self.initial == _REASONING
+
+    def _delta(self, channel: str, text: str, *, force: bool = False) -> list[Delta | ToolCall]:
+        if not text and not force:
+            return []
+        logprobs, self._pending_logprobs = self._pending_logprobs or None, []
+        tokens, self._pending_tokens = self._pending_tokens, 0
+        return [
+            Delta(
+                id=self.request_id,
+                text=text,
+                channel="reasoning" if channel == "reasoning" else "content",
+                tokens=tokens,
+                logprobs=logprobs if channel == "content" else None,
+            )
+        ]
+
+    def _parse_calls(self) -> list[Delta | ToolCall]:
+        """The collected text of one tool-call section → calls; text that is no call is shown, not lost."""
+        text, self._tool_text = self._tool_text, ""
+        self._blank = ""
+        try:
+            parsed = self.tokenizer.tool_parser(text, self.tools)
+        except Exception:  # noqa: BLE001 — parsers raise whatever the text provokes
+            parsed = None
+        calls = parsed if isinstance(parsed, list) else [parsed]
+        out: list[Delta | ToolCall] = []
+        for call in calls:
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+                return self._delta("content", text, force=True)
+            arguments = call.get("arguments", {})
+            out.append(
+                ToolCall(
+                    id=self.request_id,
+                    index=self.tool_calls,
+                    call_id=str(call.get("id") or f"call_{uuid.uuid4().hex[:24]}"),
+                    name=call["name"],
+                    arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+                )
+            )
+            self.tool_calls += 1
+        self._pending_tokens, self._pending_logprobs = 0, []
+        return out
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The raw bytes of one token; several tokens may make one code point."""
+    text = tokenizer.convert_ids_to_tokens(int(token))
+    if text is None:
+        return b""
+    detokenizer = tokenizer.detokenizer
+    decode = getattr(detokenizer, "_decode_bytes", None)
+    if decode is not None:  # byte-level BPE: every character of the token stands for one byte
+        return _byte_level(text)
+    if text.startswith("<0x") and text.endswith(">") and len(text) == 6:
+        return bytes([int(text[3:5], 16)])
+    decoded: str = tokenizer.decode([int(token)])
+    return decoded.encode()
+
+
+def _byte_level(text: str) -> bytes:
+    """GPT-2's printable alphabet back to bytes; characters outside it (special tokens) are plain UTF-8."""
+    table = _byte_table()
+    out = bytearray()
+    for char in text:
+        byte = table.get(char)
+        if byte is None:
+            out += char.encode()
+        else:
+            out.append(byte)
+    return bytes(out)
+
+
+_TABLE: dict[str, int] = {}
+
+
+def _byte_table() -> dict[str, int]:
+    if not _TABLE:
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        hidden = [b for b in range(256) if b not in printable]
+        _TABLE.update({chr(b): b for b in printable})
+        _TABLE.update({chr(256 + i): b for i, b in enumerate(hidden)})
+    return _TABLE

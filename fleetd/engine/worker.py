@@ -1,0 +1,208 @@
+"""An engine worker: the child process that owns the accelerator and one model.
+
+    main thread      loads the model, then runs the scheduler: the only thread that touches MLX
+    reader thread    socket → commands; at end of file the daemon is gone and so is this process
+    prompt thread    chat templates and tokenization, so that a long prompt does not hold up decoding
+    writer thread    reports → socket
+
+Started by ``supervisor.py`` as ``python -m fleetd.engine.worker --fd N --settings JSON``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from fleetd.engine import cpu, protocol
+from fleetd.engine.protocol import Cancel, Failed, Generate, LoadFailed, Report, Shutdown
+from fleetd.engine.settings import WorkerSettings
+from fleetd.errors import EngineError, FleetError
+
+if TYPE_CHECKING:
+    from fleetd.engine.loading import Loaded
+    from fleetd.engine.scheduler import Scheduler
+
+EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
+
+
+class Link:
+    """The socket to the daemon. ``send`` never blocks the caller."""
+
+    def __init__(self, fd: int) -> None:
+        self._socket = socket.socket(fileno=fd)
+        self._out: queue.SimpleQueue[Report | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="writer", daemon=True)
+        self._writer.start()
+
+    def send(self, report: Report) -> None:
+        self._out.put(report)
+
+    def flush(self) -> None:
+        """Send what is queued and stop sending."""
+        self._out.put(None)
+        self._writer.join(timeout=2.0)
+
+    def receive(self) -> bytes:
+        """Bytes, or b"" when the daemon has gone."""
+        try:
+            return self._socket.recv(1 << 16)
+        except OSError:
+            return b""
+
+    def _write(self) -> None:
+        while (report := self._out.get()) is not None:
+            frame = bytearray(protocol.encode(report))
+            # Under load several reports wait: one write for all of them.
+            last = False
+            while len(frame) < (1 << 16):
+                try:
+                    more = self._out.get_nowait()
+                except queue.Empty:
+                    break
+                if more is None:
+                    last = True
+                    break
+                frame += protocol.encode(more)
+            try:
+                self._socket.sendall(frame)
+            except OSError:
+                return
+            if last:
+                return
+
+
+class Front:
+    """The reader's side: turns commands into scheduler calls."""
+
+    def __init__(self, link: Link, scheduler: Scheduler, loaded: Loaded) -> None:
+        self._link = link
+        self._scheduler = scheduler
+        self._loaded = loaded
+        self._prompts = ThreadPoolExecutor(1, thread_name_prefix="prompt")
+        self._lock = threading.Lock()
+        # Requests whose prompt is being prepared; True once they were cancelled meanwhile.
+        self._preparing: dict[str, bool] = {}
+
+    def read(self, decoder: protocol.Decoder) -> None:
+        while data := self._link.receive():
+            for command in decoder.feed(data):
+                match command:
+                    case Generate():
+                        with self._lock:
+                            self._preparing[command.id] = False
+                        self._prompts.submit(self._prepare, command)
+                    case Cancel(request_id):
+                        with self._lock:
+                            if request_id in self._preparing:
+                                self._preparing[request_id] = True
+                                continue
+                        self._scheduler.cancel(request_id)
+                    case Shutdown():
+                        self._scheduler.stop()
+        # The daemon died: nobody is left to compute for. The compute thread may be deep in a kernel.
+        os._exit(EXIT_ORPHANED)
+
+    def _prepare(self, request: Generate) -> None:
+        from fleetd.engine.prompts import prepare
+
+        outcome = None
+        try:
+            with self._lock:
+                gone = self._preparing[request.id]
+            if not gone:
+                outcome = prepare(request, self._loaded.tokenizer, self._loaded.facts.vocab_size)
+        except FleetError as error:
+            self._link.send(Failed(request.id, error.code, error.message, error.hint, error.param))
+        except Exception as error:  # noqa: BLE001 — one request's failure is not the worker's
+            traceback.print_exc()
+            self._link.send(Failed(request.id, EngineError.code, f"The prompt could not be prepared: {type(error).__name__}."))
+        with self._lock:
+            cancelled = self._preparing.pop(request.id)
+            if outcome is not None and not cancelled:
+                self._scheduler.submit(outcome)
+        if cancelled:
+            self._link.send(protocol.Finished(request.id, "cancelled"))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="fleetd-engine")
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--settings", required=True)
+    arguments = parser.parse_args()
+    settings = msgspec.json.decode(arguments.settings, type=WorkerSettings)
+    # The daemon decides when a worker ends; a Ctrl-C in the terminal reaches the whole group.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = Link(arguments.fd)
+    try:
+        scheduler, loaded = _start(settings, link)
+    except FleetError as error:
+        link.send(LoadFailed(error.code, error.message, error.hint))
+        link.flush()
+        return EXIT_LOAD_FAILED
+    except Exception as error:  # noqa: BLE001 — whatever a model folder provokes becomes one typed report
+        traceback.print_exc()
+        link.send(LoadFailed(EngineError.code, f"{settings.name} could not be loaded: {type(error).__name__}: {error}"))
+        link.flush()
+        return EXIT_LOAD_FAILED
+    front = Front(link, scheduler, loaded)
+    threading.Thread(target=front.read, args=(protocol.commands(),), name="reader", daemon=True).start()
+    try:
+        scheduler.run()
+    except Exception:  # noqa: BLE001 — the daemon sees the exit and the traceback in the log
+        traceback.print_exc()
+        link.flush()
+        return EXIT_CRASHED
+    link.flush()
+    return EXIT_OK
+
+
+def _start(settings: WorkerSettings, link: Link) -> tuple[Scheduler, Loaded]:
+    """Everything up to Ready. The heavy imports are here so that a refusal to start is quick."""
+    if settings.threads:
+        os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
+        os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)
+    link.send(protocol.Loading("starting"))
+    cpu.preload_blas()
+
+    from fleetd.engine import loading
+
+    loading.quiet_libraries()
+    from fleetd.engine.memory import KvBudget
+    from fleetd.engine.prefix import PrefixCache
+    from fleetd.engine.scheduler import Chunks, Scheduler
+
+    device = loading.pick_device(settings.device)
+    if device == "cpu":
+        cpu.install()
+    loaded = loading.load(settings, device, link.send)
+    facts = loaded.facts
+    chunks = Chunks(256, 64) if device == "cpu" else Chunks(2048, 512)
+    if settings.prefill_chunk_tokens:
+        alone = settings.prefill_chunk_tokens
+        chunks = Chunks(alone, max(1, alone // 4))
+    scheduler = Scheduler(
+        model=loaded.model,
+        tokenizer=loaded.tokenizer,
+        context_tokens=facts.context_tokens,
+        chunks=chunks,
+        max_streams=settings.max_streams,
+        budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
+        prefix=PrefixCache(loaded.prefix_bytes),
+        emit=link.send,
+    )
+    link.send(facts)
+    return scheduler, loaded
+
+
+if __name__ == "__main__":
+    sys.exit(main())
