@@ -1,0 +1,134 @@
+"""Who may ask: decided from the connection and the headers alone, before a byte of the body is read.
+
+    Unix socket   the peer has to run as our own user (or root)
+    TCP           exact Host → no foreign Origin → not cross-site → token → JSON content type
+
+Host comes first because a rebound DNS name makes a foreign page same-origin; Origin and Sec-Fetch-Site stop the pages
+that are not. The token would stop all of them; these checks hold when a user turns it off.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import socket
+
+from aiohttp import hdrs, web
+from aiohttp.typedefs import Handler
+
+from fleetd.api.context import SERVICES, connection, is_trusted
+from fleetd.api.services import Services
+from fleetd.errors import Forbidden, NotFound, Unauthorized, UnsupportedMediaType
+from fleetd.peercred import peer_uid
+
+# Answers whether the process runs, and nothing else: service managers ask it without a token.
+OPEN_PATHS = frozenset({"/health/live", "/live"})
+CONTROL_PREFIX = "/fleet/"
+_HTTP_PORT = 80
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Refuse what may not be asked; raises FleetError."""
+    services = request.app[SERVICES]
+    if is_trusted(request):
+        _check_user(request)
+        return await handler(request)
+    _check_host(request, services)
+    _check_origin(request, services)
+    if request.method == hdrs.METH_OPTIONS and request.headers.get(hdrs.ORIGIN) in services.origins:
+        return web.Response(status=204)  # a preflight has no token yet; on_prepare adds what it asks for
+    if request.path not in OPEN_PATHS:
+        _check_token(request, services)
+        if (made := connection(request)) is not None:
+            made.authenticated()
+        if request.path.startswith(CONTROL_PREFIX):
+            raise NotFound("The control API is served on the Unix socket only.", hint="Use fleetctl.")
+        _check_content_type(request)
+    return await handler(request)
+
+
+def _check_user(request: web.Request) -> None:
+    # Unknown is refused like foreign: the socket's mode already keeps strangers out, this is the second lock.
+    if peer_uid(request.transport) not in (0, os.geteuid()):
+        raise Forbidden("This socket serves its own user only.", hint=f"It belongs to uid {os.geteuid()}.")
+
+
+def allowed_hosts(port: int, extra: frozenset[str]) -> frozenset[str]:
+    """Every Host value that names this server; at port 80 clients leave the port out."""
+    names = ("127.0.0.1", "localhost", "[::1]")
+    hosts = {f"{name}:{port}" for name in names}
+    if port == _HTTP_PORT:
+        hosts.update(names)
+    return frozenset(hosts) | extra
+
+
+def _hosts(request: web.Request, services: Services) -> frozenset[str]:
+    transport = request.transport
+    address = transport.get_extra_info("sockname") if transport is not None else None
+    sock = transport.get_extra_info("socket") if transport is not None else None
+    if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return services.hosts
+    return allowed_hosts(address[1], services.hosts)
+
+
+def _check_host(request: web.Request, services: Services) -> None:
+    values = request.headers.getall(hdrs.HOST, [])
+    if len(values) != 1 or values[0].lower() not in _hosts(request, services):
+        raise Forbidden(
+            "The Host header does not name this server.",
+            hint="Use 127.0.0.1 or localhost with the port, or list the name under http.hosts.",
+        )
+
+
+def _check_origin(request: web.Request, services: Services) -> None:
+    origin = request.headers.get(hdrs.ORIGIN)
+    if origin is not None:
+        own = {f"http://{host}" for host in _hosts(request, services)}
+        if origin not in own and origin not in services.origins:
+            raise Forbidden("Web pages of this origin may not call.", hint="List it under http.origins.")
+        return
+    if request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+        raise Forbidden("Web pages of other sites may not call.")
+
+
+def _check_token(request: web.Request, services: Services) -> None:
+    if not services.token:
+        return
+    scheme, _, credentials = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
+    given = credentials.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    if not given:
+        raise Unauthorized(
+            "A token is needed: Authorization: Bearer TOKEN.",
+            hint="`fleetctl env` prints the address and the key.",
+        )
+    if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), services.token.encode()):
+        raise Unauthorized("The token is wrong.", hint="`fleetctl env` prints the address and the key.")
+
+
+def _check_content_type(request: web.Request) -> None:
+    """A page can post a form or text/plain anywhere without a preflight, but not JSON."""
+    if request.method != hdrs.METH_POST:
+        return
+    if request.content_type != "application/json":
+        raise UnsupportedMediaType(
+            f"The body has to be JSON, not {request.headers.get(hdrs.CONTENT_TYPE, 'of unknown type')[:64]!r}.",
+            hint="Send Content-Type: application/json.",
+        )
+
+
+async def on_prepare(request: web.Request, response: web.StreamResponse) -> None:
+    """CORS headers, only for origins that were listed."""
+    services = request.app[SERVICES]
+    origin = request.headers.get(hdrs.ORIGIN)
+    if origin is None or origin not in services.origins:
+        return
+    response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
+    response.headers[hdrs.VARY] = hdrs.ORIGIN
+    response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = "*"
+    if request.method == hdrs.METH_OPTIONS:
+        response.headers[hdrs.ACCESS_CONTROL_ALLOW_METHODS] = "GET, POST"
+        response.headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = (
+            "Authorization, Content-Type, X-Api-Key, X-Request-Id"
+        )
+        response.headers[hdrs.ACCESS_CONTROL_MAX_AGE] = "600"

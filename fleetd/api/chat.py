@@ -1,0 +1,35 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from aiohttp import web
+
+from fleetd.api import body as http_body
+from fleetd.api import generate, requests, translate
+from fleetd.api.context import SERVICES
+from fleetd.api.render import ChatStream, ChatWhole, Head
+from fleetd.api.services import Services
+
+
+def head(services: Services, prefix: str, model: str | None) -> Head:
+    """Id, time and names of one reply; the model is called what the client called it."""
+    answer_id = f"{prefix}-{uuid.uuid4().hex}"
+    return Head(answer_id, int(time.time()), model or services.default_model, f"fleetd-{services.version}")
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    """Raises FleetError."""
+    body = requests.decode(await http_body.read(request), requests.ChatBody)
+    top = head(request.app[SERVICES], "chatcmpl", body.model)
+    work = generate.Work(top.id, body.model or "", "chat", translate.chat(body, top.id))
+    count = len(work.generates)
+    parallel_tools = body.parallel_tool_calls is not False
+    if body.stream:
+        usage = bool(body.stream_options and body.stream_options.include_usage)
+        streamer = ChatStream(top, choices=count, include_usage=usage, parallel_tools=parallel_tools)
+        return await generate.stream(request, work, streamer)
+    collector = ChatWhole(top, choices=count, logprobs=bool(body.logprobs), parallel_tools=parallel_tools)
+    return await generate.whole(request, work, collector)

@@ -1,0 +1,72 @@
+"""Several answers at once: their event streams run side by side and come out as one, tagged by index.
+
+The queue between is short, so a reader that is slow slows the streams instead of filling memory. Leaving the
+context cancels every stream that still runs and waits until each is closed; that is how a client that went away
+gives its slots back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from types import TracebackType
+from typing import Self
+
+from fleetd import limits
+from fleetd.engine.protocol import Event, Loading
+
+Source = Callable[[], AsyncGenerator[Loading | Event, None]]
+
+_QUEUED = 32
+
+
+class Choices:
+    """``async with Choices(sources) as choices: await choices.next(timeout_s)``."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = sources
+        # A batch of prompts does not take more slots at a time than one request's n may.
+        self._slots = asyncio.Semaphore(limits.CHOICES)
+        self._queue: asyncio.Queue[tuple[int, Loading | Event | Exception | None]] = asyncio.Queue(_QUEUED)
+        self._running = len(sources)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def __aenter__(self) -> Self:
+        self._tasks = [asyncio.create_task(self._pump(i, source)) for i, source in enumerate(self._sources)]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def next(self, timeout_s: float | None) -> tuple[int, Loading | Event] | None:
+        """The next event of any choice; None when all have ended.
+
+        Raises:
+            TimeoutError: nothing came in time; ask again.
+            Exception: what a choice raised. The others are still running until the context is left.
+        """
+        while self._running:
+            async with asyncio.timeout(timeout_s):
+                index, event = await self._queue.get()
+            if event is None:
+                self._running -= 1
+            elif isinstance(event, Exception):
+                raise event
+            else:
+                return index, event
+        return None
+
+    async def _pump(self, index: int, source: Source) -> None:
+        end: Exception | None = None
+        try:
+            async with self._slots, aclosing(source()) as events:
+                async for event in events:
+                    await self._queue.put((index, event))
+        except Exception as exc:  # the task's boundary: whoever reads the queue raises it again
+            end = exc
+        await self._queue.put((index, end))

@@ -1,0 +1,186 @@
+"""Bounds per connection, which aiohttp leaves to the application: deadlines, caps, and who is behind it.
+
+    connected ──first request's headers within HTTP_HEADERS_S──▶ request ──done──▶ idle ──HTTP_KEEPALIVE_IDLE_S──▶ closed
+        └─ too late: closed                          idle ──first byte──▶ headers again within HTTP_HEADERS_S
+
+When too many sockets are open, the ones that cost nothing to lose go first: the oldest that never showed a token,
+then the oldest that is idle. So a crowd of silent sockets evicts itself and leaves others alone. Deadlines for the
+body are in body.py, where it is read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+from aiohttp import web
+
+from fleetd import limits
+from fleetd.api import failures
+from fleetd.errors import BadRequest, FleetError
+
+log = logging.getLogger(__name__)
+
+_BUSY = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\nContent-Length: %d\r\n\r\n%b"
+)
+# How long the rest of a refused body is thrown away so that the refusal can be read before the reset.
+_LINGER_S = 1.0
+
+
+class Connections:
+    """All open connections of one site, oldest first."""
+
+    def __init__(self) -> None:
+        self._open: dict[BoundedConnection, None] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def admit(self, new: BoundedConnection) -> bool:
+        """Make room for a new connection if there is any to be made."""
+        strangers = [known for known in self._open if not known.known]
+        if not new.known and len(strangers) >= limits.HTTP_CONNECTIONS_UNAUTHENTICATED:
+            self._evict(strangers[0])
+        if len(self._open) >= limits.HTTP_CONNECTIONS:
+            idle = next((known for known in self._open if not known.busy), None)
+            if idle is None:
+                return False
+            self._evict(idle)
+        self._open[new] = None
+        return True
+
+    def forget(self, gone: BoundedConnection) -> None:
+        self._open.pop(gone, None)
+
+    def _evict(self, victim: BoundedConnection) -> None:
+        self.forget(victim)
+        victim.abort()
+
+
+class BoundedConnection(web.RequestHandler):
+    """aiohttp's connection with a deadline for headers, and a sense of being busy or known."""
+
+    def __init__(self, manager: BoundedServer, **kwargs: Any) -> None:
+        super().__init__(manager, **kwargs)
+        self.trusted = manager.trusted
+        self.known = manager.trusted
+        self.busy = False
+        self._connections = manager.tracked
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def authenticated(self) -> None:
+        self.known = True
+
+    def abort(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
+
+    # ---- Called by the server around each request ----
+
+    def request_started(self) -> None:
+        self.busy = True
+        self._disarm()
+
+    def request_finished(self) -> None:
+        self.busy = False
+
+    # ---- Called by the event loop ----
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        if not self._connections.admit(self):
+            body = failures.encode(FleetError("Too many connections are open.", hint="Close some, or retry."))
+            if self.transport is not None:
+                self.transport.write(_BUSY % (len(body), body))
+            self.force_close()
+            return
+        self._arm()
+
+    def data_received(self, data: bytes) -> None:
+        if data and not self.busy and self._deadline is None:
+            self._arm()
+        super().data_received(data)
+
+    def eof_received(self) -> None:
+        # A client that closed its half while we work has gone; waiting for buffers to drain would keep its slot.
+        if self.busy:
+            self.abort()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._disarm()
+        self._connections.forget(self)
+        super().connection_lost(exc)
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer bytes that are not HTTP. The parser's message quotes them, so it goes neither out nor to the log."""
+        log.debug("http.bad_request type=%s", type(exc).__name__)
+        error = (
+            BadRequest("The request is not valid HTTP.") if status < 500 else FleetError("Internal error.")
+        )  # noqa: PLR2004
+        answer = failures.response(error)
+        answer.force_close()
+        return answer
+
+    def _arm(self) -> None:
+        self._deadline = asyncio.get_running_loop().call_later(limits.HTTP_HEADERS_S, self.abort)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+
+class BoundedServer(web.Server):
+    """aiohttp's server, making bounded connections."""
+
+    def __init__(self, inner: web.Server, *, trusted: bool, **kwargs: Any) -> None:
+        super().__init__(
+            self._serve, request_factory=inner.request_factory, handler_cancellation=True, **kwargs
+        )
+        self._inner = inner.request_handler
+        self._options = kwargs
+        self.trusted = trusted
+        self.tracked = Connections()
+
+    def __call__(self) -> BoundedConnection:
+        return BoundedConnection(self, loop=asyncio.get_running_loop(), **self._options)
+
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        protocol = request.protocol
+        assert isinstance(protocol, BoundedConnection)
+        protocol.request_started()
+        try:
+            return await self._inner(request)
+        finally:
+            protocol.request_finished()
+
+
+class BoundedRunner(web.AppRunner):
+    """An AppRunner whose server is a BoundedServer."""
+
+    def __init__(self, app: web.Application, *, trusted: bool) -> None:
+        super().__init__(app, access_log=None, shutdown_timeout=limits.ENGINE_STOP_S)
+        self._trusted = trusted
+
+    async def _make_server(self) -> web.Server:
+        return BoundedServer(
+            await super()._make_server(),
+            trusted=self._trusted,
+            access_log=None,
+            keepalive_timeout=limits.HTTP_KEEPALIVE_IDLE_S,
+            lingering_time=_LINGER_S,
+        )
+
+
+def make_runner(app: web.Application, *, trusted: bool) -> web.AppRunner:
+    """A runner for one site: ``trusted`` for the Unix socket, not for TCP. One application may have both."""
+    return BoundedRunner(app, trusted=trusted)

@@ -1,0 +1,58 @@
+"""/health, /health/live, /health/ready and /metrics. Health is read from the engines' progress, never assumed."""
+
+from __future__ import annotations
+
+import msgspec
+from aiohttp import hdrs, web
+
+from fleetd import limits
+from fleetd.api.context import SERVICES
+from fleetd.api.models import json
+from fleetd.api.objects import EngineHealth, Health
+from fleetd.api.services import StatusView, view
+
+_RETRY_AFTER_S = "5"
+
+
+def judge(status: StatusView) -> Health:
+    """What the engines' progress says. Pure."""
+    engines = [EngineHealth(engine.model, engine.state, engine.progress_age_s) for engine in status.engines]
+    if status.draining:
+        return Health("draining", "The daemon is stopping and takes no new requests.", engines)
+    for engine in status.engines:
+        age_s = engine.progress_age_s or 0.0
+        if engine.busy and engine.state == "ready" and age_s > limits.ENGINE_STALL_REPORT_S:
+            reason = f"{engine.model} has work but took no step for {age_s:.0f} s."
+            return Health("stalled", reason, engines)
+    if not status.ready:
+        return Health("starting", "The daemon is starting.", engines)
+    # A model that is loading, or failed to load, does not stop the daemon from serving others: said, not judged.
+    reasons = [
+        f"{engine.model} is {engine.state}."
+        for engine in status.engines
+        if engine.state in ("loading", "failed")
+    ]
+    return Health("ok", " ".join(reasons), engines)
+
+
+async def ready(request: web.Request) -> web.StreamResponse:
+    """200 when a request would be served, 503 with the reason when it would not."""
+    health = judge(view(request.app[SERVICES].status()))
+    if health.status == "ok":
+        return json(health)
+    return web.Response(
+        status=503,
+        body=msgspec.json.encode(health),
+        content_type="application/json",
+        headers={hdrs.RETRY_AFTER: _RETRY_AFTER_S},
+    )
+
+
+async def live(_request: web.Request) -> web.StreamResponse:
+    """The process runs and its loop turns; that is all, so it needs no token."""
+    return json(Health("ok"))
+
+
+async def metrics(request: web.Request) -> web.StreamResponse:
+    body, content_type = request.app[SERVICES].metrics.render(request.headers.get(hdrs.ACCEPT, ""))
+    return web.Response(body=body, headers={hdrs.CONTENT_TYPE: content_type})

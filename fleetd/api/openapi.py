@@ -1,0 +1,172 @@
+"""The OpenAPI 3.1 document, generated from the types that decode and encode the real thing; at /openapi.json."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from fleetd.api import objects, requests
+from fleetd.api.context import SERVICES
+from fleetd.api.failures import ErrorReply
+
+_REF = "#/components/schemas/{name}"
+_TYPES = (
+    requests.ChatBody,
+    requests.CompletionBody,
+    objects.ChatCompletion,
+    objects.ChatChunk,
+    objects.TextCompletion,
+    objects.ModelObject,
+    objects.ModelList,
+    objects.Health,
+    ErrorReply,
+)
+
+# Every status a route may answer with besides 200, and what it means.
+_ALWAYS = {
+    "400": "The request is not valid HTTP or JSON, or a field is wrong; `error.param` names it.",
+    "401": "The token is missing or wrong.",
+    "403": "The Host, Origin or peer may not ask.",
+    "405": "This method is not allowed here.",
+    "500": "A bug; the daemon's log has the details under the request id.",
+    "503": "Too many connections, or the daemon is stopping, stalled or out of memory; see Retry-After.",
+}
+_BODY = {
+    "408": "The body arrived too slowly.",
+    "413": "The body is too large.",
+    "415": "The body is not JSON.",
+}
+_MODEL = {
+    "404": "No such model; the nearest names are offered.",
+}
+_ENGINE = {
+    "429": "The queue is full; see Retry-After.",
+    "502": "The engine died, or a download failed.",
+    "504": "The engine stalled.",
+    "507": "The disk is full.",
+}
+
+
+@cache
+def document(version: str) -> dict[str, Any]:
+    """The whole document, as plain values."""
+    _, components = msgspec.json.schema_components(_TYPES, ref_template=_REF)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "fleetd",
+            "version": version,
+            "description": "OpenAI's API for the models of this machine.",
+        },
+        "security": [{"bearer": []}],
+        "paths": {
+            "/v1/chat/completions": {
+                "post": _generate("chat", requests.ChatBody, objects.ChatCompletion, objects.ChatChunk)
+            },
+            "/v1/completions": {
+                "post": _generate(
+                    "completion", requests.CompletionBody, objects.TextCompletion, objects.TextCompletion
+                )
+            },
+            "/v1/models": {
+                "get": _operation("listModels", "Models on this machine.", _json(objects.ModelList), {})
+            },
+            "/v1/models/{id}": {
+                "get": {
+                    **_operation("showModel", "One model.", _json(objects.ModelObject), _MODEL),
+                    "parameters": [
+                        {
+                            "name": "id",
+                            "in": "path",
+                            "required": True,
+                            "schema": {"type": "string", "minLength": 1},
+                        }
+                    ],
+                }
+            },
+            "/health": {"get": _health("health", "Would a request be served?")},
+            "/health/ready": {"get": _health("ready", "The same.")},
+            "/health/live": {
+                "get": {**_operation("live", "The process runs.", _json(objects.Health), {}), "security": []}
+            },
+            "/metrics": {
+                "get": _operation(
+                    "metrics",
+                    "Prometheus metrics; OpenMetrics if accepted.",
+                    {
+                        "text/plain": {"schema": {"type": "string"}},
+                        "application/openmetrics-text": {"schema": {"type": "string"}},
+                    },
+                    {},
+                )
+            },
+            "/openapi.json": {
+                "get": _operation(
+                    "openapi", "This document.", {"application/json": {"schema": {"type": "object"}}}, {}
+                )
+            },
+        },
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer", "description": "Also accepted as x-api-key."}
+            },
+        },
+    }
+
+
+async def serve(request: web.Request) -> web.StreamResponse:
+    body = msgspec.json.encode(document(request.app[SERVICES].version))
+    return web.Response(body=body, content_type="application/json")
+
+
+# ---- Pieces ----------------------------------------------------------------------------------------------
+
+
+def _ref(kind: type) -> dict[str, str]:
+    return {"$ref": _REF.format(name=kind.__name__)}
+
+
+def _json(kind: type) -> dict[str, Any]:
+    return {"application/json": {"schema": _ref(kind)}}
+
+
+def _operation(name: str, summary: str, content: dict[str, Any], more: dict[str, str]) -> dict[str, Any]:
+    failures = {**_ALWAYS, **more}
+    return {
+        "operationId": name,
+        "summary": summary,
+        "responses": {
+            "200": {"description": "The answer.", "content": content},
+            **{
+                status: {"description": meaning, "content": _json(ErrorReply)}
+                for status, meaning in sorted(failures.items())
+            },
+        },
+    }
+
+
+def _generate(name: str, body: type, reply: type, chunk: type) -> dict[str, Any]:
+    content = {
+        **_json(reply),
+        "text/event-stream": {
+            "schema": {"type": "string"},
+            "x-event-schema": _ref(chunk),
+        },
+    }
+    return {
+        **_operation(name, "Generate; `stream` asks for events.", content, {**_BODY, **_MODEL, **_ENGINE}),
+        "requestBody": {"required": True, "content": _json(body)},
+    }
+
+
+def _health(name: str, summary: str) -> dict[str, Any]:
+    operation = _operation(name, summary, _json(objects.Health), {})
+    operation["responses"]["503"] = {
+        "description": "Not now, and why.",
+        "content": {"application/json": {"schema": {"anyOf": [_ref(objects.Health), _ref(ErrorReply)]}}},
+    }
+    return operation

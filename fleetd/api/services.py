@@ -1,0 +1,127 @@
+"""What the HTTP application needs from the rest of the daemon, and nothing more.
+
+The composition root fills a ``Services``; tests fill one with fakes. Everything is typed by the few methods that
+are called here, so this package depends on shapes rather than on modules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from fleetd.engine.protocol import Event, Loading
+from fleetd.jobs.job import Job
+
+
+class Runner(Protocol):
+    def run(self, job: Job) -> AsyncGenerator[Loading | Event, None]:
+        """Yield a job's events; raises FleetError; ``aclose()`` cancels the work."""
+
+
+class Folder(Protocol):
+    """A model on this machine (``fleetd.models.folder.ModelFolder``)."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def source(self) -> str: ...
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def context_tokens(self) -> int: ...
+    @property
+    def weights_bytes(self) -> int: ...
+    @property
+    def created_s(self) -> float: ...
+
+
+class Models(Protocol):
+    """The model store. All but ``pull`` block, and are called in a thread."""
+
+    def installed(self) -> Sequence[Any]: ...
+    def resolve(self, ref: str) -> Any: ...
+    def needs_pull(self, ref: str) -> bool: ...
+    def pull(self, ref: str) -> AsyncGenerator[Any, None]: ...
+    def remove(self, ref: str) -> None: ...
+    def digest(self, folder: Any) -> str: ...
+
+
+class Pool(Protocol):
+    async def load(self, folder: Any) -> None: ...
+    async def unload(self, name: str) -> bool: ...
+
+
+class Ledger(Protocol):
+    def usage(self, days: int) -> Any:
+        """``{"rows": [...], "totals": {...}}``, as a mapping or a msgspec Struct."""
+
+
+class Metrics(Protocol):
+    def render(self, accept: str) -> tuple[bytes, str]:
+        """The exposition and its content type, for an Accept header."""
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Args:
+    token: what TCP clients must show; "" turns the check off.
+    status: the body of ``/fleet/v1/status``, as a mapping or a msgspec Struct; ``/health`` reads it too.
+    verify: ``fleetd.models.verify.verify``; blocks, so it is called in a thread.
+    hosts: Host values accepted besides 127.0.0.1, localhost and [::1] at the port of the connection.
+    origins: web origins that may call from a browser. CORS headers exist only when this is not empty.
+    catalog: entries of ``fleetd.models.catalog.CATALOG``.
+    """
+
+    runner: Runner
+    models: Models
+    pool: Pool
+    ledger: Ledger
+    metrics: Metrics
+    status: Callable[[], Any]
+    verify: Callable[[Path], None]
+    token: str
+    version: str
+    default_model: str
+    catalog: Sequence[Any] = ()
+    hosts: frozenset[str] = field(default_factory=frozenset)
+    origins: frozenset[str] = field(default_factory=frozenset)
+
+
+class EngineView(msgspec.Struct, frozen=True):
+    """The part of an engine's status that health and model listings look at."""
+
+    model: str
+    state: str
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    prefilling: int = 0
+    decoding: int = 0
+    waiting: int = 0
+    progress_age_s: float | None = None
+    error: Any = None
+
+    @property
+    def busy(self) -> bool:
+        return self.prefilling + self.decoding + self.waiting > 0
+
+
+class StatusView(msgspec.Struct, frozen=True):
+    """The part of the daemon's status that this package itself reads."""
+
+    ready: bool = True
+    draining: bool = False
+    engines: list[EngineView] = []
+    machine: Mapping[str, Any] = {}
+    http: Mapping[str, Any] | None = None
+
+
+def view(status: Any) -> StatusView:
+    """Read a status of either kind, mapping or Struct."""
+    return msgspec.convert(msgspec.to_builtins(status), StatusView)

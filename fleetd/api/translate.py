@@ -1,0 +1,238 @@
+"""Request bodies → work for the engine: one ``Generate`` per choice. Pure.
+
+Choices of one body differ only in id and seed: with a seed, choice i gets ``seed + i``, so the whole reply can be
+asked for again; without one, the engine draws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fleetd import limits
+from fleetd.api.requests import (
+    ChatBody,
+    Common,
+    CompletionBody,
+    Message,
+    Part,
+    ToolChoice,
+    parse,
+)
+from fleetd.engine.protocol import ChatPrompt, Generate, Prompt, Sampling, TextPrompt, TokenPrompt
+from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
+
+# Arguments of a chat template that the engine sets itself.
+_RESERVED_TEMPLATE_KWARGS = frozenset(
+    {"messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
+)  # fmt: skip
+_SEED_MASK = 2**63 - 1
+
+
+def chat(body: ChatBody, request_id: str) -> list[Generate]:
+    """One Generate per choice.
+
+    Raises:
+        InvalidValue, UnsupportedParameter: what the types of ``ChatBody`` cannot say.
+    """
+    if body.response_format is not None and body.response_format.kind != "text":
+        raise UnsupportedParameter(
+            f"response_format {body.response_format.kind!r} is not supported: nothing would hold the answer to it.",
+            hint="Ask for JSON in the prompt, or use a tool whose parameters have the wanted shape.",
+            param="response_format",
+        )
+    if body.top_logprobs is not None and not body.logprobs:
+        raise InvalidValue("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
+    prompt = ChatPrompt(
+        messages=[_message(message, i) for i, message in enumerate(body.messages)],
+        tools=[msgspec.to_builtins(tool) for tool in body.tools] if body.tools else None,
+        tool_choice=_tool_choice(body),
+        template_kwargs=_template_kwargs(body),
+    )
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    return [
+        Generate(
+            id=f"{request_id}-{i}",
+            prompt=prompt,
+            sampling=_sampling(body, i),
+            max_tokens=limit,
+            stop=_stop(body),
+            top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        )
+        for i in range(body.n or 1)
+    ]
+
+
+def completion(body: CompletionBody, request_id: str) -> list[Generate]:
+    """One Generate per prompt and choice, the choices of one prompt next to each other.
+
+    Raises:
+        InvalidValue, UnsupportedParameter: what the types of ``CompletionBody`` cannot say.
+    """
+    n = body.n or 1
+    if body.best_of is not None and body.best_of != n:
+        raise UnsupportedParameter(
+            f"best_of {body.best_of} is not supported with n {n}.", hint="Leave it out.", param="best_of"
+        )
+    prompts = _prompts(body.prompt)
+    if len(prompts) * n > limits.COMPLETIONS_PER_REQUEST:
+        raise InvalidValue(
+            f"{len(prompts)} prompts times n {n} is over the limit of {limits.COMPLETIONS_PER_REQUEST} answers.",
+            hint="Send fewer prompts at a time.",
+            param="prompt",
+        )
+    return [
+        Generate(
+            id=f"{request_id}-{p * n + i}",
+            prompt=prompt,
+            sampling=_sampling(body, i),
+            # The endpoint's own default, older than chat; clients that want more say so.
+            max_tokens=16 if body.max_tokens is None else body.max_tokens,
+            stop=_stop(body),
+            top_logprobs=body.logprobs,
+            echo=bool(body.echo),
+        )
+        for p, prompt in enumerate(prompts)
+        for i in range(n)
+    ]
+
+
+# ---- Pieces ----------------------------------------------------------------------------------------------
+
+
+def _sampling(body: Common, choice: int) -> Sampling:
+    given: dict[str, Any] = {
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "top_k": None if body.top_k is None else max(body.top_k, 0),  # -1 means "off" to vLLM's clients
+        "min_p": body.min_p,
+        "repetition_penalty": body.repetition_penalty,
+        "presence_penalty": body.presence_penalty,
+        "frequency_penalty": body.frequency_penalty,
+    }
+    return Sampling(
+        **{name: value for name, value in given.items() if value is not None},
+        seed=None if body.seed is None else (body.seed + choice) & _SEED_MASK,
+        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+    )
+
+
+def _stop(body: Common) -> list[str]:
+    if body.stop is None:
+        return []
+    return [body.stop] if isinstance(body.stop, str) else list(body.stop)
+
+
+def _prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:
+    """The four shapes of /v1/completions' prompt."""
+    if isinstance(prompt, str):
+        return [TextPrompt(prompt)]
+    if all(isinstance(item, int) for item in prompt):
+        return [TokenPrompt([item for item in prompt if isinstance(item, int)])]
+    if all(isinstance(item, str) for item in prompt):
+        return [TextPrompt(item) for item in prompt if isinstance(item, str)]
+    lists = [item for item in prompt if isinstance(item, list)]
+    if len(lists) != len(prompt) or not all(lists):
+        raise InvalidValue(
+            "prompt has to be a text, a list of texts, a list of token ids, or a list of non-empty lists of them.",
+            param="prompt",
+        )
+    return [TokenPrompt(item) for item in lists]
+
+
+def _message(message: Message, index: int) -> dict[str, Any]:
+    """A message as chat templates read it: text content, arguments as an object, no absent keys."""
+    where = f"messages[{index}]"
+    role = "system" if message.role == "developer" else message.role
+    content = _text(message.content, f"{where}.content")
+    if content is None and message.refusal is not None:
+        content = message.refusal
+    if content is None and not (role == "assistant" and message.tool_calls):
+        if role != "assistant":
+            raise InvalidValue(f"{where}: a {message.role} message needs content.", param=f"{where}.content")
+        content = ""
+    plain: dict[str, Any] = {"role": role, "content": content}
+    for key in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(message, key)) is not None:
+            plain[key] = value
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+            }
+            for call in message.tool_calls
+        ]
+    return _checked(plain, where)
+
+
+def _text(content: str | list[Part] | None, where: str) -> str | None:
+    if content is None or isinstance(content, str):
+        return content
+    texts = []
+    for i, part in enumerate(content):
+        text = {"text": part.text, "refusal": part.refusal}.get(part.kind)
+        if part.kind not in ("text", "refusal"):
+            raise UnsupportedParameter(
+                f"{where}[{i}]: content of type {part.kind[:64]!r} is not supported.",
+                hint="Send text parts only.",
+                param=where,
+            )
+        if text is None:
+            raise InvalidValue(f"{where}[{i}]: a {part.kind} part needs {part.kind!r}.", param=where)
+        texts.append(text)
+    return "\n".join(texts)
+
+
+def _arguments(arguments: str | dict[str, Any]) -> Any:
+    """Templates iterate over arguments, clients send them as JSON text; text that is not JSON stays as it is."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return parse(arguments.encode(), dict[str, Any]) if arguments.strip() else {}
+    except BadRequest:
+        return arguments
+
+
+def _tool_choice(body: ChatBody) -> Any:
+    choice = body.tool_choice
+    if choice is None or choice in ("auto", "none"):
+        return choice or "auto"
+    names = [tool.function.name for tool in body.tools or ()]
+    if not names:
+        raise InvalidValue("tool_choice asks for a tool, but there are no tools.", param="tool_choice")
+    if isinstance(choice, ToolChoice):
+        if choice.function.name not in names:
+            raise InvalidValue(
+                f"tool_choice names {choice.function.name[:64]!r}, which is not among the tools.",
+                hint=f"The tools are: {', '.join(names[:10])}.",
+                param="tool_choice",
+            )
+        return {"name": choice.function.name}
+    return choice
+
+
+def _template_kwargs(body: ChatBody) -> dict[str, Any]:
+    kwargs: dict[str, Any] = {}
+    if body.reasoning_effort is not None:
+        kwargs["reasoning_effort"] = body.reasoning_effort
+        if body.reasoning_effort == "none":
+            kwargs["enable_thinking"] = False
+    own: Mapping[str, Any] = body.chat_template_kwargs or {}
+    if reserved := sorted(_RESERVED_TEMPLATE_KWARGS & own.keys()):
+        raise InvalidValue(f"chat_template_kwargs may not set {reserved[0]!r}.", param="chat_template_kwargs")
+    return _checked({**kwargs, **own}, "chat_template_kwargs")
+
+
+def _checked(value: dict[str, Any], where: str) -> dict[str, Any]:
+    """Free-form JSON as it came, or a refusal where the engine's MessagePack cannot carry it."""
+    try:
+        msgspec.msgpack.encode(value)
+    except (OverflowError, RecursionError):
+        raise InvalidValue(
+            f"{where}: a number is over 64 bits, or the nesting is too deep.", param=where
+        ) from None
+    return value
