@@ -2,8 +2,8 @@
 
     request id → errors as JSON → guard (auth.py) → handler
 
-Both sites, Unix socket and TCP, serve it through ``deadlines.make_runner``; who is trusted is a property of the
-connection, not of the application.
+Both sites, Unix socket and TCP, serve it through ``deadlines.make_runner``; who is trusted is a property of
+the connection, not of the application.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         answer.headers[hdrs.ALLOW] = ", ".join(sorted(exc.allowed_methods))
         return answer
     except web.HTTPException as exc:
-        message = "There is nothing at this address." if exc.status == 404 else exc.reason  # noqa: PLR2004
+        message = "There is nothing at this address." if exc.status == 404 else exc.reason
         return failures.response(failures.HttpFailure(exc.status, f"{message}"))
     except ConnectionError:
         raise  # the client went away; there is nobody to answer
@@ -75,4 +75,5 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 async def _on_prepare(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["X-Request-Id"] = request.get(REQUEST_ID, "")
     response.headers["X-Content-Type-Options"] = "nosniff"
+    response.headers[hdrs.SERVER] = "fleetd"
     await auth.on_prepare(request, response)

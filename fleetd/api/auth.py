@@ -3,8 +3,8 @@
     Unix socket   the peer has to run as our own user (or root)
     TCP           exact Host → no foreign Origin → not cross-site → token → JSON content type
 
-Host comes first because a rebound DNS name makes a foreign page same-origin; Origin and Sec-Fetch-Site stop the pages
-that are not. The token would stop all of them; these checks hold when a user turns it off.
+Host comes first because a rebound DNS name makes a foreign page same-origin; Origin and Sec-Fetch-Site stop
+the pages that are not. The token would stop all of them; these checks hold when a user turns it off.
 """
 
 from __future__ import annotations
@@ -64,12 +64,10 @@ def allowed_hosts(port: int, extra: frozenset[str]) -> frozenset[str]:
 
 
 def _hosts(request: web.Request, services: Services) -> frozenset[str]:
-    transport = request.transport
-    address = transport.get_extra_info("sockname") if transport is not None else None
-    sock = transport.get_extra_info("socket") if transport is not None else None
+    sock = request.transport.get_extra_info("socket") if request.transport is not None else None
     if sock is None or sock.family not in (socket.AF_INET, socket.AF_INET6):
         return services.hosts
-    return allowed_hosts(address[1], services.hosts)
+    return allowed_hosts(sock.getsockname()[1], services.hosts)
 
 
 def _check_host(request: web.Request, services: Services) -> None:
@@ -111,8 +109,9 @@ def _check_content_type(request: web.Request) -> None:
     if request.method != hdrs.METH_POST:
         return
     if request.content_type != "application/json":
+        given = request.headers.get(hdrs.CONTENT_TYPE, "nothing")[:64]
         raise UnsupportedMediaType(
-            f"The body has to be JSON, not {request.headers.get(hdrs.CONTENT_TYPE, 'of unknown type')[:64]!r}.",
+            f"The body has to be JSON; its Content-Type is {given!r}.",
             hint="Send Content-Type: application/json.",
         )
 

@@ -1,8 +1,8 @@
 """Several answers at once: their event streams run side by side and come out as one, tagged by index.
 
-The queue between is short, so a reader that is slow slows the streams instead of filling memory. Leaving the
-context cancels every stream that still runs and waits until each is closed; that is how a client that went away
-gives its slots back.
+The queue between is short, so a reader that is slow slows the streams instead of filling memory. Leaving
+the context cancels every stream that still runs and waits until each is closed; that is how a client that
+went away gives its slots back.
 """
 
 from __future__ import annotations

@@ -1,18 +1,19 @@
 """Bounds per connection, which aiohttp leaves to the application: deadlines, caps, and who is behind it.
 
-    connected ──first request's headers within HTTP_HEADERS_S──▶ request ──done──▶ idle ──HTTP_KEEPALIVE_IDLE_S──▶ closed
-        └─ too late: closed                          idle ──first byte──▶ headers again within HTTP_HEADERS_S
+    connected ─ headers within HTTP_HEADERS_S ─▶ request ─ done ─▶ idle ─ HTTP_KEEPALIVE_IDLE_S ─▶ closed
+                                                    ▲               │
+                                                    └── first byte, then headers within HTTP_HEADERS_S
 
-When too many sockets are open, the ones that cost nothing to lose go first: the oldest that never showed a token,
-then the oldest that is idle. So a crowd of silent sockets evicts itself and leaves others alone. Deadlines for the
-body are in body.py, where it is read.
+When too many sockets are open, the ones that cost nothing to lose go first: the oldest that never showed a
+token, then the oldest that is idle. So a crowd of silent sockets evicts itself and leaves others alone.
+Deadlines for the body are in body.py, where it is read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, cast
 
 from aiohttp import web
 
@@ -105,7 +106,7 @@ class BoundedConnection(web.RequestHandler):
         super().data_received(data)
 
     def eof_received(self) -> None:
-        # A client that closed its half while we work has gone; waiting for buffers to drain would keep its slot.
+        # A client that closed its half while we work has gone; waiting for buffers to drain keeps its slot.
         if self.busy:
             self.abort()
 
@@ -121,11 +122,11 @@ class BoundedConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer bytes that are not HTTP. The parser's message quotes them, so it goes neither out nor to the log."""
+        """Answer bytes that are not HTTP. The parser's message quotes them, so nobody gets to see it."""
         log.debug("http.bad_request type=%s", type(exc).__name__)
         error = (
             BadRequest("The request is not valid HTTP.") if status < 500 else FleetError("Internal error.")
-        )  # noqa: PLR2004
+        )
         answer = failures.response(error)
         answer.force_close()
         return answer
@@ -155,8 +156,7 @@ class BoundedServer(web.Server):
         return BoundedConnection(self, loop=asyncio.get_running_loop(), **self._options)
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        protocol = request.protocol
-        assert isinstance(protocol, BoundedConnection)
+        protocol = cast("BoundedConnection", request.protocol)
         protocol.request_started()
         try:
             return await self._inner(request)

@@ -24,7 +24,7 @@ _DAYS = (1, 3650)
 
 
 class ModelRef(msgspec.Struct, frozen=True):
-    """The body of every POST under /fleet/v1/models; ``full`` is for verify only."""
+    """The body of every POST under /fleet/v1/models."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
 
@@ -50,11 +50,11 @@ async def models(request: web.Request) -> web.StreamResponse:
 
 
 def _listing(services: Services) -> dict[str, Any]:
-    """Installed models with their digests where these are cheap, and the catalog."""
+    """What is here and what could be. A digest may cost minutes of reading, so it is left to verify."""
     folders = list(services.models.installed())
     loaded = loaded_models(services)
     by_name = {entry.name: entry for entry in services.catalog}
-    by_hub_id = {entry.hub_id: entry for entry in services.catalog}
+    by_hub_id = {entry.hub_id: entry for entry in services.catalog if entry.hub_id}
     memory_bytes = view(services.status()).machine.get("memory_bytes") or 0
     installed = []
     for folder in folders:
@@ -162,12 +162,16 @@ async def pull(request: web.Request) -> web.StreamResponse:
     return out.response
 
 
+async def _next(steps: AsyncGenerator[Any, None]) -> Any:
+    return await anext(steps, None)
+
+
 async def _relay(steps: AsyncGenerator[Any, None], out: EventStream) -> None:
     """Pass progress on, with a comment whenever the source is silent for long."""
     pending: asyncio.Task[Any] | None = None
     try:
         while True:
-            pending = pending or asyncio.create_task(anext(steps, None))  # type: ignore[arg-type]
+            pending = pending or asyncio.create_task(_next(steps))
             finished, _ = await asyncio.wait({pending}, timeout=limits.SSE_KEEPALIVE_S)
             if not finished:
                 await out.comment("keepalive 0/0")

@@ -1,7 +1,7 @@
 """Runs the choices of one request and sends what comes back, streamed or whole. Knows no endpoint's shapes.
 
-A streamed request waits ``limits.HEADERS_GRACE_S`` for a first event, so that an early refusal (unknown model,
-prompt too long) gets its own status. After that the headers go out, and a failure is a frame in the stream.
+A streamed request waits ``limits.HEADERS_GRACE_S`` for a first event, so that an early refusal (unknown
+model, prompt too long) gets its own status. After that the headers go out, and a failure is a frame.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""/health, /health/live, /health/ready and /metrics. Health is read from the engines' progress, never assumed."""
+"""/health, /health/live, /health/ready and /metrics. Health is read off the engines' progress."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def judge(status: StatusView) -> Health:
             return Health("stalled", reason, engines)
     if not status.ready:
         return Health("starting", "The daemon is starting.", engines)
-    # A model that is loading, or failed to load, does not stop the daemon from serving others: said, not judged.
+    # A model that is loading, or failed to load, does not stop others from being served: said, not judged.
     reasons = [
         f"{engine.model} is {engine.state}."
         for engine in status.engines

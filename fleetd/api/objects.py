@@ -1,8 +1,8 @@
 """Response objects of /v1/*, as OpenAI's clients read them.
 
-``UNSET`` fields are left out of the JSON; ``None`` is written as null. The difference matters: clients merge deltas
-by the keys that are present, and some index ``choices[0]`` without looking. The OpenAPI document is generated from
-these same types, so what is documented is what is sent.
+``UNSET`` fields are left out of the JSON; ``None`` is written as null. The difference matters: clients merge
+deltas by the keys that are present, and some index ``choices[0]`` without looking. The OpenAPI document is
+generated from these same types, so what is documented is what is sent.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class UsageReport(Struct, frozen=True):
 
 
 class TimingReport(Struct, frozen=True):
-    """llama.cpp's ``timings``: ``prompt_n`` leaves out the ``cache_n`` tokens that came from the prefix cache."""
+    """llama.cpp's ``timings``: ``prompt_n`` leaves out the ``cache_n`` tokens taken from the prefix cache."""
 
     prompt_n: int
     cache_n: int

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document, generated from the types that decode and encode the real thing; at /openapi.json."""
+"""The OpenAPI 3.1 document at /openapi.json, generated from the types that decode and encode."""
 
 from __future__ import annotations
 

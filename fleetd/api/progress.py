@@ -8,8 +8,8 @@ from fleetd.engine.protocol import Accepted, Event, Loading, Prefill
 class Progress:
     """Folds events of all choices into one comment.
 
-    ``: loading STAGE done/total`` while a model is fetched or loaded, then ``: keepalive done/total`` in prompt
-    tokens, summed over the choices. The counts never shrink, so a progress bar never jumps back.
+    ``: loading STAGE done/total`` while a model is fetched or loaded, then ``: keepalive done/total`` in
+    prompt tokens, summed over the choices. The counts never shrink, so a progress bar never jumps back.
     """
 
     def __init__(self) -> None:

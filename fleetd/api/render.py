@@ -125,7 +125,7 @@ def chat_logprobs(items: list[TokenLogprob]) -> o.ChatLogprobs:
 
 
 def text_logprobs(items: list[TokenLogprob]) -> o.TextLogprobs:
-    """A NaN stands for "no probability": the first token of a prompt. The chosen token is always among the top."""
+    """NaN stands for "no probability": a prompt's first token. The chosen token is always among the top."""
     known = [not math.isnan(item.logprob) for item in items]
     return o.TextLogprobs(
         tokens=[item.token for item in items],
@@ -146,8 +146,8 @@ def text_logprobs(items: list[TokenLogprob]) -> o.TextLogprobs:
 class ChatStream:
     """Chunks of a streamed chat reply.
 
-    Per choice: role with empty content, deltas, then an empty delta with the finish reason and the timings. After
-    all choices, only if asked, one chunk without choices that has the usage.
+    Per choice: role with empty content, deltas, then an empty delta with the finish reason and the timings.
+    After all choices, only if asked, one chunk without choices that has the usage.
     """
 
     def __init__(self, head: Head, *, choices: int, include_usage: bool, parallel_tools: bool) -> None:
@@ -324,7 +324,7 @@ class TextStream:
 
 
 class TextWhole:
-    """Folds a text completion that is not streamed. What a model marks as reasoning is text here, like the rest."""
+    """Folds a text completion that is not streamed. What a model marks as reasoning is text here."""
 
     def __init__(self, head: Head, *, choices: int, per_prompt: int, logprobs: bool) -> None:
         self._head = head

@@ -2,8 +2,8 @@
 
 Everything a client may send falls in one of four classes:
     known        a field of a Struct below: typed and ranged here, turned into work by translate.py
-    unsupported  understood, would change the answer, not implemented: refused by name unless its value asks for nothing
-    misspelt     so close to a known field that ignoring it would silently change the answer: refused with the nearest
+    unsupported  would change the answer, is not implemented: refused by name, unless its value asks for nothing
+    misspelt     so close to a known field that ignoring it would change the answer: refused with the nearest
     foreign      anything else: ignored, because client libraries add fields every month
 """
 
@@ -156,7 +156,8 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
             "functions", "audio", "web_search_options", "guided_json", "guided_regex", "guided_choice",
             "guided_grammar", "structured_outputs", "grammar", "json_schema", "ignore_eos", "min_tokens",
             "stop_token_ids", "bad_words", "continue_final_message", "logits_processors", "use_beam_search",
-            "prompt_logprobs", "mirostat", "xtc_probability", "dry_multiplier", "suffix", "smart_prefill", "specprefill",
+            "prompt_logprobs", "mirostat", "xtc_probability", "dry_multiplier", "suffix", "smart_prefill",
+            "specprefill",
         ),
         _NOTHING,
     ),
@@ -244,7 +245,7 @@ def _invalid(text: str) -> FleetError:
 
 
 def _refuse_unsupported(name: str, raw: msgspec.Raw) -> None:
-    value = parse(bytes(raw), Any)  # type: ignore[arg-type]
+    value: Any = parse(bytes(raw), Any)
     if value not in UNSUPPORTED[name]:
         raise UnsupportedParameter(
             f"The parameter {name!r} is not supported, and ignoring it would change the answer.",

@@ -1,7 +1,7 @@
 """What the HTTP application needs from the rest of the daemon, and nothing more.
 
-The composition root fills a ``Services``; tests fill one with fakes. Everything is typed by the few methods that
-are called here, so this package depends on shapes rather than on modules.
+The composition root fills a ``Services``; tests fill one with fakes. Everything is typed by the few methods
+that are called here, so this package depends on shapes rather than on modules.
 """
 
 from __future__ import annotations

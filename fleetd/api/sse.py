@@ -39,7 +39,7 @@ class EventStream:
         return self._response
 
     async def start(self, comment: str) -> None:
-        """Send the headers, with a first comment behind them: proxies hold headers back until a body begins."""
+        """Send the headers and a first comment: proxies hold headers back until a body begins."""
         await self._response.prepare(self._request)
         await self.comment(comment)
 

@@ -1,7 +1,7 @@
 """Request bodies → work for the engine: one ``Generate`` per choice. Pure.
 
-Choices of one body differ only in id and seed: with a seed, choice i gets ``seed + i``, so the whole reply can be
-asked for again; without one, the engine draws.
+Choices of one body differ only in id and seed: with a seed, choice i gets ``seed + i``, so the whole reply
+can be asked for again; without one, the engine draws.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
 
 # Arguments of a chat template that the engine sets itself.
 _RESERVED_TEMPLATE_KWARGS = frozenset(
-    {"messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"}
+    {"messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt",
+     "continue_final_message"}
 )  # fmt: skip
 _SEED_MASK = 2**63 - 1
 
@@ -39,7 +40,7 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
     """
     if body.response_format is not None and body.response_format.kind != "text":
         raise UnsupportedParameter(
-            f"response_format {body.response_format.kind!r} is not supported: nothing would hold the answer to it.",
+            f"response_format {body.response_format.kind!r} is not supported.",
             hint="Ask for JSON in the prompt, or use a tool whose parameters have the wanted shape.",
             param="response_format",
         )
@@ -79,7 +80,7 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
     prompts = _prompts(body.prompt)
     if len(prompts) * n > limits.COMPLETIONS_PER_REQUEST:
         raise InvalidValue(
-            f"{len(prompts)} prompts times n {n} is over the limit of {limits.COMPLETIONS_PER_REQUEST} answers.",
+            f"{len(prompts)} prompts times n {n} is over {limits.COMPLETIONS_PER_REQUEST} answers.",
             hint="Send fewer prompts at a time.",
             param="prompt",
         )
@@ -136,7 +137,7 @@ def _prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:
     lists = [item for item in prompt if isinstance(item, list)]
     if len(lists) != len(prompt) or not all(lists):
         raise InvalidValue(
-            "prompt has to be a text, a list of texts, a list of token ids, or a list of non-empty lists of them.",
+            "prompt has to be a text, texts, token ids, or non-empty lists of token ids.",
             param="prompt",
         )
     return [TokenPrompt(item) for item in lists]
@@ -188,7 +189,7 @@ def _text(content: str | list[Part] | None, where: str) -> str | None:
 
 
 def _arguments(arguments: str | dict[str, Any]) -> Any:
-    """Templates iterate over arguments, clients send them as JSON text; text that is not JSON stays as it is."""
+    """Templates iterate over arguments, clients send JSON text; text that is not JSON stays as it is."""
     if not isinstance(arguments, str):
         return arguments
     try:

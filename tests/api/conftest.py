@@ -25,7 +25,7 @@ from fleetd.jobs.job import Job
 
 TOKEN = "fleet-test-token"
 MODEL = "smollm2-135m"
-WORDS = "the quick brown fox jumps over one lazy dog and naps while rain falls".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "one", "lazy", "dog", "naps", "while", "rain"]
 
 Step = p.Loading | p.Event | asyncio.Event | Exception
 Script = Callable[[Job], Iterable[Step]]
@@ -158,7 +158,9 @@ class FakeModels:
 
     def resolve(self, ref: str) -> FakeFolder:
         if ref not in self.names:
-            raise ModelNotFound(f"No model is called {ref!r}.", hint=f"The nearest is {MODEL!r}.", param="model")
+            raise ModelNotFound(
+                f"No model is called {ref!r}.", hint=f"The nearest is {MODEL!r}.", param="model"
+            )
         return FakeFolder(ref)
 
     def needs_pull(self, ref: str) -> bool:
