@@ -1,0 +1,203 @@
+"""The head of a GGUF file, read with every count and offset checked before it is believed.
+
+``magic | version | tensor count | key count | keys and values | tensor table | padding | data``, little endian.
+Nothing is allocated on the word of a length field: every length is compared with what the file still holds.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetd import limits
+from fleetd.errors import ModelCorrupt, ModelUnsupported
+
+_SCALARS: dict[int, np.dtype[Any]] = {
+    0: np.dtype("<u1"),
+    1: np.dtype("<i1"),
+    2: np.dtype("<u2"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<u4"),
+    5: np.dtype("<i4"),
+    6: np.dtype("<f4"),
+    7: np.dtype("?"),
+    10: np.dtype("<u8"),
+    11: np.dtype("<i8"),
+    12: np.dtype("<f8"),
+}
+_STRING, _ARRAY = 8, 9
+
+#: Tensor kinds: number in the file → (name, elements per block, bytes per block).
+KINDS: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    20: ("IQ4_NL", 32, 18),
+    23: ("IQ4_XS", 256, 136),
+    30: ("BF16", 1, 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensor:
+    """``shape`` has rows first, as numpy has it. ``data`` is ``size_bytes`` long and lies inside the file."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    block_bytes: int
+    offset: int
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """Scalar arrays are numpy arrays; arrays of strings are lists."""
+
+    metadata: Mapping[str, Any]
+    tensors: tuple[GgufTensor, ...]
+
+
+class _Cursor:
+    """Reads forward; refuses to read past the end."""
+
+    def __init__(self, view: memoryview, what: str) -> None:
+        self._view = view
+        self._end = min(len(view), limits.GGUF_HEADER_BYTES)
+        self.what = what
+        self.at = 0
+
+    def corrupt(self, why: str) -> ModelCorrupt:
+        return ModelCorrupt(
+            f"{self.what} is not a sound GGUF file: {why}.",
+            hint="Download the file again; if that does not help, its publisher's copy is broken.",
+        )
+
+    def take(self, count: int) -> memoryview:
+        if count > self._end - self.at:
+            raise self.corrupt(f"{count} bytes at offset {self.at} reach past the end of its header")
+        piece = self._view[self.at : self.at + count]
+        self.at += count
+        return piece
+
+    def number(self, code: str) -> int:
+        (value,) = struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))
+        return int(value)
+
+    def text(self) -> str:
+        raw = self.take(self.number("Q"))
+        try:
+            return str(raw, "utf-8")
+        except UnicodeDecodeError:
+            raise self.corrupt(f"text at offset {self.at - len(raw)} is not UTF-8") from None
+
+    def value(self, kind: int) -> Any:
+        if (scalar := _SCALARS.get(kind)) is not None:
+            return np.frombuffer(self.take(scalar.itemsize), scalar)[0].item()
+        if kind == _STRING:
+            return self.text()
+        if kind == _ARRAY:
+            return self._array()
+        raise self.corrupt(f"unknown value type {kind} at offset {self.at}")
+
+    def _array(self) -> list[str] | npt.NDArray[Any]:
+        kind, count = self.number("I"), self.number("Q")
+        if count > limits.GGUF_ARRAY_ITEMS:
+            raise self.corrupt(f"an array of {count} items is over the limit of {limits.GGUF_ARRAY_ITEMS}")
+        if (scalar := _SCALARS.get(kind)) is not None:
+            return np.frombuffer(self.take(count * scalar.itemsize), scalar).copy()
+        if kind == _STRING:
+            return [self.text() for _ in range(count)]
+        raise self.corrupt(f"arrays of value type {kind} are not part of the format")
+
+
+def read_header(view: memoryview, what: str = "the file") -> GgufHeader:
+    """Parse and check everything before the tensor data.
+
+    Args:
+        view: the whole file (a memory map); only the head of it is touched.
+        what: the file's name, for messages.
+
+    Raises:
+        ModelCorrupt: anything that cannot be true of a well-formed file.
+        ModelUnsupported: a format version or tensor kind from another time.
+    """
+    cursor = _Cursor(view, what)
+    if bytes(cursor.take(4)) != b"GGUF":
+        raise cursor.corrupt("it does not start with 'GGUF'")
+    version = cursor.number("I")
+    if version not in (2, 3):
+        raise ModelUnsupported(
+            f"{what} has GGUF version {version}; versions 2 and 3 little-endian are supported.",
+            hint="Convert it again with a current converter.",
+        )
+    tensor_count, key_count = cursor.number("Q"), cursor.number("Q")
+    if tensor_count > limits.GGUF_TENSORS or key_count > limits.GGUF_KEYS:
+        raise cursor.corrupt(f"it claims {tensor_count} tensors and {key_count} keys")
+    metadata: dict[str, Any] = {}
+    for _ in range(key_count):
+        key = cursor.text()
+        if key in metadata:
+            raise cursor.corrupt(f"the key {key!r} occurs twice")
+        metadata[key] = cursor.value(cursor.number("I"))
+    table = [_table_row(cursor) for _ in range(tensor_count)]
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or not 0 < alignment <= 65_536 or alignment & (alignment - 1):
+        raise cursor.corrupt(f"an alignment of {alignment!r}")
+    start = -(-cursor.at // alignment) * alignment
+    return GgufHeader(metadata, _place(cursor, table, start, len(view)))
+
+
+def _table_row(cursor: _Cursor) -> GgufTensor:
+    name = cursor.text()
+    dims = cursor.number("I")
+    if not 1 <= dims <= 4:
+        raise cursor.corrupt(f"the tensor {name!r} has {dims} dimensions")
+    shape = tuple(reversed([cursor.number("Q") for _ in range(dims)]))
+    kind_number, offset = cursor.number("I"), cursor.number("Q")
+    if kind_number not in KINDS:
+        raise ModelUnsupported(
+            f"{cursor.what} stores the tensor {name!r} in kind {kind_number}, which cannot be imported.",
+            hint="Take a Q4_0, Q4_1, Q8_0, Q4_K or F16 file of the same model.",
+        )
+    kind, per_block, block_bytes = KINDS[kind_number]
+    elements = math.prod(shape)
+    if elements == 0 or elements >= 1 << 50 or shape[-1] % per_block:
+        raise cursor.corrupt(f"the tensor {name!r} has the shape {shape}, impossible for {kind}")
+    return GgufTensor(name, kind, shape, block_bytes, offset, elements // per_block * block_bytes)
+
+
+def _place(cursor: _Cursor, table: list[GgufTensor], start: int, file_bytes: int) -> tuple[GgufTensor, ...]:
+    """Turn offsets into file positions; each tensor inside the file, no two sharing a byte or a name."""
+    names: set[str] = set()
+    placed: list[GgufTensor] = []
+    end = start
+    for row in sorted(table, key=lambda tensor: tensor.offset):
+        if row.name in names:
+            raise cursor.corrupt(f"the tensor {row.name!r} occurs twice")
+        names.add(row.name)
+        offset = start + row.offset
+        if offset < end:
+            raise cursor.corrupt(f"the tensor {row.name!r} overlaps the one before it")
+        end = offset + row.size_bytes
+        if end > file_bytes:
+            raise cursor.corrupt(
+                f"the tensor {row.name!r} ends at byte {end}, the file at {file_bytes}: it is truncated"
+            )
+        placed.append(GgufTensor(row.name, row.kind, row.shape, row.block_bytes, offset, row.size_bytes))
+    return tuple(placed)
