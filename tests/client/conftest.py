@@ -74,7 +74,7 @@ STATUS: dict[str, Any] = {
 class Reply:
     """One scripted answer: JSON, or pieces of an event stream.
 
-    In ``stream`` a str is sent as it is, a threading.Event is waited for, and "drop" ends the connection without
+    In ``stream`` a str is sent as it is, a threading.Event is waited for, "drop" ends the connection without
     the closing chunk. ``gone`` is set when the client hangs up while the stream waits.
     """
 
