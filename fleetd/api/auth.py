@@ -32,10 +32,10 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Refuse what may not be asked; raises FleetError."""
     services = request.app[SERVICES]
     if is_trusted(request):
-        _check_user(request)
+        _check_user(request, services)
         return await handler(request)
     _check_host(request, services)
-    _check_origin(request, services)
+    _check_site(request, services)
     if request.method == hdrs.METH_OPTIONS and request.headers.get(hdrs.ORIGIN) in services.origins:
         return web.Response(status=204)  # a preflight has no token yet; on_prepare adds what it asks for
     if request.path not in OPEN_PATHS:
@@ -48,9 +48,10 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     return await handler(request)
 
 
-def _check_user(request: web.Request) -> None:
+def _check_user(request: web.Request, services: Services) -> None:
     # Unknown is refused like foreign: the socket's mode already keeps strangers out, this is the second lock.
     if peer_uid(request.transport) not in (0, os.geteuid()):
+        services.metrics.auth_failure("user")
         raise Forbidden("This socket serves its own user only.", hint=f"It belongs to uid {os.geteuid()}.")
 
 
@@ -73,20 +74,25 @@ def _hosts(request: web.Request, services: Services) -> frozenset[str]:
 def _check_host(request: web.Request, services: Services) -> None:
     values = request.headers.getall(hdrs.HOST, [])
     if len(values) != 1 or values[0].lower() not in _hosts(request, services):
+        services.metrics.auth_failure("host")
         raise Forbidden(
             "The Host header does not name this server.",
-            hint="Use 127.0.0.1 or localhost with the port, or list the name under http.hosts.",
+            hint="Use 127.0.0.1 or localhost with the port, or list the name under http.allowed_hosts.",
         )
 
 
-def _check_origin(request: web.Request, services: Services) -> None:
+def _check_site(request: web.Request, services: Services) -> None:
     origin = request.headers.get(hdrs.ORIGIN)
     if origin is not None:
         own = {f"http://{host}" for host in _hosts(request, services)}
         if origin not in own and origin not in services.origins:
-            raise Forbidden("Web pages of this origin may not call.", hint="List it under http.origins.")
+            services.metrics.auth_failure("origin")
+            raise Forbidden(
+                "Web pages of this origin may not call.", hint="List it under http.allowed_origins."
+            )
         return
     if request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+        services.metrics.auth_failure("fetch_site")
         raise Forbidden("Web pages of other sites may not call.")
 
 
@@ -95,13 +101,10 @@ def _check_token(request: web.Request, services: Services) -> None:
         return
     scheme, _, credentials = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     given = credentials.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
-    if not given:
-        raise Unauthorized(
-            "A token is needed: Authorization: Bearer TOKEN.",
-            hint="`fleetctl env` prints the address and the key.",
-        )
     if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), services.token.encode()):
-        raise Unauthorized("The token is wrong.", hint="`fleetctl env` prints the address and the key.")
+        services.metrics.auth_failure("token")
+        what = "The token is wrong." if given else "A token is needed: Authorization: Bearer TOKEN."
+        raise Unauthorized(what, hint="`fleetctl env` prints the address and the key.")
 
 
 def _check_content_type(request: web.Request) -> None:

@@ -16,12 +16,11 @@ async def completions(request: web.Request) -> web.StreamResponse:
     body = requests.decode(await http_body.read(request), requests.CompletionBody)
     top = head(request.app[SERVICES], "cmpl", body.model)
     work = generate.Work(top.id, body.model or "", "completions", translate.completion(body, top.id))
+    count, per_prompt, echo = len(work.generates), body.n or 1, bool(body.echo)
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        return await generate.stream(
-            request, work, TextStream(top, per_prompt=body.n or 1, include_usage=usage)
-        )
-    collector = TextWhole(
-        top, choices=len(work.generates), per_prompt=body.n or 1, logprobs=body.logprobs is not None
-    )
+        streamer = TextStream(top, choices=count, per_prompt=per_prompt, include_usage=usage, echo=echo)
+        return await generate.stream(request, work, streamer)
+    logprobs = body.logprobs is not None
+    collector = TextWhole(top, choices=count, per_prompt=per_prompt, logprobs=logprobs, echo=echo)
     return await generate.whole(request, work, collector)

@@ -24,17 +24,19 @@ _DAYS = (1, 3650)
 
 
 class ModelRef(msgspec.Struct, frozen=True):
-    """The body of every POST under /fleet/v1/models."""
+    """The body of every POST under /fleet/v1/models; ``full`` is for verify alone."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    full: bool = False
 
 
-async def _ref(request: web.Request) -> str:
-    return parse(await http_body.read(request), ModelRef).model
+async def _ref(request: web.Request) -> ModelRef:
+    return parse(await http_body.read(request), ModelRef)
 
 
-async def _resolve(request: web.Request) -> Any:
-    return await asyncio.to_thread(request.app[SERVICES].models.resolve, await _ref(request))
+async def _resolve(request: web.Request, ref: ModelRef | None = None) -> Any:
+    ref = ref or await _ref(request)
+    return await asyncio.to_thread(request.app[SERVICES].models.resolve, ref.model)
 
 
 # ---- Reading ---------------------------------------------------------------------------------------------
@@ -135,15 +137,16 @@ async def remove(request: web.Request) -> web.StreamResponse:
 
 async def verify(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
-    folder = await _resolve(request)
-    await asyncio.to_thread(services.verify, folder.path)
+    ref = await _ref(request)
+    folder = await _resolve(request, ref)
+    await asyncio.to_thread(services.verify, folder.path, full=ref.full)
     return json({"ok": True, "digest": await asyncio.to_thread(services.models.digest, folder)})
 
 
 async def pull(request: web.Request) -> web.StreamResponse:
     """Progress as a stream of events; the last one says done, or what went wrong."""
     services = request.app[SERVICES]
-    ref = await _ref(request)
+    ref = (await _ref(request)).model
     async with aclosing(services.models.pull(ref)) as steps:
         out = EventStream(request)
         await out.start("keepalive 0/0")

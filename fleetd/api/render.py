@@ -124,9 +124,9 @@ def chat_logprobs(items: list[TokenLogprob]) -> o.ChatLogprobs:
     )
 
 
-def text_logprobs(items: list[TokenLogprob]) -> o.TextLogprobs:
-    """NaN stands for "no probability": a prompt's first token. The chosen token is always among the top."""
-    known = [not math.isnan(item.logprob) for item in items]
+def text_logprobs(items: list[TokenLogprob], *, opens_prompt: bool = False) -> o.TextLogprobs:
+    """The chosen token is always among the top. Nothing comes before a prompt's first token: it has none."""
+    known = [not (opens_prompt and i == 0) for i in range(len(items))]
     return o.TextLogprobs(
         tokens=[item.token for item in items],
         token_logprobs=[_finite(item.logprob) if ok else None for item, ok in zip(items, known, strict=True)],
@@ -290,15 +290,19 @@ class ChatWhole:
 class TextStream:
     """Chunks of a streamed text completion: text as it comes, then an empty text with the finish reason."""
 
-    def __init__(self, head: Head, *, per_prompt: int, include_usage: bool) -> None:
+    def __init__(self, head: Head, *, choices: int, per_prompt: int, include_usage: bool, echo: bool) -> None:
         self._head = head
         self._include_usage = include_usage
+        self._opens_prompt = set(range(choices)) if echo else set[int]()
         self._tally = Tally(per_prompt)
 
     def feed(self, index: int, event: Event) -> list[o.TextCompletion]:
         match event:
             case Delta() if event.text or event.logprobs:
-                logprobs = text_logprobs(event.logprobs) if event.logprobs is not None else None
+                logprobs = None
+                if event.logprobs is not None:
+                    logprobs = text_logprobs(event.logprobs, opens_prompt=index in self._opens_prompt)
+                    self._opens_prompt.discard(index)
                 return [self._chunk(o.TextChoice(index, event.text, None, logprobs))]
             case Finished():
                 self._tally.add(index, event)
@@ -326,8 +330,9 @@ class TextStream:
 class TextWhole:
     """Folds a text completion that is not streamed. What a model marks as reasoning is text here."""
 
-    def __init__(self, head: Head, *, choices: int, per_prompt: int, logprobs: bool) -> None:
+    def __init__(self, head: Head, *, choices: int, per_prompt: int, logprobs: bool, echo: bool) -> None:
         self._head = head
+        self._echo = echo
         self._logprobs = logprobs
         self._answers = [_Answer() for _ in range(choices)]
         self._tally = Tally(per_prompt)
@@ -350,7 +355,7 @@ class TextWhole:
                 i,
                 "".join(answer.text),
                 answer.reason,
-                text_logprobs(answer.logprobs) if self._logprobs else None,
+                text_logprobs(answer.logprobs, opens_prompt=self._echo) if self._logprobs else None,
             )
             for i, answer in enumerate(self._answers)
         ]

@@ -2,7 +2,7 @@
 
 Everything a client may send falls in one of four classes:
     known        a field of a Struct below: typed and ranged here, turned into work by translate.py
-    unsupported  would change the answer, is not implemented: refused by name, unless its value asks for nothing
+    unsupported  would change the answer, not implemented: refused by name, unless its value asks for nothing
     misspelt     so close to a known field that ignoring it would change the answer: refused with the nearest
     foreign      anything else: ignored, because client libraries add fields every month
 """

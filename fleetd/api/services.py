@@ -66,13 +66,16 @@ class Metrics(Protocol):
     def render(self, accept: str) -> tuple[bytes, str]:
         """The exposition and its content type, for an Accept header."""
 
+    def auth_failure(self, reason: str) -> None:
+        """Count a refusal: token, host, origin, fetch_site or user."""
+
 
 @dataclass(frozen=True, slots=True)
 class Services:
     """Args:
     token: what TCP clients must show; "" turns the check off.
     status: the body of ``/fleet/v1/status``, as a mapping or a msgspec Struct; ``/health`` reads it too.
-    verify: ``fleetd.models.verify.verify``; blocks, so it is called in a thread.
+    verify: ``fleetd.models.verify.verify(path, full=bool)``; blocks, so it is called in a thread.
     hosts: Host values accepted besides 127.0.0.1, localhost and [::1] at the port of the connection.
     origins: web origins that may call from a browser. CORS headers exist only when this is not empty.
     catalog: entries of ``fleetd.models.catalog.CATALOG``.
@@ -84,7 +87,7 @@ class Services:
     ledger: Ledger
     metrics: Metrics
     status: Callable[[], Any]
-    verify: Callable[[Path], None]
+    verify: Callable[..., None]
     token: str
     version: str
     default_model: str

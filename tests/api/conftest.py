@@ -60,7 +60,7 @@ def speak(job: Job) -> Iterable[Step]:
         text = r.prompt.text if isinstance(r.prompt, p.TextPrompt) else "echo"
         shown = None
         if r.top_logprobs is not None:
-            shown = [logprob(text, 0, 0, float("nan"))]
+            shown = [logprob(text, 0, 0, 0.0)]
         yield p.Delta(r.id, text, tokens=0, logprobs=shown)
         offset = len(text)
     if isinstance(r.prompt, p.ChatPrompt) and r.prompt.tools and r.prompt.tool_choice != "none":
@@ -206,6 +206,12 @@ class FakeLedger:
 
 
 class FakeMetrics:
+    def __init__(self) -> None:
+        self.refused: list[str] = []
+
+    def auth_failure(self, reason: str) -> None:
+        self.refused.append(reason)
+
     def render(self, accept: str) -> tuple[bytes, str]:
         if "openmetrics" in accept:
             return b"# EOF\n", "application/openmetrics-text; version=1.0.0; charset=utf-8"
@@ -237,7 +243,7 @@ def services(runner: Any = None, **changes: Any) -> Services:
         ledger=FakeLedger(),
         metrics=FakeMetrics(),
         status=status,
-        verify=lambda path: None,
+        verify=lambda path, full=False: None,
         token=TOKEN,
         version="0.1.0",
         default_model=MODEL,
