@@ -8,9 +8,11 @@ Stock MLX on a CPU links the reference BLAS, multiplies f16 and quantised weight
 - ``scaled_dot_product_attention``: blocked causal attention in NumPy over zero-copy views.
 - ``swiglu``: the same for the activation between the MLP's matrices.
 
-Exactness: MKL runs in its strict reproducible mode, in which a row of a product has the same bits however
-many rows are computed with it, from ``ROWS`` rows up. ``RowStableLinear`` pads to that, so an answer does not
-depend on who else is in the batch, and a block of tokens gives the same bits as its tokens one by one.
+Exactness: MKL runs in its strict reproducible mode, in which one row of a product has the same bits however
+many rows are computed with it, from ``ROWS`` rows and ``COLUMNS`` columns up, and zeros at the end of a sum
+change nothing. Everything here keeps to those bounds by padding. So a token's numbers depend on the tokens
+before it and on nothing else: not on who shares the batch, not on where a prompt was cut into chunks, not on
+whether its tokens came one by one or as a block. ``tests/engine/test_cpu.py`` holds MKL to it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +33,14 @@ if TYPE_CHECKING:
 
 F32 = npt.NDArray[np.float32]
 
-# MKL's strict mode is bit-stable from four rows up; measured for every shape of the supported models by
-# tests/engine/test_cpu.py, which fails if a new MKL changes it.
+# Below these MKL switches to matrix-vector kernels that add in another order.
 ROWS = 4
+COLUMNS = 16
 # Queries per block of attention. 128 rows of a few thousand f32 keys stay in the L2 cache.
 BLOCK = 128
-# Below this many queries each row is computed by itself, exactly as decode computes it.
-FEW = 16
-# Elements under which NumPy's fixed costs outweigh MLX's slow exp.
-SWIGLU_MIN = 1 << 12
+# Sums over keys are formed in pieces of this length, one after the other: MKL adds up to 192 terms in one
+# run, and splits longer sums in a way that depends on their length.
+PIECE = 192
 
 _blas: ctypes.CDLL | None = None
 
@@ -46,74 +48,82 @@ _blas: ctypes.CDLL | None = None
 def preload_blas() -> bool:
     """Load MKL so that MLX's CPU backend uses it. Must run before ``import mlx.core``.
 
-    Returns False where there is none (macOS uses Accelerate, CUDA needs none, ARM Linux has no MKL).
+    Returns False where there is none: macOS has Accelerate, CUDA needs none, for ARM Linux there is no MKL.
     """
     global _blas
     if sys.platform != "linux":
         return False
     if "mlx.core" in sys.modules:
         raise RuntimeError("preload_blas must run before mlx is imported")
-    # Strict reproducibility costs nothing measurable and buys batch-independent bits. AVX2 exists wherever
-    # MLX's wheels run; AVX512 would be 1.2x faster in prefill, so it is taken where the CPU has it.
+    # The strict mode exists per instruction set and must be chosen before the first product.
     flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore")
     os.environ.setdefault("MKL_CBWR", "AVX512,STRICT" if "avx512vl" in flags else "AVX2,STRICT")
-    for folder in (
-        Path(sys.prefix) / "lib",
-        Path("/usr/lib/x86_64-linux-gnu"),
-        Path("/opt/intel/oneapi/mkl/latest/lib"),
-    ):
+    for folder in (Path(sys.prefix) / "lib", Path("/opt/intel/oneapi/mkl/latest/lib")):
         for library in sorted(folder.glob("libmkl_rt.so*"), reverse=True):
             try:
                 _blas = ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
             except OSError:
                 continue
+            i, f, p = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
+            _blas.cblas_sgemm_batch_strided.argtypes = [i, i, i, i, i, i, f, p, i, i, p, i, i, f, p, i, i, i]
+            _blas.cblas_sgemm_batch_strided.restype = None
             return True
     return False
 
 
 def install() -> None:
-    """Replace MLX's attention and every mlx-lm module's ``swiglu``. Call once, after mlx is imported, on a CPU device."""
+    """Replace MLX's attention, its linear layers' call and mlx-lm's ``swiglu``. Once, on a CPU device."""
     import mlx.core as mx
-    import mlx_lm.models.activations as activations
-    import mlx_lm.models.switch_layers as switch_layers
+    import mlx.nn as nn
+    from mlx_lm.models import activations, switch_layers
 
-    stock = mx.fast.scaled_dot_product_attention
+    stock_attention = mx.fast.scaled_dot_product_attention
 
     def attention(
-        q: mx.array,
-        k: mx.array,
-        v: mx.array,
-        *,
-        scale: float,
-        mask: Any = None,
-        sinks: Any = None,
-        **rest: Any,
+        q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: Any = None, **rest: Any
     ) -> mx.array:
-        if sinks is not None or rest or q.dtype != mx.float32 or k.dtype != mx.float32:
-            return stock(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)
-        out = scaled_dot_product_attention(
-            _view(q),
-            _view(k),
-            _view(v),
-            scale,
-            mask if mask is None or isinstance(mask, str) else _view(mask),
-        )
-        return stock(q, k, v, scale=scale, mask=mask) if out is None else mx.array(out)
+        known = sinks is None and not rest and q.dtype == k.dtype == v.dtype == mx.float32
+        rows = _view(mask) if isinstance(mask, mx.array) else mask
+        out = scaled_dot_product_attention(_view(q), _view(k), _view(v), scale, rows) if known else None
+        return stock_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest) if out is None else mx.array(out)
+
+    stock_linear = nn.Linear.__call__
+
+    def linear(self: nn.Linear, x: mx.array) -> mx.array:
+        return _row_stable(lambda rows: stock_linear(self, rows), x)
+
+    stock_head = nn.Embedding.as_linear
+
+    def head(self: nn.Embedding, x: mx.array) -> mx.array:
+        return _row_stable(lambda rows: stock_head(self, rows), x)
 
     stock_swiglu = activations.swiglu
 
     def fast_swiglu(gate: mx.array, x: mx.array) -> mx.array:
-        if gate.dtype != mx.float32 or gate.size < SWIGLU_MIN:
+        if gate.dtype != mx.float32 or x.dtype != mx.float32:
             return stock_swiglu(gate, x)
         return mx.array(swiglu(_view(gate), _view(x)))
 
     mx.fast.scaled_dot_product_attention = attention
-    activations.swiglu = fast_swiglu
-    switch_layers.swiglu = fast_swiglu
+    nn.Linear.__call__ = linear
+    nn.Embedding.as_linear = head
+    activations.swiglu = switch_layers.swiglu = fast_swiglu
     # Model modules import the function by name; those already imported hold the old one.
     for name, module in list(sys.modules.items()):
         if name.startswith("mlx_lm.models.") and getattr(module, "swiglu", None) is stock_swiglu:
             module.swiglu = fast_swiglu  # type: ignore[attr-defined]
+
+
+def _row_stable(product: Callable[[mx.array], mx.array], x: mx.array) -> mx.array:
+    """``product(x)`` for x (..., N), computed with at least ROWS rows."""
+    import mlx.core as mx
+
+    rows = x.size // x.shape[-1]
+    if rows >= ROWS:
+        return product(x)
+    padded = mx.concatenate([x.reshape(rows, -1), mx.zeros((ROWS - rows, x.shape[-1]), dtype=x.dtype)])
+    out = product(padded)[:rows]
+    return out.reshape(*x.shape[:-1], out.shape[-1])
 
 
 def to_float32(model: nn.Module) -> None:
@@ -123,35 +133,21 @@ def to_float32(model: nn.Module) -> None:
     from mlx.utils import tree_map_with_path
 
     def plain(_: str, layer: nn.Module) -> nn.Module:
-        if isinstance(layer, nn.QuantizedLinear):
-            weight = mx.dequantize(
-                layer.weight,
-                layer.scales,
-                layer.get("biases"),
-                group_size=layer.group_size,
-                bits=layer.bits,
-                mode=layer.mode,
-            ).astype(mx.float32)
-            linear = nn.Linear(1, 1, bias="bias" in layer)
-            linear.weight = weight
-            if "bias" in layer:
-                linear.bias = layer.bias
-            mx.eval(linear.parameters())
-            return linear
-        if isinstance(layer, nn.QuantizedEmbedding):
-            weight = mx.dequantize(
-                layer.weight,
-                layer.scales,
-                layer.get("biases"),
-                group_size=layer.group_size,
-                bits=layer.bits,
-                mode=layer.mode,
-            ).astype(mx.float32)
-            embedding = nn.Embedding(1, 1)
-            embedding.weight = weight
-            mx.eval(embedding.parameters())
-            return embedding
-        return layer
+        if not isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
+            return layer
+        result = nn.Linear(1, 1, bias="bias" in layer) if isinstance(layer, nn.QuantizedLinear) else nn.Embedding(1, 1)
+        result.weight = mx.dequantize(
+            layer.weight,
+            layer.scales,
+            layer.get("biases"),
+            group_size=layer.group_size,
+            bits=layer.bits,
+            mode=layer.mode,
+        ).astype(mx.float32)
+        if "bias" in layer:
+            result.bias = layer.bias
+        mx.eval(result.parameters())
+        return result
 
     model.update_modules(tree_map_with_path(plain, model.leaf_modules(), is_leaf=nn.Module.is_module))
     model.set_dtype(mx.float32)
@@ -177,60 +173,50 @@ def scaled_dot_product_attention(
     """
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
-    G = H // K
     out = np.empty((B, H, T, v.shape[3]), dtype=np.float32)
+    rows: npt.NDArray[np.bool_] | None = None
     if isinstance(mask, np.ndarray):
         if mask.dtype != np.bool_ or mask.ndim not in (2, 4) or (mask.ndim == 4 and mask.shape[1] != 1):
             return None
-        if mask.ndim == 2:
-            mask = mask[None, None]
-        rows = np.broadcast_to(mask, (B, 1, T, S))[:, 0]
-    else:
-        rows = None
+        rows = np.broadcast_to(mask if mask.ndim == 4 else mask[None, None], (B, 1, T, S))[:, 0]
     for b in range(B):
-        qb = q[b].reshape(K, G, T, D)
-        ob = out[b].reshape(K, G, T, -1)
-        start = 0
-        window: npt.NDArray[np.bool_] | None = None
+        start, visible = 0, None
         if rows is not None:
-            visible = rows[b]
-            # Left padding (a batch of unequal lengths): drop the padding instead of masking it, so that the
-            # row is computed from the same numbers in the same order as if it were alone.
-            start = int(visible[-1].argmax())
-            if not _is_causal(visible[:, start:], T):
-                window = visible[:, start:]
+            # Left padding (a batch of unequal lengths): drop it instead of masking it, so that the row is
+            # computed from the same numbers in the same order as if it were alone.
+            start = int(rows[b, -1].argmax())
+            visible = rows[b, :, start:]
+            if _is_causal(visible):
+                visible = None
+        qb = q[b].reshape(K, H // K, T, D)
+        ob = out[b].reshape(K, H // K, T, -1)
         kb, vb = k[b, :, start:], v[b, :, start:]
-        causal = mask is not None
-        step = 1 if T <= FEW else BLOCK
-        for t in range(0, T, step):
-            n = min(step, T - t)
-            end = kb.shape[1] - T + t + n if causal and window is None else kb.shape[1]
+        causal = mask is not None and visible is None
+        for t in range(0, T, BLOCK):
+            n = min(BLOCK, T - t)
+            end = kb.shape[1] - T + t + n if causal else kb.shape[1]
             _block(
                 qb[:, :, t : t + n],
                 kb[:, :end],
                 vb[:, :end],
                 scale,
                 ob[:, :, t : t + n],
-                causal and window is None,
-                None if window is None else window[t : t + n],
+                causal=causal,
+                visible=None if visible is None else visible[t : t + n],
             )
     return out
 
 
-def _is_causal(visible: npt.NDArray[np.bool_], T: int) -> bool:
-    """Whether a (T, S) mask is plain causal: row t sees the first S - T + t + 1 keys."""
-    S = visible.shape[1]
+def _is_causal(visible: npt.NDArray[np.bool_]) -> bool:
+    """Whether a (T, S) mask is plain causal: row t sees exactly the first S - T + t + 1 keys."""
+    T, S = visible.shape
     if T == 1:
         return bool(visible.all())
-    return (
-        bool((visible.sum(axis=1) == np.arange(S - T + 1, S + 1)).all())
-        and bool(visible[:, 0].all())
-        and bool(visible[-1].all())
-    )
+    return bool((visible == np.tri(T, S, S - T, dtype=np.bool_)).all())
 
 
 def _block(
-    q: F32, k: F32, v: F32, scale: float, out: F32, causal: bool, visible: npt.NDArray[np.bool_] | None
+    q: F32, k: F32, v: F32, scale: float, out: F32, *, causal: bool, visible: npt.NDArray[np.bool_] | None
 ) -> None:
     """One block: q (K, G, n, D), k (K, S, D), v (K, S, Dv) → out (K, G, n, Dv), in place.
 
@@ -238,19 +224,65 @@ def _block(
     """
     K, G, n, D = q.shape
     S = k.shape[1]
-    scores = (q * np.float32(scale)).reshape(K, G * n, D) @ k.transpose(0, 2, 1)  # (K, G·n, S)
+    rows = max(ROWS, G * n)
+    queries = np.zeros((K, rows, D), dtype=np.float32)
+    np.multiply(q, np.float32(scale), out=queries[:, : G * n].reshape(K, G, n, D))
+    width = -(-S // PIECE) * PIECE
+    scores = np.empty((K, rows, width), dtype=np.float32)
+    scores[..., S:] = -np.inf
+    if S < COLUMNS:
+        k = np.concatenate([k, np.zeros((K, COLUMNS - S, D), dtype=np.float32)], axis=1)
+        v = np.concatenate([v, np.zeros((K, COLUMNS - S, v.shape[2]), dtype=np.float32)], axis=1)
+        _product(queries, k, scores[..., :COLUMNS], transposed=True)
+        scores[..., S:COLUMNS] = -np.inf
+    else:
+        _product(queries, k, scores[..., :S], transposed=True)
+    by_query = scores[:, : G * n].reshape(K, G, n, width)
     if causal and n > 1:
         # Only the last n columns can be invisible to any query of the block.
-        hidden = np.triu(np.ones((n, n), dtype=np.bool_), 1)
-        scores.reshape(K, G, n, S)[..., S - n :][..., hidden] = -np.inf
+        by_query[..., S - n : S][..., np.triu(np.ones((n, n), dtype=np.bool_), 1)] = -np.inf
     elif visible is not None:
-        scores.reshape(K, G, n, S)[..., ~visible] = -np.inf
+        by_query[..., :S][..., ~visible] = -np.inf
     scores -= scores.max(axis=-1, keepdims=True)
     np.exp(scores, out=scores)
-    total = scores.sum(axis=-1, keepdims=True)
-    result = scores @ v
+    pieces = scores.reshape(K, rows, width // PIECE, PIECE).sum(axis=-1)
+    total = np.add.accumulate(pieces, axis=-1)[..., -1:]
+    result = np.zeros((K, rows, v.shape[2]), dtype=np.float32)
+    for at in range(0, v.shape[1], PIECE):
+        end = min(at + PIECE, v.shape[1])
+        _product(scores[..., at:end], v[:, at:end], result, transposed=False, add=True)
     result /= total
-    out[...] = result.reshape(K, G, n, -1)
+    out[...] = result[:, : G * n].reshape(K, G, n, -1)
+
+
+def _product(a: F32, b: F32, out: F32, *, transposed: bool, add: bool = False) -> None:
+    """a (K, M, I) times b (K, I, N), or b (K, N, I) transposed, into or onto out (K, M, N)."""
+    if _blas is None or any(x.strides[2] != 4 for x in (a, b, out)):
+        product = np.matmul(a, b.transpose(0, 2, 1) if transposed else b)
+        np.add(out, product, out=out) if add else np.copyto(out, product)
+        return
+    row_major, plain, swapped = 101, 111, 112
+    K, M, I = a.shape  # noqa: E741
+    _blas.cblas_sgemm_batch_strided(
+        row_major,
+        plain,
+        swapped if transposed else plain,
+        M,
+        out.shape[2],
+        I,
+        1.0,
+        a.ctypes.data,
+        a.strides[1] // 4,
+        a.strides[0] // 4,
+        b.ctypes.data,
+        b.strides[1] // 4,
+        b.strides[0] // 4,
+        1.0 if add else 0.0,
+        out.ctypes.data,
+        out.strides[1] // 4,
+        out.strides[0] // 4,
+        K,
+    )
 
 
 def swiglu(gate: F32, x: F32) -> F32:
