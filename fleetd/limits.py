@@ -94,3 +94,18 @@ CLIENT_CALL_S = 10.0
 CLIENT_STREAM_STALL_S = 60.0
 # Hashing or reading every byte of the largest model from a slow disk.
 CLIENT_LONG_CALL_S = ENGINE_LOAD_S + 60.0
+
+# ---- Models on disk and on their way ---------------------------------------------------------------------
+MODEL_CONFIG_BYTES = 4 * MIB
+MODEL_FILES = 10_000  # entries in one model folder, at any depth
+MODEL_NAME_CHARS = 200
+# Up to this size a model is hashed again at every load: half a second buys certainty. Above it only when a
+# file's size, time or inode changed, or when asked.
+MODEL_REHASH_BYTES = 2 * GIB
+# Free space that a download must leave, so that logs and the ledger can still be written.
+DISK_RESERVE_BYTES = 256 * MIB
+# A download reports at least once a second; this much silence means its process hangs.
+PULL_SILENCE_S = 60.0
+PULL_LINE_BYTES = 64 * KIB
+# No new byte from the source for this long ends a download; it can be resumed.
+PULL_STALL_S = 120.0

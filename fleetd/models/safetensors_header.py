@@ -1,0 +1,141 @@
+"""The head of a safetensors file, checked in full before anything that trusts it may open the file.
+
+``u64 length | JSON {name: {dtype, shape, data_offsets}} | data``. After ``parse`` every tensor lies inside the file,
+fills its range exactly, shares no byte with another, and no byte of the data belongs to none.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Never
+
+from fleetd import limits
+from fleetd.errors import ModelCorrupt
+from fleetd.models.folder import PULL_AGAIN
+
+DTYPE_BYTES: dict[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """``begin`` and ``end`` count from the start of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """The tensors of a file on disk. Raises ModelCorrupt, naming the file."""
+    try:
+        with file.open("rb") as stream:
+            size = stream.seek(0, 2)
+            stream.seek(0)
+            head = stream.read(_LENGTH.size)
+            length = header_length(head, size, file.name)
+            raw = stream.read(length)
+    except OSError as error:
+        raise ModelCorrupt(f"{file} cannot be read: {error.strerror}.", hint=PULL_AGAIN) from None
+    return parse(raw, size, file.name)
+
+
+def header_length(head: bytes, file_bytes: int, what: str) -> int:
+    """The checked length field. Raises ModelCorrupt."""
+    if len(head) < _LENGTH.size:
+        _corrupt(what, f"it has only {len(head)} bytes")
+    (length,) = _LENGTH.unpack_from(head)
+    if length > limits.SAFETENSORS_HEADER_BYTES:
+        _corrupt(
+            what, f"its header claims {length} bytes; the format allows {limits.SAFETENSORS_HEADER_BYTES}"
+        )
+    if length < 2 or _LENGTH.size + length > file_bytes:
+        _corrupt(what, f"its header claims {length} bytes and the file has {file_bytes}: it is truncated")
+    return int(length)
+
+
+def parse(raw: bytes, file_bytes: int, what: str) -> dict[str, TensorInfo]:
+    """Check a header's JSON against the size of the file it heads. Raises ModelCorrupt."""
+    start = _LENGTH.size + len(raw)
+    entries = _entries(raw, what)
+    if len(entries) > limits.MODEL_TENSORS:
+        _corrupt(what, f"it lists {len(entries)} tensors; the limit is {limits.MODEL_TENSORS}")
+    found = {name: _tensor(name, entry, start, what) for name, entry in entries.items()}
+    end = start
+    for name, info in sorted(found.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if info.begin != end:
+            _corrupt(what, f"{name!r} starts at byte {info.begin} where {end} is due (an overlap or a hole)")
+        end = info.end
+    if end != file_bytes:
+        _corrupt(what, f"its tensors end at byte {end}, the file at {file_bytes}: it is truncated or padded")
+    return found
+
+
+def _entries(raw: bytes, what: str) -> Mapping[str, Any]:
+    try:
+        found = json.loads(raw, object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:
+        _corrupt(what, f"its header is not JSON ({error})")
+    if not isinstance(found, dict):
+        _corrupt(what, "its header is not a JSON object")
+    notes = found.pop("__metadata__", {})
+    if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
+        _corrupt(what, "its metadata is not a table of texts")
+    return found
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name occurs twice")
+    return found
+
+
+def _tensor(name: str, entry: Any, start: int, what: str) -> TensorInfo:
+    if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        _corrupt(what, f"the entry of {name!r} does not consist of dtype, shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPE_BYTES:
+        _corrupt(what, f"{name!r} has the unknown dtype {dtype!r}")
+    if not _counts(shape) or len(shape) > limits.TENSOR_DIMS:
+        _corrupt(what, f"{name!r} has an impossible shape")
+    if not _counts(offsets) or len(offsets) != 2:
+        _corrupt(what, f"{name!r} has impossible offsets")
+    begin, end = offsets
+    need = math.prod(shape) * DTYPE_BYTES[dtype]
+    if end - begin != need:
+        _corrupt(what, f"{name!r} needs {need} bytes for {dtype} {shape} and has {end - begin}")
+    return TensorInfo(dtype, tuple(shape), start + begin, start + end)
+
+
+def _counts(value: Any) -> bool:
+    """A list of integers from 0 to 2^62; JSON's true is not one."""
+    return isinstance(value, list) and all(type(item) is int and 0 <= item <= 1 << 62 for item in value)
+
+
+def _corrupt(what: str, why: str) -> Never:
+    raise ModelCorrupt(f"{what} is not a sound safetensors file: {why}.", hint=PULL_AGAIN)

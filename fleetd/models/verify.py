@@ -1,0 +1,279 @@
+"""Everything that is checked about a model folder before MLX may touch it.
+
+Model files come from strangers. They are data: a folder that carries code, names code to be run, or holds a format that
+can carry code is refused (ModelRefused). A folder that is damaged, inconsistent or impossible is corrupt (ModelCorrupt).
+Both say which file and what to do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from fleetd import limits
+from fleetd.errors import ModelCorrupt, ModelRefused
+from fleetd.models import hub_cache, manifest
+from fleetd.models.folder import PULL_AGAIN, read_config, read_json, weight_files
+from fleetd.models.safetensors_header import read_header
+
+Progress = Callable[[int, int], None]
+
+_CODE = frozenset({".py", ".pyc", ".pyd", ".so", ".dylib", ".dll", ".sh"})
+_PICKLES = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".npz", ".npy", ".joblib"})
+#: Settings that make a loader import code by name.
+_CODE_KEYS = frozenset({"auto_map", "model_file", "custom_pipelines"})
+#: mlx-lm imports ``mlx_lm.models.<model_type>``.
+_MODEL_TYPE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_SHARD = re.compile(r"model[A-Za-z0-9._-]*\.safetensors")
+_RANGES: dict[str, tuple[int, int]] = {
+    "hidden_size": (1, 1 << 20),
+    "num_hidden_layers": (1, 4096),
+    "num_attention_heads": (1, 4096),
+    "num_key_value_heads": (1, 4096),
+    "head_dim": (1, 1 << 16),
+    "intermediate_size": (0, 1 << 24),
+    "vocab_size": (1, 1 << 24),
+    "max_position_embeddings": (1, 1 << 40),
+}
+_TAKE_SAFE = "Use a safetensors copy of the model, such as one of mlx-community: fleetctl models pull mlx-community/NAME."
+
+
+def verify(
+    path: Path,
+    *,
+    full: bool = False,
+    record: Path | None = None,
+    progress: Progress = lambda done, total: None,
+) -> None:
+    """Check a model folder.
+
+    Args:
+        full: hash every file again, whatever its size and stat signature say.
+        record: where hashes of a hub-cache model were recorded (``manifest.load``), if anywhere.
+        progress: told of bytes hashed and to hash.
+
+    Raises:
+        ModelRefused: it carries or names code.
+        ModelCorrupt: it is damaged; the message names the file.
+    """
+    _check_entries(path)
+    _check_configs(path)
+    _check_weights(path)
+    _check_content(path, full=full, record=record, progress=progress)
+
+
+# ---- What lies in the folder -----------------------------------------------------------------------------
+
+
+def _check_entries(path: Path) -> None:
+    if not path.is_dir():
+        raise ModelCorrupt(f"{path} is not a folder.", hint=PULL_AGAIN)
+    home = path.resolve()
+    allowed = [home]
+    if hub_cache.is_snapshot(path):
+        allowed.append((path.parent.parent / "blobs").resolve())
+    pending, count = [path], 0
+    while pending:
+        for entry in sorted(pending.pop().iterdir()):
+            count += 1
+            if count > limits.MODEL_FILES:
+                raise ModelRefused(f"{path} holds over {limits.MODEL_FILES} files.", hint=_TAKE_SAFE)
+            if _check_entry(entry, allowed):
+                pending.append(entry)
+
+
+def _check_entry(entry: Path, allowed: list[Path]) -> bool:
+    """Whether to look inside."""
+    suffix = entry.suffix.lower()
+    if suffix in _CODE:
+        raise ModelRefused(f"{entry} is code; model folders may hold data only.", hint=_TAKE_SAFE)
+    if suffix in _PICKLES:
+        raise ModelRefused(f"{entry} is of a format that can carry code.", hint=_TAKE_SAFE)
+    if entry.is_symlink():
+        try:
+            target = entry.resolve(strict=True)
+        except (OSError, RuntimeError):
+            raise ModelCorrupt(f"{entry} is a link to nothing.", hint=PULL_AGAIN) from None
+        if not any(target.is_relative_to(root) for root in allowed):
+            raise ModelRefused(
+                f"{entry} is a link to {target}, outside the model's folder.",
+                hint="Copy the file into the folder, or name the folder it lies in.",
+            )
+        if target.is_dir():
+            raise ModelRefused(f"{entry} is a link to a folder.", hint="Name that folder instead.")
+    mode = entry.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise ModelRefused(f"{entry} is neither a file nor a folder.", hint=_TAKE_SAFE)
+    return stat.S_ISDIR(mode)
+
+
+# ---- Configuration ---------------------------------------------------------------------------------------
+
+
+def _check_configs(path: Path) -> None:
+    config = read_config(path)
+    for file in sorted(path.glob("*.json")):
+        if file.name.endswith("config.json"):
+            _refuse_code_keys(file, read_json(file, limits.MODEL_JSON_BYTES))
+        elif file.name == "tokenizer.json":
+            read_json(file, limits.MODEL_JSON_BYTES)
+    for file in sorted(path.glob("*.jinja")):
+        if file.stat().st_size > limits.MODEL_CONFIG_BYTES:
+            raise ModelCorrupt(f"{file} is over {limits.MODEL_CONFIG_BYTES} bytes.", hint=PULL_AGAIN)
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or not _MODEL_TYPE.fullmatch(model_type):
+        raise ModelCorrupt(f"{path / 'config.json'} names no model_type.", hint=PULL_AGAIN)
+    nested = config.get("text_config")
+    for section in (config, nested if isinstance(nested, dict) else {}):
+        for key, (low, high) in _RANGES.items():
+            found = section.get(key)
+            if found is not None and (type(found) is not int or not low <= found <= high):
+                raise ModelCorrupt(
+                    f"{path / 'config.json'}: {key} is {found!r}, not an integer from {low} to {high}.",
+                    hint=PULL_AGAIN,
+                )
+
+
+def _refuse_code_keys(file: Path, value: Any) -> None:
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            if named := sorted(_CODE_KEYS & item.keys()):
+                raise ModelRefused(
+                    f"{file} asks for code to be run ({named[0]}).",
+                    hint="fleetd runs no code from model folders. " + _TAKE_SAFE,
+                )
+            if item.get("trust_remote_code"):
+                raise ModelRefused(
+                    f"{file} asks for code to be trusted (trust_remote_code).", hint=_TAKE_SAFE
+                )
+            pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
+
+
+# ---- Weights ---------------------------------------------------------------------------------------------
+
+
+def _check_weights(path: Path) -> None:
+    files = weight_files(path)
+    if not files:
+        raise ModelCorrupt(f"{path} holds no weights (model*.safetensors).", hint=_TAKE_SAFE)
+    owner: dict[str, str] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        tensors = read_header(file)
+        if file not in files:
+            continue  # checked all the same: something may open it one day
+        for name in tensors:
+            if name in owner:
+                raise ModelCorrupt(f"{name!r} is in {owner[name]} and in {file.name}.", hint=PULL_AGAIN)
+            owner[name] = file.name
+    index = path / hub_cache.INDEX_NAME
+    if index.exists():
+        _check_index(read_json(index, limits.MODEL_JSON_BYTES), owner, index)
+
+
+def _check_index(content: dict[str, Any], owner: dict[str, str], index: Path) -> None:
+    mapping = content.get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise ModelCorrupt(f"{index} has no weight_map.", hint=PULL_AGAIN)
+    present = set(owner.values())
+    for name, file in mapping.items():
+        if not isinstance(file, str) or not _SHARD.fullmatch(file):
+            raise ModelRefused(
+                f"{index} places {name!r} in {file!r}, not a plain file name.", hint=_TAKE_SAFE
+            )
+        if file not in present:
+            raise ModelCorrupt(f"{file}, which {index} names, is missing.", hint=PULL_AGAIN)
+        if owner.get(name) != file:
+            raise ModelCorrupt(
+                f"{index} places {name!r} in {file}; it is in {owner.get(name, 'no file')}.", hint=PULL_AGAIN
+            )
+
+
+# ---- Content ---------------------------------------------------------------------------------------------
+
+
+def _check_content(path: Path, *, full: bool, record: Path | None, progress: Progress) -> None:
+    own = path / manifest.FILE_NAME
+    known = manifest.load(own)
+    cached = hub_cache.is_snapshot(path)
+    if known is None and cached and record is not None:
+        try:
+            known = manifest.load(record)
+        except ModelCorrupt:
+            known = None  # only a cache; it is written again
+    if known is not None:
+        _check_hashes(path, known, full=full, progress=progress)
+        if own.exists():
+            _refuse_strangers(path, known)
+    if full and cached:
+        _check_blob_names(path, progress)
+
+
+def _check_hashes(path: Path, known: manifest.Manifest, *, full: bool, progress: Progress) -> None:
+    total = sum(record.size_bytes for record in known.files.values())
+    again: list[tuple[Path, manifest.FileRecord]] = []
+    for name, record in known.files.items():
+        file = path / name
+        if not manifest.is_part(name) or "/" in name:
+            raise ModelCorrupt(f"The manifest of {path} lists {name!r}.", hint=PULL_AGAIN)
+        try:
+            now = file.stat()
+        except OSError:
+            raise ModelCorrupt(f"{file} is missing.", hint=PULL_AGAIN) from None
+        if now.st_size != record.size_bytes:
+            raise ModelCorrupt(
+                f"{file} has {now.st_size} bytes and had {record.size_bytes} when it was installed.",
+                hint=PULL_AGAIN,
+            )
+        if full or total <= limits.MODEL_REHASH_BYTES or not record.matches(now):
+            again.append((file, record))
+    to_hash, done = sum(record.size_bytes for _, record in again), 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        progress(done, to_hash)
+
+    for file, record in again:
+        if manifest.hash_file(file, advance) != record.blake3:
+            raise ModelCorrupt(
+                f"{file} has changed since it was installed (its checksum differs).", hint=PULL_AGAIN
+            )
+
+
+def _refuse_strangers(path: Path, known: manifest.Manifest) -> None:
+    for file in manifest.part_files(path):
+        if file.name not in known.files:
+            raise ModelCorrupt(f"{file} was not there when the model was installed.", hint=PULL_AGAIN)
+
+
+def _check_blob_names(path: Path, progress: Progress) -> None:
+    """Blobs of the hub cache are named by content: 64 hex digits SHA-256, 40 the hash git gives a file."""
+    blobs = (path.parent.parent / "blobs").resolve()
+    found = [(file, file.resolve()) for file in manifest.part_files(path)]
+    linked = [(file, blob) for file, blob in found if blob.parent == blobs]
+    total, done = sum(blob.stat().st_size for _, blob in linked), 0
+    for file, blob in linked:
+        if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", blob.name):
+            continue
+        if len(blob.name) == 64:
+            hasher = hashlib.sha256()
+        else:
+            hasher = hashlib.sha1(b"blob %d\0" % blob.stat().st_size, usedforsecurity=False)
+        with blob.open("rb") as stream:
+            while piece := stream.read(4 * limits.MIB):
+                hasher.update(piece)
+                done += len(piece)
+                progress(done, total)
+        if hasher.hexdigest() != blob.name:
+            raise ModelCorrupt(
+                f"{file} is damaged: its content does not have the checksum it is named by.",
+                hint=f"Delete {blob} and download the model again.",
+            )

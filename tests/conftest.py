@@ -1,0 +1,32 @@
+"""Fixtures that every area shares: both event loops, and the real embedded model, fetched once."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from fleetd.models import pull
+from fleetd.models.folder import ModelFolder
+from fleetd.models.store import ModelStore
+
+
+def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
+    """Every async test runs on both loops."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session")
+def models_dir() -> Path:
+    """Kept between runs, so that the default model is downloaded once."""
+    return Path(__file__).parents[1] / ".cache" / "models"
+
+
+@pytest.fixture(scope="session")
+def embedded_model(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    """The real default model."""
+    store = ModelStore(models_dir, hub_cache=tmp_path_factory.mktemp("no-hub"))
+    return store.resolve(pull.pull("smollm2-135m", store, lambda progress: None))
