@@ -227,10 +227,10 @@ def _show(progress: Progress, comment: str) -> None:
     if found := _KEEPALIVE.fullmatch(comment):
         done, total = int(found[1]), int(found[2])
         if done < total:
-            progress.update("reading the prompt, tokens", done, total)
+            progress.update("reading the prompt", done, total, unit="tokens")
     elif found := _LOADING.fullmatch(comment):
         done, total = int(found[2] or 0), int(found[3] or 0)
-        progress.update(f"model: {found[1]}", done, total, in_bytes=total >= _LOOKS_LIKE_BYTES)
+        progress.update(f"model: {found[1]}", done, total, unit="bytes" if total >= _LOOKS_LIKE_BYTES else "")
 
 
 def _check_size(body: dict[str, Any]) -> None:

@@ -68,9 +68,7 @@ def _pull(session: Session, name: str, progress: Progress) -> dict[str, Any]:
             if report.get("done") is True:
                 return dict(report)
             what = " ".join(str(report[key]) for key in ("stage", "file") if report.get(key))
-            progress.update(
-                what, report.get("done_bytes") or 0, report.get("total_bytes") or 0, in_bytes=True
-            )
+            progress.update(what, report.get("done_bytes") or 0, report.get("total_bytes") or 0, unit="bytes")
     raise ConnectionBroken(
         "The daemon ended the download before it was complete.",
         hint="The same command continues it.",

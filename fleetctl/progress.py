@@ -14,7 +14,7 @@ import time
 from types import TracebackType
 from typing import TextIO
 
-from fleetctl.text import count, duration, one_line, size
+from fleetctl.text import count, one_line, rough, size
 
 SHOW_AFTER_S = 0.5
 _REPAINT_S = 0.2
@@ -40,23 +40,23 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._painted = False
         self._stage = ""
-        self._figures = (0, 0, False)
+        self._figures = (0, 0, "")
         self._origin = (0.0, 0)  # when this stage began, and at which figure: rates start from there
         self._began: float | None = None
         self._plain_next = 0.0
 
-    def update(self, stage: str, done: int = 0, total: int = 0, *, in_bytes: bool = False) -> None:
-        """News: ``done`` of ``total`` (0 = unknown) of a stage."""
+    def update(self, stage: str, done: int = 0, total: int = 0, *, unit: str = "") -> None:
+        """News: ``done`` of ``total`` (0 = unknown) of a stage; the unit "bytes" is shown as kB, MB, ..."""
         now = time.monotonic()
         with self._lock:
             if self._began is None:
                 self._began = now
             if stage != self._stage:
                 self._stage, self._origin, self._plain_next = stage, (now, done), 0.0
-            self._figures = (done, total, in_bytes)
+            self._figures = (done, total, unit)
         if not self._live:
             self._plain(now)
-        elif self._thread is None:
+        if self._thread is None:
             self._stop.clear()
             self._thread = threading.Thread(target=self._repaint, name="progress", daemon=True)
             self._thread.start()
@@ -84,9 +84,12 @@ class Progress:
         if self._stop.wait(self._show_after_s):
             return
         while True:
-            line = self._line(time.monotonic(), shutil.get_terminal_size().columns - 1)
-            self._painted = True
-            self._write(_ERASE + line)
+            now = time.monotonic()
+            if self._live:
+                self._painted = True
+                self._write(_ERASE + self._line(now, shutil.get_terminal_size().columns - 1))
+            else:
+                self._plain(now)
             if self._stop.wait(_REPAINT_S):
                 return
 
@@ -100,9 +103,9 @@ class Progress:
 
     def _line(self, now: float, columns: int | None) -> str:
         with self._lock:
-            stage, (done, total, in_bytes), (since, first) = self._stage, self._figures, self._origin
+            stage, (done, total, unit), (since, first) = self._stage, self._figures, self._origin
         elapsed_s = max(now - since, 1e-9)
-        show = size if in_bytes else count
+        show, unit = (size, "") if unit == "bytes" else (count, f" {unit}" if unit else "")
         parts = [one_line(stage)]
         if total > 0:
             done = min(done, total)
@@ -110,12 +113,12 @@ class Progress:
                 parts.append(
                     bar(done / total, _BAR_CELLS, utf8="utf" in (self._stream.encoding or "").lower())
                 )
-            parts.append(f"{show(done)} of {show(total)}")
+            parts.append(f"{show(done)} of {show(total)}{unit}")
             rate = (done - first) / elapsed_s
             if rate > 0 and elapsed_s > 1:
-                parts.append(f"{show(rate)}/s")
+                parts.append(f"{show(rate)}{unit}/s")
                 if done < total:
-                    parts.append(f"{duration(max(1, round((total - done) / rate)))} left")
+                    parts.append(f"{rough((total - done) / rate)} left")
         if elapsed_s >= 1 and (total <= 0 or done <= first):
             parts.append(f"{elapsed_s:.0f} s")
         line = "  ".join(parts)

@@ -50,6 +50,11 @@ def duration(seconds: float) -> str:
     raise AssertionError("unreachable")
 
 
+def rough(seconds: float) -> str:
+    """For estimates: whole seconds, and never none."""
+    return f"{max(1, round(seconds))} s" if seconds < 59.5 else duration(seconds)
+
+
 def count(number: float) -> str:
     """Thousands with commas."""
     return f"{number:,.0f}"

@@ -1,0 +1,238 @@
+"""One-shot chat as a process: pipes, streams, statistics, errors, Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import threading
+from typing import Any
+
+import pytest
+from conftest import Run
+from fake_daemon import FLEETCTL, FakeDaemon, Reply, answer, data, delta, final
+
+from fleetctl.answer import Answer
+from fleetctl.exits import Exit
+
+BEFORE = "412 prompt tokens (300 cached) · first token "
+AFTER = " · prefill 310 tok/s · 96 tokens at 21.3 tok/s · smollm2-135m\n"
+
+
+def user_text(body: Any) -> str:
+    return str(body["messages"][-1]["content"])
+
+
+def test_answer_on_stdout_statistics_on_stderr(run: Run, daemon: FakeDaemon) -> None:
+    daemon.chat(answer("Hello", ", world"))
+    done = run("chat", "say", "hello", home=daemon.home)
+    assert (done.returncode, done.stdout) == (0, "Hello, world\n")
+    assert done.stderr.startswith(BEFORE)
+    assert done.stderr.endswith(AFTER)
+    assert daemon.chats == [
+        {
+            "model": "default",
+            "messages": [{"role": "user", "content": "say hello"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+
+
+def test_an_answer_with_its_own_newline_gets_no_second(run: Run, daemon: FakeDaemon) -> None:
+    daemon.chat(answer("line\n"))
+    assert run("chat", "x", home=daemon.home).stdout == "line\n"
+
+
+def test_piped_text_follows_the_instruction(run: Run, daemon: FakeDaemon) -> None:
+    daemon.chat(answer("ok"))
+    run("chat", "summarise", home=daemon.home, stdin="the report\n")
+    assert user_text(daemon.chats[-1]) == "summarise\n\nthe report\n"
+
+
+def test_stdin_alone_is_the_prompt(run: Run, daemon: FakeDaemon) -> None:
+    daemon.chat(answer("ok"))
+    run("chat", home=daemon.home, stdin="what is żółć?")
+    assert user_text(daemon.chats[-1]) == "what is żółć?"
+
+
+def test_an_empty_pipe_leaves_the_instruction(run: Run, daemon: FakeDaemon) -> None:
+    daemon.chat(answer("ok"))
+    run("chat", "hello", home=daemon.home, stdin="")
+    assert user_text(daemon.chats[-1]) == "hello"
+
+
+@pytest.mark.parametrize("stdin", [None, "", " \n"])
+def test_no_prompt_is_a_usage_error(run: Run, daemon: FakeDaemon, stdin: str | None) -> None:
+    done = run("chat", home=daemon.home, stdin=stdin)
+    assert (done.returncode, daemon.chats) == (Exit.USAGE, [])
+
+
+def test_stdin_that_is_not_text(run: Run, daemon: FakeDaemon) -> None:
+    done = run("chat", "x", home=daemon.home, stdin=b"ok\xff\xfe")
+    assert (done.returncode, daemon.chats) == (Exit.ERROR, [])
+    assert "not UTF-8 text (byte 3)" in done.stderr
+
+
+def test_options_reach_the_daemon(run: Run, daemon: FakeDaemon) -> None:
+    daemon.chat(answer("ok"))
+    flags = "--model m --system S --temperature 0 --top-p 0.5 --max-tokens 7 --seed 0 --stop A --stop B"
+    done = run("chat", *flags.split(), "--no-stats", "hi", home=daemon.home)
+    assert done.stderr == ""
+    body = daemon.chats[-1]
+    assert body["messages"] == [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
+    chosen = {key: body[key] for key in ("model", "temperature", "top_p", "max_tokens", "seed", "stop")}
+    assert chosen == {
+        "model": "m",
+        "temperature": 0,
+        "top_p": 0.5,
+        "max_tokens": 7,
+        "seed": 0,
+        "stop": ["A", "B"],
+    }
+
+
+@pytest.mark.parametrize(
+    "flags", [["--temperature", "3"], ["--top-p", "0"], ["--max-tokens", "0"], ["--seed", "x"]]
+)
+def test_impossible_options_never_reach_the_daemon(run: Run, daemon: FakeDaemon, flags: list[str]) -> None:
+    assert run("chat", *flags, "hi", home=daemon.home).returncode == Exit.USAGE
+    assert daemon.chats == []
+
+
+def test_json(run: Run, daemon: FakeDaemon) -> None:
+    daemon.chat(Reply(stream=[delta(reasoning_content="hmm"), delta(content="4"), *final()]))
+    done = run("chat", "2+2", "--json", home=daemon.home)
+    value = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert (value["content"], value["reasoning"], value["finish_reason"]) == ("4", "hmm", "stop")
+    assert (value["plan"], value["exactness"], value["request"]) == ("local; nodes=this", "exact", "req-1")
+    assert value["usage"]["prompt_tokens"] == 412
+    assert value["timings"]["predicted_n"] == 96
+
+
+def test_reasoning_goes_to_stderr(run: Run, daemon: FakeDaemon) -> None:
+    daemon.chat(
+        Reply(
+            stream=[
+                delta(reasoning_content="let me "),
+                delta(reasoning="think"),
+                delta(content="42"),
+                *final(),
+            ]
+        )
+    )
+    done = run("chat", "x", "--no-stats", home=daemon.home)
+    assert (done.stdout, done.stderr) == ("42\n", "let me think\n\n")
+
+
+def test_a_pipe_gets_the_answer_byte_for_byte(run: Run, daemon: FakeDaemon) -> None:
+    daemon.chat(answer("\x1b[31mred\r\n", "żółć 🦊"))
+    assert run("chat", "x", home=daemon.home).stdout == "\x1b[31mred\r\nżółć 🦊\n"
+
+
+def test_a_cut_off_answer_says_so(run: Run, daemon: FakeDaemon) -> None:
+    daemon.chat(answer("and so", reason="length"))
+    assert "cut off at the token limit · 412 prompt" in run("chat", "x", home=daemon.home).stderr
+
+
+def test_an_early_refusal(run: Run, daemon: FakeDaemon) -> None:
+    fields = {
+        "message": "9,000 tokens do not fit 8,192.",
+        "code": "context_length_exceeded",
+        "hint": "Shorten it.",
+    }
+    daemon.chat(Reply({"error": fields}, 400))
+    done = run("chat", "x", home=daemon.home)
+    assert (done.returncode, done.stdout) == (Exit.REFUSED, "")
+    assert done.stderr == "error: 9,000 tokens do not fit 8,192.\nShorten it.\n"
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"),
+    [("engine_died", Exit.FAILED), ("context_length_exceeded", Exit.REFUSED), ("new_in_2030", Exit.FAILED)],
+)
+def test_an_error_in_the_middle(run: Run, daemon: FakeDaemon, code: str, exit_code: Exit) -> None:
+    error = {"error": {"message": "The engine died.", "code": code, "hint": "Ask again."}}
+    daemon.chat(Reply(stream=[delta(content="Once upon"), data(error)]))
+    done = run("chat", "x", home=daemon.home)
+    assert (done.returncode, done.stdout) == (exit_code, "Once upon\n")
+    assert done.stderr == "error: The engine died.\nAsk again.\n"
+
+
+@pytest.mark.parametrize("tail", [["drop"], [], ["data: [DONE]\n\n"], ["data: {broken\n\n"]])
+def test_an_answer_that_just_ends(run: Run, daemon: FakeDaemon, tail: list[str]) -> None:
+    daemon.chat(Reply(stream=[delta(content="Once"), *tail]))
+    done = run("chat", "x", home=daemon.home)
+    assert (done.returncode, done.stdout) == (Exit.FAILED, "Once\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_stops_the_answer_and_the_daemon_hears_of_it(daemon: FakeDaemon, env: dict[str, str]) -> None:
+    reply = Reply(stream=[delta(content="Once"), threading.Event()])
+    daemon.chat(reply)
+    command = [*FLEETCTL, "--home", str(daemon.home), "chat", "x"]
+    with subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(4) == b"Once"
+        process.send_signal(signal.SIGINT)
+        rest, err = process.stdout.read(), process.stderr.read()
+    assert (process.returncode, rest) == (Exit.INTERRUPTED, b"\n")
+    assert b"Traceback" not in err
+    assert reply.gone.wait(10)
+
+
+def test_ctrl_c_before_the_first_token(daemon: FakeDaemon, env: dict[str, str]) -> None:
+    reply = Reply(stream=[": keepalive 1/9\n\n", threading.Event()])
+    daemon.chat(reply)
+    command = [*FLEETCTL, "--home", str(daemon.home), "chat", "x"]
+    with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        while not daemon.chats:
+            threading.Event().wait(0.01)
+        process.send_signal(signal.SIGINT)
+        assert process.stderr is not None
+        err = process.stderr.read()
+    assert process.returncode == Exit.INTERRUPTED
+    assert b"Traceback" not in err
+    assert reply.gone.wait(10)
+
+
+def test_progress_of_loading_and_prefill_in_a_log(
+    daemon: FakeDaemon, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from io import StringIO
+
+    from fleetctl.answer import _show
+    from fleetctl.progress import Progress
+
+    log = StringIO()
+    with Progress(log, show_after_s=0) as progress:
+        for comment in (
+            "loading downloading 1000000/90000000",
+            "loading warming up 0/0",
+            "keepalive 512/4096",
+            "keepalive 4096/4096",
+            "something new",
+        ):
+            _show(progress, comment)
+    assert log.getvalue().splitlines() == [
+        "model: downloading  1.0 MB of 90.0 MB",
+        "model: warming up",
+        "reading the prompt  512 of 4,096 tokens",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("known", "line"),
+    [
+        ({}, ""),
+        ({"model": "m\x1b"}, "m\\x1b"),
+        ({"timings": {"prompt_n": 5, "cache_n": 0, "predicted_n": 1}}, "5 prompt tokens · 1 tokens"),
+        ({"usage": {"prompt_tokens": 12_000, "completion_tokens": 0}}, "12,000 prompt tokens · 0 tokens"),
+    ],
+)
+def test_the_closing_line_says_only_what_is_known(known: dict[str, Any], line: str) -> None:
+    assert Answer(**known).closing_line() == line

@@ -1,0 +1,391 @@
+"""fleetctl as a process: exit codes, which stream gets what, every verb, --json everywhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+from conftest import Run
+from fake_daemon import FLEETCTL, STATUS, FakeDaemon, Reply, data
+
+from fleetctl.cli import VERBS, fleetctl
+from fleetctl.exits import Exit
+
+NOT_FOUND = Reply(
+    {"error": {"message": "Unknown model foo.", "code": "model_not_found", "hint": "Try bar."}}, 404
+)
+FAILED = Reply({"error": {"message": "Bits flipped in a.bin.", "code": "model_corrupt", "hint": ""}}, 500)
+
+
+def leaves(command: click.Command, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], click.Command]]:
+    """Every command that does something, with its words."""
+    if not isinstance(command, click.Group):
+        return [(path, command)]
+    context = click.Context(command)
+    found: list[tuple[tuple[str, ...], click.Command]] = []
+    for name in command.list_commands(context):
+        child = command.get_command(context, name)
+        assert child is not None
+        found += leaves(child, (*path, name))
+    return found
+
+
+# ---- The command line itself -----------------------------------------------------------------------------
+
+
+def test_help_lists_verbs_and_exit_codes(run: Run) -> None:
+    shown = run("--help")
+    assert shown.returncode == 0
+    for verb in VERBS:
+        assert f"\n  {verb} " in shown.stdout
+    for code in Exit:
+        assert f" {code.value}  {code.meaning}" in shown.stdout
+
+
+def test_only_verbs_that_work_exist() -> None:
+    assert set(VERBS) == {"chat", "status", "models", "env", "doctor", "service", "usage"}
+
+
+@pytest.mark.parametrize(
+    ("path", "command"), leaves(fleetctl), ids=lambda v: " ".join(v) if isinstance(v, tuple) else ""
+)
+def test_every_command_takes_json_and_explains_itself(path: tuple[str, ...], command: click.Command) -> None:
+    assert "--json" in {option for parameter in command.params for option in parameter.opts}
+    assert command.help
+    for parameter in command.params:
+        if isinstance(parameter, click.Option):
+            assert parameter.help, f"{path}: {parameter.name}"
+
+
+def test_version(run: Run) -> None:
+    import fleetd
+
+    assert run("--version").stdout == f"fleetctl {fleetd.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["nonsense"],
+        ["status", "--nonsense"],
+        ["--home", "/a", "--socket", "/b", "status"],
+        ["usage", "--days", "0"],
+        [],
+    ],
+)
+def test_a_wrong_command_line_is_2(run: Run, arguments: list[str]) -> None:
+    done = run(*arguments)
+    assert done.returncode == Exit.USAGE
+    assert done.stdout == ""
+    assert "Usage:" in done.stderr
+
+
+def test_a_mistyped_verb_gets_the_nearest(run: Run) -> None:
+    assert "Did you mean 'status'?" in run("statsu").stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["status"],
+        ["chat", "hello"],
+        ["models"],
+        ["models", "pull", "x"],
+        ["models", "verify", "x"],
+        ["models", "load", "x"],
+        ["models", "unload", "x"],
+        ["models", "remove", "-y", "x"],
+        ["env"],
+        ["usage"],
+    ],
+)
+def test_no_daemon_is_3_and_says_how_to_start_one(run: Run, short_dir: Path, arguments: list[str]) -> None:
+    done = run(*arguments, home=short_dir / "nope")
+    assert done.returncode == Exit.NO_DAEMON
+    assert done.stdout == ""
+    assert "does not exist" in done.stderr
+    assert "fleetd run" in done.stderr
+    assert "service install" in done.stderr
+
+
+def test_errors_as_json_go_to_stderr(run: Run, short_dir: Path) -> None:
+    done = run("status", "--json", home=short_dir / "nope")
+    error = json.loads(done.stderr)["error"]
+    assert (done.stdout, error["code"], error["exit"]) == ("", "no_daemon", 3)
+    assert "fleetd run" in error["hint"]
+
+
+def test_refused_is_4_and_failed_is_5(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("POST", "/fleet/v1/models/load", NOT_FOUND, FAILED)
+    refused = run("models", "load", "foo", home=daemon.home)
+    assert (refused.returncode, refused.stderr) == (Exit.REFUSED, "error: Unknown model foo.\nTry bar.\n")
+    failed = run("models", "load", "foo", home=daemon.home)
+    assert (failed.returncode, failed.stderr) == (Exit.FAILED, "error: Bits flipped in a.bin.\n")
+
+
+def test_a_reader_that_leaves_is_not_a_traceback(daemon: FakeDaemon, env: dict[str, str]) -> None:
+    many = {
+        "installed": [{"name": "m" * 100 + str(i), "weights_bytes": 1} for i in range(5000)],
+        "catalog": [],
+    }
+    daemon.on("GET", "/fleet/v1/models", Reply(many))
+    command = [*FLEETCTL, "--home", str(daemon.home), "models"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        err = process.stderr.read()
+    assert b"Traceback" not in err
+    assert process.returncode == Exit.ERROR
+
+
+# ---- status ----------------------------------------------------------------------------------------------
+
+
+def test_status_for_people(run: Run, daemon: FakeDaemon) -> None:
+    done = run("status", home=daemon.home)
+    assert (done.returncode, done.stderr) == (0, "")
+    for part in (
+        "fleetd 0.1.0 · ready · up 2 h 2 min",
+        "http://127.0.0.1:8114/v1",
+        "Test CPU, 2 cores · 8.0 GB memory, 5.0 GB free · tier tiny",
+        "1 running, 2 waiting, 1,234 completed, 0 failed",
+        "12.0 MB of 1.0 GB",
+        "1 decoding, 2 waiting",
+    ):
+        assert part in done.stdout
+
+
+@pytest.mark.parametrize("place", [("--json", "status"), ("status", "--json")])
+def test_status_json_before_and_after_the_verb(run: Run, daemon: FakeDaemon, place: tuple[str, ...]) -> None:
+    assert json.loads(run(*place, home=daemon.home).stdout) == STATUS
+
+
+def test_status_by_socket(run: Run, daemon: FakeDaemon) -> None:
+    assert run("--socket", str(daemon.socket), "status").returncode == 0
+
+
+def engine(**changes: Any) -> Reply:
+    return Reply({**STATUS, "engines": [{**STATUS["engines"][0], **changes}]})
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"state": "loading", "stage": "reading", "done": 1, "total": 4}, "loading: reading 25 %"),
+        ({"progress_age_s": 42.0}, "no progress for 42 s"),
+        ({"state": "failed", "error": "out of memory"}, "smollm2-135m: out of memory"),
+        ({"decoding": 0, "waiting": 0, "idle_s": 75.0}, "idle 1 min 15 s"),
+        ({"model": "\x1b[31mred"}, "\\x1b[31mred"),
+    ],
+)
+def test_status_of_an_engine(run: Run, daemon: FakeDaemon, changes: dict[str, Any], shown: str) -> None:
+    daemon.on("GET", "/fleet/v1/status", engine(**changes))
+    assert shown in run("status", home=daemon.home).stdout
+
+
+def test_status_without_models_or_http(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "engines": [], "http": None}))
+    shown = run("status", home=daemon.home).stdout
+    assert "No model is loaded; smollm2-135m loads with the first request." in shown
+    assert "http      off" in shown
+
+
+def test_status_is_quick(run: Run, daemon: FakeDaemon) -> None:
+    def once() -> float:
+        began = time.monotonic()
+        assert run("status", home=daemon.home).returncode == 0
+        return time.monotonic() - began
+
+    # The best of several: other work on the machine only ever adds.
+    assert min(once() for _ in range(5)) <= 0.2
+
+
+def test_status_imports_nothing_heavy(daemon: FakeDaemon, env: dict[str, str]) -> None:
+    code = (
+        f"import sys; from fleetctl.cli import main; main(['--home', {str(daemon.home)!r}, 'status']); "
+        "sys.stderr.write(' '.join(sys.modules))"
+    )
+    done = subprocess.run([FLEETCTL[0], "-c", code], env=env, capture_output=True, text=True, check=True)
+    loaded = set(done.stderr.split())
+    heavy = {
+        "rich",
+        "prompt_toolkit",
+        "platformdirs",
+        "msgspec",
+        "asyncio",
+        "aiohttp",
+        "mlx",
+        "numpy",
+        "psutil",
+    }
+    assert "fleetctl.status" in loaded
+    assert not heavy & loaded
+    assert not {"fleetctl.chat", "fleetctl.doctor", "fleetctl.service"} & loaded
+
+
+# ---- models ----------------------------------------------------------------------------------------------
+
+MODELS = {
+    "installed": [
+        {
+            "name": "smollm2-135m",
+            "source": "embedded",
+            "architecture": "llama",
+            "weights_bytes": 90_000_000,
+            "context_tokens": 8192,
+            "roles": ["chat"],
+            "path": "/m",
+            "loaded": True,
+            "digest": None,
+        }
+    ],
+    "catalog": [
+        {"name": "smollm2-135m", "hub_id": "a/b", "roles": ["chat"], "memory_bytes": 1, "context_tokens": 1}
+        | {"tier": "tiny", "installed": True, "fits": True},
+        {"name": "qwen3-1.7b", "hub_id": "c/d", "roles": ["compressor"], "memory_bytes": 2_100_000_000}
+        | {"context_tokens": 40960, "tier": "small", "installed": False, "fits": False},
+    ],
+}
+
+
+def test_models(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS))
+    listed = run("models", home=daemon.home)
+    assert listed.stdout == run("models", "list", home=daemon.home).stdout
+    installed, catalog = listed.stdout.split("\n\n")[:2]
+    assert "smollm2-135m" in installed
+    assert "loaded" in installed
+    assert "smollm2-135m" not in catalog
+    assert [line.split()[-1] for line in catalog.splitlines()[1:]] == ["no"]
+    assert json.loads(run("models", "--json", home=daemon.home).stdout) == MODELS
+    assert json.loads(run("models", "list", "--json", home=daemon.home).stdout) == MODELS
+
+
+def pulling(*tail: str | threading.Event) -> Reply:
+    report = {
+        "file": "model.gguf",
+        "done_bytes": 1_000_000,
+        "total_bytes": 90_000_000,
+        "stage": "downloading",
+    }
+    return Reply(stream=[data(report), ": keepalive\n\n", *tail])
+
+
+def test_pull(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("POST", "/fleet/v1/models/pull", pulling(data({"done": True, "name": "smollm2-135m"})))
+    done = run("models", "pull", "smollm2-135m", home=daemon.home)
+    assert (done.returncode, done.stdout) == (0, "smollm2-135m is ready to use.\n")
+    assert daemon.seen[-1].body == {"model": "smollm2-135m"}
+    shown = run("models", "pull", "smollm2-135m", "--json", home=daemon.home).stdout
+    assert json.loads(shown) == {"done": True, "name": "smollm2-135m"}
+
+
+def test_pull_that_fails_in_the_middle(run: Run, daemon: FakeDaemon) -> None:
+    error = {"error": {"message": "The hub answered 503.", "code": "download_failed", "hint": "Try later."}}
+    daemon.on("POST", "/fleet/v1/models/pull", pulling(data(error)))
+    done = run("models", "pull", "x", home=daemon.home)
+    assert (done.returncode, done.stdout) == (Exit.FAILED, "")
+    assert "The hub answered 503.\nTry later." in done.stderr
+
+
+def test_pull_that_ends_early(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("POST", "/fleet/v1/models/pull", pulling())
+    done = run("models", "pull", "x", home=daemon.home)
+    assert done.returncode == Exit.FAILED
+    assert "before it was complete" in done.stderr
+
+
+def test_ctrl_c_stops_a_pull(daemon: FakeDaemon, env: dict[str, str]) -> None:
+    reply = pulling(threading.Event())
+    daemon.on("POST", "/fleet/v1/models/pull", reply)
+    command = [*FLEETCTL, "--home", str(daemon.home), "models", "pull", "x"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stderr is not None
+        # The plain progress line says that the stream is being read.
+        assert b"downloading" in process.stderr.readline()
+        process.send_signal(signal.SIGINT)
+        err = process.stderr.read()
+    assert process.returncode == Exit.INTERRUPTED
+    assert b"continues" in err
+    assert b"Traceback" not in err
+    assert reply.gone.wait(10)
+
+
+@pytest.mark.parametrize("verb", ["verify", "load", "unload"])
+def test_verbs_on_one_model(run: Run, daemon: FakeDaemon, verb: str) -> None:
+    answer = {"ok": True, "digest": "abc"} if verb == "verify" else {"ok": True}
+    daemon.on("POST", f"/fleet/v1/models/{verb}", Reply(answer))
+    done = run("models", verb, "m", home=daemon.home)
+    assert (done.returncode, daemon.seen[-1].body) == (0, {"model": "m"})
+    assert done.stdout.startswith("m is ")
+    assert json.loads(run("models", verb, "m", "--json", home=daemon.home).stdout) == answer
+
+
+def test_remove_asks_where_it_can_and_demands_yes_where_not(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("POST", "/fleet/v1/models/remove", Reply({"ok": True}))
+    refused = run("models", "remove", "m", home=daemon.home)
+    assert refused.returncode == Exit.USAGE
+    assert not [seen for seen in daemon.seen if seen.method == "POST"]
+    assert run("models", "remove", "m", "--yes", home=daemon.home).stdout == "m is removed.\n"
+    assert daemon.seen[-1].body == {"model": "m"}
+
+
+# ---- env and usage ---------------------------------------------------------------------------------------
+
+
+def test_env_survives_eval(daemon: FakeDaemon, run: Run, env: dict[str, str]) -> None:
+    key = "k'e y$(touch /nope)"
+    daemon.on("GET", "/fleet/v1/env", Reply({"base_url": "http://127.0.0.1:8114/v1", "api_key": key}))
+    shown = run("env", home=daemon.home).stdout
+    script = f'{shown}\nprintf "%s|%s" "$OPENAI_BASE_URL" "$OPENAI_API_KEY"'
+    evaluated = subprocess.run(
+        ["/bin/sh", "-c", script], env=env, capture_output=True, text=True, check=True
+    ).stdout
+    assert evaluated == f"http://127.0.0.1:8114/v1|{key}"
+    assert json.loads(run("env", "--json", home=daemon.home).stdout)["api_key"] == key
+
+
+def test_env_without_http(daemon: FakeDaemon, run: Run) -> None:
+    daemon.on("GET", "/fleet/v1/env", Reply({"base_url": None, "api_key": "k"}))
+    done = run("env", home=daemon.home)
+    assert (done.returncode, done.stdout) == (Exit.ERROR, "")
+    assert "--http" in done.stderr
+
+
+def test_usage(daemon: FakeDaemon, run: Run) -> None:
+    row = {
+        "day": "2026-11-20",
+        "model": "m",
+        "node": "this",
+        "requests": 3,
+        "failed": 1,
+        "prompt_tokens": 4100,
+    }
+    row |= {"cached_tokens": 100, "completion_tokens": 210, "prefill_s": 10.0, "decode_s": 10.0}
+    daemon.on("GET", "/fleet/v1/usage", Reply({"rows": [row], "totals": {**row, "day": None}}))
+    shown = run("usage", "--days", "30", home=daemon.home).stdout.splitlines()
+    assert daemon.seen[-1].path == "/fleet/v1/usage?days=30"
+    assert " ".join(shown[1].split()) == "2026-11-20 m 3 1 4,100 100 210 400 tok/s 21 tok/s"
+    assert shown[2].split()[0] == "total"
+    assert json.loads(run("usage", "--json", home=daemon.home).stdout)["rows"] == [row]
+
+
+def test_usage_of_nothing(daemon: FakeDaemon, run: Run) -> None:
+    daemon.on("GET", "/fleet/v1/usage", Reply({"rows": [], "totals": {}}))
+    assert run("usage", "--days", "1", home=daemon.home).stdout == "No requests in the last 1 day.\n"
+
+
+def test_home_from_the_environment(daemon: FakeDaemon, run: Run, env: dict[str, str]) -> None:
+    env["FLEETD_HOME"] = str(daemon.home)
+    assert run("status").returncode == 0
+    assert os.environ.get("FLEETD_HOME") != str(daemon.home)

@@ -1,0 +1,83 @@
+"""When the progress line appears, what it says and that it goes away."""
+
+from __future__ import annotations
+
+import io
+import threading
+
+import pytest
+
+from fleetctl.progress import Progress, bar
+
+
+class Terminal(io.StringIO):
+    """A terminal that signals its first paint."""
+
+    encoding = "utf-8"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.painted = threading.Event()
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        done = super().write(text)
+        self.painted.set()
+        return done
+
+
+@pytest.fixture(autouse=True)
+def _terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def test_nothing_is_shown_for_what_is_quick() -> None:
+    terminal = Terminal()
+    with Progress(terminal, show_after_s=60) as progress:
+        progress.update("reading", 1, 2)
+    assert terminal.getvalue() == ""
+
+
+def test_shown_and_erased() -> None:
+    terminal = Terminal()
+    with Progress(terminal, show_after_s=0) as progress:
+        progress.update("reading the prompt", 1024, 4096, unit="tokens")
+        assert terminal.painted.wait(10)
+    shown = terminal.getvalue()
+    assert "reading the prompt" in shown
+    assert "1,024 of 4,096 tokens" in shown
+    assert shown.endswith("\r\x1b[K")
+
+
+def test_a_stage_name_cannot_escape() -> None:
+    terminal = Terminal()
+    with Progress(terminal, show_after_s=0) as progress:
+        progress.update("\x1b[2Jstage\nname")
+        assert terminal.painted.wait(10)
+    assert "\x1b[2J" not in terminal.getvalue()
+    assert "stage name" in terminal.getvalue()
+
+
+def test_a_log_gets_a_plain_line_per_stage() -> None:
+    log = io.StringIO()
+    with Progress(log, show_after_s=0) as progress:
+        progress.update("downloading", 1_000_000, 90_000_000, unit="bytes")
+        progress.update("downloading", 2_000_000, 90_000_000, unit="bytes")
+        progress.update("loading", 3, 30)
+    assert log.getvalue().splitlines() == ["downloading  1.0 MB of 90.0 MB", "loading  3 of 30"]
+
+
+def test_a_dumb_terminal_is_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    terminal = Terminal()
+    with Progress(terminal, show_after_s=0) as progress:
+        progress.update("loading", 3, 30)
+    assert terminal.getvalue() == "loading  3 of 30\n"
+
+
+@pytest.mark.parametrize(("share", "full"), [(0, 0), (0.5, 4), (1, 8), (-1, 0), (7, 8)])
+def test_bar(share: float, full: int) -> None:
+    assert bar(share, 8, utf8=True) == "━" * full + "─" * (8 - full)
+    assert bar(share, 8, utf8=False) == "#" * full + "-" * (8 - full)
