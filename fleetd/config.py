@@ -86,14 +86,14 @@ class Engine(msgspec.Struct, frozen=True):
     ] = 1800
     memory_fraction: Annotated[
         float,
-        Meta(gt=0, le=0.95, description="Share of the machine's memory that all models together may use."),
-    ] = 0.75
+        Meta(gt=0, le=0.95, description="Share of the memory the device calls usable that models may take."),
+    ] = 0.85
     max_memory_bytes: Annotated[
         int, Meta(ge=0, description="The same as an absolute figure; 0 leaves it to memory_fraction.")
     ] = 0
     max_streams: Annotated[
-        int, Meta(ge=0, le=1024, description="Answers decoded at once per model; 0 lets the engine choose.")
-    ] = 0
+        int, Meta(ge=1, le=1024, description="Answers decoded at once per model; more of them wait.")
+    ] = 16
     prefill_chunk_tokens: Annotated[
         int, Meta(ge=0, le=65536, description="Prompt tokens per step; 0 chooses by device.")
     ] = 0

@@ -155,7 +155,8 @@ class Ledger:
         return self._store.call(
             lambda db: (
                 db.execute(
-                    "UPDATE usage SET state = 'refunded', reason = 'crash', ended_s = ? WHERE state = 'reserved'",
+                    "UPDATE usage SET state = 'refunded', reason = 'crash', ended_s = ?"
+                    " WHERE state = 'reserved'",
                     (self._now(),),
                 ).rowcount
             )

@@ -18,16 +18,13 @@ from typing import Literal
 import msgspec
 import psutil
 
-from fleetd.limits import GIB
+from fleetd.models.catalog import Tier, tier_of
 
-Tier = Literal["tiny", "small", "standard", "large"]
 Accelerator = Literal["metal", "cuda", "cpu"]
 
 _SYSCTL_S = 2.0
 # Above this a cgroup v1 "limit" is the kernel's way to say that there is none.
 _UNLIMITED_BYTES = 1 << 60
-# A 16 GB machine reports at most 16 GiB, mostly a little less: tiers follow what is printed on the box.
-_TIERS: tuple[tuple[int, Tier], ...] = ((16 * GIB, "tiny"), (36 * GIB, "small"), (96 * GIB, "standard"))
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -40,10 +37,6 @@ class Machine(msgspec.Struct, frozen=True):
     available_bytes: int
     tier: Tier
     accelerator: Accelerator
-
-
-def tier(memory_bytes: int) -> Tier:
-    return next((name for upto_bytes, name in _TIERS if memory_bytes <= upto_bytes), "large")
 
 
 class Prober:
@@ -69,7 +62,7 @@ class Prober:
             cores=self._cores,
             memory_bytes=total,
             available_bytes=available,
-            tier=tier(total),
+            tier=tier_of(total),
             accelerator=self._accelerator,
         )
 

@@ -10,7 +10,7 @@ from fleetd.engine.protocol import Generate
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """``model`` as the client named it; "" or "default" is the configured default. ``route`` labels metrics."""
+    """``model`` as the client named it; "" or "default" is the configured one. ``route``: for the ledger."""
 
     model: str
     request: Generate

@@ -1,0 +1,5 @@
+"""``python -m fleetd`` is the ``fleetd`` command."""
+
+from fleetd.cli import main
+
+main()

@@ -1,0 +1,297 @@
+"""The composition root: the only module that knows all parts, and the order in which they start and stop.
+
+    start  lock → store → token → pool → HTTP on the Unix socket and on TCP → READY
+    stop   STOPPING → new work refused (503) → running answers finish, at most DRAIN_S → the rest ends with a
+           typed error → engines → sockets → store → lock
+
+A second signal skips the waiting. A last-resort timer outside the event loop bounds both ways, so that
+nothing that hangs can hold the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+from typing import NoReturn
+
+import psutil
+import uvloop
+from aiohttp import web
+
+from fleetd import __version__, limits, paths
+from fleetd.api.app import build_app, make_runner
+from fleetd.api.services import Services
+from fleetd.config import DEFAULT_PORT, Config
+from fleetd.engine.pool import EnginePool, PoolOptions
+from fleetd.errors import ConfigError, PortInUse
+from fleetd.jobs.runner import Runner
+from fleetd.ledger import Ledger
+from fleetd.machine import Prober
+from fleetd.metrics import Metrics
+from fleetd.models.catalog import CATALOG, find
+from fleetd.models.store import ModelStore
+from fleetd.models.verify import verify
+from fleetd.notify import Notifier
+from fleetd.observe import get_logger
+from fleetd.paths import Home
+from fleetd.status import HttpAddress, Status
+from fleetd.store import Store, StoreUnavailable
+
+log = get_logger("fleetd")
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_PRUNE_S = 86_400.0
+
+
+def run(config: Config, home: Home) -> None:
+    """Run the daemon until a signal ends it; raises FleetError if it cannot start."""
+    # Whatever is created from here on is this user's alone, and no prompt ends up in a core dump.
+    os.umask(0o077)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    paths.prepare(home)
+    with paths.HomeLock(home):
+        paths.clear_stale_socket(home.socket)
+        try:
+            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+                runner.run(Daemon(config, home).serve())
+        except BaseExceptionGroup as group:
+            # The task group wraps even a single failure; people get the failure.
+            raise _first(group) from group
+
+
+class Daemon:
+    """All parts of one daemon."""
+
+    def __init__(self, config: Config, home: Home, *, notifier: Notifier | None = None) -> None:
+        self._config = config
+        self._home = home
+        self._notifier = notifier or Notifier()
+        self._started_s = time.monotonic()
+        self._stop = asyncio.Event()
+        self._hurry = asyncio.Event()
+        self._ready = False
+        self._http: HttpAddress | None = None
+        self._prober = Prober()
+        self._store = Store(home.db)
+        self._ledger = Ledger(self._store)
+        self._models = ModelStore(
+            Path(config.models.dir).expanduser() if config.models.dir else home.models,
+            hub_cache=Path(config.models.hub_cache).expanduser() if config.models.hub_cache else None,
+        )
+        self._pool = EnginePool(_pool_options(config))
+        self._metrics = Metrics(__version__, engines=self._pool.status)
+        self._runner = Runner(
+            pool=self._pool,
+            models=self._models,
+            ledger=self._ledger,
+            metrics=self._metrics,
+            default_model=config.models.default,
+            embedded=embedded_name,
+        )
+
+    def status(self) -> Status:
+        return Status(
+            version=__version__,
+            pid=os.getpid(),
+            home=str(self._home.root),
+            socket=str(self._home.socket),
+            http=self._http,
+            uptime_s=round(time.monotonic() - self._started_s, 3),
+            ready=self._ready and not self._runner.draining,
+            draining=self._runner.draining,
+            default_model=self._config.models.default,
+            machine=self._prober.read(),
+            engines=self._pool.status(),
+            requests=self._runner.counts,
+        )
+
+    async def serve(self) -> None:
+        """Start, say READY, run until a signal, stop."""
+        for number in _SIGNALS:
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
+        async with AsyncExitStack() as stack:
+            # Closing joins a thread that may be waiting for a disk.
+            stack.push_async_callback(asyncio.to_thread, self._store.close)
+            await self._open_ledger()
+            token = await asyncio.to_thread(paths.load_token, self._home.token)
+            async with asyncio.TaskGroup() as group:
+                background = [
+                    group.create_task(self._pool.run(), name="pool"),
+                    group.create_task(self._notifier.watchdog(), name="watchdog"),
+                    group.create_task(self._prune_daily(), name="prune"),
+                ]
+                try:
+                    async with AsyncExitStack() as sites:
+                        self._http = await self._listen(sites, token)
+                        self._tell_ready(self._http)
+                        await self._stop.wait()
+                        await self._drain()
+                        await self._end_engines()
+                finally:
+                    for task in background:
+                        task.cancel()
+        log.info("daemon.stopped")
+
+    # ---- starting ----------------------------------------------------------------------------------------
+
+    async def _open_ledger(self) -> None:
+        try:
+            lost = await asyncio.to_thread(self._ledger.recover)
+        except StoreUnavailable as error:
+            log.warning(
+                "ledger.degraded", error=str(error), note="usage is not recorded; answers are not affected"
+            )
+        else:
+            if lost:
+                log.info("ledger.recovered", refunded=lost)
+
+    async def _listen(self, stack: AsyncExitStack, token: str) -> HttpAddress:
+        http = self._config.http
+        app = build_app(
+            Services(
+                runner=self._runner,
+                models=self._models,
+                pool=self._pool,
+                ledger=self._ledger,
+                metrics=self._metrics,
+                status=self.status,
+                verify=verify,
+                token=token if http.require_token else "",
+                version=__version__,
+                default_model=self._config.models.default,
+                catalog=CATALOG,
+                hosts=frozenset(http.allowed_hosts),
+                origins=frozenset(http.allowed_origins),
+            )
+        )
+        local = make_runner(app, trusted=True)
+        stack.push_async_callback(local.cleanup)
+        await local.setup()
+        await web.UnixSite(local, self._home.socket).start()
+        stack.callback(self._home.socket.unlink, missing_ok=True)
+        self._home.socket.chmod(paths.PRIVATE_FILE)
+
+        remote = make_runner(app, trusted=False)
+        stack.push_async_callback(remote.cleanup)
+        await remote.setup()
+        return await _open_tcp(remote, http.host, http.port)
+
+    def _tell_ready(self, http: HttpAddress) -> None:
+        self._ready = True
+        address = f"http://{_bracketed(http.host)}:{http.port}/v1"
+        self._notifier.ready(f"serving {address}")
+        log.info(
+            "daemon.ready",
+            home=str(self._home.root),
+            api=address,
+            version=__version__,
+            # Since the process began, imports included: what a person waits for.
+            ready_s=round(time.time() - psutil.Process().create_time(), 2),
+        )
+
+    async def _prune_daily(self) -> None:
+        while True:
+            with suppress(StoreUnavailable):
+                pruned = await asyncio.to_thread(self._ledger.prune, self._config.usage.keep_days)
+                if pruned:
+                    log.info("ledger.pruned", rows=pruned, keep_days=self._config.usage.keep_days)
+            await asyncio.sleep(_PRUNE_S)
+
+    # ---- stopping ----------------------------------------------------------------------------------------
+
+    def _on_signal(self, number: signal.Signals) -> None:
+        if self._stop.is_set():
+            log.info("daemon.hurry", signal=number.name)
+            self._hurry.set()
+            _exit_after(limits.STOP_S)
+            return
+        self._runner.begin_drain()
+        self._stop.set()
+        running = self._runner.counts
+        log.info("daemon.draining", signal=number.name, running=running.running, waiting=running.waiting)
+        self._notifier.stopping("finishing running answers")
+        _exit_after(limits.DRAIN_S + 2 * limits.ENGINE_STOP_S + limits.STOP_S)
+
+    async def _drain(self) -> None:
+        """Wait for running answers; at most DRAIN_S, and not at all after a second signal."""
+        waits = [asyncio.create_task(self._runner.drained()), asyncio.create_task(self._wait_hurry())]
+        try:
+            await asyncio.wait(waits, timeout=limits.DRAIN_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _wait_hurry(self) -> None:
+        await self._hurry.wait()
+
+    async def _end_engines(self) -> None:
+        await self._runner.abandon()
+        within_s = limits.STOP_S / 2 if self._hurry.is_set() else 2 * limits.ENGINE_STOP_S
+        with suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await self._pool.close()
+
+
+def embedded_name(ref: str) -> str | None:
+    """The catalog name behind a reference if that model travels with fleetd."""
+    entry = find(ref)
+    return entry.name if entry is not None and entry.source == "embedded" else None
+
+
+def _pool_options(config: Config) -> PoolOptions:
+    engine = config.engine
+    return PoolOptions(
+        device=engine.device,
+        threads=engine.threads,
+        max_memory_bytes=engine.max_memory_bytes,
+        memory_fraction=engine.memory_fraction,
+        max_streams=engine.max_streams,
+        prefill_chunk_tokens=engine.prefill_chunk_tokens,
+        prefix_cache_bytes=engine.prefix_cache_bytes,
+        idle_unload_s=float(engine.idle_unload_s),
+    )
+
+
+async def _open_tcp(runner: web.AppRunner, host: str, port: int) -> HttpAddress:
+    # One family, so that port 0 means one port.
+    address = "127.0.0.1" if host == "localhost" else host
+    try:
+        await web.TCPSite(runner, address, port).start()
+    except OSError as error:
+        where = f"{_bracketed(address)}:{port}"
+        if error.errno == errno.EADDRINUSE:
+            raise PortInUse(
+                f"The address {where} is already in use by another program.",
+                hint="Stop it, or choose another with --http HOST:PORT (port 0 picks a free one).",
+            ) from None
+        raise ConfigError(
+            f"fleetd cannot listen on {where}: {(error.strerror or str(error)).lower()}.",
+            hint=f"Choose an address of this machine with --http, for example 127.0.0.1:{DEFAULT_PORT}.",
+            param="http.listen",
+        ) from None
+    bound = runner.addresses[0]
+    return HttpAddress(str(bound[0]), int(bound[1]))
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _exit_after(seconds: float, leave: Callable[[int], NoReturn] = os._exit) -> None:
+    """End the process by then, whatever hangs: a blocked loop, a thread in a system call, a full pipe."""
+    timer = threading.Timer(seconds, leave, args=(0,))
+    timer.daemon = True  # a process that ends earlier is not kept
+    timer.start()
+
+
+def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    inner = group.exceptions[0]
+    return _first(inner) if isinstance(inner, BaseExceptionGroup) else inner

@@ -1,0 +1,155 @@
+"""The ``fleetd`` command. ``fleetctl`` is the client; this starts the daemon and shows its settings.
+
+Exit codes: 0 stopped as asked · 1 any other failure · 2 a setting or option is wrong · 3 already running on
+this home · 4 the HTTP address is taken · 5 the socket path is too long.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from fleetd import __version__, config, observe, paths
+from fleetd.errors import AlreadyRunning, ConfigError, FleetError, PortInUse, SocketPathTooLong
+
+EXIT_CODES: tuple[tuple[type[FleetError], int], ...] = (
+    (ConfigError, 2),
+    (AlreadyRunning, 3),
+    (PortInUse, 4),
+    (SocketPathTooLong, 5),
+)
+
+_HOME = click.option(
+    "--home",
+    metavar="DIR",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Where the daemon keeps its socket, token, settings and models [env: FLEETD_HOME].",
+)
+_CONFIG = click.option(
+    "--config",
+    "config_file",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Settings file; HOME/fleetd.toml if not given.",
+)
+_HTTP = click.option("--http", metavar="HOST:PORT", help="Address of the API; port 0 picks a free one.")
+_MODELS = click.option("--models-dir", metavar="DIR", help="Where pulled models are kept.")
+_LEVEL = click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="fleetd")
+def cli() -> None:
+    """One answer from all your unified-memory machines: the daemon.
+
+    \b
+    Exit codes: 0 stopped as asked, 1 other failure, 2 wrong setting, 3 already running,
+    4 HTTP address in use, 5 socket path too long.
+    """
+
+
+@cli.command()
+@_HOME
+@_HTTP
+@_CONFIG
+@_MODELS
+@_LEVEL
+def run(
+    home: Path | None,
+    http: str | None,
+    config_file: Path | None,
+    models_dir: str | None,
+    log_level: str | None,
+) -> None:
+    """Run the daemon in the foreground until SIGTERM or Ctrl-C."""
+    place, settings = _load(home, config_file, http=http, models_dir=models_dir, log_level=log_level)
+    observe.configure(settings.log.level, settings.log.format)
+    # Imported late: `fleetd version`, `config show` and refusals need none of the server.
+    from fleetd import app
+
+    app.run(settings, place)
+
+
+@cli.group(name="config")
+def config_group() -> None:
+    """Look at the settings."""
+
+
+@config_group.command()
+@_HOME
+@_HTTP
+@_CONFIG
+@_MODELS
+@_LEVEL
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def show(
+    home: Path | None,
+    http: str | None,
+    config_file: Path | None,
+    models_dir: str | None,
+    log_level: str | None,
+    as_json: bool,
+) -> None:
+    """Every setting: its value, where that came from, and the default."""
+    place, settings = _load(home, config_file, http=http, models_dir=models_dir, log_level=log_level)
+    rows = [
+        {
+            "key": key.name,
+            "value": getattr(getattr(settings, section), name),
+            "origin": settings.origin(key.name),
+            "default": key.default,
+            "type": key.kind,
+            "env": key.env,
+            "why": key.why,
+        }
+        for key in config.KEYS.values()
+        for section, _, name in [key.name.partition(".")]
+    ]
+    if as_json:
+        click.echo(json.dumps({"home": str(place.root), "settings": rows}, indent=2))
+        return
+    click.echo(f"home {place.root}")
+    width = max(len(row["key"]) for row in rows)
+    for row in rows:
+        click.echo(f"{row['key']:<{width}}  {_toml(row['value'])}")
+        click.echo(f"{'':<{width}}  from {row['origin']}; default {_toml(row['default'])}; {row['type']}")
+        click.echo(f"{'':<{width}}  {row['why']}")
+
+
+@cli.command()
+def version() -> None:
+    """Print the version."""
+    click.echo(__version__)
+
+
+def _load(
+    home: Path | None, config_file: Path | None, **flags: str | None
+) -> tuple[paths.Home, config.Config]:
+    place = paths.resolve(home)
+    keys = {"http": "http.listen", "models_dir": "models.dir", "log_level": "log.level"}
+    given: dict[str, tuple[str, Any]] = {
+        keys[name]: (f"--{name.replace('_', '-')}", value)
+        for name, value in flags.items()
+        if value is not None
+    }
+    settings = config.load(config_file or place.config, flags=given, required=config_file is not None)
+    return place, settings
+
+
+def _toml(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def main() -> None:
+    """Entry point: a FleetError becomes one sentence, a hint and an exit code."""
+    try:
+        cli(standalone_mode=True)
+    except FleetError as error:
+        click.echo(f"fleetd: {error.message}", err=True)
+        if error.hint:
+            click.echo(f"  {error.hint}", err=True)
+        sys.exit(next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1))

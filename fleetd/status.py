@@ -1,0 +1,31 @@
+"""The daemon's status as fleetctl and /health read it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fleetd.engine.supervisor import EngineStatus
+from fleetd.jobs.runner import RequestCounts
+from fleetd.machine import Machine
+
+
+class HttpAddress(msgspec.Struct, frozen=True):
+    host: str
+    port: int
+
+
+class Status(msgspec.Struct, frozen=True):
+    """The body of ``/fleet/v1/status``; field names are the contract."""
+
+    version: str
+    pid: int
+    home: str
+    socket: str
+    http: HttpAddress | None
+    uptime_s: float
+    ready: bool
+    draining: bool
+    default_model: str
+    machine: Machine
+    engines: list[EngineStatus]
+    requests: RequestCounts
