@@ -51,8 +51,11 @@ class Choices:
             Exception: what a choice raised. The others are still running until the context is left.
         """
         while self._running:
-            async with asyncio.timeout(timeout_s):
-                index, event = await self._queue.get()
+            if self._queue.empty():
+                async with asyncio.timeout(timeout_s):
+                    index, event = await self._queue.get()
+            else:
+                index, event = self._queue.get_nowait()
             if event is None:
                 self._running -= 1
             elif isinstance(event, Exception):

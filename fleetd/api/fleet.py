@@ -27,7 +27,7 @@ class ModelRef(msgspec.Struct, frozen=True):
     """The body of every POST under /fleet/v1/models; ``full`` is for verify alone."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
-    full: bool = False
+    full: bool = True
 
 
 async def _ref(request: web.Request) -> ModelRef:
@@ -95,7 +95,8 @@ async def usage(request: web.Request) -> web.StreamResponse:
     text = request.query.get("days", "30")
     if not text.isascii() or not text.isdigit() or not _DAYS[0] <= int(text[:8]) <= _DAYS[1]:
         raise InvalidValue(f"days has to be a number from {_DAYS[0]} to {_DAYS[1]}.", param="days")
-    return json(request.app[SERVICES].ledger.usage(int(text)))
+    # The ledger asks its disk.
+    return json(await asyncio.to_thread(request.app[SERVICES].ledger.usage, int(text)))
 
 
 async def env(request: web.Request) -> web.StreamResponse:
@@ -140,7 +141,8 @@ async def verify(request: web.Request) -> web.StreamResponse:
     ref = await _ref(request)
     folder = await _resolve(request, ref)
     await asyncio.to_thread(services.verify, folder.path, full=ref.full)
-    return json({"ok": True, "digest": await asyncio.to_thread(services.models.digest, folder)})
+    digest = await asyncio.to_thread(services.models.digest, folder)
+    return json({"ok": True, "digest": str(digest)})
 
 
 async def pull(request: web.Request) -> web.StreamResponse:

@@ -178,6 +178,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
     "enable_thinking": "chat_template_kwargs",
+    "streaming": "stream",
 }
 
 Body = TypeVar("Body", bound=Common)

@@ -48,7 +48,7 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
         raise InvalidValue("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
     prompt = ChatPrompt(
         messages=[_message(message, i) for i, message in enumerate(body.messages)],
-        tools=[msgspec.to_builtins(tool) for tool in body.tools] if body.tools else None,
+        tools=_tools(body),
         tool_choice=_tool_choice(body),
         template_kwargs=_template_kwargs(body),
     )
@@ -196,6 +196,12 @@ def _arguments(arguments: str | dict[str, Any]) -> Any:
         return parse(arguments.encode(), dict[str, Any]) if arguments.strip() else {}
     except BadRequest:
         return arguments
+
+
+def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
+    if not body.tools:
+        return None
+    return [_checked(msgspec.to_builtins(tool), f"tools[{i}]") for i, tool in enumerate(body.tools)]
 
 
 def _tool_choice(body: ChatBody) -> Any:

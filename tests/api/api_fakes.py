@@ -1,0 +1,357 @@
+"""A scripted daemon behind the real HTTP application, on real sockets, for all tests of the API."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import socket
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+
+from fleetd.api.app import build_app, make_runner
+from fleetd.api.services import Services
+from fleetd.engine import protocol as p
+from fleetd.errors import ModelNotFound
+from fleetd.jobs.job import Job
+
+TOKEN = "fleet-test-token"
+MODEL = "smollm2-135m"
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "one", "lazy", "dog", "naps", "while", "rain"]
+
+Step = p.Loading | p.Event | asyncio.Event | Exception
+Script = Callable[[Job], Iterable[Step]]
+
+
+def prompt_tokens(request: p.Generate) -> int:
+    match request.prompt:
+        case p.ChatPrompt(messages=messages):
+            return sum(len(str(m["content"]).split()) + 4 for m in messages)
+        case p.TextPrompt(text=text):
+            return max(1, len(text.split()))
+        case p.TokenPrompt(tokens=tokens):
+            return len(tokens)
+
+
+def logprob(token: str, offset: int, top: int, value: float = -0.5) -> p.TokenLogprob:
+    best = [p.TopLogprob(f"{token}{i or ''}", value - i, f"{token}{i or ''}".encode()) for i in range(top)]
+    return p.TokenLogprob(token, value, token.encode(), best, offset)
+
+
+def speak(job: Job) -> Iterable[Step]:
+    """A toy engine: words drawn from the seed; honours max_tokens, stop, logprobs, echo and tools."""
+    r = job.request
+    total = prompt_tokens(r)
+    yield p.Accepted(r.id, total)
+    yield p.Prefill(r.id, total, total, cached=1)
+    yield p.Prefill(r.id, total, total)
+    usage = p.Usage(total, 1, 0, 0)
+    timings = p.Timings(0.001, 0.5, 0.25)
+    offset = 0
+    if r.echo:
+        text = r.prompt.text if isinstance(r.prompt, p.TextPrompt) else "echo"
+        shown = None
+        if r.top_logprobs is not None:
+            shown = [logprob(text, 0, 0, 0.0)]
+        yield p.Delta(r.id, text, tokens=0, logprobs=shown)
+        offset = len(text)
+    if isinstance(r.prompt, p.ChatPrompt) and r.prompt.tools and r.prompt.tool_choice != "none":
+        for i, tool in enumerate(r.prompt.tools):
+            yield p.ToolCall(r.id, i, f"call_{i}", tool["function"]["name"], '{"city": "Oslo"}')
+        usage = p.Usage(total, 1, 9, 0)
+        yield p.Finished(r.id, "tool_calls", usage, timings)
+        return
+    draw = random.Random(r.sampling.seed)
+    limit = 6 if r.max_tokens is None else r.max_tokens
+    sent = 0
+    for i in range(min(limit, 12)):
+        word = draw.choice(WORDS) + " "
+        sent += 1
+        if any(stop in word for stop in r.stop):
+            yield p.Finished(r.id, "stop", p.Usage(total, 1, sent, 0), timings, r.stop[0])
+            return
+        shown = None if r.top_logprobs is None else [logprob(word, offset, r.top_logprobs)]
+        offset += len(word)
+        yield p.Delta(r.id, word, logprobs=shown)
+        del i
+    reason: p.FinishReason = "length" if r.max_tokens is not None and sent >= r.max_tokens else "stop"
+    yield p.Finished(r.id, reason, p.Usage(total, 1, sent, 0), timings)
+
+
+class FakeRunner:
+    """Plays a script per job: events are yielded, exceptions raised, asyncio.Events waited for."""
+
+    def __init__(self, script: Script = speak) -> None:
+        self.script = script
+        self.jobs: list[Job] = []
+        self.running = 0
+        self.cancelled: list[str] = []
+        self.changed = asyncio.Condition()
+
+    async def run(self, job: Job) -> AsyncGenerator[p.Loading | p.Event, None]:
+        p.encode(job.request)  # what cannot be encoded could never reach a worker
+        self.jobs.append(job)
+        self.running += 1
+        ended = False
+        try:
+            await self._notify()
+            for step in self.script(job):
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                elif isinstance(step, Exception):
+                    ended = True
+                    raise step
+                else:
+                    yield step
+            ended = True
+        finally:
+            self.running -= 1
+            if not ended:
+                self.cancelled.append(job.request.id)
+            await self._notify()
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+    async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+        async with asyncio.timeout(timeout_s), self.changed:
+            await self.changed.wait_for(condition)
+
+
+@dataclass
+class FakeFolder:
+    name: str
+    path: Path = Path("/models/it")
+    source: str = "embedded"
+    architecture: str = "llama"
+    context_tokens: int = 8192
+    weights_bytes: int = 1000
+    created_s: float = 1_700_000_000.5
+
+
+@dataclass
+class FakePullStep:
+    file: str
+    done_bytes: int
+    total_bytes: int
+    stage: str = "downloading"
+
+
+@dataclass
+class FakeModels:
+    names: list[str] = field(default_factory=lambda: [MODEL, "mlx-community/Qwen3-0.6B-4bit"])
+    pull_steps: list[FakePullStep | Exception | asyncio.Event] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    pull_closed: bool = False
+
+    def installed(self) -> list[FakeFolder]:
+        return [FakeFolder(name) for name in self.names]
+
+    def resolve(self, ref: str) -> FakeFolder:
+        if ref not in self.names:
+            raise ModelNotFound(
+                f"No model is called {ref!r}.", hint=f"The nearest is {MODEL!r}.", param="model"
+            )
+        return FakeFolder(ref)
+
+    def needs_pull(self, ref: str) -> bool:
+        return False
+
+    async def pull(self, ref: str) -> AsyncGenerator[FakePullStep, None]:
+        try:
+            for step in self.pull_steps:
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                else:
+                    yield step
+            self.names.append(ref)
+        finally:
+            self.pull_closed = True
+
+    def remove(self, ref: str) -> None:
+        self.removed.append(ref)
+
+    def digest(self, folder: FakeFolder) -> str:
+        return "blake3:" + folder.name
+
+
+@dataclass
+class FakePool:
+    loaded: list[str] = field(default_factory=list)
+
+    async def load(self, folder: FakeFolder) -> None:
+        self.loaded.append(folder.name)
+
+    async def unload(self, name: str) -> bool:
+        if name not in self.loaded:
+            return False
+        self.loaded.remove(name)
+        return True
+
+
+class FakeLedger:
+    def usage(self, days: int) -> dict[str, Any]:
+        return {"rows": [{"day": "2026-01-01", "requests": days}], "totals": {"requests": days}}
+
+
+class FakeMetrics:
+    def __init__(self) -> None:
+        self.refused: list[str] = []
+
+    def auth_failure(self, reason: str) -> None:
+        self.refused.append(reason)
+
+    def render(self, accept: str) -> tuple[bytes, str]:
+        if "openmetrics" in accept:
+            return b"# EOF\n", "application/openmetrics-text; version=1.0.0; charset=utf-8"
+        return b"up 1\n", "text/plain; version=0.0.4; charset=utf-8"
+
+
+def status(**changes: Any) -> dict[str, Any]:
+    return {
+        "version": "0.1.0",
+        "ready": True,
+        "draining": False,
+        "default_model": MODEL,
+        "http": {"host": "127.0.0.1", "port": 8114},
+        "machine": {"memory_bytes": 16 << 30},
+        "engines": [],
+        **changes,
+    }
+
+
+def engine(**changes: Any) -> dict[str, Any]:
+    return {"model": MODEL, "state": "ready", "progress_age_s": 0.1, "decoding": 0, **changes}
+
+
+def services(runner: Any = None, **changes: Any) -> Services:
+    made = Services(
+        runner=runner if runner is not None else FakeRunner(),
+        models=FakeModels(),
+        pool=FakePool(),
+        ledger=FakeLedger(),
+        metrics=FakeMetrics(),
+        status=status,
+        verify=lambda path, full=False: None,
+        token=TOKEN,
+        version="0.1.0",
+        default_model=MODEL,
+    )
+    return replace(made, **changes)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One served application."""
+
+    host: str
+    port: int
+    token: str
+    runner: web.AppRunner
+    socket_path: Path | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://{self.host}:{self.port}"
+
+    @property
+    def auth(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"}
+
+    @asynccontextmanager
+    async def client(self, **options: Any) -> AsyncIterator[aiohttp.ClientSession]:
+        options.setdefault("headers", self.auth)
+        connector = None if self.socket_path is None else aiohttp.UnixConnector(str(self.socket_path))
+        async with aiohttp.ClientSession(self.url, connector=connector, **options) as session:
+            yield session
+
+    async def raw(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(self.host, self.port)
+
+
+@asynccontextmanager
+async def serve(given: Services) -> AsyncIterator[Site]:
+    """On TCP, as strangers see it."""
+    runner = make_runner(build_app(given), trusted=False)
+    await runner.setup()
+    try:
+        sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        await web.SockSite(runner, sock, backlog=1024).start()
+        yield Site("127.0.0.1", sock.getsockname()[1], given.token, runner)
+    finally:
+        await runner.cleanup()
+
+
+@asynccontextmanager
+async def serve_unix(given: Services, path: Path) -> AsyncIterator[Site]:
+    """On a Unix socket, as fleetctl sees it."""
+    runner = make_runner(build_app(given), trusted=True)
+    await runner.setup()
+    try:
+        await web.UnixSite(runner, str(path)).start()
+        yield Site("fleetd", 80, given.token, runner, path)
+    finally:
+        await runner.cleanup()
+
+
+@contextmanager
+def serve_in_thread(make: Callable[[], Services]) -> Iterator[Site]:
+    """For clients that block: the server gets a loop and a thread of its own."""
+    started: list[Site] = []
+    ready, stop = threading.Event(), []
+
+    async def main() -> None:
+        done = asyncio.Event()
+        stop.append((asyncio.get_running_loop(), done))
+        async with serve(make()) as site:
+            started.append(site)
+            ready.set()
+            await done.wait()
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield started[0]
+    finally:
+        loop, done = stop[0]
+        loop.call_soon_threadsafe(done.set)
+        thread.join(10)
+
+
+def frames(text: str) -> list[str]:
+    """The data of each event in a stream."""
+    return [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
+
+
+async def read_until(reader: asyncio.StreamReader, marker: bytes, timeout_s: float = 5.0) -> bytes:
+    got = b""
+    async with asyncio.timeout(timeout_s):
+        while marker not in got:
+            piece = await reader.read(65536)
+            if not piece:
+                break
+            got += piece
+    return got
+
+
+def post_bytes(site: Site, path: str, body: bytes, **headers: str) -> bytes:
+    """A POST as raw bytes, for tests that talk to the socket themselves."""
+    fields = {
+        "Host": f"{site.host}:{site.port}",
+        "Authorization": f"Bearer {site.token}",
+        "Content-Type": "application/json",
+        "Content-Length": str(len(body)),
+        **headers,
+    }
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body

@@ -1,0 +1,232 @@
+"""Objects as OpenAI's clients expect them, byte by byte where it matters."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from api_fakes import logprob
+
+from fleetd.api import render
+from fleetd.api.progress import Progress
+from fleetd.engine import protocol as p
+from fleetd.errors import EngineError
+
+HEAD = render.Head("chatcmpl-1", 1700000000, "m", "fleetd-0")
+DONE = p.Finished("r", "stop", p.Usage(10, 4, 3, 1), p.Timings(0.25, 0.5, 0.1))
+
+
+def plain(chunks: Any) -> Any:
+    return json.loads(msgspec.json.encode(chunks))
+
+
+def chat_stream(**options: Any) -> render.ChatStream:
+    return render.ChatStream(
+        HEAD, **{"choices": 1, "include_usage": False, "parallel_tools": True, **options}
+    )
+
+
+def deltas(stream: render.ChatStream, *events: p.Event) -> list[dict[str, Any]]:
+    return [chunk["choices"][0]["delta"] for event in events for chunk in plain(stream.feed(0, event))]
+
+
+def test_a_stream_opens_with_the_role_and_ends_with_an_empty_delta() -> None:
+    stream = chat_stream()
+    assert deltas(stream, p.Accepted("r", 10), p.Prefill("r", 5, 10)) == []
+    assert deltas(stream, p.Delta("r", "Hi"), p.Delta("r", "!"), DONE) == [
+        {"role": "assistant", "content": ""},
+        {"content": "Hi"},
+        {"content": "!"},
+        {},
+    ]
+    assert stream.closing() == []
+
+
+def test_an_answer_without_text_still_opens() -> None:
+    assert deltas(chat_stream(), DONE) == [{"role": "assistant", "content": ""}, {}]
+
+
+def test_flushes_without_text_send_nothing() -> None:
+    assert deltas(chat_stream(), p.Delta("r", "", tokens=0)) == [{"role": "assistant", "content": ""}]
+
+
+def test_chunks_have_no_keys_that_were_not_asked_for() -> None:
+    (_, chunk) = plain(chat_stream().feed(0, p.Delta("r", "x")))
+    assert chunk == {
+        "id": "chatcmpl-1",
+        "object": "chat.completion.chunk",
+        "created": 1700000000,
+        "model": "m",
+        "system_fingerprint": "fleetd-0",
+        "choices": [{"index": 0, "delta": {"content": "x"}, "finish_reason": None}],
+    }
+
+
+def test_usage_comes_last_without_choices_and_null_before() -> None:
+    stream = chat_stream(include_usage=True)
+    chunks = plain([*stream.feed(0, p.Delta("r", "x")), *stream.feed(0, DONE)])
+    assert [chunk["usage"] for chunk in chunks] == [None] * 3
+    assert all(chunk["choices"] for chunk in chunks)
+    (last,) = plain(stream.closing())
+    assert last["choices"] == []
+    assert last["usage"] == {
+        "prompt_tokens": 10,
+        "completion_tokens": 3,
+        "total_tokens": 13,
+        "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {"reasoning_tokens": 1},
+    }
+
+
+def test_timings_are_llama_cpps() -> None:
+    (*_, last) = plain(chat_stream().feed(0, DONE))
+    assert last["choices"][0]["finish_reason"] == "stop"
+    assert last["timings"] == {
+        "prompt_n": 6,
+        "cache_n": 4,
+        "prompt_ms": 500.0,
+        "prompt_per_second": 12.0,
+        "predicted_n": 3,
+        "predicted_ms": 100.0,
+        "predicted_per_second": 20.0,
+        "queue_ms": 250.0,
+    }
+
+
+def test_speeds_of_nothing_are_zero() -> None:
+    report = render.timing_report(p.Usage(), p.Timings())
+    assert (report.prompt_per_second, report.predicted_per_second) == (0.0, 0.0)
+
+
+def test_tool_calls_stream_as_a_name_then_arguments() -> None:
+    events = [p.ToolCall("r", i, f"c{i}", "f", '{"a":1}') for i in range(2)]
+    assert deltas(chat_stream(), *events)[1:] == [
+        {
+            "tool_calls": [
+                {"index": 0, "function": {"arguments": "", "name": "f"}, "id": "c0", "type": "function"}
+            ]
+        },
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a":1}'}}]},
+        {
+            "tool_calls": [
+                {"index": 1, "function": {"arguments": "", "name": "f"}, "id": "c1", "type": "function"}
+            ]
+        },
+        {"tool_calls": [{"index": 1, "function": {"arguments": '{"a":1}'}}]},
+    ]
+
+
+@pytest.mark.parametrize(("parallel", "expected"), [(True, 2), (False, 1)])
+def test_without_parallel_calls_only_the_first_is_sent(parallel: bool, expected: int) -> None:
+    events = [p.ToolCall("r", i, f"c{i}", "f", "{}") for i in range(2)]
+    assert len(deltas(chat_stream(parallel_tools=parallel), *events)) == 1 + 2 * expected
+    whole = render.ChatWhole(HEAD, choices=1, logprobs=False, parallel_tools=parallel)
+    for event in [*events, p.Finished("r", "tool_calls")]:
+        whole.feed(0, event)
+    choice = plain(whole.whole())["choices"][0]
+    assert len(choice["message"]["tool_calls"]) == expected
+    assert choice["message"]["content"] is None
+    assert choice["finish_reason"] == "tool_calls"
+
+
+def test_reasoning_is_kept_out_of_content() -> None:
+    events = [p.Delta("r", "hm", "reasoning"), p.Delta("r", "yes"), DONE]
+    assert deltas(chat_stream(), *events)[1:3] == [{"reasoning_content": "hm"}, {"content": "yes"}]
+    whole = render.ChatWhole(HEAD, choices=1, logprobs=False, parallel_tools=True)
+    for event in events:
+        whole.feed(0, event)
+    message = plain(whole.whole())["choices"][0]["message"]
+    assert message == {"role": "assistant", "content": "yes", "reasoning_content": "hm"}
+
+
+def test_chat_logprobs() -> None:
+    event = p.Delta(
+        "r", "é", logprobs=[p.TokenLogprob("é", -0.5, "é".encode(), [p.TopLogprob("e", -math.inf, b"e")])]
+    )
+    (_, chunk) = plain(chat_stream().feed(0, event))
+    assert chunk["choices"][0]["logprobs"] == {
+        "content": [
+            {
+                "token": "é",
+                "logprob": -0.5,
+                "bytes": [0xC3, 0xA9],
+                "top_logprobs": [{"token": "e", "logprob": -9999.0, "bytes": [101]}],
+            }
+        ]
+    }
+
+
+def test_logprobs_are_null_in_a_whole_reply_that_did_not_ask() -> None:
+    whole = render.ChatWhole(HEAD, choices=1, logprobs=False, parallel_tools=True)
+    whole.feed(0, DONE)
+    assert plain(whole.whole())["choices"][0]["logprobs"] is None
+
+
+def test_choices_are_kept_apart_and_prompts_counted_once() -> None:
+    whole = render.ChatWhole(HEAD, choices=2, logprobs=False, parallel_tools=True)
+    for index, text in ((1, "b"), (0, "a"), (1, "B"), (0, "A")):
+        whole.feed(index, p.Delta("r", text))
+    whole.feed(1, DONE)
+    whole.feed(0, DONE)
+    reply = plain(whole.whole())
+    assert [choice["message"]["content"] for choice in reply["choices"]] == ["aA", "bB"]
+    assert reply["usage"]["prompt_tokens"] == 10
+    assert reply["usage"]["completion_tokens"] == 6
+    assert reply["timings"]["predicted_ms"] == 100.0
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_an_answer_cut_short_by_the_engine_never_looks_complete(streamed: bool) -> None:
+    cut = p.Finished("r", "cancelled")
+    whole = render.ChatWhole(HEAD, choices=1, logprobs=False, parallel_tools=True)
+    with pytest.raises(EngineError):
+        chat_stream().feed(0, cut) if streamed else whole.feed(0, cut)
+
+
+def test_text_completion_chunks() -> None:
+    stream = render.TextStream(HEAD, choices=1, per_prompt=1, include_usage=True, echo=False)
+    chunks = plain([*stream.feed(0, p.Delta("r", "x")), *stream.feed(0, DONE), *stream.closing()])
+    assert [[c["text"] for c in chunk["choices"]] for chunk in chunks] == [["x"], [""], []]
+    assert [chunk["usage"] is None for chunk in chunks] == [True, True, False]
+    assert {chunk["object"] for chunk in chunks} == {"text_completion"}
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_legacy_logprobs(streamed: bool) -> None:
+    events = [
+        p.Delta("r", "a b", logprobs=[logprob("a", 0, 1, 0.0), logprob(" b", 1, 1)]),
+        p.Delta("r", "c", logprobs=[logprob("c", 3, 2)]),
+        DONE,
+    ]
+    if streamed:
+        stream = render.TextStream(HEAD, choices=1, per_prompt=1, include_usage=False, echo=True)
+        made = [plain(stream.feed(0, event))[0]["choices"][0]["logprobs"] for event in events[:2]]
+        got = {key: made[0][key] + made[1][key] for key in made[0]}
+    else:
+        whole = render.TextWhole(HEAD, choices=1, per_prompt=1, logprobs=True, echo=True)
+        for event in events:
+            whole.feed(0, event)
+        got = plain(whole.whole())["choices"][0]["logprobs"]
+    assert got == {
+        "tokens": ["a", " b", "c"],
+        "token_logprobs": [None, -0.5, -0.5],
+        "top_logprobs": [None, {" b": -0.5}, {"c": -0.5, "c1": -1.5}],
+        "text_offset": [0, 1, 3],
+    }
+
+
+def test_progress_sums_choices_and_never_shrinks() -> None:
+    progress = Progress()
+    assert progress.comment() == "keepalive 0/0"
+    assert progress.feed(0, p.Loading("warming up\ndata: x", 1, 4))
+    assert progress.comment() == "loading warming up data: x 1/4"
+    progress.feed(0, p.Accepted("r", 100))
+    assert progress.comment() == "keepalive 0/100"
+    progress.feed(0, p.Prefill("r", 60, 100))
+    progress.feed(0, p.Prefill("r", 40, 100))
+    progress.feed(1, p.Prefill("s", 5, 100))
+    assert progress.comment() == "keepalive 65/200"
+    assert not progress.feed(0, p.Delta("r", "x"))

@@ -1,0 +1,285 @@
+"""Bodies become exactly the work that was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from test_requests import chat, completion
+
+from fleetd import limits
+from fleetd.api import translate
+from fleetd.engine.protocol import ChatPrompt, Generate, Sampling, TextPrompt, TokenPrompt
+from fleetd.errors import InvalidValue, UnsupportedParameter
+
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def one(**fields: Any) -> Generate:
+    (only,) = translate.chat(chat(**fields), "r")
+    return only
+
+
+def messages(*given: dict[str, Any]) -> list[dict[str, Any]]:
+    prompt = one(messages=list(given)).prompt
+    assert isinstance(prompt, ChatPrompt)
+    return prompt.messages
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, Sampling()),
+        ({"temperature": 0}, Sampling(temperature=0.0)),
+        ({"top_p": 0.5, "top_k": 7, "min_p": 0.1}, Sampling(top_p=0.5, top_k=7, min_p=0.1)),
+        ({"top_k": -1}, Sampling(top_k=0)),
+        ({"seed": 5}, Sampling(seed=5)),
+        ({"seed": -1}, Sampling(seed=2**63 - 1)),
+        ({"repetition_penalty": 1.1}, Sampling(repetition_penalty=1.1)),
+        (
+            {"presence_penalty": 1, "frequency_penalty": -1},
+            Sampling(presence_penalty=1, frequency_penalty=-1),
+        ),
+        ({"logit_bias": {"17": -100}}, Sampling(logit_bias={17: -100.0})),
+    ],
+)
+def test_sampling(fields: dict[str, Any], expected: Sampling) -> None:
+    assert one(**fields).sampling == expected
+    assert translate.completion(completion(**fields), "r")[0].sampling == expected
+
+
+def test_each_choice_has_its_own_id_and_the_next_seed() -> None:
+    work = translate.chat(chat(n=3, seed=2**63 - 2), "r")
+    assert [generate.id for generate in work] == ["r-0", "r-1", "r-2"]
+    assert [generate.sampling.seed for generate in work] == [2**63 - 2, 2**63 - 1, 0]
+    assert len({id(generate.prompt) for generate in work}) == 1
+
+
+def test_without_a_seed_the_engine_draws() -> None:
+    assert [generate.sampling.seed for generate in translate.chat(chat(n=2), "r")] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"max_tokens": 3}, 3),
+        ({"max_completion_tokens": 4}, 4),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, 4),
+    ],
+)
+def test_max_tokens(fields: dict[str, Any], expected: int | None) -> None:
+    assert one(**fields).max_tokens == expected
+
+
+def test_completions_default_to_sixteen_tokens() -> None:
+    assert translate.completion(completion(), "r")[0].max_tokens == 16
+    assert translate.completion(completion(max_tokens=0), "r")[0].max_tokens == 0
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, []), ("a", ["a"]), (["a", "b"], ["a", "b"])])
+def test_stop(given: Any, expected: list[str]) -> None:
+    assert one(stop=given).stop == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"logprobs": False}, None),
+        ({"logprobs": True}, 0),
+        ({"logprobs": True, "top_logprobs": 4}, 4),
+    ],
+)
+def test_logprobs(fields: dict[str, Any], expected: int | None) -> None:
+    assert one(**fields).top_logprobs == expected
+
+
+def test_top_logprobs_alone_is_refused() -> None:
+    with pytest.raises(InvalidValue) as caught:
+        one(top_logprobs=2)
+    assert caught.value.param == "top_logprobs"
+
+
+def test_messages_are_what_templates_read() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    assert messages(
+        {"role": "developer", "content": "be brief"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+            "name": "ann",
+        },
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "sunny"}]},
+        {"role": "assistant", "content": "ok", "reasoning_content": "hm"},
+        {"role": "assistant", "refusal": "no"},
+        {"role": "assistant"},
+    ) == [
+        {"role": "system", "content": "be brief"},
+        {"role": "user", "content": "a\nb", "name": "ann"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {
+                    "id": "c1",
+                    "type": "function",
+                    "function": {"name": "weather", "arguments": {"city": "Oslo"}},
+                }
+            ],
+        },
+        {"role": "tool", "content": "sunny", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "ok", "reasoning_content": "hm"},
+        {"role": "assistant", "content": "no"},
+        {"role": "assistant", "content": ""},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [('{"a": 1}', {"a": 1}), ("", {}), ("not json", "not json"), ("[1]", "[1]"), ({"a": 1}, {"a": 1})],
+)
+def test_arguments_that_are_not_an_object_stay_text(given: Any, expected: Any) -> None:
+    call = {"function": {"name": "f", "arguments": given}}
+    (made,) = messages({"role": "assistant", "tool_calls": [call]})
+    assert made["tool_calls"][0]["function"]["arguments"] == expected
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "user", "tool"])
+def test_content_is_needed(role: str) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        messages({"role": role})
+    assert caught.value.param == "messages[0].content"
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_audio", "file", "x" * 1000])
+def test_parts_other_than_text_are_refused(kind: str) -> None:
+    with pytest.raises(UnsupportedParameter) as caught:
+        messages({"role": "user", "content": [{"type": kind, kind[:20]: {}}]})
+    assert caught.value.param == "messages[0].content"
+    assert len(caught.value.message) < 200
+
+
+def test_a_text_part_needs_text() -> None:
+    with pytest.raises(InvalidValue):
+        messages({"role": "user", "content": [{"type": "text"}]})
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        (None, "auto"),
+        ("auto", "auto"),
+        ("none", "none"),
+        ("required", "required"),
+        (NAMED, {"name": "weather"}),
+    ],
+)
+def test_tools_and_tool_choice(choice: Any, expected: Any) -> None:
+    prompt = one(tools=[TOOL], tool_choice=choice).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.tools == [TOOL]
+    assert prompt.tool_choice == expected
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": NAMED},
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "other"}}},
+    ],
+)
+def test_a_tool_choice_that_nothing_satisfies_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        one(**fields)
+    assert caught.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, {}),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            {"reasoning_effort": "none", "enable_thinking": True},
+        ),
+    ],
+)
+def test_template_kwargs(fields: dict[str, Any], expected: dict[str, Any]) -> None:
+    prompt = one(**fields).prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.template_kwargs == expected
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "tokenize", "add_generation_prompt"])
+def test_template_kwargs_cannot_replace_the_template_or_its_input(name: str) -> None:
+    with pytest.raises(InvalidValue):
+        one(chat_template_kwargs={name: "x"})
+
+
+@pytest.mark.parametrize("kind", ["json_object", "json_schema"])
+def test_response_format_is_refused_not_ignored(kind: str) -> None:
+    assert one(response_format={"type": "text"}).max_tokens is None
+    with pytest.raises(UnsupportedParameter) as caught:
+        one(response_format={"type": kind, "json_schema": {"name": "x"}})
+    assert caught.value.param == "response_format"
+
+
+def test_numbers_no_worker_could_read_are_refused() -> None:
+    call = {"function": {"name": "f", "arguments": {"a": 2**70}}}
+    with pytest.raises(InvalidValue):
+        messages({"role": "assistant", "tool_calls": [call]})
+    with pytest.raises(InvalidValue):
+        one(chat_template_kwargs={"a": 2**70})
+    with pytest.raises(InvalidValue):
+        one(tools=[{"type": "function", "function": {"name": "f", "parameters": {"maximum": 2**70}}}])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", [TextPrompt("a")]),
+        (["a", "b"], [TextPrompt("a"), TextPrompt("b")]),
+        ([1, 2], [TokenPrompt([1, 2])]),
+        ([[1], [2, 3]], [TokenPrompt([1]), TokenPrompt([2, 3])]),
+    ],
+)
+def test_prompt_shapes(prompt: Any, expected: list[Any]) -> None:
+    work = translate.completion(completion(prompt=prompt, n=2, seed=1), "r")
+    assert [generate.prompt for generate in work] == [p for p in expected for _ in range(2)]
+    assert [generate.sampling.seed for generate in work] == [1, 2] * len(expected)
+    assert [generate.id for generate in work] == [f"r-{i}" for i in range(2 * len(expected))]
+
+
+@pytest.mark.parametrize("prompt", [["a", 1], [1, [2]], ["a", [1]], [[]], [[1], []]])
+def test_mixed_prompts_are_refused(prompt: Any) -> None:
+    with pytest.raises(InvalidValue) as caught:
+        translate.completion(completion(prompt=prompt), "r")
+    assert caught.value.param == "prompt"
+
+
+def test_too_many_answers_are_refused() -> None:
+    limit = limits.COMPLETIONS_PER_REQUEST
+    assert len(translate.completion(completion(prompt=["a"] * limit), "r")) == limit
+    with pytest.raises(InvalidValue):
+        translate.completion(completion(prompt=["a"] * (limit + 1)), "r")
+    with pytest.raises(InvalidValue):
+        translate.completion(completion(prompt=["a"] * limit, n=2), "r")
+
+
+def test_best_of_is_refused_unless_it_is_n() -> None:
+    assert len(translate.completion(completion(n=2, best_of=2), "r")) == 2
+    with pytest.raises(UnsupportedParameter):
+        translate.completion(completion(n=1, best_of=2), "r")
+
+
+def test_echo_and_logprobs_of_completions() -> None:
+    (made,) = translate.completion(completion(echo=True, logprobs=0), "r")
+    assert made.echo
+    assert made.top_logprobs == 0
