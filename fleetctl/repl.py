@@ -131,6 +131,7 @@ def editor() -> PromptSession[str]:
             buffer.validate_and_handle()
 
     @keys.add("escape", "enter")
+    @keys.add("escape", "c-j")  # the same, typed ahead while an answer streamed
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
 
