@@ -1,7 +1,7 @@
 """The models fleetd knows by name: what each is for, what it needs, where it comes from. Data only.
 
-A hub entry without a revision is pinned by its first download: the commit that ``main`` meant then is written
-into the model's manifest and kept.
+A hub entry without a revision is pinned by its first download: the commit that ``main`` meant then is
+written into the model's manifest and kept.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What identifies a model on the wire: a digest of its weights, configuration and tokenizer.
 
-Two folders with the same files have the same digest, wherever they lie, whatever they are called and whenever they were
-written. Hashes are remembered by (size, mtime, inode) in a record beside fleetd's models.
+Two folders with the same files have the same digest, wherever they lie, whatever they are called and
+whenever they were written. Hashes are remembered by (size, mtime, inode) in a record beside fleetd's
+models.
 """
 
 from __future__ import annotations

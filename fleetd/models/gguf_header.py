@@ -1,7 +1,8 @@
 """The head of a GGUF file, read with every count and offset checked before it is believed.
 
-``magic | version | tensor count | key count | keys and values | tensor table | padding | data``, little endian.
-Nothing is allocated on the word of a length field: every length is compared with what the file still holds.
+``magic | version | tensor and key count | keys and values | tensor table | padding | data``, little
+endian. Nothing is allocated on the word of a length field: every length is compared with what the file
+still holds.
 """
 
 from __future__ import annotations

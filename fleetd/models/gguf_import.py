@@ -1,7 +1,7 @@
 """Turn a GGUF file into a folder that mlx-lm loads: config, weights, tokenizer, chat template.
 
-Weights in Q4_0, Q4_1 and Q8_0 stay exactly as they are, repacked (gguf_quant); every other kind becomes f16. Nothing in
-the file is believed before gguf_header has checked it.
+Weights in Q4_0, Q4_1 and Q8_0 stay exactly as they are, repacked (gguf_quant); every other kind becomes
+f16. Nothing in the file is believed before gguf_header has checked it.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _plan(
     planned: list[Planned] = []
     bits: dict[str, int] = {}
     heads = {
-        "self_attn.q_proj": config["num_attention_heads"],
-        "self_attn.k_proj": config["num_key_value_heads"],
+        "q_proj": config["num_attention_heads"],
+        "k_proj": config["num_key_value_heads"],
     }
     for tensor in header.tensors:
         if tensor.name == gguf_config.ROPE_FREQUENCIES:
@@ -111,7 +111,7 @@ def _plan(
                 hint="Take the same model from the hub instead: fleetctl models pull ORGANISATION/NAME.",
             )
         module, leaf = place
-        permuted = heads.get(".".join(module.split(".")[-2:])) if interleaved else None
+        permuted = heads.get(module.rpartition(".")[2]) if interleaved else None
         if permuted is not None and tensor.shape[0] % (2 * permuted):
             raise ModelCorrupt(
                 f"{what}: {tensor.name!r} has {tensor.shape[0]} rows, impossible for {permuted} heads.",

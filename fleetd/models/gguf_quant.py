@@ -1,7 +1,7 @@
 """GGUF's quantised blocks rearranged as MLX's affine triples, without rounding anything again.
 
-Both formats store small integers in groups of 32 along the input axis with one scale (and offset) per group:
-value = scale · q + bias. Only the packing differs.
+Both formats store small integers in groups of 32 along the input axis with one scale (and offset) per
+group: value = scale · q + bias. Only the packing differs.
 
     Q4_0   f16 d            | 16 bytes: element i low nibble of byte i, element i+16 high nibble;  d·(q - 8)
     Q4_1   f16 d, f16 m     | the same;                                                           d·q + m

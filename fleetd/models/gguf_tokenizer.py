@@ -1,8 +1,8 @@
 """A GGUF file's tokenizer metadata as tokenizer.json and tokenizer_config.json.
 
-Byte-level BPE only (``tokenizer.ggml.model`` = gpt2). Families differ in how text is cut into words before the
-merges apply; that is named by ``tokenizer.ggml.pre`` and looked up in ``_CUTS``. A wrong cut gives plausible text and
-wrong tokens, so an unknown name is refused, not guessed.
+Byte-level BPE only (``tokenizer.ggml.model`` = gpt2). Families differ in how text is cut into words before
+the merges apply; that is named by ``tokenizer.ggml.pre`` and looked up in ``_CUTS``. A wrong cut gives
+plausible text and wrong tokens, so an unknown name is refused, not guessed.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def build(metadata: Mapping[str, Any], what: str) -> Tokenizer:
 def _serialise(
     tokens: list[str], merges: list[str], types: list[int], cut: str, bos: int | None, what: str
 ) -> str:
-    from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors
+    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
     from tokenizers import Tokenizer as Fast
 
     pairs: list[tuple[str, str]] = []
@@ -114,6 +114,8 @@ def _serialise(
         steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
     fast.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if cut == "qwen2":
+        fast.normalizer = normalizers.NFC()
     fast.decoder = decoders.ByteLevel()
     if bos is not None:
         fast.post_processor = processors.TemplateProcessing(

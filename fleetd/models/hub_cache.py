@@ -1,7 +1,7 @@
 """The Hugging Face cache, read only: which models lie complete in it.
 
-``models--ORG--NAME/refs/main`` names a commit; ``snapshots/COMMIT/`` holds links into ``blobs/``, each named by its
-content's hash. A download in progress shows as links that are not there yet.
+``models--ORG--NAME/refs/main`` names a commit; ``snapshots/COMMIT/`` holds links into ``blobs/``, each
+named by its content's hash. A download in progress shows as links that are not there yet.
 """
 
 from __future__ import annotations

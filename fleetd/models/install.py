@@ -1,4 +1,4 @@
-"""How a model arrives in the models folder: staged beside it, checked, recorded, and moved into place in one step.
+"""How a model arrives in the models folder: staged beside it, checked, recorded, moved in one step.
 
 MODELS/.partial/FOLDER/   being written; wiped or resumed by the next attempt
 MODELS/.locks/FOLDER      held by the process that installs FOLDER

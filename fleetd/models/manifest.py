@@ -1,8 +1,8 @@
-"""What a model's files were when they arrived: sizes, BLAKE3 hashes, and the stat signature that saves rehashing.
+"""What a model's files were when they arrived: sizes, BLAKE3 hashes, and stat signatures that save hashing.
 
-For a model that fleetd installed the manifest lies in its folder and is the truth: a file that differs is damaged.
-For a model that belongs to somebody else (the hub cache, a folder of the user's) the same record lies in fleetd's
-own models folder and is a cache.
+For a model that fleetd installed the manifest lies in its folder and is the truth: a file that differs is
+damaged. For a model that belongs to somebody else (the hub cache, a folder of the user's) the same record
+lies in fleetd's own models folder and is a cache.
 """
 
 from __future__ import annotations

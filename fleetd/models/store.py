@@ -1,7 +1,7 @@
 """The models on this machine: find, list, remove; and start a download in a process of its own.
 
-A name is looked up in this order: the catalog, the models folder, the Hugging Face cache; an absolute path is itself.
-Nothing here downloads, hashes or imports a heavy library in the daemon's process.
+A name is looked up in this order: the catalog, the models folder, the Hugging Face cache; an absolute path
+is itself. Nothing here downloads, hashes or imports a heavy library in the daemon's process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Everything that is checked about a model folder before MLX may touch it.
 
-Model files come from strangers. They are data: a folder that carries code, names code to be run, or holds a format that
-can carry code is refused (ModelRefused). A folder that is damaged, inconsistent or impossible is corrupt (ModelCorrupt).
-Both say which file and what to do.
+Model files come from strangers. They are data: a folder that carries code, names code to be run, or holds
+a format that can carry code is refused (ModelRefused). A folder that is damaged, inconsistent or
+impossible is corrupt (ModelCorrupt). Both say which file and what to do.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (1, 1 << 40),
 }
-_TAKE_SAFE = "Use a safetensors copy of the model, such as one of mlx-community: fleetctl models pull mlx-community/NAME."
+_TAKE_SAFE = "Use a safetensors copy of the model: fleetctl models pull mlx-community/NAME."
 
 
 def verify(
@@ -61,7 +61,7 @@ def verify(
         ModelCorrupt: it is damaged; the message names the file.
     """
     _check_entries(path)
-    _check_configs(path)
+    check_configs(path)
     _check_weights(path)
     _check_content(path, full=full, record=record, progress=progress)
 
@@ -114,7 +114,8 @@ def _check_entry(entry: Path, allowed: list[Path]) -> bool:
 # ---- Configuration ---------------------------------------------------------------------------------------
 
 
-def _check_configs(path: Path) -> None:
+def check_configs(path: Path) -> None:
+    """Only the small files, for a download that has not brought the weights yet."""
     config = read_config(path)
     for file in sorted(path.glob("*.json")):
         if file.name.endswith("config.json"):
