@@ -149,7 +149,7 @@ class FakeModels:
     names: list[str] = field(default_factory=lambda: [MODEL, "mlx-community/Qwen3-0.6B-4bit"])
     pull_steps: list[FakePullStep | Exception | asyncio.Event] = field(default_factory=list)
     removed: list[str] = field(default_factory=list)
-    pull_closed: bool = False
+    pull_ended: asyncio.Event = field(default_factory=asyncio.Event)
 
     def installed(self) -> list[FakeFolder]:
         return [FakeFolder(name) for name in self.names]
@@ -175,7 +175,7 @@ class FakeModels:
                     yield step
             self.names.append(ref)
         finally:
-            self.pull_closed = True
+            self.pull_ended.set()
 
     def remove(self, ref: str) -> None:
         self.removed.append(ref)

@@ -1,0 +1,182 @@
+"""/fleet/v1/* on the Unix socket, as fleetctl uses it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from api_fakes import (
+    MODEL,
+    TOKEN,
+    FakeModels,
+    FakePool,
+    FakePullStep,
+    FakeRunner,
+    engine,
+    frames,
+    serve_unix,
+    services,
+    status,
+)
+
+from fleetd import errors, limits
+from fleetd.models.catalog import CATALOG
+
+
+@dataclass
+class Daemon:
+    session: aiohttp.ClientSession
+    models: FakeModels
+    pool: FakePool
+    verified: list[Any]
+    status: dict[str, Any]
+
+    async def get(self, path: str, expected: int = 200) -> Any:
+        async with self.session.get(path) as response:
+            assert response.status == expected
+            return await response.json()
+
+    async def post(self, path: str, model: Any = MODEL, expected: int = 200) -> Any:
+        async with self.session.post(path, json={"model": model}) as response:
+            assert response.status == expected
+            return await response.json()
+
+
+@pytest.fixture
+async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
+    models, pool, verified, current = FakeModels(), FakePool(), [], status(engines=[engine()])
+
+    def verify(path: Path, *, full: bool) -> None:
+        verified.append((path, full))
+
+    given = services(
+        FakeRunner(), models=models, pool=pool, verify=verify, status=lambda: current, catalog=CATALOG
+    )
+    async with serve_unix(given, tmp_path / "s") as site, site.client(headers={}) as session:
+        yield Daemon(session, models, pool, verified, current)
+
+
+async def test_status_is_passed_on_as_it_is(daemon: Daemon) -> None:
+    assert await daemon.get("/fleet/v1/status") == daemon.status
+
+
+async def test_models_lists_what_is_here_and_what_could_be(daemon: Daemon) -> None:
+    listing = await daemon.get("/fleet/v1/models")
+    first = listing["installed"][0]
+    assert set(first) == {
+        "name", "source", "architecture", "weights_bytes", "context_tokens", "roles", "path", "loaded",
+        "digest",
+    }  # fmt: skip
+    assert (first["name"], first["loaded"]) == (MODEL, True)
+    assert len(listing["catalog"]) == len(CATALOG)
+    entries = {entry["name"]: entry for entry in listing["catalog"]}
+    assert entries[MODEL]["installed"]
+    assert entries[MODEL]["fits"]
+    assert {entry["fits"] for entry in listing["catalog"]} == {True, False}
+    assert set(entries[MODEL]) == {
+        "name", "hub_id", "roles", "memory_bytes", "context_tokens", "tier", "installed", "fits",
+    }  # fmt: skip
+
+
+async def test_load_and_unload(daemon: Daemon) -> None:
+    assert await daemon.post("/fleet/v1/models/load") == {"ok": True}
+    assert daemon.pool.loaded == [MODEL]
+    assert await daemon.post("/fleet/v1/models/unload") == {"ok": True}
+    assert daemon.pool.loaded == []
+    assert (await daemon.post("/fleet/v1/models/unload", expected=404))["error"]["code"] == "model_not_found"
+
+
+async def test_verify_reads_everything_and_answers_with_the_digest(daemon: Daemon) -> None:
+    assert await daemon.post("/fleet/v1/models/verify") == {"ok": True, "digest": f"blake3:{MODEL}"}
+    assert daemon.verified == [(Path("/models/it"), True)]
+
+
+async def test_remove_unloads_first(daemon: Daemon) -> None:
+    daemon.pool.loaded.append(MODEL)
+    assert await daemon.post("/fleet/v1/models/remove") == {"ok": True}
+    assert (daemon.pool.loaded, daemon.models.removed) == ([], [MODEL])
+
+
+@pytest.mark.parametrize("verb", ["load", "unload", "verify", "remove"])
+async def test_unknown_models_and_odd_bodies_are_refused(daemon: Daemon, verb: str) -> None:
+    path = f"/fleet/v1/models/{verb}"
+    assert (await daemon.post(path, "nobody", 404))["error"]["code"] == "model_not_found"
+    for odd in (None, "", 1, "x" * 5000):
+        assert (await daemon.post(path, odd, 400))["error"]["param"] == "model"
+
+
+async def pull(daemon: Daemon, name: str) -> list[dict[str, Any]]:
+    async with daemon.session.post("/fleet/v1/models/pull", json={"model": name}) as response:
+        assert response.status == 200
+        assert response.headers["Content-Type"].startswith("text/event-stream")
+        return [json.loads(frame) for frame in frames(await response.text())]
+
+
+async def test_pull_streams_progress_and_says_when_it_is_done(daemon: Daemon) -> None:
+    daemon.models.pull_steps = [FakePullStep("a.safetensors", 1, 2), FakePullStep("a.safetensors", 2, 2)]
+    assert await pull(daemon, "new") == [
+        {"file": "a.safetensors", "done_bytes": 1, "total_bytes": 2, "stage": "downloading"},
+        {"file": "a.safetensors", "done_bytes": 2, "total_bytes": 2, "stage": "downloading"},
+        {"done": True, "name": "new"},
+    ]
+
+
+async def test_pull_ends_with_what_went_wrong(daemon: Daemon) -> None:
+    daemon.models.pull_steps = [FakePullStep("a", 1, 2), errors.DiskFull("No space.", hint="Free 1 GB.")]
+    *_, last = await pull(daemon, "new")
+    assert (last["error"]["code"], last["error"]["hint"]) == ("disk_full", "Free 1 GB.")
+    assert daemon.models.pull_ended.is_set()
+
+
+async def test_pull_talks_while_the_source_is_silent(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SSE_KEEPALIVE_S", 0.05)
+    go = asyncio.Event()
+    daemon.models.pull_steps = [go]
+    async with daemon.session.post("/fleet/v1/models/pull", json={"model": "new"}) as response:
+        seen = b""
+        async for piece in response.content.iter_any():
+            seen += piece
+            if seen.count(b": keepalive") >= 3:
+                go.set()
+    assert b'"done":true' in seen
+
+
+async def test_leaving_a_pull_stops_it(daemon: Daemon) -> None:
+    daemon.models.pull_steps = [FakePullStep("a", 1, 2), asyncio.Event()]
+    async with daemon.session.post("/fleet/v1/models/pull", json={"model": "new"}) as response:
+        await response.content.readuntil(b"downloading")
+        response.close()
+    async with asyncio.timeout(2):
+        await daemon.models.pull_ended.wait()
+    assert "new" not in daemon.models.names
+
+
+@pytest.mark.parametrize(
+    ("days", "expected"), [("7", 200), ("", 400), ("0", 400), ("-1", 400), ("99999", 400), ("²", 400)]
+)
+async def test_usage(daemon: Daemon, days: str, expected: int) -> None:
+    body = await daemon.get(f"/fleet/v1/usage?days={days}", expected)
+    if expected == 200:
+        assert body["totals"] == {"requests": 7}
+    else:
+        assert body["error"]["param"] == "days"
+
+
+@pytest.mark.parametrize(
+    ("http", "url"),
+    [
+        ({"host": "127.0.0.1", "port": 8114}, "http://127.0.0.1:8114/v1"),
+        ({"host": "0.0.0.0", "port": 1}, "http://127.0.0.1:1/v1"),  # noqa: S104
+        ({"host": "::1", "port": 2}, "http://[::1]:2/v1"),
+        (None, None),
+    ],
+)
+async def test_env(daemon: Daemon, http: Any, url: str | None) -> None:
+    daemon.status["http"] = http
+    assert await daemon.get("/fleet/v1/env") == {"base_url": url, "api_key": TOKEN}

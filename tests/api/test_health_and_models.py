@@ -1,0 +1,101 @@
+"""/health tells the truth, /metrics passes through, /v1/models lists what would answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from api_fakes import MODEL, FakeModels, engine, serve, services, status
+
+from fleetd import limits
+from fleetd.api.health import judge
+from fleetd.api.services import view
+
+LATE_S = limits.ENGINE_STALL_REPORT_S
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "ok"),
+        ({"engines": [engine()]}, "ok"),
+        ({"engines": [engine(progress_age_s=1e6)]}, "ok"),  # idle engines need not move
+        ({"engines": [engine(decoding=1, progress_age_s=LATE_S)]}, "ok"),
+        ({"engines": [engine(decoding=1, progress_age_s=LATE_S + 1)]}, "stalled"),
+        ({"engines": [engine(prefilling=1, progress_age_s=LATE_S + 1)]}, "stalled"),
+        ({"engines": [engine(), engine(waiting=1, progress_age_s=LATE_S + 1)]}, "stalled"),
+        ({"engines": [engine(state="loading", waiting=1, progress_age_s=1e6)]}, "ok"),
+        ({"engines": [engine(state="failed", error="x")]}, "ok"),
+        ({"draining": True}, "draining"),
+        ({"ready": False}, "starting"),
+    ],
+)
+async def test_health_follows_the_engines(given: dict[str, Any], expected: str) -> None:
+    assert judge(view(status(**given))).status == expected
+    async with serve(services(status=lambda: status(**given))) as site, site.client() as session:
+        for path in ("/health", "/health/ready", "/ready"):
+            async with session.get(path) as response:
+                body = await response.json()
+                assert body["status"] == expected
+                assert response.status == (200 if expected == "ok" else 503)
+                assert ("Retry-After" in response.headers) is (expected != "ok")
+                assert body["reason"] or expected == "ok"
+        for path in ("/health/live", "/live"):
+            async with session.get(path) as response:
+                assert response.status == 200
+
+
+def test_a_stall_names_the_model_and_the_age() -> None:
+    health = judge(view(status(engines=[engine(decoding=2, progress_age_s=42.4)])))
+    assert MODEL in health.reason
+    assert "42 s" in health.reason
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [("", "text/plain"), ("application/openmetrics-text; version=1.0.0", "application/openmetrics")],
+)
+async def test_metrics_follow_accept(accept: str, kind: str) -> None:
+    async with serve(services()) as site, site.client() as session:
+        async with session.get("/metrics", headers={"Accept": accept}) as response:
+            assert response.status == 200
+            assert response.headers["Content-Type"].startswith(kind)
+
+
+async def test_models_in_openais_shape() -> None:
+    given = services(status=lambda: status(engines=[engine()]))
+    async with serve(given) as site, site.client() as session:
+        async with session.get("/v1/models") as response:
+            listing = await response.json()
+        first, second = listing["data"]
+        assert listing["object"] == "list"
+        assert first == {
+            "id": MODEL,
+            "object": "model",
+            "created": 1_700_000_000,
+            "owned_by": "fleetd",
+            "fleet": {
+                "source": "embedded",
+                "architecture": "llama",
+                "context_tokens": 8192,
+                "weights_bytes": 1000,
+                "loaded": True,
+                "installed": True,
+            },
+        }
+        assert (second["owned_by"], second["fleet"]["loaded"]) == ("mlx-community", False)
+        for name in (first["id"], second["id"]):  # hub ids have a slash
+            async with session.get(f"/v1/models/{name}") as response:
+                assert (await response.json())["id"] == name
+        async with session.get("/v1/models/nobody/knows") as response:
+            assert response.status == 404
+            assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+async def test_the_default_model_is_listed_before_it_is_fetched() -> None:
+    async with serve(services(models=FakeModels(names=[]))) as site, site.client() as session:
+        async with session.get("/v1/models") as response:
+            (only,) = (await response.json())["data"]
+        assert (only["id"], only["fleet"]["installed"]) == (MODEL, False)
+        async with session.get(f"/v1/models/{MODEL}") as response:
+            assert response.status == 200
