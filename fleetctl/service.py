@@ -158,7 +158,8 @@ def check_reachable(program: Path) -> None:
     """Refuse a program in a home folder: the system service could not even see it."""
     parts = {program.resolve()}
     try:
-        first = program.open("rb").readline(4096)
+        with program.open("rb") as file:
+            first = file.readline(4096)
     except OSError:
         first = b""
     if first.startswith(b"#!"):
