@@ -1,0 +1,153 @@
+"""Settings: order of the layers, and errors that say what to change."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fleetd import config
+from fleetd.errors import ConfigError
+
+
+def load(tmp_path: Path, toml: str = "", env: dict[str, str] | None = None, **flags: str) -> config.Config:
+    file = tmp_path / "fleetd.toml"
+    file.write_text(toml)
+    given = {key.replace("__", "."): (f"--{key}", value) for key, value in flags.items()}
+    return config.load(file, environ=env or {}, flags=given)
+
+
+def test_defaults_need_no_file(tmp_path: Path) -> None:
+    loaded = config.load(tmp_path / "absent.toml", environ={})
+    assert loaded == config.Config()
+    assert (loaded.http.host, loaded.http.port) == ("127.0.0.1", 8114)
+    assert loaded.origin("http.listen") == "default"
+
+
+def test_flags_beat_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    toml = '[http]\nlisten = "127.0.0.1:1"\n[log]\nlevel = "error"\n[usage]\nkeep_days = 3\n'
+    env = {"FLEETD_HTTP_LISTEN": "127.0.0.1:2", "FLEETD_LOG_LEVEL": "debug"}
+    loaded = load(tmp_path, toml, env, http__listen="127.0.0.1:3")
+    assert (loaded.http.port, loaded.log.level, loaded.usage.keep_days) == (3, "debug", 3)
+    assert loaded.engine.idle_unload_s == 1800
+    assert loaded.origin("http.listen") == "flag --http__listen"
+    assert loaded.origin("log.level") == "environment FLEETD_LOG_LEVEL"
+    assert loaded.origin("usage.keep_days") == f"{tmp_path / 'fleetd.toml'}, line 6"
+
+
+@pytest.mark.parametrize(
+    ("toml", "named", "hint"),
+    [
+        ("[http]\nlisten_on = 'x'\n", "`http.listen_on`", "http.listen"),
+        ("[htpp]\nlisten = 'x'\n", "`htpp`", "`http`"),
+        ("[engine]\nidle_unload = 5\n", "`engine.idle_unload`", "engine.idle_unload_s"),
+        ("listen = '127.0.0.1:1'\n", "`listen`", "http.listen"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_name(
+    tmp_path: Path, toml: str, named: str, hint: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, toml)
+    assert named in caught.value.message
+    assert hint in caught.value.hint
+    assert "line " in caught.value.message
+
+
+def test_the_line_of_a_bad_value_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"`engine\.idle_unload_s` from .*fleetd\.toml, line 4 .*'soon'"):
+        load(tmp_path, '# note\n[engine]\n\nidle_unload_s = "soon"\n')
+
+
+@pytest.mark.parametrize(
+    "toml",
+    [
+        "[engine]\nmemory_fraction = 0.0\n",
+        "[engine]\nmemory_fraction = 0.96\n",
+        "[engine]\nmax_streams = 0\n",
+        "[engine]\nmax_streams = 1025\n",
+        "[engine]\nidle_unload_s = -1\n",
+        "[usage]\nkeep_days = 0\n",
+        "[http]\nrequire_token = 'yes'\n",
+        "[log]\nlevel = 'loud'\n",
+        "[models]\ndefault = ''\n",
+        "http = 3\n",
+        "[http\n",
+    ],
+)
+def test_values_out_of_range_are_refused(tmp_path: Path, toml: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, toml)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("variable", ["FLEETD_HTTP_LISTENS", "FLEETD_ENGINE_NOPE", "FLEETD_HTPP_LISTEN"])
+def test_a_misspelt_variable_is_refused(tmp_path: Path, variable: str) -> None:
+    with pytest.raises(ConfigError, match=variable):
+        load(tmp_path, env={variable: "1"})
+
+
+def test_variables_of_others_are_left_alone(tmp_path: Path) -> None:
+    assert load(tmp_path, env={"FLEETD_HOME": "/x", "FLEETD_UNRELATED_THING": "1"}) == config.Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("8GB", 8_000_000_000),
+        ("8 GiB", 8 << 30),
+        ("512MiB", 512 << 20),
+        ("1024", 1024),
+        ("1.5G", 1_500_000_000),
+    ],
+)
+def test_sizes_may_be_written_with_units(tmp_path: Path, text: str, expected: int) -> None:
+    assert load(tmp_path, env={"FLEETD_ENGINE_MAX_MEMORY_BYTES": text}).engine.max_memory_bytes == expected
+    assert load(tmp_path, f'[engine]\nmax_memory_bytes = "{text}"\n').engine.max_memory_bytes == expected
+
+
+def test_environment_spells_booleans_and_lists(tmp_path: Path) -> None:
+    env = {"FLEETD_HTTP_REQUIRE_TOKEN": "off", "FLEETD_HTTP_ALLOWED_HOSTS": "a:1, b:2"}
+    loaded = load(tmp_path, env=env)
+    assert loaded.http.require_token is False
+    assert loaded.http.allowed_hosts == ["a:1", "b:2"]
+
+
+@pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:8114", "[::1]:8114", "127.8.8.8:1"])
+def test_loopback_addresses_are_accepted(tmp_path: Path, listen: str) -> None:
+    assert load(tmp_path, http__listen=listen).http.listen == listen
+
+
+@pytest.mark.parametrize(
+    "listen", ["", "8114", "127.0.0.1", "127.0.0.1:x", "127.0.0.1:65536", "example.org:80"]
+)
+def test_what_is_no_address_is_refused(tmp_path: Path, listen: str) -> None:
+    with pytest.raises(ConfigError, match=r"http\.listen"):
+        load(tmp_path, http__listen=listen)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:8114", "192.168.1.4:8114", "[::]:8114", "[fe80::1]:8114"])
+def test_open_port_by_accident_is_refused(tmp_path: Path, listen: str) -> None:
+    with pytest.raises(ConfigError, match="other machines can reach"):
+        load(tmp_path, http__listen=listen)
+
+
+def test_open_port_without_token_is_refused_even_when_asked_for(tmp_path: Path) -> None:
+    toml = '[http]\nlisten = "0.0.0.0:8114"\nallow_remote = true\n'
+    assert load(tmp_path, toml).http.host == "0.0.0.0"  # noqa: S104  (asked for, and guarded by the token)
+    with pytest.raises(ConfigError, match=r"http\.require_token"):
+        load(tmp_path, toml + "require_token = false\n")
+
+
+def test_a_named_file_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist"):
+        config.load(tmp_path / "nope.toml", environ={}, required=True)
+
+
+def test_every_key_says_why_it_exists() -> None:
+    assert len(config.KEYS) > 15
+    for key in config.KEYS.values():
+        assert len(key.why) > 20, key.name
+        assert key.kind
+        assert key.env.startswith("FLEETD_")
+    assert len({key.env for key in config.KEYS.values()}) == len(config.KEYS)

@@ -1,0 +1,131 @@
+"""The exposition: names that dashboards know, bounded labels, both formats."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from prometheus_client.openmetrics import parser as openmetrics
+from prometheus_client.parser import text_string_to_metric_families
+
+from fleetd import limits
+from fleetd.engine.protocol import Timings, Usage
+from fleetd.metrics import Metrics
+
+
+@dataclass
+class Engine:
+    model: str = "m"
+    kv_bytes: int = 25
+    kv_budget_bytes: int = 100
+    memory_bytes: int = 7
+    restarts: int = 0
+
+
+def text(metrics: Metrics, accept: str = "") -> str:
+    return metrics.render(accept)[0].decode()
+
+
+def value(metrics: Metrics, sample: str, **labels: str) -> float | None:
+    for family in text_string_to_metric_families(text(metrics)):
+        for found in family.samples:
+            if found.name == sample and found.labels == labels:
+                return found.value
+    return None
+
+
+def exercised() -> Metrics:
+    metrics = Metrics("1.2.3", engines=lambda: [Engine()])
+    metrics.waiting("m", +1)
+    metrics.waiting("m", -1)
+    metrics.running("m", +1)
+    metrics.first_token("m", 400.0)
+    metrics.tokens("m", 4, 0.2)
+    metrics.finished("m", "tool_calls", Usage(10, 4, 5), Timings(0.1, 0.2, 0.3), 0.6)
+    metrics.failed("engine_died")
+    metrics.plan("local", "only")
+    metrics.auth_failure("host")
+    return metrics
+
+
+def test_every_name_of_the_contract_is_there() -> None:
+    shown = text(exercised())
+    for name in (
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:kv_cache_usage_perc",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:time_to_first_token_seconds_bucket",
+        "vllm:inter_token_latency_seconds_bucket",
+        "vllm:request_queue_time_seconds_bucket",
+        "vllm:request_prefill_time_seconds_bucket",
+        "vllm:request_decode_time_seconds_bucket",
+        "vllm:e2e_request_latency_seconds_bucket",
+    ):
+        assert re.search(rf'^{name}{{.*model_name="m"', shown, re.MULTILINE), name
+    assert 'fleetd_build_info{version="1.2.3"} 1.0' in shown
+
+
+def test_the_figures_are_what_was_reported() -> None:
+    metrics = exercised()
+    assert value(metrics, "vllm:num_requests_running", model_name="m") == 1
+    assert value(metrics, "vllm:num_requests_waiting", model_name="m") == 0
+    assert value(metrics, "vllm:kv_cache_usage_perc", model_name="m") == 0.25
+    assert value(metrics, "vllm:prefix_cache_queries_total", model_name="m") == 10
+    assert value(metrics, "vllm:prefix_cache_hits_total", model_name="m") == 4
+    assert value(metrics, "vllm:generation_tokens_total", model_name="m") == 5
+    assert value(metrics, "vllm:inter_token_latency_seconds_count", model_name="m") == 4
+    assert value(metrics, "vllm:request_success_total", model_name="m", finished_reason="stop") == 1
+    assert value(metrics, "fleetd_request_failures_total", code="engine_died") == 1
+    assert value(metrics, "fleetd_auth_failures_total", reason="host") == 1
+    assert value(metrics, "fleetd_plan_total", kind="local", reason="only") == 1
+
+
+def test_a_ten_minute_first_token_is_in_a_bucket() -> None:
+    metrics = Metrics("0")
+    metrics.first_token("m", 599.0)
+    name = "vllm:time_to_first_token_seconds_bucket"
+    assert value(metrics, name, model_name="m", le="300.0") == 0
+    assert value(metrics, name, model_name="m", le="600.0") == 1
+
+
+def test_a_restarted_engine_never_makes_the_counter_fall() -> None:
+    engine = Engine(restarts=2)
+    metrics = Metrics("0", engines=lambda: [engine])
+    assert value(metrics, "fleetd_engine_restarts_total", model_name="m") == 2
+    engine.restarts = 0  # unloaded, and loaded anew
+    assert value(metrics, "fleetd_engine_restarts_total", model_name="m") == 2
+    engine.restarts = 1
+    assert value(metrics, "fleetd_engine_restarts_total", model_name="m") == 3
+
+
+def test_an_unloaded_engine_leaves_the_gauges() -> None:
+    engines = [Engine()]
+    metrics = Metrics("0", engines=lambda: engines)
+    assert value(metrics, "fleetd_engine_memory_bytes", model_name="m") == 7
+    engines.clear()
+    assert value(metrics, "fleetd_engine_memory_bytes", model_name="m") is None
+
+
+def test_labels_stay_bounded_whatever_comes_in() -> None:
+    metrics = Metrics("0")
+    for number in range(limits.METRIC_MODELS + 50):
+        metrics.first_token(f"model-{number}", 1.0)
+        metrics.failed(f"code {number}")
+        metrics.auth_failure(f"reason {number}")
+    names = set(re.findall(r'model_name="([^"]+)"', text(metrics)))
+    assert len(names) == limits.METRIC_MODELS + 1
+    assert value(metrics, "fleetd_request_failures_total", code="other") == limits.METRIC_MODELS + 50
+    assert value(metrics, "fleetd_auth_failures_total", reason="other") == limits.METRIC_MODELS + 50
+
+
+def test_the_format_follows_the_accept_header() -> None:
+    metrics = exercised()
+    assert metrics.render("")[1].startswith("text/plain; version=0.0.4")
+    body, content_type = metrics.render("application/openmetrics-text; version=1.0.0")
+    assert content_type.startswith("application/openmetrics-text; version=1.0.0")
+    assert body.endswith(b"# EOF\n")
+    assert list(openmetrics.text_string_to_metric_families(body.decode()))

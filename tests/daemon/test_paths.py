@@ -1,0 +1,149 @@
+"""The home folder: private, owned by one daemon, and not to be tricked by what lies in it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from fleetd import limits, paths
+from fleetd.errors import AlreadyRunning, ConfigError, Forbidden, SocketPathTooLong
+from fleetd.paths import Home, HomeLock
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Home:
+    made = Home(tmp_path / "home")
+    paths.prepare(made)
+    return made
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.lstat().st_mode)
+
+
+def test_the_order_of_homes(tmp_path: Path) -> None:
+    env = {"FLEETD_HOME": "/env", "STATE_DIRECTORY": "/var/lib/fleetd:/other"}
+    assert paths.resolve(tmp_path, env).root == tmp_path
+    assert paths.resolve(None, env).root == Path("/env")
+    assert paths.resolve(None, {"STATE_DIRECTORY": env["STATE_DIRECTORY"]}).root == Path("/var/lib/fleetd")
+    assert paths.resolve(None, {}).root.name == "fleetd"
+
+
+def test_a_new_home_is_private(home: Home) -> None:
+    assert mode(home.root) == 0o700
+    assert mode(home.cache) == 0o700
+
+
+def test_a_home_open_to_others_is_closed(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    paths.prepare(Home(tmp_path))
+    assert mode(tmp_path) == 0o700
+
+
+def test_a_file_in_place_of_the_home_is_named(tmp_path: Path) -> None:
+    (tmp_path / "home").write_text("")
+    with pytest.raises(ConfigError, match="home"):
+        paths.prepare(Home(tmp_path / "home"))
+
+
+def test_anothers_home_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="belongs to user id"):
+        paths.prepare(Home(tmp_path))
+
+
+def test_the_socket_path_limit_is_exact() -> None:
+    longest = Path("/" + "x" * (limits.SOCKET_PATH_BYTES - 1))
+    paths.check_socket_path(longest)
+    with pytest.raises(SocketPathTooLong, match=str(limits.SOCKET_PATH_BYTES + 1)) as caught:
+        paths.check_socket_path(Path(f"{longest}x"))
+    assert "--home" in caught.value.hint
+
+
+def test_the_limit_counts_bytes_not_characters() -> None:
+    with pytest.raises(SocketPathTooLong):
+        paths.check_socket_path(Path("/" + "é" * (limits.SOCKET_PATH_BYTES // 2 + 1)))
+
+
+def test_a_second_lock_names_the_first_holder(home: Home) -> None:
+    with HomeLock(home):
+        with pytest.raises(AlreadyRunning, match=f"pid {os.getpid()}"):
+            HomeLock(home).acquire()
+    with HomeLock(home):  # released, so free again
+        assert home.lock.read_text() == f"{os.getpid()}\n"
+
+
+def test_symlink_planted_as_lock_file_is_not_truncated(home: Home, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    home.lock.symlink_to(victim)
+    with pytest.raises(ConfigError):
+        HomeLock(home).acquire()
+    assert victim.read_text() == "precious"
+
+
+def test_a_dead_socket_is_removed(home: Home) -> None:
+    with socket.socket(socket.AF_UNIX) as left_behind:
+        left_behind.bind(str(home.socket))
+    assert paths.clear_stale_socket(home.socket)
+    assert not home.socket.exists()
+    assert not paths.clear_stale_socket(home.socket)
+
+
+def test_a_live_socket_is_kept(home: Home) -> None:
+    with socket.socket(socket.AF_UNIX) as alive:
+        alive.bind(str(home.socket))
+        alive.listen()
+        with pytest.raises(AlreadyRunning):
+            paths.clear_stale_socket(home.socket)
+    assert home.socket.exists()
+
+
+def test_a_file_in_place_of_the_socket_is_kept(home: Home) -> None:
+    home.socket.write_text("mine")
+    with pytest.raises(ConfigError, match="not a socket"):
+        paths.clear_stale_socket(home.socket)
+    assert home.socket.read_text() == "mine"
+
+
+def test_the_token_is_made_once_and_is_private(home: Home) -> None:
+    token = paths.load_token(home.token)
+    assert len(token) > 40
+    assert mode(home.token) == 0o600
+    assert paths.load_token(home.token) == token
+    assert [path.name for path in home.root.iterdir() if "token" in path.name] == ["api-token"]
+
+
+def test_tokens_differ_between_homes(tmp_path: Path) -> None:
+    assert paths.load_token(tmp_path / "a") != paths.load_token(tmp_path / "b")
+
+
+def test_a_readable_token_is_made_private_again(home: Home) -> None:
+    token = paths.load_token(home.token)
+    home.token.chmod(0o644)
+    assert paths.load_token(home.token) == token
+    assert mode(home.token) == 0o600
+
+
+def test_symlink_planted_as_token_is_refused(home: Home, tmp_path: Path) -> None:
+    (tmp_path / "known").write_text("attacker-knows-this")
+    home.token.symlink_to(tmp_path / "known")
+    with pytest.raises(Forbidden, match="symbolic link"):
+        paths.load_token(home.token)
+
+
+def test_token_of_another_user_is_refused(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths.load_token(home.token)
+    monkeypatch.setattr(os, "geteuid", lambda: home.token.stat().st_uid + 1)
+    with pytest.raises(Forbidden, match="belongs to user id"):
+        paths.load_token(home.token)
+
+
+def test_an_empty_token_would_open_the_door(home: Home) -> None:
+    home.token.write_text("\n")
+    with pytest.raises(ConfigError, match="empty"):
+        paths.load_token(home.token)
