@@ -6,11 +6,11 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fake_daemon import FLEETCTL, REPO, FakeDaemon
+from fake_daemon import FLEETCTL, REPO, FakeDaemon, Run
 
 
 @pytest.fixture
@@ -43,9 +43,6 @@ def env(short_dir: Path) -> dict[str, str]:
         "PYTHONUTF8": "1",
         "TERM": "xterm",
     }
-
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import socketserver
+import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
 FLEETCTL = [sys.executable, "-c", "import sys; from fleetctl.cli import main; sys.exit(main())"]
+# `run("status", home=..., stdin=...)`, the fixture that starts fleetctl.
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 STATUS: dict[str, Any] = {
     "version": "0.1.0",

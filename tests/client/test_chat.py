@@ -9,8 +9,7 @@ import threading
 from typing import Any
 
 import pytest
-from conftest import Run
-from fake_daemon import FLEETCTL, FakeDaemon, Reply, answer, data, delta, final
+from fake_daemon import FLEETCTL, FakeDaemon, Reply, Run, answer, data, delta, final
 
 from fleetctl.answer import Answer
 from fleetctl.exits import Exit

@@ -13,8 +13,7 @@ from typing import Any
 
 import click
 import pytest
-from conftest import Run
-from fake_daemon import FLEETCTL, STATUS, FakeDaemon, Reply, data
+from fake_daemon import FLEETCTL, STATUS, FakeDaemon, Reply, Run, data
 
 from fleetctl.cli import VERBS, fleetctl
 from fleetctl.exits import Exit

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from conftest import Run
+from fake_daemon import Run
 
 from fleetctl import service as service_module
 from fleetctl.exits import ClientError, Exit

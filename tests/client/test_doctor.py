@@ -1,0 +1,363 @@
+"""Each check of doctor finds what it is for, and says what to do."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import sys
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_daemon import STATUS, FakeDaemon, Reply, Run
+
+import fleetd
+from fleetctl import checks_daemon, checks_local, checks_machine, doctor
+from fleetctl.client import Client
+from fleetctl.exits import Exit
+from fleetctl.findings import Finding
+from fleetctl.home import locate
+from fleetctl.managers import State
+from fleetd import limits
+
+ENGINE: dict[str, Any] = STATUS["engines"][0]
+NOW = 1_795_000_000.0
+
+
+def level(finding: Finding) -> str:
+    """The level; whatever is not well must come with advice."""
+    assert (finding.level == "ok") == (finding.fix == ""), finding
+    assert finding.what
+    return finding.level
+
+
+# ---- This machine ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(0o700, "ok"), (0o750, "fail"), (0o701, "fail")])
+def test_home_mode(short_dir: Path, mode: int, expected: str) -> None:
+    short_dir.chmod(mode)
+    finding = checks_local.home(short_dir, os.geteuid())
+    assert level(finding) == expected
+    if expected == "fail":
+        assert finding.fix == f"chmod 700 {short_dir}"
+    short_dir.chmod(0o700)
+
+
+def test_home_missing_or_not_a_folder_or_somebody_elses_or_too_long(short_dir: Path) -> None:
+    assert level(checks_local.home(short_dir / "nope", os.geteuid())) == "warn"
+    (short_dir / "file").write_text("")
+    assert level(checks_local.home(short_dir / "file", os.geteuid())) == "fail"
+    deep = short_dir / ("x" * limits.SOCKET_PATH_BYTES)
+    deep.mkdir(mode=0o700)
+    assert "too long" in checks_local.home(deep, os.geteuid()).what
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_home_of_another_user(short_dir: Path) -> None:
+    home = short_dir / "home"
+    home.mkdir(mode=0o700)
+    os.chown(home, 4242, 4242)
+    assert "belongs to user id 4242" in checks_local.home(home, 1000).what
+    assert level(checks_local.home(home, 4242)) == "ok"
+    assert level(checks_local.home(home, 0)) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [(0o600, "ok"), (0o400, "ok"), (0o640, "fail"), (0o604, "fail")]
+)
+def test_token_mode(short_dir: Path, mode: int, expected: str) -> None:
+    path = short_dir / "api-token"
+    path.write_text("secret")
+    path.chmod(mode)
+    finding = checks_local.token(locate(short_dir, None), running=True)
+    assert level(finding) == expected
+    assert "secret" not in finding.what + finding.fix
+
+
+def test_token_missing(short_dir: Path) -> None:
+    address = locate(short_dir, None)
+    assert level(checks_local.token(address, running=True)) == "fail"
+    assert level(checks_local.token(address, running=False)) == "ok"
+
+
+@pytest.mark.parametrize(
+    ("toml", "environ", "expected"),
+    [
+        (None, {}, ("127.0.0.1", 8114)),
+        ('[http]\nlisten = "127.0.0.1:9000"\n', {}, ("127.0.0.1", 9000)),
+        ('[http]\nlisten = "[::1]:9000"\n', {}, ("::1", 9000)),
+        (
+            '[http]\nlisten = "127.0.0.1:9000"\n',
+            {"FLEETD_HTTP_LISTEN": "127.0.0.1:9001"},
+            ("127.0.0.1", 9001),
+        ),
+        ('[http]\nlisten = "127.0.0.1:0"\n', {}, None),
+        ("not toml [", {}, ("127.0.0.1", 8114)),
+        ('http = "odd"\n', {}, ("127.0.0.1", 8114)),
+    ],
+)
+def test_configured_port(
+    short_dir: Path, toml: str | None, environ: dict[str, str], expected: tuple[str, int] | None
+) -> None:
+    if toml is not None:
+        (short_dir / "fleetd.toml").write_text(toml)
+    assert checks_local.listen_address(short_dir, environ) == expected
+
+
+def test_port_taken_free_and_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = ("127.0.0.1", server.getsockname()[1])
+        taken = checks_local.port_free(address)
+        assert level(taken) == "fail"
+        assert str(address[1]) in taken.fix
+        assert level(checks_local.port_answers(address)) == "ok"
+    assert level(checks_local.port_free(address)) == "ok"
+    assert level(checks_local.port_answers(address)) == "fail"
+    assert level(checks_local.port_free(None)) == "ok"
+
+
+@pytest.mark.parametrize(("free_gib", "expected"), [(0.5, "fail"), (3, "warn"), (50, "ok")])
+def test_disk(short_dir: Path, monkeypatch: pytest.MonkeyPatch, free_gib: float, expected: str) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(checks_local.shutil, "disk_usage", lambda _: usage(0, 0, free_gib * limits.GIB))
+    assert level(checks_local.disk(short_dir / "not" / "there" / "yet")) == expected
+
+
+@pytest.mark.parametrize(("free_gib", "expected"), [(0.3, "fail"), (1, "warn"), (4, "ok")])
+def test_memory(free_gib: float, expected: str) -> None:
+    assert level(checks_local.memory(int(free_gib * limits.GIB), 8 * limits.GIB)) == expected
+
+
+def test_memory_is_measured_here_without_a_daemon() -> None:
+    assert " of " in checks_local.memory(None, None).what
+
+
+def test_clock(short_dir: Path) -> None:
+    os.utime(short_dir, (NOW, NOW))
+    assert level(checks_local.clock(short_dir, NOW)) == "ok"
+    assert level(checks_local.clock(short_dir, NOW - 3 * 86400)) == "warn"
+    assert level(checks_local.clock(short_dir, 0.0)) == "fail"
+    assert level(checks_local.clock(short_dir / "nope", NOW)) == "ok"
+
+
+def test_python() -> None:
+    assert level(checks_local.python((3, 11))) == "ok"
+    assert level(checks_local.python((3, 10))) == "fail"
+
+
+# ---- MLX and services ------------------------------------------------------------------------------------
+
+
+def child(code: str) -> list[str]:
+    return [sys.executable, "-c", code]
+
+
+def report(**changes: Any) -> list[str]:
+    found = {"blas": True, "device": "gpu", "version": "9.9", "right": True, **changes}
+    return child(f"print({json.dumps(json.dumps(found))})")
+
+
+@pytest.mark.parametrize(
+    ("program", "expected", "words"),
+    [
+        (report(), ["ok"], "mlx 9.9 on the gpu"),
+        (report(device="cpu"), ["ok", "ok"], "on the cpu"),
+        (report(right=False), ["fail"], "wrong product"),
+        (child("raise ImportError('no mlx here')"), ["fail"], "ImportError: no mlx here"),
+        (child("import os; os.abort()"), ["fail"], "SIGABRT"),
+        (child("print('hello')"), ["fail"], "hello"),
+    ],
+)
+def test_mlx(program: list[str], expected: list[str], words: str) -> None:
+    findings = checks_machine.mlx(program)
+    assert [level(finding) for finding in findings] == expected
+    assert words in findings[0].what
+
+
+def test_mlx_that_hangs() -> None:
+    [finding] = checks_machine.mlx(child("import time; time.sleep(60)"), timeout_s=0.2)
+    assert "did not answer" in finding.what
+    assert level(finding) == "fail"
+
+
+@pytest.mark.parametrize(
+    ("platform", "machine", "fast", "expected"),
+    [
+        ("linux", "x86_64", True, "ok"),
+        ("linux", "x86_64", False, "warn"),
+        ("linux", "aarch64", False, "ok"),
+        ("darwin", "arm64", False, "ok"),
+    ],
+)
+def test_missing_mkl(
+    monkeypatch: pytest.MonkeyPatch, platform: str, machine: str, fast: bool, expected: str
+) -> None:
+    import platform as platform_module
+
+    program = report(device="cpu", blas=fast)
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(platform_module, "machine", lambda: machine)
+    assert level(checks_machine.mlx(program)[1]) == expected
+
+
+def test_the_real_mlx_probe_answers() -> None:
+    pytest.importorskip("mlx.core", reason="mlx is not installed")
+    assert checks_machine.mlx()[0].level == "ok"
+
+
+@pytest.mark.parametrize(
+    ("active", "running", "expected"),
+    [(True, True, "ok"), (False, True, "warn"), (False, False, "fail")],
+)
+@pytest.mark.parametrize("manager", ["systemd", "launchd"])
+def test_an_installed_service_should_run(manager: str, active: bool, running: bool, expected: str) -> None:
+    state = State(manager, "user", "/f", installed=True, active=active, detail="failed (Result)")
+    assert level(checks_machine.service(state, running=running)) == expected
+
+
+# ---- The daemon ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "ok"),
+        ({"version": "0.0.9"}, "fail"),
+        ({"draining": True}, "warn"),
+        ({"ready": False}, "warn"),
+    ],
+)
+def test_daemon(changes: dict[str, Any], expected: str) -> None:
+    assert level(checks_daemon.daemon({**STATUS, "version": fleetd.__version__, **changes})) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "ok"),
+        ({"state": "failed", "error": "out of memory"}, "fail"),
+        ({"progress_age_s": limits.ENGINE_STALL_S}, "warn"),
+        ({"progress_age_s": limits.ENGINE_STALL_S + 0.1}, "fail"),
+        ({"progress_age_s": 9999.0, "decoding": 0, "waiting": 0}, "ok"),
+        ({"progress_age_s": 9999.0, "state": "loading"}, "ok"),
+        ({"restarts": 3}, "warn"),
+    ],
+)
+def test_engines(changes: dict[str, Any], expected: str) -> None:
+    [finding] = checks_daemon.engines({"engines": [{**ENGINE, **changes}]})
+    assert level(finding) == expected
+
+
+def test_no_engine_is_well() -> None:
+    assert [level(finding) for finding in checks_daemon.engines({"engines": []})] == ["ok"]
+
+
+def installed(daemon: FakeDaemon, *names: str) -> Finding:
+    daemon.on(
+        "GET", "/fleet/v1/models", Reply({"installed": [{"name": name} for name in names], "catalog": []})
+    )
+    return checks_daemon.default_model(Client(locate(daemon.home, None)), STATUS)
+
+
+def test_default_model(daemon: FakeDaemon) -> None:
+    assert "models pull smollm2-135m" in installed(daemon, "other").fix
+    daemon.on("POST", "/fleet/v1/models/verify", Reply({"ok": True, "digest": "b3:abc"}))
+    assert level(installed(daemon, "smollm2-135m")) == "ok"
+    corrupt = {"error": {"message": "model.gguf is truncated.", "code": "model_corrupt", "hint": ""}}
+    daemon.on("POST", "/fleet/v1/models/verify", Reply(corrupt, 500))
+    finding = installed(daemon, "smollm2-135m")
+    assert level(finding) == "fail"
+    assert "truncated" in finding.what
+    assert "models remove" in finding.fix
+
+
+# ---- The whole -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def healthy(daemon: FakeDaemon) -> FakeDaemon:
+    """A daemon with nothing to complain about but this machine itself."""
+    (daemon.home / "api-token").touch(mode=0o600)
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "version": fleetd.__version__, "http": None}))
+    daemon.on("GET", "/fleet/v1/models", Reply({"installed": [{"name": "smollm2-135m"}], "catalog": []}))
+    daemon.on("POST", "/fleet/v1/models/verify", Reply({"ok": True, "digest": "b3:abc"}))
+    return daemon
+
+
+def failures(stdout: str) -> list[str]:
+    return [check["name"] for check in json.loads(stdout)["checks"] if check["level"] == "fail"]
+
+
+def test_doctor_of_a_healthy_daemon(run: Run, healthy: FakeDaemon) -> None:
+    done = run("doctor", "--json", home=healthy.home, timeout_s=90)
+    names = {check["name"] for check in json.loads(done.stdout)["checks"]}
+    assert {"daemon", "socket", "home", "token", "disk", "memory", "clock", "python", "mlx", "model"} <= names
+    # The machine that runs the tests may itself be short of memory or disk.
+    assert set(failures(done.stdout)) <= {"disk", "memory", "mlx"}
+    assert done.returncode == (Exit.ERROR if failures(done.stdout) else Exit.OK)
+
+
+def test_doctor_finds_open_permissions(run: Run, healthy: FakeDaemon) -> None:
+    (healthy.home / "api-token").chmod(0o644)
+    healthy.socket.chmod(0o666)
+    healthy.home.chmod(0o755)
+    done = run("doctor", "--json", home=healthy.home, timeout_s=90)
+    assert done.returncode == Exit.ERROR
+    assert {"token", "socket", "home"} <= set(failures(done.stdout))
+    assert json.loads(done.stdout)["ok"] is False
+
+
+def test_doctor_without_a_daemon(run: Run, short_dir: Path) -> None:
+    done = run("doctor", home=short_dir / "nope", timeout_s=90)
+    assert done.returncode == Exit.ERROR
+    assert "fail  daemon: No daemon: its home" in done.stdout
+    assert "→ Start it with `fleetd run" in done.stdout
+    assert done.stdout.splitlines()[-1].endswith("checks failed.")
+
+
+def test_doctor_by_socket_uses_the_home_the_daemon_names(
+    run: Run, healthy: FakeDaemon, short_dir: Path
+) -> None:
+    other = short_dir / "other"
+    other.mkdir(mode=0o700)
+    status = {**STATUS, "version": fleetd.__version__, "http": None, "home": str(other)}
+    healthy.on("GET", "/fleet/v1/status", Reply(status))
+    done = run("--socket", str(healthy.socket), "doctor", "--json", timeout_s=90)
+    [home] = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "home"]
+    assert home["what"] == str(other)
+
+
+def test_a_check_that_cannot_be_made_is_a_finding() -> None:
+    def broken() -> Finding:
+        raise OSError(5, "Input/output error")
+
+    [finding] = doctor._guarded("disk", broken)
+    assert level(finding) == "fail"
+    assert "Input/output error" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("levels", "words"),
+    [
+        (["ok"], "All well."),
+        (["ok", "warn"], "All well, with one remark."),
+        (["warn", "warn"], "All well, with 2 remarks."),
+        (["ok", "fail"], "1 of 2 checks failed."),
+    ],
+)
+def test_summary(levels: list[Any], words: str) -> None:
+    assert doctor._summary([Finding("x", each, "w", "f") for each in levels]).strip() == words
+
+
+def test_socket_mode_of_a_live_socket(daemon: FakeDaemon) -> None:
+    assert stat.S_ISSOCK(daemon.socket.lstat().st_mode)
+    for mode, expected in ((0o600, "ok"), (0o660, "fail")):
+        daemon.socket.chmod(mode)
+        assert (
+            level(checks_local.private_file("socket", daemon.socket, kind="socket", expected=True))
+            == expected
+        )
