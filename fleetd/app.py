@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import NoReturn
 
 import psutil
 import uvloop
@@ -70,10 +69,20 @@ def run(config: Config, home: Home) -> None:
 class Daemon:
     """All parts of one daemon."""
 
-    def __init__(self, config: Config, home: Home, *, notifier: Notifier | None = None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        home: Home,
+        *,
+        pool: EnginePool | None = None,
+        models: ModelStore | None = None,
+        notifier: Notifier | None = None,
+        exit_after: Callable[[float], None] | None = None,
+    ) -> None:
         self._config = config
         self._home = home
         self._notifier = notifier or Notifier()
+        self._exit_after = exit_after or _exit_after
         self._started_s = time.monotonic()
         self._stop = asyncio.Event()
         self._hurry = asyncio.Event()
@@ -82,11 +91,11 @@ class Daemon:
         self._prober = Prober()
         self._store = Store(home.db)
         self._ledger = Ledger(self._store)
-        self._models = ModelStore(
-            Path(config.models.dir).expanduser() if config.models.dir else home.models,
+        self._models = models or ModelStore(
+            Path(config.models.dir).expanduser().absolute() if config.models.dir else home.models,
             hub_cache=Path(config.models.hub_cache).expanduser() if config.models.hub_cache else None,
         )
-        self._pool = EnginePool(_pool_options(config))
+        self._pool = pool or EnginePool(_pool_options(config))
         self._metrics = Metrics(__version__, engines=self._pool.status)
         self._runner = Runner(
             pool=self._pool,
@@ -211,14 +220,14 @@ class Daemon:
         if self._stop.is_set():
             log.info("daemon.hurry", signal=number.name)
             self._hurry.set()
-            _exit_after(limits.STOP_S)
+            self._exit_after(limits.STOP_S)
             return
         self._runner.begin_drain()
         self._stop.set()
         running = self._runner.counts
         log.info("daemon.draining", signal=number.name, running=running.running, waiting=running.waiting)
         self._notifier.stopping("finishing running answers")
-        _exit_after(limits.DRAIN_S + 2 * limits.ENGINE_STOP_S + limits.STOP_S)
+        self._exit_after(limits.DRAIN_S + 2 * limits.ENGINE_STOP_S + limits.STOP_S)
 
     async def _drain(self) -> None:
         """Wait for running answers; at most DRAIN_S, and not at all after a second signal."""
@@ -285,9 +294,9 @@ def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def _exit_after(seconds: float, leave: Callable[[int], NoReturn] = os._exit) -> None:
+def _exit_after(seconds: float) -> None:
     """End the process by then, whatever hangs: a blocked loop, a thread in a system call, a full pipe."""
-    timer = threading.Timer(seconds, leave, args=(0,))
+    timer = threading.Timer(seconds, os._exit, args=(0,))
     timer.daemon = True  # a process that ends earlier is not kept
     timer.start()
 
