@@ -8,7 +8,7 @@ from fleetctl.client import Client
 from fleetctl.findings import Finding, fail, ok, warn
 from fleetctl.text import duration, one_line, size
 from fleetd import __version__, limits
-from fleetd.errors import FleetError
+from fleetd.errors import FleetError, ModelError
 
 # Two missed beats (limits.ENGINE_BEAT_S) may be one long step; this is not.
 _SLOW_S = 15.0
@@ -82,9 +82,12 @@ def default_model(client: Client, status: dict[str, Any]) -> Finding:
                 f"`fleetctl models pull {shown}`; otherwise the first request fetches it.",
             )
         verdict = client.post("/fleet/v1/models/verify", {"model": name}, timeout_s=limits.CLIENT_LONG_CALL_S)
-    except FleetError as error:
+    except ModelError as error:
         fix = error.hint or f"`fleetctl models remove {shown}`, then `fleetctl models pull {shown}`."
         return fail(
             "model", f"The default model {shown} is not usable: {one_line(error.message)}", one_line(fix)
         )
+    except FleetError as error:
+        fix = error.hint or "The daemon's log tells more."
+        return fail("model", f"{shown} could not be checked: {one_line(error.message)}", one_line(fix))
     return ok("model", f"{shown} is intact, digest {one_line(str(verdict.get('digest')))[:24]}")

@@ -103,7 +103,7 @@ class LazyGroup(click.Group):
     "--home",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The daemon's home (default: $FLEETD_HOME).",
+    help="The daemon's home (default: $FLEETD_HOME, else fleetd in this user's state folder).",
 )
 @click.option("--socket", type=click.Path(path_type=Path), metavar="PATH", help="The daemon's socket.")
 @click.version_option(__version__, prog_name="fleetctl", message="%(prog)s %(version)s")

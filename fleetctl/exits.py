@@ -26,7 +26,7 @@ class Exit(enum.IntEnum):
 
 _MEANINGS = {
     Exit.OK: "done",
-    Exit.ERROR: "something on this side is wrong (a file, an answer of `doctor`)",
+    Exit.ERROR: "something on this side failed (a file, a service manager, a check of `doctor`)",
     Exit.USAGE: "the command line is wrong",
     Exit.NO_DAEMON: "no daemon can be reached",
     Exit.REFUSED: "the daemon refused the request (an HTTP 4xx)",
