@@ -153,8 +153,18 @@ def _generate(name: str, body: type, reply: type, chunk: type) -> dict[str, Any]
     content = {
         **_json(reply),
         "text/event-stream": {
-            "schema": {"type": "string"},
-            "x-event-schema": _ref(chunk),
+            # Of each event; the last one's data is [DONE], or an error.
+            "schema": {
+                "type": "object",
+                "required": ["data"],
+                "properties": {
+                    "data": {
+                        "type": "string",
+                        "contentMediaType": "application/json",
+                        "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorReply)]},
+                    }
+                },
+            }
         },
     }
     return {

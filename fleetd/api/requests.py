@@ -46,7 +46,11 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True, rename={"kind": "type"}):
-    kind: Literal["text", "json_object", "json_schema"] = "text"
+    """The other kinds are read only to be refused by name."""
+
+    kind: Annotated[
+        Literal["text", "json_object", "json_schema"], Meta(extra_json_schema={"enum": ["text"]})
+    ] = "text"
 
 
 class Function(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -70,9 +74,9 @@ class ToolChoice(msgspec.Struct, frozen=True, rename={"kind": "type"}):
 
 
 class Part(msgspec.Struct, frozen=True, rename={"kind": "type"}):
-    """A content part. Only text is understood; the others are refused by name."""
+    """A content part. Only text is understood; the others are read only to be refused by name."""
 
-    kind: str
+    kind: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
     text: str | None = None
     refusal: str | None = None
 
@@ -88,14 +92,32 @@ class CalledTool(msgspec.Struct, frozen=True, rename={"kind": "type"}):
     kind: Literal["function"] = "function"
 
 
-class Message(msgspec.Struct, frozen=True):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+class SystemMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role", tag="system"):
+    content: str | list[Part]
+    name: str | None = None
+
+
+class DeveloperMessage(SystemMessage, frozen=True, kw_only=True, tag="developer"):
+    """A system message under its newer name."""
+
+
+class UserMessage(SystemMessage, frozen=True, kw_only=True, tag="user"):
+    pass
+
+
+class ToolMessage(SystemMessage, frozen=True, kw_only=True, tag="tool"):
+    tool_call_id: str | None = None
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role", tag="assistant"):
     content: str | list[Part] | None = None
     name: str | None = None
     tool_calls: list[CalledTool] | None = None
-    tool_call_id: str | None = None
     reasoning_content: str | None = None
     refusal: str | None = None
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | ToolMessage | AssistantMessage
 
 
 # ---- Bodies ----------------------------------------------------------------------------------------------

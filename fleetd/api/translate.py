@@ -13,12 +13,16 @@ import msgspec
 
 from fleetd import limits
 from fleetd.api.requests import (
+    AssistantMessage,
     ChatBody,
     Common,
     CompletionBody,
     Message,
     Part,
+    SystemMessage,
     ToolChoice,
+    ToolMessage,
+    UserMessage,
     parse,
 )
 from fleetd.engine.protocol import ChatPrompt, Generate, Prompt, Sampling, TextPrompt, TokenPrompt
@@ -146,28 +150,33 @@ def _prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:
 def _message(message: Message, index: int) -> dict[str, Any]:
     """A message as chat templates read it: text content, arguments as an object, no absent keys."""
     where = f"messages[{index}]"
-    role = "system" if message.role == "developer" else message.role
-    content = _text(message.content, f"{where}.content")
-    if content is None and message.refusal is not None:
-        content = message.refusal
-    if content is None and not (role == "assistant" and message.tool_calls):
-        if role != "assistant":
-            raise InvalidValue(f"{where}: a {message.role} message needs content.", param=f"{where}.content")
-        content = ""
-    plain: dict[str, Any] = {"role": role, "content": content}
-    for key in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(message, key)) is not None:
-            plain[key] = value
-    if message.tool_calls:
-        plain["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-            }
-            for call in message.tool_calls
-        ]
-    return _checked(plain, where)
+    plain: dict[str, Any] = {"content": _text(message.content, f"{where}.content")}
+    match message:
+        case AssistantMessage():
+            plain["role"] = "assistant"
+            if plain["content"] is None and not (message.tool_calls and message.refusal is None):
+                plain["content"] = message.refusal or ""
+            plain["reasoning_content"] = message.reasoning_content
+            plain["tool_calls"] = _tool_calls(message) or None
+        case ToolMessage():
+            plain |= {"role": "tool", "tool_call_id": message.tool_call_id}
+        case UserMessage():
+            plain["role"] = "user"
+        case SystemMessage():  # and developer, which is its newer name
+            plain["role"] = "system"
+    plain["name"] = message.name
+    return _checked({k: v for k, v in plain.items() if v is not None or k == "content"}, where)
+
+
+def _tool_calls(message: AssistantMessage) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+        }
+        for call in message.tool_calls or ()
+    ]
 
 
 def _text(content: str | list[Part] | None, where: str) -> str | None:
