@@ -94,7 +94,10 @@ class Ledger:
             self._complain(error)
             return
         future.add_done_callback(self._written)
-        await asyncio.wait([asyncio.wrap_future(future)], timeout=limits.LEDGER_WAIT_S)
+        done = asyncio.wrap_future(future)
+        # Its failure is told by _written; asyncio would tell it again, with a traceback, for every request.
+        done.add_done_callback(lambda done: done.cancelled() or done.exception())
+        await asyncio.wait([done], timeout=limits.LEDGER_WAIT_S)
 
     def settle(self, reservation: Reservation, usage: Usage, timings: Timings, reason: str) -> None:
         """Record what was computed; does not wait. ``reason`` is the finish reason, or "cancelled"."""

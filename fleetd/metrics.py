@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
 
 from fleetd import limits
@@ -47,6 +47,8 @@ class Metrics:
     """All series of one daemon."""
 
     def __init__(self, version: str, *, engines: Callable[[], Iterable[EngineFigures]] = lambda: ()) -> None:
+        # A creation time per counter and histogram would double what a scrape carries, for no dashboard.
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
         self._engines = engines
         self._models: set[str] = set()

@@ -244,6 +244,15 @@ def test_a_path_too_long_for_a_socket_is_told(tmp_path: Path) -> None:
     assert "Unix sockets allow" in text
 
 
+def test_symlink_planted_as_token_stops_the_start(home: Path) -> None:
+    home.mkdir()
+    (home / "known").write_text("attacker-knows-this")
+    (home / "api-token").symlink_to(home / "known")
+    code, text = refused(home, "--http", "127.0.0.1:0")
+    assert code == 1
+    assert "symbolic link" in text
+
+
 def test_a_damaged_database_does_not_keep_it_from_starting(home: Path) -> None:
     home.mkdir()
     (home / "fleetd.db").write_bytes(b"\x00garbage" * 1000)

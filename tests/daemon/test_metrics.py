@@ -67,6 +67,7 @@ def test_every_name_of_the_contract_is_there() -> None:
     ):
         assert re.search(rf'^{name}{{.*model_name="m"', shown, re.MULTILINE), name
     assert 'fleetd_build_info{version="1.2.3"} 1.0' in shown
+    assert "_created" not in shown
 
 
 def test_the_figures_are_what_was_reported() -> None:
