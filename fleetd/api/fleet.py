@@ -48,16 +48,17 @@ async def status(request: web.Request) -> web.StreamResponse:
 
 async def models(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
-    return json(await asyncio.to_thread(_listing, services))
+    # The engines' state belongs to the event loop; only the disk is asked from a thread.
+    loaded = loaded_models(services)
+    memory_bytes = view(services.status()).machine.get("memory_bytes") or 0
+    return json(await asyncio.to_thread(_listing, services, loaded, memory_bytes))
 
 
-def _listing(services: Services) -> dict[str, Any]:
+def _listing(services: Services, loaded: frozenset[str], memory_bytes: int) -> dict[str, Any]:
     """What is here and what could be. A digest may cost minutes of reading, so it is left to verify."""
     folders = list(services.models.installed())
-    loaded = loaded_models(services)
     by_name = {entry.name: entry for entry in services.catalog}
     by_hub_id = {entry.hub_id: entry for entry in services.catalog if entry.hub_id}
-    memory_bytes = view(services.status()).machine.get("memory_bytes") or 0
     installed = []
     for folder in folders:
         entry = by_name.get(folder.name) or by_hub_id.get(folder.name)
