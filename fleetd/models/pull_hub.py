@@ -143,6 +143,7 @@ def _fetch(hub_id: str, commit: str, file: RemoteFile, staged: Path, advance: An
         partial.unlink()
         have = 0
     with partial.open("ab") as out:
+        advance(have)
         bar = _Bar.reporting(advance, have)
         with _typed_failures(hub_id):
             if have < file.size_bytes:

@@ -119,7 +119,9 @@ def tiny_llama(
 
     def quantised(rows: int, columns: int, kind: int) -> tuple[tuple[int, ...], int, bytes]:
         blocks = rng.integers(0, 256, (rows * columns // 32, kinds[kind]), dtype=np.uint8)
-        blocks[:, :2] = np.frombuffer(rng.uniform(0.001, 0.02, len(blocks)).astype("<f2").tobytes(), np.uint8).reshape(-1, 2)
+        blocks[:, :2] = np.frombuffer(
+            rng.uniform(0.001, 0.02, len(blocks)).astype("<f2").tobytes(), np.uint8
+        ).reshape(-1, 2)
         if kind == Q4_1:
             blocks[:, 2:4] = blocks[:, :2]
         return (rows, columns), kind, blocks.tobytes()
@@ -142,7 +144,9 @@ def tiny_llama(
         "blk.0.ffn_down.weight": quantised(64, 96, Q8_0),
     }
     if architecture == "qwen2":
-        tensors |= {f"blk.0.attn_{part}.bias": plain(rows) for part, rows in (("q", 64), ("k", 32), ("v", 32))}
+        tensors |= {
+            f"blk.0.attn_{part}.bias": plain(rows) for part, rows in (("q", 64), ("k", 32), ("v", 32))
+        }
     if architecture == "qwen3":
         tensors |= {"blk.0.attn_q_norm.weight": plain(32), "blk.0.attn_k_norm.weight": plain(32)}
     if output:

@@ -62,7 +62,10 @@ NAME, DIMS, DIM0, KIND, OFFSET = 41, 50, 54, 70, 74
         ("no dimensions", patched(SOUND, DIMS, "I", 0)),
         ("five dimensions", patched(SOUND, DIMS, "I", 5)),
         ("dimension of 0", patched(SOUND, DIM0, "Q", 0)),
-        ("dimension product over 64 bits", patched(patched(SOUND, DIM0, "Q", 1 << 40), DIM0 + 8, "Q", 1 << 40)),
+        (
+            "dimension product over 64 bits",
+            patched(patched(SOUND, DIM0, "Q", 1 << 40), DIM0 + 8, "Q", 1 << 40),
+        ),
         ("offset past the end", patched(SOUND, OFFSET, "Q", 1 << 40)),
         ("offset of 2^64-32", patched(SOUND, OFFSET, "Q", (1 << 64) - 32)),
         ("truncated data", SOUND[:-1]),

@@ -170,7 +170,15 @@ def test_empty_file_is_corrupt(tmp_path: Path) -> None:
 @pytest.mark.parametrize("pre", ["smollm", "llama-bpe", "qwen2", "gpt-2"])
 @pytest.mark.parametrize(
     "text",
-    ["the other", "1234567", "  two  spaces\n\n\ttab\r\n", "naïve 北京 🙂 e\u0301", "it's we'll", "\x00\x7f", ""],
+    [
+        "the other",
+        "1234567",
+        "  two  spaces\n\n\ttab\r\n",
+        "naïve 北京 🙂 e\u0301",
+        "it's we'll",
+        "\x00\x7f",
+        "",
+    ],
 )
 def test_text_survives_encoding_and_decoding(tmp_path: Path, pre: str, text: str) -> None:
     folder = imported(tmp_path, gguf_bytes(*tiny_llama(pre=pre)))
@@ -200,7 +208,12 @@ def test_a_bos_token_is_added_where_the_file_says_so(tmp_path: Path) -> None:
 @pytest.mark.model
 def test_embedded_model_round_trips_text(embedded_model: ModelFolder) -> None:
     tokenizer = Tokenizer.from_file(str(embedded_model.path / "tokenizer.json"))
-    for text in ("Hello, world!", "3.14159 and 2026", "Zürich — 東京 🚀\n\n  indented", "<|im_start|>user\nhi<|im_end|>"):
+    for text in (
+        "Hello, world!",
+        "3.14159 and 2026",
+        "Zürich — 東京 🚀\n\n  indented",
+        "<|im_start|>user\nhi<|im_end|>",
+    ):
         assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
     assert len(tokenizer.encode("2026").ids) == 4
     assert tokenizer.encode("<|im_end|>").ids == [2]

