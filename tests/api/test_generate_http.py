@@ -33,8 +33,8 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
 def said(path: str, reply: str, streamed: bool) -> dict[int, str]:
     """The text per choice, whatever the form."""
     if not streamed:
-        key = (lambda c: c["message"]["content"]) if path == CHAT else (lambda c: c["text"])
-        return {choice["index"]: key(choice) for choice in json.loads(reply)["choices"]}
+        choices = json.loads(reply)["choices"]
+        return {c["index"]: c["message"]["content"] if path == CHAT else c["text"] for c in choices}
     assert frames(reply)[-1] == "[DONE]"
     texts: dict[int, str] = {}
     for frame in frames(reply)[:-1]:

@@ -15,6 +15,8 @@ from fleetd.api.progress import Progress
 from fleetd.engine import protocol as p
 from fleetd.errors import EngineError
 
+Events = list[p.Event]
+
 HEAD = render.Head("chatcmpl-1", 1700000000, "m", "fleetd-0")
 DONE = p.Finished("r", "stop", p.Usage(10, 4, 3, 1), p.Timings(0.25, 0.5, 0.1))
 
@@ -121,7 +123,7 @@ def test_tool_calls_stream_as_a_name_then_arguments() -> None:
 
 @pytest.mark.parametrize(("parallel", "expected"), [(True, 2), (False, 1)])
 def test_without_parallel_calls_only_the_first_is_sent(parallel: bool, expected: int) -> None:
-    events = [p.ToolCall("r", i, f"c{i}", "f", "{}") for i in range(2)]
+    events: Events = [p.ToolCall("r", i, f"c{i}", "f", "{}") for i in range(2)]
     assert len(deltas(chat_stream(parallel_tools=parallel), *events)) == 1 + 2 * expected
     whole = render.ChatWhole(HEAD, choices=1, logprobs=False, parallel_tools=parallel)
     for event in [*events, p.Finished("r", "tool_calls")]:
@@ -133,7 +135,7 @@ def test_without_parallel_calls_only_the_first_is_sent(parallel: bool, expected:
 
 
 def test_reasoning_is_kept_out_of_content() -> None:
-    events = [p.Delta("r", "hm", "reasoning"), p.Delta("r", "yes"), DONE]
+    events: Events = [p.Delta("r", "hm", "reasoning"), p.Delta("r", "yes"), DONE]
     assert deltas(chat_stream(), *events)[1:3] == [{"reasoning_content": "hm"}, {"content": "yes"}]
     whole = render.ChatWhole(HEAD, choices=1, logprobs=False, parallel_tools=True)
     for event in events:
@@ -196,7 +198,7 @@ def test_text_completion_chunks() -> None:
 
 @pytest.mark.parametrize("streamed", [True, False])
 def test_legacy_logprobs(streamed: bool) -> None:
-    events = [
+    events: Events = [
         p.Delta("r", "a b", logprobs=[logprob("a", 0, 1, 0.0), logprob(" b", 1, 1)]),
         p.Delta("r", "c", logprobs=[logprob("c", 3, 2)]),
         DONE,
