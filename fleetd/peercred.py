@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import struct
 import sys
@@ -28,8 +27,3 @@ def peer_uid(transport: asyncio.BaseTransport | None) -> int | None:
         return int(uid)
     except OSError:
         return None
-
-
-def is_own_user(transport: asyncio.BaseTransport | None) -> bool:
-    """True only if the kernel says that the peer runs as our user, or as root (who could be us anyway)."""
-    return peer_uid(transport) in (os.geteuid(), 0)

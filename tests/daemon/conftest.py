@@ -53,7 +53,7 @@ def make_runner(ledger: Ledger, metrics: Metrics) -> Callable[..., Runner]:
         def embedded(ref: str) -> str | None:
             return "tiny" if ref in ("tiny", "tiny-alias") else None
 
-        options = {"default_model": "m", "embedded": embedded} | changes
+        options: dict[str, Any] = {"default_model": "m", "embedded": embedded} | changes
         return Runner(pool=pool, models=models, ledger=ledger, metrics=metrics, **options)
 
     return make

@@ -55,7 +55,7 @@ def answer(request_id: str = "r1", text: Sequence[str] = ("Hello", " world")) ->
 class FakePool:
     """Streams ``script``; an exception in it is raised, an Event in it is waited for."""
 
-    script: list[Loading | Event | BaseException | asyncio.Event] = field(default_factory=list)
+    script: Sequence[Loading | Event | BaseException | asyncio.Event] = ()
     cancelled: int = 0
     streamed: list[str] = field(default_factory=list)
 

@@ -129,4 +129,5 @@ def test_the_format_follows_the_accept_header() -> None:
     body, content_type = metrics.render("application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
     assert body.endswith(b"# EOF\n")
-    assert list(openmetrics.text_string_to_metric_families(body.decode()))
+    families = openmetrics.text_string_to_metric_families(body.decode())  # type: ignore[no-untyped-call]
+    assert list(families)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import aclosing
+from typing import Any
 
 import pytest
 from daemon_fakes import FakeModels, FakePool, answer, job
@@ -34,7 +35,7 @@ async def collect(runner: Runner, this: Job) -> list[Loading | Event]:
     return [event async for event in runner.run(this)]
 
 
-def rows(store: Store) -> list[tuple[str, ...]]:
+def rows(store: Store) -> list[tuple[Any, ...]]:
     return store.call(
         lambda db: db.execute(
             "SELECT model, state, reason, prompt_tokens, cached_tokens, completion_tokens FROM usage"
@@ -312,7 +313,7 @@ async def test_prompt_leak_into_logs_database_or_metrics(
 ) -> None:
     canary = "canary-5f1d-prompt"
     caplog.set_level(logging.DEBUG)
-    endings = (
+    endings: tuple[list[Any], ...] = (
         answer(text=(canary, canary)),
         [EngineDied("died")],
         [RuntimeError(canary)],
