@@ -31,9 +31,9 @@ _LOOKS_LIKE_BYTES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is sent besides the messages; None leaves the daemon's default."""
+    """What is sent besides the messages; None, and an empty model, leave the daemon's default."""
 
-    model: str = "default"
+    model: str = ""
     temperature: float | None = None
     top_p: float | None = None
     max_tokens: int | None = None
@@ -42,11 +42,12 @@ class Options:
 
     def body(self, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
         body: dict[str, Any] = {
-            "model": self.model,
             "messages": list(messages),
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self.model:
+            body["model"] = self.model
         for name in ("temperature", "top_p", "max_tokens", "seed"):
             if (value := getattr(self, name)) is not None:
                 body[name] = value
@@ -71,7 +72,6 @@ class Answer:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "model": self.model,
             "content": self.content,
             "reasoning": self.reasoning or None,
             "finish_reason": self.finish_reason,
@@ -99,7 +99,10 @@ class Answer:
         tokens = self.usage.get("completion_tokens", self.timings.get("predicted_n"))
         if tokens is not None:
             speed = self.timings.get("predicted_per_second")
-            parts.append(f"{count(tokens)} tokens" + (f" at {_speed(speed)} tok/s" if speed else ""))
+            parts.append(
+                f"{count(tokens)} token{'' if tokens == 1 else 's'}"
+                + (f" at {_speed(speed)} tok/s" if speed else "")
+            )
         if self.model:
             parts.append(one_line(self.model))
         return " · ".join(parts)

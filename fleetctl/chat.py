@@ -21,7 +21,7 @@ _STDIN_PATIENCE_S = 2.0
 @click.command("chat")
 @click.argument("prompt", nargs=-1)
 @click.option(
-    "-m", "--model", default="default", show_default=True, help="A name that `fleetctl models` lists."
+    "-m", "--model", default="", metavar="NAME", help="One of `fleetctl models`, if not the default."
 )
 @click.option("-s", "--system", default="", metavar="TEXT", help="The system message.")
 @click.option("--temperature", type=click.FloatRange(0, 2), help="0 always takes the likeliest token.")

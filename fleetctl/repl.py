@@ -43,7 +43,9 @@ _COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)
 def converse(client: Client, options: Options, system: str, *, stats: bool) -> int:
     """Talk until the user leaves. A missing daemon ends it at once; later failures only end an answer."""
     status = client.get("/fleet/v1/status")
-    model = options.model if options.model != "default" else str(status.get("default_model") or "default")
+    if not options.model:
+        options = replace(options, model=str(status.get("default_model") or ""))
+    model = options.model or "the default model"
     note(click.style(f"{one_line(model)} · /help lists the commands, Ctrl-D leaves", dim=True))
     talk = Talk(client, options, system, stats=stats)
     session = editor()

@@ -30,7 +30,6 @@ def test_answer_on_stdout_statistics_on_stderr(run: Run, daemon: FakeDaemon) -> 
     assert done.stderr.endswith(AFTER)
     assert daemon.chats == [
         {
-            "model": "default",
             "messages": [{"role": "user", "content": "say hello"}],
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -229,7 +228,7 @@ def test_progress_of_loading_and_prefill_in_a_log(
     [
         ({}, ""),
         ({"model": "m\x1b"}, "m\\x1b"),
-        ({"timings": {"prompt_n": 5, "cache_n": 0, "predicted_n": 1}}, "5 prompt tokens · 1 tokens"),
+        ({"timings": {"prompt_n": 5, "cache_n": 0, "predicted_n": 1}}, "5 prompt tokens · 1 token"),
         ({"usage": {"prompt_tokens": 12_000, "completion_tokens": 0}}, "12,000 prompt tokens · 0 tokens"),
     ],
 )

@@ -167,7 +167,7 @@ def test_commands(daemon: FakeDaemon, start: Start) -> None:
 
     say("/help", "Ctrl-C stops an answer")
     say("first", "fine")
-    say("/model", "model: default")
+    say("/model", "model: smollm2-135m")
     say("/model other", "model: other")
     say("/stats", "closing line: off")
     say("second", "fine")
@@ -180,7 +180,7 @@ def test_commands(daemon: FakeDaemon, start: Start) -> None:
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 0
-    assert [body["model"] for body in daemon.chats] == ["default", "other", "other", "other"]
+    assert [body["model"] for body in daemon.chats] == ["smollm2-135m", "other", "other", "other"]
     assert texts(daemon) == [
         ["be brief", "first"],
         ["be brief", "first", "fine", "second"],
