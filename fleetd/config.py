@@ -28,6 +28,9 @@ from fleetd.errors import ConfigError
 from fleetd.limits import GIB, KIB, MIB
 
 DEFAULT_PORT = 8114
+# Beyond these a figure is a slip of the pen, and would overflow somewhere less polite.
+_FOREVER_S = 10**9
+_MOST_BYTES = 1 << 50
 # Variables of the FLEETD_ family that are not settings.
 _NOT_SETTINGS = frozenset({"FLEETD_HOME"})
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
@@ -82,14 +85,22 @@ class Engine(msgspec.Struct, frozen=True):
         Meta(description="Where models run; auto takes the GPU if there is one."),
     ] = "auto"
     idle_unload_s: Annotated[
-        int, Meta(ge=0, description="A model unused for this long gives its memory back; 0 keeps it.")
+        int,
+        Meta(
+            ge=0, le=_FOREVER_S, description="A model unused for this long gives its memory back; 0 keeps it."
+        ),
     ] = 1800
     memory_fraction: Annotated[
         float,
         Meta(gt=0, le=0.95, description="Share of the memory the device calls usable that models may take."),
     ] = 0.85
     max_memory_bytes: Annotated[
-        int, Meta(ge=0, description="The same as an absolute figure; 0 leaves it to memory_fraction.")
+        int,
+        Meta(
+            ge=0,
+            le=_MOST_BYTES,
+            description="The same as an absolute figure; 0 leaves it to memory_fraction.",
+        ),
     ] = 0
     max_streams: Annotated[
         int, Meta(ge=1, le=1024, description="Answers decoded at once per model; more of them wait.")
@@ -98,7 +109,7 @@ class Engine(msgspec.Struct, frozen=True):
         int, Meta(ge=0, le=65536, description="Prompt tokens per step; 0 chooses by device.")
     ] = 0
     prefix_cache_bytes: Annotated[
-        int, Meta(ge=0, description="RAM for prompts seen before; 0 chooses by memory.")
+        int, Meta(ge=0, le=_MOST_BYTES, description="RAM for prompts seen before; 0 chooses by memory.")
     ] = 0
     threads: Annotated[
         int, Meta(ge=0, le=1024, description="CPU threads of an engine worker; 0 means all cores.")
@@ -247,6 +258,11 @@ def _from_file(file: Path, *, required: bool) -> list[tuple[str, Any, str]]:
         raise ConfigError(
             f"The configuration file {file} is not valid TOML: {error}.", hint="Correct that line."
         ) from error
+    except RecursionError:  # nesting has no bound in TOML, and none here would be a setting
+        raise ConfigError(
+            f"The configuration file {file} is not valid TOML for settings: it is nested too deeply.",
+            hint="Settings are one section deep.",
+        ) from None
     found = []
     for section, body in document.items():
         where = f"{file}, line {_line_of(text, section, None)}"

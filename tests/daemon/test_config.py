@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from fleetd import config
 from fleetd.errors import ConfigError
@@ -64,6 +68,8 @@ def test_the_line_of_a_bad_value_is_named(tmp_path: Path) -> None:
     [
         "[engine]\nmemory_fraction = 0.0\n",
         "[engine]\nmemory_fraction = 0.96\n",
+        "[engine]\nmemory_fraction = nan\n",
+        "[engine]\nmax_memory_bytes = 99999999999999999999999\n",
         "[engine]\nmax_streams = 0\n",
         "[engine]\nmax_streams = 1025\n",
         "[engine]\nidle_unload_s = -1\n",
@@ -151,3 +157,49 @@ def test_every_key_says_why_it_exists() -> None:
         assert key.kind
         assert key.env.startswith("FLEETD_")
     assert len({key.env for key in config.KEYS.values()}) == len(config.KEYS)
+
+
+_NAMES = st.sampled_from(
+    [*(key.name for key in config.KEYS.values()), "http", "engine", "x", "log.x.y", '"a.b"']
+)
+_VALUES = st.sampled_from(
+    [
+        "1",
+        "-1",
+        "nan",
+        "inf",
+        "0.5",
+        "true",
+        '""',
+        "'8 GiB'",
+        "[]",
+        "[1]",
+        "{a=1}",
+        "1979-05-27",
+        "9" * 40,
+        "[[[[",
+    ]
+)
+_LINES = st.one_of(
+    st.builds("{} = {}".format, _NAMES, _VALUES), st.builds("[{}]".format, _NAMES), st.text(max_size=20)
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(_LINES, max_size=6))
+def test_no_file_breaks_the_loader(lines: list[str]) -> None:
+    """Any text is either a configuration that keeps its promises, or a ConfigError."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "f.toml"
+        file.write_text("\n".join(lines), encoding="utf-8", errors="replace")
+        try:
+            loaded = config.load(file, environ={})
+        except ConfigError:
+            return
+    assert 0 < loaded.engine.memory_fraction <= 0.95
+    assert ipaddress.ip_address(loaded.http.host).is_loopback
+
+
+def test_nesting_without_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not valid TOML"):
+        load(tmp_path, "x = " + "[" * 100_000)
