@@ -59,11 +59,12 @@ def _hub(
     note: str,
     *,
     aliases: tuple[str, ...] = (),
+    revision: str | None = None,
 ) -> CatalogEntry:
     return CatalogEntry(
         name=name,
         hub_id=f"mlx-community/{hub_id}",
-        revision=None,
+        revision=revision,
         roles=roles,
         memory_bytes=memory_bytes,
         context_tokens=context_tokens,
@@ -97,6 +98,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         40_960,
         "tiny",
         "compressor and draft for the Qwen3 family; runs beside other work on 8 GB",
+        revision="73e3e38d981303bc594367cd910ea6eb48349da8",
     ),
     _hub(
         "qwen3-1.7b",
@@ -106,6 +108,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         40_960,
         "tiny",
         "the better compressor for an 8 GB machine",
+        revision="3b1b1768f8f8cf8351c712464f906e86c2b8269e",
     ),
     _hub(
         "llama-3.2-1b",

@@ -30,11 +30,12 @@ def location(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def snapshot(cache: Path, hub_id: str, revision: str | None = None) -> Path | None:
-    """The complete snapshot of a model: of ``revision`` if given, else of ``main``, else the newest."""
+    """The complete snapshot of a model: of ``revision`` if it is there, else of ``main``, else the newest."""
     root = cache / f"models--{hub_id.replace('/', '--')}"
     if revision is not None:
         wanted = root / "snapshots" / revision
-        return wanted if is_complete(wanted) else None
+        if is_complete(wanted):
+            return wanted
     try:
         main = (root / "refs" / "main").read_text(encoding="ascii", errors="replace").strip()
     except OSError:

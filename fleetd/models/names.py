@@ -19,7 +19,7 @@ _HUB_ID = re.compile(rf"{_PART}/{_PART}")
 
 def check(name: str) -> str:
     """The name, if it is one. Raises InvalidValue."""
-    if len(name) > limits.MODEL_NAME_CHARS or not _NAME.fullmatch(name) or ".." in name or "--" in name[:2]:
+    if len(name) > limits.MODEL_NAME_CHARS or not _NAME.fullmatch(name) or _ambiguous(name):
         raise InvalidValue(
             f"{name[:80]!r} is not the name of a model.",
             hint="Give a name from `fleetctl models`, a hub id (ORGANISATION/NAME) or an absolute path.",
@@ -29,7 +29,12 @@ def check(name: str) -> str:
 
 
 def is_hub_id(name: str) -> bool:
-    return bool(_HUB_ID.fullmatch(name)) and ".." not in name and len(name) <= limits.MODEL_NAME_CHARS
+    return bool(_HUB_ID.fullmatch(name)) and not _ambiguous(name) and len(name) <= limits.MODEL_NAME_CHARS
+
+
+def _ambiguous(name: str) -> bool:
+    """``..`` climbs; ``--`` is how a folder's name writes the slash, and no hub id has it."""
+    return ".." in name or ("/" in name and "--" in name)
 
 
 def folder_name(name: str) -> str:

@@ -196,7 +196,10 @@ class ModelStore:
             ModelNotFound: it is not there.
             InvalidValue: it is there, but not fleetd's to delete.
         """
-        folder = self.resolve(ref)
+        try:
+            folder = self.resolve(ref)
+        except ModelCorrupt:
+            folder = self._damaged(ref)
         home = self.models_dir.resolve()
         if not folder.path.resolve().is_relative_to(home) or folder.path.is_symlink():
             how = (
@@ -212,6 +215,15 @@ class ModelStore:
         folder.path.rename(retired)
         shutil.rmtree(retired)
         self.record_path(folder).unlink(missing_ok=True)
+
+    def _damaged(self, ref: str) -> ModelFolder:
+        """A folder in the models folder that can no longer be read, for removal. Raises ModelNotFound."""
+        entry = catalog.find(ref)
+        name = entry.name if entry is not None else names.check(ref)
+        for folder in self._candidates(name, entry.hub_id if entry is not None else None):
+            if (folder / "config.json").is_file():
+                return ModelFolder(name, folder, "folder", None, {}, 0, 0.0)
+        raise self._not_found(ref, entry, None)
 
     # ---- Content -----------------------------------------------------------------------------------------
 

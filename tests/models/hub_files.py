@@ -43,7 +43,7 @@ def make_snapshot(cache: Path, hub_id: str, commit: str = COMMIT, *, main: bool 
 
 @dataclass
 class Hub:
-    """What the server has and what it was asked; ``cut_after`` bytes of a file it drops the line, once each."""
+    """What the server has and was asked; after ``cut_after`` bytes of a file it drops the line, once."""
 
     url: str
     models: dict[str, dict[str, bytes]]

@@ -35,7 +35,7 @@ def test_agrees_with_the_reference_reader(tmp_path: Path) -> None:
         assert (value if isinstance(value, list | str | int | float) else value.tolist()) == expected
 
 
-ONE = {"t": ((2, 4), F32, b"\0" * 32)}
+ONE: dict[str, tuple[tuple[int, ...], int, bytes]] = {"t": ((2, 4), F32, b"\0" * 32)}
 
 
 def patched(raw: bytes, at: int, code: str, value: int) -> bytes:

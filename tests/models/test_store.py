@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hub_files import COMMIT, make_snapshot
@@ -134,6 +135,7 @@ def test_unknown_name_offers_the_nearest_and_known_name_says_pull(store: ModelSt
         "",
         "a" * 201,
         "a//b",
+        "a--b/c",
         "a/",
     ],
 )
@@ -225,6 +227,13 @@ def test_remove_deletes_only_what_lies_in_the_models_folder(
     assert outside.exists()
 
 
+@pytest.mark.parametrize("content", ["{", "[]"])
+def test_damaged_model_can_be_removed(store: ModelStore, installed: Path, content: str) -> None:
+    (installed / "config.json").write_text(content)
+    store.remove("own")
+    assert not installed.exists()
+
+
 # ---- Digest ----------------------------------------------------------------------------------------------
 
 
@@ -253,7 +262,12 @@ def test_digest_hashes_only_what_changed(
     folder = store.resolve(str(make_folder(tmp_path / "m")))
     hashed: list[str] = []
     real = manifest.hash_file
-    monkeypatch.setattr(manifest, "hash_file", lambda path, progress: hashed.append(path.name) or real(path))
+
+    def spy(path: Path, progress: Any) -> str:
+        hashed.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(manifest, "hash_file", spy)
     first = store.digest(folder)
     assert len(hashed) == 4
     hashed.clear()
