@@ -15,6 +15,7 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from fleetd import errors
 from fleetd.api.app import build_app, make_runner
 from fleetd.api.services import Services
 from fleetd.engine import protocol as p
@@ -355,3 +356,28 @@ def post_bytes(site: Site, path: str, body: bytes, **headers: str) -> bytes:
     }
     head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"POST {path} HTTP/1.1\r\n{head}\r\n".encode() + body
+
+
+@dataclass(frozen=True)
+class Target:
+    base_url: str
+    api_key: str
+    model: str
+    # A live model may not know tools.
+    tools: bool
+
+
+def scripts(job: Job) -> list[Step]:
+    """A word in the prompt asks for what a healthy model would not do."""
+    text = str(job.request.prompt)
+    start: list[Step] = [p.Accepted(job.request.id, 3), p.Delta(job.request.id, "half")]
+    if "too long" in text:
+        return [errors.ContextLengthExceeded("9000 tokens do not fit 8192.", param="messages")]
+    if "busy" in text:
+        return [errors.Overloaded("The queue is full.", retry_after_s=1)]
+    if "die" in text:
+        return [*start, errors.EngineDied("The engine died.")]
+    if "think" in text:
+        end = p.Finished(job.request.id, "stop", p.Usage(3, 0, 5, 3))
+        return [start[0], p.Delta(job.request.id, "hm", "reasoning", 3), p.Delta(job.request.id, "yes"), end]
+    return list(speak(job))

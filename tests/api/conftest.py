@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import os
+from collections.abc import AsyncIterator, Iterator
 
 import aiohttp
 import pytest
-from api_fakes import FakeRunner, Site, serve, services
+from api_fakes import MODEL, TOKEN, FakeRunner, Site, Target, scripts, serve, serve_in_thread, services
 
 
 @pytest.fixture
@@ -24,3 +25,19 @@ async def site(runner: FakeRunner) -> AsyncIterator[Site]:
 async def client(site: Site) -> AsyncIterator[aiohttp.ClientSession]:
     async with site.client() as session:
         yield session
+
+
+@pytest.fixture(scope="module")
+def scripted() -> Iterator[Target]:
+    with serve_in_thread(lambda: services(FakeRunner(scripts))) as site:
+        yield Target(f"{site.url}/v1", TOKEN, MODEL, tools=True)
+
+
+@pytest.fixture(scope="module")
+def target(scripted: Target) -> Target:
+    """Where real clients go: the scripted daemon, or a live one that the environment names."""
+    if base_url := os.environ.get("FLEETD_TEST_BASE_URL"):
+        model = os.environ.get("FLEETD_TEST_MODEL", MODEL)
+        key = os.environ.get("FLEETD_TEST_API_KEY", "")
+        return Target(base_url, key, model, tools=os.environ.get("FLEETD_TEST_TOOLS") == "1")
+    return scripted

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 import pytest
+from aiohttp import web
 from api_fakes import (
     MODEL,
     TOKEN,
@@ -26,6 +27,7 @@ from api_fakes import (
 )
 
 from fleetd import errors, limits
+from fleetd.api.app import build_app, make_runner
 from fleetd.models.catalog import CATALOG
 
 
@@ -180,3 +182,26 @@ async def test_usage(daemon: Daemon, days: str, expected: int) -> None:
 async def test_env(daemon: Daemon, http: Any, url: str | None) -> None:
     daemon.status["http"] = http
     assert await daemon.get("/fleet/v1/env") == {"base_url": url, "api_key": TOKEN}
+
+
+async def test_one_application_serves_both_sites_and_trusts_only_the_socket(tmp_path: Path) -> None:
+    """As the daemon runs it: two runners, one application."""
+    runner = FakeRunner()
+    app = build_app(services(runner))
+    local, remote = make_runner(app, trusted=True), make_runner(app, trusted=False)
+    await local.setup()
+    await web.UnixSite(local, str(tmp_path / "s")).start()
+    await remote.setup()
+    await web.TCPSite(remote, "127.0.0.1", 0).start()
+    port = remote.addresses[0][1]
+    unix = aiohttp.UnixConnector(str(tmp_path / "s"))
+    async with aiohttp.ClientSession("http://fleetd", connector=unix) as session:
+        async with session.get("/fleet/v1/status") as response:
+            assert response.status == 200
+    async with aiohttp.ClientSession(f"http://127.0.0.1:{port}") as session:
+        async with session.get("/fleet/v1/status") as response:
+            assert response.status == 401
+        async with session.get("/v1/models", headers={"x-api-key": TOKEN}) as response:
+            assert response.status == 200
+    await remote.cleanup()
+    await local.cleanup()

@@ -7,18 +7,12 @@ are set. Assertions are about shape and agreement, so they hold for any model; w
 
 from __future__ import annotations
 
-import os
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import openai
 import pytest
-from api_fakes import MODEL, TOKEN, FakeRunner, Step, serve_in_thread, services, speak
-
-from fleetd import errors
-from fleetd.engine import protocol as p
-from fleetd.jobs.job import Job
+from api_fakes import MODEL, Target
 
 ASK: list[Any] = [{"role": "user", "content": "Say something."}]
 TOOL: Any = {
@@ -29,46 +23,6 @@ TOOL: Any = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-
-
-@dataclass(frozen=True)
-class Target:
-    base_url: str
-    api_key: str
-    model: str
-    # A live model may not know tools.
-    tools: bool
-
-
-def scripts(job: Job) -> list[Step]:
-    """A word in the prompt asks for what a healthy model would not do."""
-    text = str(job.request.prompt)
-    start: list[Step] = [p.Accepted(job.request.id, 3), p.Delta(job.request.id, "half")]
-    if "too long" in text:
-        return [errors.ContextLengthExceeded("9000 tokens do not fit 8192.", param="messages")]
-    if "busy" in text:
-        return [errors.Overloaded("The queue is full.", retry_after_s=1)]
-    if "die" in text:
-        return [*start, errors.EngineDied("The engine died.")]
-    if "think" in text:
-        end = p.Finished(job.request.id, "stop", p.Usage(3, 0, 5, 3))
-        return [start[0], p.Delta(job.request.id, "hm", "reasoning", 3), p.Delta(job.request.id, "yes"), end]
-    return list(speak(job))
-
-
-@pytest.fixture(scope="module")
-def scripted() -> Iterator[Target]:
-    with serve_in_thread(lambda: services(FakeRunner(scripts))) as site:
-        yield Target(f"{site.url}/v1", TOKEN, MODEL, tools=True)
-
-
-@pytest.fixture(scope="module")
-def target(scripted: Target) -> Target:
-    if base_url := os.environ.get("FLEETD_TEST_BASE_URL"):
-        model = os.environ.get("FLEETD_TEST_MODEL", MODEL)
-        key = os.environ.get("FLEETD_TEST_API_KEY", "")
-        return Target(base_url, key, model, tools=os.environ.get("FLEETD_TEST_TOOLS") == "1")
-    return scripted
 
 
 def connect(target: Target, **options: Any) -> openai.OpenAI:

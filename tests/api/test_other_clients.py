@@ -1,0 +1,76 @@
+"""litellm and the llm command line, each in its own process, against the same target as the openai client."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_fakes import Target
+
+LITELLM = """
+import json, sys
+import litellm
+litellm.telemetry = False
+base_url, key, model = sys.argv[1:]
+messages = [{"role": "user", "content": "Say something."}]
+ask = dict(api_base=base_url, api_key=key, messages=messages, max_tokens=4, seed=1)
+usage = dict(stream=True, stream_options={"include_usage": True})
+out = {}
+for provider in ("openai", "hosted_vllm"):
+    whole = litellm.completion(model=f"{provider}/{model}", **ask)
+    chunks = litellm.completion(model=f"{provider}/{model}", **usage, **ask)
+    chunks = list(chunks)
+    out[provider] = {
+        "whole": whole.choices[0].message.content,
+        "streamed": "".join(c.choices[0].delta.content or "" for c in chunks if c.choices),
+        "tokens": whole.usage.completion_tokens,
+        "streamed_tokens": [c.usage.completion_tokens for c in chunks if getattr(c, "usage", None)],
+    }
+try:
+    litellm.completion(model=f"openai/{model}", **{**ask, "temperature": 9})
+except litellm.BadRequestError as error:
+    out["error"] = str(error)
+print(json.dumps(out))
+"""
+
+
+def run(*command: str, env: dict[str, str]) -> str:
+    merged = {**os.environ, **env}
+    done = subprocess.run(command, env=merged, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def test_litellm(target: Target) -> None:
+    # Its price list would be fetched from the network.
+    env = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    printed = run(sys.executable, "-c", LITELLM, target.base_url, target.api_key, target.model, env=env)
+    out: dict[str, Any] = json.loads(printed.splitlines()[-1])
+    for provider in ("openai", "hosted_vllm"):
+        seen = out[provider]
+        assert seen["whole"]
+        assert seen["whole"] == seen["streamed"]
+        assert seen["streamed_tokens"][-1:] == [seen["tokens"]]
+    assert "temperature" in out["error"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_llm_command_line(target: Target, tmp_path: Path, stream: bool) -> None:
+    model = {
+        "model_id": "fleet",
+        "model_name": target.model,
+        "api_base": target.base_url,
+        "api_key_name": "fleet",
+    }
+    (tmp_path / "extra-openai-models.yaml").write_text(json.dumps([model]))
+    (tmp_path / "keys.json").write_text(json.dumps({"fleet": target.api_key}))
+    env = {"LLM_USER_PATH": str(tmp_path)}
+    llm = (sys.executable, "-m", "llm")
+    assert "fleet" in run(*llm, "models", env=env)
+    options = ["-o", "max_tokens", "6", "-o", "seed", "3", *([] if stream else ["--no-stream"])]
+    assert run(*llm, "-m", "fleet", *options, "Say something.", env=env).strip()
