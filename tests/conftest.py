@@ -9,13 +9,20 @@ from typing import Any
 import pytest
 import uvloop
 
-from fleetd.models import pull
-from fleetd.models.folder import ModelFolder
-from fleetd.models.store import ModelStore
+from fleetd.engine import cpu
+
+# Before anything can import mlx: its CPU backend binds to the BLAS that is there first.
+cpu.preload_blas()
+
+from fleetd.models import pull  # noqa: E402
+from fleetd.models.folder import ModelFolder  # noqa: E402
+from fleetd.models.store import ModelStore  # noqa: E402
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
-    """Every async test runs on both loops."""
+    """Every async test runs on both loops, except where what is tested is another process's work."""
+    if item.get_closest_marker("one_loop"):
+        return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 

@@ -1,0 +1,459 @@
+"""The worker as the daemon sees it: a real process, a real (tiny) model, real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import chain_model
+import psutil
+import pytest
+from asking import GREEDY, ask, folder_of, run
+
+from fleetd import limits
+from fleetd.engine.pool import EnginePool
+from fleetd.engine.protocol import (
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Finished,
+    Generate,
+    Prefill,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+)
+from fleetd.errors import (
+    BadRequest,
+    ContextLengthExceeded,
+    EngineDied,
+    EngineStalled,
+    FleetError,
+    InvalidValue,
+    ModelCorrupt,
+    ModelUnsupported,
+    OutOfMemory,
+    UnsupportedParameter,
+)
+from fleetd.models.folder import ModelFolder
+
+WEATHER = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+
+
+async def test_answers_and_counts(pool: EnginePool, chain: ModelFolder) -> None:
+    answer = await run(pool, chain, ask("<hello>"))
+    assert answer.text == "Hello there, world!"
+    assert answer.finished.reason == "stop"
+    assert answer.finished.usage.completion_tokens == 5
+    accepted = [e for e in answer.events if isinstance(e, Accepted)]
+    assert accepted[0].prompt_tokens == answer.finished.usage.prompt_tokens == len("user: ") + 1
+    progress = [e for e in answer.events if isinstance(e, Prefill)]
+    assert progress[-1].done == accepted[0].prompt_tokens - 1
+
+
+@pytest.mark.one_loop
+async def test_never_splits_a_code_point(pool: EnginePool, chain: ModelFolder) -> None:
+    answer = await run(pool, chain, ask("<utf8>"))
+    assert answer.text == "aé€😀z"
+    assert all("\ufffd" not in e.text for e in answer.events if isinstance(e, Delta))
+
+
+@pytest.mark.one_loop
+async def test_half_a_code_point_at_the_end_is_no_text(pool: EnginePool, chain: ModelFolder) -> None:
+    answer = await run(pool, chain, ask("<utf8>", max_tokens=2))
+    assert answer.text == "a"
+    assert answer.finished.reason == "length"
+
+
+@pytest.mark.one_loop
+async def test_reasoning_is_set_apart(pool: EnginePool, chain: ModelFolder) -> None:
+    answer = await run(pool, chain, ask("<ponder>"))
+    assert answer.reasoning == "First, I wonder."
+    assert answer.text == "So: 42."
+    assert answer.finished.usage.reasoning_tokens > 0
+
+
+@pytest.mark.one_loop
+async def test_tool_call_is_parsed_and_its_tags_never_shown(pool: EnginePool, chain: ModelFolder) -> None:
+    answer = await run(pool, chain, ask("<weather>", tools=WEATHER))
+    assert answer.text == "Let me look."
+    assert [(c.index, c.name, json.loads(c.arguments)) for c in answer.calls] == [
+        (0, "get_weather", {"city": "Paris"})
+    ]
+    assert answer.finished.reason == "tool_calls"
+
+
+@pytest.mark.one_loop
+async def test_tool_call_cut_off_by_max_tokens_is_shown_as_text(pool: EnginePool, chain: ModelFolder) -> None:
+    answer = await run(pool, chain, ask("<weather>", tools=WEATHER, max_tokens=4))
+    assert answer.calls == []
+    assert '{"name": "get_' in answer.text
+    assert answer.finished.reason == "length"
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("stop", [["STOP"], ["P bad", "nothing"], ["TOP bad part"], ["ST", "STOP"]])
+async def test_stop_string_across_tokens_is_cut_before_it(
+    pool: EnginePool, chain: ModelFolder, stop: list[str]
+) -> None:
+    answer = await run(pool, chain, ask("<cutoff>", stop=stop))
+    whole = "good part STOP bad part"
+    cut = min(whole.find(s) for s in stop if s in whole)
+    assert answer.text == whole[:cut]
+    assert answer.finished.reason == "stop"
+    assert answer.finished.stop in stop
+
+
+@pytest.mark.one_loop
+async def test_unfinished_stop_string_is_released_at_the_end(pool: EnginePool, chain: ModelFolder) -> None:
+    answer = await run(pool, chain, ask("<cutoff>", stop=["part!"]))
+    assert answer.text == "good part STOP bad part"
+    assert answer.finished.stop is None
+
+
+@pytest.mark.one_loop
+async def test_logprobs_cover_the_text(pool: EnginePool, chain: ModelFolder) -> None:
+    answer = await run(pool, chain, ask("<hello>", top_logprobs=3))
+    assert "".join(p.token for p in answer.logprobs) == answer.text
+    assert [p.text_offset for p in answer.logprobs] == [0, 3, 9, 16]
+    for entry in answer.logprobs:
+        assert entry.logprob <= 0
+        assert len(entry.top) == 3
+        assert entry.top[0].token == entry.token
+        assert entry.top[0].logprob >= entry.top[1].logprob >= entry.top[2].logprob
+
+
+@pytest.mark.one_loop
+async def test_echo_scores_the_prompt(pool: EnginePool, chain: ModelFolder) -> None:
+    request = Generate("r", TextPrompt("<hello>Hel"), GREEDY, max_tokens=0, top_logprobs=0, echo=True)
+    answer = await run(pool, chain, request)
+    assert [p.token for p in answer.logprobs] == ["<hello>", "Hel"]
+    # The chain makes "Hel" the certain continuation: e^√512 against 511 ones.
+    assert answer.logprobs[1].logprob > -1e-3
+    assert answer.finished.usage.completion_tokens == 0
+
+
+@pytest.mark.one_loop
+async def test_token_prompt_outside_the_vocabulary(pool: EnginePool, chain: ModelFolder) -> None:
+    with pytest.raises(InvalidValue, match="outside the vocabulary"):
+        await run(pool, chain, Generate("r", TokenPrompt([3, 100000]), GREEDY))
+
+
+@pytest.mark.one_loop
+async def test_empty_prompt(pool: EnginePool, chain: ModelFolder) -> None:
+    with pytest.raises(BadRequest, match="empty"):
+        await run(pool, chain, Generate("r", TextPrompt(""), GREEDY))
+
+
+@pytest.mark.one_loop
+async def test_prompt_longer_than_the_context_names_both_figures(
+    pool: EnginePool, chain: ModelFolder
+) -> None:
+    with pytest.raises(ContextLengthExceeded, match=r"5000 tokens.*4096"):
+        await run(pool, chain, Generate("r", TokenPrompt([65] * 5000), GREEDY))
+
+
+@pytest.mark.one_loop
+async def test_answer_ends_where_the_context_does(pool: EnginePool, chain: ModelFolder) -> None:
+    count = Generate("r", TokenPrompt([65] * 4085), GREEDY, max_tokens=1000)
+    answer = await run(pool, chain, count)
+    assert answer.finished.usage.prompt_tokens + answer.finished.usage.completion_tokens <= 4096
+
+
+@pytest.mark.one_loop
+async def test_template_that_raises_is_the_requests_fault(
+    pool: EnginePool, tmp_path: Path, chain_path: Path
+) -> None:
+    folder = _variant(chain_path, tmp_path, "{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(BadRequest, match="roles must alternate"):
+        await run(pool, folder, ask("<hello>"))
+
+
+@pytest.mark.one_loop
+async def test_poisoned_template_cannot_reach_python(
+    pool: EnginePool, tmp_path: Path, chain_path: Path
+) -> None:
+    folder = _variant(chain_path, tmp_path, "{{ ''.__class__.__mro__[1].__subclasses__() }}")
+    with pytest.raises(BadRequest, match="template"):
+        await run(pool, folder, ask("<hello>"))
+
+
+@pytest.mark.one_loop
+async def test_endless_template_ends_the_worker_not_the_daemon(
+    make_pool: Callable[..., EnginePool], tmp_path: Path, chain_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "RENDER_S", 0.5)
+    loops = "".join(f"{{% for i{n} in range(99999) %}}" for n in range(4)) + "{% endfor %}" * 4
+    folder = _variant(chain_path, tmp_path, loops)
+    pool = make_pool()
+    await pool.load(folder)
+    watch = asyncio.create_task(pool.run())
+    try:
+        with pytest.raises(EngineStalled, match="template"):
+            async with asyncio.timeout(20):
+                await run(pool, folder, ask("<hello>"))
+    finally:
+        watch.cancel()
+
+
+@pytest.mark.one_loop
+async def test_tools_for_a_model_without_a_format(pool: EnginePool, tmp_path: Path, chain_path: Path) -> None:
+    folder = _variant(chain_path, tmp_path, "{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(UnsupportedParameter, match="tool"):
+        await run(pool, folder, ask("<hello>", tools=WEATHER))
+
+
+async def test_killed_worker_ends_the_stream_within_two_seconds_and_the_next_request_works(
+    pool: EnginePool, chain: ModelFolder
+) -> None:
+    events = pool.stream(chain, ask("<count>"))
+    async for event in events:
+        if isinstance(event, Delta):
+            break
+    (status,) = pool.status()
+    assert status.pid is not None
+    os.kill(status.pid, signal.SIGKILL)
+    async with asyncio.timeout(2):
+        with pytest.raises(EngineDied):
+            async for _ in events:
+                pass
+    answer = await run(pool, chain, ask("<hello>", "r2"))
+    assert answer.text == "Hello there, world!"
+    assert pool.status()[0].restarts == 1
+
+
+async def test_worker_goes_when_the_daemon_is_gone(pool: EnginePool, chain: ModelFolder) -> None:
+    await pool.load(chain)
+    (status,) = pool.status()
+    assert status.pid is not None
+    worker = psutil.Process(status.pid)
+    engine = pool._engines["chain"]
+    assert engine._writer is not None
+    engine._writer.transport.abort()  # what a daemon's death looks like from the other end
+    await asyncio.to_thread(worker.wait, 5)
+    assert not worker.is_running()
+
+
+async def test_closing_the_stream_frees_its_slot_within_a_second(
+    make_pool: Callable[..., EnginePool], chain: ModelFolder
+) -> None:
+    pool = make_pool(max_streams=1)
+    events = pool.stream(chain, ask("<count>"))
+    async for event in events:
+        if isinstance(event, Delta):
+            break
+    await events.aclose()
+    async with asyncio.timeout(1):
+        answer = await run(pool, chain, ask("<hello>", "r2"))
+    assert answer.text == "Hello there, world!"
+
+
+@pytest.mark.one_loop
+async def test_concurrent_answers_equal_the_same_alone(pool: EnginePool, chain: ModelFolder) -> None:
+    markers = ["<hello>", "<utf8>", "<ponder>", "<cutoff>", "<count>", "<hello>"]
+    alone = [await run(pool, chain, ask(m, f"a{i}", max_tokens=40)) for i, m in enumerate(markers)]
+    together = await asyncio.gather(
+        *(run(pool, chain, ask(m, f"b{i}", max_tokens=40)) for i, m in enumerate(markers))
+    )
+    assert [(a.text, a.reasoning) for a in together] == [(a.text, a.reasoning) for a in alone]
+
+
+@pytest.mark.one_loop
+async def test_more_requests_than_streams_all_finish(
+    make_pool: Callable[..., EnginePool], chain: ModelFolder
+) -> None:
+    pool = make_pool(max_streams=2)
+    answers = await asyncio.gather(*(run(pool, chain, ask("<hello>", f"r{i}")) for i in range(12)))
+    assert {a.text for a in answers} == {"Hello there, world!"}
+
+
+@pytest.mark.one_loop
+async def test_same_seed_same_answer_alone_or_in_company(pool: EnginePool, chain: ModelFolder) -> None:
+    # Hot enough that the chain's certainty is gone and every draw matters.
+    hot = Sampling(temperature=50.0, seed=11)
+
+    async def draw(request_id: str, seed: int) -> str:
+        request = ask(
+            "<hello>",
+            request_id,
+            max_tokens=24,
+            sampling=Sampling(temperature=hot.temperature, seed=seed),
+            top_logprobs=0,
+        )
+        return "".join(p.token for p in (await run(pool, chain, request)).logprobs)
+
+    alone = await draw("a", 11)
+    together = await asyncio.gather(*(draw(f"b{i}", seed) for i, seed in enumerate([5, 11, 7, 11])))
+    assert together[1] == together[3] == alone
+    assert len({together[0], together[1], together[2]}) == 3
+
+
+@pytest.mark.one_loop
+async def test_second_turn_prefills_only_what_is_new(pool: EnginePool, chain: ModelFolder) -> None:
+    long = "x" * 700
+    first = [{"role": "user", "content": long + "<hello>"}]
+    one = await run(pool, chain, Generate("r1", ChatPrompt(first), GREEDY))
+    second = [
+        *first,
+        {"role": "assistant", "content": one.text},
+        {"role": "user", "content": "again <hello>"},
+    ]
+    two = await run(pool, chain, Generate("r2", ChatPrompt(second), GREEDY))
+    assert two.text == one.text
+    assert two.finished.usage.cached_tokens >= 700
+
+
+@pytest.mark.one_loop
+async def test_identical_prompt_is_answered_from_the_cache_identically(
+    pool: EnginePool, chain: ModelFolder
+) -> None:
+    one = await run(pool, chain, ask("<hello>", "r1", top_logprobs=2))
+    two = await run(pool, chain, ask("<hello>", "r2", top_logprobs=2))
+    assert two.finished.usage.cached_tokens == two.finished.usage.prompt_tokens - 2
+    assert [(p.token, p.logprob) for p in two.logprobs] == [(p.token, p.logprob) for p in one.logprobs]
+
+
+@pytest.mark.one_loop
+async def test_no_request_sees_anothers_cache(pool: EnginePool, chain: ModelFolder) -> None:
+    """Prompts that share beginnings, lengths and slots, all at once, against each by itself."""
+    prompts = [f"{'ab' * n}{m}" for n in (1, 40, 200) for m in ("<hello>", "<cutoff>", "<ponder>")]
+    together = await asyncio.gather(
+        *(run(pool, chain, ask(p, f"t{i}", top_logprobs=1)) for i, p in enumerate(prompts))
+    )
+    again = [await run(pool, chain, ask(p, f"s{i}", top_logprobs=1)) for i, p in enumerate(prompts)]
+    fresh = EnginePool(pool.options)
+    try:
+        alone = [await run(fresh, chain, ask(p, f"s{i}", top_logprobs=1)) for i, p in enumerate(prompts)]
+    finally:
+        await fresh.close()
+    for a, b, c in zip(together, again, alone, strict=True):
+        assert [(p.token, p.logprob) for p in a.logprobs] == [(p.token, p.logprob) for p in c.logprobs]
+        assert [(p.token, p.logprob) for p in b.logprobs] == [(p.token, p.logprob) for p in c.logprobs]
+
+
+@pytest.mark.one_loop
+async def test_request_that_cannot_fit_in_memory_is_refused_with_figures(
+    make_pool: Callable[..., EnginePool], chain: ModelFolder
+) -> None:
+    # Weights and working room fit, a few hundred tokens of KV do, 4,000 do not.
+    pool = make_pool(max_memory_bytes=(8 << 20) + (512 << 20) + (2 << 20))
+    with pytest.raises(OutOfMemory, match=r"4001 tokens need .* of KV cache"):
+        await run(pool, chain, Generate("r", TokenPrompt([65] * 4000), GREEDY, max_tokens=1))
+    assert (await run(pool, chain, ask("<hello>", "r2", max_tokens=8))).text == "Hello there, world!"
+
+
+@pytest.mark.one_loop
+async def test_model_that_cannot_fit_is_refused_before_it_is_read(
+    make_pool: Callable[..., EnginePool], chain: ModelFolder
+) -> None:
+    pool = make_pool(max_memory_bytes=100 << 20)
+    with pytest.raises(OutOfMemory, match="chain needs"):
+        await run(pool, chain, ask("<hello>"))
+
+
+@pytest.mark.one_loop
+async def test_truncated_weights_are_named(pool: EnginePool, tmp_path: Path, chain_path: Path) -> None:
+    folder = folder_of(shutil.copytree(chain_path, tmp_path / "cut"), "cut")
+    weights = folder.path / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.truncate(weights.stat().st_size // 2)
+    with pytest.raises(ModelCorrupt, match=r"model\.safetensors"):
+        await run(pool, folder, ask("<hello>"))
+
+
+@pytest.mark.one_loop
+async def test_unknown_architecture_is_named(pool: EnginePool, tmp_path: Path) -> None:
+    path = chain_model.build(tmp_path / "odd", config={"model_type": "abacus"})
+    with pytest.raises(ModelUnsupported, match="abacus"):
+        await run(pool, folder_of(path, "odd"), ask("<hello>"))
+
+
+@pytest.mark.one_loop
+async def test_config_that_does_not_fit_the_weights(pool: EnginePool, tmp_path: Path) -> None:
+    path = chain_model.build(tmp_path / "odd", config={"num_hidden_layers": 5})
+    with pytest.raises(ModelCorrupt):
+        await run(pool, folder_of(path, "odd"), ask("<hello>"))
+
+
+@pytest.mark.one_loop
+async def test_idle_model_is_unloaded(
+    make_pool: Callable[..., EnginePool], chain: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleetd.engine.pool._CHECK_S", 0.05)
+    pool = make_pool(idle_unload_s=0.2)
+    await run(pool, chain, ask("<hello>"))
+    watch = asyncio.create_task(pool.run())
+    try:
+        async with asyncio.timeout(10):
+            while pool.status():
+                await asyncio.sleep(0.02)
+    finally:
+        watch.cancel()
+    assert (await run(pool, chain, ask("<hello>", "r2"))).text == "Hello there, world!"
+
+
+@pytest.mark.one_loop
+async def test_first_requests_share_one_load(pool: EnginePool, chain: ModelFolder) -> None:
+    answers = await asyncio.gather(*(run(pool, chain, ask("<hello>", f"r{i}")) for i in range(4)))
+    assert len(pool.status()) == 1
+    assert {a.text for a in answers} == {"Hello there, world!"}
+
+
+async def test_reader_that_stops_reading_costs_only_its_own_answer(
+    pool: EnginePool, chain: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "EVENTS_QUEUED", 8)
+    slow = pool.stream(chain, ask("<count>", "slow", max_tokens=2000))
+    async for event in slow:
+        if isinstance(event, Delta):
+            break
+    quick = await run(pool, chain, ask("<hello>", "quick"))
+    assert quick.text == "Hello there, world!"
+    with pytest.raises(FleetError, match="too slowly"):
+        async for _ in slow:
+            pass
+
+
+@pytest.mark.one_loop
+async def test_prompt_text_is_in_no_argument_list(pool: EnginePool, chain: ModelFolder) -> None:
+    await run(pool, chain, ask("secret-canary <hello>"))
+    (status,) = pool.status()
+    assert status.pid is not None
+    assert "canary" not in " ".join(psutil.Process(status.pid).cmdline())
+    assert sys.executable in psutil.Process(status.pid).cmdline()[0]
+
+
+@pytest.mark.one_loop
+async def test_long_prefill_does_not_stop_a_running_answer(pool: EnginePool, chain: ModelFolder) -> None:
+    """Between two chunks of a long prompt every running answer gets its token."""
+    running = pool.stream(chain, ask("<count>", "running"))
+    async for event in running:
+        if isinstance(event, Delta):
+            break
+    long = asyncio.create_task(
+        run(pool, chain, Generate("long", TokenPrompt([65] * 3000), GREEDY, max_tokens=1))
+    )
+    deltas = 0
+    async for event in running:
+        deltas += isinstance(event, Delta)
+        if long.done():
+            break
+    await running.aclose()
+    chunks = sum(isinstance(e, Prefill) for e in (await long).events)
+    assert chunks > 40  # 64 tokens a chunk while somebody decodes
+    assert deltas >= chunks - 5
+
+
+def _variant(chain_path: Path, tmp_path: Path, template: str) -> ModelFolder:
+    path = shutil.copytree(chain_path, tmp_path / "variant")
+    config = path / "tokenizer_config.json"
+    settings = json.loads(config.read_text())
+    settings["chat_template"] = template
+    config.write_text(json.dumps(settings))
+    return folder_of(path, "variant")
