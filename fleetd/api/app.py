@@ -16,7 +16,7 @@ from aiohttp.typedefs import Handler
 
 from fleetd import limits
 from fleetd.api import auth, body, chat, completions, failures, fleet, health, models, openapi
-from fleetd.api.context import REQUEST_ID, SERVICES
+from fleetd.api.context import REQUEST_ID, SERVICES, is_gone
 from fleetd.api.deadlines import make_runner
 from fleetd.api.services import Services
 from fleetd.errors import FleetError
@@ -66,9 +66,9 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException as exc:
         message = "There is nothing at this address." if exc.status == 404 else exc.reason
         return failures.response(failures.HttpFailure(exc.status, f"{message}"))
-    except ConnectionError:
-        raise  # the client went away; there is nobody to answer
     except Exception as exc:  # the request's boundary
+        if isinstance(exc, ConnectionError) and is_gone(request):
+            raise  # there is nobody to answer
         return failures.response(failures.unexpected(exc, request[REQUEST_ID]))
 
 

@@ -27,6 +27,11 @@ def connection(request: web.BaseRequest) -> Connection | None:
     return protocol if isinstance(protocol, Connection) else None
 
 
+def is_gone(request: web.BaseRequest) -> bool:
+    """True when the client has left: a ConnectionError then is its leaving, and otherwise a fault of ours."""
+    return request.transport is None or request.transport.is_closing()
+
+
 def is_trusted(request: web.BaseRequest) -> bool:
     """True on the Unix socket, whose permissions and peer check stand in for the token."""
     made = connection(request)

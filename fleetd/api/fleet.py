@@ -13,7 +13,7 @@ from aiohttp import hdrs, web
 from fleetd import limits
 from fleetd.api import body as http_body
 from fleetd.api import failures
-from fleetd.api.context import REQUEST_ID, SERVICES
+from fleetd.api.context import REQUEST_ID, SERVICES, is_gone
 from fleetd.api.models import json, loaded_models
 from fleetd.api.requests import parse
 from fleetd.api.services import Services, view
@@ -158,9 +158,9 @@ async def pull(request: web.Request) -> web.StreamResponse:
             folder = await asyncio.to_thread(services.models.resolve, ref)
         except FleetError as exc:
             await out.fail(exc)
-        except ConnectionError:
-            raise
         except Exception as exc:  # the request's boundary, when its status is already out
+            if isinstance(exc, ConnectionError) and is_gone(request):
+                raise
             await out.fail(failures.unexpected(exc, request[REQUEST_ID]))
         else:
             await out.data(msgspec.json.encode({"done": True, "name": folder.name}))

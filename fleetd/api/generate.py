@@ -18,7 +18,7 @@ from aiohttp import web
 from fleetd import limits
 from fleetd.api import failures
 from fleetd.api.choices import Choices
-from fleetd.api.context import REQUEST_ID, SERVICES, is_trusted
+from fleetd.api.context import REQUEST_ID, SERVICES, is_gone, is_trusted
 from fleetd.api.progress import Progress
 from fleetd.api.sse import EventStream
 from fleetd.engine.protocol import Event, Generate, Loading
@@ -75,12 +75,12 @@ async def stream(request: web.Request, work: Work, streamer: Streamer) -> web.St
         talk = _Conversation(EventStream(request, _headers(work)), streamer)
         await talk.open(first)
         try:
-            await talk.relay(choices)
+            await talk.relay(first, choices)
         except FleetError as exc:
             await talk.out.fail(exc)
-        except ConnectionError:
-            raise
         except Exception as exc:  # the request's boundary, when its status is already out
+            if isinstance(exc, ConnectionError) and is_gone(request):
+                raise
             await talk.out.fail(failures.unexpected(exc, request[REQUEST_ID]))
         else:
             await talk.out.done()
@@ -111,10 +111,10 @@ class _Conversation:
             self._progress.feed(*first)
         await self.out.start(self._progress.comment())
         self._spoke = time.monotonic()
+
+    async def relay(self, first: Item, choices: Choices) -> None:
         if first is not None:
             await self._chunks(first)
-
-    async def relay(self, choices: Choices) -> None:
         while True:
             try:
                 item = await choices.next(max(0.0, self._spoke + limits.SSE_KEEPALIVE_S - time.monotonic()))

@@ -8,7 +8,7 @@ A stream ends in one of two ways, and a reader can tell them apart:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 
 from aiohttp import web
 
@@ -52,25 +52,24 @@ class EventStream:
 
     async def done(self) -> None:
         await self._write(b"data: [DONE]\n\n")
-        await self._end()
+        await self.end()
 
     async def fail(self, error: FleetError) -> None:
         self._response.force_close()
         await self.data(failures.encode(error))
-        await self._end()
+        await self.end()
 
     async def end(self) -> None:
         """End without a marker, for streams whose last frame says that it is the last."""
-        await self._end()
-
-    async def _end(self) -> None:
-        async with asyncio.timeout(limits.HTTP_WRITE_STALL_S):
-            await self._response.write_eof()
+        await self._bounded(self._response.write_eof())
 
     async def _write(self, data: bytes) -> None:
+        await self._bounded(self._response.write(data))
+
+    async def _bounded(self, writing: Awaitable[None]) -> None:
         try:
             async with asyncio.timeout(limits.HTTP_WRITE_STALL_S):
-                await self._response.write(data)
+                await writing
         except TimeoutError:
             # The reader takes nothing. What is buffered for it would otherwise keep the socket open.
             if self._request.transport is not None:

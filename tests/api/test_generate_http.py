@@ -226,6 +226,25 @@ async def test_a_bug_gives_a_request_id_and_logs_no_prompt(
     assert "canary-prompt-text" not in caplog.text
 
 
+@pytest.mark.parametrize("streamed", [True, False])
+async def test_a_broken_connection_of_ours_is_not_taken_for_the_clients(
+    client: aiohttp.ClientSession, runner: FakeRunner, streamed: bool
+) -> None:
+    runner.script = lambda job: [p.Accepted(job.request.id, 3), ConnectionResetError("the engine's socket")]
+    async with client.post(CHAT, json=body(CHAT, stream=streamed)) as response:
+        assert response.status == (200 if streamed else 500)
+        assert "internal_error" in await response.text()
+
+
+async def test_an_answer_cut_short_at_once_is_an_error_in_the_stream(
+    client: aiohttp.ClientSession, runner: FakeRunner
+) -> None:
+    runner.script = lambda job: [p.Finished(job.request.id, "cancelled")]
+    async with client.post(CHAT, json=body(CHAT, stream=True)) as response:
+        (frame,) = frames(await response.text())
+    assert json.loads(frame)["error"]["code"] == "engine_error"
+
+
 async def test_one_failing_choice_fails_the_request_and_cancels_the_others(
     client: aiohttp.ClientSession, runner: FakeRunner
 ) -> None:
