@@ -128,9 +128,10 @@ class Printer:
         if self._quiet or not text:
             return
         self._end_reasoning()
+        # Noted first: Ctrl-C may come between any two statements, and `end` must know where the cursor is.
+        self._last = text[-1]
         sys.stdout.write(printable(text) if self._to_terminal else text)
         sys.stdout.flush()
-        self._last = text[-1]
 
     def reasoning(self, text: str) -> None:
         if self._quiet or not text:

@@ -66,7 +66,11 @@ class Progress:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stop.set()
-            thread.join()
+            try:
+                thread.join()
+            except RuntimeError:
+                # Ctrl-C came while it was being started. It may still start, and ends without painting.
+                pass
         if self._painted:
             self._write(_ERASE)
             self._painted = False

@@ -52,12 +52,13 @@ def converse(client: Client, options: Options, system: str, *, stats: bool) -> i
     while True:
         try:
             line = session.prompt(ANSI("\x1b[1m>\x1b[0m "))
+            if line.strip() and not talk.take(line):
+                break
         except EOFError:
             break
         except KeyboardInterrupt:
+            # A second Ctrl-C, while the first one was being dealt with.
             continue
-        if line.strip() and not talk.take(line):
-            break
     return Exit.OK
 
 

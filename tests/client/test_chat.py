@@ -193,7 +193,7 @@ def test_ctrl_c_before_the_first_token(daemon: FakeDaemon, env: dict[str, str]) 
         process.send_signal(signal.SIGINT)
         assert process.stderr is not None
         err = process.stderr.read()
-    assert process.returncode == Exit.INTERRUPTED
+    assert process.returncode == Exit.INTERRUPTED, err
     assert b"Traceback" not in err
     assert reply.gone.wait(10)
 

@@ -314,7 +314,7 @@ def test_ctrl_c_stops_a_pull(daemon: FakeDaemon, env: dict[str, str]) -> None:
         assert b"downloading" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
         err = process.stderr.read()
-    assert process.returncode == Exit.INTERRUPTED
+    assert process.returncode == Exit.INTERRUPTED, err
     assert b"continues" in err
     assert b"Traceback" not in err
     assert reply.gone.wait(10)

@@ -51,6 +51,17 @@ def test_shown_and_erased() -> None:
     assert shown.endswith("\r\x1b[K")
 
 
+def test_ctrl_c_while_the_painter_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    terminal = Terminal()
+    with pytest.raises(KeyboardInterrupt), Progress(terminal, show_after_s=0) as progress:
+        progress.update("reading", 1, 2)
+    assert terminal.getvalue() == ""
+
+
 def test_a_stage_name_cannot_escape() -> None:
     terminal = Terminal()
     with Progress(terminal, show_after_s=0) as progress:
