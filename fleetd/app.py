@@ -95,7 +95,7 @@ class Daemon:
             Path(config.models.dir).expanduser().absolute() if config.models.dir else home.models,
             hub_cache=Path(config.models.hub_cache).expanduser() if config.models.hub_cache else None,
         )
-        self._pool = pool or EnginePool(_pool_options(config))
+        self._pool = pool or EnginePool(_pool_options(config), record_path=self._models.record_path)
         self._metrics = Metrics(__version__, engines=self._pool.status)
         self._runner = Runner(
             pool=self._pool,

@@ -80,12 +80,23 @@ def install() -> None:
     stock_attention = mx.fast.scaled_dot_product_attention
 
     def attention(
-        q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: Any = None, sinks: Any = None, **rest: Any
+        q: mx.array,
+        k: mx.array,
+        v: mx.array,
+        *,
+        scale: float,
+        mask: Any = None,
+        sinks: Any = None,
+        **rest: Any,
     ) -> mx.array:
         known = sinks is None and not rest and q.dtype == k.dtype == v.dtype == mx.float32
         rows = _view(mask) if isinstance(mask, mx.array) else mask
         out = scaled_dot_product_attention(_view(q), _view(k), _view(v), scale, rows) if known else None
-        return stock_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest) if out is None else mx.array(out)
+        return (
+            stock_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)
+            if out is None
+            else mx.array(out)
+        )
 
     stock_linear = nn.Linear.__call__
 
@@ -97,7 +108,7 @@ def install() -> None:
     def head(self: nn.Embedding, x: mx.array) -> mx.array:
         return _row_stable(lambda rows: stock_head(self, rows), x)
 
-    stock_swiglu = activations.swiglu
+    stock_swiglu: Callable[[mx.array, mx.array], mx.array] = activations.swiglu
 
     def fast_swiglu(gate: mx.array, x: mx.array) -> mx.array:
         if gate.dtype != mx.float32 or x.dtype != mx.float32:
@@ -135,7 +146,11 @@ def to_float32(model: nn.Module) -> None:
     def plain(_: str, layer: nn.Module) -> nn.Module:
         if not isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
             return layer
-        result = nn.Linear(1, 1, bias="bias" in layer) if isinstance(layer, nn.QuantizedLinear) else nn.Embedding(1, 1)
+        result = (
+            nn.Linear(1, 1, bias="bias" in layer)
+            if isinstance(layer, nn.QuantizedLinear)
+            else nn.Embedding(1, 1)
+        )
         result.weight = mx.dequantize(
             layer.weight,
             layer.scales,
@@ -166,7 +181,7 @@ def scaled_dot_product_attention(
 
     Args:
         q: (B, H, T, D); k: (B, K, S, D); v: (B, K, S, Dv); H a multiple of K, all f32.
-        mask: None, "causal" (query t sees keys up to S - T + t), or a bool array broadcastable to (B, 1, T, S).
+        mask: None, "causal" (query t sees keys up to S - T + t), or bool, broadcastable to (B, 1, T, S).
 
     Returns:
         (B, H, T, Dv), or None where the mask is of a kind this does not know; the caller then uses stock MLX.

@@ -40,12 +40,14 @@ class Loaded:
 
 
 def pick_device(wanted: str) -> Device:
-    """Set MLX's default device and name it. Raises ModelUnsupported where a GPU is demanded and there is none."""
+    """Set MLX's default device and name it. Raises ModelUnsupported where a GPU is demanded in vain."""
     if wanted != "cpu" and mx.is_available(mx.gpu):
         mx.set_default_device(mx.gpu)
         return "metal" if mx.metal.is_available() else "cuda"
     if wanted == "gpu":
-        raise ModelUnsupported("engine.device is gpu, but MLX sees no GPU.", hint="Set engine.device to auto.")
+        raise ModelUnsupported(
+            "engine.device is gpu, but MLX sees no GPU.", hint="Set engine.device to auto."
+        )
     mx.set_default_device(mx.cpu)
     return "cpu"
 
@@ -70,7 +72,8 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     begun = time.monotonic()
     path = Path(settings.path)
     report(Loading("verifying"))
-    verify(path)
+    record = Path(settings.record) if settings.record else None
+    verify(path, record=record, progress=lambda done, total: report(Loading("verifying", done, total)))
     config = load_config(path)
     usable = usable_bytes(device, settings)
     # Hub caches hold links; the size that counts is the target's.
@@ -136,6 +139,8 @@ def _read(path: Path, config: dict[str, Any]) -> Any:
 def _expanded(on_disk: int, config: dict[str, Any], device: Device) -> int:
     """Bytes in memory: as on disk, except on a CPU, where everything becomes f32."""
     if device != "cpu":
+        return on_disk
+    if config.get("torch_dtype", config.get("dtype")) == "float32":
         return on_disk
     quantization = config.get("quantization") or config.get("quantization_config") or {}
     bits = quantization.get("bits")

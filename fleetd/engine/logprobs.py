@@ -1,4 +1,4 @@
-"""Log-probabilities as clients read them: text and bytes of the token, its natural-log probability, the best others."""
+"""Log-probabilities as clients read them: a token's text, bytes and natural-log probability, and the best."""
 
 from __future__ import annotations
 

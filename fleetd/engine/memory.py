@@ -25,7 +25,7 @@ def admit_weights(name: str, weights_bytes: int, available_bytes: int) -> None:
     if need > available_bytes:
         raise OutOfMemory(
             f"{name} needs {human(need)} to load and {human(available_bytes)} are free.",
-            hint="Close other programs, unload other models (fleetctl models unload) or choose a smaller model.",
+            hint="Close programs, unload other models (fleetctl models unload) or choose a smaller one.",
         )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import structlog
 
@@ -36,6 +37,8 @@ class PoolOptions:
 @dataclass
 class EnginePool:
     options: PoolOptions = field(default_factory=PoolOptions)
+    # Where a folder's recorded checksums are (``ModelStore.record_path``).
+    record_path: Callable[[ModelFolder], Path | None] = lambda folder: None
     _engines: dict[str, EngineProcess] = field(default_factory=dict, init=False)
     _deaths: dict[str, int] = field(default_factory=dict, init=False)
     _starting: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
@@ -61,19 +64,16 @@ class EnginePool:
         name = folder.name
         self._claims[name] = self._claims.get(name, 0) + 1
         try:
-            engine: EngineProcess | None = None
             async for item in self._acquire(folder):
-                if isinstance(item, EngineProcess):
-                    engine = item
-                else:
+                if not isinstance(item, EngineProcess):
                     yield item
-            assert engine is not None
-            events = engine.stream(request)
-            try:
-                async for event in events:
-                    yield event
-            finally:
-                await events.aclose()
+                    continue
+                events = item.stream(request)
+                try:
+                    async for event in events:
+                        yield event
+                finally:
+                    await events.aclose()
         finally:
             self._claims[name] -= 1
 
@@ -119,10 +119,12 @@ class EnginePool:
             if engine is not None:
                 await self.unload(folder.name)
             o = self.options
+            record = self.record_path(folder)
             engine = EngineProcess(
                 WorkerSettings(
                     name=folder.name,
                     path=str(folder.path),
+                    record=str(record) if record else "",
                     device=o.device,  # type: ignore[arg-type]  # validated by config
                     threads=o.threads,
                     max_memory_bytes=o.max_memory_bytes,
@@ -140,7 +142,11 @@ class EnginePool:
 
     async def _evict_idle(self, besides: str) -> bool:
         """Unload the model that has been idle longest. False where every other one is in use."""
-        idle = [(e.idle_s, n) for n, e in self._engines.items() if n != besides and e.state == "ready" and not self._in_use(n)]
+        idle = [
+            (e.idle_s, n)
+            for n, e in self._engines.items()
+            if n != besides and e.state == "ready" and not self._in_use(n)
+        ]
         if not idle:
             return False
         _, name = max(idle)

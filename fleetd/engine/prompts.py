@@ -41,7 +41,9 @@ def prepare(request: Generate, tokenizer: Any, vocab_size: int) -> Prepared:
         case TokenPrompt(tokens):
             wrong = next((t for t in tokens if not 0 <= t < vocab_size), None)
             if wrong is not None:
-                raise InvalidValue(f"Token id {wrong} is outside the vocabulary of {vocab_size}.", param="prompt")
+                raise InvalidValue(
+                    f"Token id {wrong} is outside the vocabulary of {vocab_size}.", param="prompt"
+                )
             prepared = Prepared(request, list(tokens))
         case TextPrompt(text):
             prepared = Prepared(request, list(tokenizer.encode(text)))
@@ -55,7 +57,9 @@ def prepare(request: Generate, tokenizer: Any, vocab_size: int) -> Prepared:
 def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> Prepared:
     if not tokenizer.has_chat_template:
         raise BadRequest(
-            "This model has no chat template.", hint="Use /v1/completions, or a model tuned for chat.", param="model"
+            "This model has no chat template.",
+            hint="Use /v1/completions, or a model tuned for chat.",
+            param="model",
         )
     tools = prompt.tools if prompt.tools and prompt.tool_choice != "none" else None
     if tools and not tokenizer.has_tool_calling:
@@ -83,7 +87,9 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> Prepared:
             param="messages",
         ) from error
     if len(text) > limits.RENDERED_CHARS:
-        raise BadRequest(f"The rendered prompt has {len(text)} characters; at most {limits.RENDERED_CHARS} are allowed.")
+        raise BadRequest(
+            f"The rendered prompt has {len(text)} characters; at most {limits.RENDERED_CHARS} are allowed."
+        )
     primed = _prime(prompt, tokenizer) if tools else ""
     # The template has written the special tokens; a BOS added here would be a second one.
     tokens = list(tokenizer.encode(text + primed, add_special_tokens=False))

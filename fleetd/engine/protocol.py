@@ -76,7 +76,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
-    """Stop a request. Answered by ``Finished(reason="cancelled")`` within one step; unknown ids are ignored."""
+    """Stop a request; answered by ``Finished(reason="cancelled")`` within a step. Unknown ids are ignored."""
 
     id: str
 

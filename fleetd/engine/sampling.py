@@ -31,8 +31,10 @@ PENALTY_CONTEXT = 1 << 20
 
 
 def _noise_key(seed: int, index: int) -> mx.array:
-    """The random key of token ``index``: splitmix64 of the pair (Steele et al., OOPSLA 2014), so any token's noise
-    can be had without drawing those before it."""
+    """The random key of token ``index``: splitmix64 of the pair (Steele et al., OOPSLA 2014).
+
+    Any token's noise can be had without drawing those before it.
+    """
     z = (seed + (index + 1) * 0x9E3779B97F4A7C15) & _U64
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _U64
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _U64

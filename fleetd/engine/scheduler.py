@@ -64,7 +64,7 @@ class Answer:
     arrived_s: float
     logprobs: Logprobs | None
     prefiller: Prefiller | None = None
-    uid: int | None = None
+    uid: int = -1  # in the batch; none before decoding
     cached: int = 0
     generated: int = 0
     turns: int = 0
@@ -147,7 +147,11 @@ class Scheduler:
         idle = not (self._prefilling or self._decoding)
         while True:
             try:
-                item = self._inbox.get(block=idle, timeout=limits.ENGINE_BEAT_S) if idle else self._inbox.get_nowait()
+                item = (
+                    self._inbox.get(block=idle, timeout=limits.ENGINE_BEAT_S)
+                    if idle
+                    else self._inbox.get_nowait()
+                )
             except queue.Empty:
                 return True
             idle = False
@@ -195,7 +199,9 @@ class Scheduler:
         """Move waiting requests to prefill while memory and streams allow, first come first served."""
         while self._waiting:
             answer = self._waiting[0]
-            if len(self._prefilling) + len(self._decoding) >= self.max_streams or not self.budget.fits(answer.reach):
+            if len(self._prefilling) + len(self._decoding) >= self.max_streams or not self.budget.fits(
+                answer.reach
+            ):
                 return
             self._waiting.pop(0)
             self.budget.take(answer.id, answer.reach)
@@ -300,10 +306,9 @@ class Scheduler:
 
     def _leave_batch(self, answer: Answer) -> None:
         """Take a running answer out of the batch; what it computed stays useful to a retry or a next turn."""
-        assert answer.uid is not None
-        del self._decoding[answer.uid]
-        removed = self._generator.remove([answer.uid], return_prompt_caches=True)
-        cache, tokens = removed[answer.uid]
+        uid = answer.uid
+        del self._decoding[uid]
+        cache, tokens = self._generator.remove([uid], return_prompt_caches=True)[uid]
         self._remember(tokens, cache)
 
     def _remember(self, tokens: list[int], cache: list[Any]) -> None:
@@ -316,7 +321,9 @@ class Scheduler:
                 if answer.id == request_id:
                     group.remove(answer)
                     if answer.prefiller is not None and answer.prefiller.done:
-                        self._remember(answer.prefiller.tokens[: answer.prefiller.done], answer.prefiller.cache)
+                        self._remember(
+                            answer.prefiller.tokens[: answer.prefiller.done], answer.prefiller.cache
+                        )
                     self._finish(answer, "cancelled")
                     return
         for answer in self._decoding.values():

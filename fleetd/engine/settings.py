@@ -1,4 +1,4 @@
-"""What the daemon tells a worker at start; travels as JSON in its argument list, so nothing secret belongs here."""
+"""What the daemon tells a worker at start. It travels in the argument list: nothing secret belongs here."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
 
     name: str
     path: str
+    # Where the model's recorded checksums are, for folders that are not ours to write into.
+    record: str = ""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     threads: int = 0
     max_memory_bytes: int = 0

@@ -19,7 +19,18 @@ import structlog
 
 from fleetd import limits
 from fleetd.engine import protocol
-from fleetd.engine.protocol import Beat, Cancel, Event, Failed, Finished, Generate, Loading, LoadFailed, Ready, Shutdown
+from fleetd.engine.protocol import (
+    Beat,
+    Cancel,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    LoadFailed,
+    Loading,
+    Ready,
+    Shutdown,
+)
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import EngineDied, EngineStalled, FleetError, Overloaded, from_code
 
@@ -67,7 +78,11 @@ class EngineProcess:
     """
 
     def __init__(
-        self, settings: WorkerSettings, *, restarts: int = 0, on_exit: Callable[[EngineProcess], None] | None = None
+        self,
+        settings: WorkerSettings,
+        *,
+        restarts: int = 0,
+        on_exit: Callable[[EngineProcess], None] | None = None,
     ) -> None:
         self.settings = settings
         self.state: State = "loading"
@@ -107,7 +122,7 @@ class EngineProcess:
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.PIPE,
-                    # Its own group: a Ctrl-C in the daemon's terminal must not kill answers that are being drained.
+                    # Its own group: a Ctrl-C in the daemon's terminal must not kill answers being drained.
                     start_new_session=True,
                 )
             except OSError as error:
@@ -116,9 +131,16 @@ class EngineProcess:
         self.pid = self._process.pid
         reader, self._writer = await asyncio.open_connection(sock=ours)
         self._tasks = [
-            asyncio.create_task(self._read(reader), name=f"engine-{self.settings.name}"),
-            asyncio.create_task(self._log_stderr(), name=f"engine-log-{self.settings.name}"),
+            asyncio.create_task(
+                self._read(reader, self._writer, self._process), name=f"engine-{self.settings.name}"
+            ),
         ]
+        if self._process.stderr is not None:
+            self._tasks.append(
+                asyncio.create_task(
+                    self._log_stderr(self._process.stderr), name=f"engine-log-{self.settings.name}"
+                )
+            )
         log.info("engine.started", model=self.settings.name, pid=self.pid)
 
     async def loaded(self) -> AsyncGenerator[Loading, None]:
@@ -173,7 +195,9 @@ class EngineProcess:
         Raises the error of a Failed request, EngineDied, or Overloaded where the consumer is too slow.
         """
         if self.state != "ready" or self._writer is None:
-            raise self.error or EngineDied(f"The engine for {self.settings.name} is not running.", retry_after_s=1)
+            raise self.error or EngineDied(
+                f"The engine for {self.settings.name} is not running.", retry_after_s=1
+            )
         queue: asyncio.Queue[Event | FleetError] = asyncio.Queue(limits.EVENTS_QUEUED)
         now = asyncio.get_running_loop().time()
         if not self._streams:
@@ -223,7 +247,9 @@ class EngineProcess:
                 )
             )
         elif now - self._progress_at > limits.ENGINE_STALL_S:
-            self.kill(EngineStalled(f"The engine for {name} made no progress for {limits.ENGINE_STALL_S:.0f} s."))
+            self.kill(
+                EngineStalled(f"The engine for {name} made no progress for {limits.ENGINE_STALL_S:.0f} s.")
+            )
 
     @property
     def idle_s(self) -> float:
@@ -264,7 +290,9 @@ class EngineProcess:
 
     # ---- what arrives ----------------------------------------------------------------------------------
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process
+    ) -> None:
         decoder = protocol.reports()
         try:
             while data := await reader.read(1 << 16):
@@ -275,7 +303,8 @@ class EngineProcess:
         except (protocol.FrameTooLong, msgspec.DecodeError) as error:
             self.kill(EngineDied(f"The engine for {self.settings.name} sent what nobody can read: {error}."))
         finally:
-            await self._gone()
+            writer.close()
+            await self._gone(process)
 
     async def _take(self, report: protocol.Report) -> None:
         now = asyncio.get_running_loop().time()
@@ -291,7 +320,12 @@ class EngineProcess:
                 self.facts, self._used_at = report, now
                 if self.state == "loading":
                     self.state = "ready"
-                log.info("engine.ready", model=self.settings.name, device=report.device, load_s=round(report.load_s, 2))
+                log.info(
+                    "engine.ready",
+                    model=self.settings.name,
+                    device=report.device,
+                    load_s=round(report.load_s, 2),
+                )
                 await self._notify()
             case LoadFailed(code, message, hint):
                 self.error = from_code(code, message, hint=hint)
@@ -312,19 +346,16 @@ class EngineProcess:
                     return
                 queue.put_nowait(report)
 
-    async def _gone(self) -> None:
+    async def _gone(self, process: asyncio.subprocess.Process) -> None:
         """The worker's end of the socket closed: it exited, crashed or was killed."""
-        assert self._process is not None
-        assert self._writer is not None
-        self._writer.close()
         if self.state != "failed":
             wanted = self.state == "stopping"
             self.state = "failed"
             self.error = self.error or self._death()
             if not wanted:
                 self.kill()  # a worker that closed its socket but lives on would keep the memory
-                await self._process.wait()
-                log.warning("engine.died", model=self.settings.name, pid=self.pid, status=self._process.returncode)
+                await process.wait()
+                log.warning("engine.died", model=self.settings.name, pid=self.pid, status=process.returncode)
         for queue in self._streams.values():
             if queue.full():
                 queue.get_nowait()
@@ -344,14 +375,16 @@ class EngineProcess:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _log_stderr(self) -> None:
-        assert self._process is not None
-        assert self._process.stderr is not None
+    async def _log_stderr(self, stderr: asyncio.StreamReader) -> None:
         while True:
             try:
-                line = await self._process.stderr.readline()
+                line = await stderr.readline()
             except ValueError:  # a line longer than the stream's buffer: drop it, keep reading
                 continue
             if not line:
                 return
-            log.info("engine.stderr", model=self.settings.name, line=line.decode(errors="replace").rstrip()[:_LOG_LINE_CHARS])
+            log.info(
+                "engine.stderr",
+                model=self.settings.name,
+                line=line.decode(errors="replace").rstrip()[:_LOG_LINE_CHARS],
+            )

@@ -2,7 +2,7 @@
 
 Three filters in a row, each holding back as little as it must:
 
-    token → detokenizer (whole code points) → stop strings → markers (reasoning, tool calls) → Delta | ToolCall
+    token → detokenizer (whole code points) → stop strings → markers (reasoning, tools) → Delta | ToolCall
 
 mlx-lm supplies the detokenizer, the marker machine and the tool-call parsers; the stop filter works on text,
 because a stop string need not fall on token boundaries.
@@ -200,7 +200,7 @@ class AnswerText:
         self._blank = ""
         try:
             parsed = self.tokenizer.tool_parser(text, self.tools)
-        except Exception:  # noqa: BLE001 — parsers raise whatever the text provokes
+        except Exception:
             parsed = None
         calls = parsed if isinstance(parsed, list) else [parsed]
         out: list[Delta | ToolCall] = []
@@ -214,7 +214,9 @@ class AnswerText:
                     index=self.tool_calls,
                     call_id=str(call.get("id") or f"call_{uuid.uuid4().hex[:24]}"),
                     name=call["name"],
-                    arguments=arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False),
+                    arguments=arguments
+                    if isinstance(arguments, str)
+                    else json.dumps(arguments, ensure_ascii=False),
                 )
             )
             self.tool_calls += 1

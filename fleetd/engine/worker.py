@@ -123,9 +123,13 @@ class Front:
                 outcome = prepare(request, self._loaded.tokenizer, self._loaded.facts.vocab_size)
         except FleetError as error:
             self._link.send(Failed(request.id, error.code, error.message, error.hint, error.param))
-        except Exception as error:  # noqa: BLE001 — one request's failure is not the worker's
+        except Exception as error:
             traceback.print_exc()
-            self._link.send(Failed(request.id, EngineError.code, f"The prompt could not be prepared: {type(error).__name__}."))
+            self._link.send(
+                Failed(
+                    request.id, EngineError.code, f"The prompt could not be prepared: {type(error).__name__}."
+                )
+            )
         with self._lock:
             cancelled = self._preparing.pop(request.id)
             if outcome is not None and not cancelled:
@@ -149,16 +153,20 @@ def main() -> int:
         link.send(LoadFailed(error.code, error.message, error.hint))
         link.flush()
         return EXIT_LOAD_FAILED
-    except Exception as error:  # noqa: BLE001 — whatever a model folder provokes becomes one typed report
+    except Exception as error:
         traceback.print_exc()
-        link.send(LoadFailed(EngineError.code, f"{settings.name} could not be loaded: {type(error).__name__}: {error}"))
+        link.send(
+            LoadFailed(
+                EngineError.code, f"{settings.name} could not be loaded: {type(error).__name__}: {error}"
+            )
+        )
         link.flush()
         return EXIT_LOAD_FAILED
     front = Front(link, scheduler, loaded)
     threading.Thread(target=front.read, args=(protocol.commands(),), name="reader", daemon=True).start()
     try:
         scheduler.run()
-    except Exception:  # noqa: BLE001 — the daemon sees the exit and the traceback in the log
+    except Exception:
         traceback.print_exc()
         link.flush()
         return EXIT_CRASHED

@@ -22,7 +22,6 @@ from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
     Delta,
-    Finished,
     Generate,
     Prefill,
     Sampling,
@@ -391,7 +390,7 @@ async def test_idle_model_is_unloaded(
     watch = asyncio.create_task(pool.run())
     try:
         async with asyncio.timeout(10):
-            while pool.status():
+            while pool.status():  # noqa: ASYNC110 — what is waited for is the absence of something
                 await asyncio.sleep(0.02)
     finally:
         watch.cancel()

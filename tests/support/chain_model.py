@@ -1,7 +1,7 @@
 """A tiny real model with a known answer: whatever token comes last decides the next one.
 
-It is a llama in every respect (config, safetensors, tokenizer, chat template), with layers that add nothing and
-an output matrix that is a permutation: token i is followed by NEXT[i]. So tests can make a worker, through all
+It is a llama in every respect (config, safetensors, tokenizer, chat template), with layers that add nothing
+and an output matrix that maps each token to the one that follows it. So tests can make a worker, through all
 of its real code, reason, call tools, split code points, run into stop strings or go on for ever.
 
 A conversation's last user message ends in one of the markers in CHAINS; the answer is that chain.
@@ -9,6 +9,7 @@ A conversation's last user message ends in one of the markers in CHAINS; the ans
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,6 @@ ENDLESS = 150
 
 CHAINS: dict[str, list[str]] = {
     "<hello>": ["Hel", "lo the", "re, wor", "ld!", EOS],
-    "<think>go": [],  # replaced below: reasoning markers must be tokens of their own
     "<utf8>": ["a", "Ã", "©", "â", "Ĥ", "¬", "ð", "Ł", "ĺ", "Ģ", "z", EOS],  # aé€😀z, byte by byte
     "<weather>": [
         "Let me look.",
@@ -36,10 +36,9 @@ CHAINS: dict[str, list[str]] = {
         EOS,
     ],
     "<count>": [f" {i}" for i in range(1, ENDLESS + 1)],  # never ends: the last leads to the first
+    "<ponder>": ["<think>", "First, ", "I won", "der.", "</think>", "\n\n", "So: ", "42", ".", EOS],
+    "<cutoff>": ["good", " part", " ST", "OP", " bad part", EOS],
 }
-del CHAINS["<think>go"]
-CHAINS["<ponder>"] = ["<think>", "First, ", "I won", "der.", "</think>", "\n\n", "So: ", "42", ".", EOS]
-CHAINS["<cutoff>"] = ["good", " part", " ST", "OP", " bad part", EOS]
 
 TEMPLATE = (
     "{% if tools %}<tool_call> tool_call.name {{ tools | length }} {% endif %}"
@@ -74,7 +73,7 @@ def build(folder: Path, *, context: int = 4096, config: dict[str, Any] | None = 
     follows = np.full(HIDDEN, ids[EOS])
     for marker, chain in CHAINS.items():
         steps = [marker, *chain]
-        for here, there in zip(steps, steps[1:], strict=False):
+        for here, there in itertools.pairwise(steps):
             follows[ids[here]] = ids[there]
     follows[ids[f" {ENDLESS}"]] = ids[" 1"]
 
