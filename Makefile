@@ -1,0 +1,76 @@
+# make demo    set up and get a real answer from a throw-away daemon
+# make lint    style, types, import directions
+# make test    everything a contributor must pass; .ci/run calls it
+# make test-long, make bench, make clean
+#
+# PYTHON=...   another interpreter, 3.11 or later
+# EXTRA=...    mac, cuda or cpu, where the choice below is wrong
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+# The first interpreter on the path that is new enough.
+PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
+	if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
+
+# Apple silicon has Metal. MLX's CUDA build needs a driver for CUDA 13. Everything else computes on the CPU.
+EXTRA ?= $(shell if [ "$$(uname -sm)" = "Darwin arm64" ]; then echo mac; \
+	elif nvidia-smi 2>/dev/null | grep -qE 'CUDA[^|]*Version: *(1[3-9]|[2-9][0-9])'; then echo cuda; \
+	else echo cpu; fi)
+
+BIN := .venv/bin
+# Stamps carry the extra in their names: choosing another one installs it.
+RUN := .venv/.run-$(EXTRA)
+DEV := .venv/.dev-$(EXTRA)
+
+# pip names every requirement three times; the large downloads are what one waits for.
+PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check --progress-bar off
+BRIEF := awk '/(Downloading|Using cached) .*\([0-9.]+ (MB|GB)\)/ { print "  " $$2 " " $$3 " " $$4; fflush() } \
+	/^Installing collected/ { print "  installing"; fflush() }'
+
+.PHONY: help demo lint test test-long bench clean
+help:
+	@sed -n 's/^# \(make .*\)/\1/p' Makefile
+
+.venv/bin/python:
+	@[ -n "$(PYTHON)" ] || { echo "fleetd needs Python 3.11 or later: install it, or say make PYTHON=/path/to/python3" >&2; exit 1; }
+	@echo "creating .venv with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
+		echo "this Python cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
+	@$(PIP) --quiet --upgrade pip
+
+$(RUN): pyproject.toml | .venv/bin/python
+	@echo "installing fleetd for '$(EXTRA)' into .venv (some 400 MB the first time)"
+	@$(PIP) -e '.[$(EXTRA)]' | $(BRIEF)
+	@touch $@
+
+$(DEV): pyproject.toml | .venv/bin/python
+	@echo "installing fleetd for '$(EXTRA)' and the tools to develop it into .venv (some 600 MB the first time)"
+	@$(PIP) -e '.[$(EXTRA),dev]' | $(BRIEF)
+	@touch $@ $(RUN)
+
+demo: $(RUN)
+	@$(BIN)/python demo/run.py
+
+lint: $(DEV)
+	$(BIN)/ruff check --quiet
+	$(BIN)/ruff format --check --quiet
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+test: lint
+	$(BIN)/python -m pytest -q
+
+# More generated cases, and what runs for minutes on purpose.
+test-long: $(DEV)
+	FLEETD_API_CASES=4000 $(BIN)/python -m pytest -m long --timeout 1800
+
+bench: $(DEV)
+	@$(PIP) -e '.[$(EXTRA),dev,bench]' | $(BRIEF)
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
