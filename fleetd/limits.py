@@ -10,8 +10,6 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 # ---- HTTP ------------------------------------------------------------------------------------------------
 # Agent transcripts with inlined files reach tens of megabytes; above that it is a mistake or an attack.
 HTTP_BODY_BYTES = 64 * MIB
-# Without a token nobody has a reason to send more than a small JSON object.
-HTTP_BODY_UNAUTHENTICATED_BYTES = 0
 # aiohttp has no read deadlines of its own: a header trickled a byte at a time would hold a socket for ever.
 HTTP_HEADERS_S = 10.0
 HTTP_BODY_STALL_S = 30.0
