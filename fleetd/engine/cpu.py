@@ -33,9 +33,10 @@ if TYPE_CHECKING:
 
 F32 = npt.NDArray[np.float32]
 
-# Below these MKL switches to matrix-vector kernels that add in another order.
+# Below these MKL switches to kernels that add in another order; a single product (one key head) needs more
+# columns than a batch of them.
 ROWS = 4
-COLUMNS = 16
+COLUMNS = 32
 # Queries per block of attention. 128 rows of a few thousand f32 keys stay in the L2 cache.
 BLOCK = 128
 # Sums over keys are formed in pieces of this length, one after the other: MKL adds up to 192 terms in one
@@ -198,8 +199,9 @@ def scaled_dot_product_attention(
         start, visible = 0, None
         if rows is not None:
             # Left padding (a batch of unequal lengths): drop it instead of masking it, so that the row is
-            # computed from the same numbers in the same order as if it were alone.
-            start = int(rows[b, -1].argmax())
+            # computed from the same numbers in the same order as if it were alone. What no query sees is
+            # padding; with a sliding window the last query alone sees less than the ones before it.
+            start = int(rows[b].any(axis=0).argmax())
             visible = rows[b, :, start:]
             if _is_causal(visible):
                 visible = None

@@ -1,14 +1,18 @@
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import chain_model
+import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from asking import folder_of
 
+from fleetd.engine import cpu
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.models.folder import ModelFolder
 
@@ -38,3 +42,34 @@ async def make_pool() -> AsyncIterator[Callable[..., EnginePool]]:
 @pytest.fixture
 def pool(make_pool: Callable[..., EnginePool]) -> EnginePool:
     return make_pool()
+
+
+@pytest.fixture
+def on_cpu() -> Iterator[None]:
+    """MLX computes on the CPU, whatever the machine has."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.fixture
+def cpu_installed(on_cpu: None) -> Iterator[None]:
+    """What a worker on a CPU computes with; undone afterwards."""
+    if cpu._blas is None:
+        pytest.skip("MKL could not be loaded: nothing of fleetd.engine.cpu's exactness can be checked here")
+    modules = {
+        m: m.swiglu
+        for name, m in list(sys.modules.items())
+        if name.startswith("mlx_lm.models.") and hasattr(m, "swiglu")
+    }
+    attention, linear, head = (
+        mx.fast.scaled_dot_product_attention,
+        nn.Linear.__call__,
+        nn.Embedding.as_linear,
+    )
+    cpu.install()
+    yield
+    mx.fast.scaled_dot_product_attention, nn.Linear.__call__, nn.Embedding.as_linear = attention, linear, head
+    for module, function in modules.items():
+        module.swiglu = function

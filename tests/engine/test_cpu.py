@@ -1,0 +1,271 @@
+# ruff: noqa: N803, N806 — shape letters are the names the field uses for dimensions
+"""The CPU's own attention and linear layers: right, and the same bits whatever is computed beside them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+import pytest
+import tiny_models
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models import activations
+from mlx_lm.models.cache import make_prompt_cache
+
+from fleetd.engine import cpu
+
+F32 = npt.NDArray[np.float32]
+CHANGED = "the bits of one row depend on what was computed beside it: MKL no longer adds as cpu.py assumes"
+# Around every bound at which MKL, the blocks or the pieces of a sum change their ways.
+EDGES = [15, 16, 17, 127, 128, 129, 191, 192, 193, 383, 384, 385, 1023, 1024, 1025]
+SHAPES = [(9, 3, 64), (16, 8, 128), (4, 4, 80), (4, 1, 64)]
+
+
+def draw(seed: int, *shape: int) -> F32:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def oracle(
+    q: F32, k: F32, v: F32, scale: float, mask: npt.NDArray[np.bool_] | None
+) -> npt.NDArray[np.float64]:
+    """Attention written down as it is defined, in double precision."""
+    groups = q.shape[1] // k.shape[1]
+    wide = [np.repeat(x.astype(np.float64), groups, axis=1) for x in (k, v)]
+    scores = np.einsum("bhtd,bhsd->bhts", q.astype(np.float64), wide[0]) * scale
+    if mask is not None:
+        scores = np.where(mask, scores, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    out: npt.NDArray[np.float64] = np.einsum("bhts,bhsd->bhtd", weights, wide[1])
+    return out / weights.sum(axis=-1, keepdims=True)
+
+
+def causal(T: int, S: int, *, window: int | None = None, padding: int = 0) -> npt.NDArray[np.bool_]:
+    at, key = np.arange(S - T, S)[:, None], np.arange(S)[None]
+    seen = (key <= at) & (key >= padding)
+    return seen if window is None else seen & (key > at - window)
+
+
+@pytest.mark.parametrize(("H", "K", "D"), SHAPES)
+@pytest.mark.parametrize(("T", "S"), [(1, 1), (1, 200), (5, 5), (130, 130), (7, 300), (128, 193)])
+@pytest.mark.parametrize("kind", ["none", "causal", "causal array", "left padding", "window", "holes"])
+def test_attention_is_attention(H: int, K: int, D: int, T: int, S: int, kind: str) -> None:
+    q, k, v = draw(1, 2, H, T, D), draw(2, 2, K, S, D), draw(3, 2, K, S, D)
+    seen: npt.NDArray[np.bool_] | None = None
+    given: Any = None
+    if kind == "causal":
+        given, seen = "causal", causal(T, S)
+    elif kind == "causal array":
+        given = seen = causal(T, S)
+    elif kind == "left padding":
+        # Only as much as leaves every query something to see.
+        given = seen = np.stack([causal(T, S, padding=p)[None] for p in (0, (S - T) // 2)])
+    elif kind == "window":
+        given = seen = causal(T, S, window=3)
+    elif kind == "holes":
+        given = seen = np.random.default_rng(5).random((2, 1, T, S)) < 0.5
+        seen[..., S - 1] = True
+    out = cpu.scaled_dot_product_attention(q, k, v, D**-0.5, given)
+    assert out is not None
+    np.testing.assert_allclose(out, oracle(q, k, v, D**-0.5, seen), rtol=2e-4, atol=2e-5)
+
+
+def test_masks_it_does_not_know_are_left_to_mlx() -> None:
+    q = draw(1, 1, 4, 3, 64)
+    added = np.zeros((3, 3), dtype=np.float32)
+    assert cpu.scaled_dot_product_attention(q, q, q, 0.1, added) is None
+    per_head = np.ones((1, 4, 3, 3), dtype=np.bool_)
+    assert cpu.scaled_dot_product_attention(q, q, q, 0.1, per_head) is None
+
+
+@pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize(("H", "K", "D"), SHAPES)
+def test_attention_in_any_chunks_has_the_same_bits(H: int, K: int, D: int) -> None:
+    S = 1030
+    q, k, v = draw(1, 1, H, S, D), draw(2, 1, K, S, D), draw(3, 1, K, S, D)
+    whole = cpu.scaled_dot_product_attention(q, k, v, D**-0.5, "causal")
+    assert whole is not None
+    for cuts in ([1, 2, 17, 193, 1024], [64, 320, 576, 832], [127, 129, 383, 385, 1023, 1025], EDGES):
+        for a, b in itertools.pairwise([0, *cuts, S]):
+            part = cpu.scaled_dot_product_attention(q[:, :, a:b], k[:, :, :b], v[:, :, :b], D**-0.5, "causal")
+            assert part is not None
+            assert np.array_equal(part, whole[:, :, a:b]), f"{CHANGED} (rows {a} to {b})"
+
+
+@pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize(("H", "K", "D"), SHAPES)
+@pytest.mark.parametrize("n", EDGES)
+def test_a_padded_batch_row_has_the_bits_it_has_alone(H: int, K: int, D: int, n: int) -> None:
+    q, k, v = draw(1, 2, H, 1, D), draw(2, 2, K, 1100, D), draw(3, 2, K, 1100, D)
+    seen = np.stack([causal(1, 1100, padding=p)[None] for p in (0, 1100 - n)])
+    both = cpu.scaled_dot_product_attention(q, k, v, D**-0.5, seen)
+    alone = cpu.scaled_dot_product_attention(q[1:], k[1:, :, -n:], v[1:, :, -n:], D**-0.5, None)
+    assert both is not None
+    assert alone is not None
+    assert np.array_equal(both[1], alone[0]), CHANGED
+
+
+@pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize(
+    ("inner", "outer"),
+    [(576, 192), (576, 576), (1536, 576), (576, 1536), (1024, 3072), (3072, 1024), (576, 16384)],
+)
+def test_a_linear_layers_row_does_not_depend_on_the_others(inner: int, outer: int) -> None:
+    layer = nn.Linear(inner, outer, bias=False)
+    layer.weight = mx.array(draw(1, outer, inner) * 0.05)
+    rows = mx.array(draw(2, 300, inner))
+    whole = np.array(layer(rows))
+    for n in [1, 2, 3, 4, 5, 7, 15, 16, 17, 64, 127, 128, 129, 192, 193, 256]:
+        for start in {0, 300 - n}:
+            part = np.array(layer(rows[start : start + n]))
+            assert np.array_equal(part, whole[start : start + n]), f"{CHANGED} ({n} rows of {inner}x{outer})"
+
+
+def run(model: Any, tokens: list[int], sizes: list[int]) -> tuple[F32, list[F32]]:
+    """Logits of every position, computed in chunks of ``sizes`` (the last repeated), and the KV cache."""
+    cache = make_prompt_cache(model)
+    rows: list[F32] = []
+    done = 0
+    for size in itertools.chain(sizes[:-1], itertools.repeat(sizes[-1])):
+        if done >= len(tokens):
+            break
+        rows.append(np.array(model(mx.array([tokens[done : done + size]]), cache=cache)[0]))
+        done += size
+    kv = [np.array(x) for layer in cache for x in layer.keys_and_values()]
+    return np.concatenate(rows), kv
+
+
+@pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize("make", [tiny_models.smollm2, tiny_models.qwen3_06b])
+def test_a_model_gives_the_same_bits_in_any_chunks(make: Any) -> None:
+    model, tokens = make(), tiny_models.prompt(1030)
+    logits, kv = run(model, tokens, [256])
+    # Whole; as a worker under load; a verified block in the middle; one by one across the last bounds.
+    for sizes in ([1030], [64], [1, 15, 1, 111, 1, 63, 1, 300], [1015, 1]):
+        other, other_kv = run(model, tokens, sizes)
+        assert np.array_equal(other, logits), f"{CHANGED} (chunks {sizes})"
+        assert all(np.array_equal(a, b) for a, b in zip(kv, other_kv, strict=True)), CHANGED
+
+
+@pytest.mark.usefixtures("cpu_installed")
+def test_decoding_one_by_one_has_the_bits_of_a_block() -> None:
+    model = tiny_models.smollm2()
+    tokens = tiny_models.prompt(200)
+    block, _ = run(model, tokens, [180, 8])
+    single, _ = run(model, tokens, [180, 1])
+    assert np.array_equal(block, single), CHANGED
+
+
+@pytest.mark.usefixtures("cpu_installed")
+def test_an_answer_has_the_same_bits_alone_and_in_a_batch() -> None:
+    model = tiny_models.smollm2()
+    prompts = [tiny_models.prompt(n, seed=n) for n in (3, 14, 125, 190, 382)]
+
+    def answer(prompts: list[list[int]]) -> dict[int, list[tuple[int, bytes]]]:
+        generator = BatchGenerator(model, stream=mx.default_stream(mx.cpu))
+        caches = []
+        for p in prompts:
+            cache = make_prompt_cache(model)
+            model(mx.array([p[:-1]]), cache=cache)
+            caches.append(cache)
+        uids = generator.insert([p[-1:] for p in prompts], max_tokens=[8] * len(prompts), caches=caches)
+        out: dict[int, list[tuple[int, bytes]]] = {uid: [] for uid in uids}
+        while any(len(steps) < 8 for steps in out.values()):
+            for r in generator.next()[1]:
+                out[r.uid].append((r.token, np.array(r.logprobs).tobytes()))
+        generator.close()
+        return out
+
+    together = list(answer(prompts).values())
+    for i, p in enumerate(prompts):
+        (alone,) = answer([p]).values()
+        assert alone == together[i], f"{CHANGED} (prompt of {len(p)})"
+
+
+@pytest.mark.usefixtures("cpu_installed")
+def test_a_sliding_window_model_agrees_with_stock_mlx(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = tiny_models.sliding(), tiny_models.prompt(150)
+    ours = [run_logits(model, tokens, sizes) for sizes in ([150], [64, 33, 1], [1])]
+    monkeypatch.setattr(cpu, "scaled_dot_product_attention", lambda *_: None)
+    stock = run_logits(model, tokens, [150])
+    for logits in ours:
+        np.testing.assert_allclose(logits, stock, rtol=1e-3, atol=1e-3)
+
+
+def run_logits(model: Any, tokens: list[int], sizes: list[int]) -> F32:
+    cache = make_prompt_cache(model)
+    rows, done, size = [], 0, sizes[0]
+    while done < len(tokens):
+        rows.append(np.array(model(mx.array([tokens[done : done + size]]), cache=cache)[0]))
+        done += size
+        sizes = sizes[1:] or sizes
+        size = sizes[0]
+    return np.concatenate(rows)
+
+
+@pytest.mark.usefixtures("on_cpu")
+@pytest.mark.parametrize(("bits", "group"), [(4, 64), (8, 32), (3, 64)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_to_float32_gives_the_weights_mlx_gives(bits: int, group: int, bias: bool) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(64, 128)
+            self.layers = [nn.Linear(128, 96, bias=bias), nn.RMSNorm(96)]
+
+    model = Model()
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size=group, bits=bits)
+    expected = {
+        name: mx.dequantize(layer.weight, layer.scales, layer.biases, group_size=group, bits=bits)
+        for name, layer in (("embed", model.embed), ("linear", model.layers[0]))
+    }
+    cpu.to_float32(model)
+    assert type(model.embed) is nn.Embedding
+    assert type(model.layers[0]) is nn.Linear
+    assert model.layers[1].weight.dtype == mx.float32
+    for name, layer in (("embed", model.embed), ("linear", model.layers[0])):
+        assert layer.weight.dtype == mx.float32
+        assert mx.array_equal(layer.weight, expected[name].astype(mx.float32))
+    assert ("bias" in model.layers[0]) == bias
+
+
+def test_swiglu_is_swiglu() -> None:
+    gate, x = draw(1, 3, 700) * 10, draw(2, 3, 700)
+    gate[0, :4] = [-200.0, 200.0, 0.0, -0.0]
+    g = gate.astype(np.float64)
+    with np.errstate(over="ignore"):
+        expected = g / (1 + np.exp(-g)) * x
+    np.testing.assert_allclose(cpu.swiglu(gate.copy(), x), expected, rtol=1e-5, atol=1e-30)
+
+
+@pytest.mark.usefixtures("cpu_installed")
+def test_swiglu_leaves_its_arguments_alone() -> None:
+    gate, x = mx.array(draw(1, 2, 64)), mx.array(draw(2, 2, 64))
+    before = np.array(gate), np.array(x)
+    mx.eval(activations.swiglu(gate, x))
+    assert np.array_equal(np.array(gate), before[0])
+    assert np.array_equal(np.array(x), before[1])
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_installing_changes_nothing_in_half_precision(request: pytest.FixtureRequest) -> None:
+    q = mx.array(draw(1, 1, 4, 20, 64)).astype(mx.bfloat16)
+    k = mx.array(draw(2, 1, 2, 20, 64)).astype(mx.bfloat16)
+    gate = mx.array(draw(3, 4, 64)).astype(mx.float16)
+
+    def compute() -> list[mx.array]:
+        return [
+            mx.fast.scaled_dot_product_attention(q, k, k, scale=0.125, mask="causal"),
+            activations.swiglu(gate, gate),
+        ]
+
+    before = compute()
+    mx.eval(before)
+    request.getfixturevalue("cpu_installed")
+    for a, b in zip(before, compute(), strict=True):
+        assert a.dtype == b.dtype
+        assert mx.array_equal(a, b)
