@@ -11,19 +11,22 @@ from fleetd.config import KEYS, Key
 PAGE = Path(__file__).with_name("settings.md")
 
 _INTRO = """\
-Every setting has a default that is meant to be right. To change one, write it into `fleetd.toml` in the daemon's
-home (`fleetctl status` names it), set an environment variable, or give a flag to `fleetd run`:
+Every setting has a default that is meant to be right. To change one, write it into `fleetd.toml` in the
+daemon's home (`fleetctl status` names it), set an environment variable, or give a flag to `fleetd run`:
 
 ```toml
 [engine]
 idle_unload_s = 600
 ```
 
-Flags win over the environment, the environment over the file, the file over the defaults. `fleetd config show`
-prints every value and where it came from. A setting nobody knows is an error that offers the nearest name.
-Sizes may be written as `8GB` or `8GiB`.
+Flags win over the environment, the environment over the file, the file over the defaults. `fleetd config
+show` prints every value and where it came from. A setting nobody knows is an error that offers the nearest
+name. Sizes may be written as `8GB` or `8GiB`.
 
 The home itself is chosen by `--home` or `FLEETD_HOME`, because the file lies in it."""
+
+
+_HEAD = "| key | takes | default | environment | meaning |\n|---|---|---|---|---|"
 
 
 def page() -> str:
@@ -35,9 +38,7 @@ def page() -> str:
     ]
     for section, keys in groupby(KEYS.values(), lambda key: key.name.partition(".")[0]):
         rows = "\n".join(map(_row, keys))
-        parts.append(
-            f"## [{section}]\n\n| key | takes | default | environment | meaning |\n|---|---|---|---|---|\n{rows}"
-        )
+        parts.append(f"## [{section}]\n\n{_HEAD}\n{rows}")
     return "\n\n".join(parts) + "\n"
 
 

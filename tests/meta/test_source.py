@@ -1,0 +1,183 @@
+"""What must hold for the source as a whole, however it changes."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fleetd import errors, limits
+from fleetd.errors import BY_CODE, FleetError, from_code
+
+REPO = Path(__file__).parents[2]
+PACKAGES = ("fleetd", "fleetctl")
+LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)")
+
+
+def modules() -> Iterator[tuple[Path, ast.Module]]:
+    for package in PACKAGES:
+        for path in sorted((REPO / package).rglob("*.py")):
+            yield path.relative_to(REPO), ast.parse(path.read_text(encoding="utf-8"))
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` for a chain of names, else nothing."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level names of the modules that a fresh interpreter holds after a statement."""
+    code = f"import sys; {statement}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60, cwd=REPO
+    )
+    return set(done.stdout.split())
+
+
+# ---- What is loaded --------------------------------------------------------------------------------------
+
+
+def test_the_daemon_loads_no_model_library() -> None:
+    loaded = loaded_by("import fleetd.app, fleetd.cli, fleetd.engine.pool, fleetd.models.store")
+    assert "aiohttp" in loaded
+    assert not loaded & {"mlx", "mlx_lm", "torch", "transformers", "huggingface_hub", "numpy", "tokenizers"}
+
+
+def test_fleetctl_loads_no_server_and_no_model_library() -> None:
+    loaded = loaded_by("import fleetctl.cli, fleetctl.chat, fleetctl.repl, fleetctl.doctor")
+    assert "click" in loaded
+    assert not loaded & {
+        "aiohttp",
+        "uvloop",
+        "mlx",
+        "mlx_lm",
+        "torch",
+        "transformers",
+        "huggingface_hub",
+        "numpy",
+    }
+
+
+# ---- What is never written -------------------------------------------------------------------------------
+
+# Each can run what it is given to read.
+CODE_RUNNERS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "os.system",
+    "os.popen",
+    "torch.load",
+    "yaml.load",
+    "yaml.unsafe_load",
+    "runpy.run_path",
+}
+CODE_CARRIERS = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}
+
+
+def test_no_code_is_ever_made_from_data() -> None:
+    found = []
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call):
+                name = dotted(node.func)
+                shell = any(
+                    k.arg == "shell" and not (isinstance(k.value, ast.Constant) and k.value.value is False)
+                    for k in node.keywords
+                )
+                trusting = any(
+                    k.arg in ("trust_remote_code", "allow_pickle")
+                    and not (isinstance(k.value, ast.Constant) and k.value.value is False)
+                    for k in node.keywords
+                )
+                if name in CODE_RUNNERS or shell or trusting:
+                    found.append(f"{path}:{node.lineno} {name}")
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            found += [f"{path} imports {name}" for name in names if name.partition(".")[0] in CODE_CARRIERS]
+    assert not found
+
+
+def test_every_module_says_its_idea() -> None:
+    silent = [str(path) for path, tree in modules() if tree.body and not ast.get_docstring(tree)]
+    assert not silent
+
+
+# ---- Bounds ----------------------------------------------------------------------------------------------
+
+
+def test_every_bound_is_applied_somewhere() -> None:
+    """A bound that nothing reads protects nothing."""
+    read: set[str] = set()
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and dotted(node.value).endswith("limits"):
+                read.add(node.attr)
+            elif isinstance(node, ast.ImportFrom) and node.module == "fleetd.limits":
+                read |= {alias.name for alias in node.names}
+            elif path.name == "limits.py" and isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+                read.add(node.id)
+    bounds = {name for name in vars(limits) if name.isupper()}
+    assert bounds - read == set()
+
+
+# ---- Errors ----------------------------------------------------------------------------------------------
+
+
+def family(root: type[FleetError]) -> list[type[FleetError]]:
+    ours = [kind for kind in root.__subclasses__() if kind.__module__ == errors.__name__]
+    return [root, *(kind for child in ours for kind in family(child))]
+
+
+def test_every_error_has_a_code_of_its_own() -> None:
+    kinds = family(FleetError)
+    assert len({kind.code for kind in kinds}) == len(kinds)
+    for kind in kinds:
+        assert "code" in vars(kind)
+        assert 400 <= kind.status < 600
+        assert BY_CODE[kind.code] is kind
+        again = from_code(kind.code, "It broke.", hint="Mend it.", param="x")
+        assert (type(again), str(again), again.param) == (kind, "It broke. Mend it.", "x")
+
+
+# ---- Pages -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["errors", "settings"])
+def test_the_generated_page_is_up_to_date(name: str) -> None:
+    script = f"docs/generate_{name}.py"
+    page = runpy.run_path(str(REPO / script))["page"]()
+    assert (REPO / "docs" / f"{name}.md").read_text(encoding="utf-8") == page, f"run: python {script}"
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    pages = [REPO / "README.md", REPO / "CHANGELOG.md", *(REPO / "docs").rglob("*.md")]
+    assert len(pages) > 8
+    broken = [
+        f"{page.relative_to(REPO)} → {target}"
+        for page in pages
+        for target in LINK.findall(page.read_text(encoding="utf-8"))
+        if not (page.parent / target).exists()
+    ]
+    assert not broken
+
+
+def test_decisions_are_numbered_without_gaps_and_all_say_the_same_four_things() -> None:
+    records = sorted((REPO / "docs" / "decisions").glob("*.md"))
+    assert [path.name[:4] for path in records] == [f"{i:04}" for i in range(1, len(records) + 1)]
+    for path in records:
+        text = path.read_text(encoding="utf-8")
+        for heading in ("## Context", "## Choice", "## Cost", "## What would change our mind"):
+            assert heading in text, f"{path.name}: {heading}"
