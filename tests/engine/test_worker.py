@@ -7,16 +7,20 @@ import json
 import os
 import shutil
 import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import chain_model
+import msgspec
 import psutil
 import pytest
 from asking import GREEDY, ask, folder_of, run
 
 from fleetd import limits
+from fleetd.engine import protocol
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import (
     Accepted,
@@ -24,10 +28,13 @@ from fleetd.engine.protocol import (
     Delta,
     Generate,
     Prefill,
+    Ready,
     Sampling,
     TextPrompt,
     TokenPrompt,
 )
+from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.worker import EXIT_ORPHANED
 from fleetd.errors import (
     BadRequest,
     ContextLengthExceeded,
@@ -227,16 +234,28 @@ async def test_killed_worker_ends_the_stream_within_two_seconds_and_the_next_req
     assert pool.status()[0].restarts == 1
 
 
-async def test_worker_goes_when_the_daemon_is_gone(pool: EnginePool, chain: ModelFolder) -> None:
-    await pool.load(chain)
-    (status,) = pool.status()
-    assert status.pid is not None
-    worker = psutil.Process(status.pid)
-    engine = pool._engines["chain"]
-    assert engine._writer is not None
-    engine._writer.transport.abort()  # what a daemon's death looks like from the other end
-    await asyncio.to_thread(worker.wait, 5)
-    assert not worker.is_running()
+def test_worker_goes_when_the_daemon_is_gone(chain_path: Path) -> None:
+    """A daemon that is killed cannot say goodbye: all the worker sees is the end of its socket."""
+    ours, theirs = socket.socketpair()
+    settings = WorkerSettings(name="chain", path=str(chain_path), device="cpu", max_memory_bytes=2 << 30)
+    with ours, theirs:
+        worker = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "fleetd.engine.worker",
+                "--fd",
+                str(theirs.fileno()),
+                "--settings",
+                msgspec.json.encode(settings).decode(),
+            ],
+            pass_fds=[theirs.fileno()],
+            stderr=subprocess.DEVNULL,
+        )
+        reports = protocol.reports()
+        while not any(isinstance(report, Ready) for report in reports.feed(ours.recv(1 << 16))):
+            pass
+    assert worker.wait(timeout=5) == EXIT_ORPHANED
 
 
 async def test_closing_the_stream_frees_its_slot_within_a_second(
