@@ -39,10 +39,11 @@ class StopFilter:
         if not self._stops:
             return text
         text = self._held + text
-        found = [(at, -len(stop), stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            # The earliest wins; of two that start together the longer, so that none of it shows.
-            at, _, self.hit = min(found)
+            # The one that is complete first wins, as if the text came letter by letter: where tokens end must
+            # not matter. Of two that are complete together the longer, so that none of it shows.
+            _, at, self.hit = min(found)
             self._held = ""
             return text[:at]
         keep = self._open_end(text)
@@ -87,15 +88,13 @@ class AnswerText:
     _pending_tokens: int = field(init=False, default=0)
     _pending_logprobs: list[TokenLogprob] = field(init=False, default_factory=list)
     _blank: str = field(init=False, default="")
-    _hold_blank: bool = field(init=False)
+    _after_marker: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._detokenizer = self.tokenizer.detokenizer
         self._stop = StopFilter(self.stops)
         self._machine = make_text_state_machine(self.tokenizer).make_state(self.initial)
         self._tool_text = self.primed
-        # Blank lines around tool calls and after the reasoning are the template's, not the answer's.
-        self._hold_blank = bool(self.tools) or self.initial == _REASONING
 
     @property
     def stopped_by(self) -> str | None:
@@ -122,16 +121,14 @@ class AnswerText:
         # An unfinished code point at the very end is not text.
         text = self._stop.feed(self._detokenizer.last_segment.rstrip("\ufffd"))
         out = self._release(text + self._stop.flush())
-        if self._stop.hit is None:
-            state, rest, name = TextStateMachine.flush(self._machine)
-            self._machine = state
-            if rest and name is not None:
-                out += self._segments([(name, rest)])
+        state, rest, name = TextStateMachine.flush(self._machine)
+        self._machine = state
+        if rest and name is not None:
+            out += self._segments([(name, rest)])
         if self._tool_text:
             out += self._parse_calls()
-        if self._blank and not self.tool_calls:
-            out += self._delta("content", self._blank)
-            self._blank = ""
+        if not self.tool_calls:
+            out += self._delta("content", self._take_blank())
         if self._pending_logprobs or self._pending_tokens:
             out += self._delta("content", "", force=bool(self._pending_logprobs))
         return out
@@ -150,34 +147,36 @@ class AnswerText:
     def _segments(self, segments: list[tuple[str, str]]) -> list[Delta | ToolCall]:
         out: list[Delta | ToolCall] = []
         for i, (state, text) in enumerate(segments):
+            left = i + 1 < len(segments)
             if state == _TOOL:
                 self._tool_text += text
-                if i + 1 < len(segments):
+                if left:
                     out += self._parse_calls()
-                continue
-            if state == _REASONING:
+            elif state == _REASONING:
                 out += self._delta("reasoning", text)
-                if i + 1 < len(segments):
-                    self._hold_blank = True
-                continue
-            out += self._content(text)
+            else:
+                out += self._content(text)
+            if left and state in (_TOOL, _REASONING):
+                self._after_marker = True
         return out
 
     def _content(self, text: str) -> list[Delta | ToolCall]:
-        if self._hold_blank:
-            text = self._blank + text
+        """Blank lines around tool calls and after the reasoning are the template's, not the answer's."""
+        text = self._take_blank() + text
+        if self._after_marker:
+            text = text.lstrip("\n")
             if not text.strip():
                 self._blank = text
                 return []
-            self._blank = ""
-            self._hold_blank = bool(self.tools)
-            if self._after_marker:
-                text = text.lstrip("\n")
+            self._after_marker = False
+        if self.tools:
+            shown = text.rstrip()
+            self._blank, text = text[len(shown) :], shown
         return self._delta("content", text)
 
-    @property
-    def _after_marker(self) -> bool:
-        return self.reasoning_tokens > 0 or self.tool_calls > 0 or self.initial == _REASONING
+    def _take_blank(self) -> str:
+        blank, self._blank = self._blank, ""
+        return blank
 
     def _delta(self, channel: str, text: str, *, force: bool = False) -> list[Delta | ToolCall]:
         if not text and not force:
@@ -197,31 +196,33 @@ class AnswerText:
     def _parse_calls(self) -> list[Delta | ToolCall]:
         """The collected text of one tool-call section → calls; text that is no call is shown, not lost."""
         text, self._tool_text = self._tool_text, ""
-        self._blank = ""
         try:
             parsed = self.tokenizer.tool_parser(text, self.tools)
+            found = parsed if isinstance(parsed, list) else [parsed]
+            calls = [self._call(i, call) for i, call in enumerate(found)]
+        # Parsers raise whatever their text makes them raise, and what they return need not be a call.
         except Exception:
-            parsed = None
-        calls = parsed if isinstance(parsed, list) else [parsed]
-        out: list[Delta | ToolCall] = []
-        for call in calls:
-            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-                return self._delta("content", text, force=True)
-            arguments = call.get("arguments", {})
-            out.append(
-                ToolCall(
-                    id=self.request_id,
-                    index=self.tool_calls,
-                    call_id=str(call.get("id") or f"call_{uuid.uuid4().hex[:24]}"),
-                    name=call["name"],
-                    arguments=arguments
-                    if isinstance(arguments, str)
-                    else json.dumps(arguments, ensure_ascii=False),
-                )
-            )
-            self.tool_calls += 1
+            calls = []
+        if not calls:
+            return self._delta("content", self._take_blank() + text)
+        self._blank = ""
+        self.tool_calls += len(calls)
         self._pending_tokens, self._pending_logprobs = 0, []
-        return out
+        return list(calls)
+
+    def _call(self, at: int, call: dict[str, Any]) -> ToolCall:
+        name, arguments = call["name"], call.get("arguments", {})
+        if not isinstance(name, str):
+            raise TypeError("the name of a tool call is not text")
+        return ToolCall(
+            id=self.request_id,
+            index=self.tool_calls + at,
+            call_id=str(call.get("id") or f"call_{uuid.uuid4().hex[:24]}"),
+            name=name,
+            arguments=arguments
+            if isinstance(arguments, str)
+            else json.dumps(arguments, ensure_ascii=False, allow_nan=False),
+        )
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:

@@ -1,0 +1,268 @@
+"""What a client sees does not depend on where tokens end."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import load
+
+from fleetd.engine.protocol import Delta, TokenLogprob, ToolCall
+from fleetd.engine.text import AnswerText, StopFilter, token_bytes
+
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+
+
+def pieces(text: str, cuts: list[int]) -> list[str]:
+    at = sorted({0, len(text), *(c % (len(text) + 1) for c in cuts)})
+    return [text[a:b] for a, b in itertools.pairwise(at)]
+
+
+def cut_letter_by_letter(text: str, stops: list[str]) -> tuple[str, str | None]:
+    """The definition: read on until some stop string is complete."""
+    for end in range(len(text) + 1):
+        complete = [s for s in stops if text[:end].endswith(s)]
+        if complete:
+            longest = max(complete, key=len)
+            return text[: end - len(longest)], longest
+    return text, None
+
+
+# Few letters, so that stop strings overlap, nest and almost match all the time.
+WORDS = st.text("ab<", min_size=1, max_size=5)
+
+
+@given(st.text("ab<", max_size=30), st.lists(WORDS, max_size=4), st.lists(st.integers(0, 99), max_size=12))
+def test_stop_filter_cuts_at_the_first_complete_stop(text: str, stops: list[str], cuts: list[int]) -> None:
+    expected, hit = cut_letter_by_letter(text, stops)
+    keep = StopFilter(stops)
+    shown = ""
+    fed = ""
+    for piece in pieces(text, cuts):
+        shown += keep.feed(piece)
+        fed += piece
+        if keep.hit is None:
+            held = fed[len(shown) :]
+            assert fed.startswith(shown)
+            # Everything held begins a stop string, and nothing longer at the end does.
+            assert held == "" or any(s.startswith(held) for s in stops)
+            assert not any(
+                s.startswith(fed[i:]) and len(s) > len(fed[i:]) for i in range(len(shown)) for s in stops
+            )
+        else:
+            assert shown == expected
+    shown += keep.flush()
+    assert (shown, keep.hit) == (expected, hit)
+
+
+def test_stop_filter_shows_nothing_after_a_hit() -> None:
+    keep = StopFilter(["x"])
+    assert keep.feed("axb") == "a"
+    assert keep.feed("more") == ""
+    assert keep.flush() == ""
+
+
+def test_empty_stop_strings_stop_nothing() -> None:
+    keep = StopFilter([""])
+    assert keep.feed("text") + keep.flush() == "text"
+    assert keep.hit is None
+
+
+# ---- answers ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chain_path: Path) -> Any:
+    return load(chain_path)
+
+
+class Letters:
+    """A tokenizer whose tokens are given pieces of text, with the chain model's markers and parser."""
+
+    def __init__(self, real: Any, words: list[str]) -> None:
+        self._real, self._words = real, words
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    @property
+    def detokenizer(self) -> Any:
+        words = self._words
+
+        class Detokenizer:
+            text = ""
+            _read = 0
+
+            def add_token(self, token: int) -> None:
+                self.text += words[token]
+
+            def finalize(self) -> None:
+                pass
+
+            @property
+            def last_segment(self) -> str:
+                at, self._read = self._read, len(self.text)
+                return self.text[at:]
+
+        return Detokenizer()
+
+
+class Seen:
+    def __init__(self, events: list[Delta | ToolCall], answer: AnswerText) -> None:
+        self.content = "".join(e.text for e in events if isinstance(e, Delta) and e.channel == "content")
+        self.reasoning = "".join(e.text for e in events if isinstance(e, Delta) and e.channel == "reasoning")
+        self.calls = [(e.index, e.name, e.arguments) for e in events if isinstance(e, ToolCall)]
+        self.deltas = [e for e in events if isinstance(e, Delta)]
+        self.hit = answer.stopped_by
+        self.visible = (self.content, self.reasoning, self.calls, self.hit)
+
+
+def read(tokenizer: Any, words: list[str], stops: tuple[str, ...] = (), **fields: Any) -> Seen:
+    answer = AnswerText("r", Letters(tokenizer, words), list(stops), **fields)
+    events: list[Delta | ToolCall] = []
+    for token in range(len(words)):
+        events += answer.push(token)
+        if answer.stopped_by is not None:
+            break
+    return Seen(events + answer.finish(), answer)
+
+
+ANSWERS = {
+    "plain": ("Hello\n\nthere ", {}),
+    "reasoning": ("<think>\nFirst,\n\nthen.</think>\n\nSo:\n\n42. ", {}),
+    "reasoning with tools at hand": ("<think>why</think>\n\nOne\n\nTwo\n  three\n", {"tools": TOOLS}),
+    "reasoning the template opened": ("because</think>\n\n a\n\nb", {"initial": "reasoning", "tools": TOOLS}),
+    "reasoning cut off": ("<think>First, I won", {}),
+    "a call": (f"Let me look.\n\n{CALL}", {"tools": TOOLS}),
+    "reasoning, then a call": (f"<think>hm</think>\n\n{CALL}\n", {"tools": TOOLS}),
+    "a call out of the reasoning": (f"<think>hm{CALL}", {"tools": TOOLS}),
+    "two calls with words between": (f"A\n{CALL}\n and \n\n{CALL}\nB\n\nC", {"tools": TOOLS}),
+    "no call": ("x \n<tool_call>not json</tool_call>\n\ny\nz", {"tools": TOOLS}),
+    "a call cut off": ('x\n<tool_call>{"name": "get_', {"tools": TOOLS}),
+    "required": (' "get_weather", "arguments": {}}</tool_call>', {"initial": "tool", "primed": '{"name":'}),
+    "blank": (" \n ", {"tools": TOOLS}),
+    "almost a marker": ("a <thin <tool_cal", {"tools": TOOLS}),
+}
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@given(
+    cuts=st.lists(st.integers(0, 999), max_size=30), stop=st.sampled_from(["", "42", "n <", "\n\nT", "<th"])
+)
+def test_where_tokens_end_changes_nothing(tokenizer: Any, name: str, cuts: list[int], stop: str) -> None:
+    text, fields = ANSWERS[name]
+    whole = read(tokenizer, [text], (stop,), **fields)
+    split = read(tokenizer, pieces(text, cuts), (stop,), **fields)
+    assert split.visible == whole.visible
+    assert "</think>" not in whole.content
+    assert not stop or stop not in whole.content + whole.reasoning
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reasoning", "calls"),
+    [
+        ("plain", "Hello\n\nthere ", "", 0),
+        ("reasoning", "So:\n\n42. ", "\nFirst,\n\nthen.", 0),
+        ("reasoning with tools at hand", "One\n\nTwo\n  three\n", "why", 0),
+        ("reasoning the template opened", " a\n\nb", "because", 0),
+        ("reasoning cut off", "", "First, I won", 0),
+        ("a call", "Let me look.", "", 1),
+        ("reasoning, then a call", "", "hm", 1),
+        ("a call out of the reasoning", "", "hm", 1),
+        ("two calls with words between", "A andB\n\nC", "", 2),
+        ("no call", "x \nnot jsony\nz", "", 0),
+        ("a call cut off", 'x\n{"name": "get_', "", 0),
+        ("required", "", "", 1),
+        ("blank", " \n ", "", 0),
+        ("almost a marker", "a <thin <tool_cal", "", 0),
+    ],
+)
+def test_each_kind_of_answer(tokenizer: Any, name: str, content: str, reasoning: str, calls: int) -> None:
+    text, fields = ANSWERS[name]
+    seen = read(tokenizer, [text], **fields)
+    assert (seen.content, seen.reasoning) == (content, reasoning)
+    assert [c[:2] for c in seen.calls] == [(i, "get_weather") for i in range(calls)]
+    assert all(isinstance(json.loads(c[2]), dict) for c in seen.calls)
+
+
+def test_text_before_a_stop_is_shown_even_where_it_began_like_a_marker(tokenizer: Any) -> None:
+    assert read(tokenizer, ["a<", "STOP"], ("STOP",)).content == "a<"
+
+
+@pytest.mark.parametrize(
+    "parsed",
+    [
+        None,
+        [],
+        "text",
+        {"arguments": {}},
+        {"name": 3, "arguments": {}},
+        {"name": "f", "arguments": {1, 2}},
+        {"name": "f", "arguments": {"x": float("nan")}},
+        [{"name": "good", "arguments": {}}, {"nameless": True}],
+        ValueError("cannot parse"),
+        RecursionError("too deep"),
+    ],
+)
+def test_what_a_parser_makes_of_nonsense_is_shown_as_text(tokenizer: Any, parsed: Any) -> None:
+    def parse(text: str, tools: Any) -> Any:
+        if isinstance(parsed, Exception):
+            raise parsed
+        return parsed
+
+    words = ["<tool_call>", "non", "sense", "</tool_call>", " more"]
+    odd = Letters(SimpleNamespace(**{**_attributes(tokenizer), "tool_parser": parse}), words)
+    answer = AnswerText("r", odd, [], TOOLS)
+    events = [e for token in range(len(words)) for e in answer.push(token)] + answer.finish()
+    assert "".join(e.text for e in events if isinstance(e, Delta)) == "nonsense more"
+    assert answer.tool_calls == 0
+
+
+def _attributes(tokenizer: Any) -> dict[str, Any]:
+    names = [
+        "has_thinking",
+        "think_start",
+        "think_end",
+        "has_tool_calling",
+        "tool_call_start",
+        "tool_call_end",
+        "structural_markers",
+        "response_transitions",
+    ]
+    return {name: getattr(tokenizer, name) for name in names}
+
+
+def test_every_token_is_counted_and_its_logprob_reported_once(tokenizer: Any) -> None:
+    words = ["<th", "ink>", "a", "</think>", "\n", "\n", "So", " ", "4", "2"]
+    answer = AnswerText("r", Letters(tokenizer, words), [], TOOLS)
+    events: list[Delta | ToolCall] = []
+    for token, word in enumerate(words):
+        events += answer.push(token, TokenLogprob(word, -float(token), word.encode()))
+    events += answer.finish()
+    deltas = [e for e in events if isinstance(e, Delta)]
+    assert sum(e.tokens for e in deltas) == len(words)
+    assert [p.token for e in deltas for p in e.logprobs or []][-4:] == ["So", " ", "4", "2"]
+    assert answer.reasoning_tokens == 2
+
+
+def test_code_points_are_whole(tokenizer: Any) -> None:
+    tokens = tokenizer.encode("aé€😀", add_special_tokens=False)
+    assert len(tokens) > 4  # a byte each
+    answer = AnswerText("r", tokenizer, [])
+    shown = [e.text for t in tokens for e in answer.push(t) if isinstance(e, Delta)]
+    assert shown == ["a", "é", "€", "😀"]
+    assert answer.finish() == []
+
+
+def test_token_bytes_join_to_the_text(tokenizer: Any) -> None:
+    text = "a é€😀\n<hello>"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(token_bytes(tokenizer, t) for t in tokens) == text.encode()
+    assert token_bytes(tokenizer, 10**6) == b""
