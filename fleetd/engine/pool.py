@@ -137,7 +137,13 @@ class EnginePool:
                 on_exit=self._exited,
             )
             self._engines[folder.name] = engine
-            await engine.start()
+            try:
+                await engine.start()
+            except BaseException:
+                # Refused or cancelled; whoever comes next must not wait for what was never started.
+                if self._engines.get(folder.name) is engine:
+                    del self._engines[folder.name]
+                raise
             return engine
 
     async def _evict_idle(self, besides: str) -> bool:

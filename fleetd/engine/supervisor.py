@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable
-from typing import Literal
+from typing import ClassVar, Literal
 
 import msgspec
 import structlog
@@ -77,6 +77,8 @@ class EngineProcess:
     ``on_exit`` is called once when the worker is gone, wanted or not.
     """
 
+    command: ClassVar[tuple[str, ...]] = (sys.executable, "-m", "fleetd.engine.worker")
+
     def __init__(
         self,
         settings: WorkerSettings,
@@ -105,15 +107,16 @@ class EngineProcess:
     # ---- life ------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Spawn the worker; returns before the model is loaded (see ``ready``)."""
+        """Spawn the worker; returns before the model is loaded (see ``loaded``).
+
+        Raises EngineDied where it cannot be started, or was told to stop meanwhile.
+        """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
-        with theirs:
-            try:
+        try:
+            with theirs:
                 self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "fleetd.engine.worker",
+                    *self.command,
                     "--fd",
                     str(theirs.fileno()),
                     "--settings",
@@ -125,11 +128,17 @@ class EngineProcess:
                     # Its own group: a Ctrl-C in the daemon's terminal must not kill answers being drained.
                     start_new_session=True,
                 )
-            except OSError as error:
-                ours.close()
-                raise EngineDied(f"The engine worker could not be started: {error}.") from error
-        self.pid = self._process.pid
-        reader, self._writer = await asyncio.open_connection(sock=ours)
+            self.pid = self._process.pid
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+        except BaseException as error:
+            # Refused or cancelled half way: nobody else knows of the socket and the process.
+            ours.close()
+            self.kill()
+            self.state = "failed"
+            if not isinstance(error, OSError):
+                raise
+            self.error = EngineDied(f"The engine worker could not be started: {error}.")
+            raise self.error from error
         self._tasks = [
             asyncio.create_task(
                 self._read(reader, self._writer, self._process), name=f"engine-{self.settings.name}"
@@ -142,6 +151,9 @@ class EngineProcess:
                 )
             )
         log.info("engine.started", model=self.settings.name, pid=self.pid)
+        if self.state == "stopping":
+            await self.stop()
+            raise EngineDied(f"The engine for {self.settings.name} was stopped while it started.")
 
     async def loaded(self) -> AsyncGenerator[Loading, None]:
         """Progress until the model is ready. Raises what the load failed with."""
@@ -172,7 +184,10 @@ class EngineProcess:
                     await process.wait()
             except TimeoutError:
                 self.kill()
-        await asyncio.gather(*self._tasks)
+            except asyncio.CancelledError:
+                self.kill()
+                raise
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await process.wait()
 
     def kill(self, reason: FleetError | None = None) -> None:
@@ -302,6 +317,8 @@ class EngineProcess:
             pass
         except (protocol.FrameTooLong, msgspec.DecodeError) as error:
             self.kill(EngineDied(f"The engine for {self.settings.name} sent what nobody can read: {error}."))
+        except Exception:
+            log.exception("engine.reader", model=self.settings.name)
         finally:
             writer.close()
             await self._gone(process)
@@ -348,14 +365,13 @@ class EngineProcess:
 
     async def _gone(self, process: asyncio.subprocess.Process) -> None:
         """The worker's end of the socket closed: it exited, crashed or was killed."""
-        if self.state != "failed":
-            wanted = self.state == "stopping"
-            self.state = "failed"
-            self.error = self.error or self._death()
-            if not wanted:
-                self.kill()  # a worker that closed its socket but lives on would keep the memory
-                await process.wait()
-                log.warning("engine.died", model=self.settings.name, pid=self.pid, status=process.returncode)
+        before, self.state = self.state, "failed"
+        self.error = self.error or self._death()
+        if before != "stopping":
+            self.kill()  # a worker that closed its socket but lives on would keep the memory
+            await process.wait()
+        if before in ("loading", "ready"):
+            log.warning("engine.died", model=self.settings.name, pid=self.pid, status=process.returncode)
         for queue in self._streams.values():
             if queue.full():
                 queue.get_nowait()

@@ -1,0 +1,231 @@
+"""Whatever a worker does, a request ends with a typed error and nothing of the worker stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import fake_worker
+import psutil
+import pytest
+from asking import ask, folder_of, run
+
+from fleetd import limits
+from fleetd.engine.pool import EnginePool
+from fleetd.engine.protocol import Event, Loading
+from fleetd.engine.supervisor import EngineProcess
+from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
+
+FOLDER = folder_of(Path("/nowhere"), "fake")
+Misbehave = Callable[[str], None]
+
+
+@pytest.fixture
+def behave(monkeypatch: pytest.MonkeyPatch) -> Misbehave:
+    monkeypatch.setattr(limits, "ENGINE_STOP_S", 0.2)
+    monkeypatch.setattr("fleetd.engine.pool._CHECK_S", 0.05)
+
+    def behave(behaviour: str) -> None:
+        monkeypatch.setattr(EngineProcess, "command", (sys.executable, fake_worker.__file__, behaviour))
+
+    return behave
+
+
+def _fds() -> int:
+    return psutil.Process().num_fds()
+
+
+@pytest.fixture
+async def watched(make_pool: Callable[..., EnginePool], behave: Misbehave) -> AsyncIterator[EnginePool]:
+    """A pool with its watchdog; afterwards no process, task or file descriptor may be left."""
+    # What an event loop opens once for its first child process is not a leak.
+    first = await asyncio.create_subprocess_exec("true", stderr=asyncio.subprocess.PIPE)
+    await first.communicate()
+    fds, tasks = _fds(), len(asyncio.all_tasks())
+    pool = make_pool()
+    watch = asyncio.create_task(pool.run())
+    yield pool
+    watch.cancel()
+    await asyncio.wait([watch])
+    await pool.close()
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:
+        left = psutil.Process().children(), len(asyncio.all_tasks()) - tasks, _fds() - fds
+        if not left[0] and left[1] <= 0 and left[2] <= 0:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail(f"left behind: processes {left[0]}, tasks {left[1]}, file descriptors {left[2]}")
+
+
+async def drain(pool: EnginePool, request_id: str = "r") -> list[Loading | Event]:
+    async with asyncio.timeout(10):
+        return [e async for e in pool.stream(FOLDER, ask("<hello>", request_id))]
+
+
+@pytest.mark.parametrize(
+    "behaviour",
+    [
+        "exits at once",
+        "garbage while loading",
+        "not UTF-8",
+        "garbage",
+        "oversized frame",
+        "half a frame",
+        "closes its socket and lives on",
+    ],
+)
+async def test_a_broken_worker_is_a_dead_engine(
+    watched: EnginePool, behave: Misbehave, behaviour: str
+) -> None:
+    behave(behaviour)
+    with pytest.raises(EngineDied):
+        await drain(watched)
+    (status,) = watched.status()
+    assert status.state == "failed"
+    assert status.error
+    # The next request starts a new worker.
+    behave("answers")
+    assert len(await drain(watched, "again")) > 0
+
+
+@pytest.mark.parametrize("behaviour", ["says nothing", "beats without progress"])
+async def test_a_worker_without_progress_is_stalled(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch, behaviour: str
+) -> None:
+    behave(behaviour)
+    monkeypatch.setattr(limits, "ENGINE_STALL_S", 0.3)
+    with pytest.raises(EngineStalled):
+        await drain(watched)
+
+
+@pytest.mark.one_loop
+async def test_a_worker_that_hangs_while_loading(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave("hangs while loading")
+    monkeypatch.setattr(limits, "ENGINE_LOAD_S", 0.5)
+    with pytest.raises(EngineStalled, match="did not load"):
+        await drain(watched)
+
+
+@pytest.mark.one_loop
+async def test_a_worker_that_refuses_is_not_left_to_linger(watched: EnginePool, behave: Misbehave) -> None:
+    behave("refuses, then lives on")
+    with pytest.raises(OutOfMemory, match="does not fit") as caught:
+        await drain(watched)
+    assert caught.value.hint == "Try less."
+
+
+async def test_a_flood_of_events_ends_one_request_and_costs_bounded_memory(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave("floods")
+    monkeypatch.setattr(limits, "EVENTS_QUEUED", 50)
+
+    async def read_slowly() -> None:
+        async for _ in watched.stream(FOLDER, ask("<hello>")):
+            await asyncio.sleep(0.005)
+
+    with pytest.raises(Overloaded):
+        await asyncio.wait_for(read_slowly(), 10)
+
+
+@pytest.mark.one_loop
+async def test_events_of_other_requests_are_not_delivered(watched: EnginePool, behave: Misbehave) -> None:
+    behave("others' events")
+    events = await drain(watched)
+    assert [type(e).__name__ for e in events if not isinstance(e, Loading)] == ["Accepted", "Finished"]
+
+
+@pytest.mark.one_loop
+async def test_a_long_line_on_stderr_does_no_harm(watched: EnginePool, behave: Misbehave) -> None:
+    behave("long line on stderr")
+    assert len(await drain(watched)) >= 2
+
+
+@pytest.mark.one_loop
+async def test_a_worker_deaf_to_shutdown_is_killed(watched: EnginePool, behave: Misbehave) -> None:
+    behave("deaf to shutdown")
+    await drain(watched)
+    begun = time.monotonic()
+    assert await watched.unload("fake")
+    assert time.monotonic() - begun < 2
+
+
+async def test_unloading_during_a_load_ends_the_waiting_request(
+    watched: EnginePool, behave: Misbehave
+) -> None:
+    behave("hangs while loading")
+    request = asyncio.create_task(drain(watched))
+    async with asyncio.timeout(5):
+        while not (watched.status() and watched.status()[0].stage == "reading"):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert await watched.unload("fake")
+    with pytest.raises(EngineDied):
+        await request
+
+
+async def test_a_worker_that_cannot_be_started(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EngineProcess, "command", ("/nowhere/python",))
+    for request_id in ("one", "two"):
+        with pytest.raises(EngineDied, match="could not be started"):
+            await drain(watched, request_id)
+    behave("answers")
+    await drain(watched, "three")
+
+
+async def test_a_request_cancelled_while_the_worker_starts_does_not_block_the_next(
+    watched: EnginePool, behave: Misbehave
+) -> None:
+    behave("answers")
+    for turns in range(6):
+        request = asyncio.create_task(drain(watched, f"gone{turns}"))
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        request.cancel()
+        await asyncio.wait([request])
+        await drain(watched, f"next{turns}")
+        await watched.unload("fake")
+
+
+async def test_unloading_while_the_worker_starts_leaves_none(watched: EnginePool, behave: Misbehave) -> None:
+    behave("answers")
+    for turns in range(6):
+        request = asyncio.create_task(drain(watched, f"r{turns}"))
+        for _ in range(turns + 1):
+            await asyncio.sleep(0)
+        await watched.unload("fake")
+        (outcome,) = await asyncio.gather(request, return_exceptions=True)
+        # Unloaded before it began, or in the middle.
+        assert isinstance(outcome, list | EngineDied)
+        await watched.close()
+        assert watched.status() == []
+
+
+@pytest.mark.one_loop
+async def test_two_models_load_side_by_side(watched: EnginePool, behave: Misbehave) -> None:
+    behave("answers")
+    names = ["one", "two", "one", "two"]
+    await asyncio.gather(
+        *(run(watched, folder_of(Path("/nowhere"), n), ask("x", f"r{i}")) for i, n in enumerate(names))
+    )
+    assert sorted(s.model for s in watched.status()) == ["one", "two"]
+    assert os.getpid() not in [s.pid for s in watched.status()]
+
+
+async def test_closing_many_streams_leaves_no_claim_behind(watched: EnginePool, behave: Misbehave) -> None:
+    behave("floods")
+    for i in range(4):
+        events = watched.stream(FOLDER, ask("<hello>", f"r{i}"))
+        async for event in events:
+            if not isinstance(event, Loading):
+                break
+        await events.aclose()
+        await watched.unload("fake")
+    assert not watched._in_use("fake")

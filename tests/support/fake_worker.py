@@ -1,0 +1,114 @@
+"""A worker that misbehaves in the way its first argument names; started in the real one's place."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+
+from fleetd.engine import protocol
+from fleetd.engine.protocol import (
+    Accepted,
+    Beat,
+    Delta,
+    Finished,
+    Generate,
+    LoadFailed,
+    Loading,
+    Ready,
+    Shutdown,
+)
+
+READY = Ready("fake", "cpu", "float32", 1, 8, 64, 1, 1, 1, True, False, False, 0.0, {})
+
+
+def main(behaviour: str, fd: int) -> None:
+    link = socket.socket(fileno=fd)
+    commands = protocol.commands()
+    inbox: list[object] = []
+
+    def send(*reports: protocol.Report) -> None:
+        link.sendall(b"".join(protocol.encode(r) for r in reports))
+
+    def request() -> str:
+        while True:
+            while not inbox:
+                data = link.recv(1 << 16)
+                if not data:
+                    sys.exit(0)
+                inbox.extend(commands.feed(data))
+            command = inbox.pop(0)
+            if isinstance(command, Generate):
+                return command.id
+            if isinstance(command, Shutdown):
+                sys.exit(0)
+
+    def hang() -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        time.sleep(600)
+
+    match behaviour:
+        case "exits at once":
+            sys.exit(7)
+        case "refuses, then lives on":
+            send(LoadFailed("out_of_memory", "It does not fit.", "Try less."))
+            link.close()
+            hang()
+        case "hangs while loading":
+            send(Loading("reading", 1, 2))
+            hang()
+        case "garbage while loading":
+            link.sendall(b"\x00\x00\x00\x05hello")
+            hang()
+        case "not UTF-8":
+            link.sendall(b"\x00\x00\x00\x0a\x81\xa4type\xa3\xff\xfe\xfd")
+            hang()
+        case "long line on stderr":
+            sys.stderr.write("x" * 300_000)
+            sys.stderr.flush()
+    send(Loading("reading", 1, 2), READY, Beat(0))
+    name = request()
+    match behaviour:
+        case "garbage":
+            link.sendall(b"\x00\x00\x00\x05hello")
+            hang()
+        case "oversized frame":
+            link.sendall(b"\xff\xff\xff\xff")
+            hang()
+        case "half a frame":
+            link.sendall(protocol.encode(Accepted(name, 1))[:-3])
+            sys.exit(0)
+        case "says nothing":
+            hang()
+        case "beats without progress":
+            send(Accepted(name, 1))
+            while True:
+                send(Beat(3, decoding=1))
+                time.sleep(0.02)
+        case "closes its socket and lives on":
+            send(Accepted(name, 1))
+            link.close()
+            hang()
+        case "floods":
+            send(Accepted(name, 1))
+            while True:
+                try:
+                    send(*[Delta(name, "x" * 100)] * 500)
+                except OSError:
+                    sys.exit(0)
+        case "others' events":
+            send(Accepted("nobody", 1), Delta("nobody", "secret"), Accepted(name, 1), Finished(name, "stop"))
+            send(Finished(name, "stop"), Finished("nobody", "stop"))
+            request()
+        case "deaf to shutdown":
+            send(Accepted(name, 1), Finished(name, "stop"))
+            hang()
+        case _:
+            while True:
+                send(Accepted(name, 1), Finished(name, "stop"))
+                name = request()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[sys.argv.index("--fd") + 1]))
