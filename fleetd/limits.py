@@ -67,7 +67,7 @@ DRAIN_S = 30.0
 # sun_path: 104 bytes on macOS, 108 on Linux, one of them for the terminating NUL. The smaller one everywhere,
 # so that a home which works on one machine works on the other.
 SOCKET_PATH_BYTES = 103
-# Ledger writes held while the disk is slow; past this they are dropped, because no answer waits for a statistic.
+# Ledger writes held while the disk is slow; past this they are dropped: no answer waits for a statistic.
 STORE_QUEUED = 1024
 # How long a request waits for its ledger row before it goes on without knowing.
 LEDGER_WAIT_S = 0.25

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from mlx_lm.utils import load_config, load_model
 from fleetd.engine import cpu
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
 from fleetd.engine.protocol import Loading, Ready
+from fleetd.engine.sampling import Choice
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models.verify import verify
@@ -37,6 +39,7 @@ class Loaded:
     tokenizer: Any
     facts: Ready
     prefix_bytes: int
+    defaults: Choice
 
 
 def pick_device(wanted: str) -> Device:
@@ -108,7 +111,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         load_s=time.monotonic() - begun,
         versions={name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "transformers")},
     )
-    return Loaded(model, tokenizer, facts, prefix_bytes)
+    return Loaded(model, tokenizer, facts, prefix_bytes, _defaults(path))
 
 
 def context_tokens(config: dict[str, Any]) -> int:
@@ -159,6 +162,15 @@ def _warm_up(model: Any) -> int:
         if keys is not None and not isinstance(keys, tuple):
             per_token += (layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2]
     return max(1, int(per_token))
+
+
+def _defaults(path: Path) -> Choice:
+    """The sampling that the model's makers recommend, for requests that leave it open."""
+    try:
+        found = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return Choice()
+    return Choice.of_model(found) if isinstance(found, dict) else Choice()
 
 
 def _dtype(model: Any) -> str:

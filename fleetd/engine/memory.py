@@ -42,13 +42,22 @@ class KvBudget:
     def of(cls, budget_bytes: int, bytes_per_token: int) -> KvBudget:
         return cls(budget_bytes, bytes_per_token, {})
 
-    def price(self, tokens: int) -> int:
-        """Bytes in use if a request of ``tokens`` joined the running ones."""
-        longest = max([tokens, *self._tokens.values()])
-        return (len(self._tokens) + 1) * longest * self.bytes_per_token
+    def price(self, request: str, tokens: int) -> int:
+        """Bytes in use if ``request``, running or not, held ``tokens``."""
+        others = [held for name, held in self._tokens.items() if name != request]
+        return (len(others) + 1) * max([tokens, *others]) * self.bytes_per_token
 
-    def fits(self, tokens: int) -> bool:
-        return self.price(tokens) <= self.budget_bytes
+    def take(self, request: str, tokens: int) -> bool:
+        """Promise ``tokens`` to a request, new or growing. False, and nothing changes, if they do not fit."""
+        if self.price(request, tokens) > self.budget_bytes:
+            return False
+        self._tokens[request] = tokens
+        return True
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens one request can have when nothing else runs."""
+        return self.budget_bytes // self.bytes_per_token
 
     def check_alone(self, tokens: int) -> None:
         """Raises OutOfMemory where a request would not fit even with nothing else running."""
@@ -57,12 +66,19 @@ class KvBudget:
             raise OutOfMemory(
                 f"A prompt and answer of {tokens} tokens need {human(need)} of KV cache; "
                 f"this model has {human(self.budget_bytes)} for it "
-                f"({self.budget_bytes // max(1, self.bytes_per_token)} tokens).",
+                f"({self.capacity_tokens} tokens).",
                 hint="Shorten the prompt, lower max_tokens, or raise engine.max_memory_bytes.",
             )
 
-    def take(self, request: str, tokens: int) -> None:
-        self._tokens[request] = tokens
+    def exhausted(self, tokens: int) -> OutOfMemory:
+        """Why a running answer that holds ``tokens`` cannot go on."""
+        return OutOfMemory(
+            f"The KV cache is full: {len(self._tokens)} running answers, this one of {tokens} tokens, "
+            f"share "
+            f"{human(self.budget_bytes)}.",
+            hint="Send it again when fewer are running, or lower engine.max_streams.",
+            retry_after_s=5,
+        )
 
     def give_back(self, request: str) -> None:
         self._tokens.pop(request, None)

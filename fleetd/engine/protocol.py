@@ -46,14 +46,17 @@ Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How the next token is chosen. ``temperature`` 0 is greedy. The same seed gives the same answer."""
+    """How the next token is chosen. ``temperature`` 0 is greedy. The same seed gives the same answer.
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    None means what the model's own generation_config.json says, or else no effect (temperature 1).
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
     seed: int | None = None
-    repetition_penalty: float = 1.0
+    repetition_penalty: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}

@@ -8,7 +8,9 @@ generator, so neighbours in a batch cannot shift it, and speculative verificatio
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import (
@@ -30,6 +32,38 @@ _U64 = (1 << 64) - 1
 PENALTY_CONTEXT = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``Sampling`` with nothing left open."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @classmethod
+    def of_model(cls, generation_config: Mapping[str, Any]) -> Choice:
+        """What a model's makers recommend; values that make no sense are left out."""
+        found: dict[str, Any] = {}
+        for name, low, high in (
+            ("temperature", 0.0, 5.0),
+            ("top_p", 0.0, 1.0),
+            ("top_k", 0, 1 << 20),
+            ("min_p", 0.0, 1.0),
+            ("repetition_penalty", 0.1, 10.0),
+        ):
+            value = generation_config.get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high:
+                found[name] = value
+        return cls(**found)
+
+    def asked(self, sampling: Sampling) -> Choice:
+        """These values, except where the request says otherwise."""
+        names = (f.name for f in fields(self))
+        return replace(self, **{n: v for n in names if (v := getattr(sampling, n)) is not None})
+
+
 def _noise_key(seed: int, index: int) -> mx.array:
     """The random key of token ``index``: splitmix64 of the pair (Steele et al., OOPSLA 2014).
 
@@ -48,14 +82,14 @@ class SeededSampler:
     Temperature comes before the filters, as OpenAI's and vLLM's users expect (mlx-lm filters first).
     """
 
-    def __init__(self, sampling: Sampling) -> None:
-        self._sampling = sampling
+    def __init__(self, choice: Choice, seed: int | None) -> None:
+        self._choice = choice
         # A request without a seed gets a fresh one, so there is one code path.
-        self._seed = secrets.randbits(64) if sampling.seed is None else sampling.seed & _U64
+        self._seed = secrets.randbits(64) if seed is None else seed & _U64
         self._index = 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:  # (1, V) -> (1,)
-        s = self._sampling
+        s = self._choice
         if s.temperature != 1.0:
             logprobs = logprobs * (1.0 / s.temperature)
             logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
@@ -70,19 +104,24 @@ class SeededSampler:
         return mx.random.categorical(logprobs, key=key)
 
 
-def make_sampler(sampling: Sampling) -> Sampler:
+_NEUTRAL = Choice()
+
+
+def make_sampler(sampling: Sampling, defaults: Choice = _NEUTRAL) -> Sampler:
     """Greedy requests share one function, which lets the batch sample them in one call."""
-    if sampling.temperature <= 0.0 or sampling.top_k == 1:
+    choice = defaults.asked(sampling)
+    if choice.temperature <= 0.0 or choice.top_k == 1:
         shared: Sampler = greedy_sampler
         return shared
-    return SeededSampler(sampling)
+    return SeededSampler(choice, sampling.seed)
 
 
-def make_processors(sampling: Sampling) -> list[LogitsProcessor]:
+def make_processors(sampling: Sampling, defaults: Choice = _NEUTRAL) -> list[LogitsProcessor]:
     """Logit bias and penalties, over the whole text so far; empty when none is asked for."""
+    repetition = defaults.asked(sampling).repetition_penalty
     processors: list[LogitsProcessor] = make_logits_processors(
         logit_bias=sampling.logit_bias or None,
-        repetition_penalty=sampling.repetition_penalty if sampling.repetition_penalty != 1.0 else None,
+        repetition_penalty=repetition if repetition != 1.0 else None,
         repetition_context_size=PENALTY_CONTEXT,
         presence_penalty=sampling.presence_penalty or None,
         presence_context_size=PENALTY_CONTEXT,

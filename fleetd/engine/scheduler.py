@@ -38,12 +38,15 @@ from fleetd.engine.protocol import (
     Timings,
     Usage,
 )
-from fleetd.engine.sampling import make_processors, make_sampler
+from fleetd.engine.sampling import Choice, make_processors, make_sampler
 from fleetd.engine.text import AnswerText
 from fleetd.errors import ContextLengthExceeded, FleetError
 
 # Turns after which a waiting prompt goes before shorter ones that came later.
 PATIENCE_TURNS = 16
+# KV is promised to an answer in steps of this many tokens, as it grows: most answers are far shorter than
+# the context would allow, and promising all of that up front would let one chat fill the memory.
+GROWTH_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,7 @@ class Answer:
     prepared: Prepared
     text: AnswerText
     max_tokens: int
+    promised: int  # tokens of KV, prompt included
     arrived_s: float
     logprobs: Logprobs | None
     prefiller: Prefiller | None = None
@@ -78,9 +82,9 @@ class Answer:
         return self.prepared.request.id
 
     @property
-    def reach(self) -> int:
-        """Tokens of KV this request may come to need."""
-        return len(self.prepared.tokens) + self.max_tokens
+    def held(self) -> int:
+        """Tokens of KV in use."""
+        return len(self.prepared.tokens) + self.generated
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ class Scheduler:
     budget: KvBudget
     prefix: PrefixCache
     emit: Callable[[Report], None]
+    defaults: Choice = field(default_factory=Choice)
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -182,15 +187,17 @@ class Scheduler:
                 hint="Shorten the prompt or choose a model with a longer context.",
                 param="messages",
             )
-        room = self.context_tokens - n
-        max_tokens = room if request.max_tokens is None else min(request.max_tokens, room)
-        self.budget.check_alone(n + max_tokens)
+        wanted = self.context_tokens if request.max_tokens is None else request.max_tokens
+        promised = n + min(wanted, GROWTH_TOKENS, self.context_tokens - n)
+        self.budget.check_alone(promised)
+        max_tokens = min(wanted, self.context_tokens - n, self.budget.capacity_tokens - n)
         return Answer(
             prepared=prepared,
             text=AnswerText(
                 request.id, self.tokenizer, request.stop, prepared.tools, prepared.initial, prepared.primed
             ),
             max_tokens=max_tokens,
+            promised=promised,
             arrived_s=time.monotonic(),
             logprobs=None if request.top_logprobs is None else Logprobs(self.tokenizer, request.top_logprobs),
         )
@@ -199,12 +206,11 @@ class Scheduler:
         """Move waiting requests to prefill while memory and streams allow, first come first served."""
         while self._waiting:
             answer = self._waiting[0]
-            if len(self._prefilling) + len(self._decoding) >= self.max_streams or not self.budget.fits(
-                answer.reach
-            ):
+            if len(self._prefilling) + len(self._decoding) >= self.max_streams:
+                return
+            if not self.budget.take(answer.id, answer.promised):
                 return
             self._waiting.pop(0)
-            self.budget.take(answer.id, answer.reach)
             self._prefilling.append(answer)
 
     def _prefill_turn(self) -> None:
@@ -262,8 +268,8 @@ class Scheduler:
             max_tokens=[answer.max_tokens],
             caches=[prefiller.cache],
             all_tokens=[prefiller.tokens[:-1]],
-            samplers=[make_sampler(request.sampling)],
-            logits_processors=[make_processors(request.sampling)],
+            samplers=[make_sampler(request.sampling, self.defaults)],
+            logits_processors=[make_processors(request.sampling, self.defaults)],
             stop_sequences=[self._stop_tokens],
         )
         answer.prefiller = None
@@ -280,29 +286,53 @@ class Scheduler:
         _, responses = self._generator.next()
         now = time.monotonic()
         self.steps += 1
+        # The batch may only change once all of its tokens are taken.
         stopped: list[Answer] = []
+        starved: list[Answer] = []
         for response in responses:
             answer = self._decoding[response.uid]
-            if not answer.generated:
-                answer.first_s = now
-            answer.last_s = now
-            answer.generated += 1
             ended = response.finish_reason == "stop"
+            self._count(answer, now)
             if not ended:
-                entry = None
-                if answer.logprobs is not None:
-                    entry = answer.logprobs.of(response.token, response.logprobs, answer.text.length)
-                for piece in answer.text.push(response.token, entry):
-                    self.emit(piece)
+                self._show(answer, response)
             if response.finish_reason is not None:
                 del self._decoding[response.uid]
                 self._remember(response.all_tokens, response.prompt_cache)
                 self._finish(answer, "stop" if ended or answer.text.stopped_by else "length")
             elif answer.text.stopped_by is not None:
                 stopped.append(answer)
+            elif not self._grow(answer):
+                starved.append(answer)
         for answer in stopped:
             self._leave_batch(answer)
             self._finish(answer, "stop")
+        for answer in starved:
+            self._leave_batch(answer)
+            self._fail(answer, self.budget.exhausted(answer.held))
+
+    @staticmethod
+    def _count(answer: Answer, now: float) -> None:
+        if not answer.generated:
+            answer.first_s = now
+        answer.last_s = now
+        answer.generated += 1
+
+    def _show(self, answer: Answer, response: Any) -> None:
+        entry = None
+        if answer.logprobs is not None:
+            entry = answer.logprobs.of(response.token, response.logprobs, answer.text.length)
+        for piece in answer.text.push(response.token, entry):
+            self.emit(piece)
+
+    def _grow(self, answer: Answer) -> bool:
+        """Promise more KV to an answer that has used what it was promised."""
+        if answer.held < answer.promised:
+            return True
+        more = min(answer.promised + GROWTH_TOKENS, len(answer.prepared.tokens) + answer.max_tokens)
+        if not self.budget.take(answer.id, more):
+            return False
+        answer.promised = more
+        return True
 
     def _leave_batch(self, answer: Answer) -> None:
         """Take a running answer out of the batch; what it computed stays useful to a retry or a next turn."""
@@ -339,6 +369,7 @@ class Scheduler:
             if answer.text.tool_calls and reason == "stop":
                 reason = "tool_calls"
         self.budget.give_back(answer.id)
+        self._beat_at = 0.0  # tell at once that there is less to do
         first, started = answer.first_s, answer.started_s or time.monotonic()
         self.emit(
             Finished(
@@ -359,6 +390,11 @@ class Scheduler:
                 answer.text.stopped_by,
             )
         )
+
+    def _fail(self, answer: Answer, error: FleetError) -> None:
+        self.budget.give_back(answer.id)
+        self._beat_at = 0.0
+        self.emit(Failed(answer.id, error.code, error.message, error.hint, error.param))
 
     def _beat(self) -> None:
         now = time.monotonic()

@@ -207,6 +207,7 @@ def _start(settings: WorkerSettings, link: Link) -> tuple[Scheduler, Loaded]:
         budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
         prefix=PrefixCache(loaded.prefix_bytes),
         emit=link.send,
+        defaults=loaded.defaults,
     )
     link.send(facts)
     return scheduler, loaded

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,12 +26,18 @@ Progress = Callable[[int, int], None]
 
 
 def import_gguf(
-    source: Path, target: Path, *, what: str | None = None, progress: Progress = lambda done, total: None
+    source: Path,
+    target: Path,
+    *,
+    what: str | None = None,
+    generation: Mapping[str, float] = MappingProxyType({}),
+    progress: Progress = lambda done, total: None,
 ) -> None:
     """Write the model in ``source`` into the existing, empty folder ``target``.
 
     Args:
         what: how messages call the file; its name by default.
+        generation: recommended sampling, for generation_config.json.
         progress: called with bytes of weights written and to write.
 
     Raises:
@@ -48,7 +55,7 @@ def import_gguf(
             # A copy-free view; numpy arrays over it must be gone before the map can close.
             view = memoryview(mapped)
             try:
-                _write(view, target, what, progress)
+                _write(view, target, what, generation, progress)
             except (FleetError, OSError):
                 raise
             except (ValueError, OverflowError, KeyError, TypeError, IndexError) as error:
@@ -59,7 +66,9 @@ def import_gguf(
                 view.release()
 
 
-def _write(view: memoryview, target: Path, what: str, progress: Progress) -> None:
+def _write(
+    view: memoryview, target: Path, what: str, generation: Mapping[str, float], progress: Progress
+) -> None:
     header = read_header(view, what)
     arch = gguf_config.architecture(header.metadata, what)
     tokenizer = gguf_tokenizer.build(header.metadata, what)
@@ -86,7 +95,7 @@ def _write(view: memoryview, target: Path, what: str, progress: Progress) -> Non
     _json(target / "tokenizer_config.json", tokenizer.tokenizer_config)
     _json(
         target / "generation_config.json",
-        {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ending_ids},
+        {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": ending_ids, **generation},
     )
     _json(target / "config.json", config)
 

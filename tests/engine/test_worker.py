@@ -367,6 +367,33 @@ async def test_request_that_cannot_fit_in_memory_is_refused_with_figures(
 
 
 @pytest.mark.one_loop
+async def test_answer_without_a_limit_is_not_refused_for_what_it_might_become(
+    make_pool: Callable[..., EnginePool], chain: ModelFolder
+) -> None:
+    # Room for about 700 tokens, a context of 4,096: the answer may run until the memory ends, not the context.
+    pool = make_pool(max_memory_bytes=(8 << 20) + (512 << 20) + (2 << 20))
+    answer = await run(pool, chain, ask("<count>"))
+    assert answer.finished.reason == "length"
+    assert 500 < answer.finished.usage.completion_tokens < 1000
+
+
+@pytest.mark.one_loop
+async def test_answers_that_outgrow_the_memory_together_end_with_a_reason(
+    make_pool: Callable[..., EnginePool], chain: ModelFolder
+) -> None:
+    pool = make_pool(max_memory_bytes=(8 << 20) + (512 << 20) + (4 << 20))
+    outcomes = await asyncio.gather(
+        *(run(pool, chain, ask("<count>", f"r{i}", max_tokens=1400)) for i in range(2)),
+        return_exceptions=True,
+    )
+    failed = [o for o in outcomes if isinstance(o, BaseException)]
+    assert len(failed) == 1
+    assert isinstance(failed[0], OutOfMemory)
+    assert "KV cache is full" in failed[0].message
+    assert (await run(pool, chain, ask("<hello>", "after"))).text == "Hello there, world!"
+
+
+@pytest.mark.one_loop
 async def test_model_that_cannot_fit_is_refused_before_it_is_read(
     make_pool: Callable[..., EnginePool], chain: ModelFolder
 ) -> None:
@@ -426,7 +453,7 @@ async def test_first_requests_share_one_load(pool: EnginePool, chain: ModelFolde
 async def test_reader_that_stops_reading_costs_only_its_own_answer(
     pool: EnginePool, chain: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "EVENTS_QUEUED", 8)
+    monkeypatch.setattr(limits, "EVENTS_QUEUED", 3)
     slow = pool.stream(chain, ask("<count>", "slow", max_tokens=2000))
     async for event in slow:
         if isinstance(event, Delta):
