@@ -57,11 +57,11 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             size = stream.seek(0, 2)
             stream.seek(0)
             head = stream.read(_LENGTH.size)
-            length = header_length(head, size, file.name)
+            length = header_length(head, size, str(file))
             raw = stream.read(length)
     except OSError as error:
         raise ModelCorrupt(f"{file} cannot be read: {error.strerror}.", hint=PULL_AGAIN) from None
-    return parse(raw, size, file.name)
+    return parse(raw, size, str(file))
 
 
 def header_length(head: bytes, file_bytes: int, what: str) -> int:
