@@ -1,0 +1,63 @@
+"""A real daemon for the tests that do not harm it, with the default model and one whose answers are known."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import chain_model
+import pytest
+from live_daemon import LiveDaemon
+
+from fleetd.models.folder import ModelFolder
+
+# The clients' tests live beside the API's own; here they meet a real daemon instead of a scripted one.
+sys.path.append(str(Path(__file__).parents[1] / "api"))
+
+from api_fakes import Target
+
+SMOL = "smollm2-135m"
+
+
+@pytest.fixture(scope="session")
+def live_models(embedded_model: ModelFolder, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A models folder that tests may add to: copies of the default model and of the chain model."""
+    folder = tmp_path_factory.mktemp("models")
+    shutil.copytree(embedded_model.path, folder / SMOL)
+    chain_model.build(folder / "chain")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def short_dir() -> Iterator[Path]:
+    """Socket paths are limited to about 100 bytes; pytest's own folders can be deeper."""
+    path = Path(tempfile.mkdtemp(prefix="fl-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def live(live_models: Path, short_dir: Path) -> Iterator[LiveDaemon]:
+    with LiveDaemon(short_dir / "live", live_models) as daemon:
+        yield daemon
+
+
+@pytest.fixture
+def make_daemon(live_models: Path, short_dir: Path) -> Iterator[Callable[..., LiveDaemon]]:
+    """A daemon for one test, which may stop or harm it."""
+    with ExitStack() as stack:
+
+        def make(**settings: str) -> LiveDaemon:
+            home = Path(tempfile.mkdtemp(prefix="d-", dir=short_dir)) / "home"
+            return stack.enter_context(LiveDaemon(home, live_models, **settings))
+
+        yield make
+
+
+@pytest.fixture(scope="session")
+def target(live: LiveDaemon) -> Target:
+    return Target(live.base_url, live.key, SMOL, tools=False)

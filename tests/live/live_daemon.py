@@ -1,0 +1,166 @@
+"""A real daemon in a process of its own, and the ways in which tests look at it."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+REPO = Path(__file__).parents[2]
+START_S = 30.0
+STOP_S = 45.0
+FLEETCTL = [sys.executable, "-c", "import sys; from fleetctl.cli import main; sys.exit(main())"]
+
+
+def until(condition: Callable[[], Any], limit_s: float) -> float:
+    """Wait for a state of another process that it cannot signal; returns the seconds that took."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < limit_s, "it did not happen in time"
+        time.sleep(0.02)
+    return time.monotonic() - began
+
+
+class _OverUnixSocket(http.client.HTTPConnection):
+    def __init__(self, path: Path) -> None:
+        super().__init__("localhost", timeout=30)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(str(self._path))
+
+
+class LiveDaemon:
+    """`fleetd run` on a home of its own. Use as a context manager."""
+
+    def __init__(self, home: Path, models_dir: Path, **settings: str) -> None:
+        self.home = home
+        self.models_dir = models_dir
+        self.log = home.parent / f"{home.name}.log"
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("FLEETD_", "NOTIFY_", "WATCHDOG_"))}
+        # A developer's own models must not appear in the tests.
+        ours = {"FLEETD_MODELS_DIR": str(models_dir), "FLEETD_MODELS_HUB_CACHE": str(home.parent / "no-hub")}
+        with self.log.open("ab") as out:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "fleetd", "run", "--home", str(home), "--http", "127.0.0.1:0"],
+                cwd=REPO,
+                env=clean | ours | settings,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+            )
+
+    def __enter__(self) -> LiveDaemon:
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline and self.process.poll() is None:
+            with contextlib.suppress(OSError):
+                if self.status()["ready"]:
+                    return self
+            time.sleep(0.02)
+        self.stop()
+        raise AssertionError(self.log.read_text())
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.stop()
+
+    def stop(self) -> int:
+        self.process.terminate()
+        try:
+            return self.process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    # ---- looking at it -------------------------------------------------------------------------------
+
+    def control(self, method: str, path: str, body: Any = None) -> Any:
+        """One call on the Unix socket: JSON if it is JSON, else text."""
+        connection = _OverUnixSocket(self.home / "fleetd.sock")
+        with contextlib.closing(connection):
+            payload = None if body is None else json.dumps(body)
+            headers = {} if body is None else {"Content-Type": "application/json"}
+            connection.request(method, path, payload, headers)
+            text = connection.getresponse().read().decode()
+        return json.loads(text) if text.startswith("{") else text
+
+    def status(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.control("GET", "/fleet/v1/status")
+        return found
+
+    @property
+    def running(self) -> int:
+        return int(self.status()["requests"]["running"])
+
+    @property
+    def address(self) -> tuple[str, int]:
+        http_address = self.status()["http"]
+        return http_address["host"], http_address["port"]
+
+    @property
+    def base_url(self) -> str:
+        host, port = self.address
+        return f"http://{host}:{port}/v1"
+
+    @property
+    def key(self) -> str:
+        return (self.home / "api-token").read_text().strip()
+
+    def engine_pid(self, model: str) -> int:
+        (pid,) = [engine["pid"] for engine in self.status()["engines"] if engine["model"] == model]
+        return int(pid)
+
+    def processes(self) -> list[psutil.Process]:
+        """The daemon and all its children."""
+        daemon = psutil.Process(self.process.pid)
+        return [daemon, *daemon.children(recursive=True)]
+
+    # ---- using it ------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def stream(self, model: str, prompt: str, **fields: Any) -> Iterator[Iterator[dict[str, Any]]]:
+        """The events of a streamed chat over TCP, as they come; leaving the block drops the connection."""
+        body = {"model": model, "messages": [{"role": "user", "content": prompt}], "stream": True, **fields}
+        connection = http.client.HTTPConnection(*self.address, timeout=60)
+        headers = {"Authorization": f"Bearer {self.key}", "Content-Type": "application/json"}
+        with contextlib.closing(connection):
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+            with connection.getresponse() as response:
+                assert response.status == 200, response.read()
+                yield events(response)
+
+    def fleetctl(self, *arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        given: dict[str, Any] = {"stdin": subprocess.DEVNULL} if stdin is None else {"input": stdin}
+        return subprocess.run(
+            [*FLEETCTL, "--home", str(self.home), *arguments],
+            capture_output=True,
+            text=True,
+            cwd=REPO,
+            timeout=100,
+            check=False,
+            **given,
+        )
+
+
+def events(response: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Data of server-sent events up to `[DONE]` or the end."""
+    for line in iter(response.readline, b""):
+        if line.startswith(b"data: "):
+            if line.strip() == b"data: [DONE]":
+                return
+            yield json.loads(line.removeprefix(b"data: "))
+
+
+def text_of(chunk: dict[str, Any]) -> str:
+    return "".join(choice["delta"].get("content") or "" for choice in chunk.get("choices", ()))
