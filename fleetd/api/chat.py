@@ -15,9 +15,10 @@ from fleetd.api.services import Services
 
 
 def head(services: Services, prefix: str, model: str | None) -> Head:
-    """Id, time and names of one reply; the model is called what the client called it."""
+    """Id, time and names of one reply. The model keeps the name the client used; "default" gets its own."""
     answer_id = f"{prefix}-{uuid.uuid4().hex}"
-    return Head(answer_id, int(time.time()), model or services.default_model, f"fleetd-{services.version}")
+    name = services.default_model if model in (None, "", "default") else model
+    return Head(answer_id, int(time.time()), name, f"fleetd-{services.version}")
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

@@ -143,10 +143,13 @@ async def test_a_job_says_where_it_came_from(client: aiohttp.ClientSession, runn
     ]
 
 
-async def test_no_model_means_the_default(client: aiohttp.ClientSession, runner: FakeRunner) -> None:
-    async with client.post(CHAT, json={"messages": [{"role": "user", "content": "x"}]}) as response:
+@pytest.mark.parametrize("named", [{}, {"model": ""}, {"model": "default"}])
+async def test_no_model_means_the_default_which_is_named(
+    client: aiohttp.ClientSession, runner: FakeRunner, named: dict[str, str]
+) -> None:
+    async with client.post(CHAT, json={"messages": [{"role": "user", "content": "x"}], **named}) as response:
         assert (await response.json())["model"] == MODEL
-    assert runner.jobs[0].model == ""
+    assert runner.jobs[0].model == named.get("model", "")
 
 
 # ---- Errors ----------------------------------------------------------------------------------------------
