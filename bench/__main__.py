@@ -1,0 +1,93 @@
+"""``python -m bench [--quick] [NAME...]``: measure, print, keep, and write docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import sys
+import time
+from types import ModuleType
+
+from bench import (
+    batching,
+    decode,
+    demo,
+    machine,
+    padding,
+    prefill,
+    results,
+    service,
+    table,
+    turns,
+)
+from bench.child import ROOT
+from bench.figures import Result
+
+FAMILIES: dict[str, ModuleType] = {
+    "demo": demo,
+    "decode": decode,
+    "batching": batching,
+    "prefill": prefill,
+    "turns": turns,
+    "service": service,
+    "padding": padding,
+}
+# Measured only when named: it downloads everything anew.
+ON_REQUEST = {"demo"}
+KEPT = ROOT / ".cache" / "bench" / "results.json"
+PAGE = ROOT / "docs" / "benchmarks.md"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of: {', '.join(FAMILIES)}")
+    parser.add_argument("--quick", action="store_true", help="fewer runs; never replaces a measurement")
+    parser.add_argument("--runs", type=int, default=0, help="runs of each family instead of its own number")
+    parser.add_argument("--render", action="store_true", help="only write the page from what is kept")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in FAMILIES]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
+    names = args.names or [name for name in FAMILIES if name not in ON_REQUEST]
+    failed = [] if args.render else [name for name in names if not _run(name, args.quick, args.runs)]
+    PAGE.write_text(
+        table.page({name: family.TITLE for name, family in FAMILIES.items()}, results.load(KEPT)),
+        encoding="utf-8",
+    )
+    print(f"written: {PAGE.relative_to(ROOT)}")
+    if failed:
+        print(f"not measured, because of the errors above: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _run(name: str, quick: bool, wanted_runs: int) -> bool:
+    """Measure one family and keep it. False if it could not be measured; the others still can."""
+    family = FAMILIES[name]
+    runs = wanted_runs or (family.QUICK_RUNS if quick else family.RUNS)
+    print(f"{family.TITLE} ({runs} runs) ...", flush=True)
+    load, begun = machine.load(), time.perf_counter()
+    try:
+        measured = family.measure(runs)
+    except Exception as error:  # one family's boundary: the next one may work
+        print(f"  {type(error).__name__}: {error}", file=sys.stderr)
+        return False
+    print(table.lines(measured.figures))
+    print(f"  took {time.perf_counter() - begun:.0f} s", flush=True)
+    flags = "".join(f" {flag}" for flag in sys.argv[1:] if flag.startswith("--"))
+    result = Result(
+        family=name,
+        measured=measured,
+        command=f"python -m bench{flags} {name}",
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        machine=machine.describe(),
+        load=load,
+        runs=runs,
+        quick=quick,
+    )
+    every = results.load(KEPT)
+    every[name] = results.kept(every.get(name), result)
+    results.save(KEPT, every)
+    return True
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""What a measurement is: figures with their bars, medians, ratios and verdicts. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Literal, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+Unit = Literal["tok/s", "x", "%", "s", "ms", "MB"]
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """What a figure must reach: ``at_least`` or at most ``value``, in the figure's unit."""
+
+    at_least: bool
+    value: float
+
+    def holds(self, value: float) -> bool:
+        return value >= self.value if self.at_least else value <= self.value
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One line of the table: a value per run. ``of`` says which of them stands for all.
+
+    ``%`` values are shares: 0.97 is 97 %. ``note`` says in a few words what a reader may not guess.
+    """
+
+    title: str
+    unit: Unit
+    values: list[float]
+    bar: Bar | None = None
+    of: Literal["median", "worst"] = "median"
+    note: str = ""
+
+    @property
+    def value(self) -> float:
+        if self.of == "median" or self.bar is None:
+            return statistics.median(self.values)
+        return min(self.values) if self.bar.at_least else max(self.values)
+
+    @property
+    def passes(self) -> bool | None:
+        """None where there is no bar: the figure is stated as it is."""
+        return None if self.bar is None else self.bar.holds(self.value)
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What a family's ``measure`` returns: its figures and how they came about, in prose."""
+
+    figures: list[Figure]
+    how: str
+
+
+class Result(msgspec.Struct, frozen=True):
+    """A family's figures with everything needed to judge or repeat them."""
+
+    family: str
+    measured: Measured
+    command: str
+    date: str
+    machine: list[str]
+    load: float
+    runs: int
+    quick: bool
+
+
+def at_least(value: float) -> Bar:
+    return Bar(True, value)
+
+
+def at_most(value: float) -> Bar:
+    return Bar(False, value)
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """``over / under`` run by run: what slows a whole run cancels out."""
+    if len(over) != len(under):
+        raise ValueError(f"{len(over)} runs against {len(under)}: a ratio is formed within one run")
+    return [a / b for a, b in zip(over, under, strict=True)]
+
+
+def alternated(run: int, sides: Sequence[T]) -> list[T]:
+    """The sides in this run's order: A B, B A, A B... so that no side always has the warmer machine."""
+    return list(sides) if run % 2 == 0 else list(reversed(sides))
+
+
+def written(value: float, unit: Unit) -> str:
+    """A value for people, with digits enough to compare it to its bar."""
+    match unit:
+        case "%":
+            return f"{100 * value:.1f} %"
+        case "x":
+            return f"{value:.2f}×"  # noqa: RUF001 - the sign that is meant
+        case "s":
+            return f"{value:.2f} s"
+        case "ms":
+            return f"{value:.1f} ms" if value < 100 else f"{value:.0f} ms"
+        case "MB":
+            return f"{value:.0f} MB"
+        case "tok/s":
+            return f"{value:.1f} tok/s" if value < 1000 else f"{value:.0f} tok/s"

@@ -1,0 +1,31 @@
+"""Results are kept between runs, so that measuring one family leaves the others' rows as they were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from bench.figures import Result
+
+_KIND = dict[str, Result]
+
+
+def load(path: Path) -> dict[str, Result]:
+    """Family → result; empty where nothing was kept, or by a version that kept something else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=_KIND)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return {}
+
+
+def save(path: Path, results: dict[str, Result]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    fresh.replace(path)
+
+
+def kept(old: Result | None, new: Result) -> Result:
+    """Of two results for one family the newer, except that a quick look never replaces a measurement."""
+    return old if old is not None and new.quick and not old.quick else new
