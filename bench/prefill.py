@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ class _Rates:
 
 
 def measure(runs: int) -> Measured:
+    if importlib.util.find_spec("xllamacpp") is None:
+        raise RuntimeError("llama.cpp's wheel is missing: pip install -e '.[bench]'")
     # A single run is a quick look.
     quick = runs <= QUICK_RUNS
     with Daemon() as daemon:

@@ -162,11 +162,12 @@ def _figures(seen: _Seen) -> list[Figure]:
 
 
 _HOW = (
-    "Each run starts a daemon on a fresh home. Ready: from starting the process to the first status that says "
-    "so, asked every 2 ms. Memory: resident set of the daemon process, then. Headers: from connecting's end to "
-    f"the end of the response's headers, for a streamed chat of {LONG_TOKENS:,} tokens. Silence: the longest time "
-    "without a byte from the request to the end of the answer. A slot is free when a request that was queued "
-    "behind it, on a daemon with a single slot, starts to be computed: its first token's arrival less its own "
-    "prefill. In prefill the client leaves at three depths of the prompt, because a leaving client waits for "
-    "the engine's step to end. The worker is killed with SIGKILL in the middle of an answer."
+    "Each run starts a daemon on a fresh home. Ready: from starting the process to the first status that "
+    "says so, asked every 2 ms. Memory: resident set of the daemon process, then. Headers: from "
+    f"connecting's end to the end of the response's headers, for a streamed chat of {LONG_TOKENS:,} tokens. "
+    "Silence: the longest time without a byte from the request to the end of the answer. A slot is free "
+    "when a request that was queued behind it, on a daemon with a single slot, starts to be computed: its "
+    "first token's arrival less its own prefill. In prefill the client leaves at three depths of the "
+    "prompt, because a leaving client waits for the engine's step to end. The worker is killed with "
+    "SIGKILL in the middle of an answer."
 )

@@ -1,0 +1,67 @@
+"""The arithmetic behind the benchmark page: medians, ratios, bars, and how values are written."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.figures import Figure, Unit, alternated, at_least, at_most, ratios, written
+
+
+def figure(values: list[float], **rest: object) -> Figure:
+    return Figure("f", "x", values, **rest)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "median"), [([3.0], 3.0), ([9.0, 1.0, 2.0], 2.0), ([1.0, 2.0, 4.0, 9.0], 3.0)]
+)
+def test_the_median_stands_for_the_runs(values: list[float], median: float) -> None:
+    assert figure(values, bar=at_least(1)).value == median
+
+
+def test_the_worst_run_is_the_one_furthest_from_the_bar() -> None:
+    assert figure([2.0, 1.0, 3.0], bar=at_least(2), of="worst").value == 1.0
+    assert figure([2.0, 1.0, 3.0], bar=at_most(2), of="worst").value == 3.0
+
+
+@pytest.mark.parametrize(
+    ("value", "bar", "passes"),
+    [
+        (0.97, at_least(0.97), True),
+        (0.969999, at_least(0.97), False),
+        (1.0, at_most(1.0), True),
+        (1.0001, at_most(1.0), False),
+    ],
+)
+def test_a_bar_is_met_exactly_or_not(value: float, bar: object, passes: bool) -> None:
+    assert figure([value], bar=bar).passes is passes
+
+
+def test_without_a_bar_nothing_is_judged() -> None:
+    assert figure([1.0]).passes is None
+
+
+def test_a_ratio_is_of_one_run() -> None:
+    # A run in which everything took twice as long has the same ratio.
+    assert ratios([10.0, 5.0], [8.0, 4.0]) == [1.25, 1.25]
+    with pytest.raises(ValueError, match="within one run"):
+        ratios([1.0, 2.0], [1.0])
+
+
+def test_sides_take_turns_in_going_first() -> None:
+    assert [alternated(run, ("a", "b")) for run in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.9655, "%", "96.5 %"),
+        (1.504, "x", "1.50×"),  # noqa: RUF001
+        (0.354, "s", "0.35 s"),
+        (17.04, "ms", "17.0 ms"),
+        (170.4, "ms", "170 ms"),
+        (55.4, "MB", "55 MB"),
+        (13.37, "tok/s", "13.4 tok/s"),
+    ],
+)
+def test_values_are_written_with_their_unit(value: float, unit: Unit, text: str) -> None:
+    assert written(value, unit) == text
