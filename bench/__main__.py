@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import signal
 import sys
 import time
 from types import ModuleType
@@ -48,6 +49,8 @@ def main() -> int:
     if unknown := [name for name in args.names if name not in FAMILIES]:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     names = args.names or [name for name in FAMILIES if name not in ON_REQUEST]
+    # Told to stop, unwind: daemons and children are ended and their folders removed on the way out.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     failed = [] if args.render else [name for name in names if not _run(name, args.quick, args.runs)]
     PAGE.write_text(
         table.page({name: family.TITLE for name, family in FAMILIES.items()}, results.load(KEPT)),

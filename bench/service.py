@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +24,7 @@ RUNS, QUICK_RUNS = 10, 3
 LONG_TOKENS = 4000
 # A long prompt takes a quarter of a minute: fewer of these than of the rest.
 _LONG_RUNS = 3
+_QUEUED_S = 10.0
 
 
 @dataclass
@@ -96,28 +98,28 @@ def _cancelled(daemon: Daemon, prompt: list[int], seed: int, until: str, lines: 
 
     The client leaves after so many ``lines`` that begin with ``until``.
     """
-    started: list[float] = []
     queued = threading.Event()
 
-    def wait() -> None:
+    def wait() -> float:
         with daemon.stream("completions", prompt=prompts.tokens(MODEL, seed, 8), max_tokens=1) as waiting:
             queued.set()
             heard = waiting.hear()
-            started.append(heard.sent + heard.first_s - heard.timings["prompt_ms"] / 1000)
+            return heard.sent + heard.first_s - float(heard.timings["prompt_ms"]) / 1000
 
-    with daemon.stream("completions", prompt=prompt, max_tokens=512) as leaving:
+    with (
+        ThreadPoolExecutor(1) as aside,
+        daemon.stream("completions", prompt=prompt, max_tokens=512) as leaving,
+    ):
         beyond = (frame for frame in leaving.frames() if frame.line.startswith(until))
         for _ in range(lines):
             next(beyond)
-        behind = threading.Thread(target=wait)
-        behind.start()
-        queued.wait()
+        behind = aside.submit(wait)
+        queued.wait(_QUEUED_S)
         # Accepted is not yet queued: let the worker see it.
         time.sleep(0.2)
         left = time.perf_counter()
         leaving.leave()
-        behind.join()
-    return started[0] - left
+        return behind.result() - left
 
 
 def _killed(daemon: Daemon, prompt: list[int], seen: _Seen) -> None:
