@@ -370,7 +370,7 @@ async def test_request_that_cannot_fit_in_memory_is_refused_with_figures(
 async def test_answer_without_a_limit_is_not_refused_for_what_it_might_become(
     make_pool: Callable[..., EnginePool], chain: ModelFolder
 ) -> None:
-    # Room for about 700 tokens, a context of 4,096: the answer may run until the memory ends, not the context.
+    # Room for about 700 tokens, a context of 4,096: the answer may run until the memory ends.
     pool = make_pool(max_memory_bytes=(8 << 20) + (512 << 20) + (2 << 20))
     answer = await run(pool, chain, ask("<count>"))
     assert answer.finished.reason == "length"
