@@ -181,3 +181,13 @@ def test_decisions_are_numbered_without_gaps_and_all_say_the_same_four_things() 
         text = path.read_text(encoding="utf-8")
         for heading in ("## Context", "## Choice", "## Cost", "## What would change our mind"):
             assert heading in text, f"{path.name}: {heading}"
+
+
+def test_every_proof_the_threat_model_names_exists() -> None:
+    page = (REPO / "docs" / "threat-model.md").read_text(encoding="utf-8")
+    files = set(re.findall(r"\b([a-z]+/test_\w+\.py)", page))
+    assert len(files) > 10
+    assert [file for file in files if not (REPO / "tests" / file).exists()] == []
+    source = "".join(path.read_text(encoding="utf-8") for path in (REPO / "tests").rglob("test_*.py"))
+    missing = [name for name in re.findall(r"::(test_\w+)", page) if f"def {name}(" not in source]
+    assert missing == []
