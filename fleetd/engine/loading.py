@@ -164,6 +164,18 @@ def _warm_up(model: Any) -> int:
     return max(1, int(per_token))
 
 
+def prefill_rate(model: Any, tokens: int = 128) -> float:
+    """Prompt tokens per second on a short context; the second of two runs, the first compiles the kernels."""
+    seconds = 0.0
+    for _ in range(2):
+        cache = make_prompt_cache(model)
+        begun = time.monotonic()
+        model(mx.array([[1] * tokens]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+        seconds = time.monotonic() - begun
+    return tokens / max(seconds, 1e-6)
+
+
 def _defaults(path: Path) -> Choice:
     """The sampling that the model's makers recommend, for requests that leave it open."""
     try:

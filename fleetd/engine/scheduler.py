@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +22,8 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
-from fleetd.engine.logprobs import Logprobs
+from fleetd.engine.chunks import Chunks
+from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix import PrefixCache
@@ -40,21 +42,13 @@ from fleetd.engine.protocol import (
 )
 from fleetd.engine.sampling import Choice, make_processors, make_sampler
 from fleetd.engine.text import AnswerText
-from fleetd.errors import ContextLengthExceeded, FleetError
+from fleetd.errors import ContextLengthExceeded, EngineError, FleetError
 
 # Turns after which a waiting prompt goes before shorter ones that came later.
 PATIENCE_TURNS = 16
 # KV is promised to an answer in steps of this many tokens, as it grows: most answers are far shorter than
 # the context would allow, and promising all of that up front would let one chat fill the memory.
 GROWTH_TOKENS = 512
-
-
-@dataclass(frozen=True, slots=True)
-class Chunks:
-    """Prefill tokens per turn: alone, and while other answers are being decoded."""
-
-    alone: int
-    shared: int
 
 
 @dataclass(slots=True)
@@ -67,6 +61,7 @@ class Answer:
     promised: int  # tokens of KV, prompt included
     arrived_s: float
     logprobs: Logprobs | None
+    scored: PromptLogprobs | None = None
     prefiller: Prefiller | None = None
     uid: int = -1  # in the batch; none before decoding
     cached: int = 0
@@ -139,7 +134,11 @@ class Scheduler:
     # ---- the loop ------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until ``stop``. An exception here is a bug or a failing device and ends the worker."""
+        """Until ``stop``.
+
+        What goes wrong in one request's own steps fails that request. An exception from here is a bug or a
+        failing device and ends the worker.
+        """
         while self._receive():
             self._admit()
             self._prefill_turn()
@@ -172,8 +171,8 @@ class Scheduler:
         request = prepared.request
         try:
             answer = self._new_answer(prepared)
-        except FleetError as error:
-            self.emit(Failed(request.id, error.code, error.message, error.hint, error.param))
+        except Exception as error:
+            self._failed(request.id, error)
             return
         self.emit(Accepted(request.id, len(prepared.tokens)))
         self._waiting.append(answer)
@@ -217,6 +216,18 @@ class Scheduler:
         if not self._prefilling:
             return
         answer = self._choose()
+        try:
+            prefiller = self._prefill(answer)
+            if prefiller.remaining == 0:
+                self._prefilling.remove(answer)
+                self._begin_decode(answer, prefiller)
+        except Exception as error:
+            if answer in self._prefilling:
+                self._prefilling.remove(answer)
+            self._fail(answer, error)
+
+    def _prefill(self, answer: Answer) -> Prefiller:
+        """The next chunk of one prompt."""
         if answer.prefiller is None:
             answer.started_s = time.monotonic()
             answer.prefiller = self._start(answer)
@@ -224,13 +235,12 @@ class Scheduler:
             self.emit(Prefill(answer.id, answer.cached, total, answer.cached))
         prefiller = answer.prefiller
         begun = time.monotonic()
-        if prefiller.step(self.chunks.shared if self._decoding else self.chunks.alone):
+        if tokens := prefiller.step(self.chunks.size(shared=bool(self._decoding))):
+            self.chunks.took(tokens, time.monotonic() - begun)
             self.steps += 1
             self.emit(Prefill(answer.id, prefiller.done, len(answer.prepared.tokens), answer.cached))
         answer.prefill_s += time.monotonic() - begun
-        if prefiller.remaining == 0:
-            self._prefilling.remove(answer)
-            self._begin_decode(answer, prefiller)
+        return prefiller
 
     def _choose(self) -> Answer:
         """The prompt with the least left; one that was passed over too often goes first."""
@@ -247,18 +257,19 @@ class Scheduler:
 
     def _start(self, answer: Answer) -> Prefiller:
         tokens = answer.prepared.tokens
-        score = answer.prepared.request.echo and answer.logprobs is not None
-        if not score:
-            hit = self.prefix.fetch(tokens)
-            if hit.cache is not None:
-                answer.cached = hit.tokens
-                return Prefiller(self.model, tokens, hit.cache, hit.tokens)
-        return Prefiller(self.model, tokens, make_prompt_cache(self.model), score=score)
+        if answer.prepared.request.echo and answer.logprobs is not None:
+            answer.scored = PromptLogprobs(answer.logprobs, tokens)
+            return Prefiller(self.model, tokens, make_prompt_cache(self.model), score=answer.scored.add)
+        hit = self.prefix.fetch(tokens)
+        if hit.cache is not None:
+            answer.cached = hit.tokens
+            return Prefiller(self.model, tokens, hit.cache, hit.tokens)
+        return Prefiller(self.model, tokens, make_prompt_cache(self.model))
 
     def _begin_decode(self, answer: Answer, prefiller: Prefiller) -> None:
         request = answer.prepared.request
         if request.echo:
-            self._echo(answer, prefiller)
+            self._echo(answer)
         self._remember(prefiller.tokens[:-1], prefiller.cache)
         if answer.max_tokens <= 0:
             self._finish(answer, "length")
@@ -269,16 +280,16 @@ class Scheduler:
             caches=[prefiller.cache],
             all_tokens=[prefiller.tokens[:-1]],
             samplers=[make_sampler(request.sampling, self.defaults)],
-            logits_processors=[make_processors(request.sampling, self.defaults)],
+            logits_processors=[make_processors(request.sampling, self.defaults, len(prefiller.tokens))],
             stop_sequences=[self._stop_tokens],
         )
         answer.prefiller = None
         self._decoding[answer.uid] = answer
 
-    def _echo(self, answer: Answer, prefiller: Prefiller) -> None:
-        tokens = prefiller.tokens
-        logprobs = answer.logprobs.of_prompt(tokens, prefiller.scores) if answer.logprobs else None
-        self.emit(Delta(answer.id, self.tokenizer.decode(tokens), tokens=0, logprobs=logprobs))
+    def _echo(self, answer: Answer) -> None:
+        text = self.tokenizer.decode(answer.prepared.tokens)
+        self.emit(Delta(answer.id, text, tokens=0, logprobs=answer.scored.entries if answer.scored else None))
+        answer.scored = None
 
     def _decode_turn(self) -> None:
         if not self._decoding:
@@ -288,27 +299,35 @@ class Scheduler:
         self.steps += 1
         # The batch may only change once all of its tokens are taken.
         stopped: list[Answer] = []
-        starved: list[Answer] = []
+        broken: list[tuple[Answer, Exception]] = []
         for response in responses:
             answer = self._decoding[response.uid]
-            ended = response.finish_reason == "stop"
+            ended, left = response.finish_reason == "stop", response.finish_reason is not None
             self._count(answer, now)
-            if not ended:
-                self._show(answer, response)
-            if response.finish_reason is not None:
+            if left:
                 del self._decoding[response.uid]
                 self._remember(response.all_tokens, response.prompt_cache)
+            try:
+                if not ended:
+                    self._show(answer, response)
+            except Exception as error:
+                if left:
+                    self._fail(answer, error)
+                else:
+                    broken.append((answer, error))
+                continue
+            if left:
                 self._finish(answer, "stop" if ended or answer.text.stopped_by else "length")
             elif answer.text.stopped_by is not None:
                 stopped.append(answer)
             elif not self._grow(answer):
-                starved.append(answer)
+                broken.append((answer, self.budget.exhausted(answer.held)))
         for answer in stopped:
             self._leave_batch(answer)
             self._finish(answer, "stop")
-        for answer in starved:
+        for answer, reason in broken:
             self._leave_batch(answer)
-            self._fail(answer, self.budget.exhausted(answer.held))
+            self._fail(answer, reason)
 
     @staticmethod
     def _count(answer: Answer, now: float) -> None:
@@ -364,7 +383,12 @@ class Scheduler:
 
     def _finish(self, answer: Answer, reason: FinishReason) -> None:
         if reason != "cancelled":
-            for piece in answer.text.finish():
+            try:
+                pieces = answer.text.finish()
+            except Exception as error:
+                self._fail(answer, error)
+                return
+            for piece in pieces:
                 self.emit(piece)
             if answer.text.tool_calls and reason == "stop":
                 reason = "tool_calls"
@@ -391,10 +415,16 @@ class Scheduler:
             )
         )
 
-    def _fail(self, answer: Answer, error: FleetError) -> None:
+    def _fail(self, answer: Answer, error: Exception) -> None:
         self.budget.give_back(answer.id)
         self._beat_at = 0.0
-        self.emit(Failed(answer.id, error.code, error.message, error.hint, error.param))
+        self._failed(answer.id, error)
+
+    def _failed(self, request_id: str, error: Exception) -> None:
+        if not isinstance(error, FleetError):
+            traceback.print_exception(error)
+            error = EngineError(f"The answer could not be computed ({type(error).__name__}).")
+        self.emit(Failed(request_id, error.code, error.message, error.hint, error.param))
 
     def _beat(self) -> None:
         now = time.monotonic()

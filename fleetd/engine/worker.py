@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fleetd.engine import cpu, protocol
+from fleetd.engine.chunks import Chunks, FixedChunks, PacedChunks
 from fleetd.engine.protocol import Cancel, Failed, Generate, LoadFailed, Report, Shutdown
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import EngineError, FleetError
@@ -187,22 +188,18 @@ def _start(settings: WorkerSettings, link: Link) -> tuple[Scheduler, Loaded]:
     loading.quiet_libraries()
     from fleetd.engine.memory import KvBudget
     from fleetd.engine.prefix import PrefixCache
-    from fleetd.engine.scheduler import Chunks, Scheduler
+    from fleetd.engine.scheduler import Scheduler
 
     device = loading.pick_device(settings.device)
     if device == "cpu":
         cpu.install()
     loaded = loading.load(settings, device, link.send)
     facts = loaded.facts
-    chunks = Chunks(256, 64) if device == "cpu" else Chunks(2048, 512)
-    if settings.prefill_chunk_tokens:
-        alone = settings.prefill_chunk_tokens
-        chunks = Chunks(alone, max(1, alone // 4))
     scheduler = Scheduler(
         model=loaded.model,
         tokenizer=loaded.tokenizer,
         context_tokens=facts.context_tokens,
-        chunks=chunks,
+        chunks=_chunks(settings, loaded),
         max_streams=settings.max_streams,
         budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
         prefix=PrefixCache(loaded.prefix_bytes),
@@ -211,6 +208,16 @@ def _start(settings: WorkerSettings, link: Link) -> tuple[Scheduler, Loaded]:
     )
     link.send(facts)
     return scheduler, loaded
+
+
+def _chunks(settings: WorkerSettings, loaded: Loaded) -> Chunks:
+    if settings.prefill_chunk_tokens:
+        return FixedChunks(settings.prefill_chunk_tokens, max(1, settings.prefill_chunk_tokens // 4))
+    if loaded.facts.device == "cpu":
+        return PacedChunks()
+    from fleetd.engine.loading import prefill_rate
+
+    return FixedChunks.of_rate(prefill_rate(loaded.model))
 
 
 if __name__ == "__main__":

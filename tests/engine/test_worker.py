@@ -491,7 +491,7 @@ async def test_long_prefill_does_not_stop_a_running_answer(pool: EnginePool, cha
             break
     await running.aclose()
     chunks = sum(isinstance(e, Prefill) for e in (await long).events)
-    assert chunks > 40  # 64 tokens a chunk while somebody decodes
+    assert chunks > 10  # at most 256 tokens a turn
     assert deltas >= chunks - 5
 
 
