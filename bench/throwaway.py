@@ -119,13 +119,10 @@ class Heard:
     text: str = ""
     text_s: list[float] = field(default_factory=list)
     byte_s: list[float] = field(default_factory=list)
+    # The first frame of the answer itself: after the comments, and there even if its token has no text.
+    began_s: float = 0.0
     usage: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, Any] = field(default_factory=dict)
-    error: dict[str, Any] | None = None
-
-    @property
-    def first_s(self) -> float:
-        return self.text_s[0]
 
     @property
     def count(self) -> int:
@@ -187,7 +184,7 @@ class Stream:
                 yield Frame(at_s, told, json.loads(told[6:]) if is_data else None)
 
     def hear(self) -> Heard:
-        """Read to the end."""
+        """Read to the end. Raises RuntimeError if that is an error or comes too early."""
         heard = Heard(self.sent, self.headers_s)
         for frame in self.frames():
             heard.byte_s.append(frame.at_s)
@@ -195,9 +192,13 @@ class Stream:
                 heard.text += frame.text
                 heard.text_s.append(frame.at_s)
             if frame.data is not None:
+                heard.began_s = heard.began_s or frame.at_s
                 heard.usage = frame.data.get("usage") or heard.usage
                 heard.timings = frame.data.get("timings") or heard.timings
-                heard.error = frame.data.get("error") or heard.error
+                if "error" in frame.data:
+                    raise RuntimeError(f"the daemon said: {frame.line}")
+        if not heard.usage:
+            raise RuntimeError("the stream ended without its usage chunk")
         return heard
 
     def leave(self) -> None:

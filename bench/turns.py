@@ -28,8 +28,8 @@ def measure(runs: int) -> Measured:
             ]
             with daemon.stream("chat/completions", messages=talk, max_tokens=ANSWER_TOKENS) as stream:
                 going_on = stream.hear()
-            first.append(opening.first_s)
-            second.append(going_on.first_s)
+            first.append(opening.began_s)
+            second.append(going_on.began_s)
             cached = (going_on.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
             sizes.append(int(going_on.usage["prompt_tokens"]) - int(cached))
     return Measured(
@@ -46,5 +46,5 @@ def measure(runs: int) -> Measured:
         ],
         f"A chat through HTTP: a first message of {FIRST_TOKENS:,} tokens, an answer of up to "
         f"{ANSWER_TOKENS}, then a short question with the whole history sent again. Each run has a text of "
-        "its own. TTFT runs from sending the request to the first text in the client.",
+        "its own. TTFT runs from sending the request to the first frame of the answer in the client.",
     )

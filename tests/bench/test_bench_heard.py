@@ -9,7 +9,6 @@ from bench.throwaway import Frame, Heard
 
 def test_the_rate_runs_from_the_first_token_to_the_last() -> None:
     heard = Heard(0.0, 0.01, "abc", text_s=[2.0, 2.5, 4.0], usage={"completion_tokens": 5})
-    assert heard.first_s == 2.0
     assert heard.rate == 2.0  # four steps in two seconds, although two tokens came in one piece
 
 
