@@ -73,11 +73,16 @@ def preload_blas() -> bool:
 
 
 def install() -> None:
-    """Replace MLX's attention, its linear layers' call and mlx-lm's ``swiglu``. Once, on a CPU device."""
+    """Replace MLX's attention, its linear layers' call and mlx-lm's ``swiglu``. Once, on a CPU device.
+
+    Also turns off ``mx.compile``, which on a CPU runs the system's C++ compiler for half a second for every
+    new constant (each ``top_p`` a client thinks of), and loads what it built from a well-known place in /tmp.
+    """
     import mlx.core as mx
     import mlx.nn as nn
     from mlx_lm.models import activations, switch_layers
 
+    mx.disable_compile()
     stock_attention = mx.fast.scaled_dot_product_attention
 
     def attention(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -23,26 +23,13 @@ class Logprobs:
         """One sampled token; ``logprobs`` is (V,)."""
         row = np.array(logprobs.astype(mx.float32), copy=False)
         raw = token_bytes(self.tokenizer, token)
-        return TokenLogprob(_text(raw), float(row[token]), raw, self._best(row), text_offset)
+        return TokenLogprob(_text(raw), float(row[token]), raw, self.best(row), text_offset)
 
-    def of_prompt(self, tokens: list[int], scores: list[mx.array]) -> list[TokenLogprob]:
-        """The prompt's own tokens; the first has nothing before it and gets 0."""
-        entries: list[TokenLogprob] = []
-        offset = 0
-        for i, token in enumerate(tokens):
-            raw = token_bytes(self.tokenizer, token)
-            if i == 0 or i > len(scores):
-                entries.append(TokenLogprob(_text(raw), 0.0, raw, [], offset))
-            else:
-                row = np.array(scores[i - 1], copy=False)
-                entries.append(TokenLogprob(_text(raw), float(row[token]), raw, self._best(row), offset))
-            offset += len(_text(raw))
-        return entries
-
-    def _best(self, row: np.ndarray[Any, np.dtype[np.float32]]) -> list[TopLogprob]:
+    def best(self, row: np.ndarray[Any, np.dtype[np.float32]]) -> list[TopLogprob]:
         if not self.top:
             return []
-        some = np.argpartition(row, -self.top)[-self.top :]
+        top = min(self.top, len(row))
+        some = np.argpartition(row, -top)[-top:]
         # Best first; equal probabilities by id, so that the order never depends on the sort.
         some = some[np.lexsort((some, -row[some]))]
         best = []
@@ -50,6 +37,31 @@ class Logprobs:
             raw = token_bytes(self.tokenizer, int(i))
             best.append(TopLogprob(_text(raw), float(row[i]), raw))
         return best
+
+
+@dataclass(slots=True)
+class PromptLogprobs:
+    """The prompt's own tokens, taken chunk by chunk: a row of the vocabulary for each is too much to keep."""
+
+    logprobs: Logprobs
+    tokens: list[int]
+    entries: list[TokenLogprob] = field(default_factory=list)
+    _offset: int = 0
+
+    def __post_init__(self) -> None:
+        self._append(None)  # nothing comes before the first token, so it gets 0
+
+    def add(self, rows: mx.array) -> None:
+        """The log-probabilities (n, V) of what follows the next n tokens."""
+        for row in np.array(rows, copy=False):
+            self._append(row)
+
+    def _append(self, row: np.ndarray[Any, np.dtype[np.float32]] | None) -> None:
+        token = self.tokens[len(self.entries)]
+        raw = token_bytes(self.logprobs.tokenizer, token)
+        value, best = (0.0, []) if row is None else (float(row[token]), self.logprobs.best(row))
+        self.entries.append(TokenLogprob(_text(raw), value, raw, best, self._offset))
+        self._offset += len(_text(raw))
 
 
 def _text(raw: bytes) -> str:

@@ -6,26 +6,29 @@ prompt gives the same cache here as in ``mlx_lm.generate``. The finished cache i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+
+# Tokens per step while the prompt's own probabilities are wanted: each is a row of the whole vocabulary.
+SCORED_TOKENS = 64
 
 
 @dataclass(slots=True)
 class Prefiller:
     """``done`` tokens of ``tokens`` are in ``cache``; the last token is never computed here.
 
-    With ``score`` the log-probabilities of the prompt's own tokens are kept: ``scores[i]`` belongs to token
-    i + 1 and is (V,) f32.
+    ``score`` is given the log-probabilities that follow each computed token, (n, V) f32 per step; row 0 of
+    the first step belongs to token 1.
     """
 
     model: Any
     tokens: list[int]
     cache: list[Any]
     done: int = 0
-    score: bool = False
-    scores: list[mx.array] = field(default_factory=list)
+    score: Callable[[mx.array], None] | None = None
 
     @property
     def remaining(self) -> int:
@@ -34,15 +37,15 @@ class Prefiller:
     def step(self, chunk_tokens: int) -> int:
         """Compute at most ``chunk_tokens`` more; returns how many."""
         n = min(chunk_tokens, self.remaining)
+        if self.score is not None:
+            n = min(n, SCORED_TOKENS)
         if n <= 0:
             return 0
         chunk = mx.array(self.tokens[self.done : self.done + n])[None]  # (1, n)
         logits = self.model(chunk, cache=self.cache)  # (1, n, V); lazy: not computed unless scored
-        if self.score:
+        if self.score is not None:
             logits = logits[0].astype(mx.float32)
-            rows = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-            mx.eval(rows)
-            self.scores += list(rows)
+            self.score(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.eval([layer.state for layer in self.cache])
         mx.clear_cache()
         self.done += n

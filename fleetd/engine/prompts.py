@@ -34,7 +34,7 @@ def prepare(request: Generate, tokenizer: Any, vocab_size: int) -> Prepared:
 
     Raises:
         BadRequest: no template, a template that rejects the messages, an empty prompt.
-        InvalidValue: a token id outside the vocabulary.
+        InvalidValue: a token id outside the vocabulary, in the prompt or in ``logit_bias``.
         UnsupportedParameter: tools for a model that has no format for them.
     """
     match request.prompt:
@@ -49,6 +49,11 @@ def prepare(request: Generate, tokenizer: Any, vocab_size: int) -> Prepared:
             prepared = Prepared(request, list(tokenizer.encode(text)))
         case ChatPrompt():
             prepared = _chat(request, request.prompt, tokenizer)
+    outside = next((t for t in request.sampling.logit_bias if not 0 <= t < vocab_size), None)
+    if outside is not None:
+        raise InvalidValue(
+            f"Token id {outside} is outside the vocabulary of {vocab_size}.", param="logit_bias"
+        )
     if not prepared.tokens:
         raise BadRequest("The prompt is empty.", hint="Send at least one token.", param="prompt")
     return prepared

@@ -28,8 +28,11 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 
 _U64 = (1 << 64) - 1
 
-# Tokens that penalties look back on; vLLM and OpenAI penalise the whole text, mlx-lm the last 20 by default.
+# Tokens that penalties look back on: all of them (mlx-lm's default is the last 20).
 PENALTY_CONTEXT = 1 << 20
+# Below these a distribution is its best token in all but name, and f32 can no longer tell.
+GREEDY_TEMPERATURE = 1e-5
+GREEDY_TOP_P = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +98,7 @@ class SeededSampler:
             logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
         if 0 < s.top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, s.top_k)
-        if 0.0 < s.top_p < 1.0:
+        if s.top_p < 1.0:
             logprobs = apply_top_p(logprobs, s.top_p)
         if s.min_p > 0.0:
             logprobs = apply_min_p(logprobs, s.min_p)
@@ -110,22 +113,34 @@ _NEUTRAL = Choice()
 def make_sampler(sampling: Sampling, defaults: Choice = _NEUTRAL) -> Sampler:
     """Greedy requests share one function, which lets the batch sample them in one call."""
     choice = defaults.asked(sampling)
-    if choice.temperature <= 0.0 or choice.top_k == 1:
+    if choice.temperature < GREEDY_TEMPERATURE or choice.top_p < GREEDY_TOP_P or choice.top_k == 1:
         shared: Sampler = greedy_sampler
         return shared
     return SeededSampler(choice, sampling.seed)
 
 
-def make_processors(sampling: Sampling, defaults: Choice = _NEUTRAL) -> list[LogitsProcessor]:
-    """Logit bias and penalties, over the whole text so far; empty when none is asked for."""
+def make_processors(
+    sampling: Sampling, defaults: Choice = _NEUTRAL, prompt_tokens: int = 0
+) -> list[LogitsProcessor]:
+    """Logit bias and penalties; empty when none is asked for.
+
+    As OpenAI and vLLM have it, the repetition penalty looks at the prompt and the answer, the presence and
+    frequency penalties at the answer only: a long prompt must not forbid its own words.
+    """
     repetition = defaults.asked(sampling).repetition_penalty
-    processors: list[LogitsProcessor] = make_logits_processors(
+    on_all: list[LogitsProcessor] = make_logits_processors(
         logit_bias=sampling.logit_bias or None,
         repetition_penalty=repetition if repetition != 1.0 else None,
         repetition_context_size=PENALTY_CONTEXT,
+    )
+    on_answer: list[LogitsProcessor] = make_logits_processors(
         presence_penalty=sampling.presence_penalty or None,
         presence_context_size=PENALTY_CONTEXT,
         frequency_penalty=sampling.frequency_penalty or None,
         frequency_context_size=PENALTY_CONTEXT,
     )
-    return processors
+
+    def after_prompt(processor: LogitsProcessor) -> LogitsProcessor:
+        return lambda tokens, logits: processor(tokens[prompt_tokens:], logits)
+
+    return on_all + [after_prompt(processor) for processor in on_answer]

@@ -112,7 +112,10 @@ class AnswerText:
             self._pending_logprobs.append(logprob)
         if self._state == _REASONING:
             self.reasoning_tokens += 1
-        self._detokenizer.add_token(token)
+        try:
+            self._detokenizer.add_token(token)
+        except IndexError:
+            pass  # embeddings are padded beyond the tokenizer's last token: such an id has no text
         return self._release(self._stop.feed(self._detokenizer.last_segment))
 
     def finish(self) -> list[Delta | ToolCall]:

@@ -70,6 +70,7 @@ def cpu_installed(on_cpu: None) -> Iterator[None]:
     )
     cpu.install()
     yield
+    mx.enable_compile()
     mx.fast.scaled_dot_product_attention, nn.Linear.__call__, nn.Embedding.as_linear = attention, linear, head
     for module, function in modules.items():
         module.swiglu = function

@@ -1,0 +1,162 @@
+"""Sampling: reproducible, independent of neighbours, and from the distribution that was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetd.engine.protocol import Sampling
+from fleetd.engine.sampling import SeededSampler, make_processors, make_sampler
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+LOGITS = np.array([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -2.0, -3.0], dtype=np.float32)
+
+
+def logprobs(logits: Any = LOGITS) -> mx.array:
+    row = mx.array(logits)[None]
+    return row - mx.logsumexp(row, axis=-1, keepdims=True)
+
+
+def draw(n: int, **fields: Any) -> list[int]:
+    sampler = make_sampler(Sampling(**{"temperature": 1.0, "seed": 7, **fields}))
+    return [int(sampler(logprobs()).item()) for _ in range(n)]
+
+
+def probabilities(temperature: float = 1.0) -> Any:
+    weights = np.exp(LOGITS.astype(np.float64) / temperature)
+    return weights / weights.sum()
+
+
+def test_same_seed_same_tokens_other_seed_others() -> None:
+    assert draw(50) == draw(50)
+    assert draw(50) != draw(50, seed=8)
+    assert draw(50, seed=-1) == draw(50, seed=(1 << 64) - 1)
+
+
+def test_without_a_seed_every_answer_is_another() -> None:
+    assert draw(50, seed=None) != draw(50, seed=None)
+
+
+def test_the_noise_of_a_token_depends_on_nothing_drawn_before() -> None:
+    plain = draw(12)
+    sampler = make_sampler(Sampling(temperature=1.0, seed=7))
+    other = make_sampler(Sampling(temperature=1.0, seed=99))
+    mixed = []
+    for step in range(12):
+        other(logprobs())
+        mx.random.uniform(shape=(step + 1,))
+        # Another distribution at every third token: the ones between must not change.
+        row = logprobs(LOGITS[::-1].copy()) if step % 3 == 2 else logprobs()
+        mixed.append(int(sampler(row).item()))
+    assert [t for i, t in enumerate(mixed) if i % 3 != 2] == [t for i, t in enumerate(plain) if i % 3 != 2]
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax(temperature: float) -> None:
+    n = 4000
+    counts = np.bincount(draw(n, temperature=temperature), minlength=len(LOGITS))
+    expected = probabilities(temperature) * n
+    chi_square = float((((counts - expected) ** 2) / expected).sum())
+    assert chi_square < 24.3  # 7 degrees of freedom, p = 0.001; the seed is fixed
+
+
+def test_seeds_are_independent_of_each_other() -> None:
+    first = [draw(1, seed=seed)[0] for seed in range(3000)]
+    expected = probabilities() * len(first)
+    counts = np.bincount(first, minlength=len(LOGITS))
+    assert float((((counts - expected) ** 2) / expected).sum()) < 24.3
+
+
+def test_top_k_keeps_the_best() -> None:
+    assert set(draw(300, top_k=3, temperature=5.0)) == {0, 1, 2}
+    assert set(draw(300, top_k=100, temperature=5.0)) == set(range(8))
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
+    p = probabilities()
+    kept = int((np.cumsum(p) - p < 0.8).sum())
+    assert 1 < kept < 8
+    assert set(draw(500, top_p=0.8)) == set(range(kept))
+
+
+def test_min_p_is_relative_to_the_best() -> None:
+    p = probabilities(2.0)
+    assert set(draw(600, min_p=0.3, temperature=2.0)) == set(np.flatnonzero(p >= 0.3 * p[0]))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1e-40},
+        {"top_k": 1},
+        {"top_p": 1e-9},
+        {"top_p": 1e-45},
+        {"min_p": 1.0},
+    ],
+)
+def test_the_narrowest_settings_are_greedy(fields: dict[str, float]) -> None:
+    assert set(draw(40, **fields)) == {0}
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.floats(-50, 50, width=32), min_size=4, max_size=12),
+    st.floats(0.01, 5),
+    st.integers(0, 20),
+    st.floats(1e-7, 1),
+    st.floats(0, 1),
+)
+def test_any_settings_draw_a_token_that_exists(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    asked = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=1)
+    token = int(make_sampler(asked)(logprobs(np.array(logits, dtype=np.float32))).item())
+    assert 0 <= token < len(logits)
+
+
+def test_greedy_requests_share_one_sampler() -> None:
+    assert make_sampler(Sampling(temperature=0.0)) is make_sampler(Sampling(temperature=0.0, seed=3))
+    assert isinstance(make_sampler(Sampling(temperature=0.7)), SeededSampler)
+
+
+def processed(context: list[int], prompt_tokens: int = 0, **fields: Any) -> list[float]:
+    logits = mx.array(LOGITS)[None]
+    for processor in make_processors(Sampling(**fields), prompt_tokens=prompt_tokens):
+        logits = processor(mx.array(context), logits)
+    row: list[float] = logits[0].tolist()
+    return row
+
+
+def changed(context: list[int], prompt_tokens: int = 0, **fields: Any) -> dict[int, float]:
+    after = processed(context, prompt_tokens, **fields)
+    return {i: round(a - float(b), 4) for i, (a, b) in enumerate(zip(after, LOGITS, strict=True)) if a != b}
+
+
+def test_nothing_asked_nothing_done() -> None:
+    assert make_processors(Sampling(temperature=0.3, top_p=0.2)) == []
+
+
+def test_logit_bias_is_added() -> None:
+    assert changed([1], logit_bias={2: 1.5, 7: -100.0}) == {2: 1.5, 7: -100.0}
+
+
+def test_presence_counts_once_frequency_every_time_and_the_prompt_never() -> None:
+    context = [0, 0, 0, 5, 1, 1, 2]
+    assert changed(context, 4, presence_penalty=0.5) == {1: -0.5, 2: -0.5}
+    assert changed(context, 4, frequency_penalty=0.5) == {1: -1.0, 2: -0.5}
+    assert changed(context, 7, presence_penalty=0.5, frequency_penalty=0.5) == {}
+
+
+def test_repetition_penalty_looks_at_the_prompt_too() -> None:
+    context = [0, 5, 0, 3]
+    assert changed(context, 4, repetition_penalty=2.0) == {0: -1.0, 5: -1.0}
+
+
+def test_penalties_reach_back_further_than_a_page() -> None:
+    assert changed([1, *[7] * 5000], 0, presence_penalty=1.0) == {1: -1.0, 7: -1.0}

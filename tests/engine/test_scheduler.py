@@ -1,0 +1,358 @@
+"""The scheduler in this process: order of turns, cancelling at any moment, nothing kept, nothing mixed up."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_model
+
+from fleetd.engine.memory import KvBudget
+from fleetd.engine.prefix import PrefixCache
+from fleetd.engine.prompts import Prepared, prepare
+from fleetd.engine.protocol import (
+    Accepted,
+    Delta,
+    Failed,
+    Finished,
+    Generate,
+    Prefill,
+    Report,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+)
+from fleetd.engine.scheduler import PATIENCE_TURNS, Scheduler
+from fleetd.errors import InvalidValue
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+GREEDY = Sampling(temperature=0.0)
+CONTEXT = 2048
+
+
+@pytest.fixture(scope="module")
+def parts(chain_path: Path) -> tuple[Any, Any]:
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    model, _ = load_model(chain_path)
+    mx.set_default_device(before)
+    return model, load_tokenizer(chain_path)
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Prefill tokens per turn: alone, and while others decode."""
+
+    alone: int
+    shared: int
+
+    def size(self, *, shared: bool) -> int:
+        return self.shared if shared else self.alone
+
+    def took(self, tokens: int, seconds: float) -> None:
+        pass
+
+
+class Bench:
+    """A scheduler that is turned by hand."""
+
+    def __init__(self, parts: tuple[Any, Any], **options: Any) -> None:
+        self.events: list[Report] = []
+        self.tokenizer = parts[1]
+        settings: dict[str, Any] = {
+            "context_tokens": CONTEXT,
+            "chunks": Turns(32, 16),
+            "max_streams": 4,
+            "budget": KvBudget.of(1 << 30, 1024),
+            "prefix": PrefixCache(1 << 30),
+            **options,
+        }
+        self.scheduler = Scheduler(model=parts[0], tokenizer=parts[1], emit=self.events.append, **settings)
+
+    def submit(self, name: str, text: str, **fields: Any) -> None:
+        request = Generate(name, TextPrompt(text), **{"sampling": GREEDY, **fields})
+        self.scheduler.submit(prepare(request, self.tokenizer, 512))
+
+    def turn(self) -> None:
+        s = self.scheduler
+        assert s._receive()
+        s._admit()
+        s._prefill_turn()
+        s._decode_turn()
+
+    @property
+    def busy(self) -> bool:
+        s = self.scheduler
+        return bool(s._waiting or s._prefilling or s._decoding or not s._inbox.empty())
+
+    def finish(self, turns: int = 3000) -> None:
+        for _ in range(turns):
+            if not self.busy:
+                return
+            self.turn()
+        pytest.fail("not done")
+
+    def of(self, name: str) -> list[Report]:
+        return [e for e in self.events if getattr(e, "id", None) == name]
+
+    def text(self, name: str) -> str:
+        return "".join(e.text for e in self.of(name) if isinstance(e, Delta))
+
+    def check_clean(self) -> None:
+        """Nothing is left of requests that have ended."""
+        s = self.scheduler
+        assert s.budget.used_bytes == 0
+        assert s.budget._tokens == {}
+        assert (s._waiting, s._prefilling, s._decoding) == ([], [], {})
+        generator = s._generator
+        assert len(generator._generation_batch) == len(generator._prompt_batch) == 0
+        assert not generator._unprocessed_sequences
+        assert not generator._currently_processing
+        assert s.prefix.nbytes == sum(e.nbytes for e in s.prefix._entries.values())
+
+
+def check_order(events: list[Report]) -> None:
+    """Accepted, Prefill*, Delta*, then Finished or Failed, once."""
+    names = [type(e).__name__ for e in events]
+    assert names[-1] in ("Finished", "Failed"), names
+    assert sum(n in ("Finished", "Failed") for n in names) == 1
+    if names[0] == "Failed":
+        assert len(names) == 1
+        return
+    rank = {"Accepted": 0, "Prefill": 1, "Delta": 2, "ToolCall": 2, "Finished": 3, "Failed": 3}
+    ranks = [rank[n] for n in names]
+    assert ranks == sorted(ranks), names
+    assert names.count("Accepted") == 1
+    accepted = events[0]
+    assert isinstance(accepted, Accepted)
+    done = [e.done for e in events if isinstance(e, Prefill)]
+    assert done == sorted(done)
+    assert all(e.total == accepted.prompt_tokens for e in events if isinstance(e, Prefill))
+    last = events[-1]
+    if isinstance(last, Finished):
+        shown = sum(e.tokens for e in events if isinstance(e, Delta))
+        assert shown <= last.usage.completion_tokens
+        assert last.usage.prompt_tokens == accepted.prompt_tokens
+        assert last.timings.queue_s >= 0
+        assert last.timings.prefill_s >= 0
+
+
+def test_events_come_in_order(parts: tuple[Any, Any]) -> None:
+    bench = Bench(parts)
+    bench.submit("a", "x" * 100 + "<hello>")
+    bench.finish()
+    check_order(bench.of("a"))
+    assert bench.text("a") == "Hello there, world!"
+    assert [e.done for e in bench.of("a") if isinstance(e, Prefill)] == [0, 32, 64, 96, 100]
+    bench.check_clean()
+
+
+def test_the_shortest_prompt_goes_first(parts: tuple[Any, Any]) -> None:
+    bench = Bench(parts)
+    for name, n in (("long", 500), ("middle", 200), ("short", 20)):
+        bench.submit(name, "x" * n + "<hello>")
+    bench.finish()
+    order = [e.id for e in bench.events if isinstance(e, Finished)]
+    assert order == ["short", "middle", "long"]
+
+
+def test_a_long_prompt_is_not_passed_over_for_ever(parts: tuple[Any, Any]) -> None:
+    bench = Bench(parts)
+    bench.submit("long", "y" * 1000 + "<hello>")
+    turns = 0
+    while not any(isinstance(e, Prefill) for e in bench.of("long")):
+        bench.submit(f"short{turns}", f"{turns}".zfill(20) + "<hello>", max_tokens=1)
+        bench.turn()
+        turns += 1
+        assert turns <= PATIENCE_TURNS + 2
+    assert turns > PATIENCE_TURNS / 2
+
+
+def test_running_answers_get_a_token_in_every_turn_of_a_long_prefill(parts: tuple[Any, Any]) -> None:
+    bench = Bench(parts)
+    bench.submit("running", "<count>", max_tokens=500)
+    while not bench.text("running"):
+        bench.turn()
+    bench.submit("long", "z" * 900 + "<hello>", max_tokens=1)
+    for _ in range(20):
+        before = len(bench.of("running"))
+        bench.turn()
+        assert len(bench.of("running")) == before + 1
+    bench.scheduler.cancel("running")
+    bench.finish()
+    bench.check_clean()
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 5, 6, 8])
+def test_cancelled_in_any_state(parts: tuple[Any, Any], turns: int) -> None:
+    bench = Bench(parts, max_streams=1)
+    bench.submit("first", "x" * 150 + "<count>")  # prefills for five turns, then decodes
+    bench.submit("waiting", "<hello>")
+    for _ in range(turns):
+        bench.turn()
+    bench.scheduler.cancel("waiting")
+    bench.scheduler.cancel("first")
+    bench.scheduler.cancel("first")
+    bench.scheduler.cancel("nobody")
+    bench.finish()
+    for name in ("first", "waiting"):
+        check_order(bench.of(name))
+        last = bench.of(name)[-1]
+        assert isinstance(last, Finished)
+        assert last.reason == "cancelled"
+    bench.check_clean()
+    # What was computed is right: the same prompt continues from it.
+    bench.submit("again", "x" * 150 + "<count>", max_tokens=3)
+    bench.finish()
+    assert bench.text("again") == "1 2 3"
+
+
+def test_nothing_is_kept_after_any_sequence(parts: tuple[Any, Any]) -> None:
+    dice = random.Random(5)
+    bench = Bench(parts, budget=KvBudget.of(1100 * 1024, 1024), prefix=PrefixCache(40_000_000))
+    live: dict[str, str] = {}
+    texts = {"<hello>": "Hello there, world!", "<utf8>": "aé€😀z", "<cutoff>": "good part STOP bad part"}
+    for i in range(100):
+        match dice.choice(["submit", "submit", "cancel", "turn", "turn", "turn"]):
+            case "submit":
+                marker = dice.choice([*texts, "<count>"])
+                live[f"r{i}"] = marker
+                limit = dice.choice([None, 0, 1, 5]) if marker != "<count>" else dice.choice([1, 30, 90])
+                stop = dice.choice([[], ["STOP"], ["e"]])
+                prompt = dice.choice("ab") * dice.choice([1, 40, 300]) + marker
+                bench.submit(f"r{i}", prompt, max_tokens=limit, stop=stop, echo=dice.random() < 0.1)
+            case "cancel" if live:
+                bench.scheduler.cancel(dice.choice(list(live)))
+            case _:
+                bench.turn()
+    bench.finish()
+    for name, marker in live.items():
+        check_order(bench.of(name))
+        if marker in texts and not any(isinstance(e, Delta) and e.tokens == 0 for e in bench.of(name)):
+            assert texts[marker].startswith(bench.text(name).rstrip())
+    bench.check_clean()
+
+
+def test_an_answer_that_cannot_grow_fails_alone(parts: tuple[Any, Any]) -> None:
+    bench = Bench(parts, budget=KvBudget.of(1300 * 1024, 1024))
+    for name in ("a", "b"):
+        bench.submit(name, f"{name}<count>", max_tokens=1200)
+    bench.finish()
+    ends = [bench.of(name)[-1] for name in ("a", "b")]
+    assert sorted(type(e).__name__ for e in ends) == ["Failed", "Finished"]
+    assert all(e.code == "out_of_memory" for e in ends if isinstance(e, Failed))
+    bench.check_clean()
+
+
+class Broken:
+    """A tokenizer one of whose methods fails for one request's tokens."""
+
+    def __init__(self, real: Any, where: str) -> None:
+        self._real, self._where = real, where
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def decode(self, tokens: Any, *args: Any) -> str:
+        if self._where == "echo":
+            raise RuntimeError("decode")
+        text: str = self._real.decode(tokens, *args)
+        return text
+
+    @property
+    def detokenizer(self) -> Any:
+        where, inner = self._where, self._real.detokenizer
+        if where == "start":
+            raise RuntimeError("detokenizer")
+        if where in ("push", "finish"):
+
+            def fail(*_: Any) -> None:
+                raise RuntimeError(where)
+
+            setattr(inner, "add_token" if where == "push" else "finalize", fail)
+        return inner
+
+
+@pytest.mark.parametrize("where", ["start", "echo", "push", "finish"])
+@pytest.mark.parametrize("limit", [None, 1])
+def test_what_breaks_one_request_breaks_no_other(
+    parts: tuple[Any, Any], where: str, limit: int | None
+) -> None:
+    bench = Bench(parts)
+    bench.submit("good", "<count>", max_tokens=20)
+    while not bench.text("good"):
+        bench.turn()
+    bench.scheduler.tokenizer = Broken(parts[1], where)
+    bench.submit("bad", "<hello>", echo=where == "echo", max_tokens=limit)
+    bench.turn()
+    bench.scheduler.tokenizer = bench.tokenizer
+    bench.finish()
+    check_order(bench.of("bad"))
+    last = bench.of("bad")[-1]
+    assert isinstance(last, Failed)
+    assert last.code == "engine_error"
+    assert bench.text("good") == " ".join(str(i) for i in range(1, 21))
+    bench.check_clean()
+
+
+def test_a_logit_bias_outside_the_vocabulary_is_refused(parts: tuple[Any, Any]) -> None:
+    request = Generate("r", TokenPrompt([1]), Sampling(logit_bias={3: 1.0, 512: 1.0}))
+    with pytest.raises(InvalidValue, match="512") as caught:
+        prepare(request, parts[1], 512)
+    assert caught.value.param == "logit_bias"
+
+
+def test_a_token_of_the_embeddings_padding_is_no_text(parts: tuple[Any, Any]) -> None:
+    assert len(parts[1]) < 512
+    bench = Bench(parts)
+    bench.submit("r", "<hello>", sampling=Sampling(temperature=0.0, logit_bias={511: 100.0}), max_tokens=3)
+    bench.finish()
+    check_order(bench.of("r"))
+    assert isinstance(bench.of("r")[-1], Finished)
+
+
+def test_more_alternatives_than_the_vocabulary_has(parts: tuple[Any, Any]) -> None:
+    bench = Bench(parts)
+    bench.submit("r", "<hello>", max_tokens=2, top_logprobs=600)
+    bench.finish()
+    deltas = [e for e in bench.of("r") if isinstance(e, Delta)]
+    assert len(next(p for d in deltas for p in d.logprobs or []).top) == 512
+
+
+def test_echo_scores_every_prompt_token_whatever_the_chunks(parts: tuple[Any, Any]) -> None:
+    scores = []
+    for chunk in (1, 7, 1000):
+        bench = Bench(parts, chunks=Turns(chunk, chunk))
+        bench.submit("r", "abc<hello>Hel", echo=True, max_tokens=0, top_logprobs=2)
+        bench.finish()
+        (delta,) = [e for e in bench.of("r") if isinstance(e, Delta)]
+        assert delta.text == "abc<hello>Hel"
+        scores.append([(p.token, round(p.logprob, 4), p.text_offset) for p in delta.logprobs or []])
+    assert scores[0] == scores[1] == scores[2]
+    assert [s[0] for s in scores[0]] == ["a", "b", "c", "<hello>", "Hel"]
+    assert [s[2] for s in scores[0]] == [0, 1, 2, 3, 10]
+
+
+def test_an_echoed_prompt_of_one_token(parts: tuple[Any, Any]) -> None:
+    bench = Bench(parts)
+    bench.submit("r", "a", echo=True, max_tokens=0, top_logprobs=0)
+    bench.finish()
+    (delta,) = [e for e in bench.of("r") if isinstance(e, Delta)]
+    assert [p.token for p in delta.logprobs or []] == ["a"]
+
+
+def test_prompts_at_the_context_and_one_past_it(parts: tuple[Any, Any]) -> None:
+    bench = Bench(parts, context_tokens=20)
+    for n in (18, 19, 20):
+        bench.scheduler.submit(Prepared(Generate(f"n{n}", TokenPrompt([65] * n), GREEDY), [65] * n))
+    bench.finish()
+    kinds = {n: type(bench.of(f"n{n}")[-1]).__name__ for n in (18, 19, 20)}
+    assert kinds == {18: "Finished", 19: "Finished", 20: "Failed"}
+    last = bench.of("n18")[-1]
+    assert isinstance(last, Finished)
+    assert last.usage.completion_tokens <= 2
