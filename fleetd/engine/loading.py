@@ -154,6 +154,12 @@ def _expanded(on_disk: int, config: dict[str, Any], device: Device) -> int:
 def _warm_up(model: Any) -> int:
     """A short prefill and one decode step compile the kernels; returns KV bytes per token over all layers."""
     cache = make_prompt_cache(model)
+    lone = next((type(layer).__name__ for layer in cache if not hasattr(layer, "merge")), None)
+    if lone is not None:
+        raise ModelUnsupported(
+            f"This architecture keeps its context in a {lone}, which cannot be shared by several answers.",
+            hint="Choose another model (fleetctl models).",
+        )
     mx.eval(model(mx.array([[1] * 8]), cache=cache))
     mx.eval(model(mx.array([[1]]), cache=cache))
     per_token = 0

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import queue
+import select
 import signal
 import socket
 import sys
@@ -60,6 +61,16 @@ class Link:
         except OSError:
             return b""
 
+    def watch(self, loaded: threading.Event) -> None:
+        """End the process if the daemon goes, or tells it to, before the model is loaded.
+
+        Nothing else is sent to a worker that is not ready, so any byte before then is a Shutdown.
+        """
+        while not loaded.is_set():
+            readable, _, _ = select.select([self._socket], [], [], 0.1)
+            if readable and not loaded.is_set():
+                os._exit(EXIT_ORPHANED)
+
     def _write(self) -> None:
         while (report := self._out.get()) is not None:
             frame = bytearray(protocol.encode(report))
@@ -95,6 +106,16 @@ class Front:
         self._preparing: dict[str, bool] = {}
 
     def read(self, decoder: protocol.Decoder) -> None:
+        """Until the daemon is gone, or sends what nobody can read; then nobody is left to compute for."""
+        try:
+            self._read(decoder)
+        except Exception:
+            traceback.print_exc()
+        finally:
+            # The compute thread may be deep in a kernel.
+            os._exit(EXIT_ORPHANED)
+
+    def _read(self, decoder: protocol.Decoder) -> None:
         while data := self._link.receive():
             for command in decoder.feed(data):
                 match command:
@@ -110,21 +131,21 @@ class Front:
                         self._scheduler.cancel(request_id)
                     case Shutdown():
                         self._scheduler.stop()
-        # The daemon died: nobody is left to compute for. The compute thread may be deep in a kernel.
-        os._exit(EXIT_ORPHANED)
 
     def _prepare(self, request: Generate) -> None:
         from fleetd.engine.prompts import prepare
 
-        outcome = None
+        outcome, failed = None, False
         try:
             with self._lock:
                 gone = self._preparing[request.id]
             if not gone:
                 outcome = prepare(request, self._loaded.tokenizer, self._loaded.facts.vocab_size)
         except FleetError as error:
+            failed = True
             self._link.send(Failed(request.id, error.code, error.message, error.hint, error.param))
         except Exception as error:
+            failed = True
             traceback.print_exc()
             self._link.send(
                 Failed(
@@ -135,7 +156,7 @@ class Front:
             cancelled = self._preparing.pop(request.id)
             if outcome is not None and not cancelled:
                 self._scheduler.submit(outcome)
-        if cancelled:
+        if cancelled and not failed:
             self._link.send(protocol.Finished(request.id, "cancelled"))
 
 
@@ -193,7 +214,10 @@ def _start(settings: WorkerSettings, link: Link) -> tuple[Scheduler, Loaded]:
     device = loading.pick_device(settings.device)
     if device == "cpu":
         cpu.install()
+    ready = threading.Event()
+    threading.Thread(target=link.watch, args=(ready,), name="watch", daemon=True).start()
     loaded = loading.load(settings, device, link.send)
+    ready.set()
     facts = loaded.facts
     scheduler = Scheduler(
         model=loaded.model,

@@ -1,0 +1,125 @@
+"""The worker's side of the socket: what it does with commands, and when nobody is there to give any."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from typing import Any
+
+import pytest
+
+from fleetd.engine import protocol, worker
+from fleetd.engine.protocol import Cancel, Failed, Finished, Generate, Report, TextPrompt
+from fleetd.errors import BadRequest
+
+
+class Exited(BaseException):
+    pass
+
+
+class Ends:
+    """A worker's Front on one end of a socket pair, the test on the other."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.status: list[int] = []
+        monkeypatch.setattr(os, "_exit", self._exit)
+        self.daemon, theirs = socket.socketpair()
+        self.link = worker.Link(theirs.detach())
+        self.sent: list[Report] = []
+        monkeypatch.setattr(self.link, "send", self.sent.append)
+        self.calls: list[tuple[str, Any]] = []
+        self.front = worker.Front(self.link, self, self)  # type: ignore[arg-type]  # stands for both
+        self.tokenizer = None
+        self.facts = protocol.Ready("x", "cpu", "f32", 1, 8, 64, 1, 1, 1, True, False, False, 0.0, {})
+
+    def _exit(self, status: int) -> None:
+        self.status.append(status)
+        raise Exited
+
+    def submit(self, prepared: Any) -> None:
+        self.calls.append(("submit", prepared))
+
+    def cancel(self, request_id: str) -> None:
+        self.calls.append(("cancel", request_id))
+
+    def close(self) -> None:
+        self.front._prompts.shutdown()
+        self.daemon.close()
+        self.link.flush()
+        self.link._socket.close()
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Any:
+    made = Ends(monkeypatch)
+    yield made
+    made.close()
+
+
+def read(ends: Ends, *frames: bytes) -> None:
+    """Everything the worker reads before its end closes."""
+    for frame in frames:
+        ends.daemon.sendall(frame)
+    ends.daemon.shutdown(socket.SHUT_WR)
+    with pytest.raises(Exited):
+        ends.front.read(protocol.commands())
+    ends.front._prompts.shutdown(wait=True)
+
+
+@pytest.mark.parametrize("rubbish", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x01\xc1", b""])
+def test_a_worker_that_cannot_understand_its_daemon_ends(ends: Ends, rubbish: bytes) -> None:
+    read(ends, rubbish)
+    assert ends.status == [worker.EXIT_ORPHANED]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_cancelled_while_the_prompt_is_prepared_ends_once(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    cancelled = threading.Event()
+    asked = threading.Event()
+
+    def prepare(*_: Any) -> str:
+        asked.set()
+        assert cancelled.wait(5)
+        if fails:
+            raise BadRequest("no")
+        return "prepared"
+
+    monkeypatch.setattr("fleetd.engine.prompts.prepare", prepare)
+    ends.daemon.sendall(protocol.encode(Generate("r", TextPrompt("x"))))
+    decoder = protocol.commands()
+    for command in decoder.feed(ends.link.receive()):
+        ends.front._preparing[command.id] = False
+        ends.front._prompts.submit(ends.front._prepare, command)
+    assert asked.wait(5)
+    with ends.front._lock:
+        ends.front._preparing["r"] = True
+    cancelled.set()
+    ends.front._prompts.shutdown(wait=True)
+    assert [type(r) for r in ends.sent] == [Failed if fails else Finished]
+    assert ends.calls == []
+
+
+def test_cancel_of_an_unknown_request_reaches_the_scheduler(ends: Ends) -> None:
+    read(ends, protocol.encode(Cancel("r")))
+    assert ends.calls == [("cancel", "r")]
+
+
+@pytest.mark.parametrize("goodbye", [True, False])
+def test_a_worker_whose_daemon_goes_while_it_loads_ends(ends: Ends, goodbye: bool) -> None:
+    if goodbye:
+        ends.daemon.sendall(protocol.encode(protocol.Shutdown()))
+    else:
+        ends.daemon.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(Exited):
+        ends.link.watch(threading.Event())
+
+
+def test_a_loaded_worker_leaves_its_commands_to_the_reader(ends: Ends) -> None:
+    loaded = threading.Event()
+    loaded.set()
+    ends.daemon.sendall(protocol.encode(Cancel("r")))
+    ends.link.watch(loaded)
+    assert ends.link.receive() == protocol.encode(Cancel("r"))

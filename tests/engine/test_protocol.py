@@ -1,0 +1,151 @@
+"""Frames: any split of the stream gives the same messages, and nothing hostile is taken in."""
+
+from __future__ import annotations
+
+import struct
+import typing
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetd import limits
+from fleetd.engine import protocol
+from fleetd.engine.protocol import (
+    Accepted,
+    Beat,
+    Cancel,
+    ChatPrompt,
+    Command,
+    Delta,
+    Failed,
+    Finished,
+    FrameTooLong,
+    Generate,
+    LoadFailed,
+    Loading,
+    Prefill,
+    Ready,
+    Report,
+    Sampling,
+    Shutdown,
+    TextPrompt,
+    Timings,
+    TokenLogprob,
+    TokenPrompt,
+    ToolCall,
+    TopLogprob,
+    Usage,
+)
+
+COMMANDS: list[Any] = [
+    Generate("a", ChatPrompt([{"role": "user", "content": "hé"}], [{"x": [1, None]}], {"name": "f"})),
+    Generate(
+        "b", TextPrompt("text"), Sampling(0.5, seed=-(1 << 63), logit_bias={3: -1.5}), 7, ["s"], 3, True
+    ),
+    Generate("c", TokenPrompt([0, 1, 1 << 31])),
+    Cancel("a"),
+    Shutdown(),
+]
+REPORTS: list[Any] = [
+    Loading("reading", 3, 9),
+    Ready("llama", "cpu", "float32", 2, 8, 64, 1 << 40, 3, 4, True, False, True, 0.5, {"mlx": "1"}),
+    LoadFailed("out_of_memory", "no", "hint"),
+    Accepted("a", 3),
+    Prefill("a", 1, 3, 1),
+    Delta(
+        "a",
+        "\U0001f600",
+        "reasoning",
+        2,
+        [TokenLogprob("t", -0.5, b"\xff", [TopLogprob("u", -1.0, b"u")], 4)],
+    ),
+    ToolCall("a", 0, "id", "f", "{}"),
+    Finished("a", "length", Usage(1, 2, 3, 4), Timings(0.1, 0.2, 0.3), "stop"),
+    Failed("a", "bad_request", "no", "hint", "param"),
+    Beat(3, 1, 2, 3, 4, 5, 6, 7, 8, 9),
+]
+
+
+def kinds(union: Any) -> set[Any]:
+    return set(typing.get_args(union))
+
+
+def test_every_message_has_an_example_here() -> None:
+    assert {type(m) for m in COMMANDS} == kinds(Command)
+    assert {type(m) for m in REPORTS} == kinds(Report)
+
+
+@pytest.mark.parametrize("message", COMMANDS)
+def test_commands_arrive_as_sent(message: Any) -> None:
+    assert list(protocol.commands().feed(protocol.encode(message))) == [message]
+
+
+@pytest.mark.parametrize("message", REPORTS)
+def test_reports_arrive_as_sent(message: Any) -> None:
+    assert list(protocol.reports().feed(protocol.encode(message))) == [message]
+
+
+@given(st.lists(st.sampled_from(REPORTS), max_size=6), st.lists(st.integers(0, 5000), max_size=20))
+def test_any_split_of_the_stream_gives_the_same_messages(messages: list[Any], cuts: list[int]) -> None:
+    stream = b"".join(protocol.encode(m) for m in messages)
+    at = sorted({0, len(stream), *(c % (len(stream) + 1) for c in cuts)})
+    decoder = protocol.reports()
+    got = [m for a, b in zip(at, [*at[1:], len(stream)], strict=True) for m in decoder.feed(stream[a:b])]
+    assert got == messages
+
+
+def test_one_byte_at_a_time() -> None:
+    decoder = protocol.commands()
+    stream = b"".join(protocol.encode(m) for m in COMMANDS)
+    assert [m for i in range(len(stream)) for m in decoder.feed(stream[i : i + 1])] == COMMANDS
+
+
+def test_a_frame_at_the_limit_passes_and_one_byte_more_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    frame = protocol.encode(Cancel("x" * 50))
+    monkeypatch.setattr(limits, "ENGINE_FRAME_BYTES", len(frame) - 4)
+    assert list(protocol.commands().feed(protocol.encode(Cancel("x" * 50)))) == [Cancel("x" * 50)]
+    with pytest.raises(FrameTooLong):
+        protocol.encode(Cancel("x" * 51))
+    monkeypatch.setattr(limits, "ENGINE_FRAME_BYTES", len(frame) - 5)
+    with pytest.raises(FrameTooLong):
+        list(protocol.commands().feed(frame))
+
+
+def test_a_too_long_frame_is_refused_by_its_length_alone() -> None:
+    with pytest.raises(FrameTooLong):
+        list(protocol.reports().feed(struct.pack(">I", limits.ENGINE_FRAME_BYTES + 1)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        msgspec.msgpack.encode({"type": "nonsense"}),
+        msgspec.msgpack.encode({"type": "cancel"}),
+        msgspec.msgpack.encode({"type": "cancel", "id": 3}),
+        msgspec.msgpack.encode(["cancel", "a"]),
+        b"",
+        b"\xc1",
+        b"\x81\xa4type\xa3\xff\xfe\xfd",
+        b"\x91" * 5000 + b"\x90",
+    ],
+)
+def test_what_is_no_message_is_a_decode_error(body: bytes) -> None:
+    with pytest.raises((msgspec.DecodeError, RecursionError, UnicodeDecodeError)):
+        list(protocol.commands().feed(struct.pack(">I", len(body)) + body))
+
+
+def test_reports_are_no_commands() -> None:
+    with pytest.raises(msgspec.ValidationError):
+        list(protocol.commands().feed(protocol.encode(Beat(1))))
+
+
+@given(st.binary(max_size=200))
+def test_no_bytes_do_anything_but_wait_or_raise(data: bytes) -> None:
+    try:
+        got = list(protocol.commands().feed(data))
+    except (FrameTooLong, msgspec.DecodeError, UnicodeDecodeError):
+        return
+    assert all(isinstance(m, Generate | Cancel | Shutdown) for m in got)
