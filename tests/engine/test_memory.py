@@ -1,0 +1,64 @@
+"""Admission is arithmetic: no set of promises is ever worth more than the budget."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetd.engine.memory import WORKING_BYTES, KvBudget, admit_weights, human
+from fleetd.errors import OutOfMemory
+
+NAMES = st.sampled_from("abcd")
+
+
+@given(
+    st.integers(0, 5000),
+    st.integers(1, 16),
+    st.lists(st.tuples(st.sampled_from(["take", "give back"]), NAMES, st.integers(0, 300)), max_size=40),
+)
+def test_no_sequence_of_promises_exceeds_the_budget(
+    budget_bytes: int, per_token: int, steps: list[tuple[str, str, int]]
+) -> None:
+    budget = KvBudget.of(budget_bytes, per_token)
+    held: dict[str, int] = {}
+    for step, name, tokens in steps:
+        if step == "give back":
+            budget.give_back(name)
+            held.pop(name, None)
+        else:
+            wanted = {**held, name: tokens}
+            fits = len(wanted) * max(wanted.values()) * per_token <= budget_bytes
+            assert budget.take(name, tokens) == fits
+            held = wanted if fits else held
+        # A batch is padded to its longest member.
+        assert budget.used_bytes == len(held) * max(held.values(), default=0) * per_token <= budget_bytes
+    for name in list(held):
+        budget.give_back(name)
+    assert budget.used_bytes == 0
+
+
+@pytest.mark.parametrize(("tokens", "fits"), [(100, True), (101, False)])
+def test_a_request_alone_at_the_budget_and_one_past_it(tokens: int, fits: bool) -> None:
+    budget = KvBudget.of(100 * 7, 7)
+    assert budget.capacity_tokens == 100
+    assert budget.take("r", tokens) == fits
+    if fits:
+        budget.check_alone(tokens)
+    else:
+        with pytest.raises(OutOfMemory, match=r"101 tokens .*\(100 tokens\)"):
+            budget.check_alone(tokens)
+
+
+def test_weights_at_what_is_free_and_one_byte_past_it() -> None:
+    admit_weights("m", 1000, 1000 + WORKING_BYTES)
+    with pytest.raises(OutOfMemory, match="m needs") as caught:
+        admit_weights("m", 1001, 1000 + WORKING_BYTES)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("n", "text"), [(0, "0 MiB"), (300 << 20, "300 MiB"), (1 << 30, "1.0 GiB"), (3 << 29, "1.5 GiB")]
+)
+def test_sizes_for_people(n: int, text: str) -> None:
+    assert human(n) == text
