@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ cpu.preload_blas()
 from fleetd.models import pull  # noqa: E402
 from fleetd.models.folder import ModelFolder  # noqa: E402
 from fleetd.models.store import ModelStore  # noqa: E402
+
+# A shell starts background jobs with SIGINT ignored, and that is inherited by every program the tests start;
+# those that get Ctrl-C must not depend on how the tests were started.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:
