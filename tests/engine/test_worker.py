@@ -453,13 +453,16 @@ async def test_first_requests_share_one_load(pool: EnginePool, chain: ModelFolde
 async def test_reader_that_stops_reading_costs_only_its_own_answer(
     pool: EnginePool, chain: ModelFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "EVENTS_QUEUED", 3)
+    monkeypatch.setattr(limits, "EVENTS_QUEUED", 16)  # more than a quick answer has
     slow = pool.stream(chain, ask("<count>", "slow", max_tokens=2000))
     async for event in slow:
         if isinstance(event, Delta):
             break
     quick = await run(pool, chain, ask("<hello>", "quick"))
     assert quick.text == "Hello there, world!"
+    async with asyncio.timeout(10):
+        while "slow" in pool._engines["chain"]._streams:  # noqa: ASYNC110 — its queue fills meanwhile
+            await asyncio.sleep(0.01)
     with pytest.raises(FleetError, match="too slowly"):
         async for _ in slow:
             pass
