@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 from dataclasses import dataclass, field
 
@@ -19,6 +20,9 @@ DECODE_TOKENS = 128
 # Stock MLX multiplies quantised weights at about four seconds a token, dequantised ones at a tenth of one.
 STOCK = {"stock": 16, "stock-f16": 512, "stock-f32": 512}
 QUICK_STOCK = {"stock": 8, "stock-f16": 128, "stock-f32": 128}
+_SHARED_TOKENS = 4
+# One for every prompt of this process.
+_SEEDS = itertools.count(2000)
 _NAMES = {
     "stock": "stock mlx-lm",
     "stock-f16": "stock mlx-lm on f16 weights",
@@ -60,6 +64,16 @@ def measure(runs: int) -> Measured:
     )
 
 
+def _prefill_rate(daemon: Daemon, prompt: list[int]) -> float:
+    """Tokens per second up to the first one of the answer, of a prompt that is new to the daemon."""
+    heard = daemon.complete(prompt, 1)
+    cached = (heard.usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+    # Two texts may begin with the same word or two.
+    if cached > _SHARED_TOKENS:
+        raise RuntimeError(f"{cached} tokens of the prompt came from the prefix cache")
+    return len(prompt) / heard.began_s
+
+
 def _threads() -> int:
     return os.cpu_count() or 1
 
@@ -70,10 +84,10 @@ def _against_llama(daemon: Daemon, runs: int) -> list[Figure]:
     with Child("llama_child", str(gguf()), str(_threads())) as llama:
         llama.ask(tokens=opening, max_tokens=8)
         for run in range(runs):
-            long = prompts.tokens(MODEL, 2000 + run, LONG_TOKENS)
+            long = prompts.tokens(MODEL, next(_SEEDS), LONG_TOKENS)
             for side in alternated(run, ("ours", "theirs")):
                 if side == "ours":
-                    ours.prefill.append(LONG_TOKENS / daemon.complete(long, 1).began_s)
+                    ours.prefill.append(_prefill_rate(daemon, long))
                     ours.decode.append(daemon.complete(opening, DECODE_TOKENS).rate)
                 else:
                     said = llama.ask(tokens=long, max_tokens=1)
@@ -104,11 +118,8 @@ def _against_stock(daemon: Daemon, lengths: dict[str, int]) -> list[Figure]:
         with Child("mlx_child", mode, str(MODEL)) as stock:
             stock.ask(tokens=prompts.tokens(MODEL, 1, 2), max_tokens=1)
             theirs = count / stock.ask(tokens=prompt, max_tokens=1)["times"][0]
-        # The same length, new words: a second prompt of the same tokens would come from the prefix cache.
-        ours = [
-            count / daemon.complete(prompts.tokens(MODEL, 4000 + 10 * count + n, count), 1).began_s
-            for n in range(3)
-        ]
+        # The same length, other words each time; anything else would come from the prefix cache.
+        ours = [_prefill_rate(daemon, prompts.tokens(MODEL, next(_SEEDS), count)) for _ in range(3)]
         name = _NAMES[mode]
         bar = at_least(5.0) if mode == "stock" or count == LONG_TOKENS else None
         middle = sorted(ours)[1]
