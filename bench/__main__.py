@@ -75,7 +75,7 @@ def _run(name: str, quick: bool, wanted_runs: int) -> bool:
         return False
     print(table.lines(measured.figures))
     print(f"  took {time.perf_counter() - begun:.0f} s", flush=True)
-    flags = "".join(f" {flag}" for flag in sys.argv[1:] if flag.startswith("--"))
+    flags = (" --quick" if quick else "") + (f" --runs {wanted_runs}" if wanted_runs else "")
     result = Result(
         family=name,
         measured=measured,

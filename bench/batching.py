@@ -46,7 +46,7 @@ def measure(runs: int) -> Measured:
                 note=f"{len(prompts.OPENINGS) * runs} pairs of answers compared, text and token count",
             ),
         ],
-        f"Eight different prompts of 7 to 24 tokens, greedy, up to {TOKENS} tokens each, through HTTP: "
+        f"Eight different prompts of 9 to 21 tokens, greedy, up to {TOKENS} tokens each, through HTTP: "
         "alone one after the other, and all at once. Together: all tokens but each answer's first, over "
         "the time from the very first token of any to the very last; so late starters and early finishers "
         "count against it. One: the same sum over the eight lone answers' own times. Which side goes first "

@@ -43,6 +43,5 @@ def measure(runs: int) -> Measured:
         ],
         f"Three processes with `mlx_lm.stream_generate`, {TOKENS} tokens each in turn: the CPU path as "
         "shipped; the same without padding products to a minimum of rows (`_row_stable`); and that with "
-        "MKL free to choose its kernels. Only the first gives a token the same bits alone, in a batch and "
-        "in any chunking.",
+        "MKL free to choose its kernels. The first is the one whose exactness is tested.",
     )

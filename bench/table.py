@@ -32,10 +32,12 @@ def _summary(titles: Mapping[str, str], results: Mapping[str, Result]) -> Iterat
     yield "|---|---|---|---|"
     for family in titles:
         result = results.get(family)
-        for figure in result.measured.figures if result else ():
+        if result is None:
+            continue
+        for figure in result.measured.figures:
             if figure.bar is not None:
                 value = written(figure.value, figure.unit)
-                yield f"| {figure.title} | {bar(figure)} | {value} | {verdict(figure)} |"
+                yield f"| {figure.title} | {bar(figure)} | {value} | {verdict(figure, quick=result.quick)} |"
     missing = [f"`{family}`" for family in titles if family not in results]
     if missing:
         yield f"| not measured yet: {', '.join(missing)} | | | |"
@@ -45,7 +47,7 @@ def _family(title: str, result: Result) -> Iterator[str]:
     yield f"## {title}\n"
     yield "| figure | value | range | bar | |"
     yield "|---|---|---|---|---|"
-    yield from (row(figure) for figure in result.measured.figures)
+    yield from (row(figure, quick=result.quick) for figure in result.measured.figures)
     yield ""
     yield from (f"- {figure.title}: {figure.note}" for figure in result.measured.figures if figure.note)
     yield f"\n{result.measured.how}\n"
@@ -55,12 +57,13 @@ def _family(title: str, result: Result) -> Iterator[str]:
     yield "; ".join(result.machine) + "."
 
 
-def row(figure: Figure) -> str:
+def row(figure: Figure, *, quick: bool = False) -> str:
     """A figure's line in its family's table."""
     low, high = min(figure.values), max(figure.values)
     span = "" if len(figure.values) == 1 else f"{written(low, figure.unit)} to {written(high, figure.unit)}"
     title = f"{figure.title}, worst" if figure.of == "worst" and len(figure.values) > 1 else figure.title
-    return f"| {title} | {written(figure.value, figure.unit)} | {span} | {bar(figure)} | {verdict(figure)} |"
+    value = written(figure.value, figure.unit)
+    return f"| {title} | {value} | {span} | {bar(figure)} | {verdict(figure, quick=quick)} |"
 
 
 def bar(figure: Figure) -> str:
@@ -69,8 +72,10 @@ def bar(figure: Figure) -> str:
     return f"{'≥' if figure.bar.at_least else '≤'} {written(figure.bar.value, figure.unit)}"
 
 
-def verdict(figure: Figure) -> str:
-    """Never rounded in our favour: the unrounded value is what is judged."""
+def verdict(figure: Figure, *, quick: bool = False) -> str:
+    """Never rounded in our favour: the unrounded value is what is judged, and a quick look is not."""
+    if quick and figure.bar is not None:
+        return "quick look, not judged"
     return {True: "pass", False: "**falls short**", None: "as it is"}[figure.passes]
 
 

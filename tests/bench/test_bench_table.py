@@ -60,6 +60,13 @@ def test_the_page_holds_figures_machine_command_and_what_is_missing() -> None:
     assert demo == "From a fresh clone\n\nNot measured yet: `python -m bench demo`.\n"
 
 
+def test_a_quick_look_passes_nothing() -> None:
+    figure = Figure("Share", "%", [0.99], at_least(0.97))
+    page = table.page({"decode": "Decode"}, {"decode": result(figure, quick=True)})
+    assert page.count("| quick look, not judged |") == 2  # in the summary and in its family
+    assert "| pass |" not in page
+
+
 def test_a_quick_look_is_labelled() -> None:
     figure = Figure("Share", "%", [0.5])
     titles = {"decode": "Decode"}
