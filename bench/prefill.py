@@ -50,18 +50,17 @@ def measure(runs: int) -> Measured:
             figures += _against_stock(daemon, {"stock-f16": LONG_TOKENS})
     return Measured(
         figures,
-        f"Time from sending a prompt of {LONG_TOKENS:,} tokens through HTTP to the first token in the client, "
-        "against llama.cpp's (the wheel `xllamacpp`, in process, no HTTP) on the GGUF file that the default model "
-        f"was imported from, {_threads()} threads both. The wheel is built for AVX2, not for what this processor "
-        "may have beyond it. Every run has a prompt of its own and neither side may reuse another's. Decode: "
-        f"{DECODE_TOKENS} tokens after a short prompt, from f32 weights here and 4-bit weights there; stated as it "
-        "is.\n\n"
-        "Stock mlx-lm is `mlx_lm.stream_generate` in MLX as pip installs it: its own BLAS, nothing of "
-        "`fleetd/engine/cpu.py`. Its quantised products take seconds a token, so with the weights as they are on "
-        f"disk it is run once on a short prompt, not on {LONG_TOKENS:,} tokens, and compared to fleetd on prompts "
-        "of the same length; how the ratio goes on from there is not measured. Dequantised weights, which mlx-lm "
-        f"does not make by itself, are faster: f16 also runs the full {LONG_TOKENS:,} tokens, except in a quick "
-        "look.",
+        f"Time from sending a prompt of {LONG_TOKENS:,} tokens through HTTP to the first token in the "
+        "client, against llama.cpp's (the wheel `xllamacpp`, in process, no HTTP) on the GGUF file that "
+        f"the default model was imported from, {_threads()} threads both. The wheel is built for AVX2, "
+        "not for what this processor may have beyond it. Every run has a prompt of its own and neither "
+        f"side may reuse another's. Decode: {DECODE_TOKENS} tokens after a short prompt, from f32 weights "
+        "here and 4-bit weights there; stated as it is.\n\nStock mlx-lm is `mlx_lm.stream_generate` in "
+        "MLX as pip installs it: its own BLAS, nothing of `fleetd/engine/cpu.py`. Its quantised products "
+        "take seconds a token, so with the weights as they are on disk it is run once on a short prompt, "
+        f"not on {LONG_TOKENS:,} tokens, and compared to fleetd on prompts of the same length; how the "
+        "ratio goes on from there is not measured. Dequantised weights, which mlx-lm does not make by "
+        f"itself, are faster: f16 also runs the full {LONG_TOKENS:,} tokens, except in a quick look.",
     )
 
 
