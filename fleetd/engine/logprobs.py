@@ -11,6 +11,8 @@ import numpy as np
 from fleetd.engine.protocol import TokenLogprob, TopLogprob
 from fleetd.engine.text import token_bytes
 
+IMPOSSIBLE = -9999.0
+
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
@@ -23,7 +25,7 @@ class Logprobs:
         """One sampled token; ``logprobs`` is (V,)."""
         row = np.array(logprobs.astype(mx.float32), copy=False)
         raw = token_bytes(self.tokenizer, token)
-        return TokenLogprob(_text(raw), float(row[token]), raw, self.best(row), text_offset)
+        return TokenLogprob(_text(raw), _finite(row[token]), raw, self.best(row), text_offset)
 
     def best(self, row: np.ndarray[Any, np.dtype[np.float32]]) -> list[TopLogprob]:
         if not self.top:
@@ -35,7 +37,7 @@ class Logprobs:
         best = []
         for i in some:
             raw = token_bytes(self.tokenizer, int(i))
-            best.append(TopLogprob(_text(raw), float(row[i]), raw))
+            best.append(TopLogprob(_text(raw), _finite(row[i]), raw))
         return best
 
 
@@ -59,9 +61,14 @@ class PromptLogprobs:
     def _append(self, row: np.ndarray[Any, np.dtype[np.float32]] | None) -> None:
         token = self.tokens[len(self.entries)]
         raw = token_bytes(self.logprobs.tokenizer, token)
-        value, best = (0.0, []) if row is None else (float(row[token]), self.logprobs.best(row))
+        value, best = (0.0, []) if row is None else (_finite(row[token]), self.logprobs.best(row))
         self.entries.append(TokenLogprob(_text(raw), value, raw, best, self._offset))
         self._offset += len(_text(raw))
+
+
+def _finite(logprob: np.float32) -> float:
+    """JSON has no infinity; OpenAI's API writes -9999 for what cannot happen."""
+    return max(float(logprob), IMPOSSIBLE) if np.isfinite(logprob) else IMPOSSIBLE
 
 
 def _text(raw: bytes) -> str:

@@ -31,6 +31,7 @@ from fleetd.engine.prompts import Prepared
 from fleetd.engine.protocol import (
     Accepted,
     Beat,
+    ChatPrompt,
     Delta,
     Failed,
     Finished,
@@ -187,16 +188,21 @@ class Scheduler:
                 param="messages",
             )
         wanted = self.context_tokens if request.max_tokens is None else request.max_tokens
-        promised = n + min(wanted, GROWTH_TOKENS, self.context_tokens - n)
-        self.budget.check_alone(promised)
+        self.budget.check_alone(n + min(wanted, 1))
         max_tokens = min(wanted, self.context_tokens - n, self.budget.capacity_tokens - n)
         return Answer(
             prepared=prepared,
             text=AnswerText(
-                request.id, self.tokenizer, request.stop, prepared.tools, prepared.initial, prepared.primed
+                request.id,
+                self.tokenizer,
+                request.stop,
+                prepared.tools,
+                prepared.initial,
+                prepared.primed,
+                None if isinstance(request.prompt, ChatPrompt) else prepared.tokens[-1],
             ),
             max_tokens=max_tokens,
-            promised=promised,
+            promised=n + min(max_tokens, GROWTH_TOKENS),
             arrived_s=time.monotonic(),
             logprobs=None if request.top_logprobs is None else Logprobs(self.tokenizer, request.top_logprobs),
         )
@@ -288,6 +294,7 @@ class Scheduler:
 
     def _echo(self, answer: Answer) -> None:
         text = self.tokenizer.decode(answer.prepared.tokens)
+        answer.text.offset = len(text)
         self.emit(Delta(answer.id, text, tokens=0, logprobs=answer.scored.entries if answer.scored else None))
         answer.scored = None
 

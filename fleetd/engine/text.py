@@ -71,6 +71,8 @@ class AnswerText:
 
     ``initial`` is the marker state the prompt ended in (a template may open the reasoning or, for a required
     tool call, the call itself); ``primed`` is the part of a tool call that was put into the prompt.
+    ``follows`` is the token before a plain continuation: detokenizers drop the first space of a text, which
+    there belongs to the answer. ``offset`` counts characters shown before the answer (an echoed prompt).
     """
 
     request_id: str
@@ -79,8 +81,11 @@ class AnswerText:
     tools: list[dict[str, Any]] | None = None
     initial: str = "normal"
     primed: str = ""
+    follows: int | None = None
+    offset: int = 0
     reasoning_tokens: int = 0
     tool_calls: int = 0
+    _before: int = field(init=False, default=0)
     _detokenizer: Any = field(init=False)
     _stop: StopFilter = field(init=False)
     _machine: Any = field(init=False)
@@ -95,6 +100,12 @@ class AnswerText:
         self._stop = StopFilter(self.stops)
         self._machine = make_text_state_machine(self.tokenizer).make_state(self.initial)
         self._tool_text = self.primed
+        if self.follows is not None:
+            self._decode(self.follows)
+            if hasattr(self._detokenizer, "_unflushed"):
+                self._detokenizer.finalize()  # what it holds back is the prompt's
+            self._before = len(self._detokenizer.text)
+            _ = self._detokenizer.last_segment
 
     @property
     def stopped_by(self) -> str | None:
@@ -102,8 +113,8 @@ class AnswerText:
 
     @property
     def length(self) -> int:
-        """Characters decoded so far, before any filter."""
-        return len(self._detokenizer.text)
+        """Where the next token's text begins, in characters, before any filter."""
+        return self.offset + len(self._detokenizer.text) - self._before
 
     def push(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta | ToolCall]:
         """One sampled token (not the end token). Returns what has become certain."""
@@ -112,11 +123,14 @@ class AnswerText:
             self._pending_logprobs.append(logprob)
         if self._state == _REASONING:
             self.reasoning_tokens += 1
+        self._decode(token)
+        return self._release(self._stop.feed(self._detokenizer.last_segment))
+
+    def _decode(self, token: int) -> None:
         try:
             self._detokenizer.add_token(token)
         except IndexError:
             pass  # embeddings are padded beyond the tokenizer's last token: such an id has no text
-        return self._release(self._stop.feed(self._detokenizer.last_segment))
 
     def finish(self) -> list[Delta | ToolCall]:
         """The answer has ended: release what was held back, close what was open."""

@@ -1,4 +1,4 @@
-"""The same worker on a GPU, Metal or CUDA. Where there is none these tests skip and say what was not proved."""
+"""The same worker on a GPU, Metal or CUDA. Without one these tests skip and say what was not proved."""
 
 from __future__ import annotations
 

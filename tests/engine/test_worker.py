@@ -146,6 +146,20 @@ async def test_echo_scores_the_prompt(pool: EnginePool, chain: ModelFolder) -> N
 
 
 @pytest.mark.one_loop
+async def test_continuation_of_a_plain_prompt_keeps_its_first_space(
+    pool: EnginePool, chain: ModelFolder
+) -> None:
+    """A chat's answer begins with a word, a continuation where the text stopped."""
+    plain = Generate("r1", TextPrompt("<count>"), GREEDY, max_tokens=2)
+    assert (await run(pool, chain, plain)).text == " 1 2"
+    assert (await run(pool, chain, ask("<count>", "r2", max_tokens=2))).text == "1 2"
+    echoed = Generate("r3", TextPrompt("<count>"), GREEDY, max_tokens=2, top_logprobs=0, echo=True)
+    answer = await run(pool, chain, echoed)
+    assert answer.text == "<count> 1 2"
+    assert [answer.text[p.text_offset :].startswith(p.token) for p in answer.logprobs] == [True] * 3
+
+
+@pytest.mark.one_loop
 async def test_token_prompt_outside_the_vocabulary(pool: EnginePool, chain: ModelFolder) -> None:
     with pytest.raises(InvalidValue, match="outside the vocabulary"):
         await run(pool, chain, Generate("r", TokenPrompt([3, 100000]), GREEDY))
