@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import structlog
 from fleetd.engine.protocol import Event, Generate, Loading
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.supervisor import EngineProcess, EngineStatus
-from fleetd.errors import OutOfMemory
+from fleetd.errors import FleetError, OutOfMemory
 from fleetd.models.folder import ModelFolder
 
 log = structlog.get_logger(__name__)
@@ -100,6 +101,12 @@ class EnginePool:
     async def _acquire(self, folder: ModelFolder) -> AsyncGenerator[Loading | EngineProcess, None]:
         """Progress, then the ready engine. Two first requests share one load; idle models make room."""
         while True:
+            # One load at a time: each looks at the memory that is free, and would count the same bytes.
+            while other := self._loading_besides(folder.name):
+                yield Loading(f"waiting for {other.settings.name} to load")
+                with suppress(FleetError):  # its own requests hear of that
+                    async for _ in other.loaded():
+                        pass
             engine = await self._running(folder)
             try:
                 async for progress in engine.loaded():
@@ -110,6 +117,11 @@ class EnginePool:
                 continue
             yield engine
             return
+
+    def _loading_besides(self, name: str) -> EngineProcess | None:
+        if name in self._engines and self._engines[name].state in ("loading", "ready"):
+            return None
+        return next((e for e in self._engines.values() if e.state == "loading"), None)
 
     async def _running(self, folder: ModelFolder) -> EngineProcess:
         async with self._starting.setdefault(folder.name, asyncio.Lock()):

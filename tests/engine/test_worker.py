@@ -27,6 +27,7 @@ from fleetd.engine.protocol import (
     ChatPrompt,
     Delta,
     Generate,
+    Loading,
     Prefill,
     Ready,
     Sampling,
@@ -462,6 +463,20 @@ async def test_first_requests_share_one_load(pool: EnginePool, chain: ModelFolde
     answers = await asyncio.gather(*(run(pool, chain, ask("<hello>", f"r{i}")) for i in range(4)))
     assert len(pool.status()) == 1
     assert {a.text for a in answers} == {"Hello there, world!"}
+
+
+@pytest.mark.one_loop
+async def test_models_load_one_after_the_other(pool: EnginePool, chain: ModelFolder) -> None:
+    """Side by side each would count the same free memory as its own."""
+    second = folder_of(chain.path, "second")
+    one, two = await asyncio.gather(
+        run(pool, chain, ask("<hello>", "r1")), run(pool, second, ask("<hello>", "r2"))
+    )
+    assert one.text == two.text == "Hello there, world!"
+    stages = [[e.stage for e in answer.events if isinstance(e, Loading)] for answer in (one, two)]
+    waited = [s for s in stages if any(stage.startswith("waiting for") for stage in s)]
+    assert len(waited) == 1
+    assert waited[0].index("starting") > 0
 
 
 async def test_reader_that_stops_reading_costs_only_its_own_answer(
