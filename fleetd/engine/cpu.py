@@ -21,6 +21,8 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,13 +39,14 @@ F32 = npt.NDArray[np.float32]
 # columns than a batch of them.
 ROWS = 4
 COLUMNS = 32
-# Queries per block of attention. 128 rows of a few thousand f32 keys stay in the L2 cache.
-BLOCK = 128
+# Queries per block of attention: few enough that a block's scores stay near the core that computes them.
+BLOCK = 64
 # Sums over keys are formed in pieces of this length, one after the other: MKL adds up to 192 terms in one
 # run, and splits longer sums in a way that depends on their length.
 PIECE = 192
 
 _blas: ctypes.CDLL | None = None
+_threads: ThreadPoolExecutor | None = None
 
 
 def preload_blas() -> bool:
@@ -57,6 +60,8 @@ def preload_blas() -> bool:
     if "mlx.core" in sys.modules:
         raise RuntimeError("preload_blas must run before mlx is imported")
     # The strict mode exists per instruction set and must be chosen before the first product.
+    # Its threads spin for 200 ms after each product by default, which slows whatever comes between products.
+    os.environ.setdefault("KMP_BLOCKTIME", "1")
     flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore")
     os.environ.setdefault("MKL_CBWR", "AVX512,STRICT" if "avx512vl" in flags else "AVX2,STRICT")
     for folder in (Path(sys.prefix) / "lib", Path("/opt/intel/oneapi/mkl/latest/lib")):
@@ -68,8 +73,19 @@ def preload_blas() -> bool:
             i, f, p = ctypes.c_int, ctypes.c_float, ctypes.c_void_p
             _blas.cblas_sgemm_batch_strided.argtypes = [i, i, i, i, i, i, f, p, i, i, p, i, i, f, p, i, i, i]
             _blas.cblas_sgemm_batch_strided.restype = None
+            _start_threads(_blas)
             return True
     return False
+
+
+def _start_threads(blas: ctypes.CDLL) -> None:
+    """One thread per core for attention's blocks; each multiplies alone, so that they do not crowd."""
+    global _threads
+    cores = int(os.environ.get("MKL_NUM_THREADS") or len(os.sched_getaffinity(0)))
+    if cores > 1:
+        _threads = ThreadPoolExecutor(
+            cores, "attention", initializer=blas.MKL_Set_Num_Threads_Local, initargs=(ctypes.c_int(1),)
+        )
 
 
 def install() -> None:
@@ -200,6 +216,7 @@ def scaled_dot_product_attention(
         if mask.dtype != np.bool_ or mask.ndim not in (2, 4) or (mask.ndim == 4 and mask.shape[1] != 1):
             return None
         rows = np.broadcast_to(mask if mask.ndim == 4 else mask[None, None], (B, 1, T, S))[:, 0]
+    tasks: list[Callable[[], None]] = []
     for b in range(B):
         start, visible = 0, None
         if rows is not None:
@@ -217,16 +234,30 @@ def scaled_dot_product_attention(
         for t in range(0, T, BLOCK):
             n = min(BLOCK, T - t)
             end = kb.shape[1] - T + t + n if causal else kb.shape[1]
-            _block(
-                qb[:, :, t : t + n],
-                kb[:, :end],
-                vb[:, :end],
-                scale,
-                ob[:, :, t : t + n],
-                causal=causal,
-                visible=None if visible is None else visible[t : t + n],
+            tasks.append(
+                partial(
+                    _block,
+                    qb[:, :, t : t + n],
+                    kb[:, :end],
+                    vb[:, :end],
+                    scale,
+                    ob[:, :, t : t + n],
+                    causal=causal,
+                    visible=None if visible is None else visible[t : t + n],
+                )
             )
+    _all(tasks, wide=T >= BLOCK)
     return out
+
+
+def _all(tasks: list[Callable[[], None]], *, wide: bool) -> None:
+    """Run independent blocks, on all cores where they are large enough to be worth handing over."""
+    if len(tasks) < 2 or not wide or _threads is None:
+        for task in tasks:
+            task()
+        return
+    for done in [_threads.submit(task) for task in tasks]:
+        done.result()
 
 
 def _is_causal(visible: npt.NDArray[np.bool_]) -> bool:
