@@ -159,9 +159,14 @@ def _generate(name: str, body: type, reply: type, chunk: type) -> dict[str, Any]
                 "required": ["data"],
                 "properties": {
                     "data": {
-                        "type": "string",
-                        "contentMediaType": "application/json",
-                        "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorReply)]},
+                        "anyOf": [
+                            {"const": "[DONE]"},
+                            {
+                                "type": "string",
+                                "contentMediaType": "application/json",
+                                "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorReply)]},
+                            },
+                        ]
                     }
                 },
             }
