@@ -1,0 +1,1 @@
+"""Peers: identity, trust, sessions, sealed streams, discovery. Sans-IO below, sockets at the edge."""

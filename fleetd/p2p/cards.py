@@ -1,0 +1,199 @@
+"""Cards: what each machine says of itself, and how the newest word of each is kept.
+
+Pure. A card counts only if it came over its own machine's session, so nobody speaks for another. The newer
+(epoch, sequence) wins, whatever the order of arrival; a machine raises its epoch at every start and its
+sequence with every card it sends. Age is measured on the receiver's monotonic clock alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.errors import ProtocolError
+
+State = Literal["installed", "loading", "loaded"]
+# A machine that is asked to do more takes what is loaded first, so that is what a crowded card keeps.
+_KEEP: dict[State, int] = {"loaded": 0, "loading": 1, "installed": 2}
+
+Text = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
+Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+# The bounds also keep out NaN and infinity, which would break every comparison of prices.
+Rate = Annotated[float, Meta(ge=0, le=1e12)]
+
+
+class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A model on that machine. ``memory_bytes`` is what it needs to run.
+
+    ``digest`` is "" until its files were hashed. Speeds are measured there, of one request alone; 0 means not
+    yet.
+    """
+
+    name: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
+    digest: Text = ""
+    revision: Text | None = None
+    source: Text = ""
+    roles: Annotated[list[Text], Meta(max_length=16)] = []
+    architecture: Text = ""
+    weights_bytes: Count = 0
+    memory_bytes: Count = 0
+    context_tokens: Count = 0
+    state: State = "installed"
+    prefill_tok_s: Rate = 0.0
+    decode_tok_s: Rate = 0.0
+    exactness: Text = ""
+
+
+class MachineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What stays while a daemon runs. ``chip`` is the part that computes: "Apple M3 Ultra", "NVIDIA GB10"."""
+
+    platform: Text = ""
+    product: Text = ""
+    chip: Text = ""
+    cores: Count = 0
+    memory_bytes: Count = 0
+    tier: Text = ""
+    accelerator: Text = ""
+
+
+class Card(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One machine at one moment.
+
+    ``evictable_bytes``: memory of models that are loaded and idle, and give way to another one. ``load``: the
+    operating system's load average over its cores.
+    """
+
+    node_id: Annotated[str, Meta(min_length=1, max_length=64)]
+    epoch: Count
+    sequence: Count
+    name: Text = ""
+    software: Text = ""
+    versions: Annotated[dict[Text, Text], Meta(max_length=16)] = {}
+    machine: MachineFacts = MachineFacts()
+    models: Annotated[list[ModelCard], Meta(max_length=limits.CARD_MODELS)] = []
+    available_bytes: Count = 0
+    evictable_bytes: Count = 0
+    running: Count = 0
+    waiting: Count = 0
+    max_streams: Count = 0
+    draining: bool = False
+    load: Rate = 0.0
+
+    @property
+    def version(self) -> tuple[int, int]:
+        return self.epoch, self.sequence
+
+
+# ---- On the wire -----------------------------------------------------------------------------------------
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Card).decode
+# What the headers of the card and of its models grow by when there are many.
+_HEADERS_BYTES = 5
+
+S = TypeVar("S", bound=msgspec.Struct)
+
+
+def encode(card: Card) -> bytes:
+    """At most ``limits.CARD_BYTES``.
+
+    Texts that a model's files or the operating system made too long are cut, and models that do not fit are
+    left out, the loaded ones last: one odd folder must not cost a machine its place in the fleet.
+    """
+    models = [_fitting(model) for model in card.models if 0 < len(model.name) <= limits.MODEL_NAME_CHARS]
+    models = sorted(models, key=lambda model: _KEEP[model.state])[: limits.CARD_MODELS]
+    bare = msgspec.structs.replace(_fitting(card), machine=_fitting(card.machine), models=[])
+    room = limits.CARD_BYTES - len(_encode(bare)) - len(_encode("models")) - _HEADERS_BYTES
+    kept = []
+    for model in models:
+        room -= len(_encode(model))
+        if room < 0:
+            break
+        kept.append(model)
+    return _encode(msgspec.structs.replace(bare, models=kept))
+
+
+def decode(body: bytes) -> Card:
+    """Fields that this version does not know are ignored. Raises ProtocolError."""
+    if len(body) > limits.CARD_BYTES:
+        raise ProtocolError(f"A card of {len(body)} bytes is over the limit of {limits.CARD_BYTES}.")
+    try:
+        return _decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"A card cannot be read: {error}.") from None
+
+
+def _fitting(struct: S) -> S:
+    """The same with every text of its own cut to the bound, and made UTF-8 (names of files need not be)."""
+    changed = {}
+    for name in struct.__struct_fields__:
+        if isinstance(text := getattr(struct, name), str):
+            fitting = text[: limits.CARD_TEXT_CHARS].encode(errors="replace").decode()
+            # Defaults are left out of the encoding only while they are the very same objects.
+            if fitting != text:
+                changed[name] = fitting
+    return msgspec.structs.replace(struct, **changed) if changed else struct
+
+
+# ---- The newest of each ----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Held:
+    """``card`` is None once it expired; what is older stays refused even then."""
+
+    card: Card | None
+    version: tuple[int, int]
+    heard_s: float
+
+
+class CardTable:
+    """The newest card of every machine that has a session; ``drop`` forgets one whose session ended."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+
+    def accept(self, card: Card, from_node: str, now: float) -> bool:
+        """True where this is news. Raises ProtocolError for a card of another machine than its sender."""
+        if card.node_id != from_node:
+            raise ProtocolError(f"The machine {from_node[:7]} sent a card of {card.node_id[:7]}.")
+        held = self._held.get(from_node)
+        # One that expired may be said again: it counts from now. A copy of one that has not renews nothing.
+        if held is not None and (card.version < held.version or (card.version == held.version and held.card)):
+            return False
+        self._held[from_node] = _Held(card, card.version, now)
+        return True
+
+    def expire(self, now: float) -> list[str]:
+        """Node ids whose card has just reached ``limits.CARD_TTL_S``; they are no longer in the table."""
+        gone = [
+            node_id
+            for node_id, held in self._held.items()
+            if held.card is not None and now - held.heard_s >= limits.CARD_TTL_S
+        ]
+        for node_id in gone:
+            self._held[node_id].card = None
+        return gone
+
+    def drop(self, node_id: str) -> None:
+        self._held.pop(node_id, None)
+
+    def get(self, node_id: str) -> Card | None:
+        held = self._held.get(node_id)
+        return held.card if held is not None else None
+
+    def heard_s(self, node_id: str) -> float | None:
+        """When the card in the table arrived, on the caller's clock."""
+        held = self._held.get(node_id)
+        return held.heard_s if held is not None and held.card is not None else None
+
+    def __iter__(self) -> Iterator[Card]:
+        return iter([held.card for held in self._held.values() if held.card is not None])
+
+    def __len__(self) -> int:
+        return sum(held.card is not None for held in self._held.values())

@@ -1,0 +1,167 @@
+"""The network interfaces of this machine: which kind each one is, and which of them other machines can use.
+
+What the system says is read by ``read``; the rest is pure. Interfaces that programs made up (containers,
+virtual machines, Apple's peer-to-peer Wi-Fi) are told apart, because an address of theirs is announced in
+vain: on another machine it means another machine.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from fleetd import limits
+from fleetd.p2p.links import Kind, guess_kind
+
+_VIRTUAL = re.compile(
+    r"(docker|br-|veth|virbr|vmnet|vboxnet|vnet|vmenet|lxc|lxd|incus|cni|flannel|cali|podman|kube|nerdctl"
+    r"|tap|tun|utun|wg|zt|ppp|ipsec|gif|stf|sit|awdl|llw|anpi|ap\d|dummy|ifb|bridge1\d\d)"
+)
+_WIFI = re.compile(r"(wl|wlan|wifi|ath|ra)\w*\d")
+_HARDWARE_PORT = re.compile(r"^Hardware Port: (.+)\nDevice: (\S+)$", re.MULTILINE)
+_SYSFS = Path("/sys/class/net")
+
+
+@dataclass(frozen=True, slots=True)
+class Interface:
+    """``addresses`` as they are dialled: link-local IPv6 ones carry their scope (``fe80::1%eth0``)."""
+
+    name: str
+    kind: Kind
+    addresses: tuple[str, ...]
+    networks: tuple[str, ...]
+    mtu: int
+    up: bool
+    multicast: bool
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other machines of a local network may be behind it."""
+        return self.up and self.multicast and self.kind not in ("loopback", "virtual", "tailscale")
+
+
+def read() -> list[Interface]:
+    """Ask the system; blocks for about a millisecond, on a Mac the first time for a tenth of a second."""
+    ports = _hardware_ports()
+    stats = psutil.net_if_stats()
+    found = []
+    for name, entries in psutil.net_if_addrs().items():
+        inet = [entry for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
+        stat = stats.get(name)
+        flags = stat.flags.split(",") if stat is not None else []
+        addresses = tuple(_dialled(entry.address, name) for entry in inet)
+        found.append(
+            Interface(
+                name=name,
+                kind=kind_of_interface(
+                    name, addresses, port=ports.get(name, ""), wireless=_is_wireless(name)
+                ),
+                addresses=addresses,
+                networks=tuple(
+                    network for entry in inet if (network := _network(entry.address, entry.netmask))
+                ),
+                mtu=stat.mtu if stat is not None else 0,
+                up=stat is not None and stat.isup,
+                multicast="multicast" in flags,
+            )
+        )
+    return found
+
+
+def kind_of_interface(name: str, addresses: Sequence[str], *, port: str = "", wireless: bool = False) -> Kind:
+    """Args:
+    port: what macOS calls the hardware behind it ("Wi-Fi", "Thunderbolt Bridge", "Ethernet").
+    wireless: what Linux says.
+    """
+    guesses = {guess_kind(address) for address in addresses}
+    if name in ("lo", "lo0"):
+        return "loopback"
+    if name.startswith("tailscale") or "tailscale" in guesses:
+        return "tailscale"
+    if "Thunderbolt" in port or name.startswith("thunderbolt") or name == "bridge0":
+        return "thunderbolt"
+    if wireless or port == "Wi-Fi" or _WIFI.match(name):
+        return "wifi"
+    if _VIRTUAL.match(name):
+        return "virtual"
+    return "wired"
+
+
+def kind_of(host: str, interfaces: Sequence[Interface]) -> Kind:
+    """The kind of way that leads to ``host``: that of the interface in whose network it is."""
+    bare, _, scope = host.partition("%")
+    try:
+        address = ipaddress.ip_address(bare)
+    except ValueError:
+        return ""
+    best: tuple[int, Kind] | None = None
+    for interface in interfaces:
+        if scope and scope == interface.name:
+            return interface.kind
+        for text in interface.networks:
+            network = ipaddress.ip_network(text)
+            if (
+                interface.up
+                and not scope
+                and address in network
+                and (best or (-1, ""))[0] < network.prefixlen
+            ):
+                best = (network.prefixlen, interface.kind)
+    return best[1] if best is not None else guess_kind(host)
+
+
+def parse_hardware_ports(text: str) -> dict[str, str]:
+    """Device to port name, from ``networksetup -listallhardwareports``."""
+    return {device: port for port, device in _HARDWARE_PORT.findall(text)}
+
+
+_ports: Mapping[str, str] | None = None
+
+
+def _hardware_ports() -> Mapping[str, str]:
+    """Read once: ports do not change their names, and one that is plugged in later counts as wired."""
+    global _ports
+    if _ports is None:
+        _ports = {}
+        if sys.platform == "darwin":
+            try:
+                said = subprocess.run(
+                    ["/usr/sbin/networksetup", "-listallhardwareports"],
+                    capture_output=True,
+                    text=True,
+                    timeout=limits.PROBE_S,
+                    check=False,
+                )
+                _ports = parse_hardware_ports(said.stdout)
+            except (OSError, subprocess.SubprocessError):
+                pass
+    return _ports
+
+
+def _is_wireless(name: str) -> bool:
+    return (_SYSFS / name / "wireless").exists() or (_SYSFS / name / "phy80211").exists()
+
+
+def _dialled(address: str, name: str) -> str:
+    bare = address.partition("%")[0]
+    if ":" in bare and ipaddress.ip_address(bare).is_link_local:
+        return f"{bare}%{name}"
+    return bare
+
+
+def _network(address: str, netmask: str | None) -> str:
+    """The network of an address, or "" where the system names none."""
+    bare = address.partition("%")[0]
+    if netmask is None:
+        return ""
+    if ":" in netmask:
+        netmask = str(int(ipaddress.IPv6Address(netmask)).bit_count())
+    return str(ipaddress.ip_network(f"{bare}/{netmask}", strict=False))

@@ -1,0 +1,145 @@
+"""The fleet as people see it: the mesh's state in words, and why a machine cannot be used."""
+
+from __future__ import annotations
+
+from fleetd.errors import NotPaired, ProtocolError, VersionMismatch
+from fleetd.p2p.cards import Card
+from fleetd.p2p.identity import short_id
+from fleetd.p2p.links import Path
+from fleetd.p2p.mesh import Address, Mesh, Peer
+from fleetd.p2p.node import Node
+from fleetd.p2p.roster import Member
+from fleetd.p2p.views import Configured, FleetView, Neighbour, PathView, PeerModel, PeerState, PeerView
+
+
+def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> FleetView:
+    """Everything about this machine's fleet; ``now`` is the loop's time."""
+    if not node.port:  # not open yet
+        return FleetView(enabled=True, name=node.name)
+    mesh = node.mesh
+    members = node.roster.members
+    discovery = node.discovery
+    seen = discovery.seen.values() if discovery is not None else ()
+    removed_by = node.roster.removed_by
+    return FleetView(
+        enabled=True,
+        node_id=mesh.me,
+        short_id=short_id(mesh.me),
+        name=node.name,
+        host=node.settings.host,
+        port=node.port,
+        mdns=discovery.state if discovery is not None else "off",
+        local_only=local_only,
+        pairing=pairing,
+        removed_by=node.name_of(removed_by) if removed_by else "",
+        peers=sorted(
+            (peer_view(mesh, member, now) for member in members.values()), key=lambda peer: peer.name.lower()
+        ),
+        neighbours=[
+            Neighbour(
+                node_id=sighting.node_id,
+                short_id=short_id(sighting.node_id),
+                name=sighting.name,
+                addresses=[host for host, _ in sighting.addresses],
+                pairing=bool(sighting.pairing),
+            )
+            for sighting in seen
+            if sighting.node_id not in members
+        ],
+        unanswered=[
+            Configured(_written(address), error.message, error.hint)
+            for address, error in mesh.static_trouble.items()
+        ],
+    )
+
+
+def _written(address: Address) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def peer_view(mesh: Mesh, member: Member, now: float) -> PeerView:
+    """One member."""
+    peer = mesh.peers[member.node_id]
+    card = mesh.cards.get(member.node_id)
+    state, reason, hint = condition(peer, card, now)
+    address = peer.link.address if peer.link is not None else None
+    used = peer.paths.get(address) if address is not None else None
+    facts = card.machine if card is not None else None
+    return PeerView(
+        node_id=member.node_id,
+        short_id=short_id(member.node_id),
+        name=member.name,
+        state=state,
+        reason=reason,
+        hint=hint,
+        sees_prompts=member.sees_prompts,
+        added_by=member.added_by,
+        software=card.software if card is not None else "",
+        tier=facts.tier if facts is not None else "",
+        chip=facts.chip if facts is not None else "",
+        accelerator=facts.accelerator if facts is not None else "",
+        memory_bytes=facts.memory_bytes if facts is not None else 0,
+        available_bytes=card.available_bytes if card is not None else 0,
+        running=card.running if card is not None else 0,
+        waiting=card.waiting if card is not None else 0,
+        models=[
+            PeerModel(m.name, m.state, m.roles, m.digest, m.prefill_tok_s, m.decode_tok_s)
+            for m in (card.models if card is not None else ())
+        ],
+        address=address[0] if address is not None else "",
+        rtt_ms=_ms(used.rtt_s if used is not None else None),
+        bytes_per_s=used.bytes_per_s if used is not None else None,
+        heard_s=None if peer.heard_s is None else round(now - peer.heard_s, 1),
+        paths=[_path(path, path.address == address) for path in peer.paths],
+    )
+
+
+def condition(peer: Peer, card: Card | None, now: float) -> tuple[PeerState, str, str]:
+    """State, reason and hint; the last two are "" for a machine that can be used."""
+    if peer.link is not None:
+        if peer.link.quiet:
+            silent = now - (peer.heard_s if peer.heard_s is not None else now)
+            return (
+                "quiet",
+                f"Nothing was heard from it for {silent:.0f} s.",
+                "It may be asleep or overloaded.",
+            )
+        if card is None:
+            return "connecting", "It is connected, and has not yet said what it has.", ""
+        if card.draining:
+            return "draining", "It is stopping.", ""
+        return "usable", "", ""
+    trouble = peer.trouble
+    if isinstance(trouble, VersionMismatch):
+        return "incompatible", trouble.message, trouble.hint or "Update fleetd on the older of the two."
+    if isinstance(trouble, NotPaired | ProtocolError):
+        return "refused", trouble.message, trouble.hint
+    if peer.dialling and not any(path.reason for path in peer.paths):
+        return "connecting", "It is being called.", ""
+    return "unreachable", peer.paths.why_unusable(), _ADVICE
+
+
+_ADVICE = "See that fleetd runs there and both are on one network; `fleetctl doctor` looks for the cause."
+
+
+def reach(peer: Peer, card: Card | None, now: float) -> str:
+    """ "" for a machine that can be used, else why not."""
+    return condition(peer, card, now)[1]
+
+
+def _path(path: Path, in_use: bool) -> PathView:
+    return PathView(
+        host=path.address[0],
+        port=path.address[1],
+        kind=path.kind,
+        source=path.source,
+        rtt_ms=_ms(path.rtt_s),
+        bytes_per_s=path.bytes_per_s,
+        in_use=in_use,
+        reason=path.reason,
+    )
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds * 1000, 3)

@@ -1,0 +1,65 @@
+"""Tickets for bulk connections: whoever shows one on the peer port was sent here by a session. Sans-IO.
+
+A ticket is 32 random bytes that are good once, for seconds. It names a 256-bit random entry of a dictionary,
+so the time a look-up takes tells nothing that helps to guess another, and no comparison needs constant time.
+It is not a secret worth keeping either: a thief who is faster than its owner still lacks the stream's key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from fleetd import limits
+from fleetd.errors import Overloaded
+
+Purpose = TypeVar("Purpose")
+
+PREFACE = b"FLT1"
+TICKET_BYTES = 32
+KEY_BYTES = 32
+PREFACE_BYTES = len(PREFACE) + TICKET_BYTES
+
+
+class Tickets(Generic[Purpose]):
+    """What this daemon is ready to accept; ``now`` is monotonic seconds and never goes back."""
+
+    def __init__(self) -> None:
+        # In the order in which they expire.
+        self._open: dict[bytes, tuple[float, Purpose]] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def issue(
+        self, purpose: Purpose, now: float, random_bytes: Callable[[int], bytes]
+    ) -> tuple[bytes, bytes]:
+        """A fresh ticket and a fresh key for its stream. Raises Overloaded."""
+        self._expire(now)
+        if len(self._open) >= limits.TICKETS:
+            raise Overloaded(
+                f"{limits.TICKETS} streams are about to be opened already.",
+                hint="Try again in a moment.",
+                retry_after_s=limits.TICKET_S,
+            )
+        ticket, key = random_bytes(TICKET_BYTES), random_bytes(KEY_BYTES)
+        self._open[ticket] = (now + limits.TICKET_S, purpose)
+        return ticket, key
+
+    def take(self, ticket: bytes, now: float) -> Purpose | None:
+        """What the ticket was issued for; None for one that is unknown, used or too old."""
+        self._expire(now)
+        found = self._open.pop(ticket, None)
+        return found[1] if found is not None else None
+
+    def _expire(self, now: float) -> None:
+        while self._open:
+            oldest = next(iter(self._open))
+            if self._open[oldest][0] > now:
+                return
+            del self._open[oldest]
+
+
+def preface(ticket: bytes) -> bytes:
+    """What a bulk connection begins with, before its first sealed chunk."""
+    return PREFACE + ticket

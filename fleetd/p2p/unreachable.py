@@ -1,0 +1,97 @@
+"""What a failed connection or an unsent packet means, in words, so that no fleet stays apart silently."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+
+# The numbers differ between systems, and both are explained the same on either, so that tests see all.
+_DARWIN = {
+    48: "EADDRINUSE",
+    49: "EADDRNOTAVAIL",
+    50: "ENETDOWN",
+    51: "ENETUNREACH",
+    54: "ECONNRESET",
+    60: "ETIMEDOUT",
+    61: "ECONNREFUSED",
+    64: "EHOSTDOWN",
+    65: "EHOSTUNREACH",
+}
+_PERMISSION = "Allow it in System Settings, Privacy & Security, Local Network."
+
+
+def error_name(error: OSError, platform: str) -> str:
+    if platform == "darwin" and error.errno in _DARWIN:
+        return _DARWIN[error.errno]
+    return errno.errorcode.get(error.errno or 0, "")
+
+
+def explain(error: BaseException | None, host: str, port: int, platform: str) -> tuple[str, str]:
+    """Why nobody could be reached at an address, and what to do about it: two sentences.
+
+    Args:
+        error: what connecting raised; a TimeoutError or None where nothing came back.
+        platform: ``sys.platform`` of the machine that called.
+    """
+    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return (
+            f"{host} is not a name that this machine can look up.",
+            "Check the spelling, or use the address.",
+        )
+    name = error_name(error, platform) if isinstance(error, OSError) else ""
+    if error is None or isinstance(error, TimeoutError) or name == "ETIMEDOUT":
+        return (
+            f"{place} did not answer: the machine is off or elsewhere, or a firewall drops what comes.",
+            f"Check that it is on, and that its firewall lets TCP port {port} in.",
+        )
+    if name == "ECONNREFUSED":
+        return (
+            f"{place} refused the connection: the machine is there, and nothing listens on that port.",
+            "Start fleetd there, or correct the port; fleetctl status on that machine tells it.",
+        )
+    if name == "EHOSTUNREACH" and platform == "darwin" and _is_local(host):
+        return (
+            f"{place}: no route to host (error 65). Either macOS does not let fleetd use the local network, "
+            "or no machine has that address.",
+            _PERMISSION,
+        )
+    if name in ("EHOSTUNREACH", "EHOSTDOWN"):
+        return (
+            f"{place}: no route to host. The machine is off or in another network, or its firewall refuses.",
+            f"Check that it is on, and that its firewall lets TCP port {port} in.",
+        )
+    if name in ("ENETUNREACH", "ENETDOWN", "EADDRNOTAVAIL"):
+        return (
+            f"This machine has no network that leads to {place}.",
+            "Check its network connection, and for a tailnet address that Tailscale runs.",
+        )
+    if name in ("EPERM", "EACCES"):
+        return (
+            f"This machine does not let fleetd connect to {place}.",
+            "Look at its firewall's rules for outgoing connections.",
+        )
+    return (f"{place} cannot be reached: {error}.", "")
+
+
+def explain_multicast(error: OSError, platform: str) -> str:
+    """Why mDNS does not work on this machine, with what to do."""
+    name = error_name(error, platform)
+    if name == "EADDRINUSE":
+        return "another mDNS program holds UDP port 5353 for itself; with Avahi, set disallow-other-stacks=no"
+    if name == "EHOSTUNREACH" and platform == "darwin":
+        return f"macOS does not let fleetd use the local network (error 65). {_PERMISSION}"
+    if name in ("EPERM", "EACCES"):
+        return "this machine's firewall or sandbox does not let fleetd send multicast (UDP port 5353)"
+    if name in ("ENETUNREACH", "ENETDOWN", "EHOSTUNREACH", "EADDRNOTAVAIL", "ENODEV"):
+        return "no network interface of this machine takes multicast now"
+    return f"mDNS does not work here: {error.strerror or error}"
+
+
+def _is_local(host: str) -> bool:
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host.endswith(".local")
+    return address.is_private or address.is_link_local
