@@ -112,7 +112,7 @@ def install() -> None:
         **rest: Any,
     ) -> mx.array:
         known = sinks is None and not rest and q.dtype == k.dtype == v.dtype == mx.float32
-        rows = _view(mask) if isinstance(mask, mx.array) else mask
+        rows = _view(mask) if known and isinstance(mask, mx.array) else mask
         out = scaled_dot_product_attention(_view(q), _view(k), _view(v), scale, rows) if known else None
         return (
             stock_attention(q, k, v, scale=scale, mask=mask, sinks=sinks, **rest)

@@ -18,7 +18,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
 
+from fleetd import limits
 from fleetd.engine import cpu
+from fleetd.engine.calibrate import calibrate
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import Choice
@@ -65,7 +67,7 @@ def usable_bytes(device: Device, settings: WorkerSettings) -> int:
 
 
 def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> Loaded:
-    """Verify, read and warm up.
+    """Verify, read, warm up and measure.
 
     Raises:
         ModelCorrupt, ModelRefused: from ``verify``.
@@ -74,17 +76,14 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     """
     begun = time.monotonic()
     path = Path(settings.path)
-    report(Loading("verifying"))
-    record = Path(settings.record) if settings.record else None
-    verify(path, record=record, progress=lambda done, total: report(Loading("verifying", done, total)))
-    config = load_config(path)
+    config = verified_config(settings, report)
     usable = usable_bytes(device, settings)
     # Hub caches hold links; the size that counts is the target's.
     files = sorted(path.glob("model*.safetensors"))
     on_disk = sum(f.stat().st_size for f in files)
-    admit_weights(settings.name, _expanded(on_disk, config, device), usable)
+    admit_weights(settings.name, expanded_bytes(on_disk, config, device), usable)
     report(Loading("reading", 0, on_disk))
-    model = _read(path, config)
+    model = lazy_model(path, config)
     if device == "cpu":
         cpu.to_float32(model)
     mx.eval(model.parameters())
@@ -92,6 +91,15 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
     report(Loading("warming up"))
     per_token = _warm_up(model)
+    vocabulary, context = _vocabulary(config, tokenizer), context_tokens(config)
+    report(Loading("measuring"))
+    speeds = calibrate(
+        model,
+        vocab_size=vocabulary,
+        context_tokens=context,
+        # A CPU is near its full speed with small chunks.
+        budget_s=limits.CALIBRATE_S / 2 if device == "cpu" else limits.CALIBRATE_S,
+    )
     weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
     left = max(0, usable - weights - WORKING_BYTES)
     prefix_bytes = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
@@ -100,8 +108,8 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         device=device,
         dtype=_dtype(model),
         layers=len(model.layers),
-        vocab_size=_vocabulary(config, tokenizer),
-        context_tokens=context_tokens(config),
+        vocab_size=vocabulary,
+        context_tokens=context,
         weights_bytes=weights,
         kv_bytes_per_token=per_token,
         kv_budget_bytes=max(0, left - prefix_bytes),
@@ -110,8 +118,20 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         reasoning=bool(tokenizer.has_thinking),
         load_s=time.monotonic() - begun,
         versions={name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "transformers")},
+        prefill_tok_s=speeds.prefill_tok_s,
+        decode_tok_s=speeds.decode_tok_s,
     )
     return Loaded(model, tokenizer, facts, prefix_bytes, _defaults(path))
+
+
+def verified_config(settings: WorkerSettings, report: Callable[[Loading], None]) -> dict[str, Any]:
+    """The config of a model whose files are what they should be; as ``load`` raises."""
+    path = Path(settings.path)
+    report(Loading("verifying"))
+    record = Path(settings.record) if settings.record else None
+    verify(path, record=record, progress=lambda done, total: report(Loading("verifying", done, total)))
+    config: dict[str, Any] = load_config(path)
+    return config
 
 
 def context_tokens(config: dict[str, Any]) -> int:
@@ -124,7 +144,8 @@ def context_tokens(config: dict[str, Any]) -> int:
     return FALLBACK_CONTEXT
 
 
-def _read(path: Path, config: dict[str, Any]) -> Any:
+def lazy_model(path: Path, config: dict[str, Any]) -> Any:
+    """The model with none of its weights read yet: each is when something is computed from it."""
     try:
         model, _ = load_model(path, lazy=True)
     except ValueError as error:
@@ -139,7 +160,7 @@ def _read(path: Path, config: dict[str, Any]) -> Any:
     return model
 
 
-def _expanded(on_disk: int, config: dict[str, Any], device: Device) -> int:
+def expanded_bytes(on_disk: int, config: dict[str, Any], device: Device) -> int:
     """Bytes in memory: as on disk, except on a CPU, where everything becomes f32."""
     if device != "cpu":
         return on_disk
@@ -162,24 +183,17 @@ def _warm_up(model: Any) -> int:
         )
     mx.eval(model(mx.array([[1] * 8]), cache=cache))
     mx.eval(model(mx.array([[1]]), cache=cache))
+    return kv_bytes_per_token(cache)
+
+
+def kv_bytes_per_token(cache: list[Any]) -> int:
+    """Over all layers whose caches, in which there is something, keep rows per token."""
     per_token = 0
     for layer in cache:
         keys = getattr(layer, "keys", None)
         if keys is not None and not isinstance(keys, tuple):
             per_token += (layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2]
     return max(1, int(per_token))
-
-
-def prefill_rate(model: Any, tokens: int = 128) -> float:
-    """Prompt tokens per second on a short context; the second of two runs, the first compiles the kernels."""
-    seconds = 0.0
-    for _ in range(2):
-        cache = make_prompt_cache(model)
-        begun = time.monotonic()
-        model(mx.array([[1] * tokens]), cache=cache)
-        mx.eval([layer.state for layer in cache])
-        seconds = time.monotonic() - begun
-    return tokens / max(seconds, 1e-6)
 
 
 def _defaults(path: Path) -> Choice:

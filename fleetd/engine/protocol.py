@@ -14,20 +14,42 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from fleetd import limits
 
 # ---- What to generate ------------------------------------------------------------------------------------
 
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+
+# Ranges that an engine can work with; they hold wherever a request is decoded, also one from another machine.
+Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Temperature = Annotated[float, Meta(ge=0, le=5)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Repetition = Annotated[float, Meta(gt=0, le=10)]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+Seed = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
+StopString = Annotated[str, Meta(min_length=1, max_length=limits.STOP_STRING_CHARS)]
+StopList = Annotated[list[StopString], Meta(max_length=limits.STOP_STRINGS)]
+Logprobs = Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS)]
+
+# Arguments of a chat template that the engine sets itself; one of them is the template.
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    {"messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt",
+     "continue_final_message"}
+)  # fmt: skip
+
 
 class ChatPrompt(msgspec.Struct, frozen=True, tag="chat", omit_defaults=True):
     """Messages to be rendered by the model's own chat template (sandboxed, in the worker)."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(max_length=limits.MESSAGES)]
+    tools: Annotated[list[dict[str, Any]], Meta(max_length=limits.TOOLS)] | None = None
     # "auto" lets the model decide; "none" hides the tools; "required" and {"name": ...} start the answer
     # inside a tool call.
     tool_choice: Literal["auto", "none", "required"] | dict[str, str] = "auto"
@@ -51,15 +73,15 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     None means what the model's own generation_config.json says, or else no effect (temperature 1).
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: dict[int, float] = {}
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Natural | None = None
+    min_p: Share | None = None
+    seed: Seed | None = None
+    repetition_penalty: Repetition | None = None
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: dict[int, Bias] = {}
 
 
 class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
@@ -69,12 +91,12 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
     """
 
-    id: str
+    id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
     prompt: Prompt
     sampling: Sampling = Sampling()
-    max_tokens: int | None = None
-    stop: list[str] = []
-    top_logprobs: int | None = None
+    max_tokens: Natural | None = None
+    stop: StopList = []
+    top_logprobs: Logprobs | None = None
     echo: bool = False
 
 
@@ -92,7 +114,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """Progress before Ready. ``stage`` is a word for people: verifying, reading, warming up."""
+    """Progress before Ready. ``stage`` is a word for people: verifying, reading, warming up, measuring."""
 
     stage: str
     done: int = 0
@@ -100,7 +122,10 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The model is loaded. Sizes in bytes; ``kv_bytes_per_token`` over all layers."""
+    """The model is loaded. Sizes in bytes; ``kv_bytes_per_token`` over all layers.
+
+    Speeds are those of one request alone on a short context; 0 where there was no time to measure them.
+    """
 
     architecture: str
     device: Literal["cpu", "metal", "cuda"]
@@ -116,6 +141,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     reasoning: bool
     load_s: float
     versions: dict[str, str]
+    prefill_tok_s: float = 0.0
+    decode_tok_s: float = 0.0
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):

@@ -60,6 +60,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     prefix_queries: int
     prefix_hits: int
     context_tokens: int
+    prefill_tok_s: float
+    decode_tok_s: float
     prefilling: int
     decoding: int
     waiting: int
@@ -292,6 +294,8 @@ class EngineProcess:
             prefix_queries=beat.prefix_queries,
             prefix_hits=beat.prefix_hits,
             context_tokens=facts.context_tokens if facts else 0,
+            prefill_tok_s=round(facts.prefill_tok_s, 1) if facts else 0.0,
+            decode_tok_s=round(facts.decode_tok_s, 1) if facts else 0.0,
             prefilling=beat.prefilling,
             decoding=beat.decoding,
             waiting=beat.waiting + len(self._preparing),

@@ -239,9 +239,7 @@ def _chunks(settings: WorkerSettings, loaded: Loaded) -> Chunks:
         return FixedChunks(settings.prefill_chunk_tokens, max(1, settings.prefill_chunk_tokens // 4))
     if loaded.facts.device == "cpu":
         return PacedChunks()
-    from fleetd.engine.loading import prefill_rate
-
-    return FixedChunks.of_rate(prefill_rate(loaded.model))
+    return FixedChunks.of_rate(loaded.facts.prefill_tok_s)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,146 @@
+"""Calibration measures within its time, and leaves no trace."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import tiny_models
+from asking import ask, run
+from mlx_lm.models.cache import make_prompt_cache
+
+from fleetd import limits
+from fleetd.engine.calibrate import CHUNKS, DECODE_SHARE, DECODE_STEPS, FIRST, Speeds, calibrate
+from fleetd.engine.pool import EnginePool
+from fleetd.models.folder import ModelFolder
+
+
+class Paced:
+    """A model that takes ``seconds(n)`` for n tokens, on a clock of its own."""
+
+    def __init__(self, seconds: Callable[[int], float]) -> None:
+        self.now = 100.0
+        self.seconds = seconds
+        self.sizes: list[int] = []
+        self.seen: list[list[int]] = []
+        self.caches: list[Any] = []
+
+    def make_cache(self) -> list[Any]:
+        self.caches.append([SimpleNamespace(state=mx.array(0.0))])
+        return self.caches[-1]
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        assert cache is self.caches[-1]
+        self.seen.append(tokens[0].tolist())
+        self.sizes.append(tokens.shape[1])
+        self.now += self.seconds(tokens.shape[1])
+        return mx.zeros((1, tokens.shape[1], 4))
+
+    def measure(self, budget_s: float = limits.CALIBRATE_S, context_tokens: int = 4096) -> Speeds:
+        return calibrate(
+            self, vocab_size=50, context_tokens=context_tokens, budget_s=budget_s, clock=lambda: self.now
+        )
+
+
+def test_a_fast_device_is_measured_with_the_largest_chunk_twice() -> None:
+    model = Paced(lambda n: 0.01 if n == 1 else n / 1000)
+    speeds = model.measure()
+    assert model.sizes == [1] * DECODE_STEPS + [*CHUNKS, CHUNKS[-1]]
+    assert len(model.caches) == 1 + len(CHUNKS) + 1, "every chunk begins a context of its own"
+    assert speeds.prefill_tok_s == pytest.approx(1000)
+    assert speeds.decode_tok_s == pytest.approx(100)
+
+
+def test_the_better_of_two_runs_counts_and_one_slow_token_does_not() -> None:
+    steps = iter([0.01, 0.01, 0.09, 0.01, 0.01])
+    chunks = iter([0.016, 0.064, 0.4, 0.256])
+    model = Paced(lambda n: next(steps if n == 1 else chunks))
+    speeds = model.measure()
+    assert speeds.decode_tok_s == pytest.approx(100)
+    assert speeds.prefill_tok_s == pytest.approx(1000)
+
+
+def test_a_slow_device_is_measured_with_what_fits() -> None:
+    model = Paced(lambda n: 0.06 if n == 1 else n / 60)
+    speeds = model.measure()
+    # After 64 tokens, in a second, there is no time for 256, nor for 64 again.
+    assert model.sizes == [1] * DECODE_STEPS + [16, 64]
+    assert speeds.prefill_tok_s == pytest.approx(60)
+    assert model.now - 100.0 <= limits.CALIBRATE_S
+
+
+def test_single_tokens_leave_most_of_the_time_to_chunks() -> None:
+    model = Paced(lambda n: 0.2 if n == 1 else n / 100)
+    model.measure()
+    assert model.sizes == [1, 1, 16, 64, 64]
+
+
+def test_a_device_that_is_slower_than_the_budget_computes_one_token() -> None:
+    model = Paced(lambda n: 3.0 * n)
+    assert model.measure() == Speeds(0.0, pytest.approx(1 / 3))
+    assert model.sizes == [1]
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.01, 0.05, 0.1, 0.3, 0.49, 0.51, 1.0, 1.9])
+@pytest.mark.parametrize("tokens_per_step", [1, 4, 20, 200])
+def test_the_budget_is_kept_whatever_the_speed(step_s: float, tokens_per_step: int) -> None:
+    """For every device on which a chunk takes no longer, by the token, than a smaller one."""
+    model = Paced(lambda n: step_s if n == 1 else max(step_s, n * step_s / tokens_per_step))
+    speeds = model.measure()
+    # The first chunk may turn out slower than expected, by as much as a token at a time is.
+    slack = max(0.0, 16 * step_s / tokens_per_step - FIRST * step_s)
+    assert model.now - 100.0 <= limits.CALIBRATE_S + slack + 1e-9
+    assert speeds.decode_tok_s == pytest.approx(1 / step_s)
+    decoding = step_s * model.sizes.count(1)
+    assert decoding <= max(step_s, DECODE_SHARE * limits.CALIBRATE_S + 1e-9)
+
+
+def test_no_chunk_is_longer_than_the_context() -> None:
+    model = Paced(lambda n: 0.001)
+    model.measure(context_tokens=64)
+    assert max(model.sizes) == 64
+    model = Paced(lambda n: 0.001)
+    assert model.measure(context_tokens=8).prefill_tok_s == 0
+    assert model.sizes == [1] * DECODE_STEPS
+
+
+def test_the_tokens_of_a_chunk_differ_and_are_in_the_vocabulary() -> None:
+    model = Paced(lambda n: 0.001)
+    model.measure()
+    for tokens in model.seen:
+        assert all(0 <= token < 50 for token in tokens)
+        assert len(set(tokens)) == min(len(tokens), 50)
+
+
+# ---- A real (tiny) model ---------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize("make", [tiny_models.smollm2, tiny_models.sliding])
+def test_answers_are_what_they_would_be_without_it(make: Callable[[], Any]) -> None:
+    model, tokens = make(), mx.array([tiny_models.prompt(40)])
+    mx.random.seed(5)
+    before, drawn = model(tokens, cache=make_prompt_cache(model)), mx.random.uniform(shape=(4,))
+    mx.eval(before, drawn)
+    mx.random.seed(5)
+    held = mx.get_active_memory()
+    speeds = calibrate(model, vocab_size=tiny_models.VOCAB, context_tokens=4096, budget_s=1.0)
+    assert (mx.get_active_memory(), mx.get_cache_memory()) == (held, 0)
+    assert speeds.prefill_tok_s > speeds.decode_tok_s > 0
+    assert mx.array_equal(model(tokens, cache=make_prompt_cache(model)), before)
+    assert mx.array_equal(mx.random.uniform(shape=(4,)), drawn)
+
+
+@pytest.mark.one_loop
+async def test_a_loaded_model_tells_its_speeds_and_nothing_is_left_of_the_measuring(
+    pool: EnginePool, chain: ModelFolder
+) -> None:
+    await run(pool, chain, ask("<hello>"))
+    (status,) = pool.status()
+    assert status.prefill_tok_s > 0
+    assert status.decode_tok_s > 0
+    # One request came, and found nothing in the cache.
+    assert (status.prefix_queries, status.prefix_hits) == (1, 0)

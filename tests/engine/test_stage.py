@@ -1,0 +1,328 @@
+"""A model in pieces is the model: hidden states, keys and values, and logits have the bytes of the whole."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.utils import MODEL_REMAPPING
+from tiny_architectures import VOCAB, WINDOW, tiny
+
+from fleetd.engine.architectures import CUT, REFUSED, architecture_of
+from fleetd.engine.stage import Stage
+from fleetd.errors import InvalidValue, ModelUnsupported
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+
+LAYERS = 4
+# Every way to cut four layers into one, two or three stages.
+CUTS = [cuts for n in range(3) for cuts in itertools.combinations(range(1, LAYERS), n)]
+# Beyond the window and beyond a block of attention, with single tokens and ragged ends.
+SIZES = [48, 1, 7, 1, 70]
+# MLX multiplies with experts' matrices on a CPU in f32 only.
+EXPERTS = {"deepseek_v2", "glm4_moe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"}
+NO_EXPERTS = {"deepseek_v3": {"n_routed_experts": None}, "kimi_k2": {"n_routed_experts": None}}
+
+Bytes = npt.NDArray[np.float32]
+
+
+@dataclass
+class Run:
+    """What one way of running the tokens gave."""
+
+    logits: list[mx.array] = field(default_factory=list)
+    # After each layer that was looked at, chunk by chunk.
+    hidden: dict[int, list[mx.array]] = field(default_factory=dict)
+    caches: list[Any] = field(default_factory=list)
+
+    def kv(self) -> list[Bytes]:
+        return [exact(x) for cache in self.caches for x in cache.keys_and_values()]
+
+    def check(self, whole: Run) -> None:
+        assert_equal(self.logits, whole.logits, "logits")
+        for layer, chunks in self.hidden.items():
+            assert_equal(chunks, whole.hidden[layer], f"hidden states after layer {layer}")
+        for layer, (mine, theirs) in enumerate(zip(self.caches, whole.caches, strict=True)):
+            assert type(mine) is type(theirs)
+            assert plain(mine) == plain(theirs)
+            assert_equal(mine.keys_and_values(), theirs.keys_and_values(), f"keys and values of {layer}")
+
+
+def plain(cache: Any) -> dict[str, Any]:
+    """A cache's offsets and sizes; its arrays as their shapes, with the room that is left in them."""
+    return {k: v.shape if isinstance(v, mx.array) else v for k, v in vars(cache).items()}
+
+
+def exact(array: mx.array) -> Bytes:
+    """bf16 has no type in NumPy; all of it lies within f32."""
+    return np.array(array.astype(mx.float32))
+
+
+def assert_equal(mine: Sequence[mx.array], theirs: Sequence[mx.array], what: str) -> None:
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.dtype == b.dtype
+        assert np.array_equal(exact(a), exact(b)), f"{what} differ"
+
+
+def prompt(n: int) -> list[int]:
+    tokens: list[int] = mx.random.randint(0, VOCAB, (n,), key=mx.random.key(3)).tolist()
+    return tokens
+
+
+def chunked(tokens: list[int], sizes: Sequence[int]) -> Iterator[mx.array]:
+    """Chunks of ``sizes``, the last of them repeated."""
+    at = 0
+    for size in itertools.chain(sizes[:-1], itertools.repeat(sizes[-1])):
+        if at >= len(tokens):
+            return
+        yield mx.array([tokens[at : at + size]])
+        at += size
+
+
+def run_whole(model: Any, tokens: list[int], sizes: Sequence[int]) -> Run:
+    """mlx-lm's own forward pass, its layers' outputs noted as they come."""
+    run = Run(caches=make_prompt_cache(model))
+    noted: list[mx.array] = []
+    kind: Any = type(model.layers[0])
+    stock = kind.__call__
+
+    def noting(self: Any, *given: Any, **named: Any) -> Any:
+        noted.append(stock(self, *given, **named))
+        return noted[-1]
+
+    kind.__call__ = noting
+    try:
+        for chunk in chunked(tokens, sizes):
+            run.logits.append(model(chunk, cache=run.caches))
+    finally:
+        kind.__call__ = stock
+    run.hidden = {layer: noted[layer::LAYERS] for layer in range(LAYERS)}
+    return run
+
+
+def run_cut(model: Any, tokens: list[int], sizes: Sequence[int], cuts: Sequence[int]) -> Run:
+    """Each chunk through the stages between ``cuts``."""
+    stages = [Stage.of(model).part(a, b) for a, b in itertools.pairwise([0, *cuts, LAYERS])]
+    caches = [stage.make_caches() for stage in stages]
+    run = Run(hidden={stage.last - 1: [] for stage in stages})
+    for chunk in chunked(tokens, sizes):
+        hidden = stages[0].embed(chunk)
+        for stage, own in zip(stages, caches, strict=True):
+            hidden = stage.run(hidden, own)
+            # As it would be sent: nothing of the stage before is left to be computed with the next.
+            mx.eval(hidden, [cache.state for cache in own])
+            run.hidden[stage.last - 1].append(hidden)
+        run.logits.append(stages[-1].finish(hidden))
+    run.caches = [cache for own in caches for cache in own]
+    return run
+
+
+# ---- Any cut ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(CUT))
+def test_any_cut_gives_the_bytes_of_the_whole_model(name: str) -> None:
+    model, tokens = tiny(name), prompt(sum(SIZES))
+    whole = run_whole(model, tokens, SIZES)
+    for cuts in CUTS:
+        run_cut(model, tokens, SIZES, cuts).check(whole)
+
+
+@pytest.mark.parametrize("name", sorted(set(CUT) - EXPERTS))
+def test_any_cut_gives_the_bytes_of_the_whole_model_in_bf16(name: str) -> None:
+    model, tokens = tiny(name, **NO_EXPERTS.get(name, {})), prompt(sum(SIZES))
+    model.set_dtype(mx.bfloat16)
+    whole = run_whole(model, tokens, SIZES)
+    assert {x.dtype for x in whole.logits} == {mx.bfloat16}
+    run_cut(model, tokens, SIZES, (1, 3)).check(whole)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "gemma2", "gemma3_text", "phi3", "glm4", "qwen3_moe", "gpt_oss"]
+)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_any_cut_of_a_quantised_model_gives_the_bytes_of_the_whole(name: str, bits: int) -> None:
+    model, tokens = tiny(name), prompt(70)
+    nn.quantize(model, group_size=32, bits=bits)
+    whole = run_whole(model, tokens, [48, 1, 21])
+    run_cut(model, tokens, [48, 1, 21], (1, 3)).check(whole)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
+def test_layer_after_layer_gives_the_bytes_of_chunk_after_chunk(name: str) -> None:
+    """As a token split runs it: a layer's keys and values are whole before the next layer begins."""
+    model, tokens = tiny(name), prompt(sum(SIZES))
+    whole = run_whole(model, tokens, SIZES)
+    stage = Stage.of(model)
+    run = Run(caches=stage.make_caches())
+    chunks = [stage.embed(chunk) for chunk in chunked(tokens, SIZES)]
+    for layer in range(LAYERS):
+        part = stage.part(layer, layer + 1)
+        chunks = [part.run(hidden, [run.caches[layer]]) for hidden in chunks]
+        mx.eval(chunks, run.caches[layer].state)
+        run.hidden[layer] = chunks
+    run.logits = [stage.finish(hidden) for hidden in chunks]
+    run.check(whole)
+
+
+@pytest.mark.long
+@settings(max_examples=300, deadline=None)
+@given(
+    name=st.sampled_from(sorted(CUT)),
+    n=st.integers(2, 300),
+    sizes=st.lists(st.integers(1, 130), min_size=1, max_size=6),
+    cuts=st.sampled_from(CUTS),
+)
+def test_any_cut_in_any_chunks(name: str, n: int, sizes: list[int], cuts: tuple[int, ...]) -> None:
+    sizes = [*sizes[:-1], max(16, sizes[-1])]
+    model = tiny(name)
+    run_cut(model, prompt(n), sizes, cuts).check(run_whole(model, prompt(n), sizes))
+
+
+# ---- Any chunks ------------------------------------------------------------------------------------------
+
+WINDOWED: dict[str, dict[str, Any]] = {
+    "llama": {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 2},
+    "smollm3": {"sliding_window": WINDOW, "layer_types": ["full_attention", "sliding_attention"] * 2},
+}
+WITHOUT: dict[str, dict[str, Any]] = {"mistral": {"sliding_window": None, "layer_types": None}}
+
+
+@pytest.mark.parametrize("name", [n for n, a in sorted(CUT.items()) if a.chunks != "same"])
+def test_the_chunks_do_not_matter(name: str) -> None:
+    """What the table says of these: a stage that is given other chunks still gives the same bytes."""
+    model, tokens = tiny(name, **WITHOUT.get(name, {})), prompt(230)
+    one = run_cut(model, tokens, [230], (2,))
+    for sizes in ([64], [193, 36, 1], [1, 15, 1, 111, 1, 63]):
+        other = run_cut(model, tokens, sizes, (1, 3))
+        assert np.array_equal(together(other.logits), together(one.logits))
+        assert all(np.array_equal(a, b) for a, b in zip(other.kv(), one.kv(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [*((n, {}) for n, a in sorted(CUT.items()) if a.chunks == "same"), *WINDOWED.items(), ("mistral", {})],
+)
+def test_where_the_chunks_matter_they_change_no_more_than_rounding(
+    name: str, changes: dict[str, Any]
+) -> None:
+    model, tokens = tiny(name, **changes), prompt(230)
+    one = together(run_cut(model, tokens, [230], (2,)).logits)
+    scale = float(np.abs(one).max())
+    for sizes in ([64], [1, 15, 1, 111, 1, 63]):
+        other = together(run_cut(model, tokens, sizes, (1, 3)).logits)
+        assert float(np.abs(other - one).max()) < 1e-5 * scale
+
+
+def together(chunks: list[mx.array]) -> Bytes:
+    return np.concatenate([exact(chunk) for chunk in chunks], axis=1)
+
+
+# ---- What a stage holds ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(CUT))
+def test_a_stages_caches_are_those_that_the_whole_model_makes(name: str) -> None:
+    model = tiny(name)
+    stage = Stage.of(model)
+    expected = make_prompt_cache(model)
+    made = [c for a in range(LAYERS) for c in stage.part(a, a + 1).make_caches()]
+    for mine, theirs in zip(made, expected, strict=True):
+        assert type(mine) is type(theirs)
+        assert vars(mine) == vars(theirs)
+
+
+def test_caches_made_twice_share_nothing() -> None:
+    model = tiny("gemma3_text")
+    stage = Stage.of(model)
+    one, two = stage.make_caches(), stage.make_caches()
+    stage.run(stage.embed(mx.array([prompt(5)])), one)
+    assert [c.offset for c in one] == [5] * LAYERS
+    assert [c.offset for c in two] == [0] * LAYERS
+    assert [c.offset for c in stage.make_caches()] == [0] * LAYERS
+
+
+def test_the_windows_are_those_of_the_models_layers() -> None:
+    windows = [isinstance(c, RotatingKVCache) for c in Stage.of(tiny("gemma3_text")).part(1, 4).empty]
+    assert windows == [False, True, False]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_each_stage_holds_what_its_own_layers_need(tied: bool) -> None:
+    stage = Stage.of(tiny("llama", tie_word_embeddings=tied))
+    head = {"embed_tokens"} if tied else {"lm_head"}
+    assert held(stage.part(0, 2)) == {"layers", "embed_tokens"}
+    assert held(stage.part(1, 3)) == {"layers"}
+    assert held(stage.part(1, 3).part(2, 3)) == {"layers"}
+    assert held(stage.part(2, 4)) == {"layers", "norm"} | head
+    assert held(stage.part(0, 4)) == {"layers", "norm", "embed_tokens"} | head
+    inner = stage.part(1, 2).weights_bytes
+    assert stage.part(1, 3).weights_bytes == 2 * inner
+    assert stage.part(0, 2).weights_bytes == 2 * inner + VOCAB * 128 * 4
+    assert stage.part(2, 4).weights_bytes == 2 * inner + (VOCAB + 1) * 128 * 4
+
+
+def held(stage: Stage) -> set[str]:
+    return set(stage.weights.children())
+
+
+# ---- What is refused -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 0), (2, 1), (-1, 2), (0, 5), (4, 4), (4, 5)])
+def test_layers_that_the_model_does_not_have_are_refused(first: int, last: int) -> None:
+    with pytest.raises(InvalidValue, match="of 4"):
+        Stage.of(tiny("llama")).part(first, last)
+
+
+def test_layers_that_the_stage_does_not_have_are_refused() -> None:
+    with pytest.raises(InvalidValue, match="here are 1 to 3 of 4"):
+        Stage.of(tiny("llama")).part(1, 3).part(0, 2)
+
+
+def test_only_the_ends_embed_and_finish() -> None:
+    stage = Stage.of(tiny("qwen2"))
+    with pytest.raises(ValueError, match="layer 0"):
+        # Its head is the embedding's matrix: it could, and would be wrong.
+        stage.part(2, 4).embed(mx.array([[1]]))
+    with pytest.raises(ValueError, match="layer 3"):
+        stage.part(0, 2).finish(mx.zeros((1, 1, 128)))
+
+
+@pytest.mark.parametrize("name", ["qwen3_next", "gemma3n", "something_new"])
+def test_what_cannot_be_cut_is_refused_by_name_with_the_reason(name: str) -> None:
+    with pytest.raises(ModelUnsupported, match=name) as refused:
+        Stage.of(SimpleNamespace(args=SimpleNamespace(model_type=name)))
+    assert REFUSED.get(name, "no test shows") in str(refused.value)
+
+
+def test_a_layer_with_a_cache_of_an_unknown_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A newer mlx-lm may keep other things for an architecture than the one that was tested."""
+    model = tiny("llama")
+    caches = [*make_prompt_cache(model)[:-1], ArraysCache(size=2)]
+    monkeypatch.setattr(type(model), "make_cache", lambda self: caches)
+    with pytest.raises(ModelUnsupported, match="ArraysCache"):
+        Stage.of(model)
+    monkeypatch.setattr(type(model), "make_cache", lambda self: caches[:-1])
+    with pytest.raises(ModelUnsupported, match="3 caches for 4 layers"):
+        Stage.of(model)
+
+
+def test_the_tables_name_what_mlx_lm_has_and_nothing_twice() -> None:
+    assert not set(CUT) & set(REFUSED)
+    for name in [*CUT, *REFUSED]:
+        assert find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(name, name)}"), name
+    for name in CUT:
+        assert architecture_of(name) is CUT[name]

@@ -1,0 +1,215 @@
+"""A stage's weights come from the files of the whole model, and only they are read."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+from tiny_architectures import VOCAB, write
+
+from fleetd.engine import cpu
+from fleetd.engine.loading import Device, kv_bytes_per_token, lazy_model
+from fleetd.engine.memory import WORKING_BYTES
+from fleetd.engine.protocol import Loading
+from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.stage_loading import LoadedStage, load_stage
+from fleetd.errors import InvalidValue, ModelUnsupported, OutOfMemory
+from fleetd.models.folder import read_config
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+
+LAYERS = 4
+
+
+def load(path: Path, first: int, last: int, device: Device = "cpu", **settings: Any) -> LoadedStage:
+    given = WorkerSettings(name="tiny", path=str(path), **settings)
+    return load_stage(given, device, lambda _: None, first=first, last=last)
+
+
+def prompt(n: int) -> mx.array:
+    return mx.random.randint(0, VOCAB, (1, n), key=mx.random.key(3))
+
+
+def exact(array: mx.array) -> Any:
+    return np.array(array.astype(mx.float32))
+
+
+def assert_equals_the_whole(path: Path, device: Device, cuts: tuple[int, ...] = (1, 3)) -> None:
+    """Stages read one by one, against the model as a worker would have it."""
+    model = lazy_model(path, read_config(path))
+    if device == "cpu":
+        cpu.to_float32(model)
+    cache = make_prompt_cache(model)
+    expected = [model(prompt(40), cache=cache), model(prompt(1), cache=cache)]
+
+    loaded = [load(path, a, b, device) for a, b in itertools.pairwise([0, *cuts, LAYERS])]
+    caches = [part.stage.make_caches() for part in loaded]
+    for n, logits in zip((40, 1), expected, strict=True):
+        hidden = loaded[0].stage.embed(prompt(n))
+        for part, own in zip(loaded, caches, strict=True):
+            assert str(hidden.dtype) == f"mlx.core.{part.dtype}"
+            hidden = part.stage.run(hidden, own)
+        assert np.array_equal(exact(loaded[-1].stage.finish(hidden)), exact(logits))
+    for mine, theirs in zip(itertools.chain(*caches), cache, strict=True):
+        for a, b in zip(mine.keys_and_values(), theirs.keys_and_values(), strict=True):
+            assert a.dtype == b.dtype
+            assert np.array_equal(exact(a), exact(b))
+    assert sum(part.kv_bytes_per_token for part in loaded) == kv_bytes_per_token(cache)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"tie_word_embeddings": True, "bits": 4}),
+        ("qwen2", {"dtype": mx.bfloat16}),
+        ("phi3", {"dtype": mx.bfloat16, "bits": 8}),
+        ("gemma3_text", {"dtype": mx.bfloat16, "bits": 4}),
+        ("qwen3_moe", {"dtype": mx.bfloat16}),
+        ("qwen3_moe", {"bits": 4}),
+        ("gpt_oss", {}),
+        ("deepseek_v3", {}),
+    ],
+)
+def test_stages_read_one_by_one_give_the_bytes_of_the_model_read_whole(
+    tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    assert_equals_the_whole(write(tmp_path, name, **options), "cpu")
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("bits", [0, 4])
+def test_what_a_gpu_keeps_in_bf16_or_quantised_stays_so(tmp_path: Path, name: str, bits: int) -> None:
+    path = write(tmp_path, name, dtype=mx.bfloat16, bits=bits)
+    assert_equals_the_whole(path, "cuda")
+    middle = load(path, 1, 3, "cuda")
+    assert middle.dtype == "bfloat16"
+    kinds = {type(layer) for _, layer in tree_flatten(middle.stage.weights.leaf_modules(), is_leaf=is_module)}
+    assert (nn.QuantizedLinear in kinds) == bool(bits)
+
+
+def is_module(node: Any) -> bool:
+    return isinstance(node, nn.Module)
+
+
+def test_on_a_cpu_everything_is_f32(tmp_path: Path) -> None:
+    path = write(tmp_path, "llama", dtype=mx.bfloat16, bits=4)
+    stage = load(path, 2, 4).stage
+    assert {array.dtype for _, array in tree_flatten(stage.weights.parameters())} == {mx.float32}
+
+
+def test_says_what_it_does(tmp_path: Path) -> None:
+    said: list[Loading] = []
+    settings = WorkerSettings(name="tiny", path=str(write(tmp_path, "llama")))
+    stage = load_stage(settings, "cpu", said.append, first=0, last=2).stage
+    steps = [step for step, _ in itertools.groupby(report.stage for report in said)]
+    assert steps == ["verifying", "reading", "warming up"]
+    assert [r.done for r in said if r.stage == "reading"] == [0, stage.weights_bytes]
+
+
+# ---- Memory ----------------------------------------------------------------------------------------------
+
+CHILD = """
+import json, sys
+from fleetd.engine import cpu
+cpu.preload_blas()
+import mlx.core as mx
+import psutil
+from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.stage_loading import load_stage
+mx.set_default_device(mx.cpu)
+cpu.install()
+process, before = psutil.Process(), {}
+
+def read():
+    return process.io_counters().read_chars if sys.platform == "linux" else 0
+
+def report(loading):
+    if loading.stage == "reading" and loading.done == 0:
+        before["rss"] = process.memory_info().rss
+        before["read"] = read()
+        mx.reset_peak_memory()
+
+path, first, last = sys.argv[1:]
+loaded = load_stage(WorkerSettings("m", path), "cpu", report, first=int(first), last=int(last))
+print(json.dumps({
+    "weights": loaded.stage.weights_bytes,
+    "rss": process.memory_info().rss - before["rss"],
+    "peak": mx.get_peak_memory(),
+    "active": mx.get_active_memory(),
+    "read": read() - before["read"],
+}))
+"""
+
+
+def in_a_process(path: Path, first: int, last: int) -> dict[str, int]:
+    command = [sys.executable, "-c", CHILD, str(path), str(first), str(last)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    figures: dict[str, int] = json.loads(done.stdout)
+    return figures
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """122 MiB in eight layers and little else: large enough to stand out from the rest of a process."""
+    return write(
+        tmp_path_factory.mktemp("large"),
+        "llama",
+        num_hidden_layers=8,
+        hidden_size=512,
+        intermediate_size=2048,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=64,
+    )
+
+
+def test_half_of_the_layers_takes_half_of_the_reading_and_of_the_memory(large: Path) -> None:
+    whole, half = in_a_process(large, 0, 8), in_a_process(large, 4, 8)
+    size = (large / "model.safetensors").stat().st_size
+    assert whole["weights"] == pytest.approx(size, rel=0.01)
+    assert half["weights"] == pytest.approx(size / 2, rel=0.01)
+    for figures in (whole, half):
+        assert figures["active"] == pytest.approx(figures["weights"], rel=0.01)
+        assert figures["peak"] < 1.1 * figures["weights"]
+    # Kernels, threads and buffers of the first computation are in both.
+    assert whole["rss"] - half["rss"] == pytest.approx(size / 2, rel=0.2)
+    if sys.platform == "linux":
+        assert whole["read"] == pytest.approx(size, rel=0.01)
+        assert half["read"] == pytest.approx(size / 2, rel=0.01)
+
+
+def test_a_stage_is_admitted_by_its_own_size(tmp_path: Path) -> None:
+    path = write(tmp_path, "llama")
+    room = WORKING_BYTES + load(path, 0, 2).stage.weights_bytes
+    load(path, 0, 2, max_memory_bytes=room)
+    with pytest.raises(OutOfMemory, match="layers 0 to 2 of 4"):
+        load(path, 0, 2, max_memory_bytes=room - 1)
+    with pytest.raises(OutOfMemory, match="layers 0 to 4 of 4"):
+        load(path, 0, 4, max_memory_bytes=room)
+
+
+# ---- What is refused -------------------------------------------------------------------------------------
+
+
+def test_layers_that_are_not_there_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidValue, match="0 to 4 of 4"):
+        load(write(tmp_path, "llama"), 2, 5)
+
+
+def test_a_type_that_nobody_has_cut_is_refused_even_where_mlx_lm_runs_it_as_another(tmp_path: Path) -> None:
+    path = write(tmp_path, "llama")
+    config = read_config(path)
+    (path / "config.json").write_text(json.dumps({**config, "model_type": "xverse"}))
+    with pytest.raises(ModelUnsupported, match="xverse"):
+        load(path, 0, 2)
