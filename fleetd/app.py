@@ -1,8 +1,8 @@
 """The composition root: the only module that knows all parts, and the order in which they start and stop.
 
-    start  lock → store → token → pool → HTTP on the Unix socket and on TCP → READY
+    start  lock → store → token → pool → peer port → HTTP on the Unix socket and on TCP → READY
     stop   STOPPING → new work refused (503) → running answers finish, at most DRAIN_S → the rest ends with a
-           typed error → engines → sockets → store → lock
+           typed error → good-bye to peers → engines → sockets → store → lock
 
 A second signal skips the waiting. A last-resort timer outside the event loop bounds both ways, so that
 nothing that hangs can hold the process.
@@ -17,9 +17,10 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack, aclosing, suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import uvloop
@@ -27,10 +28,16 @@ from aiohttp import web
 
 from fleetd import __version__, limits, paths
 from fleetd.api.app import build_app, make_runner
+from fleetd.api.no_fleet import NoFleet
 from fleetd.api.services import Services
+from fleetd.card import CardMaker
 from fleetd.config import DEFAULT_PORT, Config
 from fleetd.engine.pool import EnginePool, PoolOptions
-from fleetd.errors import ConfigError, PortInUse
+from fleetd.errors import ConfigError, Draining, PortInUse
+from fleetd.fleet import Fleet, default_name
+from fleetd.jobs import remote, wire
+from fleetd.jobs.copies import Copies
+from fleetd.jobs.placing import Placing
 from fleetd.jobs.runner import Runner
 from fleetd.ledger import Ledger
 from fleetd.machine import Prober
@@ -40,7 +47,11 @@ from fleetd.models.store import ModelStore
 from fleetd.models.verify import verify
 from fleetd.notify import Notifier
 from fleetd.observe import get_logger
+from fleetd.p2p.cards import Card
+from fleetd.p2p.node import Node, NodeSettings
+from fleetd.p2p.views import PeerView
 from fleetd.paths import Home
+from fleetd.plan.speeds import SpeedBook
 from fleetd.status import HttpAddress, Status
 from fleetd.store import Store, StoreUnavailable
 
@@ -96,15 +107,27 @@ class Daemon:
             hub_cache=Path(config.models.hub_cache).expanduser() if config.models.hub_cache else None,
         )
         self._pool = pool or EnginePool(_pool_options(config), record_path=self._models.record_path)
-        self._metrics = Metrics(__version__, engines=self._pool.status)
+        self._metrics = Metrics(__version__, engines=self._pool.status, peers=self._peers)
+        self._node = Node(_node_settings(config, home)) if config.fleet.enabled else None
+        self._fleet = Fleet(self._node, local_only=config.fleet.local_only) if self._node else None
+        copies = Copies(self._node, self._models, self._own_card) if self._node else None
+        self._speeds = SpeedBook()
         self._runner = Runner(
             pool=self._pool,
             models=self._models,
+            source=copies or self._models,
             ledger=self._ledger,
             metrics=self._metrics,
             default_model=config.models.default,
             embedded=embedded_name,
+            placing=Placing(self._fleet, self._own_card, local_only=config.fleet.local_only)
+            if self._fleet
+            else None,
+            speeds=self._speeds,
         )
+        if self._node is not None:
+            self._node.handle(wire.RUN, remote.Server(self._runner.run, self._has))
+        self._card: CardMaker | None = None
 
     def status(self) -> Status:
         return Status(
@@ -120,6 +143,7 @@ class Daemon:
             machine=self._prober.read(),
             engines=self._pool.status(),
             requests=self._runner.counts,
+            fleet=self._fleet.view() if self._fleet is not None else NoFleet().view(),
         )
 
     async def serve(self) -> None:
@@ -131,23 +155,33 @@ class Daemon:
             stack.push_async_callback(asyncio.to_thread, self._store.close)
             await self._open_ledger()
             token = await asyncio.to_thread(paths.load_token, self._home.token)
+            if self._node is not None:
+                await self._node.open()
             async with asyncio.TaskGroup() as group:
                 background = [
                     group.create_task(self._pool.run(), name="pool"),
                     group.create_task(self._notifier.watchdog(), name="watchdog"),
                     group.create_task(self._prune_daily(), name="prune"),
                 ]
+                if self._fleet is not None:
+                    self._card = self._card_maker(self._fleet.node)
+                    background.append(group.create_task(self._fleet.run(), name="fleet"))
+                    background.append(group.create_task(self._card.run(), name="card"))
                 try:
                     async with AsyncExitStack() as sites:
                         self._http = await self._listen(sites, token)
                         self._tell_ready(self._http)
                         await self._stop.wait()
                         await self._drain()
+                        if self._node is not None:
+                            await self._node.goodbye()
                         await self._end_engines()
                 finally:
                     for task in background:
                         task.cancel()
         log.info("daemon.stopped")
+        # A thread may still be reading a model of hundreds of gigabytes; nobody waits for what it finds.
+        self._exit_after(limits.STOP_S)
 
     # ---- starting ----------------------------------------------------------------------------------------
 
@@ -162,12 +196,47 @@ class Daemon:
             if lost:
                 log.info("ledger.recovered", refunded=lost)
 
+    def _card_maker(self, node: Node) -> CardMaker:
+        return CardMaker(
+            node_id=node.identity.node_id,
+            epoch=node.epoch,
+            name=node.name,
+            software=__version__,
+            models=self._models,
+            engines=self._pool.status,
+            machine=self._prober.read,
+            counts=lambda: self._runner.counts,
+            draining=lambda: self._runner.draining,
+            max_streams=self._config.engine.max_streams,
+            publish=node.publish,
+            speeds=self._speeds,
+        )
+
+    def _peers(self) -> list[PeerView]:
+        return self._fleet.view().peers if self._fleet is not None else []
+
+    async def _pull(self, ref: str) -> AsyncGenerator[Any, None]:
+        async with aclosing(self._runner.pulls.watch(ref)) as steps:
+            async for step in steps:
+                yield step
+        if self._card is not None:
+            self._card.changed()
+
+    def _own_card(self) -> Card:
+        if self._card is None:
+            raise Draining("The daemon is still starting.")
+        return self._card.card()
+
+    def _has(self, digest: str) -> bool:
+        return any(model.digest == digest for model in self._own_card().models)
+
     async def _listen(self, stack: AsyncExitStack, token: str) -> HttpAddress:
         http = self._config.http
         app = build_app(
             Services(
                 runner=self._runner,
                 models=self._models,
+                pull=self._pull,
                 pool=self._pool,
                 ledger=self._ledger,
                 metrics=self._metrics,
@@ -179,6 +248,7 @@ class Daemon:
                 catalog=CATALOG,
                 hosts=frozenset(http.allowed_hosts),
                 origins=frozenset(http.allowed_origins),
+                fleet=self._fleet or NoFleet(),
             )
         )
         local = make_runner(app, trusted=True)
@@ -253,6 +323,19 @@ def embedded_name(ref: str) -> str | None:
     """The catalog name behind a reference if that model travels with fleetd."""
     entry = find(ref)
     return entry.name if entry is not None and entry.source == "embedded" else None
+
+
+def _node_settings(config: Config, home: Home) -> NodeSettings:
+    fleet = config.fleet
+    return NodeSettings(
+        folder=home.identity,
+        name=fleet.name or default_name(),
+        software=__version__,
+        host=fleet.host,
+        port=fleet.port,
+        mdns=fleet.mdns,
+        static=tuple(fleet.static_peers),
+    )
 
 
 def _pool_options(config: Config) -> PoolOptions:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,36 @@ _CONFIG = click.option(
 )
 _HTTP = click.option("--http", metavar="HOST:PORT", help="Address of the API; port 0 picks a free one.")
 _MODELS = click.option("--models-dir", metavar="DIR", help="Where pulled models are kept.")
+_LISTEN = click.option(
+    "--listen", metavar="HOST:PORT", help="Address for other machines; * is every interface."
+)
+_PEERS = click.option(
+    "--peer",
+    "peers",
+    metavar="HOST:PORT",
+    multiple=True,
+    help="A machine that mDNS does not reach; may be given several times.",
+)
+_NO_MDNS = click.option("--no-mdns", is_flag=True, help="Neither find nor be found on the local network.")
 _LEVEL = click.option("--log-level", metavar="LEVEL", help="debug, info, warning or error.")
+
+
+def _settings(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that set something, in the order of the help."""
+    for option in (_LEVEL, _MODELS, _CONFIG, _NO_MDNS, _PEERS, _LISTEN, _HTTP, _HOME):
+        command = option(command)
+    return command
+
+
+# Option → the setting it stands for.
+_KEYS = {
+    "http": ("--http", "http.listen"),
+    "listen": ("--listen", "fleet.listen"),
+    "peers": ("--peer", "fleet.peers"),
+    "no_mdns": ("--no-mdns", "fleet.mdns"),
+    "models_dir": ("--models-dir", "models.dir"),
+    "log_level": ("--log-level", "log.level"),
+}
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -53,20 +83,10 @@ def cli() -> None:
 
 
 @cli.command()
-@_HOME
-@_HTTP
-@_CONFIG
-@_MODELS
-@_LEVEL
-def run(
-    home: Path | None,
-    http: str | None,
-    config_file: Path | None,
-    models_dir: str | None,
-    log_level: str | None,
-) -> None:
+@_settings
+def run(home: Path | None, config_file: Path | None, **flags: Any) -> None:
     """Run the daemon in the foreground until SIGTERM or Ctrl-C."""
-    place, settings = _load(home, config_file, http=http, models_dir=models_dir, log_level=log_level)
+    place, settings = _load(home, config_file, **flags)
     observe.configure(settings.log.level, settings.log.format)
     # Imported late: `fleetd version`, `config show` and refusals need none of the server.
     from fleetd import app
@@ -80,22 +100,11 @@ def config_group() -> None:
 
 
 @config_group.command()
-@_HOME
-@_HTTP
-@_CONFIG
-@_MODELS
-@_LEVEL
+@_settings
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
-def show(
-    home: Path | None,
-    http: str | None,
-    config_file: Path | None,
-    models_dir: str | None,
-    log_level: str | None,
-    as_json: bool,
-) -> None:
+def show(home: Path | None, config_file: Path | None, as_json: bool, **flags: Any) -> None:
     """Every setting: its value, where that came from, and the default."""
-    place, settings = _load(home, config_file, http=http, models_dir=models_dir, log_level=log_level)
+    place, settings = _load(home, config_file, **flags)
     rows = [
         {
             "key": key.name,
@@ -126,16 +135,17 @@ def version() -> None:
     click.echo(__version__)
 
 
-def _load(
-    home: Path | None, config_file: Path | None, **flags: str | None
-) -> tuple[paths.Home, config.Config]:
+def _load(home: Path | None, config_file: Path | None, **flags: Any) -> tuple[paths.Home, config.Config]:
     place = paths.resolve(home)
-    keys = {"http": "http.listen", "models_dir": "models.dir", "log_level": "log.level"}
-    given: dict[str, tuple[str, Any]] = {
-        keys[name]: (f"--{name.replace('_', '-')}", value)
-        for name, value in flags.items()
-        if value is not None
-    }
+    given: dict[str, tuple[str, Any]] = {}
+    for name, value in flags.items():
+        flag, key = _KEYS[name]
+        if name == "no_mdns":
+            value = False if value else None
+        elif name == "peers":
+            value = list(value) or None
+        if value is not None:
+            given[key] = (flag, value)
     settings = config.load(config_file or place.config, flags=given, required=config_file is not None)
     return place, settings
 

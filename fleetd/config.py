@@ -17,6 +17,7 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -25,9 +26,10 @@ import msgspec
 from msgspec import Meta
 
 from fleetd.errors import ConfigError
-from fleetd.limits import GIB, KIB, MIB
+from fleetd.limits import GIB, KIB, MEMBERS_CONFIGURED, MIB
 
 DEFAULT_PORT = 8114
+DEFAULT_PEER_PORT = 8115
 # Beyond these a figure is a slip of the pen, and would overflow somewhere less polite.
 _FOREVER_S = 10**9
 _MOST_BYTES = 1 << 50
@@ -116,6 +118,49 @@ class Engine(msgspec.Struct, frozen=True):
     ] = 0
 
 
+class Fleet(msgspec.Struct, frozen=True):
+    enabled: Annotated[
+        bool, Meta(description="Off, this machine opens no port for others and looks for nobody.")
+    ] = True
+    listen: Annotated[
+        str,
+        Meta(
+            description="HOST:PORT for other machines; * is every interface, port 0 picks a free one. "
+            "Only paired machines get past the TLS handshake."
+        ),
+    ] = f"*:{DEFAULT_PEER_PORT}"
+    name: Annotated[
+        str, Meta(max_length=64, description='What people call this machine; "" is its host name.')
+    ] = ""
+    mdns: Annotated[
+        bool,
+        Meta(description="Finds and is found on the local network; off, only known addresses are tried."),
+    ] = True
+    peers: Annotated[
+        list[str],
+        Meta(
+            max_length=MEMBERS_CONFIGURED,
+            description="HOST:PORT of machines beyond mDNS: other networks, Tailscale, some Wi-Fi.",
+        ),
+    ] = []
+    local_only: Annotated[
+        bool,
+        Meta(description="Prompts given to this machine are never sent to another one."),
+    ] = False
+
+    @property
+    def host(self) -> str:
+        return _split_address(self.listen)[0]
+
+    @property
+    def port(self) -> int:
+        return _split_address(self.listen)[1]
+
+    @property
+    def static_peers(self) -> list[tuple[str, int]]:
+        return [_split_peer(peer) for peer in self.peers]
+
+
 class Log(msgspec.Struct, frozen=True):
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
@@ -139,6 +184,7 @@ class Config(msgspec.Struct, frozen=True):
     http: Http = Http()
     models: Models = Models()
     engine: Engine = Engine()
+    fleet: Fleet = Fleet()
     log: Log = Log()
     usage: UsageSettings = UsageSettings()
     origins: dict[str, str] = {}
@@ -175,6 +221,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "http": Http,
     "models": Models,
     "engine": Engine,
+    "fleet": Fleet,
     "log": Log,
     "usage": UsageSettings,
 }
@@ -347,11 +394,14 @@ def _bytes(text: str) -> int | str:
 
 def _unknown(name: str, where: str, *vocabularies: list[str]) -> ConfigError:
     for valid in vocabularies:
-        # A key typed without its section ("listen") is looked for by its last part too.
-        tails = {option.rpartition(".")[2]: option for option in valid}
         near = difflib.get_close_matches(name, valid, 1, _NEAR_ENOUGH)
-        if near := near or [tails[t] for t in difflib.get_close_matches(name.rpartition(".")[2], tails, 1)]:
-            hint = f"Did you mean `{near[0]}`?"
+        if not near:
+            # A key typed without its section ("listen") is looked for by its last part; several have it.
+            tails = {option.rpartition(".")[2] for option in valid}
+            tail = difflib.get_close_matches(name.rpartition(".")[2], tails, 1)
+            near = [option for option in valid if tail and option.rpartition(".")[2] == tail[0]]
+        if near:
+            hint = f"Did you mean {' or '.join(f'`{option}`' for option in near)}?"
             break
     else:
         hint = "`fleetd config show` lists all settings."
@@ -366,8 +416,45 @@ def _split_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def _split_peer(address: str) -> tuple[str, int]:
+    """HOST or HOST:PORT; an IPv6 address with a port stands in brackets."""
+    with suppress(ValueError):
+        return str(ipaddress.IPv6Address(address)), DEFAULT_PEER_PORT
+    if ":" not in address or address.endswith("]"):
+        address = f"{address}:{DEFAULT_PEER_PORT}"
+    host, port = _split_address(address)
+    if ":" in host:
+        ipaddress.IPv6Address(host)
+    return host, port
+
+
+def _check_fleet(config: Config) -> None:
+    where = config.origin("fleet.listen")
+    try:
+        host, _ = _split_address(config.fleet.listen)
+        if host not in ("*", "localhost"):
+            ipaddress.ip_address(host)
+    except ValueError:
+        raise ConfigError(
+            f"`fleet.listen` from {where} is not an address: {config.fleet.listen!r}.",
+            hint=f"Write HOST:PORT with an address of this machine, or *:{DEFAULT_PEER_PORT} for all.",
+            param="fleet.listen",
+        ) from None
+    for peer in config.fleet.peers:
+        try:
+            _split_peer(peer)
+        except ValueError:
+            origin = config.origin("fleet.peers")
+            raise ConfigError(
+                f"`fleet.peers` from {origin} holds {peer!r}, which is not HOST or HOST:PORT.",
+                hint=f"The port is {DEFAULT_PEER_PORT} unless that machine's fleet.listen says otherwise.",
+                param="fleet.peers",
+            ) from None
+
+
 def _check(config: Config) -> None:
     """What concerns more than one value, and the one promise that no setting may break by accident."""
+    _check_fleet(config)
     where = config.origin("http.listen")
     try:
         host, _ = _split_address(config.http.listen)

@@ -24,9 +24,21 @@
     ├─ OutOfMemory                  refused before allocating, with the figures
     ├─ DiskFull                     nothing half-written is left behind
     ├─ Draining                     the daemon is stopping
-    └─ EngineError                  the worker failed
-       ├─ EngineDied                the worker process ended
-       └─ EngineStalled             the worker made no progress
+    ├─ EngineError                  the worker failed
+    │  ├─ EngineDied                the worker process ended
+    │  └─ EngineStalled             the worker made no progress
+    └─ PeerError                    another machine is at fault, or the way to it
+       ├─ PeerUnreachable           no address of it answers
+       ├─ PeerLost                  it went away, or fell silent, in the middle of something
+       ├─ NotPaired                 it does not know this machine, or this machine does not know it
+       ├─ VersionMismatch           it speaks no protocol version that this one speaks
+       ├─ ProtocolError             it sent what the protocol does not allow
+       │  └─ SealBroken             a sealed chunk that fails its tag, or comes out of order
+       ├─ IdentityRefused           a key, certificate or node id that is not what it says
+       ├─ RosterRefused             a roster record by a stranger, with a bad signature, or over a bound
+       ├─ PairingFailed             a wrong code, or somebody in between
+       │  └─ PairingClosed          no window is open: not begun, used up, tried too often or too late
+       └─ NoMachine                 no machine of the fleet can run this model; says why for each
 
 Raise where the facts are known, translate once at each boundary. ``code`` is stable: logs, HTTP bodies, the
 engine protocol and fleetctl's exit status all use it.
@@ -174,6 +186,54 @@ class EngineDied(EngineError):
 
 class EngineStalled(EngineError):
     code, status = "engine_stalled", 504
+
+
+class PeerError(FleetError):
+    code, status = "peer_error", 502
+
+
+class PeerUnreachable(PeerError):
+    code, status = "peer_unreachable", 503
+
+
+class PeerLost(PeerError):
+    code, status = "peer_lost", 502
+
+
+class NotPaired(PeerError):
+    code, status = "not_paired", 403
+
+
+class VersionMismatch(PeerError):
+    code, status = "version_mismatch", 502
+
+
+class ProtocolError(PeerError):
+    code, status = "protocol_error", 502
+
+
+class SealBroken(ProtocolError):
+    code, status = "seal_broken", 502
+
+
+class IdentityRefused(PeerError):
+    code, status = "identity_refused", 403
+
+
+class RosterRefused(PeerError):
+    code, status = "roster_refused", 403
+
+
+class PairingFailed(PeerError):
+    code, status = "pairing_failed", 403
+
+
+class PairingClosed(PairingFailed):
+    code, status = "pairing_closed", 403
+
+
+class NoMachine(PeerError):
+    code, status = "no_machine", 503
 
 
 def _tree(root: type[FleetError]) -> dict[str, type[FleetError]]:

@@ -115,7 +115,7 @@ class Ledger:
             _insert(db, row)
             db.execute(
                 "UPDATE usage SET state = ?, reason = ?, ended_s = ?, prompt_tokens = ?, cached_tokens = ?,"
-                " completion_tokens = ?, queue_s = ?, prefill_s = ?, decode_s = ?"
+                " completion_tokens = ?, queue_s = ?, prefill_s = ?, decode_s = ?, node = ?"
                 " WHERE request_id = ? AND state = 'reserved'",
                 (
                     state,
@@ -127,6 +127,7 @@ class Ledger:
                     timings.queue_s,
                     timings.prefill_s,
                     timings.decode_s,
+                    row.node,  # where it ended up, which need not be where it was first sent
                     row.request_id,
                 ),
             )

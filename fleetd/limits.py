@@ -27,6 +27,8 @@ SSE_PROGRESS_S = 0.1
 # How long a streaming request waits for the worker to accept it, so that an early refusal still gets its own
 # HTTP status. Headers must be out within 50 ms of a request.
 HEADERS_GRACE_S = 0.03
+# The same for the plan, which a slow disk may hold up: it is known after LEDGER_WAIT_S at the latest.
+HEADERS_PLAN_S = 0.5
 
 # ---- Requests --------------------------------------------------------------------------------------------
 MESSAGES = 4096
@@ -36,6 +38,8 @@ CHOICES = 8
 TOP_LOGPROBS = 20
 TOOLS = 256
 QUEUED_REQUESTS = 64
+# Ours have 34; this one is written into logs and the ledger.
+REQUEST_ID_CHARS = 128
 # Answers one /v1/completions body may ask for: its prompts times n.
 COMPLETIONS_PER_REQUEST = 64
 # Jinja renders in the worker: a template that has produced nothing for this long never will.
@@ -53,6 +57,8 @@ ENGINE_STALL_S = 60.0
 ENGINE_STALL_REPORT_S = 10.0
 ENGINE_LOAD_S = 900.0
 ENGINE_STOP_S = 5.0
+# Measuring a model's speed at load: routing needs the order of magnitude, and every load pays for it.
+CALIBRATE_S = 2.0
 # Events the daemon holds for one slow HTTP reader before it stops reading that request's stream.
 EVENTS_QUEUED = 4096
 
@@ -85,6 +91,208 @@ GGUF_KEYS = 65_536
 GGUF_ARRAY_ITEMS = 8_000_000
 GGUF_TENSORS = 65_536
 
+# ---- Fleet: identity and roster --------------------------------------------------------------------------
+# fleetd's own certificates take 350 bytes.
+CERTIFICATE_BYTES = KIB
+# What people read in a table of machines; a longer host name is cut.
+MEMBER_NAME_CHARS = 64
+# Machines that one machine keeps a session with. Fleets are owned by people, who own a dozen.
+ROSTER_MEMBERS = 64
+# Two for each pairing and two for each removal; a thousand is years of both.
+ROSTER_RECORDS = 1024
+# So many records at their longest, which is 1.5 KiB, and room.
+ROSTER_FILE_BYTES = 4 * MIB
+
+# ---- Fleet: pairing --------------------------------------------------------------------------------------
+# Somebody who guesses has a chance of 3 in 2^32, and people mistype a code once, not three times.
+PAIRING_TRIES = 3
+PAIRING_WINDOW_S = 300.0
+# Looking on the network for the machine that shows a code.
+PAIRING_SEARCH_S = 15.0
+# Connections to an open window: one is the right one, the others cost memory.
+PAIRING_VISITORS = 8
+# A hello with its certificate takes half a kilobyte; records travel in as many messages as they need.
+PAIRING_FRAME_BYTES = 16 * KIB
+# From one message of the other program to its next; the slowest step is two point multiplications in Python.
+PAIRING_STEP_S = 10.0
+# For the person at the inviting machine to compare the phrase and answer.
+PAIRING_ANSWER_S = 300.0
+
+# ---- Fleet: the peer port --------------------------------------------------------------------------------
+# Static peers one configuration may name: as many as a fleet may have members.
+MEMBERS_CONFIGURED = 64
+# Sockets that have not shown who they are: enough for every member to dial at once, little for a flood.
+PEER_SOCKETS_UNKNOWN = 32
+# Of these from one address, so that one stranger cannot take all of them.
+PEER_SOCKETS_PER_ADDRESS = 12
+# From accept to a finished TLS handshake, a ticket, or the start of pairing.
+PEER_HANDSHAKE_S = 5.0
+PEER_CONNECT_S = 5.0
+# A closed connection waits this long for the other side to agree that it is.
+PEER_SHUTDOWN_S = 1.0
+# Bytes handed to a session's transport before the kernel took the earlier ones: a ping queues behind these.
+PEER_WRITE_BUFFER_BYTES = 64 * KIB
+# How long a session that another one replaced stays open for what was begun on it meanwhile.
+RETIRE_S = 1.0
+# A machine that stops takes its mDNS records back within this time, or leaves them to expire.
+GOODBYE_S = 0.5
+# Sessions with one machine: two that called each other at once, one over a better way, one that died unheard.
+SESSIONS_PER_PEER = 4
+# Requests of one peer that run here at once: alone it cannot fill the queue that everybody waits in.
+PEER_REQUESTS = QUEUED_REQUESTS // 2
+
+# ---- Fleet: who is called, and what is told --------------------------------------------------------------
+# Two addresses of one machine side by side: the first may belong to an interface that leads nowhere.
+DIALS_PER_PEER = 2
+# Connections being made at once, over all machines.
+DIALS_AT_ONCE = 8
+# Of these to addresses that somebody only claims: a flood of claims must not keep members from each other.
+DIALS_TO_HINTS = 6
+# Fits into one frame of a session with room to spare.
+ROSTER_BATCH_BYTES = 48 * KIB
+ADDRESSES_TOLD = 128
+# Members times addresses, written with room to spare.
+ADDRESS_FILE_BYTES = 256 * KIB
+# A card is repeated this often, so that three lost ones (which TCP does not lose) do not expire it.
+CARD_REPEAT_S = 20.0
+
+# Every way to a peer is measured again after this long, and one measurement takes at most so long.
+LINK_PROBE_S = 600.0
+LINK_PROBE_WITHIN_S = 10.0
+# Measurements answered at once, one per machine: each holds a thread, and everything that touches the disk
+# needs one of five or more.
+LINK_PROBES = 2
+
+# ---- Fleet: jobs on other machines -----------------------------------------------------------------------
+# Machines tried for one request before its first token; a fourth would only make a broken fleet feel slow.
+ATTEMPTS = 3
+# A machine that computes or waits says so this often, and one that has said nothing for so long is given up.
+JOB_ALIVE_S = 2.0
+JOB_SILENCE_S = 8.0
+# A machine that asked for an answer and reads none of it keeps a slot and its KV cache from others.
+JOB_READ_STALL_S = 60.0
+# Of a job's id, as the machine that asked for it has it, to be found again here.
+JOB_ID_CHARS = 64
+# Names and hashes of a model's files are on record where it was installed, or were hashed for the card.
+COPY_OFFER_S = 30.0
+# Copies given to others at once, a process each; more would only make all of them slower.
+COPIES_GIVEN = 8
+# A clock is asked for by `fleetctl doctor`, which is waiting.
+CLOCK_WITHIN_S = 2.0
+
+# ---- Fleet: control sessions -----------------------------------------------------------------------------
+# A host name has at most this many characters.
+PEER_NAME_CHARS = 255
+# Sentences of an error that crosses the wire, each; longer ones are cut.
+ERROR_TEXT_CHARS = 1024
+# One-way news is not fragmented; the longest is a capability card.
+NOTIFY_BYTES = 64 * KIB
+# Names of methods and topics: ours are words.
+METHOD_CHARS = 64
+# The longest frame: such news and what is around it.
+FRAME_BYTES = NOTIFY_BYTES + KIB
+# A ping waits for at most the fragment that is being written, so fragments are short; two of them, with what
+# is around them, fill one write.
+FRAGMENT_BYTES = 32 * KIB - 64
+# What a fragment costs besides its bytes, so that a flood of empty messages runs out of credit too.
+FRAGMENT_COST_BYTES = 64
+# A request up to this size travels in the Open frame; those are sent in the order of their streams, before
+# other traffic of the same urgency, so they must be short.
+OPEN_BODY_BYTES = 8 * KIB
+# Credit per direction of a stream: 1 GB/s at a round trip of 0.25 ms.
+STREAM_WINDOW_BYTES = 256 * KIB
+# A routed request is at most one HTTP body.
+MESSAGE_BYTES = HTTP_BODY_BYTES + MIB
+# Messages of one session, unfinished or waiting for their readers: one that arrives while another is read.
+SESSION_HELD_BYTES = 2 * MESSAGE_BYTES
+# The same on the way out.
+SESSION_QUEUED_BYTES = 2 * MESSAGE_BYTES
+# Open at once, opened by one side.
+SESSION_STREAMS = 256
+# Answers (Pong, Cancel, Window) waiting for a peer that asks and does not read.
+SESSION_ANSWERS = 4096
+# From the end of the TLS handshake.
+HELLO_S = 5.0
+# Silence after which a ping asks whether the other side is there.
+PING_S = 1.0
+# Silence after which it is not to be relied on: within 3 s of its death, with one late answer forgiven.
+SUSPECT_S = 2.5
+# Silence after which it is gone.
+DEAD_S = 5.0
+# Under constant traffic nothing is silent, but the round trip is wanted.
+RTT_PING_S = 5.0
+# A peer that talks without answering is no use either: a minute of it under constant traffic.
+PINGS_UNANSWERED = 12
+
+# ---- Fleet: cards ----------------------------------------------------------------------------------------
+# A hundred models with everything known about them take about 30 KiB.
+CARD_BYTES = 64 * KIB
+CARD_MODELS = 256
+# No name, version or revision is longer; a file name on any of the platforms is at most 255 bytes.
+CARD_TEXT_CHARS = 255
+# Cards are sent again well before this; a machine whose pings go on but whose cards do not is not believed.
+CARD_TTL_S = 60.0
+
+# ---- Fleet: control over the Unix socket ------------------------------------------------------------------
+# A machine, a code or an address in a control request; the longest is a host name and a port.
+CONTROL_TEXT_CHARS = 300
+
+# ---- Fleet: sealed streams ------------------------------------------------------------------------------
+# Fits the second-level cache of a core together with its ciphertext: measured a third faster than 1 or 4 MiB
+# on x86, and still few enough tags and calls to cost nothing.
+SEALED_CHUNK_BYTES = 512 * KIB
+# Not one byte in this time: a disk that spins up or a Wi-Fi that roams is back, a machine that left is not.
+SEALED_STALL_S = 20.0
+# From the message that carries a ticket to the connection that shows it, over a slow link to a busy peer.
+TICKET_S = 10.0
+# Streams about to be opened at once, over all peers.
+TICKETS = 64
+# A message between processes: the names of a model's files and how much of each is there.
+HANDOFF_BYTES = MIB
+# The other process reads as soon as it has started, imports included.
+HANDOFF_S = 10.0
+# Files of one model in a copy: a million million parameters at 16 bits in shards of 5 GB are 400.
+COPY_FILES = 1024
+# All of them together; four times as much.
+COPY_BYTES = 8192 * GIB
+
+# ---- Fleet: ways to a machine ----------------------------------------------------------------------------
+# A machine with Ethernet, Wi-Fi, a Thunderbolt bridge and a tailnet has eight, counting both IP versions.
+ADDRESSES_PER_PEER = 16
+# The wait after the first failure, doubled by each further one: a machine that is down costs six tries a
+# minute, and one that nothing announces is called within ten seconds of being back.
+DIAL_AGAIN_S = 0.5
+DIAL_AGAIN_MOST_S = 10.0
+# Measurements kept per address: half a minute of pings, and the last transfers.
+LINK_ROUND_TRIPS = 32
+LINK_SPEEDS = 16
+# Less than this measures the round trip and TCP's start, not the way.
+LINK_TRANSFER_BYTES = MIB
+
+# ---- Fleet: discovery ------------------------------------------------------------------------------------
+# Machines remembered from mDNS: as many as a fleet may have members, and a flood cannot fill the memory.
+SIGHTINGS = 64
+# Claims acted upon, each of which may lead to dials; at once, those of a whole fleet that is switched on.
+SIGHTINGS_PER_S = 20
+SIGHTINGS_AT_ONCE = 128
+# The longest string that a TXT record can hold.
+SIGHTING_TEXT_BYTES = 255
+# Everybody is asked this often who is there, and forgotten after three questions without an answer.
+DISCOVERY_ASK_S = 60.0
+SIGHTING_TTL_S = 200.0
+# A new cable or another Wi-Fi is noticed within this time.
+DISCOVERY_REFRESH_S = 5.0
+# Where multicast does not work: tried again, less and less often.
+DISCOVERY_AGAIN_S = 1.0
+DISCOVERY_AGAIN_MOST_S = 60.0
+# mDNS about fleetd that is parsed: sixty-four machines describing themselves are 32 KiB.
+MDNS_BYTES_PER_S = 128 * KIB
+MDNS_BURST_BYTES = 512 * KIB
+# What this machine multicasts comes back to it within a millisecond, or never.
+MULTICAST_ECHO_S = 0.5
+# A question to the system or to a port that somebody waits for in doctor.
+PROBE_S = 2.0
+
 # ---- fleetctl --------------------------------------------------------------------------------------------
 # A healthy daemon answers control calls in milliseconds; a swapped-out one may need seconds.
 CLIENT_CALL_S = 10.0
@@ -104,6 +312,7 @@ MODEL_REHASH_BYTES = 2 * GIB
 DISK_RESERVE_BYTES = 256 * MIB
 # A download reports at least once a second; this much silence means its process hangs.
 PULL_SILENCE_S = 60.0
-PULL_LINE_BYTES = 64 * KIB
+# The longest line of one names every file of a model.
+PULL_LINE_BYTES = 512 * KIB
 # No new byte from the source for this long ends a download; it can be resumed.
 PULL_STALL_S = 120.0

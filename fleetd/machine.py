@@ -1,7 +1,7 @@
 """What this machine is: cheap facts, read without touching the accelerator.
 
 The figures respect limits set from outside (cgroups, CPU affinity): a container with 8 GB on a 512 GB host
-is a machine of 8 GB.
+is a machine of 8 GB. Memory is the system's, which is the GPU's too on the machines this is made for.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Literal
 import msgspec
 import psutil
 
+from fleetd import hardware_facts
+from fleetd.hardware_facts import text
 from fleetd.models.catalog import Tier, tier_of
 
 Accelerator = Literal["metal", "cuda", "cpu"]
@@ -28,13 +30,22 @@ _UNLIMITED_BYTES = 1 << 60
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """One reading; ``available_bytes`` changes by the second, the rest does not."""
+    """One reading; ``available_bytes`` changes by the second, the rest does not.
+
+    ``product`` and ``gpu`` are "" where unknown. ``performance_cores``: those of ``cores`` that are of the
+    faster kind. ``wired_limit_bytes``: what a Mac's owner lets the GPU have; 0 is the system's choice.
+    """
 
     platform: str
+    hostname: str
+    product: str
     cpu: str
+    gpu: str
     cores: int
+    performance_cores: int
     memory_bytes: int
     available_bytes: int
+    wired_limit_bytes: int
     tier: Tier
     accelerator: Accelerator
 
@@ -46,9 +57,30 @@ class Prober:
         self._root = root
         self._cgroup = list(_cgroup_folders(root))
         self._platform = f"{platform.system()} {platform.release()} {platform.machine()}"
-        self._cpu = _cpu_name(root)
+        self._hostname = hardware_facts.short_host(platform.node())
         self._cores = _cores()
         self._accelerator = _accelerator(root)
+        self._product, self._cpu, self._gpu = "", "", ""
+        self._fast_cores = self._wired_limit_bytes = 0
+        if sys.platform == "darwin":
+            self._look_at_mac()
+        else:
+            self._look_at_linux(root)
+
+    def _look_at_mac(self) -> None:
+        facts = hardware_facts.mac_facts(_output(["/usr/sbin/sysctl", *hardware_facts.SYSCTLS]))
+        self._product, self._cpu = facts["product"], facts["cpu"] or platform.machine()
+        # One chip is both; Intel Macs have GPUs that nothing here computes on.
+        self._gpu = self._cpu if self._accelerator == "metal" else ""
+        self._fast_cores = facts["performance_cores"]
+        self._wired_limit_bytes = facts["wired_limit_bytes"]
+
+    def _look_at_linux(self, root: Path) -> None:
+        self._product = hardware_facts.linux_product(root)
+        named = hardware_facts.linux_cpu(text(root / "proc/cpuinfo"))
+        self._cpu = named or platform.processor() or platform.machine()
+        self._gpu = hardware_facts.linux_gpu(root)
+        self._fast_cores = hardware_facts.linux_fast_cores(root)
 
     def read(self) -> Machine:
         memory = psutil.virtual_memory()
@@ -58,10 +90,15 @@ class Prober:
             available = min(available, max(0, limit - used))
         return Machine(
             platform=self._platform,
+            hostname=self._hostname,
+            product=self._product,
             cpu=self._cpu,
+            gpu=self._gpu,
             cores=self._cores,
+            performance_cores=min(self._fast_cores or self._cores, self._cores),
             memory_bytes=total,
             available_bytes=available,
+            wired_limit_bytes=self._wired_limit_bytes,
             tier=tier_of(total),
             accelerator=self._accelerator,
         )
@@ -71,17 +108,6 @@ def _cores() -> int:
     # Absent on macOS, which has no CPU affinity.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
-
-
-def _cpu_name(root: Path) -> str:
-    if sys.platform == "darwin":
-        return _output(["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]) or platform.machine()
-    for line in _text(root / "proc/cpuinfo").splitlines():
-        key, _, value = line.partition(":")
-        # x86 says "model name"; ARM kernels give "Model" on boards and nothing at all on servers.
-        if key.strip() in ("model name", "Model") and value.strip():
-            return value.strip()
-    return platform.processor() or platform.machine()
 
 
 def _accelerator(root: Path) -> Accelerator:
@@ -95,7 +121,7 @@ def _accelerator(root: Path) -> Accelerator:
 
 def _cgroup_folders(root: Path) -> Iterable[Path]:
     """Our control group and its ancestors: the tightest limit on the way up is the one that kills."""
-    for line in _text(root / "proc/self/cgroup").splitlines():
+    for line in text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):
             continue
@@ -117,32 +143,25 @@ def _cgroup_memory(folders: Iterable[Path]) -> Iterable[tuple[int, int]]:
             ("memory.max", "memory.current"),
             ("memory.limit_in_bytes", "memory.usage_in_bytes"),
         ):
-            limit = _text(folder / limit_name).strip()
+            limit = text(folder / limit_name).strip()
             if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES:
-                used = _text(folder / used_name).strip()
+                used = text(folder / used_name).strip()
                 yield int(limit), int(used) - _reclaimable(folder) if used.isdecimal() else 0
 
 
 def _reclaimable(folder: Path) -> int:
     """Page cache counts as used in a cgroup but gives way at once: a model file read once is no pressure."""
-    for line in _text(folder / "memory.stat").splitlines():
+    for line in text(folder / "memory.stat").splitlines():
         name, _, value = line.partition(" ")
         if name in ("inactive_file", "total_inactive_file") and value.isdecimal():
             return int(value)
     return 0
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 def _output(command: list[str]) -> str:
+    """What it prints, also where it complains of a part of the question; "" where it does not run."""
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=_SYSCTL_S, check=True
-        ).stdout.strip()
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SYSCTL_S, check=False)
     except (OSError, subprocess.SubprocessError):
         return ""
+    return done.stdout

@@ -43,14 +43,32 @@ class EngineFigures(Protocol):
     def restarts(self) -> int: ...
 
 
+class PeerFigures(Protocol):
+    """The part of a peer's view that is a gauge (``fleetd.p2p.views.PeerView``)."""
+
+    @property
+    def short_id(self) -> str: ...
+    @property
+    def state(self) -> str: ...
+    @property
+    def rtt_ms(self) -> float | None: ...
+
+
 class Metrics:
     """All series of one daemon."""
 
-    def __init__(self, version: str, *, engines: Callable[[], Iterable[EngineFigures]] = lambda: ()) -> None:
+    def __init__(
+        self,
+        version: str,
+        *,
+        engines: Callable[[], Iterable[EngineFigures]] = lambda: (),
+        peers: Callable[[], Iterable[PeerFigures]] = lambda: (),
+    ) -> None:
         # A creation time per counter and histogram would double what a scrape carries, for no dashboard.
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry = CollectorRegistry()
         self._engines = engines
+        self._peers_now = peers
         self._models: set[str] = set()
         self._restarts_seen: dict[str, int] = {}
 
@@ -88,6 +106,11 @@ class Metrics:
 
         self._failures = counter("fleetd_request_failures", "Requests that ended in an error.", "code")
         self._plans = counter("fleetd_plan", "Plans that ran, and why that kind.", "kind", "reason")
+        self._fallbacks = counter(
+            "fleetd_fallback", "Requests that moved on after a machine failed them.", "reason"
+        )
+        self._peers = Gauge("fleetd_peers", "Paired machines.", ["state"], registry=registry)
+        self._rtt = Gauge("fleetd_peer_rtt_seconds", "Round trip to a peer.", ["peer"], registry=registry)
         self._auth = counter("fleetd_auth_failures", "Requests refused before any work.", "reason")
         self._restarts = counter("fleetd_engine_restarts", "Engine workers started again.", "model_name")
         self._memory = gauge("fleetd_engine_memory_bytes", "Memory an engine worker reports.")
@@ -129,6 +152,9 @@ class Metrics:
         """Both from the planner's own closed lists."""
         self._plans.labels(kind, reason).inc()
 
+    def fallback(self, reason: str) -> None:
+        self._fallbacks.labels(reason if reason in BY_CODE else _OTHER).inc()
+
     def auth_failure(self, reason: str) -> None:
         self._auth.labels(reason if reason in _AUTH_FAILURES else _OTHER).inc()
 
@@ -156,5 +182,11 @@ class Metrics:
             self._restarts.labels(model).inc(engine.restarts - seen if engine.restarts > seen else 0)
             self._restarts_seen[model] = engine.restarts
             self._memory.labels(model).set(engine.memory_bytes)
+        self._peers.clear()
+        self._rtt.clear()
+        for peer in self._peers_now():  # no more than a fleet may have members
+            self._peers.labels(peer.state).inc()
+            if peer.rtt_ms is not None:
+                self._rtt.labels(peer.short_id).set(peer.rtt_ms / 1000)
         encode, content_type = choose_encoder(accept)
         return encode(self._registry), content_type

@@ -57,6 +57,10 @@ class Home:
         return self.root / "fleetd.lock"
 
     @property
+    def identity(self) -> Path:
+        return self.root / "identity"
+
+    @property
     def models(self) -> Path:
         return self.root / "models"
 

@@ -7,6 +7,7 @@ import msgspec
 from fleetd.engine.supervisor import EngineStatus
 from fleetd.jobs.runner import RequestCounts
 from fleetd.machine import Machine
+from fleetd.p2p.views import FleetView
 
 
 class HttpAddress(msgspec.Struct, frozen=True):
@@ -29,3 +30,4 @@ class Status(msgspec.Struct, frozen=True):
     machine: Machine
     engines: list[EngineStatus]
     requests: RequestCounts
+    fleet: FleetView

@@ -25,7 +25,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
     body = requests.decode(await http_body.read(request), requests.ChatBody)
     top = head(request.app[SERVICES], "chatcmpl", body.model)
-    work = generate.Work(top.id, body.model or "", "chat", translate.chat(body, top.id))
+    work = generate.Work(
+        top.id, body.model or "", "chat", translate.chat(body, top.id), bool(body.local_only)
+    )
     count = len(work.generates)
     parallel_tools = body.parallel_tool_calls is not False
     if body.stream:

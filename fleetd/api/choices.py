@@ -15,8 +15,9 @@ from typing import Self
 
 from fleetd import limits
 from fleetd.engine.protocol import Event, Loading
+from fleetd.jobs.job import Planned
 
-Source = Callable[[], AsyncGenerator[Loading | Event, None]]
+Source = Callable[[], AsyncGenerator[Planned | Loading | Event, None]]
 
 _QUEUED = 32
 
@@ -28,7 +29,9 @@ class Choices:
         self._sources = sources
         # A batch of prompts does not take more slots at a time than one request's n may.
         self._slots = asyncio.Semaphore(limits.CHOICES)
-        self._queue: asyncio.Queue[tuple[int, Loading | Event | Exception | None]] = asyncio.Queue(_QUEUED)
+        self._queue: asyncio.Queue[tuple[int, Planned | Loading | Event | Exception | None]] = asyncio.Queue(
+            _QUEUED
+        )
         self._running = len(sources)
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -43,7 +46,7 @@ class Choices:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def next(self, timeout_s: float | None) -> tuple[int, Loading | Event] | None:
+    async def next(self, timeout_s: float | None) -> tuple[int, Planned | Loading | Event] | None:
         """The next event of any choice; None when all have ended.
 
         Raises:

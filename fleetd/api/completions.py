@@ -15,7 +15,9 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
     body = requests.decode(await http_body.read(request), requests.CompletionBody)
     top = head(request.app[SERVICES], "cmpl", body.model)
-    work = generate.Work(top.id, body.model or "", "completions", translate.completion(body, top.id))
+    work = generate.Work(
+        top.id, body.model or "", "completions", translate.completion(body, top.id), bool(body.local_only)
+    )
     count, per_prompt, echo = len(work.generates), body.n or 1, bool(body.echo)
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)

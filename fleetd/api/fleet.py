@@ -10,15 +10,13 @@ from typing import Annotated, Any
 import msgspec
 from aiohttp import hdrs, web
 
-from fleetd import limits
 from fleetd.api import body as http_body
-from fleetd.api import failures
-from fleetd.api.context import REQUEST_ID, SERVICES, is_gone
+from fleetd.api.context import SERVICES
 from fleetd.api.models import json, loaded_models
+from fleetd.api.relay import relay
 from fleetd.api.requests import parse
 from fleetd.api.services import Services, view
-from fleetd.api.sse import EventStream
-from fleetd.errors import FleetError, InvalidValue, ModelNotFound
+from fleetd.errors import InvalidValue, ModelNotFound
 
 _DAYS = (1, 3650)
 
@@ -149,56 +147,22 @@ async def verify(request: web.Request) -> web.StreamResponse:
 async def pull(request: web.Request) -> web.StreamResponse:
     """Progress as a stream of events; the last one says done, or what went wrong."""
     services = request.app[SERVICES]
-    ref = (await _ref(request)).model
-    async with aclosing(services.models.pull(ref)) as steps:
-        out = EventStream(request)
-        await out.start("keepalive 0/0")
-        try:
-            await _relay(steps, out)
-            folder = await asyncio.to_thread(services.models.resolve, ref)
-        except FleetError as exc:
-            await out.fail(exc)
-        except Exception as exc:  # the request's boundary, when its status is already out
-            if isinstance(exc, ConnectionError) and is_gone(request):
-                raise
-            await out.fail(failures.unexpected(exc, request[REQUEST_ID]))
-        else:
-            await out.data(msgspec.json.encode({"done": True, "name": folder.name}))
-            await out.end()
-    return out.response
+    return await relay(request, _pulling(services, (await _ref(request)).model))
 
 
-async def _next(steps: AsyncGenerator[Any, None]) -> Any:
-    return await anext(steps, None)
-
-
-async def _relay(steps: AsyncGenerator[Any, None], out: EventStream) -> None:
-    """Pass progress on, with a comment whenever the source is silent for long."""
-    pending: asyncio.Task[Any] | None = None
-    try:
-        while True:
-            pending = pending or asyncio.create_task(_next(steps))
-            finished, _ = await asyncio.wait({pending}, timeout=limits.SSE_KEEPALIVE_S)
-            if not finished:
-                await out.comment("keepalive 0/0")
-                continue
-            step, pending = pending.result(), None
-            if step is None:
-                return
-            await out.data(
-                msgspec.json.encode(
-                    {
-                        "file": step.file,
-                        "done_bytes": step.done_bytes,
-                        "total_bytes": step.total_bytes,
-                        "stage": step.stage,
-                    }
-                )
+async def _pulling(services: Services, ref: str) -> AsyncGenerator[bytes, None]:
+    async with aclosing(services.pull(ref)) as steps:
+        async for step in steps:
+            yield msgspec.json.encode(
+                {
+                    "file": step.file,
+                    "done_bytes": step.done_bytes,
+                    "total_bytes": step.total_bytes,
+                    "stage": step.stage,
+                }
             )
-    finally:
-        if pending is not None:
-            pending.cancel()
-            await asyncio.gather(pending, return_exceptions=True)
+    folder = await asyncio.to_thread(services.models.resolve, ref)
+    yield msgspec.json.encode({"done": True, "name": folder.name})
 
 
 Route = tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]

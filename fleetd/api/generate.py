@@ -1,7 +1,8 @@
 """Runs the choices of one request and sends what comes back, streamed or whole. Knows no endpoint's shapes.
 
 A streamed request waits ``limits.HEADERS_GRACE_S`` for a first event, so that an early refusal (unknown
-model, prompt too long) gets its own status. After that the headers go out, and a failure is a frame.
+model, prompt too long) gets its own status. After that the headers go out, and a failure is a frame. The
+headers name the plan as it stands then; if the job moves to another machine later, a comment says so.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
+from urllib.parse import quote
 
 import msgspec
 from aiohttp import web
@@ -23,7 +25,7 @@ from fleetd.api.progress import Progress
 from fleetd.api.sse import EventStream
 from fleetd.engine.protocol import Event, Generate, Loading
 from fleetd.errors import FleetError
-from fleetd.jobs.job import Job
+from fleetd.jobs.job import Job, Origin, Planned
 
 
 class Streamer(Protocol):
@@ -44,35 +46,67 @@ class Work:
     model: str
     route: str
     generates: Sequence[Generate]
+    local_only: bool = False
 
 
 def _choices(request: web.Request, work: Work) -> Choices:
     runner = request.app[SERVICES].runner
-    origin: Literal["socket", "http"] = "socket" if is_trusted(request) else "http"
-    jobs = [Job(work.model, generate, origin, work.route) for generate in work.generates]
+    origin: Origin = "socket" if is_trusted(request) else "http"
+    jobs = [
+        Job(work.model, generate, origin, work.route, local_only=work.local_only)
+        for generate in work.generates
+    ]
     return Choices([partial(runner.run, job) for job in jobs])
 
 
-def _headers(work: Work) -> Mapping[str, str]:
-    return {"X-Fleet-Request": work.id, "X-Fleet-Plan": "local; nodes=this", "X-Fleet-Exactness": "exact"}
+class _Plans:
+    """Where the choices of one request run. Several may run on several machines."""
+
+    def __init__(self) -> None:
+        self._latest: dict[int, Planned] = {}
+
+    def feed(self, index: int, planned: Planned) -> None:
+        self._latest[index] = planned
+
+    @property
+    def known(self) -> bool:
+        return bool(self._latest)
+
+    def headers(self, work: Work) -> Mapping[str, str]:
+        found = list(self._latest.values())
+        if not found:
+            return {"X-Fleet-Request": work.id, "X-Fleet-Plan": "undecided; nodes="}
+        nodes = dict.fromkeys(node for planned in found for node in planned.nodes)
+        kind = found[0].kind if len({planned.kind for planned in found}) == 1 else "mixed"
+        exact = all(planned.exactness == "exact" for planned in found)
+        return {
+            "X-Fleet-Request": work.id,
+            # A machine's name is whatever its owner typed; a header holds one line of ASCII.
+            "X-Fleet-Plan": f"{kind}; nodes={','.join(quote(node, safe=' ') for node in nodes)}",
+            "X-Fleet-Exactness": "exact" if exact else "plan",
+        }
 
 
 async def whole(request: web.Request, work: Work, collector: Collector) -> web.StreamResponse:
     """Answer with one JSON body when every choice has ended. Raises FleetError."""
+    plans = _Plans()
     async with _choices(request, work) as choices:
         while (item := await choices.next(None)) is not None:
             index, event = item
-            if not isinstance(event, Loading):
+            if isinstance(event, Planned):
+                plans.feed(index, event)
+            elif not isinstance(event, Loading):
                 collector.feed(index, event)
     body = msgspec.json.encode(collector.whole())
-    return web.Response(body=body, content_type="application/json", headers=_headers(work))
+    return web.Response(body=body, content_type="application/json", headers=plans.headers(work))
 
 
 async def stream(request: web.Request, work: Work, streamer: Streamer) -> web.StreamResponse:
     """Answer with a stream of events. Raises FleetError only while the headers have not gone out."""
     async with _choices(request, work) as choices:
-        first = await _early(choices)
-        talk = _Conversation(EventStream(request, _headers(work)), streamer)
+        plans = _Plans()
+        first = await _early(choices, plans)
+        talk = _Conversation(EventStream(request, plans.headers(work)), streamer, plan_told=plans.known)
         await talk.open(first)
         try:
             await talk.relay(first, choices)
@@ -90,18 +124,33 @@ async def stream(request: web.Request, work: Work, streamer: Streamer) -> web.St
 Item = tuple[int, Loading | Event] | None
 
 
-async def _early(choices: Choices) -> Item:
+async def _early(choices: Choices, plans: _Plans) -> Item:
+    """The first event besides plans, if it comes within the grace.
+
+    The plan itself is waited for longer: a header that names a machine has to name the right one.
+    """
+    began = time.monotonic()
     try:
-        return await choices.next(limits.HEADERS_GRACE_S)
+        while True:
+            grace_s = limits.HEADERS_GRACE_S if plans.known else limits.HEADERS_PLAN_S
+            item = await choices.next(max(0.0, began + grace_s - time.monotonic()))
+            if item is None:
+                break
+            index, event = item
+            if not isinstance(event, Planned):
+                return index, event
+            plans.feed(index, event)
     except TimeoutError:
-        return None
+        pass
+    return None
 
 
 class _Conversation:
     """One stream being sent: events become frames, and comments fill any silence."""
 
-    def __init__(self, out: EventStream, streamer: Streamer) -> None:
+    def __init__(self, out: EventStream, streamer: Streamer, *, plan_told: bool) -> None:
         self.out = out
+        self._plan_told = plan_told
         self._streamer = streamer
         self._progress = Progress()
         self._spoke = 0.0
@@ -123,14 +172,23 @@ class _Conversation:
                 continue
             if item is None:
                 break
-            if self._progress.feed(*item) and time.monotonic() - self._spoke >= limits.SSE_PROGRESS_S:
+            index, event = item
+            if isinstance(event, Planned):
+                if event.reason or not self._plan_told:
+                    self._plan_told = True
+                    await self._say(f"plan {event}" + (f": {event.reason}" if event.reason else ""))
+                continue
+            if self._progress.feed(index, event) and time.monotonic() - self._spoke >= limits.SSE_PROGRESS_S:
                 await self._comment()
-            await self._chunks(item)
+            await self._chunks((index, event))
         for chunk in self._streamer.closing():
             await self.out.data(msgspec.json.encode(chunk))
 
     async def _comment(self) -> None:
-        await self.out.comment(self._progress.comment())
+        await self._say(self._progress.comment())
+
+    async def _say(self, comment: str) -> None:
+        await self.out.comment(" ".join(comment.split()))
         self._spoke = time.monotonic()
 
     async def _chunks(self, item: tuple[int, Loading | Event]) -> None:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from fleetd.api.context import SERVICES
-from fleetd.api.objects import ModelDetails, ModelList, ModelObject
+from fleetd.api.objects import ModelDetails, ModelList, ModelObject, ModelPlace
 from fleetd.api.services import Folder, Services, view
 from fleetd.errors import ModelNotFound
+from fleetd.jobs.job import LOCAL
+from fleetd.models.catalog import find
+
+THIS = LOCAL.nodes[0]
 
 
 async def index(request: web.Request) -> web.StreamResponse:
-    """Models on this machine, and the default one even before its first use fetches it."""
-    services = request.app[SERVICES]
-    folders = await asyncio.to_thread(services.models.installed)
-    loaded = loaded_models(services)
-    found = [_describe(folder, loaded) for folder in folders]
-    if all(model.id != services.default_model for model in found):
-        found.insert(0, _absent(services.default_model))
-    return json(ModelList(data=found))
+    """The fleet's models, each once; and the default one even before its first use fetches it."""
+    return json(ModelList(data=await _all(request.app[SERVICES])))
 
 
 async def show(request: web.Request) -> web.StreamResponse:
@@ -32,10 +31,33 @@ async def show(request: web.Request) -> web.StreamResponse:
     try:
         folder = await asyncio.to_thread(services.models.resolve, name)
     except ModelNotFound:
-        if name != services.default_model:
+        canonical = entry.name if (entry := find(name)) is not None else name
+        found = [model for model in await _all(services) if model.id in (name, canonical)]
+        if not found:
             raise
-        return json(_absent(name))
-    return json(_describe(folder, loaded_models(services)))
+        return json(msgspec.structs.replace(found[0], id=name))
+    return json(_describe(folder, loaded_models(services), elsewhere(services)))
+
+
+async def _all(services: Services) -> list[ModelObject]:
+    folders = await asyncio.to_thread(services.models.installed)
+    loaded, others = loaded_models(services), elsewhere(services)
+    found = [_describe(folder, loaded, others) for folder in folders]
+    here = {model.id for model in found}
+    if services.default_model not in here | set(others):
+        found.insert(0, _absent(services.default_model, []))
+    found += [_absent(name, places) for name, places in sorted(others.items()) if name not in here]
+    return found
+
+
+def elsewhere(services: Services) -> dict[str, list[ModelPlace]]:
+    """Model name → the peers that would answer with it now. One that may not see prompts would not."""
+    found: dict[str, list[ModelPlace]] = {}
+    for peer in services.fleet.view().peers:
+        if peer.state == "usable" and peer.sees_prompts:
+            for model in peer.models:
+                found.setdefault(model.name, []).append(ModelPlace(peer.name, model.state))
+    return found
 
 
 def loaded_models(services: Services) -> frozenset[str]:
@@ -46,8 +68,9 @@ def json(body: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
-def _describe(folder: Folder, loaded: frozenset[str]) -> ModelObject:
+def _describe(folder: Folder, loaded: frozenset[str], others: Mapping[str, list[ModelPlace]]) -> ModelObject:
     owner, slash, _ = folder.name.partition("/")
+    here = ModelPlace(THIS, "loaded" if folder.name in loaded else "installed")
     return ModelObject(
         id=folder.name,
         created=int(folder.created_s),
@@ -59,10 +82,13 @@ def _describe(folder: Folder, loaded: frozenset[str]) -> ModelObject:
             weights_bytes=folder.weights_bytes,
             loaded=folder.name in loaded,
             installed=True,
+            nodes=[here, *others.get(folder.name, [])],
         ),
     )
 
 
-def _absent(name: str) -> ModelObject:
-    details = ModelDetails("catalog", "", 0, 0, loaded=False, installed=False)
+def _absent(name: str, places: list[ModelPlace]) -> ModelObject:
+    """One that is not on this machine."""
+    source = "fleet" if places else "catalog"
+    details = ModelDetails(source, "", 0, 0, loaded=False, installed=False, nodes=places)
     return ModelObject(id=name, created=0, owned_by="fleetd", fleet=details)

@@ -176,8 +176,16 @@ class TextCompletion(Struct, frozen=True, kw_only=True):
 # ---- /v1/models ------------------------------------------------------------------------------------------
 
 
+class ModelPlace(Struct, frozen=True):
+    """A machine that has a model; the one that was asked is called "this"."""
+
+    node: str
+    state: Literal["installed", "loading", "loaded"]
+
+
 class ModelDetails(Struct, frozen=True):
-    """What OpenAI's object has no place for."""
+    """What OpenAI's object has no place for. ``loaded`` and ``installed`` are about the machine asked,
+    ``nodes`` lists every machine that can answer with the model now."""
 
     source: str
     architecture: str
@@ -185,6 +193,7 @@ class ModelDetails(Struct, frozen=True):
     weights_bytes: int
     loaded: bool
     installed: bool
+    nodes: list[ModelPlace] = []
 
 
 class ModelObject(Struct, frozen=True, kw_only=True):

@@ -18,26 +18,26 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.engine.protocol import (
+    Bias,
+    Logprobs,
+    Natural,
+    Penalty,
+    Repetition,
+    Seed,
+    Share,
+    StopList,
+    StopString,
+    Temperature,
+    TopP,
+)
 from fleetd.errors import BadRequest, FleetError, InvalidValue, UnsupportedParameter
 
 # ---- Pieces ----------------------------------------------------------------------------------------------
 
-INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-Temperature = Annotated[float, Meta(ge=0, le=5)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-TopP = Annotated[float, Meta(gt=0, le=1)]
-Penalty = Annotated[float, Meta(ge=-2, le=2)]
-Repetition = Annotated[float, Meta(gt=0, le=10)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
 TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,9}$")]
-Seed = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
-StopString = Annotated[str, Meta(min_length=1, max_length=limits.STOP_STRING_CHARS)]
-StopList = Annotated[list[StopString], Meta(max_length=limits.STOP_STRINGS)]
 Choices = Annotated[int, Meta(ge=1, le=limits.CHOICES)]
-Logprobs = Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS)]
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -142,6 +142,9 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
+    local_only: Annotated[
+        bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
+    ] = None
 
 
 class ChatBody(Common, frozen=True, kw_only=True):

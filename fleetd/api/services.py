@@ -13,13 +13,15 @@ from typing import Any, Protocol
 
 import msgspec
 
+from fleetd.api.no_fleet import NoFleet
 from fleetd.engine.protocol import Event, Loading
-from fleetd.jobs.job import Job
+from fleetd.jobs.job import Job, Planned
+from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
 
 
 class Runner(Protocol):
-    def run(self, job: Job) -> AsyncGenerator[Loading | Event, None]:
-        """Yield a job's events; raises FleetError; ``aclose()`` cancels the work."""
+    def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
+        """Yield where a job runs, then its events; raises FleetError; ``aclose()`` cancels the work."""
 
 
 class Folder(Protocol):
@@ -42,12 +44,11 @@ class Folder(Protocol):
 
 
 class Models(Protocol):
-    """The model store. All but ``pull`` block, and are called in a thread."""
+    """The model store. Everything here blocks, and is called in a thread."""
 
     def installed(self) -> Sequence[Any]: ...
     def resolve(self, ref: str) -> Any: ...
     def needs_pull(self, ref: str) -> bool: ...
-    def pull(self, ref: str) -> AsyncGenerator[Any, None]: ...
     def remove(self, ref: str) -> None: ...
     def digest(self, folder: Any) -> object:
         """``str()`` of it is the digest."""
@@ -71,6 +72,27 @@ class Metrics(Protocol):
         """Count a refusal: token, host, origin, fetch_site or user."""
 
 
+class Fleet(Protocol):
+    """This machine's part in a fleet (``fleetd.p2p.node``)."""
+
+    def view(self) -> FleetView: ...
+    def pair(self) -> AsyncGenerator[PairingEvent, None]:
+        """Open a pairing window; ``aclose()`` closes it. After ``Meeting`` it waits for ``answer``."""
+
+    def answer(self, node_id: str, *, admit: bool, sees_prompts: bool) -> None:
+        """Raises PairingClosed when nobody waits for one."""
+
+    def join(self, code: str, host: str | None, *, sees_prompts: bool) -> AsyncGenerator[PairingEvent, None]:
+        """``sees_prompts``: whether the fleet joined may see prompts given to this machine."""
+
+    async def unpair(self, peer: str) -> Unpaired:
+        """``peer``: name, short id or id. Raises NotFound with the nearest, InvalidValue if several match."""
+
+    async def allow_prompts(self, peer: str, allowed: bool) -> PeerView: ...
+    async def diagnose(self) -> Any:
+        """Facts about the network as this process sees it; a mapping or a msgspec Struct."""
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """Args:
@@ -78,12 +100,14 @@ class Services:
     status: the body of ``/fleet/v1/status``, as a mapping or a msgspec Struct; ``/health`` reads it too.
     verify: ``fleetd.models.verify.verify(path, full=bool)``; blocks, so it is called in a thread.
     hosts: Host values accepted besides 127.0.0.1, localhost and [::1] at the port of the connection.
+    pull: starts or joins the download of a model and yields its progress (``jobs.pulls.Pulls.watch``).
     origins: web origins that may call from a browser. CORS headers exist only when this is not empty.
     catalog: entries of ``fleetd.models.catalog.CATALOG``.
     """
 
     runner: Runner
     models: Models
+    pull: Callable[[str], AsyncGenerator[Any, None]]
     pool: Pool
     ledger: Ledger
     metrics: Metrics
@@ -95,6 +119,7 @@ class Services:
     catalog: Sequence[Any] = ()
     hosts: frozenset[str] = field(default_factory=frozenset)
     origins: frozenset[str] = field(default_factory=frozenset)
+    fleet: Fleet = field(default_factory=NoFleet)
 
 
 class EngineView(msgspec.Struct, frozen=True):

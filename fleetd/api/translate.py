@@ -25,14 +25,17 @@ from fleetd.api.requests import (
     UserMessage,
     parse,
 )
-from fleetd.engine.protocol import ChatPrompt, Generate, Prompt, Sampling, TextPrompt, TokenPrompt
+from fleetd.engine.protocol import (
+    RESERVED_TEMPLATE_KWARGS,
+    ChatPrompt,
+    Generate,
+    Prompt,
+    Sampling,
+    TextPrompt,
+    TokenPrompt,
+)
 from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
 
-# Arguments of a chat template that the engine sets itself.
-_RESERVED_TEMPLATE_KWARGS = frozenset(
-    {"messages", "tools", "documents", "chat_template", "tokenize", "add_generation_prompt",
-     "continue_final_message"}
-)  # fmt: skip
 _SEED_MASK = 2**63 - 1
 
 
@@ -238,7 +241,7 @@ def _template_kwargs(body: ChatBody) -> dict[str, Any]:
         if body.reasoning_effort == "none":
             kwargs["enable_thinking"] = False
     own: Mapping[str, Any] = body.chat_template_kwargs or {}
-    if reserved := sorted(_RESERVED_TEMPLATE_KWARGS & own.keys()):
+    if reserved := sorted(RESERVED_TEMPLATE_KWARGS & own.keys()):
         raise InvalidValue(f"chat_template_kwargs may not set {reserved[0]!r}.", param="chat_template_kwargs")
     return _checked({**kwargs, **own}, "chat_template_kwargs")
 

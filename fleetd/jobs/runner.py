@@ -1,10 +1,12 @@
-"""Runs a job: find the model, reserve a ledger row, fetch the embedded default if need be, stream, settle.
+"""Runs a job: find the model, reserve a ledger row, choose a machine, stream, settle.
 
-    admitted ─▶ located ─▶ reserved ─▶ (pulled) ─▶ streaming ─▶ settled: finished or cancelled
-        │           └ ModelNotFound         └────────────┴────▶ refunded: an error, no tokens billed
-        └ Draining, Overloaded
+    admitted ─▶ located ─▶ reserved ─▶ placed ─▶ (pulled) ─▶ streaming ─▶ settled: finished or cancelled
+        │                              │   ▲                     │
+        └ Draining, Overloaded         │   └── another machine ◄─┤ failed before its first token
+                                       └ ModelNotFound,          └─▶ refunded: an error, no tokens billed
+                                         NoMachine
 
-Leaving the generator at any point (``aclose()``, a cancelled task) cancels the engine's work.
+Leaving the generator at any point (``aclose()``, a cancelled task) cancels the work, wherever it runs.
 """
 
 from __future__ import annotations
@@ -13,18 +15,34 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.protocol import Event, Failed, Finished, Generate, Loading, Timings, Usage
-from fleetd.errors import Draining, EngineDied, EngineError, FleetError, ModelNotFound, Overloaded, from_code
+from fleetd.engine.protocol import Delta, Event, Failed, Finished, Generate, Loading, Timings, ToolCall, Usage
+from fleetd.errors import (
+    BadRequest,
+    Draining,
+    EngineDied,
+    EngineError,
+    FleetError,
+    ModelNotFound,
+    ModelRefused,
+    ModelUnsupported,
+    Overloaded,
+    PeerError,
+    from_code,
+)
+from fleetd.jobs import remote
 from fleetd.jobs.flight import Flight, Gauges
-from fleetd.jobs.job import Job
+from fleetd.jobs.job import LOCAL, Job, Planned
+from fleetd.jobs.placing import HERE, Choice, Placing, canonical
 from fleetd.jobs.pulls import Pulls, Source
 from fleetd.ledger import Ledger, Reservation
 from fleetd.observe import get_logger
+from fleetd.plan.speeds import SpeedBook
 
 log = get_logger("fleetd.jobs")
 
@@ -43,6 +61,17 @@ class RequestCounts(msgspec.Struct, frozen=True):
     failed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """``name`` is canonical. No folder: not on this machine; ``can_pull`` if a request may fetch it."""
+
+    ref: str
+    name: str
+    folder: Any | None
+    can_pull: bool
+    missing: FleetError | None
+
+
 class Folder(Protocol):
     """``fleetd.models.folder.ModelFolder``, as far as this module looks into it."""
 
@@ -53,6 +82,7 @@ class Folder(Protocol):
 class Models(Source, Protocol):
     def resolve(self, ref: str) -> Any: ...
     def needs_pull(self, ref: str) -> bool: ...
+    def digest(self, folder: Any) -> object: ...
 
 
 class Pool(Protocol):
@@ -63,6 +93,11 @@ class Metrics(Gauges, Protocol):
     def finished(self, model: str, reason: str, usage: Usage, timings: Timings, e2e_s: float) -> None: ...
     def failed(self, code: str) -> None: ...
     def plan(self, kind: str, reason: str) -> None: ...
+    def fallback(self, reason: str) -> None: ...
+
+
+# What another machine would say as well: trying there only makes people wait longer for the same answer.
+_DETERMINISTIC = (BadRequest, ModelRefused, ModelUnsupported)
 
 
 class Runner:
@@ -71,6 +106,9 @@ class Runner:
     Args:
         embedded: model reference → its canonical name if it is one that travels with fleetd; these, and only
             these, are fetched by a request itself.
+        source: where downloads come from; ``models`` itself if not given.
+        placing: None for a machine that runs everything itself.
+        speeds: told what each answer that was computed here took.
     """
 
     def __init__(
@@ -82,17 +120,22 @@ class Runner:
         metrics: Metrics,
         default_model: str,
         embedded: Callable[[str], str | None],
-        node: str = "this",
+        source: Source | None = None,
+        placing: Placing | None = None,
+        speeds: SpeedBook | None = None,
+        node: str = LOCAL.nodes[0],
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
-        self.pulls = Pulls(models)
+        self.pulls = Pulls(source or models)
         self._pool = pool
         self._models = models
         self._ledger = ledger
         self._metrics = metrics
         self._default_model = default_model
         self._embedded = embedded
+        self._placing = placing
+        self._speeds = speeds or SpeedBook()
         self._node = node
         self._monotonic = monotonic
         self._now = now
@@ -132,22 +175,31 @@ class Runner:
 
     # ---- one job -----------------------------------------------------------------------------------------
 
-    async def run(self, job: Job) -> AsyncGenerator[Loading | Event, None]:
-        """Yield a job's events, the last of them Finished; raises FleetError before or between them."""
+    async def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
+        """Yield where a job runs, then its events, the last of them Finished.
+
+        Raises FleetError before or between them. Planned comes again when the job moves to another machine,
+        which it does only while nothing of its answer has been yielded.
+        """
         self._admit()
         arrived_s, at_s = self._monotonic(), self._now()
         flight: Flight | None = None
         reservation: Reservation | None = None
         try:
             ref = self._default_model if job.model in ("", "default") else job.model
-            folder, name = await asyncio.to_thread(self._locate, ref)
-            flight = Flight(name, self._metrics, arrived_s)
+            located = await asyncio.to_thread(self._locate, ref, job.digest)
+            choice = self._choose(job, located, frozenset(), located.missing)
+            flight = Flight(located.name, self._metrics, arrived_s)
             self._flights.add(flight)
-            reservation = Reservation(job.request.id, name, self._node, job.route, at_s)
+            reservation = Reservation(job.request.id, located.name, self._node_of(choice), job.route, at_s)
             await self._ledger.reserve(reservation)
-            self._metrics.plan("local", "only")
-            async with aclosing(self._events(ref, folder, job.request)) as events:
+            async with aclosing(self._attempts(job, located, choice)) as events:
                 async for event in events:
+                    if isinstance(event, Planned):
+                        reservation = replace(reservation, node=self._named(event))
+                        self._metrics.plan(event.kind, "fallback" if event.reason else "only")
+                        yield event
+                        continue
                     flight.see(event, self._monotonic())
                     if isinstance(event, Finished):
                         # Settled before it is passed on: whoever reads the last event may never come back.
@@ -170,6 +222,59 @@ class Runner:
             self._leave(flight)
         yield flight.finished
 
+    async def _attempts(
+        self, job: Job, located: _Located, choice: Choice
+    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        """The job's events from the first machine that gives any of its answer."""
+        tried: set[str] = set()
+        while True:
+            yield choice.planned
+            answering = False
+            try:
+                async with aclosing(self._source(job, located, choice)) as events:
+                    async for event in events:
+                        answering = answering or isinstance(event, Delta | ToolCall)
+                        if isinstance(event, Finished) and self._placing is not None:
+                            self._placing.computed(choice.node_id, located.name, job)
+                        yield event
+            except FleetError as failure:
+                error = _of(failure, choice)
+                tried.add(choice.node_id)
+                if answering or isinstance(error, _DETERMINISTIC) or len(tried) >= limits.ATTEMPTS:
+                    raise error from failure
+                log.warning(
+                    "request.elsewhere", request=job.request.id, left=choice.planned.nodes[0], code=error.code
+                )
+                choice = self._choose(job, located, frozenset(tried), error)
+                self._metrics.fallback(error.code)
+            else:
+                return
+
+    def _source(self, job: Job, located: _Located, choice: Choice) -> AsyncGenerator[Loading | Event, None]:
+        if choice.node_id == HERE or self._placing is None:
+            return self._events(located.ref, located.folder, job.request)
+        others, node_id = self._placing.others, choice.node_id
+        return remote.run(
+            lambda method, body: others.request(node_id, method, body), job, located.name, choice.digest
+        )
+
+    def _choose(self, job: Job, located: _Located, tried: frozenset[str], why: FleetError | None) -> Choice:
+        """Raises FleetError where no machine is left."""
+        here = located.folder is not None
+        if self._placing is None:
+            if why is not None and not (located.can_pull and not tried):
+                raise why
+            return Choice(HERE, LOCAL)
+        return self._placing.choose(
+            job, located.name, here=here, can_pull=located.can_pull, tried=tried, why=why
+        )
+
+    def _node_of(self, choice: Choice) -> str:
+        return self._named(choice.planned)
+
+    def _named(self, planned: Planned) -> str:
+        return self._node if planned.kind == "local" else planned.nodes[0]
+
     async def _events(
         self, ref: str, folder: Any | None, request: Generate
     ) -> AsyncGenerator[Loading | Event, None]:
@@ -185,21 +290,28 @@ class Runner:
                     raise from_code(event.code, event.message, hint=event.hint, param=event.param)
                 yield event
 
-    def _locate(self, ref: str) -> tuple[Any | None, str]:
-        """The model's folder and canonical name; no folder if it is still to be fetched. Blocks."""
+    def _locate(self, ref: str, digest: str) -> _Located:
+        """Where the model is on this machine, if it is, and with that content if it matters. Blocks."""
         try:
             folder = self._models.resolve(ref)
-        except ModelNotFound:
+        except ModelNotFound as error:
             if (name := self._embedded(ref)) is not None:
-                return None, name
+                return _Located(ref, name, None, can_pull=True, missing=error)
+            missing = error
             if self._models.needs_pull(ref):
-                raise ModelNotFound(
+                missing = ModelNotFound(
                     f"The model {ref} is not on this machine.",
                     hint=f"Get it with `fleetctl models pull {ref}`.",
                     param="model",
-                ) from None
-            raise
-        return folder, folder.name
+                )
+            return _Located(ref, canonical(ref), None, can_pull=False, missing=missing)
+        if digest and str(self._models.digest(folder)) != digest:
+            other = ModelNotFound(
+                f"This machine has other files under the name {folder.name} than the ones asked for.",
+                hint="The two copies come from different revisions; pull one of them again.",
+            )
+            return _Located(ref, folder.name, None, can_pull=False, missing=other)
+        return _Located(ref, folder.name, folder, can_pull=False, missing=None)
 
     # ---- admission and accounts --------------------------------------------------------------------------
 
@@ -236,6 +348,15 @@ class Runner:
             self._ledger.settle(reservation, usage, timings, reason)
         self._metrics.finished(flight.model, reason, usage, timings, took_s)
         if reason != "cancelled":
+            if reservation is not None and reservation.node == self._node:
+                self._speeds.ran(
+                    flight.model,
+                    prompt_tokens=usage.prompt_tokens,
+                    cached_tokens=usage.cached_tokens,
+                    completion_tokens=usage.completion_tokens,
+                    prefill_s=timings.prefill_s,
+                    decode_s=timings.decode_s,
+                )
             self._completed += 1
             known_s = took_s if self._request_s is None else self._request_s
             self._request_s = known_s + _EWMA * (took_s - known_s)
@@ -256,3 +377,11 @@ class Runner:
         # A bug: its text may hold anything, so only its type goes out and into the log.
         log.error("request.bug", type=type(error).__name__)
         return FleetError(f"Internal error ({type(error).__name__}).", hint="Please report it.")
+
+
+def _of(error: FleetError, choice: Choice) -> FleetError:
+    """The same, saying which machine it was, where it is a machine's doing."""
+    if choice.node_id == HERE or not isinstance(error, PeerError):
+        return error
+    name = choice.planned.nodes[0]
+    return from_code(error.code, f"{name}: {error.message}", hint=error.hint, param=error.param)

@@ -59,6 +59,13 @@ def of_records(records: dict[str, manifest.FileRecord], weights: frozenset[str])
 
 
 def digest(folder: ModelFolder, record: Path, own: Path | None = None) -> ModelDigest:
+    """The digest of a model folder; arguments as for ``records``."""
+    return of_records(
+        records(folder, record, own), frozenset(file.name for file in weight_files(folder.path))
+    )
+
+
+def records(folder: ModelFolder, record: Path, own: Path | None = None) -> dict[str, manifest.FileRecord]:
     """Hash what neither the folder's ``own`` manifest nor ``record`` (a cache, kept current) remembers."""
     try:
         known = manifest.load(record)
@@ -69,7 +76,7 @@ def digest(folder: ModelFolder, record: Path, own: Path | None = None) -> ModelD
     if known is None or files != known.files:
         fresh = manifest.Manifest(folder.name, folder.source, files, revision=folder.revision)
         manifest.save(fresh, record)
-    return of_records(files, frozenset(file.name for file in weight_files(folder.path)))
+    return files
 
 
 def _hash(raw: bytes) -> str:

@@ -1,6 +1,6 @@
 """How a model arrives in the models folder: staged beside it, checked, recorded, moved in one step.
 
-MODELS/.partial/FOLDER/   being written; wiped or resumed by the next attempt
+MODELS/.partial/FOLDER/   being written; wiped or resumed by the next attempt, which may use another source
 MODELS/.locks/FOLDER      held by the process that installs FOLDER
 MODELS/FOLDER/            complete, with its manifest
 """
@@ -13,7 +13,7 @@ import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from fleetd import limits
@@ -24,10 +24,38 @@ from fleetd.models.progress import PullProgress, Report
 from fleetd.models.verify import verify
 
 PARTIAL, LOCKS = ".partial", ".locks"
+#: Ends the name of a file that has not arrived whole.
+PART = ".part"
+# Says of what the staged files are: a commit of the hub, or a digest.
+_CONTENT_FILE = ".revision"
 
 
 def partial_folder(models_dir: Path, folder: str) -> Path:
     return models_dir / PARTIAL / folder
+
+
+def staged_content(staged: Path) -> str | None:
+    """What an earlier attempt was bringing, as it told ``resume``."""
+    try:
+        return (staged / _CONTENT_FILE).read_text(encoding="ascii") or None
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def resume(staged: Path, content: str, files: Iterable[str]) -> None:
+    """Make the folder to write into; what an attempt at the same content left of ``files`` is kept."""
+    if staged_content(staged) != content:
+        shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True, exist_ok=True)
+    (staged / _CONTENT_FILE).write_text(content, encoding="ascii")
+    wanted = {_CONTENT_FILE, *files}
+    for stray in staged.iterdir():
+        if stray.name.removesuffix(PART) not in wanted:
+            stray.unlink()
+
+
+def staged_bytes(staged: Path) -> int:
+    return sum(entry.stat().st_size for entry in staged.iterdir() if entry.name != _CONTENT_FILE)
 
 
 @contextlib.contextmanager
@@ -102,6 +130,7 @@ def publish(
     def advance(done: int, total: int) -> None:
         report(PullProgress(file="", done_bytes=done, total_bytes=total, stage="verifying"))
 
+    (staged / _CONTENT_FILE).unlink(missing_ok=True)
     verify(staged)
     files = manifest.record_files(manifest.part_files(staged), progress=advance)
     manifest.save(

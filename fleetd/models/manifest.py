@@ -66,12 +66,17 @@ def hash_file(path: Path, progress: Callable[[int], None] = lambda count: None) 
     """BLAKE3 of a file's content; ``progress`` is told of every piece. Read, not mapped: a file that shrinks
     while it is read must end in a wrong hash, not in SIGBUS."""
     hasher = blake3.blake3(max_threads=blake3.blake3.AUTO)
+    hash_into(hasher, path, progress)
+    return str(hasher.hexdigest())
+
+
+def hash_into(hasher: blake3.blake3, path: Path, progress: Callable[[int], None]) -> None:
+    """The same into a hash that goes on."""
     buffer = bytearray(_CHUNK_BYTES)
     with path.open("rb", buffering=0) as stream:
         while count := stream.readinto(buffer):
             hasher.update(memoryview(buffer)[:count])
             progress(count)
-    return str(hasher.hexdigest())
 
 
 def record_files(

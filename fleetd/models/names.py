@@ -15,6 +15,7 @@ from fleetd.errors import InvalidValue
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _NAME = re.compile(rf"{_PART}(?:/{_PART})?")
 _HUB_ID = re.compile(rf"{_PART}/{_PART}")
+_FILE = re.compile(rf"(?=.{{1,200}}\Z){_PART}")
 
 
 def check(name: str) -> str:
@@ -40,6 +41,11 @@ def _ambiguous(name: str) -> bool:
 def folder_name(name: str) -> str:
     """The folder inside the models folder that holds the model of this (checked) name."""
     return name.replace("/", "--")
+
+
+def is_file_name(name: str) -> bool:
+    """Whether a stranger may name a file so: plain, visible, in no sub-folder."""
+    return bool(_FILE.fullmatch(name))
 
 
 def is_path(ref: str) -> bool:

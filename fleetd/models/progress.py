@@ -8,7 +8,7 @@ import msgspec
 
 
 class PullProgress(msgspec.Struct, frozen=True):
-    """``stage`` is a word for people: waiting, connecting, downloading, importing, verifying."""
+    """``stage`` is a word for people: waiting, connecting, downloading, copying, importing, verifying."""
 
     file: str
     done_bytes: int

@@ -13,18 +13,14 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
-
-import msgspec
 
 from fleetd.errors import BadRequest, DownloadFailed, FleetError, ModelNotFound
 from fleetd.models import catalog, install, manifest, names
 from fleetd.models.gguf_import import import_gguf
-from fleetd.models.progress import PullDone, PullError, PullLine, PullProgress, Report
+from fleetd.models.progress import PullProgress, Report
+from fleetd.models.reporter import Reporter
 from fleetd.models.store import ModelStore, gguf_folder_name
-
-_REPORTS_PER_S = 10
 
 
 def pull(ref: str, store: ModelStore, report: Report) -> str:
@@ -88,64 +84,6 @@ def _import_file(source: Path, folder: str, models_dir: Path, report: Report) ->
 # ---- The process -----------------------------------------------------------------------------------------
 
 
-class _Reporter:
-    """Passes on a few reports a second, and the latest again while nothing happens: silence means a hang."""
-
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
-        self._lock = threading.Lock()
-        self._latest = PullProgress(file="", done_bytes=0, total_bytes=0, stage="connecting")
-        self._sent_at = 0.0
-        self._shown = ""
-
-    def __call__(self, progress: PullProgress) -> None:
-        with self._lock:
-            news = progress.stage != self._latest.stage or progress.file != self._latest.file
-            self._latest = progress
-            finished = progress.done_bytes == progress.total_bytes
-            if news or finished or time.monotonic() - self._sent_at > 1 / _REPORTS_PER_S:
-                self._send()
-
-    def repeat(self) -> None:
-        while True:
-            time.sleep(1.0)
-            with self._lock:
-                if time.monotonic() - self._sent_at >= 1.0:
-                    self._send()
-
-    def _send(self) -> None:
-        self._sent_at = time.monotonic()
-        if self._as_json:
-            self.line(PullLine(progress=self._latest))
-            return
-        latest = self._latest
-        share = f" {100 * latest.done_bytes // latest.total_bytes:3d} %" if latest.total_bytes else ""
-        shown = f"{latest.stage}{share} {latest.file}"
-        if shown != self._shown and (sys.stderr.isatty() or latest.done_bytes in (0, latest.total_bytes)):
-            end = "\n" if not sys.stderr.isatty() else "\x1b[K\r"
-            sys.stderr.write(shown + end)
-            sys.stderr.flush()
-            self._shown = shown
-
-    def line(self, line: PullLine) -> None:
-        sys.stdout.buffer.write(msgspec.json.encode(line) + b"\n")
-        sys.stdout.buffer.flush()
-
-    def close(self, name: str | None, error: FleetError | None) -> None:
-        with self._lock:
-            if self._as_json:
-                self.line(
-                    PullLine(done=PullDone(name))
-                    if name is not None
-                    else PullLine(error=PullError(error.code, error.message, error.hint) if error else None)
-                )
-            elif error is not None:
-                sys.stderr.write(f"\n{error.message}\n{error.hint}\n")
-            else:
-                sys.stderr.write("\n" if sys.stderr.isatty() else "")
-                sys.stdout.write(f"{name}\n")
-
-
 def _end_with_parent() -> None:
     """The daemon holds our stdin open for as long as it lives and wants this."""
     sys.stdin.buffer.read()
@@ -159,10 +97,9 @@ def main() -> int:
     parser.add_argument("--hub-cache", type=Path)
     parser.add_argument("--json", action="store_true", help="progress as JSON lines; ends when stdin does")
     options = parser.parse_args()
-    reporter = _Reporter(as_json=options.json)
+    reporter = Reporter(as_json=options.json)
     if options.json:
         threading.Thread(target=_end_with_parent, daemon=True).start()
-        threading.Thread(target=reporter.repeat, daemon=True).start()
     try:
         name = pull(options.model, ModelStore(options.models_dir, hub_cache=options.hub_cache), reporter)
     except FleetError as error:

@@ -18,15 +18,13 @@ from typing import Any
 
 from fleetd import limits
 from fleetd.errors import DownloadFailed, ModelNotFound, ModelUnsupported
-from fleetd.models import install
+from fleetd.models import install, names
 from fleetd.models.folder import WEIGHTS_PATTERN
 from fleetd.models.progress import PullProgress, Report
 from fleetd.models.verify import check_configs
 
 #: What a model consists of. Never code, never pickles, nothing in sub-folders.
 WANTED = ("*.json", WEIGHTS_PATTERN, "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja")
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
-_REVISION_FILE = ".revision"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +50,12 @@ def pull_hub(
     """
     staged = install.partial_folder(models_dir, folder)
     with install.clean_on_full_disk(models_dir, staged):
-        staged.mkdir(parents=True, exist_ok=True)
         with _typed_failures(hub_id):
             commit, files = _listing(hub_id, revision, staged)
-        (staged / _REVISION_FILE).write_text(commit, encoding="ascii")
-        for stray in staged.iterdir():  # of another commit
-            if stray.name.removesuffix(".part") not in {_REVISION_FILE, *(file.name for file in files)}:
-                stray.unlink()
+        install.resume(staged, commit, [file.name for file in files])
         total = sum(file.size_bytes for file in files)
-        done = sum(entry.stat().st_size for entry in staged.iterdir() if entry.name != _REVISION_FILE)
-        install.require_space(models_dir, max(0, total - done))
+        install.require_space(models_dir, max(0, total - install.staged_bytes(staged)))
         _fetch_all(hub_id, commit, files, staged, report)
-        (staged / _REVISION_FILE).unlink()
         return install.publish(
             staged, models_dir, folder, name=name, source="hub", revision=commit, report=report
         )
@@ -74,10 +66,7 @@ def _listing(hub_id: str, revision: str | None, staged: Path) -> tuple[str, list
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RevisionNotFoundError
 
-    started = revision
-    if started is None:
-        with contextlib.suppress(OSError):
-            started = (staged / _REVISION_FILE).read_text(encoding="ascii") or None
+    started = revision or install.staged_content(staged)
     try:
         info: Any = HfApi().model_info(hub_id, revision=started, files_metadata=True)
     except RevisionNotFoundError:
@@ -102,7 +91,7 @@ def _listing(hub_id: str, revision: str | None, staged: Path) -> tuple[str, list
 
 def _remote_file(sibling: Any) -> RemoteFile | None:
     name = str(sibling.rfilename)
-    if not _PLAIN_NAME.fullmatch(name) or not any(fnmatch.fnmatchcase(name, glob) for glob in WANTED):
+    if not names.is_file_name(name) or not any(fnmatch.fnmatchcase(name, glob) for glob in WANTED):
         return None
     if not isinstance(sibling.size, int) or sibling.size < 0:
         raise DownloadFailed(f"The hub does not say how large {name} is.", hint="Try again later.")
@@ -125,7 +114,8 @@ def _fetch_all(hub_id: str, commit: str, files: list[RemoteFile], staged: Path, 
                 PullProgress(file=file.name, done_bytes=before + done, total_bytes=total, stage="downloading")
             )
 
-        if not (staged / file.name).is_file():
+        # It may be from another source: a peer's word is not enough here.
+        if not (staged / file.name).is_file() or not _has_its_hash(staged / file.name, file):
             _fetch(hub_id, commit, file, staged, advance)
         before += file.size_bytes
         advance(file.size_bytes, before=before - file.size_bytes)

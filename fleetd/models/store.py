@@ -234,14 +234,22 @@ class ModelStore:
 
     def digest(self, folder: ModelFolder) -> ModelDigest:
         """What identifies the model's content; hashes only what changed since the last time."""
-        own = folder.path / manifest.FILE_NAME
-        return digests.digest(folder, self.record_path(folder), own if own.is_file() else None)
+        return digests.digest(folder, self.record_path(folder), _own_manifest(folder))
+
+    def file_records(self, folder: ModelFolder) -> dict[str, manifest.FileRecord]:
+        """Sizes and hashes of the files that decide what the model computes; hashes as ``digest`` does."""
+        return digests.records(folder, self.record_path(folder), _own_manifest(folder))
 
     def verify(
         self, folder: ModelFolder, *, full: bool = False, progress: Progress = lambda done, total: None
     ) -> None:
         """``verify.verify`` with everything this store remembers. Raises ModelCorrupt or ModelRefused."""
         verify(folder.path, full=full, record=self.record_path(folder), progress=progress)
+
+
+def _own_manifest(folder: ModelFolder) -> Path | None:
+    own = folder.path / manifest.FILE_NAME
+    return own if own.is_file() else None
 
 
 def gguf_folder_name(path: Path) -> str:

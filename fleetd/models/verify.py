@@ -72,10 +72,7 @@ def verify(
 def _check_entries(path: Path) -> None:
     if not path.is_dir():
         raise ModelCorrupt(f"{path} is not a folder.", hint=PULL_AGAIN)
-    home = path.resolve()
-    allowed = [home]
-    if hub_cache.is_snapshot(path):
-        allowed.append((path.parent.parent / "blobs").resolve())
+    allowed = homes(path)
     pending, count = [path], 0
     while pending:
         for entry in sorted(pending.pop().iterdir()):
@@ -84,6 +81,14 @@ def _check_entries(path: Path) -> None:
                 raise ModelRefused(f"{path} holds over {limits.MODEL_FILES} files.", hint=_TAKE_SAFE)
             if _check_entry(entry, allowed):
                 pending.append(entry)
+
+
+def homes(path: Path) -> list[Path]:
+    """Where the files of a model folder may really lie: in it, or in the blobs of the cache it is part of."""
+    found = [path.resolve()]
+    if hub_cache.is_snapshot(path):
+        found.append((path.parent.parent / "blobs").resolve())
+    return found
 
 
 def _check_entry(entry: Path, allowed: list[Path]) -> bool:

@@ -1,0 +1,197 @@
+"""This machine's own card: what it is, which models it has, how busy it is; told when it changes.
+
+The disk is looked at rarely and in a thread; the rest is memory. A model's digest may take minutes of
+reading the first time, so digests are found one at a time in the background, and a card goes out without
+them until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.supervisor import EngineStatus
+from fleetd.errors import FleetError
+from fleetd.jobs.runner import RequestCounts
+from fleetd.limits import MIB
+from fleetd.machine import Machine
+from fleetd.models.catalog import find
+from fleetd.models.folder import ModelFolder
+from fleetd.observe import get_logger
+from fleetd.p2p.cards import Card, MachineFacts, ModelCard
+from fleetd.plan.speeds import SpeedBook
+
+log = get_logger("fleetd.card")
+
+# How often the models folder is read, and how often anything is compared with what was told.
+_LISTING_S, _LOOK_S = 15.0, 0.25
+# Free memory changes all the time; a change is news from this size on.
+_MEMORY_STEP_BYTES = 256 * MIB
+# Runtime and the first few thousand tokens, for a model that the catalog does not know.
+_ROOM_BYTES = 512 * MIB
+
+
+class Models(Protocol):
+    def installed(self) -> Sequence[ModelFolder]: ...
+    def digest(self, folder: Any) -> object: ...
+
+
+class CardMaker:
+    """Args:
+    publish: sends a new card to everybody.
+    """
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        epoch: int,
+        name: str,
+        software: str,
+        models: Models,
+        engines: Callable[[], Sequence[EngineStatus]],
+        machine: Callable[[], Machine],
+        counts: Callable[[], RequestCounts],
+        draining: Callable[[], bool],
+        max_streams: int,
+        publish: Callable[[Card], None],
+        speeds: SpeedBook,
+    ) -> None:
+        self._bare = Card(node_id, epoch, 0, name=name, software=software, max_streams=max_streams)
+        self._models = models
+        self._engines = engines
+        self._machine = machine
+        self._counts = counts
+        self._draining = draining
+        self._publish = publish
+        self._speeds = speeds
+        # Workers whose measurement at load is in the book already.
+        self._seeded: dict[str, int | None] = {}
+        self._installed: list[ModelFolder] = []
+        self._digests: dict[tuple[str, float, int], str] = {}
+        self._sequence = 0
+        self._available_bytes = 0
+        self._look = asyncio.Event()
+
+    def card(self) -> Card:
+        """As of now; ``sequence`` is that of the last card told."""
+        machine = self._machine()
+        # The same figure until it has moved by a step, so that a breath of the page cache is no news.
+        if abs(machine.available_bytes - self._available_bytes) >= _MEMORY_STEP_BYTES:
+            self._available_bytes = machine.available_bytes
+        engines = {engine.model: engine for engine in self._engines()}
+        idle = [e for e in engines.values() if e.state == "ready" and not _busy(e)]
+        self._seed(engines.values())
+        counts = self._counts()
+        return msgspec.structs.replace(
+            self._bare,
+            sequence=self._sequence,
+            machine=facts(machine),
+            models=[self._model(folder, engines.get(folder.name)) for folder in self._installed],
+            available_bytes=self._available_bytes,
+            evictable_bytes=sum(e.memory_bytes for e in idle),
+            running=counts.running,
+            waiting=counts.waiting,
+            draining=self._draining(),
+            load=round(os.getloadavg()[0] / max(1, machine.cores)),
+        )
+
+    def changed(self) -> None:
+        """Something may have: models came or went."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Tell the first card at once, then whatever changes, and every CARD_REPEAT_S that nothing did."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._list_models(), name="list models")
+            group.create_task(self._find_digests(), name="find digests")
+            told, told_at = None, 0.0
+            loop = asyncio.get_running_loop()
+            while True:
+                card = self.card()
+                if told is None or card != told or loop.time() - told_at >= limits.CARD_REPEAT_S:
+                    self._sequence += 1
+                    told, told_at = msgspec.structs.replace(card, sequence=self._sequence), loop.time()
+                    self._publish(told)
+                await asyncio.sleep(_LOOK_S)
+
+    async def _list_models(self) -> None:
+        while True:
+            self._look.clear()
+            try:
+                self._installed = list(await asyncio.to_thread(self._models.installed))
+            except (FleetError, OSError) as error:
+                log.warning("card.models_unreadable", error=str(error))
+            try:
+                async with asyncio.timeout(_LISTING_S):
+                    await self._look.wait()
+            except TimeoutError:
+                pass
+
+    async def _find_digests(self) -> None:
+        while True:
+            for folder in list(self._installed):
+                if _key(folder) not in self._digests:
+                    try:
+                        found = str(await asyncio.to_thread(self._models.digest, folder))
+                    except (FleetError, OSError) as error:
+                        log.warning("card.no_digest", model=folder.name, error=str(error))
+                        found = ""
+                    self._digests[_key(folder)] = found
+            await asyncio.sleep(_LOOK_S)
+
+    def _seed(self, engines: Iterable[EngineStatus]) -> None:
+        for engine in engines:
+            if engine.state == "ready" and self._seeded.get(engine.model) != engine.pid:
+                self._seeded[engine.model] = engine.pid
+                self._speeds.seed(engine.model, engine.prefill_tok_s, engine.decode_tok_s)
+
+    def _model(self, folder: ModelFolder, engine: EngineStatus | None) -> ModelCard:
+        entry = find(folder.name)
+        speed = self._speeds.of(folder.name)
+        state = {"ready": "loaded", "loading": "loading"}.get(engine.state if engine else "", "installed")
+        return ModelCard(
+            name=folder.name,
+            digest=self._digests.get(_key(folder), ""),
+            revision=folder.revision,
+            source=folder.source,
+            roles=list(entry.roles) if entry is not None else ["chat"],
+            architecture=folder.architecture,
+            weights_bytes=folder.weights_bytes,
+            memory_bytes=entry.memory_bytes if entry is not None else folder.weights_bytes + _ROOM_BYTES,
+            context_tokens=folder.context_tokens,
+            state=state,  # type: ignore[arg-type]  # the values of the mapping above
+            prefill_tok_s=_rough(speed.prefill_tok_s),
+            decode_tok_s=_rough(speed.decode_tok_s),
+        )
+
+
+def facts(machine: Machine) -> MachineFacts:
+    """The part of a reading that does not change."""
+    return MachineFacts(
+        platform=machine.platform,
+        product=machine.product,
+        chip=machine.gpu or machine.cpu,
+        cores=machine.cores,
+        memory_bytes=machine.memory_bytes,
+        tier=machine.tier,
+        accelerator=machine.accelerator,
+    )
+
+
+def _rough(speed: float) -> float:
+    """Two digits: every answer moves the average a little, and a little is no news."""
+    return float(f"{speed:.2g}")
+
+
+def _busy(engine: EngineStatus) -> bool:
+    return engine.prefilling + engine.decoding + engine.waiting > 0
+
+
+def _key(folder: ModelFolder) -> tuple[str, float, int]:
+    return str(folder.path), folder.created_s, folder.weights_bytes

@@ -1,0 +1,174 @@
+"""This machine's fleet, put together: node, cards, pairing, placing, copies; and what fleetctl asks of it.
+
+node ── sessions ──► placing (where a job runs) ──► runner
+  │                  copies (models from peers) ──► pulls
+  ├── card maker (what this machine tells)
+  └── prober (how fast the ways are) · desk (pairing)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncGenerator, Iterable
+from typing import Any
+
+import msgspec
+
+from fleetd import limits
+from fleetd.errors import FleetError, InvalidValue, NotFound
+from fleetd.jobs.placing import Machine
+from fleetd.p2p import diagnosis
+from fleetd.p2p.desk import Desk
+from fleetd.p2p.identity import short_id
+from fleetd.p2p.node import Node
+from fleetd.p2p.overview import fleet_view, peer_view, reach
+from fleetd.p2p.probe import Prober
+from fleetd.p2p.roster import Member
+from fleetd.p2p.transport import Stream
+from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
+from fleetd.plan.route import USABLE
+
+CLOCK = "node.clock"
+
+
+class Clock(msgspec.Struct, frozen=True):
+    """What a peer's clock says; only ``fleetctl doctor`` cares."""
+
+    unix_s: float
+
+
+class Fleet:
+    """``fleetd.api.services.Fleet`` for fleetctl, ``fleetd.jobs.placing.Others`` for the runner."""
+
+    def __init__(self, node: Node, *, local_only: bool) -> None:
+        self.node = node
+        self.desk = Desk(node)
+        self._prober = Prober(node)
+        self._local_only = local_only
+        self._wall = time.time
+        node.handle(CLOCK, self._tell_time)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.node.run(), name="node")
+            group.create_task(self._prober.run(), name="link prober")
+
+    # ---- for the runner ----------------------------------------------------------------------------------
+
+    def machines(self) -> Iterable[Machine]:
+        """Members that have said what they are."""
+        now = asyncio.get_running_loop().time()
+        for card in self.node.mesh.cards:
+            member = self.node.roster.members.get(card.node_id)
+            peer = self.node.mesh.peers.get(card.node_id)
+            if member is not None and peer is not None:
+                connection = self.node.connection(card.node_id)
+                yield Machine(
+                    card,
+                    member.name,
+                    reach(peer, card, now) or USABLE,
+                    member.sees_prompts,
+                    (connection.rtt_s or 0.0) if connection is not None else 0.0,
+                )
+
+    def request(self, node_id: str, method: str, body: bytes) -> Stream:
+        return self.node.request(node_id, method, body)
+
+    # ---- for fleetctl ------------------------------------------------------------------------------------
+
+    def view(self) -> FleetView:
+        now = asyncio.get_running_loop().time()
+        return fleet_view(self.node, local_only=self._local_only, pairing=self.desk.is_open, now=now)
+
+    def pair(self) -> AsyncGenerator[PairingEvent, None]:
+        return self.desk.pair()
+
+    def answer(self, node_id: str, *, admit: bool, sees_prompts: bool) -> None:
+        self.desk.answer(node_id, admit=admit, sees_prompts=sees_prompts)
+
+    def join(self, code: str, host: str | None, *, sees_prompts: bool) -> AsyncGenerator[PairingEvent, None]:
+        return self.desk.join(code, host, sees_prompts=sees_prompts)
+
+    async def unpair(self, peer: str) -> Unpaired:
+        """Remove a machine from the fleet, everywhere. Raises NotFound, InvalidValue, DiskFull."""
+        member = self.find(peer)
+        others = [other for other in self.node.roster.members.values() if other.node_id != member.node_id]
+        told = {other.node_id for other in others if self.node.connection(other.node_id) is not None}
+        self.node.roster.remove(member.node_id)
+        await self.node.roster_changed()
+        return Unpaired(
+            member.node_id,
+            member.name,
+            told=[other.name for other in others if other.node_id in told],
+            pending=[other.name for other in others if other.node_id not in told],
+        )
+
+    async def allow_prompts(self, peer: str, allowed: bool) -> PeerView:
+        """Change whether a machine may see prompts, for the whole fleet. Raises as ``unpair``."""
+        member = self.find(peer)
+        if member.sees_prompts != allowed:
+            self.node.roster.allow_prompts(member.node_id, allowed)
+            await self.node.roster_changed()
+        now = asyncio.get_running_loop().time()
+        return peer_view(self.node.mesh, self.node.roster.members[member.node_id], now)
+
+    def find(self, ref: str) -> Member:
+        """A member by name, short id or id.
+
+        Raises:
+            NotFound: nobody; names the members.
+            InvalidValue: several of that name, or this machine itself.
+        """
+        members = list(self.node.roster.members.values())
+        key = ref.strip().lower().replace("-", "")
+        me = self.node.identity.node_id
+        found = [m for m in members if m.node_id == key or short_id(m.node_id) == key]
+        found = found or [m for m in members if m.name.lower() == ref.strip().lower()]
+        if len(found) > 1:
+            ids = ", ".join(short_id(member.node_id) for member in found)
+            raise InvalidValue(
+                f"{len(found)} machines are called {ref}.", hint=f"Say which: {ids}.", param="peer"
+            )
+        if found:
+            return found[0]
+        if key in (me, short_id(me), self.node.name.lower()):
+            raise InvalidValue(
+                "That is this machine itself.",
+                hint="To take it out of the fleet, run `fleetctl unpair` for it on another machine.",
+                param="peer",
+            )
+        names = ", ".join(member.name for member in members)
+        raise NotFound(
+            f"No machine called {ref} is paired with this one.",
+            hint=f"Paired are: {names}." if names else "None is paired yet: fleetctl pair.",
+            param="peer",
+        )
+
+    async def diagnose(self) -> Any:
+        """What the network looks like from inside this process, which may differ from a terminal's view."""
+        facts = asyncio.to_thread(diagnosis.gather, self.node.settings.host, self.node.port)
+        found, clocks = await asyncio.gather(facts, self._clocks())
+        return {**found, "clock": {"peers": clocks}}
+
+    async def _clocks(self) -> list[dict[str, Any]]:
+        async def offset(node_id: str) -> dict[str, Any] | None:
+            began = self._wall()
+            try:
+                answer = await self.node.ask(node_id, CLOCK, b"", within_s=limits.CLOCK_WITHIN_S)
+                told = msgspec.msgpack.decode(answer, type=Clock)
+            except (FleetError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                return None
+            return {"name": self.node.name_of(node_id), "offset_s": told.unix_s - (began + self._wall()) / 2}
+
+        usable = [node_id for node_id, peer in self.node.mesh.peers.items() if peer.usable]
+        return [found for found in await asyncio.gather(*map(offset, usable)) if found is not None]
+
+    async def _tell_time(self, _peer: str, _body: bytes, stream: Stream) -> None:
+        stream.send(msgspec.msgpack.encode(Clock(self._wall())))
+
+
+def default_name() -> str:
+    """What people call this machine if they have not said."""
+    return (socket.gethostname().partition(".")[0] or "unnamed")[: limits.PEER_NAME_CHARS]

@@ -1,0 +1,215 @@
+"""Models from a peer instead of the internet: who has the same files, and both ends of the copy.
+
+    here    MODEL_OFFER digest            →  names, sizes and hashes of its files, checked against the digest
+    here    MODEL_SEND digest, what lacks →  an invitation; a child process reads the sealed stream
+    there                                    a child process reads the files and seals them
+
+Whatever goes wrong with one peer, the next one is tried, and then the source that the model came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.errors import (
+    DiskFull,
+    FleetError,
+    ModelNotFound,
+    NotFound,
+    Overloaded,
+    PeerUnreachable,
+    ProtocolError,
+)
+from fleetd.jobs.placing import canonical
+from fleetd.models import copy_client
+from fleetd.models.catalog import find
+from fleetd.models.copy_offer import Need, Offer, offer_of
+from fleetd.models.folder import ModelFolder
+from fleetd.models.progress import PullProgress
+from fleetd.models.store import ModelStore
+from fleetd.observe import get_logger
+from fleetd.p2p import bulk
+from fleetd.p2p.cards import Card, ModelCard
+from fleetd.p2p.node import Node
+from fleetd.p2p.probe import Invitation, invitation
+from fleetd.p2p.transport import Stream
+
+log = get_logger("fleetd.copies")
+
+MODEL_OFFER, MODEL_SEND = "model.offer", "model.send"
+_ATTEMPTS = 3
+# Stages of a copy that are the other machine's as well.
+_ON_THE_WAY = ("connecting", "copying")
+
+_Digest = Annotated[str, Meta(min_length=64, max_length=64)]
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    digest: _Digest
+
+
+class Order(msgspec.Struct, frozen=True):
+    digest: _Digest
+    needs: Annotated[list[Need], Meta(max_length=limits.COPY_FILES)]
+
+
+class Source(Protocol):
+    def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]: ...
+
+
+class Copies:
+    """Serves this machine's models to peers, and fetches theirs."""
+
+    def __init__(self, node: Node, models: ModelStore, own_card: Callable[[], Card]) -> None:
+        self._node = node
+        self._models = models
+        self._own_card = own_card
+        self._given = 0
+        node.handle(MODEL_OFFER, self._offer)
+        node.handle(MODEL_SEND, self._send)
+
+    # ---- fetching ----------------------------------------------------------------------------------------
+
+    async def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]:
+        """From a peer that has it, else from where it comes from; nothing for a model that is here.
+
+        Raises:
+            FleetError: as ``ModelStore.pull``.
+        """
+        for node_id, model in await self._holders(ref):
+            try:
+                async with aclosing(self._copy(node_id, model)) as steps:
+                    async for step in steps:
+                        yield step
+            except DiskFull:
+                raise
+            except FleetError as error:
+                log.warning(
+                    "copy.failed", peer=self._node.name_of(node_id), model=model.name, error=str(error)
+                )
+            else:
+                return
+        async with aclosing(self._models.pull(ref)) as steps:
+            async for step in steps:
+                yield step
+
+    async def _holders(self, ref: str) -> list[tuple[str, ModelCard]]:
+        """Peers that have the model, the fastest way first; of different files only the most common ones."""
+        with contextlib.suppress(FleetError):
+            await asyncio.to_thread(self._models.resolve, ref)
+            return []
+        name, entry = canonical(ref), find(ref)
+        pinned = entry.revision if entry is not None else None
+        mesh = self._node.mesh
+        found = [
+            (card.node_id, model)
+            for card in mesh.cards
+            for model in card.models
+            if model.name == name
+            and model.digest
+            and (pinned is None or model.revision == pinned)
+            and (peer := mesh.peers.get(card.node_id)) is not None
+            and peer.usable
+        ]
+        counts: dict[str, int] = {}
+        for _, model in found:
+            counts[model.digest] = counts.get(model.digest, 0) + 1
+        common = max(counts, key=lambda digest: (counts[digest], digest), default="")
+        found = [(node_id, model) for node_id, model in found if model.digest == common]
+        found.sort(key=lambda item: (-self._speed(item[0]), item[0]))
+        return found[:_ATTEMPTS]
+
+    def _speed(self, node_id: str) -> float:
+        paths = self._node.mesh.peers[node_id].paths
+        best = paths.get(address) if (address := paths.best_for_bulk()) is not None else None
+        return best.expected_bytes_per_s if best is not None else 0.0
+
+    async def _copy(self, node_id: str, model: ModelCard) -> AsyncGenerator[PullProgress, None]:
+        name = self._node.name_of(node_id)
+        log.info("copy.begins", peer=name, model=model.name)
+        body = msgspec.msgpack.encode(Wanted(model.digest))
+        offer = _decoded(
+            await self._node.ask(node_id, MODEL_OFFER, body, within_s=limits.COPY_OFFER_S), Offer
+        )
+        opened: list[Stream] = []
+
+        async def connect(needs: list[Need]) -> tuple[socket.socket, bytes]:
+            stream = self._node.request(
+                node_id, MODEL_SEND, msgspec.msgpack.encode(Order(model.digest, needs))
+            )
+            opened.append(stream)
+            try:
+                async with asyncio.timeout(limits.COPY_OFFER_S):
+                    answer = await stream.receive()
+            except TimeoutError:
+                raise PeerUnreachable(f"{name} did not answer within {limits.COPY_OFFER_S:.0f} s.") from None
+            if answer is None:
+                raise ProtocolError(f"{name} gave no invitation.")
+            invited = invitation(answer)
+            return await self.connect(node_id, invited), invited.key
+
+        try:
+            steps = copy_client.receive(
+                offer, self._models.models_dir, connect, name=model.name, digest=model.digest
+            )
+            async with aclosing(steps):
+                async for step in steps:
+                    if step.stage in _ON_THE_WAY:
+                        step = msgspec.structs.replace(step, file=f"{step.file} from {name}".strip())
+                    yield step
+        finally:
+            for stream in opened:
+                stream.cancel()
+
+    async def connect(self, node_id: str, invited: Invitation) -> socket.socket:
+        """The best way for bulk first, then the others. Raises PeerUnreachable."""
+        error: FleetError | None = None
+        for address in self._node.bulk_addresses(node_id):
+            try:
+                return await bulk.connect(address, invited.ticket)
+            except FleetError as failed:
+                error = failed
+        raise error or NotFound(f"No address of {self._node.name_of(node_id)} is known.")
+
+    # ---- serving -----------------------------------------------------------------------------------------
+
+    async def _offer(self, _peer: str, body: bytes, stream: Stream) -> None:
+        folder = await self._holding(_decoded(body, Wanted).digest)
+        stream.send(msgspec.msgpack.encode(await asyncio.to_thread(offer_of, self._models, folder)))
+
+    async def _send(self, peer: str, body: bytes, stream: Stream) -> None:
+        order = _decoded(body, Order)
+        if self._given >= limits.COPIES_GIVEN:
+            raise Overloaded(f"This machine gives {limits.COPIES_GIVEN} copies already.")
+        self._given += 1
+        try:
+            folder = await self._holding(order.digest)
+            with self._node.bulk.expect() as expected:
+                stream.send(msgspec.msgpack.encode(Invitation(expected.ticket, expected.key)))
+                log.info("copy.serving", peer=self._node.name_of(peer), model=folder.name)
+                await copy_client.send(folder.path, order.needs, await expected.socket(), expected.key)
+        finally:
+            self._given -= 1
+
+    async def _holding(self, digest: str) -> ModelFolder:
+        """The folder that this machine's card shows with this digest."""
+        name = next((m.name for m in self._own_card().models if m.digest == digest), None)
+        if name is None:
+            raise ModelNotFound("This machine does not have these files (any more).")
+        return await asyncio.to_thread(self._models.resolve, name)
+
+
+def _decoded(body: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"A peer's message about a model cannot be read: {error}.") from None

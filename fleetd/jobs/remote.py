@@ -1,0 +1,126 @@
+"""A job on another machine: both ends. Knows neither how a machine is chosen nor how sessions work."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Protocol
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.protocol import Event, Failed, Finished, Loading
+from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError
+from fleetd.jobs import wire
+from fleetd.jobs.job import Job, Planned
+
+
+class Stream(Protocol):
+    """``fleetd.p2p.transport.Stream``."""
+
+    async def receive(self) -> bytes | None: ...
+    def send(self, body: bytes) -> None: ...
+    async def drained(self) -> None: ...
+    def end(self) -> None: ...
+    def cancel(self, error: FleetError | None = None) -> None: ...
+
+
+async def run(
+    request: Callable[[str, bytes], Stream], job: Job, model: str, digest: str
+) -> AsyncGenerator[Loading | Event, None]:
+    """Run a job there and yield its events; closing the generator cancels it there.
+
+    Args:
+        request: begins a request at that machine.
+        model: its canonical name.
+
+    Raises:
+        PeerLost: the machine went away, or said nothing for ``limits.JOB_SILENCE_S``.
+        FleetError: what the job failed with there.
+    """
+    stream = request(wire.RUN, wire.encode(wire.Run(model, job.request, job.route, digest)))
+    ended = False
+    try:
+        stream.end()
+        while True:
+            try:
+                async with asyncio.timeout(limits.JOB_SILENCE_S):
+                    body = await stream.receive()
+            except TimeoutError:
+                raise PeerLost(f"No sign of the job for {limits.JOB_SILENCE_S:.0f} s.") from None
+            if body is None:
+                ended = True
+                raise ProtocolError("A peer ended an answer without finishing it.")
+            if body == wire.ALIVE:
+                continue
+            event = wire.decode_event(body)
+            if isinstance(event, Finished):
+                ended = True
+                yield event
+                return
+            yield event
+    finally:
+        if not ended:
+            stream.cancel()
+
+
+class Server:
+    """Runs what peers ask for, here and nowhere else.
+
+    Args:
+        has: whether this machine has told others that it has a model of this digest. Finding a digest may
+            take minutes of reading, and is nothing that others may start here.
+    """
+
+    def __init__(
+        self,
+        run: Callable[[Job], AsyncGenerator[Planned | Loading | Event, None]],
+        has: Callable[[str], bool],
+    ) -> None:
+        self._run = run
+        self._has = has
+
+    async def __call__(self, _peer: str, body: bytes, stream: Stream) -> None:
+        """The handler of ``wire.RUN``. Raises FleetError: what the other side is told."""
+        asked = wire.decode_run(body)
+        if asked.digest and not self._has(asked.digest):
+            raise ModelNotFound(f"This machine does not have these files of {asked.model} (any more).")
+        # An id of this machine's: what others call their jobs must not meet what runs here already.
+        own_id = f"{asked.request.id[: limits.JOB_ID_CHARS]}.{secrets.token_hex(6)}"
+        request = msgspec.structs.replace(asked.request, id=own_id)
+        job = Job(asked.model, request, "peer", asked.route, local_only=True, digest=asked.digest)
+        async with aclosing(self._run(job)) as events:
+            pending: asyncio.Task[Planned | Loading | Event | None] | None = None
+            try:
+                while True:
+                    pending = pending or asyncio.create_task(_next(events))
+                    done, _ = await asyncio.wait({pending}, timeout=limits.JOB_ALIVE_S)
+                    if not done:
+                        stream.send(wire.ALIVE)
+                        continue
+                    event, pending = pending.result(), None
+                    if event is None:
+                        return
+                    if not isinstance(event, Planned | Failed):
+                        stream.send(wire.encode(event))
+                        await _drained(stream)
+            finally:
+                if pending is not None:
+                    pending.cancel()
+                    await asyncio.wait({pending})
+
+
+async def _drained(stream: Stream) -> None:
+    try:
+        async with asyncio.timeout(limits.JOB_READ_STALL_S):
+            await stream.drained()
+    except TimeoutError:
+        raise PeerLost(f"Nothing of the answer was read for {limits.JOB_READ_STALL_S:.0f} s.") from None
+
+
+async def _next(
+    events: AsyncGenerator[Planned | Loading | Event, None],
+) -> Planned | Loading | Event | None:
+    return await anext(events, None)

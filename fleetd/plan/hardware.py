@@ -1,0 +1,103 @@
+"""Modelled speeds: what a chip should do with a model, until it has been measured.
+
+From the makers' public figures. Decoding reads all weights once per token, so memory bandwidth bounds it;
+prefill multiplies every weight with every token, so arithmetic bounds it. Only the order of machines has to
+be about right: the first load of a model measures, and what was measured always wins.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# The share of the makers' figures that real programs reach.
+DECODE_SHARE = 0.6
+PREFILL_SHARE = 0.6
+# Nearly every model in use is quantised to 4 bits, plus half a bit of scales. It matters for prefill alone,
+# and is wrong by the same factor on every machine.
+BITS_PER_WEIGHT = 4.5
+
+# Reading weights from the disk at load, and what starting an engine takes before and after that.
+DISK_BYTES_PER_S = 2e9
+ENGINE_START_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Hardware:
+    """Memory bandwidth and half-precision matrix arithmetic, both at their peak."""
+
+    bytes_per_s: float
+    flops: float
+
+    def prefill_tok_s(self, weights_bytes: int) -> float:
+        weights = max(1, weights_bytes) * 8 / BITS_PER_WEIGHT
+        return PREFILL_SHARE * self.flops / (2 * weights)
+
+    def decode_tok_s(self, weights_bytes: int) -> float:
+        return DECODE_SHARE * self.bytes_per_s / max(1, weights_bytes)
+
+
+def _of(gb_per_s: float, tflops: float) -> Hardware:
+    return Hardware(gb_per_s * 1e9, tflops * 1e12)
+
+
+# By generation and variant. Where a variant is sold with two widths of memory, the narrower one: a machine
+# that is better than expected is found out at its first load, a worse one would have cost somebody time.
+# The fifth generation multiplies matrices in units of their own.
+APPLE: dict[tuple[int, str], Hardware] = {
+    (1, ""): _of(68, 2.6),
+    (1, "Pro"): _of(200, 5.2),
+    (1, "Max"): _of(400, 10.4),
+    (1, "Ultra"): _of(800, 20.8),
+    (2, ""): _of(100, 3.6),
+    (2, "Pro"): _of(200, 6.8),
+    (2, "Max"): _of(400, 13.5),
+    (2, "Ultra"): _of(800, 27.0),
+    (3, ""): _of(100, 3.5),
+    (3, "Pro"): _of(150, 6.3),
+    (3, "Max"): _of(300, 14.0),
+    (3, "Ultra"): _of(819, 26.0),
+    (4, ""): _of(120, 4.2),
+    (4, "Pro"): _of(273, 8.5),
+    (4, "Max"): _of(410, 16.0),
+    (5, ""): _of(153, 16.0),
+    (5, "Pro"): _of(307, 32.0),
+    (5, "Max"): _of(460, 60.0),
+}
+_NEWEST = max(generation for generation, _ in APPLE)
+
+GB10 = _of(273, 100)
+# A GPU that is not in the table, taken for a modest one.
+CUDA = _of(270, 30)
+# Two channels of memory and AVX2, of which fleetd's CPU engine uses what BLAS makes of it, with weights in
+# single precision: several times the bytes of the file.
+CPU_BYTES_PER_S = 10e9
+CPU_FLOPS_PER_CORE = 50e9
+CPU_CORES = 16
+
+_APPLE_CHIP = re.compile(r"\bM([1-9]\d?)(?: (Pro|Max|Ultra))?\b")
+
+
+def hardware_of(chip: str, accelerator: str, cores: int) -> Hardware:
+    """The figures of a chip as its operating system or driver names it. Unknown ones are taken for modest."""
+    if accelerator == "metal":
+        return _apple(chip)
+    if accelerator == "cuda":
+        return GB10 if "GB10" in chip else CUDA
+    return Hardware(CPU_BYTES_PER_S, CPU_FLOPS_PER_CORE * min(max(1, cores), CPU_CORES))
+
+
+def _apple(chip: str) -> Hardware:
+    found = _APPLE_CHIP.search(chip)
+    if found is None:
+        return APPLE[1, ""]
+    generation, variant = min(int(found[1]), _NEWEST), found[2] or ""
+    # A chip that came later than this table is at least as good as its forerunner.
+    while (generation, variant) not in APPLE:
+        generation -= 1
+    return APPLE[generation, variant]
+
+
+def load_s(weights_bytes: int) -> float:
+    """From an installed model to one that answers."""
+    return ENGINE_START_S + weights_bytes / DISK_BYTES_PER_S
