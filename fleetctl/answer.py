@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 import click
 
@@ -84,7 +85,7 @@ class Answer:
         }
 
     def closing_line(self) -> str:
-        """Prompt size, time to the first token and both speeds, as far as they are known."""
+        """Prompt size, time to the first token, both speeds, model and machine, as far as they are known."""
         parts = []
         cached = self.timings.get("cache_n", 0)
         details = self.usage.get("prompt_tokens_details") or {}
@@ -105,7 +106,17 @@ class Answer:
             )
         if self.model:
             parts.append(one_line(self.model))
+        if elsewhere := _elsewhere(self.headers.get("x-fleet-plan", "")):
+            parts.append(f"on {elsewhere}")
         return " · ".join(parts)
+
+
+def _elsewhere(plan: str) -> str:
+    """The machines that answered, where that was not the one that was asked: ``remote; nodes=a,b``."""
+    kind, _, nodes = plan.partition("; nodes=")
+    if kind in ("", "local"):
+        return ""
+    return one_line(", ".join(unquote(node) for node in nodes.split(",")))
 
 
 def _speed(tokens_per_s: float) -> str:

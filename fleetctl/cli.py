@@ -20,7 +20,19 @@ from fleetd import __version__
 from fleetd.errors import FleetError
 
 # Each verb lives in fleetctl/VERB.py as `command`; a verb costs its import only when it runs.
-VERBS = ("chat", "doctor", "env", "models", "service", "status", "usage")
+VERBS = (
+    "chat",
+    "doctor",
+    "env",
+    "join",
+    "models",
+    "pair",
+    "peers",
+    "service",
+    "status",
+    "unpair",
+    "usage",
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
 

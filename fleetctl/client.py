@@ -75,6 +75,22 @@ class Stream:
                     hint="`fleetctl status` tells whether it still runs; its log tells why it stopped.",
                 ) from error
 
+    def reports(self) -> Iterator[dict[str, Any]]:
+        """The events as JSON objects, without the comments; an error among them is raised."""
+        for event in self:
+            if isinstance(event, Comment):
+                continue
+            try:
+                report = json.loads(event.text)
+            except ValueError as error:
+                raise ConnectionBroken("The daemon sent an event that is not JSON.") from error
+            if not isinstance(report, dict):
+                raise ConnectionBroken("The daemon sent an event that is not a JSON object.")
+            if "error" in report:
+                # The status line was sent long ago; the code alone tells whose fault it is.
+                raise daemon_error(report, 500)
+            yield report
+
     def close(self) -> None:
         self._response.close()
         self._connection.close()

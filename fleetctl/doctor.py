@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from fleetctl import checks_daemon, checks_local, checks_machine
+from fleetctl import checks_daemon, checks_fleet, checks_local, checks_machine
 from fleetctl.cli import Session, json_option, pass_session
 from fleetctl.client import Client
 from fleetctl.exits import Exit
@@ -89,6 +89,7 @@ def _checks(address: Address, client: Client, status: dict[str, Any] | None) -> 
     if status is not None:
         known = status
         yield "engines", lambda: checks_daemon.engines(known)
+        yield "the fleet", lambda: checks_fleet.check(client)
         yield "the default model", lambda: checks_daemon.default_model(client, known)
 
 

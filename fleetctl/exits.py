@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import ClassVar
 
-from fleetd.errors import FleetError
+from fleetd.errors import FleetError, NotPaired, PairingFailed, PeerError
 
 
 class Exit(enum.IntEnum):
@@ -17,6 +17,8 @@ class Exit(enum.IntEnum):
     NO_DAEMON = 3
     REFUSED = 4
     FAILED = 5
+    PAIRING = 6
+    PEER = 7
     INTERRUPTED = 130
 
     @property
@@ -31,6 +33,8 @@ _MEANINGS = {
     Exit.NO_DAEMON: "no daemon can be reached",
     Exit.REFUSED: "the daemon refused the request (an HTTP 4xx)",
     Exit.FAILED: "the daemon or the engine failed (an HTTP 5xx, or the answer broke off)",
+    Exit.PAIRING: "pairing failed (a wrong code, a closed window), or a machine is not paired",
+    Exit.PEER: "another machine is at fault (unreachable, lost, incompatible), or none can run the model",
     Exit.INTERRUPTED: "interrupted with Ctrl-C",
 }
 
@@ -70,6 +74,10 @@ def exit_for(error: FleetError) -> Exit:
     """The exit code that stands for an error, wherever it was raised."""
     if isinstance(error, ClientError):
         return error.exit
+    if isinstance(error, (NotPaired, PairingFailed)):
+        return Exit.PAIRING
+    if isinstance(error, PeerError):
+        return Exit.PEER
     return Exit.REFUSED if 400 <= error.status < 500 else Exit.FAILED
 
 

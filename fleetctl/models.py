@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Any
 
 import click
 
 from fleetctl.cli import Session, json_option, note, pass_session
-from fleetctl.client import daemon_error
 from fleetctl.exits import ClientError, ConnectionBroken, Exit
 from fleetctl.progress import Progress
-from fleetctl.sse import Comment
 from fleetctl.text import count, one_line, size, table
 from fleetd import limits
 
@@ -56,17 +53,9 @@ def pull(session: Session, name: str) -> int:
 
 def _pull(session: Session, name: str, progress: Progress) -> dict[str, Any]:
     with session.client().stream("/fleet/v1/models/pull", {"model": name}) as stream:
-        for event in stream:
-            if isinstance(event, Comment):
-                continue
-            try:
-                report = json.loads(event.text)
-            except ValueError as error:
-                raise ConnectionBroken("The daemon sent an event that is not JSON.") from error
-            if "error" in report:
-                raise daemon_error(report, 500)
+        for report in stream.reports():
             if report.get("done") is True:
-                return dict(report)
+                return report
             what = " ".join(str(report[key]) for key in ("stage", "file") if report.get(key))
             progress.update(what, report.get("done_bytes") or 0, report.get("total_bytes") or 0, unit="bytes")
     raise ConnectionBroken(

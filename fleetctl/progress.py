@@ -42,11 +42,17 @@ class Progress:
         self._stage = ""
         self._figures = (0, 0, "")
         self._origin = (0.0, 0)  # when this stage began, and at which figure: rates start from there
+        self._ends: float | None = None
         self._began: float | None = None
         self._plain_next = 0.0
 
-    def update(self, stage: str, done: int = 0, total: int = 0, *, unit: str = "") -> None:
-        """News: ``done`` of ``total`` (0 = unknown) of a stage; the unit "bytes" is shown as kB, MB, ..."""
+    def update(
+        self, stage: str, done: int = 0, total: int = 0, *, unit: str = "", left_s: float | None = None
+    ) -> None:
+        """News: ``done`` of ``total`` (0 = unknown) of a stage; the unit "bytes" is shown as kB, MB, ...
+
+        ``left_s``: the stage ends by itself after so long, and the clock runs backwards.
+        """
         now = time.monotonic()
         with self._lock:
             if self._began is None:
@@ -54,6 +60,7 @@ class Progress:
             if stage != self._stage:
                 self._stage, self._origin, self._plain_next = stage, (now, done), 0.0
             self._figures = (done, total, unit)
+            self._ends = None if left_s is None else now + left_s
         if not self._live:
             self._plain(now)
         if self._thread is None:
@@ -108,6 +115,7 @@ class Progress:
     def _line(self, now: float, columns: int | None) -> str:
         with self._lock:
             stage, (done, total, unit), (since, first) = self._stage, self._figures, self._origin
+            ends = self._ends
         elapsed_s = max(now - since, 1e-9)
         show, unit = (size, "") if unit == "bytes" else (count, f" {unit}" if unit else "")
         parts = [one_line(stage)]
@@ -123,7 +131,9 @@ class Progress:
                 parts.append(f"{show(rate)}{unit}/s")
                 if done < total:
                     parts.append(f"{rough((total - done) / rate)} left")
-        if elapsed_s >= 1 and (total <= 0 or done <= first):
+        if ends is not None:
+            parts.append(f"{rough(max(0.0, ends - now))} left")
+        elif elapsed_s >= 1 and (total <= 0 or done <= first):
             parts.append(f"{elapsed_s:.0f} s")
         line = "  ".join(parts)
         return line if columns is None else line[: max(columns, 1)]

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from fleetctl.cli import Session, json_option, pass_session
+from fleetctl.fleet_words import OFF, label, removal, summary
 from fleetctl.text import count, duration, one_line, size, table
 
 
@@ -29,11 +30,12 @@ def render(status: dict[str, Any]) -> str:
     requests = status.get("requests") or {}
     names = ("running", "waiting", "completed", "failed")
     facts.append(("requests", ", ".join(f"{count(requests.get(name, 0))} {name}" for name in names)))
-    lines = [_headline(status), *(f"{name:<10}{value}" for name, value in facts), ""]
+    facts += _fleet(status)
+    lines = [_headline(status), *(f"{name:<10}{value}".rstrip() for name, value in facts), ""]
     engines = status.get("engines") or []
     if engines:
-        header = ("MODEL", "STATE", "DEVICE", "WEIGHTS", "KV CACHE", "WORK")
-        lines.append(table(header, [_engine(engine) for engine in engines], right=(3,)))
+        header = ("MODEL", "STATE", "DEVICE", "WEIGHTS", "KV CACHE", "PREFILL", "DECODE", "WORK")
+        lines.append(table(header, [_engine(engine) for engine in engines], right=(3, 5, 6)))
         lines += [
             f"{one_line(engine['model'])}: {one_line(engine['error'])}"
             for engine in engines
@@ -64,13 +66,44 @@ def _machine(status: dict[str, Any]) -> str:
     machine = status.get("machine") or {}
     parts = [
         str(machine.get("platform") or "?"),
+        str(machine.get("product") or ""),
         f"{machine.get('cpu') or '?'}, {machine.get('cores', '?')} cores",
+        str(machine.get("gpu") or "") if machine.get("gpu") != machine.get("cpu") else "",
         f"{size(machine.get('memory_bytes'))} memory, {size(machine.get('available_bytes'))} free",
         f"tier {machine.get('tier', '?')}",
     ]
     if accelerator := machine.get("accelerator"):
         parts.append(str(accelerator))
-    return one_line(" · ".join(parts))
+    return one_line(" · ".join(part for part in parts if part))
+
+
+def _fleet(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """One line, and one more for each machine that cannot be used."""
+    fleet = status.get("fleet")
+    if not fleet:
+        return []
+    if not fleet.get("enabled"):
+        return [("fleet", OFF)]
+    peers = fleet.get("peers") or []
+    away = [peer for peer in peers if peer.get("state") != "usable"]
+    line = summary(
+        _machine_label(fleet),
+        port=fleet.get("port", 0),
+        usable=len(peers) - len(away),
+        peers=len(peers),
+        mdns=str(fleet.get("mdns") or "off"),
+        local_only=bool(fleet.get("local_only")),
+        pairing=bool(fleet.get("pairing")),
+    )
+    notes = [removal(str(fleet["removed_by"]))] if fleet.get("removed_by") else []
+    for peer in away:
+        reason = f": {one_line(str(peer['reason']))}" if peer.get("reason") else ""
+        notes.append(f"{_machine_label(peer)} {one_line(str(peer.get('state')))}{reason}")
+    return [("fleet", line), *(("", text) for text in notes)]
+
+
+def _machine_label(machine: dict[str, Any]) -> str:
+    return label(str(machine.get("name") or "?"), str(machine.get("short_id") or "?"))
 
 
 def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
@@ -94,8 +127,17 @@ def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
         device or "-",
         size(engine.get("weights_bytes")),
         kv,
+        _speed(engine.get("prefill_tok_s")),
+        _speed(engine.get("decode_tok_s")),
         ", ".join(work),
     )
+
+
+def _speed(tok_s: float | None) -> str:
+    """As measured when the model was loaded."""
+    if not tok_s:
+        return "-"
+    return f"{count(tok_s) if tok_s >= 99.95 else f'{tok_s:.1f}'} tok/s"
 
 
 def _busy(engine: dict[str, Any]) -> bool:

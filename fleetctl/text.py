@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 
 # C0 but tab and newline, DEL, C1. A model (or a file it quotes) may write escape sequences that would retitle
 # the window, rewrite the screen or answer to the shell.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+# A terminal of fewer columns is not read but only glanced at.
+_NARROWEST = 20
 
 
 def printable(text: str) -> str:
@@ -18,6 +22,11 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """For names and messages in tables."""
     return printable(text.replace("\n", " ").replace("\t", " "))
+
+
+def clause(text: str) -> str:
+    """A sentence from elsewhere, as the end of one of ours."""
+    return one_line(text).rstrip(". ")
 
 
 def size(count_bytes: float | None) -> str:
@@ -58,6 +67,25 @@ def rough(seconds: float) -> str:
 def count(number: float) -> str:
     """Thousands with commas."""
     return f"{number:,.0f}"
+
+
+def wrapped(text: str, width: int | None, indent: str = "") -> str:
+    """Lines of at most ``width`` cells, broken between words; None leaves it to the reader."""
+    if width is None:
+        return indent + text
+    return textwrap.fill(
+        text,
+        max(width, _NARROWEST),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def listed(names: Sequence[str]) -> str:
+    """["a", "b", "c"] → "a, b and c"."""
+    return f"{', '.join(names[:-1])} and {names[-1]}" if len(names) > 1 else "".join(names)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[int] = ()) -> str:

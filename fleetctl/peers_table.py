@@ -1,0 +1,185 @@
+"""The fleet as a table for people, fitted to a width: less important columns go first. Pure.
+
+Below a machine that cannot be used stands why, and what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import click
+
+from fleetctl.fleet import Fleet, Model, Peer
+from fleetctl.fleet_words import OFF, removal
+from fleetctl.text import one_line, size, table, wrapped
+
+_COLOURS = {"usable": "green", "connecting": "yellow", "quiet": "yellow", "draining": "yellow"}
+_NAME_CHARS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    """``keep``: the column with the smallest figure goes first when there is no room."""
+
+    header: str
+    cells: list[str]
+    keep: int
+    right: bool = False
+
+    @property
+    def width(self) -> int:
+        return max(len(self.header), *(len(cell) for cell in self.cells))
+
+
+def render(fleet: Fleet, width: int | None) -> str:
+    """The whole page; ``width`` None is for files and pipes, where nothing is cut."""
+    if not fleet.enabled:
+        return f"The fleet is {OFF}: this machine works alone."
+    parts = [wrapped(fleet.summary, width)]
+    if fleet.removed_by:
+        parts.append(click.style(wrapped(removal(fleet.removed_by), width), fg="yellow"))
+    if fleet.peers:
+        parts.append(
+            "\n".join(_rows(sorted(fleet.peers, key=lambda p: (p.name.casefold(), p.node_id)), width))
+        )
+    else:
+        parts.append(
+            "No other machine is paired with this one.\n"
+            "Pair one: `fleetctl pair` here, then `fleetctl join CODE` there."
+        )
+    for configured in fleet.unanswered:
+        text = f"{one_line(configured.address)}, named in the settings: {configured.reason} {configured.hint}"
+        parts.append(wrapped(one_line(text).strip(), width))
+    if fleet.neighbours:
+        parts.append(_neighbours(fleet, width))
+    return "\n\n".join(parts)
+
+
+def _neighbours(fleet: Fleet, width: int | None) -> str:
+    lines = []
+    if shown := [neighbour.label for neighbour in fleet.neighbours if neighbour.pairing]:
+        lines.append(f"Showing a code: {', '.join(shown)}. Join with `fleetctl join CODE` here.")
+    if others := [neighbour.label for neighbour in fleet.neighbours if not neighbour.pairing]:
+        what = f"Seen on this network, not paired: {', '.join(others)}."
+        lines.append(f"{what} Pair with `fleetctl pair` here, then `fleetctl join CODE` there.")
+    return "\n".join(wrapped(line, width) for line in lines)
+
+
+def _rows(peers: Sequence[Peer], width: int | None) -> list[str]:
+    columns = _columns(peers, cut=width is not None)
+    beside = width is None or _width(columns) <= width
+    if not beside:
+        # Models then stand on a line of their own, below their machine.
+        columns = _fitted(columns[:-1], width or 0)
+    text = table(
+        [column.header for column in columns],
+        zip(*(column.cells for column in columns), strict=True),
+        right=[i for i, column in enumerate(columns) if column.right],
+    )
+    header, *rows = text.split("\n")
+    at = header.index("STATE")
+    lines = [header]
+    for peer, row in zip(peers, rows, strict=True):
+        end = at + len(peer.state)
+        lines.append(row[:at] + click.style(row[at:end], fg=_COLOURS.get(peer.state, "red")) + row[end:])
+        if not beside and peer.models:
+            lines.append("  " + _models(peer.models, (width or 0) - 2))
+        lines += _why(peer, width)
+    legend = "LOAD: running+waiting"
+    if any(model.state == "loaded" for peer in peers for model in peer.models):
+        legend += " · * loaded"
+    return [*lines, click.style(legend, dim=True)]
+
+
+def _columns(peers: Sequence[Peer], *, cut: bool) -> list[_Column]:
+    names = [one_line(peer.name) for peer in peers]
+    # Where two machines have one name, only the id tells which is meant.
+    ambiguous = len(set(names)) < len(names)
+    return [
+        _Column("NAME", [_shortened(name, _NAME_CHARS) if cut else name for name in names], 9),
+        _Column("STATE", [one_line(peer.state) for peer in peers], 9),
+        _Column("ID", [one_line(peer.short_id) for peer in peers], 8 if ambiguous else 2),
+        _Column("TIER", [one_line(peer.tier) or "-" for peer in peers], 3),
+        _Column("FREE/MEMORY", [_memory(peer) for peer in peers], 6, right=True),
+        _Column("LOAD", [_load(peer) for peer in peers], 7, right=True),
+        _Column("RTT", [_rtt(peer) for peer in peers], 5, right=True),
+        _Column("BANDWIDTH", [_bandwidth(peer) for peer in peers], 1, right=True),
+        _Column("PROMPTS", ["yes" if peer.sees_prompts else "no" for peer in peers], 4),
+        _Column("MODELS", [_models(peer.models, None) for peer in peers], 8),
+    ]
+
+
+def _width(columns: Sequence[_Column]) -> int:
+    return sum(column.width + 2 for column in columns) - 2
+
+
+def _fitted(columns: list[_Column], width: int) -> list[_Column]:
+    """As many of them as there is room for."""
+    by_worth = sorted(columns, key=lambda column: column.keep)
+    while _width(columns) > width and by_worth[0].keep < by_worth[-1].keep:
+        least = by_worth.pop(0)
+        columns = [column for column in columns if column is not least]
+    return columns
+
+
+def _models(models: Sequence[Model], room: int | None) -> str:
+    """Names, loaded ones first and marked; those that do not fit are counted."""
+    ranked = sorted(models, key=lambda model: (model.state != "loaded", model.state != "loading"))
+    names = [_model(model, model.name) for model in ranked]
+    full = ", ".join(names) or "-"
+    if room is None or len(full) <= room:
+        return full
+    # The part before the slash says who converted a model; the part after it says which one it is.
+    names = [_model(model, model.name.rpartition("/")[2]) for model in ranked]
+    for shown in range(len(names), 0, -1):
+        rest = f", +{len(names) - shown}" if shown < len(names) else ""
+        text = ", ".join(names[:shown]) + rest
+        if len(text) <= room:
+            return text
+    rest = f", +{len(names) - 1}" if len(names) > 1 else ""
+    return _shortened(names[0], max(2, room - len(rest))) + rest
+
+
+def _model(model: Model, name: str) -> str:
+    mark = {"loaded": "*", "loading": " (loading)"}.get(model.state, "")
+    return one_line(name) + mark
+
+
+def _why(peer: Peer, width: int | None) -> list[str]:
+    if peer.usable:
+        return []
+    lines = []
+    if peer.reason:
+        lines.append(wrapped(one_line(peer.reason), width, indent="  "))
+    if peer.hint:
+        lines.append(wrapped(f"→ {one_line(peer.hint)}", width, indent="  "))
+    return lines
+
+
+def _memory(peer: Peer) -> str:
+    if not peer.memory_bytes:
+        return "-"
+    free, total = size(peer.available_bytes) if peer.usable else "-", size(peer.memory_bytes)
+    unit = total.rpartition(" ")[2]
+    return f"{free.removesuffix(f' {unit}')}/{total}"
+
+
+def _load(peer: Peer) -> str:
+    if not peer.usable:
+        return "-"
+    return f"{peer.running}+{peer.waiting}" if peer.running or peer.waiting else "idle"
+
+
+def _rtt(peer: Peer) -> str:
+    if peer.rtt_ms is None:
+        return "-"
+    return f"{peer.rtt_ms:.{2 if peer.rtt_ms < 9.995 else 0}f} ms"
+
+
+def _bandwidth(peer: Peer) -> str:
+    return "-" if peer.bytes_per_s is None else f"{size(peer.bytes_per_s)}/s"
+
+
+def _shortened(text: str, chars: int) -> str:
+    return text if len(text) <= chars else text[: chars - 1] + "…"
