@@ -14,13 +14,15 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from msgspec.structs import replace as replace_fields
 
 from fleetd import errors
 from fleetd.api.app import build_app, make_runner
 from fleetd.api.services import Services
 from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
-from fleetd.jobs.job import Job
+from fleetd.jobs.job import LOCAL, Job, Planned
+from fleetd.p2p import views
 
 TOKEN = "fleet-test-token"
 MODEL = "smollm2-135m"
@@ -95,13 +97,14 @@ class FakeRunner:
         self.cancelled: list[str] = []
         self.changed = asyncio.Condition()
 
-    async def run(self, job: Job) -> AsyncGenerator[p.Loading | p.Event, None]:
+    async def run(self, job: Job) -> AsyncGenerator[Planned | p.Loading | p.Event, None]:
         p.encode(job.request)  # what cannot be encoded could never reach a worker
         self.jobs.append(job)
         self.running += 1
         ended = False
         try:
             await self._notify()
+            yield LOCAL
             for step in self.script(job):
                 if isinstance(step, asyncio.Event):
                     await step.wait()
@@ -217,6 +220,64 @@ class FakeMetrics:
         return b"up 1\n", "text/plain; version=0.0.4; charset=utf-8"
 
 
+STUDIO = views.PeerView("k3f9a2bxxxxxx", "k3f9a2b", "studio", "usable")
+MINI = views.FleetView(True, "me", "me", "mini", peers=[STUDIO])
+
+
+@dataclass
+class FakeFleet:
+    """Plays ``steps``: events are yielded, exceptions raised, asyncio.Events waited for."""
+
+    steps: list[views.PairingEvent | Exception | asyncio.Event] = field(default_factory=list)
+    fleet: views.FleetView = MINI
+    joined: list[tuple[str, str | None, bool]] = field(default_factory=list)
+    answered: list[tuple[str, bool, bool]] = field(default_factory=list)
+    prompts: list[tuple[str, bool]] = field(default_factory=list)
+    waiting: str = ""
+    closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def view(self) -> views.FleetView:
+        return self.fleet
+
+    async def pair(self) -> AsyncGenerator[views.PairingEvent, None]:
+        try:
+            for step in self.steps:
+                if isinstance(step, Exception):
+                    raise step
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                else:
+                    yield step
+        finally:
+            self.closed.set()
+
+    def answer(self, node_id: str, *, admit: bool, sees_prompts: bool) -> None:
+        if node_id != self.waiting:
+            raise errors.PairingClosed("Nobody waits for an answer.", hint="`fleetctl pair` opens a window.")
+        self.answered.append((node_id, admit, sees_prompts))
+
+    def join(
+        self, code: str, host: str | None, *, sees_prompts: bool
+    ) -> AsyncGenerator[views.PairingEvent, None]:
+        self.joined.append((code, host, sees_prompts))
+        return self.pair()
+
+    def _find(self, peer: str) -> views.PeerView:
+        if peer != STUDIO.name:
+            raise errors.NotFound(f"No machine is called {peer!r}.", hint="The nearest is 'studio'.")
+        return STUDIO
+
+    async def unpair(self, peer: str) -> views.Unpaired:
+        return views.Unpaired(self._find(peer).node_id, peer, ["air"], ["pro"])
+
+    async def allow_prompts(self, peer: str, allowed: bool) -> views.PeerView:
+        self.prompts.append((peer, allowed))
+        return replace_fields(self._find(peer), sees_prompts=allowed)
+
+    async def diagnose(self) -> Any:
+        return {"port": {"host": "10.0.0.2", "reachable": True}}
+
+
 def status(**changes: Any) -> dict[str, Any]:
     return {
         "version": "0.1.0",
@@ -238,6 +299,7 @@ def services(runner: Any = None, **changes: Any) -> Services:
     made = Services(
         runner=runner if runner is not None else FakeRunner(),
         models=FakeModels(),
+        pull=FakeModels().pull,
         pool=FakePool(),
         ledger=FakeLedger(),
         metrics=FakeMetrics(),
@@ -247,7 +309,8 @@ def services(runner: Any = None, **changes: Any) -> Services:
         version="0.1.0",
         default_model=MODEL,
     )
-    return replace(made, **changes)
+    made = replace(made, **changes)
+    return made if "pull" in changes else replace(made, pull=made.models.pull)  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)

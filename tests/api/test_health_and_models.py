@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_fakes import MODEL, FakeModels, engine, serve, services, status
+from api_fakes import MODEL, FakeFleet, FakeModels, engine, serve, services, status
 
 from fleetd import limits
 from fleetd.api.health import judge
 from fleetd.api.services import view
+from fleetd.p2p import views
 
 LATE_S = limits.ENGINE_STALL_REPORT_S
 
@@ -81,6 +82,7 @@ async def test_models_in_openais_shape() -> None:
                 "weights_bytes": 1000,
                 "loaded": True,
                 "installed": True,
+                "nodes": [{"node": "this", "state": "loaded"}],
             },
         }
         assert (second["owned_by"], second["fleet"]["loaded"]) == ("mlx-community", False)
@@ -99,3 +101,29 @@ async def test_the_default_model_is_listed_before_it_is_fetched() -> None:
         assert (only["id"], only["fleet"]["installed"]) == (MODEL, False)
         async with session.get(f"/v1/models/{MODEL}") as response:
             assert response.status == 200
+
+
+async def test_a_model_of_the_fleet_is_listed_once_with_where_it_is() -> None:
+    """Also one that this machine does not have; not what is on a machine that could not answer."""
+    model = views.PeerModel("qwen3-8b", "loaded", ["chat"])
+    both = [model, views.PeerModel(MODEL, "installed", ["chat"])]
+    peers = [
+        views.PeerView("n1", "n1", "studio", "usable", sees_prompts=True, models=both),
+        views.PeerView("n2", "n2", "mini", "usable", sees_prompts=True, models=[model]),
+        views.PeerView("n3", "n3", "air", "usable", sees_prompts=False, models=[model]),
+        views.PeerView("n4", "n4", "pro", "unreachable", sees_prompts=True, models=[model]),
+    ]
+    fleet = FakeFleet(fleet=views.FleetView(True, "me", "me", "here", peers=peers))
+    async with serve(services(fleet=fleet)) as site, site.client() as session:
+        async with session.get("/v1/models") as response:
+            found = {item["id"]: item["fleet"] for item in (await response.json())["data"]}
+        async with session.get("/v1/models/qwen3-8b") as response:
+            one = await response.json()
+    assert set(found) == {MODEL, "mlx-community/Qwen3-0.6B-4bit", "qwen3-8b"}
+    assert found["qwen3-8b"]["nodes"] == [
+        {"node": "studio", "state": "loaded"},
+        {"node": "mini", "state": "loaded"},
+    ]
+    assert not found["qwen3-8b"]["installed"]
+    assert [place["node"] for place in found[MODEL]["nodes"]] == ["this", "studio"]
+    assert one["fleet"] == found["qwen3-8b"]

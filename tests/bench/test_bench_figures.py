@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.figures import Figure, Unit, alternated, at_least, at_most, ratios, written
+from bench.figures import Figure, Unit, alternated, at_least, at_most, percentile, ratios, written
 
 
 def figure(values: list[float], **rest: object) -> Figure:
@@ -47,6 +47,13 @@ def test_a_ratio_is_of_one_run() -> None:
         ratios([1.0, 2.0], [1.0])
 
 
+def test_a_percentile_is_one_of_the_values() -> None:
+    thousand = [float(n) for n in range(1000, 0, -1)]
+    assert (percentile(thousand, 0.5), percentile(thousand, 0.99)) == (500.0, 990.0)
+    # Of a few values the p99 is the worst: nothing is left out in our favour.
+    assert percentile([1.0, 9.0, 2.0], 0.99) == 9.0
+
+
 def test_sides_take_turns_in_going_first() -> None:
     assert [alternated(run, ("a", "b")) for run in range(3)] == [["a", "b"], ["b", "a"], ["a", "b"]]
 
@@ -58,6 +65,11 @@ def test_sides_take_turns_in_going_first() -> None:
         (1.504, "x", "1.50×"),  # noqa: RUF001
         (0.354, "s", "0.35 s"),
         (17.04, "ms", "17.0 ms"),
+        (0.187, "ms", "0.19 ms"),
+        (-2.5, "ms", "-2.5 ms"),
+        (0.238, "kB/s", "0.24 kB/s"),
+        (914.9, "MB/s", "915 MB/s"),
+        (1.8549, "GiB/s", "1.85 GiB/s"),
         (170.4, "ms", "170 ms"),
         (55.4, "MB", "55 MB"),
         (13.37, "tok/s", "13.4 tok/s"),

@@ -67,6 +67,61 @@ STATUS: dict[str, Any] = {
     "requests": {"running": 1, "waiting": 2, "completed": 1234, "failed": 0},
 }
 
+FLEET: dict[str, Any] = {
+    "enabled": True,
+    "node_id": "MINI",
+    "short_id": "m1n1abc",
+    "name": "mini",
+    "host": "*",
+    "port": 8115,
+    "mdns": "running",
+    "local_only": False,
+    "pairing": False,
+    "removed_by": "",
+    "peers": [
+        {
+            "node_id": "STUDIO",
+            "short_id": "k3f9a2b",
+            "name": "studio",
+            "state": "usable",
+            "sees_prompts": True,
+            "tier": "large",
+            "memory_bytes": 256_000_000_000,
+            "available_bytes": 210_400_000_000,
+            "running": 1,
+            "waiting": 2,
+            "models": [
+                {"name": "smollm2-135m", "state": "installed"},
+                {"name": "mlx-community/Qwen3-32B-4bit", "state": "loaded"},
+                {"name": "mlx-community/Qwen3-0.6B-4bit", "state": "loading"},
+            ],
+            "address": "192.168.1.7:8115",
+            "rtt_ms": 0.42,
+            "bytes_per_s": 1_150_000_000.0,
+            "heard_s": 0.2,
+            "paths": [{"host": "192.168.1.7", "port": 8115, "kind": "wired", "in_use": True}],
+        },
+        {
+            "node_id": "AIR",
+            "short_id": "q7w2e3r",
+            "name": "air",
+            "state": "unreachable",
+            "reason": "No address of it answers: 192.168.1.9 was silent for 3 s.",
+            "hint": "See that it is switched on and on this network.",
+            "sees_prompts": False,
+            "tier": "tiny",
+            "memory_bytes": 16_000_000_000,
+            "available_bytes": 0,
+            "models": [],
+            "rtt_ms": None,
+            "bytes_per_s": None,
+        },
+    ],
+    "neighbours": [
+        {"node_id": "PRO", "short_id": "z9y8x7w", "name": "pro", "addresses": ["192.168.1.12:8115"]}
+    ],
+}
+
 
 @dataclass
 class Reply:
@@ -97,6 +152,7 @@ class FakeDaemon:
         self.seen: list[Seen] = []
         self.replies: dict[tuple[str, str], list[Reply]] = {}
         self.on("GET", "/fleet/v1/status", Reply(STATUS))
+        self.on("GET", "/fleet/v1/peers", Reply({"enabled": False}))
         daemon = self
 
         class Handler(BaseHTTPRequestHandler):

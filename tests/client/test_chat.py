@@ -234,3 +234,17 @@ def test_progress_of_loading_and_prefill_in_a_log(
 )
 def test_the_closing_line_says_only_what_is_known(known: dict[str, Any], line: str) -> None:
     assert Answer(**known).closing_line() == line
+
+
+@pytest.mark.parametrize(
+    ("plan", "where"),
+    [
+        ("local; nodes=this", ""),
+        ("remote; nodes=studio", " · on studio"),
+        ("mixed; nodes=this,my%2Cmac", " · on this, my,mac"),
+        ("", ""),
+    ],
+)
+def test_the_last_line_says_which_machine_answered(plan: str, where: str) -> None:
+    said = Answer(model="m", headers={"x-fleet-plan": plan} if plan else {}).closing_line()
+    assert said == f"m{where}"

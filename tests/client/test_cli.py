@@ -13,10 +13,11 @@ from typing import Any
 
 import click
 import pytest
-from fake_daemon import FLEETCTL, STATUS, FakeDaemon, Reply, Run, data
+from fake_daemon import FLEET, FLEETCTL, STATUS, FakeDaemon, Reply, Run, data
 
 from fleetctl.cli import VERBS, fleetctl
 from fleetctl.exits import Exit
+from fleetd import errors
 
 NOT_FOUND = Reply(
     {"error": {"message": "Unknown model foo.", "code": "model_not_found", "hint": "Try bar."}}, 404
@@ -50,7 +51,9 @@ def test_help_lists_verbs_and_exit_codes(run: Run) -> None:
 
 
 def test_only_verbs_that_work_exist() -> None:
-    assert set(VERBS) == {"chat", "status", "models", "env", "doctor", "service", "usage"}
+    assert set(VERBS) == {
+        "chat", "doctor", "env", "join", "models", "pair", "peers", "service", "status", "unpair", "usage",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,6 +107,12 @@ def test_a_mistyped_verb_gets_the_nearest(run: Run) -> None:
         ["models", "remove", "-y", "x"],
         ["env"],
         ["usage"],
+        ["peers"],
+        ["peers", "--watch"],
+        ["peers", "prompts", "x", "yes"],
+        ["pair", "--yes"],
+        ["join", "x", "--yes"],
+        ["unpair", "x", "--yes"],
     ],
 )
 def test_no_daemon_is_3_and_says_how_to_start_one(run: Run, short_dir: Path, arguments: list[str]) -> None:
@@ -128,6 +137,16 @@ def test_refused_is_4_and_failed_is_5(run: Run, daemon: FakeDaemon) -> None:
     assert (refused.returncode, refused.stderr) == (Exit.REFUSED, "error: Unknown model foo.\nTry bar.\n")
     failed = run("models", "load", "foo", home=daemon.home)
     assert (failed.returncode, failed.stderr) == (Exit.FAILED, "error: Bits flipped in a.bin.\n")
+
+
+def test_pairing_is_6_and_another_machine_is_7(run: Run, daemon: FakeDaemon) -> None:
+    kinds = (errors.PairingClosed, errors.NotPaired, errors.PeerUnreachable, errors.NoMachine)
+    codes = []
+    for kind in kinds:
+        body = {"error": {"message": "It broke.", "code": kind.code, "hint": ""}}
+        daemon.on("GET", "/fleet/v1/status", Reply(body, kind.status))
+        codes.append(run("status", home=daemon.home).returncode)
+    assert codes == [Exit.PAIRING, Exit.PAIRING, Exit.PEER, Exit.PEER]
 
 
 def test_a_reader_that_leaves_is_not_a_traceback(daemon: FakeDaemon, env: dict[str, str]) -> None:
@@ -184,6 +203,8 @@ def engine(**changes: Any) -> Reply:
         ({"progress_age_s": 42.0}, "no progress for 42 s"),
         ({"state": "failed", "error": "out of memory"}, "smollm2-135m: out of memory"),
         ({"decoding": 0, "waiting": 0, "idle_s": 75.0}, "idle 1 min 15 s"),
+        ({"prefill_tok_s": 1377.2, "decode_tok_s": 16.93}, "1,377 tok/s  16.9 tok/s"),
+        ({"prefill_tok_s": 99.96, "decode_tok_s": 0.0}, "100 tok/s       -"),
         ({"model": "\x1b[31mred"}, "\\x1b[31mred"),
     ],
 )
@@ -192,11 +213,57 @@ def test_status_of_an_engine(run: Run, daemon: FakeDaemon, changes: dict[str, An
     assert shown in run("status", home=daemon.home).stdout
 
 
+def test_status_of_a_machine_with_a_gpu_of_its_own(run: Run, daemon: FakeDaemon) -> None:
+    named = {"product": "NVIDIA DGX Spark", "cpu": "aarch64", "gpu": "NVIDIA GB10"}
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "machine": {**STATUS["machine"], **named}}))
+    shown = run("status", home=daemon.home).stdout
+    assert "· NVIDIA DGX Spark · aarch64, " in shown
+    assert " cores · NVIDIA GB10 · " in shown
+    mac = {"product": "Mac15,14", "cpu": "Apple M3 Ultra", "gpu": "Apple M3 Ultra"}
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "machine": {**STATUS["machine"], **mac}}))
+    assert run("status", home=daemon.home).stdout.count("Apple M3 Ultra") == 1
+
+
 def test_status_without_models_or_http(run: Run, daemon: FakeDaemon) -> None:
     daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "engines": [], "http": None}))
     shown = run("status", home=daemon.home).stdout
     assert "No model is loaded; smollm2-135m loads with the first request." in shown
     assert "http      off" in shown
+
+
+def test_status_tells_of_the_fleet_and_of_what_cannot_be_used(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "fleet": {**FLEET, "local_only": True}}))
+    shown = run("status", home=daemon.home).stdout.splitlines()
+    at = next(i for i, line in enumerate(shown) if line.startswith("fleet "))
+    assert shown[at].split(" · ") == [
+        "fleet     mini (m1n1abc)",
+        "port 8115",
+        "1 of 2 peers usable",
+        "mDNS running",
+        "prompts stay here (fleet.local_only)",
+    ]
+    reason = "No address of it answers: 192.168.1.9 was silent for 3 s."
+    assert shown[at + 1].strip() == f"air (q7w2e3r) unreachable: {reason}"
+    assert shown[at + 2] == ""
+
+
+@pytest.mark.parametrize(
+    ("fleet", "shown"),
+    [
+        ({"enabled": False}, "fleet     off (fleet.enabled in fleetd.toml)"),
+        ({**FLEET, "peers": [], "mdns": "off"}, "port 8115 · no peers · mDNS off"),
+        ({**FLEET, "mdns": "no interface"}, "mDNS fails: no interface"),
+        ({**FLEET, "pairing": True}, "pairing window open"),
+        (
+            {**FLEET, "removed_by": "studio"},
+            "studio removed this machine from the fleet; `fleetctl pair` there",
+        ),
+        ({**FLEET, "name": "\x1b[2J"}, "fleet     \\x1b[2J (m1n1abc)"),
+    ],
+)
+def test_status_of_a_fleet(run: Run, daemon: FakeDaemon, fleet: dict[str, Any], shown: str) -> None:
+    daemon.on("GET", "/fleet/v1/status", Reply({**STATUS, "fleet": fleet}))
+    assert shown in run("status", home=daemon.home).stdout
 
 
 def test_status_is_quick(run: Run, daemon: FakeDaemon) -> None:

@@ -102,7 +102,11 @@ def test_known_code_comes_back_as_its_type(daemon: FakeDaemon) -> None:
 def test_every_code_has_an_exit(cls: type[errors.FleetError]) -> None:
     error = daemon_error({"error": {"message": "m", "code": cls.code}}, 500)
     assert type(error) is cls
-    assert exit_for(error) == (Exit.REFUSED if cls.status < 500 else Exit.FAILED)
+    expected = Exit.REFUSED if cls.status < 500 else Exit.FAILED
+    if issubclass(cls, errors.PeerError):
+        pairing = issubclass(cls, (errors.PairingFailed, errors.NotPaired))
+        expected = Exit.PAIRING if pairing else Exit.PEER
+    assert exit_for(error) == expected
 
 
 @pytest.mark.parametrize(("status", "kind"), [(418, Refused), (599, DaemonFailed)])

@@ -51,6 +51,18 @@ def test_shown_and_erased() -> None:
     assert shown.endswith("\r\x1b[K")
 
 
+def test_a_stage_that_ends_by_itself_counts_down() -> None:
+    terminal = Terminal()
+    with Progress(terminal, show_after_s=0) as progress:
+        progress.update("waiting", left_s=299.9)
+        assert terminal.painted.wait(10)
+    assert "waiting  5 min 0 s left" in terminal.getvalue()
+    late = io.StringIO()
+    with Progress(late, show_after_s=0) as progress:
+        progress.update("waiting", left_s=-1.0)
+    assert late.getvalue() == "waiting  1 s left\n"
+
+
 def test_ctrl_c_while_the_painter_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: threading.Thread) -> None:
         raise KeyboardInterrupt

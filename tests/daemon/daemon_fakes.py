@@ -93,6 +93,12 @@ class FakeModels:
     def needs_pull(self, ref: str) -> bool:
         return ref in self.known and ref not in self.names
 
+    def installed(self) -> list[FakeFolder]:
+        return []
+
+    def digest(self, folder: FakeFolder) -> str:
+        return "d"
+
     async def pull(self, ref: str) -> AsyncGenerator[FakeProgress, None]:
         self.pulls += 1
         try:

@@ -42,6 +42,10 @@ def get(connection: http.client.HTTPConnection, path: str, **headers: str) -> tu
         return response.status, json.loads(body) if body.startswith(b"{") else body.decode()
 
 
+# A daemon of a test meets no other machine unless it is about that.
+QUIET = {"FLEETD_FLEET_LISTEN": "127.0.0.1:0", "FLEETD_FLEET_MDNS": "off"}
+
+
 class Daemon:
     """One `fleetd run` over a home folder of its own."""
 
@@ -55,7 +59,7 @@ class Daemon:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=clean | env,
+                env=clean | QUIET | env,
             )
 
     def started(self) -> Daemon:

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from fleetd import limits
 from fleetd.engine.protocol import Timings, Usage
 from fleetd.metrics import Metrics
+from fleetd.p2p.views import PeerView
 
 
 @dataclass
@@ -131,3 +132,18 @@ def test_the_format_follows_the_accept_header() -> None:
     assert body.endswith(b"# EOF\n")
     families = openmetrics.text_string_to_metric_families(body.decode())  # type: ignore[no-untyped-call]
     assert list(families)
+
+
+def test_peers_by_state_and_how_far_they_are() -> None:
+    peers = [
+        PeerView("n1", "n1", "studio", "usable", rtt_ms=0.5),
+        PeerView("n2", "n2", "mini", "usable"),
+        PeerView("n3", "n3", "air", "unreachable"),
+    ]
+    metrics = Metrics("0", peers=lambda: peers)
+    text = metrics.render()[0].decode()
+    assert 'fleetd_peers{state="usable"} 2.0' in text
+    assert 'fleetd_peers{state="unreachable"} 1.0' in text
+    assert 'fleetd_peer_rtt_seconds{peer="n1"} 0.0005' in text
+    del peers[0]
+    assert "n1" not in metrics.render()[0].decode()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -23,7 +23,7 @@ from fleetd.errors import (
     ModelNotFound,
     Overloaded,
 )
-from fleetd.jobs.job import Job
+from fleetd.jobs.job import LOCAL, Job, Planned
 from fleetd.jobs.runner import RequestCounts, Runner
 from fleetd.metrics import Metrics
 from fleetd.store import Store
@@ -31,8 +31,17 @@ from fleetd.store import Store
 Make = Callable[..., Runner]
 
 
+async def planned(runner: Runner, this: Job) -> AsyncGenerator[Loading | Event, None]:
+    """The events after the first one, which says that the job runs here."""
+    async with aclosing(runner.run(this)) as events:
+        assert await anext(events) == LOCAL
+        async for event in events:
+            assert not isinstance(event, Planned)
+            yield event
+
+
 async def collect(runner: Runner, this: Job) -> list[Loading | Event]:
-    return [event async for event in runner.run(this)]
+    return [event async for event in planned(runner, this)]
 
 
 def rows(store: Store) -> list[tuple[Any, ...]]:
@@ -90,7 +99,7 @@ async def test_the_row_is_reserved_before_the_engine_works(make_runner: Make, st
 async def test_a_request_runs_once_the_engine_prefills(make_runner: Make) -> None:
     gate = asyncio.Event()
     runner = make_runner(FakePool([Prefill("r1", 1, 2), gate, *answer()]), FakeModels())
-    async with aclosing(runner.run(job())) as events:
+    async with aclosing(planned(runner, job())) as events:
         await anext(events)
         assert runner.counts == RequestCounts(running=1)
     assert runner.counts == RequestCounts()
@@ -103,7 +112,7 @@ async def test_an_engine_death_anywhere_is_refunded(make_runner: Make, store: St
     seen: list[Loading | Event] = []
 
     async def read() -> None:
-        async for event in runner.run(job()):
+        async for event in planned(runner, job()):
             seen.append(event)  # noqa: PERF401  (what came before the error counts)
 
     with pytest.raises(EngineDied, match="The worker died"):
@@ -142,7 +151,7 @@ async def test_leaving_early_cancels_the_engine_and_bills_what_was_made(
 ) -> None:
     pool = FakePool([*answer(), asyncio.Event()])
     runner = make_runner(pool, FakeModels())
-    async with aclosing(runner.run(job())) as events:
+    async with aclosing(planned(runner, job())) as events:
         for _ in range(steps):
             await anext(events)
     assert pool.cancelled == 1
@@ -164,7 +173,7 @@ async def test_a_cancelled_task_is_the_same(make_runner: Make, store: Store) -> 
 
 
 async def test_the_last_event_is_settled_before_it_is_seen(make_runner: Make, store: Store) -> None:
-    async with aclosing(make_runner(FakePool(answer()), FakeModels()).run(job())) as events:
+    async with aclosing(planned(make_runner(FakePool(answer()), FakeModels()), job())) as events:
         async for event in events:
             if isinstance(event, Finished):
                 assert rows(store)[0][1:3] == ("settled", "stop")
@@ -204,7 +213,7 @@ async def test_the_embedded_model_is_fetched_with_progress(make_runner: Make, st
 async def test_two_first_requests_share_one_download(make_runner: Make) -> None:
     models = FakeModels(names=set())
     runner = make_runner(FakePool(answer()), models)
-    first, second = runner.run(job("tiny", "r1")), runner.run(job("tiny", "r2"))
+    first, second = planned(runner, job("tiny", "r1")), planned(runner, job("tiny", "r2"))
     async with aclosing(first), aclosing(second):
         assert await anext(first) == await anext(second) == Loading("downloading weights", 1, 2)
         models.gate.set()
@@ -216,8 +225,8 @@ async def test_two_first_requests_share_one_download(make_runner: Make) -> None:
 async def test_the_first_to_leave_does_not_stop_the_others_download(make_runner: Make) -> None:
     models = FakeModels(names=set())
     runner = make_runner(FakePool(answer()), models)
-    async with aclosing(runner.run(job("tiny", "r2"))) as second:
-        async with aclosing(runner.run(job("tiny", "r1"))) as first:
+    async with aclosing(planned(runner, job("tiny", "r2"))) as second:
+        async with aclosing(planned(runner, job("tiny", "r1"))) as first:
             await anext(first)
             await anext(second)
         assert models.cancelled_pulls == 0
@@ -228,7 +237,7 @@ async def test_the_first_to_leave_does_not_stop_the_others_download(make_runner:
 async def test_the_last_to_leave_stops_the_download(make_runner: Make, store: Store) -> None:
     models = FakeModels(names=set())
     runner = make_runner(FakePool(answer()), models)
-    async with aclosing(runner.run(job("tiny"))) as events:
+    async with aclosing(planned(runner, job("tiny"))) as events:
         await anext(events)
     assert models.cancelled_pulls == 1
     assert rows(store) == [("tiny", "settled", "cancelled", 0, 0, 0)]

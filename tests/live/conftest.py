@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import chain_model
 import pytest
 from live_daemon import LiveDaemon
+from live_fleet import LiveFleet
 
 from fleetd.models.folder import ModelFolder
 
@@ -54,6 +56,18 @@ def make_daemon(live_models: Path, short_dir: Path) -> Iterator[Callable[..., Li
         def make(**settings: str) -> LiveDaemon:
             home = Path(tempfile.mkdtemp(prefix="d-", dir=short_dir)) / "home"
             return stack.enter_context(LiveDaemon(home, live_models, **settings))
+
+        yield make
+
+
+@pytest.fixture
+def make_fleet(short_dir: Path) -> Iterator[Callable[..., LiveFleet]]:
+    """A fleet for one test, which may harm it."""
+    with ExitStack() as stack:
+
+        def make(models: Mapping[str, Iterable[Path]], **options: Any) -> LiveFleet:
+            root = Path(tempfile.mkdtemp(prefix="f-", dir=short_dir)) / "f"
+            return stack.enter_context(LiveFleet(root, models, **options))
 
         yield make
 

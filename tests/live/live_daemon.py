@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,18 +43,46 @@ class _OverUnixSocket(http.client.HTTPConnection):
 
 
 class LiveDaemon:
-    """`fleetd run` on a home of its own. Use as a context manager."""
+    """`fleetd run` on a home of its own. Use as a context manager.
 
-    def __init__(self, home: Path, models_dir: Path, **settings: str) -> None:
+    Args:
+        enter: a command that runs another one somewhere else.
+    """
+
+    def __init__(
+        self,
+        home: Path,
+        models_dir: Path,
+        *,
+        flags: Sequence[str] = (),
+        enter: Sequence[str] = (),
+        **settings: str,
+    ) -> None:
         self.home = home
         self.models_dir = models_dir
         self.log = home.parent / f"{home.name}.log"
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("FLEETD_", "NOTIFY_", "WATCHDOG_"))}
         # A developer's own models must not appear in the tests.
-        ours = {"FLEETD_MODELS_DIR": str(models_dir), "FLEETD_MODELS_HUB_CACHE": str(home.parent / "no-hub")}
+        ours = {
+            "FLEETD_MODELS_DIR": str(models_dir),
+            "FLEETD_MODELS_HUB_CACHE": str(home.parent / "no-hub"),
+            "FLEETD_FLEET_LISTEN": "127.0.0.1:0",
+            "FLEETD_FLEET_MDNS": "off",
+        }
+        command = [
+            sys.executable,
+            "-m",
+            "fleetd",
+            "run",
+            "--home",
+            str(home),
+            "--http",
+            "127.0.0.1:0",
+            *flags,
+        ]
         with self.log.open("ab") as out:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "fleetd", "run", "--home", str(home), "--http", "127.0.0.1:0"],
+                [*enter, *command],
                 cwd=REPO,
                 env=clean | ours | settings,
                 stdin=subprocess.DEVNULL,
@@ -83,6 +111,14 @@ class LiveDaemon:
             self.process.kill()
             return self.process.wait()
 
+    def kill(self) -> None:
+        """As if the machine lost its power: the daemon and what it started are gone at once."""
+        if self.process.poll() is None:
+            for process in self.processes():
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self.process.wait()
+
     # ---- looking at it -------------------------------------------------------------------------------
 
     def control(self, method: str, path: str, body: Any = None) -> Any:
@@ -94,6 +130,16 @@ class LiveDaemon:
             connection.request(method, path, payload, headers)
             text = connection.getresponse().read().decode()
         return json.loads(text) if text.startswith("{") else text
+
+    @contextlib.contextmanager
+    def control_events(self, path: str, body: Any) -> Iterator[Iterator[dict[str, Any]]]:
+        """A call on the Unix socket that is answered with events; leaving the block drops the connection."""
+        connection = _OverUnixSocket(self.home / "fleetd.sock")
+        with contextlib.closing(connection):
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            with connection.getresponse() as response:
+                assert response.status == 200, response.read()
+                yield events(response)
 
     def status(self) -> dict[str, Any]:
         found: dict[str, Any] = self.control("GET", "/fleet/v1/status")

@@ -152,6 +152,27 @@ async def test_file_changed_on_the_way_is_thrown_away(store: ModelStore, hub: Hu
     assert (store.resolve(HUB_ID).path / "model.safetensors").read_bytes() == weights
 
 
+async def test_attack_files_that_a_peer_left_are_not_taken_for_the_hubs(store: ModelStore, hub: Hub) -> None:
+    """A copy from another machine stopped, and the hub goes on in the same folder."""
+    files = hub.models[HUB_ID]
+    staged = install.partial_folder(store.models_dir, "org--tiny-model")
+    install.resume(staged, COMMIT, [])
+    (staged / "config.json").write_bytes(files["config.json"].replace(b"128", b"999"))
+    (staged / "tokenizer.json").write_bytes(files["tokenizer.json"])
+    await pulled(store, HUB_ID)
+    assert (store.resolve(HUB_ID).path / "config.json").read_bytes() == files["config.json"]
+    assert "tokenizer.json" not in {name for name, _ in hub.asked}
+
+
+async def test_what_is_left_of_another_commit_is_thrown_away(store: ModelStore, hub: Hub) -> None:
+    staged = install.partial_folder(store.models_dir, "org--tiny-model")
+    install.resume(staged, f"digest:{'0' * 64}", [])
+    (staged / "model.safetensors.part").write_bytes(bytes(100))
+    await pulled(store, HUB_ID)
+    assert ("model.safetensors", "") in hub.asked
+    verify(store.resolve(HUB_ID).path, full=True)
+
+
 async def test_config_that_names_code_ends_the_download_before_the_weights(
     store: ModelStore, hub: Hub
 ) -> None:

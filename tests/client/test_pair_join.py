@@ -1,0 +1,337 @@
+"""`fleetctl pair`, `join` and `unpair`: what is shown, what is asked, what the daemon is told."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pexpect
+import pytest
+from fake_daemon import FLEET, FLEETCTL, FakeDaemon, Reply, Run, data
+
+from fleetctl import pairing
+from fleetctl.exits import Exit
+from fleetctl.pair import _host
+from fleetd.p2p import views
+
+CODE = {"type": "code", "code": "42-lusab-babad", "expires_s": 300.0, "tries": 3, "name": "mini"} | {
+    "port": 8115,
+    "addresses": ["192.168.1.2", "fd00::12", "100.64.0.1", "10.0.0.1"],
+}
+MEETING = {"type": "meeting", "node_id": "PRO", "short_id": "z9y8x7w", "name": "pro", "phrase": "lusab-gutih"}
+PAIRED = {"type": "paired", "node_id": "PRO", "short_id": "z9y8x7w", "name": "pro", "sees_prompts": True} | {
+    "members": ["mini", "studio", "pro"]
+}
+SEARCHING = {"type": "searching", "nameplate": "42"}
+WRONG = {"type": "wrong_code", "tries_left": 2}
+CLOSED = {"error": {"message": "Three wrong codes.", "code": "pairing_closed", "hint": "Start again."}}
+ANSWER = ("POST", "/fleet/v1/pair/answer")
+PAIR, JOIN = ("POST", "/fleet/v1/pair"), ("POST", "/fleet/v1/join")
+
+Start = Callable[..., "pexpect.spawn[str]"]
+
+
+def told(*values: Any) -> Reply:
+    return Reply(stream=[": keepalive 0/0\n\n", *(data(value) for value in values)])
+
+
+@pytest.fixture
+def start(daemon: FakeDaemon, env: dict[str, str]) -> Iterator[Start]:
+    """On a terminal, where questions can be answered."""
+    children: list[pexpect.spawn[str]] = []
+    daemon.on(*ANSWER, Reply({"ok": True}))
+
+    def _start(*arguments: str) -> pexpect.spawn[str]:
+        command = [*FLEETCTL[1:], "--home", str(daemon.home), *arguments]
+        child = pexpect.spawn(
+            FLEETCTL[0], command, env=env, encoding="utf-8", timeout=15, dimensions=(40, 100)
+        )
+        child.delaybeforesend = None
+        children.append(child)
+        return child
+
+    yield _start
+    for child in children:
+        child.close(force=True)
+
+
+def ended(child: pexpect.spawn[str]) -> int:
+    child.expect(pexpect.EOF)
+    child.close()
+    assert child.exitstatus is not None
+    return int(child.exitstatus)
+
+
+def posts(daemon: FakeDaemon, route: tuple[str, str]) -> list[Any]:
+    return [seen.body for seen in daemon.seen if (seen.method, seen.path) == route]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (pairing.Code, views.CodeShown),
+        (pairing.WrongCode, views.WrongCode),
+        (pairing.Searching, views.Searching),
+        (pairing.Meeting, views.Meeting),
+        (pairing.Paired, views.Paired),
+    ],
+)
+def test_the_events_are_those_of_the_daemon(ours: type[msgspec.Struct], theirs: type[msgspec.Struct]) -> None:
+    assert ours.__struct_config__.tag == theirs.__struct_config__.tag
+    assert set(ours.__struct_fields__) <= set(theirs.__struct_fields__)
+
+
+# ---- pair ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("prompts", "allowed"), [("y", True), ("\r", True), ("n", False)])
+def test_pairing_shows_the_code_asks_twice_and_tells_the_daemon(
+    daemon: FakeDaemon, start: Start, prompts: str, allowed: bool
+) -> None:
+    go = threading.Event()
+    paired = data({**PAIRED, "sees_prompts": allowed})
+    daemon.on(*PAIR, Reply(stream=[data(CODE), data(WRONG), data(MEETING), go, paired]))
+    child = start("pair")
+    child.expect("42-lusab-babad")
+    child.expect("On the machine that joins mini, type within 5 min:")
+    child.expect("fleetctl join .*?42-lusab-babad")
+    child.expect("--host 192.168.1.2\r")
+    child.expect("wrong code; 2 tries left")
+    child.expect(r"pro \(z9y8x7w\) has the code")
+    child.expect("lusab-gutih")
+    child.expect("Is it on the other screen")
+    child.send("y\r")
+    child.expect(r"May pro see prompts\?")
+    child.send(prompts if prompts == "\r" else f"{prompts}\r")
+    child.expect(r"waiting for pro")
+    go.set()
+    child.expect(r"pro \(z9y8x7w\) is paired and " + ("may see" if allowed else "sees no") + " prompts.")
+    child.expect("The fleet: mini, studio, pro.")
+    assert ended(child) == Exit.OK
+    assert posts(daemon, ANSWER) == [{"node_id": "PRO", "admit": True, "sees_prompts": allowed}]
+
+
+def test_a_man_in_the_middle_shows_another_phrase_and_is_not_let_in(daemon: FakeDaemon, start: Start) -> None:
+    reply = Reply(stream=[data(CODE), data(MEETING), threading.Event()])
+    daemon.on(*PAIR, reply)
+    child = start("pair")
+    child.expect("Is it on the other screen")
+    child.send("\r")  # nothing is taken for granted
+    child.expect("invalid input")
+    child.send("n\r")
+    child.expect(r"pro \(z9y8x7w\) was not let in")
+    assert ended(child) == Exit.ERROR
+    assert posts(daemon, ANSWER) == [{"node_id": "PRO", "admit": False, "sees_prompts": False}]
+    assert reply.gone.wait(10)
+
+
+@pytest.mark.parametrize("at", ["left", "Is it on the other screen"])
+def test_ctrl_c_closes_the_window(daemon: FakeDaemon, start: Start, at: str) -> None:
+    events = (
+        [data(CODE), threading.Event()] if at == "left" else [data(CODE), data(MEETING), threading.Event()]
+    )
+    reply = Reply(stream=events)
+    daemon.on(*PAIR, reply)
+    child = start("pair")
+    child.expect(at)
+    child.send("\x03")
+    child.expect("The window is closed")
+    assert ended(child) == Exit.INTERRUPTED
+    assert reply.gone.wait(10)
+    assert posts(daemon, ANSWER) == []
+
+
+@pytest.mark.parametrize(("options", "allowed"), [(["--yes"], True), (["--yes", "--no-prompts"], False)])
+def test_scripts_say_it_beforehand(run: Run, daemon: FakeDaemon, options: list[str], allowed: bool) -> None:
+    daemon.on(*ANSWER, Reply({"ok": True}))
+    daemon.on(*PAIR, told(CODE, MEETING, {**PAIRED, "sees_prompts": allowed}))
+    done = run("pair", *options, home=daemon.home)
+    assert done.returncode == 0
+    assert "fleetctl join 42-lusab-babad --host fd00::12\n" in done.stdout
+    assert "10.0.0.1" not in done.stdout  # a list of all addresses would bury the code
+    assert done.stdout.endswith("The fleet: mini, studio, pro.\n")
+    assert "lusab-gutih" in done.stderr
+    assert posts(daemon, ANSWER) == [{"node_id": "PRO", "admit": True, "sees_prompts": allowed}]
+
+
+def test_pair_as_json_is_a_line_per_event(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on(*ANSWER, Reply({"ok": True}))
+    daemon.on(*PAIR, told(CODE, WRONG, MEETING, PAIRED))
+    done = run("pair", "--json", "--yes", home=daemon.home)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [CODE, WRONG, MEETING, PAIRED]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needed"),
+    [
+        (["pair"], "--yes"),
+        (["pair", "--json"], "--yes"),
+        (["pair", "--no-prompts"], "--yes"),
+        (["join", "42-lusab-babad"], "--yes or --no-prompts"),
+        (["unpair", "air"], "--yes"),
+        (["unpair", "air", "--json"], "--yes"),
+    ],
+)
+def test_where_nobody_can_be_asked_nothing_is_begun(
+    run: Run, daemon: FakeDaemon, arguments: list[str], needed: str
+) -> None:
+    daemon.on("GET", "/fleet/v1/peers", Reply(FLEET))
+    done = run(*arguments, home=daemon.home)
+    assert done.returncode == Exit.USAGE
+    assert needed in done.stderr
+    assert [seen for seen in daemon.seen if seen.method == "POST"] == []
+
+
+@pytest.mark.parametrize(("verb", "route"), [(["pair", "--yes"], PAIR), (["join", "c", "--yes"], JOIN)])
+def test_a_pairing_that_fails(run: Run, daemon: FakeDaemon, verb: list[str], route: tuple[str, str]) -> None:
+    daemon.on(*route, told(WRONG, CLOSED))
+    done = run(*verb, home=daemon.home)
+    assert done.returncode == Exit.PAIRING
+    assert done.stderr.endswith("error: Three wrong codes.\nStart again.\n")
+    for broken in (
+        told(WRONG),
+        Reply(stream=[data(WRONG), "drop"]),
+        told([1]),
+        Reply(stream=["data: {\n\n"]),
+    ):
+        daemon.on(*route, broken)
+        assert run(*verb, home=daemon.home).returncode == Exit.FAILED
+
+
+def test_the_other_side_may_be_gone_before_the_answer(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on(*PAIR, told(CODE, MEETING, PAIRED))
+    daemon.on(*ANSWER, Reply(CLOSED, 403))
+    done = run("pair", "--yes", home=daemon.home)
+    assert done.returncode == Exit.PAIRING
+    assert "is paired" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "shown"),
+    [
+        ("10.0.0.1", 8115, "10.0.0.1"),
+        ("10.0.0.1", 9000, "10.0.0.1:9000"),
+        ("fd00::1", 8115, "fd00::1"),
+        ("fd00::1", 9000, "[fd00::1]:9000"),
+        ("\x1b[2J", 8115, "\\x1b[2J"),
+    ],
+)
+def test_an_address_to_type(address: str, port: int, shown: str) -> None:
+    assert _host(address, port) == shown
+
+
+# ---- join ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("answer", "allowed"), [("\r", True), ("n\r", False)])
+def test_joining_asks_first_shows_the_phrase_and_waits(
+    daemon: FakeDaemon, start: Start, answer: str, allowed: bool
+) -> None:
+    searching, go = threading.Event(), threading.Event()
+    daemon.on(*JOIN, Reply(stream=[data(SEARCHING), searching, data(MEETING), go, data(PAIRED)]))
+    child = start("join", "42-lusab-babad")
+    child.expect(r"May the machine that shows this code see prompts typed here\? \[Y/n\]")
+    assert posts(daemon, JOIN) == []
+    child.send(answer)
+    child.expect("looking on this network for the machine that shows 42-lusab-babad")
+    searching.set()
+    child.expect(r"Found pro \(z9y8x7w\).*Ctrl-C")
+    child.expect("lusab-gutih")
+    child.expect("waiting for the answer on pro")
+    go.set()
+    child.expect(r"This machine is paired with pro \(z9y8x7w\). The fleet: mini, studio, pro.")
+    assert ended(child) == Exit.OK
+    assert posts(daemon, JOIN) == [{"code": "42-lusab-babad", "sees_prompts": allowed}]
+
+
+def test_ctrl_c_stops_joining(daemon: FakeDaemon, start: Start) -> None:
+    reply = Reply(stream=[data(SEARCHING), data(MEETING), threading.Event()])
+    daemon.on(*JOIN, reply)
+    child = start("join", "42-lusab-babad", "--yes")
+    child.expect("waiting for the answer")
+    child.send("\x03")
+    child.expect("Stopped.")
+    assert ended(child) == Exit.INTERRUPTED
+    assert reply.gone.wait(10)
+
+
+@pytest.mark.parametrize(
+    ("options", "body"),
+    [
+        (["--yes"], {"sees_prompts": True}),
+        (["--no-prompts"], {"sees_prompts": False}),
+        (["--yes", "--no-prompts"], {"sees_prompts": False}),
+        (["--yes", "--host", "10.0.0.7:9000"], {"sees_prompts": True, "host": "10.0.0.7:9000"}),
+    ],
+)
+def test_join_in_a_script(run: Run, daemon: FakeDaemon, options: list[str], body: dict[str, Any]) -> None:
+    daemon.on(*JOIN, told(SEARCHING, MEETING, PAIRED))
+    done = run("join", "42 lusab babad", *options, home=daemon.home)
+    assert done.returncode == 0
+    assert done.stdout == "This machine is paired with pro (z9y8x7w). The fleet: mini, studio, pro.\n"
+    assert posts(daemon, JOIN) == [{"code": "42 lusab babad", **body}]
+    as_json = run("join", "c", "--json", *options, home=daemon.home)
+    assert [json.loads(line) for line in as_json.stdout.splitlines()] == [SEARCHING, MEETING, PAIRED]
+
+
+def test_a_name_from_another_machine_cannot_write_the_screen(run: Run, daemon: FakeDaemon) -> None:
+    nasty = "\x1b[2J\rstudio\nThe phrases agree."
+    daemon.on(*JOIN, told({**MEETING, "name": nasty}, {**PAIRED, "name": nasty, "members": [nasty]}))
+    done = run("join", "c", "--yes", home=daemon.home)
+    assert done.returncode == 0
+    assert "\x1b[2J" not in done.stdout + done.stderr
+    assert "\nThe phrases agree." not in done.stdout + done.stderr
+
+
+# ---- unpair ----------------------------------------------------------------------------------------------
+
+UNPAIRED = {"node_id": "AIR", "name": "air", "told": ["studio", "spark"], "pending": ["pro"]}
+UNPAIR = ("POST", "/fleet/v1/unpair")
+
+
+def test_unpair_says_who_knows(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("GET", "/fleet/v1/peers", Reply(FLEET))
+    alone = {**UNPAIRED, "told": [], "pending": []}
+    daemon.on(*UNPAIR, Reply(UNPAIRED), Reply(alone), Reply(UNPAIRED))
+    done = run("unpair", "--yes", "air", home=daemon.home)
+    assert done.stdout == (
+        "air is not in the fleet any more.\n"
+        "Told: studio, spark.\n"
+        "Away, and told when next seen: pro.\n"
+    )  # fmt: skip
+    assert run("unpair", "--yes", "air", home=daemon.home).stdout == "air is not in the fleet any more.\n"
+    assert json.loads(run("unpair", "--yes", "--json", "air", home=daemon.home).stdout) == UNPAIRED
+    assert posts(daemon, UNPAIR) == [{"peer": "air"}] * 3
+
+
+@pytest.mark.parametrize("typed", ["n\r", "\r", "y\r"])
+def test_unpair_asks(daemon: FakeDaemon, start: Start, typed: str) -> None:
+    daemon.on("GET", "/fleet/v1/peers", Reply(FLEET))
+    daemon.on(*UNPAIR, Reply(UNPAIRED))
+    child = start("unpair", "q7w2e3r")
+    child.expect(r"Remove air \(q7w2e3r\) from the fleet\? \[y/N\]")
+    child.send(typed)
+    agreed = typed == "y\r"
+    child.expect("not in the fleet any more" if agreed else r"air \(q7w2e3r\) stays")
+    assert ended(child) == (Exit.OK if agreed else Exit.ERROR)
+    assert posts(daemon, UNPAIR) == ([{"peer": "q7w2e3r"}] if agreed else [])
+
+
+@pytest.mark.parametrize("name", ["mini", "m1n1abc", "MINI"])
+def test_a_machine_does_not_unpair_itself(run: Run, daemon: FakeDaemon, name: str) -> None:
+    daemon.on("GET", "/fleet/v1/peers", Reply(FLEET))
+    done = run("unpair", "--yes", name, home=daemon.home)
+    assert done.returncode == Exit.REFUSED
+    assert "mini (m1n1abc) is this machine." in done.stderr
+    assert "`fleetctl unpair m1n1abc`" in done.stderr
+    assert posts(daemon, UNPAIR) == []
+
+
+def test_a_peer_with_this_machines_name_can_be_unpaired(run: Run, daemon: FakeDaemon) -> None:
+    twin = {**FLEET["peers"][0], "name": "mini"}
+    daemon.on("GET", "/fleet/v1/peers", Reply({**FLEET, "peers": [twin]}))
+    daemon.on(*UNPAIR, Reply(UNPAIRED))
+    assert run("unpair", "--yes", "mini", home=daemon.home).returncode == 0

@@ -1,0 +1,336 @@
+"""`fleetctl peers`: the table at every width, changes over time, and the live page on a real terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+import msgspec
+import pexpect
+import psutil
+import pytest
+from fake_daemon import FLEET, FLEETCTL, FakeDaemon, Reply, Run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetctl import fleet as client_side
+from fleetctl import live
+from fleetctl.exits import DaemonFailed, Exit
+from fleetctl.fleet import Configured, Fleet, read
+from fleetctl.peers import _essence
+from fleetctl.peers_table import render
+from fleetd.p2p import views
+
+Start = Callable[..., "pexpect.spawn[str]"]
+
+
+def changed(**fields: Any) -> dict[str, Any]:
+    return {**FLEET, **fields}
+
+
+def peer(**fields: Any) -> dict[str, Any]:
+    return {**FLEET["peers"][0], **fields}
+
+
+def page(value: dict[str, Any], width: int | None = 100) -> str:
+    return click.unstyle(render(read(value, Fleet), width))
+
+
+# ---- What the daemon says --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (client_side.Path, views.PathView),
+        (client_side.Model, views.PeerModel),
+        (client_side.Peer, views.PeerView),
+        (client_side.Neighbour, views.Neighbour),
+        (client_side.Fleet, views.FleetView),
+    ],
+)
+def test_every_field_shown_is_one_that_the_daemon_sends(
+    ours: type[msgspec.Struct], theirs: type[msgspec.Struct]
+) -> None:
+    assert set(ours.__struct_fields__) <= set(theirs.__struct_fields__)
+
+
+def test_the_example_is_what_a_daemon_would_send() -> None:
+    view = msgspec.convert(FLEET, views.FleetView)
+    assert read(msgspec.to_builtins(view), Fleet) == read(FLEET, Fleet)
+
+
+def test_an_answer_of_another_kind_is_an_error_and_more_fields_are_not() -> None:
+    assert read(changed(colour="blue"), Fleet) == read(FLEET, Fleet)
+    assert read({}, Fleet) == Fleet()
+    with pytest.raises(DaemonFailed, match=r"Expected `array`, got `int` - at `\$\.peers`"):
+        read(changed(peers=1), Fleet)
+
+
+# ---- The table -------------------------------------------------------------------------------------------
+
+
+def test_everything_is_shown_where_there_is_room() -> None:
+    lines = page(FLEET, None).splitlines()
+    assert lines[0] == "mini (m1n1abc) · port 8115 · 1 of 2 peers usable · mDNS running"
+    header = "NAME STATE ID TIER FREE/MEMORY LOAD RTT BANDWIDTH PROMPTS MODELS"
+    assert " ".join(lines[2].split()) == header
+    assert " ".join(lines[3].split()) == "air unreachable q7w2e3r tiny -/16.0 GB - - - no -"
+    assert lines[4] == "  No address of it answers: 192.168.1.9 was silent for 3 s."
+    assert lines[5] == "  → See that it is switched on and on this network."
+    assert re.split("  +", lines[6]) == [
+        "studio", "usable", "k3f9a2b", "large", "210/256 GB", "1+2", "0.42 ms", "1.1 GB/s", "yes",
+        "mlx-community/Qwen3-32B-4bit*, mlx-community/Qwen3-0.6B-4bit (loading), smollm2-135m",
+    ]  # fmt: skip
+    assert lines[7] == "LOAD: running+waiting · * loaded"
+    assert lines[9].startswith("Seen on this network, not paired: pro (z9y8x7w). Pair with `fleetctl pair`")
+
+
+def test_columns_go_by_importance_when_there_is_no_room() -> None:
+    headers = {}
+    for width in range(200, 20, -1):
+        for line in page(FLEET, width).splitlines():
+            if line.startswith("NAME"):
+                headers[width] = line.split()
+    gone: list[str] = []
+    for width in sorted(headers, reverse=True):
+        before = headers.get(width + 1, headers[200])
+        gone += [column for column in before if column not in headers[width]]
+    assert gone == ["MODELS", "BANDWIDTH", "ID", "TIER", "PROMPTS", "RTT", "FREE/MEMORY", "LOAD"]
+    assert headers[21] == ["NAME", "STATE"]
+    assert "Qwen3-32B-4bit*" in page(FLEET, 40)  # the models moved below their machine
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_usual_terminals_get_whole_lines(width: int) -> None:
+    many = changed(
+        peers=[
+            *FLEET["peers"],
+            peer(name="a-machine-with-a-name-that-does-not-end", node_id="X", state="incompatible"),
+        ]
+    )
+    lines = page(many, width).splitlines()
+    assert max(len(line) for line in lines) <= width
+    header = next(line for line in lines if line.startswith("NAME"))
+    assert {"STATE", "TIER", "FREE/MEMORY", "LOAD", "RTT", "PROMPTS"} <= set(header.split())
+
+
+def test_ids_stay_where_names_are_alike() -> None:
+    twins = changed(peers=[peer(), peer(node_id="OTHER", short_id="abcdefg")])
+    assert " ID " in page(twins, 60)
+    assert " ID " not in page(FLEET, 60)
+
+
+@given(
+    width=st.integers(1, 200),
+    names=st.lists(st.text(max_size=64), max_size=5),
+    models=st.lists(st.tuples(st.text(max_size=80), st.sampled_from(["loaded", "loading", "installed"]))),
+    reason=st.text(max_size=200),
+)
+def test_any_fleet_has_a_page_without_control_characters(
+    width: int, names: list[str], models: list[tuple[str, str]], reason: str
+) -> None:
+    """Names, reasons and models come from other machines."""
+    held = [{"name": name, "state": state} for name, state in models]
+    fleet = changed(
+        peers=[peer(name=name, models=held, state="quiet", reason=reason, hint=reason) for name in names],
+        neighbours=[{"name": name, "short_id": name, "pairing": True} for name in names],
+        mdns=reason,
+        removed_by=reason,
+    )
+    for each in (width, None):
+        shown = page(fleet, each)
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", shown)
+
+
+def test_models_that_do_not_fit_are_counted() -> None:
+    held = [{"name": f"org/model-{i}", "state": "loaded" if i == 3 else "installed"} for i in range(9)]
+    shown = page(changed(peers=[peer(models=held)]), 60)
+    assert "\n  model-3*, model-0, model-1, model-2, model-4, model-5, +3\n" in shown
+    long = page(changed(peers=[peer(models=[{"name": "m" * 90, "state": "loaded"}, held[0]])]), 40)
+    assert f"\n  {'m' * 33}…, +1\n" in long
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (changed(peers=[], neighbours=[]), "No other machine is paired with this one.\nPair one: `fleetctl"),
+        ({"enabled": False}, "The fleet is off (fleet.enabled in fleetd.toml): this machine works alone."),
+        (changed(removed_by="studio"), "studio removed this machine from the fleet;"),
+        (
+            changed(neighbours=[{"name": "pro", "short_id": "z9y8x7w", "pairing": True}]),
+            "Showing a code: pro (z9y8x7w). Join with `fleetctl join CODE` here.",
+        ),
+    ],
+)
+def test_what_to_type_next(value: dict[str, Any], said: str) -> None:
+    assert said in page(value)
+
+
+# ---- The command -----------------------------------------------------------------------------------------
+
+
+def test_peers_once(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("GET", "/fleet/v1/peers", Reply(FLEET))
+    done = run("peers", home=daemon.home)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == page(FLEET, None) + "\n"
+    assert json.loads(run("peers", "--json", home=daemon.home).stdout) == FLEET
+
+
+@pytest.mark.parametrize(("word", "said"), [("yes", "may see prompts"), ("no", "sees no prompts any more")])
+def test_prompts(run: Run, daemon: FakeDaemon, word: str, said: str) -> None:
+    daemon.on("POST", "/fleet/v1/peers/prompts", Reply(peer(sees_prompts=word == "yes")))
+    done = run("peers", "prompts", "studio", word, home=daemon.home)
+    assert (done.returncode, done.stdout) == (0, f"studio (k3f9a2b) {said}.\n")
+    assert daemon.seen[-1].body == {"peer": "studio", "allowed": word == "yes"}
+
+
+def test_prompts_wants_a_clear_word(run: Run, daemon: FakeDaemon) -> None:
+    assert run("peers", "prompts", "studio", "maybe", home=daemon.home).returncode == Exit.USAGE
+    assert daemon.seen == []
+
+
+# ---- Over time -------------------------------------------------------------------------------------------
+
+
+def test_figures_that_always_differ_are_no_change() -> None:
+    later = peer(rtt_ms=0.5, bytes_per_s=1.0, heard_s=9.0, available_bytes=7, paths=[])
+    before = peer(paths=[])
+    assert _essence(before) == _essence(later)
+    waits = [peer(state="quiet", reason=f"Nothing was heard of it for {s} s.") for s in ("2.5", "13")]
+    assert _essence(waits[0]) == _essence(waits[1])
+    for happened in (
+        {"state": "quiet"}, {"running": 9}, {"models": []}, {"sees_prompts": False}, {"reason": "Other."},
+    ):  # fmt: skip
+        assert _essence(before) != _essence({**before, **happened})
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_pipe_gets_each_change_once(daemon: FakeDaemon, env: dict[str, str], as_json: bool) -> None:
+    gone = changed(peers=[])
+    replies = [FLEET, changed(peers=[peer(rtt_ms=9.0), FLEET["peers"][1]]), gone, FLEET]
+    daemon.on("GET", "/fleet/v1/peers", *(Reply(reply) for reply in replies))
+    command = [*FLEETCTL, "--home", str(daemon.home), "peers", "--watch", *(["--json"] if as_json else [])]
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as done:
+        assert done.stdout is not None
+        if as_json:
+            seen = [json.loads(done.stdout.readline()) for _ in range(3)]
+            assert seen == [FLEET, gone, FLEET]
+        else:
+            text = ""
+            while text.count("peers usable") < 2:
+                text += done.stdout.readline()
+            assert text.count("No other machine is paired") == 1
+            assert "\x1b" not in text
+        done.send_signal(signal.SIGINT)
+        done.communicate(timeout=15)
+    assert done.returncode == Exit.INTERRUPTED
+
+
+@pytest.fixture
+def start(daemon: FakeDaemon, env: dict[str, str]) -> Iterator[Start]:
+    children: list[pexpect.spawn[str]] = []
+
+    def _start(rows: int = 30, columns: int = 90) -> pexpect.spawn[str]:
+        child = pexpect.spawn(
+            "sh",
+            # The shell stays, so that the terminal can be looked at afterwards.
+            ["-c", 'before=$(stty -g); "$@"; echo "exit $?"; test "$before" = "$(stty -g)" && echo same', "-",
+             *FLEETCTL, "--home", str(daemon.home), "peers", "--watch"],
+            env={**env, "PROMPT_TOOLKIT_NO_CPR": "1"},
+            encoding="utf-8",
+            timeout=15,
+            dimensions=(rows, columns),
+        )  # fmt: skip
+        child.delaybeforesend = None
+        children.append(child)
+        return child
+
+    yield _start
+    for child in children:
+        child.close(force=True)
+
+
+ALTERNATE, BACK = "\x1b[?1049h", "\x1b[?1049l"
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+@pytest.mark.parametrize(("key", "code"), [("q", 0), ("\x03", 0)])
+def test_the_live_page_changes_in_place_and_leaves_the_terminal_as_it_was(
+    daemon: FakeDaemon, start: Start, key: str, code: int
+) -> None:
+    # Only cells that differ are painted, so the new name has no letter where the old one had it.
+    later = changed(peers=[peer(name="QQQQQQ")])
+    daemon.on("GET", "/fleet/v1/peers", Reply(FLEET), Reply(FLEET), Reply(later))
+    child = start()
+    child.logfile_read = io.StringIO()
+    child.expect_exact(ALTERNATE)
+    child.expect_exact("1 of 2 peers usable")
+    child.expect_exact("QQQQQQ")
+    child.send(key)
+    child.expect_exact(BACK)
+    child.expect(f"exit {code}")
+    child.expect("same")
+    painted = child.logfile_read.getvalue()
+    assert painted.rindex(SHOW_CURSOR) > painted.rindex(HIDE_CURSOR)
+
+
+def test_a_terminated_live_page_leaves_the_terminal_as_it_was(daemon: FakeDaemon, start: Start) -> None:
+    daemon.on("GET", "/fleet/v1/peers", Reply(FLEET))
+    child = start()
+    child.expect_exact("1 of 2 peers usable")
+    [fleetctl] = psutil.Process(child.pid).children()
+    fleetctl.terminate()
+    child.expect_exact(BACK)
+    child.expect("exit 143")
+    child.expect("same")
+
+
+def test_the_live_page_outlives_a_daemon_that_restarts(daemon: FakeDaemon, start: Start) -> None:
+    broken = Reply({"error": {"message": "It is stopping.", "code": "draining", "hint": "Wait."}}, 503)
+    daemon.on("GET", "/fleet/v1/peers", Reply(FLEET), Reply(FLEET), broken, broken, Reply(FLEET))
+    child = start()
+    child.expect_exact("1 of 2 peers usable")
+    child.expect_exact("Trying again.")
+    child.expect_exact("1 of 2 peers usable")
+    child.send("q")
+    child.expect("exit 0")
+
+
+def test_a_long_page_scrolls() -> None:
+    shown = live._Page()
+    shown.lines = [str(i) for i in range(10)]
+    assert click.unstyle(shown.shown(5)).splitlines() == ["0", "1", "2", "3", "q quits · ↓ 6 more lines"]
+    shown.top = 99
+    assert click.unstyle(shown.shown(5)).splitlines() == ["6", "7", "8", "9", "q quits · ↑"]
+    shown.top = -1
+    assert click.unstyle(shown.shown(12)).splitlines()[-2:] == ["", "q quits"]
+
+
+def test_a_fault_in_drawing_is_not_a_page_that_stands_still() -> None:
+    from prompt_toolkit.application import create_app_session
+    from prompt_toolkit.input import create_pipe_input
+    from prompt_toolkit.output import DummyOutput
+
+    def draw(_columns: int) -> str:
+        raise ValueError("a bug")
+
+    with create_pipe_input() as keys, create_app_session(keys, DummyOutput()):
+        with pytest.raises(ValueError, match="a bug"):
+            live.watch(draw)
+
+
+def test_a_configured_address_that_does_not_answer_is_told_with_its_reason() -> None:
+    fleet = Fleet(
+        enabled=True, unanswered=[Configured("10.0.0.9:8115", "Nothing listens there.", "Start it.")]
+    )
+    assert "10.0.0.9:8115, named in the settings: Nothing listens there. Start it." in render(fleet, None)

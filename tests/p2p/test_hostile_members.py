@@ -1,0 +1,365 @@
+"""What a paired machine that means ill, or is broken, tries; tests are named after it. The victim is real."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from fleet_nodes import card, introduce, running, settings, together, until
+
+from fleetd import limits
+from fleetd.errors import FleetError, ModelNotFound, Overloaded, PeerUnreachable
+from fleetd.jobs.copies import MODEL_OFFER, MODEL_SEND, Copies, Order
+from fleetd.models import copy_client
+from fleetd.models.copy_offer import Offer, OfferedFile
+from fleetd.models.folder import ModelFolder
+from fleetd.models.progress import PullProgress
+from fleetd.p2p import bulk, probe, tls, transport
+from fleetd.p2p.cards import ModelCard
+from fleetd.p2p.frames import PROTOCOL_VERSIONS, Hello
+from fleetd.p2p.identity import Identity
+from fleetd.p2p.mesh import Dial
+from fleetd.p2p.node import Node
+from fleetd.p2p.probe import Prober
+from fleetd.p2p.transport import PeerConnection, Stream
+from fleetd.sealed.chunks import HEADER_BYTES, TAG_BYTES, Sealer
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Nobody:
+    """An owner that hears nothing and keeps none of the rules of a mesh."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *told: None
+
+
+class Villain:
+    """A member with a key of its own, and as many sessions as it likes."""
+
+    def __init__(self, folder: Path, victim: Node) -> None:
+        self.identity = Identity.load_or_create(folder)
+        self.victim = victim
+        self.sessions: list[PeerConnection] = []
+
+    async def call(self) -> PeerConnection:
+        me, it = self.identity, self.victim.identity
+        hello = Hello(PROTOCOL_VERSIONS, me.node_id, "villain", 1, "x", bytes(16), 1)
+        dial = Dial(("127.0.0.1", self.victim.port), it.node_id)
+        made = PeerConnection(Nobody(), hello, {it.node_id}, dialled=dial)
+        context = tls.client_context(me, [it.certificate])
+        self.sessions.append(await transport.connect(lambda: made, dial.address, context))
+        return made
+
+
+@pytest.fixture
+async def victim(tmp_path: Path) -> AsyncIterator[Node]:
+    node = Node(settings(tmp_path, "victim"))
+    async with running(node):
+        yield node
+
+
+Recruit = Callable[[str], Awaitable[Villain]]
+
+
+@pytest.fixture
+async def recruit(tmp_path: Path, victim: Node) -> AsyncIterator[Recruit]:
+    made: list[Villain] = []
+
+    async def one(name: str) -> Villain:
+        made.append(Villain(tmp_path / name, victim))
+        victim.roster.admit(made[-1].identity.certificate, name, True)
+        await victim.roster_changed()
+        return made[-1]
+
+    yield one
+    for session in [session for each in made for session in each.sessions]:
+        session.abort(PeerUnreachable("The test is over."))
+        await session.gone.wait()
+
+
+@pytest.fixture
+async def villain(recruit: Recruit) -> Villain:
+    return await recruit("villain")
+
+
+def sessions(node: Node) -> int:
+    return sum(not connection.gone.is_set() for connection in node._made)
+
+
+# ---- sessions and requests -------------------------------------------------------------------------------
+
+
+async def test_one_machine_cannot_open_sessions_without_end(victim: Node, villain: Villain) -> None:
+    """Requests run on each of them, so that none may be closed merely for having been replaced."""
+    victim.handle("hang", hang)
+    for _ in range(limits.SESSIONS_PER_PEER):
+        (await villain.call()).request("hang", b"")
+    await until(victim, lambda: sessions(victim) == limits.SESSIONS_PER_PEER)
+    assert not any(session.is_closed for session in villain.sessions)
+    last = await villain.call()
+    async with asyncio.timeout(5):
+        await villain.sessions[0].gone.wait()
+    assert not last.is_closed
+    await until(victim, lambda: sessions(victim) == limits.SESSIONS_PER_PEER)
+
+
+async def hang(_peer: str, _body: bytes, _stream: Stream) -> None:
+    await asyncio.Event().wait()
+
+
+async def outcome(stream: Stream) -> type[FleetError] | None:
+    """What a request is refused with, None for one that is served."""
+    try:
+        async with asyncio.timeout(5):
+            await stream.receive()
+    except FleetError as error:
+        return type(error)
+    return None
+
+
+async def say_so(_peer: str, _body: bytes, stream: Stream) -> None:
+    stream.send(b"served")
+    await asyncio.Event().wait()
+
+
+async def test_requests_are_counted_over_all_sessions_of_a_machine(victim: Node, villain: Villain) -> None:
+    left = asyncio.Event()
+
+    async def leaving(peer: str, body: bytes, stream: Stream) -> None:
+        try:
+            await say_so(peer, body, stream)
+        finally:
+            left.set()
+
+    victim.handle("say so", leaving)
+    asked = []
+    for _ in range(2):
+        session = await villain.call()
+        asked += [session.request("say so", b"") for _ in range(limits.PEER_REQUESTS // 2)]
+    assert {await outcome(stream) for stream in asked} == {None}
+    assert await outcome(villain.sessions[0].request("say so", b"")) is Overloaded
+    asked[0].cancel()
+    async with asyncio.timeout(5):
+        await left.wait()
+    assert await outcome(villain.sessions[0].request("say so", b"")) is None
+
+
+async def test_bodies_of_requests_at_work_count_as_memory(
+    victim: Node, villain: Villain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SESSION_HELD_BYTES", 100_000)
+    victim.handle("say so", say_so)
+    session = await villain.call()
+    first = session.request("say so", bytes(60_000))
+    assert await outcome(first) is None
+    assert await outcome(session.request("say so", bytes(60_000))) is Overloaded
+    assert await outcome(session.request("say so", bytes(30_000))) is None
+
+
+async def test_a_request_that_is_worked_off_frees_its_bytes(
+    victim: Node, villain: Villain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the asker never ends its side; and a handler that reads on gets messages of any size."""
+    monkeypatch.setattr(limits, "SESSION_HELD_BYTES", 2_000_000)
+
+    async def length(_peer: str, _body: bytes, stream: Stream) -> None:
+        stream.send(b"%d" % len(await stream.receive() or b""))
+
+    victim.handle("length", length)
+    victim.handle("deaf", deaf)
+    session = await villain.call()
+    for _ in range(4):
+        stream = session.request("length", bytes(700_000))
+        stream.send(bytes(900_000))
+        async with asyncio.timeout(10):
+            assert await stream.receive() == b"900000"
+            assert await stream.receive() is None
+            assert await session.request("deaf", bytes(700_000)).receive() is None
+
+
+async def deaf(_peer: str, _body: bytes, _stream: Stream) -> None:
+    """Done without a word."""
+
+
+# ---- handshakes ------------------------------------------------------------------------------------------
+
+
+async def test_handshakes_that_break_leave_nothing_behind(victim: Node) -> None:
+    def flood() -> None:
+        for _ in range(50):
+            with socket.create_connection(("127.0.0.1", victim.port)) as sock:
+                sock.sendall(b"\x16\x03\x01\x00\x05hello")
+                with contextlib.suppress(OSError):
+                    sock.recv(100)
+
+    await asyncio.to_thread(flood)
+    async with asyncio.timeout(5):
+        while victim._made:  # noqa: ASYNC110  nobody is told of it
+            await asyncio.sleep(0.01)
+
+
+# ---- measurements ----------------------------------------------------------------------------------------
+
+
+async def take_up(session: PeerConnection) -> tuple[socket.socket, bytes]:
+    """Begin a measurement: its stream, and what seals it."""
+    stream = session.request(probe.METHOD, b"")
+    async with asyncio.timeout(5):
+        answer = await stream.receive()
+    assert answer is not None
+    assert session.address is not None
+    invited = probe.invitation(answer)
+    return await bulk.connect(session.address, invited.ticket), invited.key
+
+
+async def test_stalled_measurements_cannot_take_all_threads(victim: Node, recruit: Recruit) -> None:
+    """Neither those of one machine, which take turns, nor those of several together."""
+    Prober(victim)
+    with contextlib.ExitStack() as held:
+        for number in range(limits.LINK_PROBES):
+            session = await (await recruit(f"{number}")).call()
+            held.enter_context(contextlib.closing((await take_up(session))[0]))
+            for _ in range(limits.PEER_REQUESTS - 1):
+                session.request(probe.METHOD, b"")
+        assert await outcome((await (await recruit("late")).call()).request(probe.METHOD, b"")) is Overloaded
+        async with asyncio.timeout(2):
+            await asyncio.to_thread(lambda: None)
+
+
+async def test_a_stalled_measurement_ends_in_time(
+    victim: Node, villain: Villain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though bytes trickle in: then no single read would ever time out."""
+    monkeypatch.setattr(limits, "LINK_PROBE_WITHIN_S", 0.3)
+    Prober(victim)
+    over = threading.Event()
+    swallow = probe._swallow
+
+    def swallowing(sock: socket.socket, key: bytes) -> None:
+        try:
+            swallow(sock, key)
+        finally:
+            over.set()
+
+    monkeypatch.setattr(probe, "_swallow", swallowing)
+    sock, key = await take_up(await villain.call())
+    sealed = bytearray(HEADER_BYTES + 1000 + TAG_BYTES)
+    Sealer(key, "connector").seal_into(memoryview(bytes(1000)), memoryview(sealed))
+    with contextlib.closing(sock):
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(5):
+            with contextlib.suppress(ConnectionError):
+                for byte in sealed:
+                    await loop.sock_sendall(sock, bytes([byte]))
+                    await asyncio.sleep(0.02)
+    assert over.is_set()
+    (await take_up(villain.sessions[0]))[0].close()
+
+
+async def test_an_address_that_resets_connections_does_not_end_the_daemon(
+    victim: Node, villain: Villain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever is on the network can claim by mDNS that a member is there."""
+
+    async def reset(*_: Any) -> None:
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    await villain.call()
+    peer = victim.mesh.peers[villain.identity.node_id]
+    claimed = ("127.0.0.1", victim.port)
+    peer.paths.add(claimed, "mdns", asyncio.get_running_loop().time())
+    # What the kernel says when the reset is faster than the first byte, which is a matter of luck.
+    monkeypatch.setattr(type(asyncio.get_running_loop()), "sock_sendall", reset)
+    with pytest.raises(PeerUnreachable, match=r"closed at once \(Connection reset by peer\)"):
+        await bulk.connect(claimed, bytes(32))
+
+
+# ---- copies of models ------------------------------------------------------------------------------------
+
+DIGEST = "d" * 64
+
+
+class Library:
+    """``ModelStore``, as far as copies of one model go."""
+
+    models_dir = Path("nowhere")
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def resolve(self, ref: str) -> ModelFolder:
+        if ref not in self.names:
+            raise ModelNotFound(f"There is no {ref}.")
+        return ModelFolder(ref, Path("nowhere"), "folder", None, {}, 1, 0.0)
+
+    async def pull(self, ref: str) -> AsyncIterator[PullProgress]:
+        yield PullProgress("from where it was published", 1, 1, "downloading")
+
+
+def copies(node: Node, *names: str) -> Copies:
+    own = card(node, models=[ModelCard(name, digest=DIGEST) for name in names])
+    return Copies(node, Library(*names), lambda: own)  # type: ignore[arg-type]
+
+
+async def test_copies_do_not_start_processes_without_end(
+    victim: Node, villain: Villain, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = asyncio.Event()
+
+    async def send(_folder: Path, _needs: list[Any], sock: socket.socket, _key: bytes) -> None:
+        with sock:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                left.set()
+
+    monkeypatch.setattr(copy_client, "send", send)
+    copies(victim, "big")
+    session = await villain.call()
+    order = msgspec.msgpack.encode(Order(DIGEST, []))
+    asked = [session.request(MODEL_SEND, order) for _ in range(limits.COPIES_GIVEN)]
+    for stream in asked:
+        async with asyncio.timeout(5):
+            invited = probe.invitation(await stream.receive() or b"")
+        (await bulk.connect(("127.0.0.1", victim.port), invited.ticket)).close()
+    assert await outcome(session.request(MODEL_SEND, order)) is Overloaded
+    asked[0].cancel()
+    async with asyncio.timeout(5):
+        await left.wait()
+    assert await outcome(session.request(MODEL_SEND, order)) is None
+
+
+async def test_a_machine_that_never_answers_holds_up_no_pull(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "COPY_OFFER_S", 0.2)
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    offer = Offer("folder", None, [OfferedFile("model.safetensors", 1, "0" * 64)])
+
+    async def offering(_peer: str, _body: bytes, stream: Stream) -> None:
+        stream.send(msgspec.msgpack.encode(offer))
+
+    async def receive(*told: Any, **_: Any) -> AsyncIterator[PullProgress]:
+        sock, _key = await told[2]([])
+        sock.close()
+        yield PullProgress("a copy", 1, 1, "copying")
+
+    monkeypatch.setattr(copy_client, "receive", receive)
+    b.handle(MODEL_OFFER, offering)
+    b.handle(MODEL_SEND, hang)
+    async with running(a, b):
+        await introduce(a, b)
+        await together([a, b])
+        b.publish(card(b, models=[ModelCard("big", digest=DIGEST)]))
+        await until(a, lambda: len(a.mesh.cards))
+        async with asyncio.timeout(5), contextlib.aclosing(copies(a).pull("big")) as steps:
+            assert [step.file async for step in steps] == ["from where it was published"]

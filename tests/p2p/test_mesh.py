@@ -1,0 +1,658 @@
+"""What a mesh decides: one rule per test, without a network."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import pytest
+from machines import Machine, machine
+
+from fleetd import limits
+from fleetd.errors import FleetError, NotPaired, PeerLost, PeerUnreachable, ProtocolError, VersionMismatch
+from fleetd.p2p import cards, gossip
+from fleetd.p2p.cards import Card
+from fleetd.p2p.gossip import ADDRESSES, CARD, ROSTER, Told
+from fleetd.p2p.mesh import Action, Address, Dial, Drop, Mesh, Notify, Retire, Save
+from fleetd.p2p.roster import Record, Roster
+
+OTHER = b"x" * 16  # digest of some other roster
+ME = machine(0)
+# Between a call that comes to nothing and the next one.
+WAITS = [0.5, 1, 2, 4, 8, 10, 10]
+assert (limits.DIAL_AGAIN_S, limits.DIAL_AGAIN_MOST_S) == (0.5, 10)
+
+
+def at(number: int, interface: int = 0) -> Address:
+    return f"10.0.{interface}.{number}", 8115
+
+
+@dataclass
+class Tried:
+    """A mesh of machine 0, or of ``me``, and what it has asked for."""
+
+    members: Sequence[int] = (1,)
+    me: Machine = ME
+    static: Sequence[Address] = ()
+    numbers: Iterable[int] = field(default_factory=lambda: itertools.count(1))
+
+    def __post_init__(self) -> None:
+        self.roster = Roster(self.me)
+        for number in self.members:
+            self.roster.admit(machine(number).certificate, f"m{number}", True)
+        self.mesh = Mesh(self.me.node_id, self.roster, static=self.static, random=lambda: 0.0, now=0.0)
+        self._numbers = iter(self.numbers)
+
+    def asked(self) -> list[Action]:
+        return self.mesh.take_actions()
+
+    def dials(self) -> list[Dial]:
+        return [action for action in self.asked() if isinstance(action, Dial)]
+
+    def told(self, topic: str) -> list[tuple[int, bytes]]:
+        return [(a.link, a.body) for a in self.asked() if isinstance(a, Notify) and a.topic == topic]
+
+    def opens(
+        self,
+        other: int = 1,
+        *,
+        dial: Dial | None = None,
+        outbound: bool = False,
+        epoch: int = 1,
+        reached: Address | None = None,
+        now: float = 0.0,
+    ) -> int:
+        """A session with machine ``other``: its number."""
+        number = next(self._numbers)
+        self.mesh.opened(
+            number,
+            machine(other).node_id,
+            outbound=outbound or dial is not None,
+            epoch=epoch,
+            roster=OTHER,
+            dialled=dial,
+            reached=reached or (dial.address if dial is not None else at(other)),
+            now=now,
+        )
+        return number
+
+    def used(self, other: int = 1) -> int | None:
+        link = self.mesh.peers[machine(other).node_id].link
+        return link.number if link is not None else None
+
+    def usable(self, other: int = 1) -> bool:
+        return self.mesh.peers[machine(other).node_id].usable
+
+    def sights(self, other: int, *addresses: Address, now: float = 0.0) -> None:
+        self.mesh.sighted(machine(other).node_id, addresses, "mdns", now)
+
+    def fails(self, dial: Dial, now: float, error: FleetError | None = None) -> None:
+        self.mesh.dial_failed(dial, error or PeerUnreachable("Nobody answers."), now)
+
+
+# ---- Which of two sessions -------------------------------------------------------------------------------
+
+SMALL, LARGE = sorted((machine(0), machine(1)), key=lambda m: m.node_id)
+BY_ID = {machine(n).node_id: n for n in (0, 1)}
+
+
+def both_ends(
+    orders: tuple[tuple[int, int], tuple[int, int]], by_small: dict[int, bool], quiet: Iterable[int] = ()
+) -> tuple[int | None, int | None]:
+    """Which of two wires each end uses. ``by_small``: whether the smaller id has called on it."""
+    used = []
+    for me, other, order in ((SMALL, LARGE, orders[0]), (LARGE, SMALL, orders[1])):
+        end = Tried([BY_ID[other.node_id]], me)
+        wire_of = {}
+        for wire in order:
+            outbound = by_small[wire] == (me is SMALL)
+            wire_of[end.opens(BY_ID[other.node_id], outbound=outbound)] = wire
+        for number, wire in wire_of.items():
+            if wire in quiet:
+                end.mesh.quiet(number, 0.0)
+        found = end.used(BY_ID[other.node_id])
+        used.append(wire_of[found] if found is not None else None)
+    return used[0], used[1]
+
+
+@pytest.mark.parametrize("small", list(itertools.permutations((1, 2))))
+@pytest.mark.parametrize("large", list(itertools.permutations((1, 2))))
+def test_when_both_have_called_both_use_the_call_of_the_smaller_id(
+    small: tuple[int, int], large: tuple[int, int]
+) -> None:
+    """In whatever order the two sessions open at either end."""
+    assert both_ends((small, large), {1: True, 2: False}) == (1, 1)
+    assert both_ends((small, large), {1: False, 2: True}) == (2, 2)
+
+
+@pytest.mark.parametrize("by_small", [True, False])
+def test_of_two_calls_by_one_side_both_use_the_later_one(by_small: bool) -> None:
+    assert both_ends(((1, 2), (1, 2)), {1: by_small, 2: by_small}) == (2, 2)
+
+
+@pytest.mark.parametrize("quiet", [1, 2])
+@pytest.mark.parametrize("callers", list(itertools.product([True, False], repeat=2)))
+def test_a_session_that_is_heard_is_used_before_one_that_is_quiet(
+    quiet: int, callers: tuple[bool, bool]
+) -> None:
+    heard = 3 - quiet
+    assert both_ends(((1, 2), (2, 1)), dict(zip((1, 2), callers, strict=True)), [quiet]) == (heard, heard)
+
+
+@pytest.mark.parametrize("outbound", list(itertools.product([True, False], repeat=2)))
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_a_restarted_machine_replaces_its_former_self(
+    outbound: tuple[bool, bool], order: tuple[int, int]
+) -> None:
+    """Also if a session of its former self, long under way, opens after the new one."""
+    end = Tried()
+    numbers = {epoch: end.opens(epoch=epoch, outbound=outbound[epoch - 1]) for epoch in order}
+    assert end.used() == numbers[2]
+
+
+def test_a_quiet_machine_is_not_usable_until_it_is_heard() -> None:
+    end = Tried()
+    link = end.opens()
+    assert end.usable()
+    end.mesh.quiet(link, 3.0)
+    assert not end.usable()
+    end.mesh.heard(link, 4.0)
+    assert end.usable()
+
+
+def test_another_session_takes_over_at_once_when_the_used_one_goes_quiet_or_ends() -> None:
+    end = Tried()
+    first, second = end.opens(outbound=True), end.opens(outbound=False)
+    used = end.used()
+    other = first if used == second else second
+    end.mesh.quiet(used, 3.0)  # type: ignore[arg-type]
+    assert (end.used(), end.usable()) == (other, True)
+    end.mesh.heard(used, 4.0)  # type: ignore[arg-type]
+    assert end.used() == used
+    end.mesh.closed(used, PeerLost("It broke."), 5.0)  # type: ignore[arg-type]
+    assert (end.used(), end.usable()) == (other, True)
+
+
+def retired(end: Tried, now: float) -> list[int]:
+    end.mesh.tick(now)
+    return [action.link for action in end.asked() if isinstance(action, Retire)]
+
+
+def test_a_replaced_session_is_closed_after_a_while_and_again_until_it_is() -> None:
+    end = Tried()
+    old = end.opens(epoch=1)
+    end.opens(epoch=2, now=10.0)
+    assert retired(end, 10.0 + limits.RETIRE_S - 0.01) == []
+    assert retired(end, 10.0 + limits.RETIRE_S) == [old]
+    assert retired(end, 11.0 + limits.RETIRE_S) == [old]
+    end.mesh.closed(old, None, 12.0)
+    assert retired(end, 20.0) == []
+    assert end.usable()
+
+
+def test_a_session_that_is_used_again_is_not_closed() -> None:
+    end = Tried()
+    first, second = end.opens(epoch=1), end.opens(epoch=2)
+    end.mesh.quiet(second, 0.5)
+    assert end.used() == first
+    assert retired(end, 5.0) == [second]
+
+
+def test_of_two_calls_by_the_other_side_it_closes_the_one_that_it_gave_up_itself() -> None:
+    end = Tried()
+    end.opens(outbound=False)
+    end.opens(outbound=False)
+    assert retired(end, 100.0) == []
+
+
+def test_a_machine_that_is_no_member_is_dropped() -> None:
+    end = Tried()
+    number = end.opens(2)
+    (drop,) = end.asked()
+    assert isinstance(drop, Drop)
+    assert drop.link == number
+    assert isinstance(drop.error, NotPaired)
+    assert end.mesh.links == {}
+
+
+# ---- Whom to call ----------------------------------------------------------------------------------------
+
+
+def test_claims_about_strangers_are_not_followed() -> None:
+    end = Tried()
+    end.sights(2, at(2))
+    end.mesh.notified(end.opens(1), ADDRESSES, gossip.write_told([Told(machine(2).node_id, *at(2))]), 0.0)
+    end.mesh.tick(100.0)
+    assert end.dials() == []
+
+
+def test_two_addresses_of_a_machine_are_called_at_a_time() -> None:
+    end = Tried()
+    end.sights(1, *(at(1, i) for i in range(5)))
+    first = end.dials()
+    assert len(first) == limits.DIALS_PER_PEER
+    end.mesh.tick(0.1)
+    assert end.dials() == []
+    end.fails(first[0], 1.0)
+    assert len(end.dials()) == 1
+
+
+def test_calls_are_bounded_and_those_to_mere_claims_more_so() -> None:
+    members = range(1, 2 * limits.DIALS_AT_ONCE)
+    end = Tried(members)
+    for number in members:
+        end.sights(number, at(number))
+    assert len(end.dials()) == limits.DIALS_TO_HINTS
+    for number in members:
+        end.mesh.sighted(machine(number).node_id, [at(number, 1)], "remembered", 0.0)
+    assert len(end.dials()) == limits.DIALS_AT_ONCE - limits.DIALS_TO_HINTS
+    end.mesh.tick(1.0)
+    assert end.dials() == []
+
+
+def test_claims_do_not_take_the_place_of_an_address_that_has_worked() -> None:
+    end = Tried()
+    link = end.opens(reached=at(1))
+    end.sights(1, *(at(1, i) for i in range(1, 6)), now=1.0)
+    end.mesh.closed(link, PeerLost("It broke."), 1.0)
+    found = [dial.address for dial in end.dials()]
+    assert len(found) == 2
+    assert at(1) in found
+    # However often it has failed, and however many new claims there are.
+    for now in (2.0, 4.0, 8.0, 16.0, 32.0):
+        end.fails(Dial(at(1), machine(1).node_id), now)
+        end.sights(1, *(at(int(now), i) for i in range(6)), now=now + 0.1)
+        end.dials()
+        end.mesh.tick(now + limits.DIAL_AGAIN_MOST_S)
+        assert [dial.address for dial in end.dials()] == [at(1)]
+
+
+def test_whoever_waits_longest_is_called_first() -> None:
+    """Not whoever comes first in the roster: those would be called for ever while they are switched off."""
+    members = list(range(1, 30))
+    end = Tried(members)
+    for number in members:
+        end.mesh.sighted(machine(number).node_id, [at(number)], "remembered", 0.0)
+    under_way, called, now = end.dials(), set[str](), 0.0
+    for _ in range(4):
+        called |= {dial.expected for dial in under_way}
+        now += limits.PEER_CONNECT_S
+        for dial in under_way:
+            end.fails(dial, now)
+        under_way = end.dials()
+        assert len(under_way) == limits.DIALS_AT_ONCE
+    assert called == {machine(number).node_id for number in members}
+
+
+def test_a_call_that_failed_is_made_again_after_longer_and_longer() -> None:
+    end = Tried()
+    end.sights(1, at(1))
+    now, waits = 0.0, []
+    (dial,) = end.dials()
+    for _ in WAITS:
+        end.fails(dial, now)
+        failed = now
+        while not (again := end.dials()):
+            now += 0.25
+            end.mesh.tick(now)
+        assert again == [dial]
+        waits.append(now - failed)
+    assert waits == WAITS
+
+
+def test_a_call_that_was_given_up_is_free_again() -> None:
+    end = Tried()
+    end.sights(1, at(1))
+    (dial,) = end.dials()
+    end.mesh.dial_cancelled(dial)
+    end.mesh.tick(0.1)
+    assert end.dials() == [dial]
+
+
+def test_a_lost_machine_is_called_at_once_but_not_in_a_circle() -> None:
+    end = Tried()
+    (lived,) = [end.opens(now=0.0)]
+    end.mesh.closed(lived, PeerLost("It broke."), 10.0)
+    (dial,) = end.dials()
+    brief = end.opens(dial=dial, now=10.1)
+    end.mesh.closed(brief, PeerLost("It broke."), 10.2)
+    assert end.dials() == []
+    end.mesh.tick(10.1 + limits.DIAL_AGAIN_S)
+    assert end.dials() == [dial]
+
+
+def test_a_machine_that_said_goodbye_is_not_called_at_once() -> None:
+    end = Tried()
+    end.mesh.closed(end.opens(now=0.0), None, 10.0)
+    assert end.dials() == []
+    end.mesh.tick(10.0 + limits.DIAL_AGAIN_S)
+    assert len(end.dials()) == 1
+
+
+@pytest.mark.parametrize("error", [ProtocolError("Nonsense."), VersionMismatch("Old."), NotPaired("No.")])
+def test_a_machine_that_makes_no_sense_is_called_less_and_less(error: FleetError) -> None:
+    end = Tried()
+    now, waits = 0.0, []
+    link = end.opens(now=now)
+    for _ in WAITS:
+        end.mesh.closed(link, error, now)
+        assert end.mesh.peers[machine(1).node_id].trouble is error
+        closed = now
+        while not (dials := end.dials()):
+            now += 0.25
+            end.mesh.tick(now)
+        waits.append(now - closed)
+        link = end.opens(dial=dials[0], now=now)
+    assert waits == WAITS
+    # One good session, and all is forgotten.
+    end.mesh.closed(link, PeerLost("It broke."), now + 60)
+    assert len(end.dials()) == 1
+
+
+def test_addresses_of_the_settings_are_called_for_ever_until_somebody_answers() -> None:
+    address = at(1)
+    end = Tried(static=[address])
+    end.mesh.tick(0.0)
+    (dial,) = end.dials()
+    assert dial == Dial(address, "")
+    now = 0.0
+    for _ in range(50):
+        end.fails(dial, now)
+        assert str(end.mesh.static_trouble[address]) == "Nobody answers."
+        now += limits.DIAL_AGAIN_MOST_S
+        end.mesh.tick(now)
+        assert end.dials() == [dial]
+    assert not end.mesh.settled
+    link = end.opens(dial=dial, now=now)
+    assert end.mesh.static_trouble == {}
+    assert end.mesh.settled
+    end.mesh.tick(now + 100)
+    assert end.dials() == []
+    end.mesh.closed(link, PeerLost("It broke."), now + 200)
+    end.mesh.tick(now + 201)
+    assert address in [dial.address for dial in end.dials()]
+
+
+def test_an_address_of_the_settings_where_a_session_already_goes_is_not_called() -> None:
+    end = Tried(static=[at(1)])
+    end.opens(outbound=False, reached=at(1))
+    end.mesh.tick(0.0)
+    assert end.dials() == []
+
+
+def test_one_address_is_called_once_at_a_time() -> None:
+    end = Tried([1, 2], static=[at(1)])
+    for number in (1, 2):
+        end.mesh.sighted(machine(number).node_id, [at(1)], "remembered", 0.0)
+    assert len(end.dials()) == 1
+
+
+def test_a_nearer_address_is_called_and_replaces_the_first_when_it_answers() -> None:
+    end = Tried()
+    end.sights(1, at(1), at(1, 1))
+    far, near = end.dials()
+    first = end.opens(dial=far)
+    end.mesh.dial_cancelled(near)
+    peer = end.mesh.peers[machine(1).node_id]
+    peer.paths.succeeded(near.address, 1.0)
+    for _ in range(5):
+        peer.paths.round_trip(far.address, 0.02, 1.0)
+        peer.paths.round_trip(near.address, 0.001, 1.0)
+    end.asked()
+    end.mesh.prefer_best_path(machine(1).node_id, 2.0)
+    end.mesh.prefer_best_path(machine(1).node_id, 2.0)
+    assert end.asked() == [near]
+    assert end.used() == first
+    end.fails(near, 3.0)
+    assert end.used() == first
+    end.mesh.prefer_best_path(machine(1).node_id, 3.0)
+    assert end.dials() == []  # it does not work, so it is not better
+    peer.paths.succeeded(near.address, 4.0)
+    end.mesh.prefer_best_path(machine(1).node_id, 4.0)
+    second = end.opens(dial=end.dials()[0], now=4.0)
+    assert end.used() == second
+    assert retired(end, 5.0) == [first]
+
+
+def test_only_who_called_looks_for_a_nearer_address() -> None:
+    end = Tried()
+    end.opens(outbound=False, reached=at(1))
+    peer = end.mesh.peers[machine(1).node_id]
+    peer.paths.add(at(1, 1), "remembered", 0.0)
+    peer.paths.succeeded(at(1, 1), 0.0)
+    peer.paths.round_trip(at(1), 1.0, 0.0)
+    peer.paths.round_trip(at(1, 1), 0.001, 0.0)
+    end.asked()
+    end.mesh.prefer_best_path(machine(1).node_id, 1.0)
+    assert end.asked() == []
+
+
+# ---- What is told ----------------------------------------------------------------------------------------
+
+
+def card(number: int, sequence: int = 1) -> Card:
+    return Card(machine(number).node_id, 1, sequence)
+
+
+def test_a_newcomer_is_told_the_card_and_a_different_roster() -> None:
+    end = Tried()
+    end.mesh.card_changed(card(0))
+    end.opens()
+    topics = [action.topic for action in end.asked() if isinstance(action, Notify)]
+    assert topics == [CARD, ROSTER]
+
+
+def test_the_same_roster_is_not_told_again() -> None:
+    end = Tried()
+    digest = end.roster.digest()
+    end.mesh.opened(
+        1, machine(1).node_id, outbound=False, epoch=1, roster=digest, dialled=None, reached=None, now=0
+    )
+    assert end.told(ROSTER) == []
+
+
+def test_a_card_leaves_with_the_last_session() -> None:
+    end = Tried()
+    first = end.opens()
+    end.mesh.notified(first, CARD, cards.encode(card(1)), 0.0)
+    second = end.opens(epoch=2)
+    end.mesh.closed(first, None, 1.0)
+    assert end.mesh.cards.get(machine(1).node_id) == card(1)
+    end.mesh.closed(second, None, 2.0)
+    assert end.mesh.cards.get(machine(1).node_id) is None
+
+
+@pytest.mark.parametrize("topic", [CARD, ROSTER, ADDRESSES])
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x91" * 5000, b"\xd9\x02\xff\xff", b"\x91\x90", b"\x80"])
+def test_what_cannot_be_understood_ends_the_session(topic: str, body: bytes) -> None:
+    end = Tried()
+    link = end.opens()
+    end.asked()
+    end.mesh.notified(link, topic, body, 0.0)
+    (drop,) = end.asked()
+    assert isinstance(drop, Drop)
+    assert drop.link == link
+    assert isinstance(drop.error, ProtocolError)
+
+
+def test_a_card_in_the_name_of_another_machine_ends_the_session() -> None:
+    end = Tried([1, 2])
+    link = end.opens(1)
+    end.asked()
+    end.mesh.notified(link, CARD, cards.encode(card(2)), 0.0)
+    (drop,) = end.asked()
+    assert isinstance(drop, Drop)
+    assert end.mesh.cards.get(machine(2).node_id) is None
+
+
+def test_an_unknown_topic_is_of_a_later_version() -> None:
+    end = Tried()
+    link = end.opens()
+    end.asked()
+    end.mesh.notified(link, "weather", b"\xc1", 0.0)
+    assert end.asked() == []
+
+
+def said(by: int, about: int, sequence: int = 1, *, removed: bool = False) -> Record:
+    draft = Record(
+        machine(about).certificate,
+        "n" * limits.MEMBER_NAME_CHARS,
+        machine(by).node_id,
+        sequence,
+        removed,
+        sees_prompts=not removed,
+        signature=b"",
+    )
+    return msgspec.structs.replace(draft, signature=machine(by).sign(draft.signed_bytes()))
+
+
+def test_a_full_roster_is_merged_batch_after_batch_and_nothing_is_refused() -> None:
+    """Of 32 machines each vouches for each: 992 records; and 32 that were removed make it 1024."""
+    everybody = [said(by, about) for by in range(32) for about in range(32) if by != about]
+    # Whoever is furthest from the sender says the most first.
+    everybody.sort(key=lambda record: record.signer, reverse=True)
+    gone = [said(number, 100 + number, 2, removed=True) for number in range(32)]
+    records = gone + everybody
+    assert len(records) == limits.ROSTER_RECORDS
+    bodies = gossip.roster_batches(records, [machine(1).node_id])
+    assert max(map(len, bodies)) <= limits.ROSTER_BATCH_BYTES + 3  # and the header of the list
+    roster = Roster(machine(200))
+    roster.admit(machine(1).certificate, "m1", True)
+    # It holds one record of its own, and can hold so many in all.
+    for body in bodies[:-1]:
+        merged = roster.merge(gossip.read_records(body))
+        assert merged.refused == ()
+    assert len(roster.merge(gossip.read_records(bodies[-1])).refused) == 1
+    assert len(roster.records()) == limits.ROSTER_RECORDS
+
+
+def test_more_records_than_a_roster_holds_are_not_read() -> None:
+    one = said(1, 2)
+    assert len(gossip.read_records(msgspec.msgpack.encode([one] * limits.ROSTER_RECORDS))) == 1024
+    with pytest.raises(ProtocolError):
+        gossip.read_records(msgspec.msgpack.encode([one] * (limits.ROSTER_RECORDS + 1)))
+
+
+def test_only_what_is_new_is_told_and_everybody_can_take_it() -> None:
+    end = Tried([1, 2])
+    for number in (1, 2):
+        end.opens(number)
+    end.asked()
+    before = end.roster.records()
+    end.mesh.notified(1, ROSTER, msgspec.msgpack.encode([said(1, 3)]), 0.0)
+    actions = end.asked()
+    assert Save() in actions
+    news = [action for action in actions if isinstance(action, Notify) and action.topic == ROSTER]
+    assert {action.link for action in news} == {1, 2}
+    for action in news:
+        assert gossip.read_records(action.body) == [said(1, 3)]
+        assert Roster(machine(2), before).merge(gossip.read_records(action.body)).changed is False
+        hearer = Roster(machine(2))
+        hearer.admit(ME.certificate, "m0", True)
+        hearer.merge(before)
+        assert hearer.merge(gossip.read_records(action.body)).refused == ()
+        assert machine(3).node_id in hearer.members
+    end.mesh.notified(2, ROSTER, msgspec.msgpack.encode([said(1, 3)]), 0.0)
+    assert end.asked() == []
+
+
+def test_a_removed_machine_hears_of_it_and_is_dropped_at_once() -> None:
+    end = Tried([1, 2])
+    links = [end.opens(1), end.opens(2)]
+    end.mesh.notified(links[1], CARD, cards.encode(card(2)), 0.0)
+    end.asked()
+    end.roster.remove(machine(2).node_id)
+    end.mesh.roster_changed(1.0)
+    actions = end.asked()
+    (drop,) = [action for action in actions if isinstance(action, Drop)]
+    assert drop.link == links[1]
+    assert isinstance(drop.error, NotPaired)
+    told = [a.link for a in actions[: actions.index(drop)] if isinstance(a, Notify) and a.topic == ROSTER]
+    assert told == links
+    assert machine(2).node_id not in end.mesh.peers
+    assert end.mesh.cards.get(machine(2).node_id) is None
+    # What it still says before it is gone counts for nothing.
+    end.mesh.notified(links[1], CARD, cards.encode(card(2)), 1.0)
+    assert end.mesh.cards.get(machine(2).node_id) is None
+    end.mesh.closed(links[1], drop.error, 1.0)
+    end.mesh.tick(100.0)
+    assert not [action for action in end.asked() if isinstance(action, Dial)]
+
+
+def test_a_machine_that_is_removed_itself_drops_everybody() -> None:
+    end = Tried([1, 2])
+    links = {end.opens(1), end.opens(2)}
+    end.asked()
+    end.mesh.notified(1, ROSTER, msgspec.msgpack.encode([said(1, 0, 2, removed=True)]), 0.0)
+    assert {action.link for action in end.asked() if isinstance(action, Drop)} == links
+    assert end.mesh.peers == {}
+
+
+# ---- Addresses -------------------------------------------------------------------------------------------
+
+
+def test_a_newcomer_is_told_where_the_others_are_and_they_where_it_is() -> None:
+    end = Tried([1, 2, 3])
+    links = {number: end.opens(number) for number in (1, 2)}
+    end.asked()
+    links[3] = end.opens(3)
+    told = {link: set(gossip.read_told(body)) for link, body in end.told(ADDRESSES)}
+    place = {number: Told(machine(number).node_id, *at(number)) for number in (1, 2, 3)}
+    assert told == {links[1]: {place[3]}, links[2]: {place[3]}, links[3]: {place[1], place[2]}}
+
+
+LAN, LOOPBACK = at(1), ("127.0.0.1", 5000)
+
+
+@pytest.mark.parametrize(
+    ("host", "way", "believed"),
+    [
+        ("10.0.0.9", LAN, True),
+        ("fd00::9", LAN, True),
+        ("127.0.0.1", LAN, False),  # this machine's own services trust whoever calls from here
+        ("::1", LAN, False),
+        ("::ffff:127.0.0.1", LAN, False),
+        ("127.0.0.1", LOOPBACK, True),
+        ("fe80::9%en0", LAN, False),  # what en0 leads to differs from machine to machine
+        ("224.0.0.251", LAN, False),
+        ("0.0.0.0", LAN, False),  # noqa: S104
+        ("internal.example", LAN, False),  # would be looked up
+        ("a..b", LAN, False),  # not even that
+        ("127.0.0.1", None, False),
+    ],
+)
+def test_a_member_cannot_make_others_call_what_is_no_machine_of_the_network(
+    host: str, way: Address | None, believed: bool
+) -> None:
+    end = Tried([1, 2])
+    end.mesh.opened(
+        1, machine(1).node_id, outbound=False, epoch=1, roster=OTHER, dialled=None, reached=way, now=0
+    )
+    end.mesh.notified(1, ADDRESSES, msgspec.msgpack.encode([Told(machine(2).node_id, host, 80)]), 0.0)
+    assert bool(end.dials()) is believed
+
+
+def test_names_from_the_settings_are_not_told() -> None:
+    """They may mean another machine elsewhere, and the longest would not be understood."""
+    long = "x" * 200 + ".example"
+    end = Tried([1, 2], static=[(long, 8115)])
+    end.opens(1, dial=Dial((long, 8115), ""))
+    end.opens(2)
+    for _, body in end.told(ADDRESSES):
+        assert long not in [told.host for told in gossip.read_told(body)]
+
+
+def test_as_many_addresses_are_told_as_are_read() -> None:
+    many = [Told(machine(1).node_id, *at(1))] * (limits.ADDRESSES_TOLD + 1)
+    assert len(gossip.read_told(gossip.write_told(many))) == limits.ADDRESSES_TOLD
+    with pytest.raises(ProtocolError):
+        gossip.read_told(msgspec.msgpack.encode(many))
+
+
+def test_where_members_were_reached_is_remembered() -> None:
+    end = Tried([1, 2])
+    end.opens(1)
+    end.sights(2, at(2))
+    assert end.mesh.remembered() == {machine(1).node_id: [at(1)]}

@@ -1,0 +1,139 @@
+"""Two sessions joined by a wire that the test controls, and what must hold of a session at any time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+from fleetd import limits
+from fleetd.p2p.events import Event, Opened, Requested
+from fleetd.p2p.frames import Frame, FrameBuffer, Hello, encode
+from fleetd.p2p.session import Session, SessionState
+from fleetd.p2p.states import StreamState
+from fleetd.p2p.stream import cost
+
+Events = list[Event]
+
+
+def hello(letter: str, versions: tuple[int, int] = (1, 1)) -> Hello:
+    return Hello(versions, letter * 56, f"mac-{letter}", 7, "fleetd 0.1", b"r" * 16, 8115, ["x"])
+
+
+def frames(data: bytes) -> list[Frame]:
+    return list(FrameBuffer().feed(data))
+
+
+def sent(session: Session) -> list[Frame]:
+    """Everything that a session has to say now, as frames. Nothing of it may have been taken in part."""
+    return frames(drain(session))
+
+
+def drain(session: Session) -> bytes:
+    return b"".join(iter(session.data_to_send, b""))
+
+
+def feed(session: Session, *said: Frame, now: float = 0.0) -> Events:
+    return session.receive(b"".join(map(encode, said)), now)
+
+
+def opened(*, initiator: bool = True, now: float = 0.0) -> Session:
+    """A session that has shaken hands with nobody in particular and has nothing left to say."""
+    session = Session(hello=hello("a"), initiator=initiator, now=now)
+    feed(session, hello("b"), now=now)
+    drain(session)
+    return session
+
+
+class Wire:
+    """``a`` dialled ``b``. Bytes move when asked; all times are the test's."""
+
+    def __init__(self, a: Hello | None = None, b: Hello | None = None) -> None:
+        self.a = Session(hello=a or hello("a"), initiator=True, now=0.0)
+        self.b = Session(hello=b or hello("b"), initiator=False, now=0.0)
+        self.at_a: Events = []
+        self.at_b: Events = []
+        self.bytes = 0
+
+    def step(self, now: float = 0.0, limit: int = limits.PEER_WRITE_BUFFER_BYTES) -> bool:
+        """One write of each side; whether there was any."""
+        forth, back = self.a.data_to_send(limit), self.b.data_to_send(limit)
+        self.bytes += len(forth) + len(back)
+        self.at_b += self.b.receive(forth, now)
+        self.at_a += self.a.receive(back, now)
+        check(self.a)
+        check(self.b)
+        return bool(forth or back)
+
+    def settle(self, now: float = 0.0) -> Wire:
+        while self.step(now):
+            pass
+        return self
+
+    def take(self) -> tuple[Events, Events]:
+        """Events at both sides since the last time."""
+        taken = self.at_a, self.at_b
+        self.at_a, self.at_b = [], []
+        return taken
+
+
+def wired() -> Wire:
+    wire = Wire().settle()
+    events = wire.take()
+    assert all(type(side[0]) is Opened for side in events)
+    return wire
+
+
+def request(wire: Wire, body: bytes = b"", *, bulk: bool = False) -> int:
+    """A stream from a to b whose request has arrived and been taken."""
+    number = wire.a.open("m", body, bulk=bulk)
+    wire.settle()
+    assert Requested(number, "m", body) in wire.at_b
+    wire.b.consumed(number)
+    wire.take()
+    return number
+
+
+def check(session: Session) -> None:
+    """All invariants of a session, its streams and its outbox."""
+    streams, outbox = session._streams, session._out
+    listed = streams._open.values()
+    news = sum(cost(frame.body) for frame, _ in outbox._news)
+    assert outbox.queued_bytes == news + sum(stream.queued_bytes for stream in listed)
+    assert streams.held_bytes == sum(stream.held_bytes for stream in listed)
+    assert streams.held_bytes <= limits.SESSION_HELD_BYTES
+    assert streams._mine_open == sum(1 for number in streams._open if streams._is_mine(number))
+    assert streams._theirs_open == len(streams) - streams._mine_open
+    assert max(streams._mine_open, streams._theirs_open) <= limits.SESSION_STREAMS
+    assert len(session._in) <= limits.FRAME_BYTES + 4
+    waiting = list(itertools.chain(*outbox._lanes))
+    assert len(waiting) == len(set(waiting))
+    assert (None in waiting) == bool(outbox._news)
+    for stream in listed:
+        assert stream.state is not StreamState.CLOSED
+        assert stream.in_line == (stream in waiting)
+        assert stream.in_line == stream.ready
+        assert stream.queued_bytes == sum(cost(part) for part in stream._queue)
+        assert 0 <= stream._credit <= limits.STREAM_WINDOW_BYTES
+        unread = sum(price for price, _ in stream._unread)
+        assert stream._room + stream._owed + stream._withheld + unread == limits.STREAM_WINDOW_BYTES
+        assert stream._withheld == 0 or stream._unread
+        assert stream._owed < limits.STREAM_WINDOW_BYTES // 2
+    if session.state in (SessionState.CLOSING, SessionState.CLOSED):
+        assert not streams
+        assert not outbox.queued_bytes
+        assert not waiting
+
+
+def credit_is_conserved(wire: Wire) -> None:
+    """With nothing on the wire, what one side may not send the other has not given back."""
+    for sender, reader in ((wire.a, wire.b), (wire.b, wire.a)):
+        for number, stream in sender._streams._open.items():
+            other = reader._streams._open.get(number)
+            if other is not None and stream.state is not StreamState.IDLE:
+                assert stream._credit == other._room
+
+
+def pieces(data: bytes, cuts: Iterable[int]) -> list[bytes]:
+    """The stream cut at these places."""
+    at = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
+    return [data[a:b] for a, b in itertools.pairwise(at)]

@@ -1,0 +1,53 @@
+"""A conversation goes back to the machine that has read it, and no further than it really did."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetd.plan import affinity
+from fleetd.plan.affinity import BLOCK_CHARS, Affinity, chain
+
+KEY = bytes(16)
+TURN = "x" * (3 * BLOCK_CHARS)
+
+
+def test_the_next_turn_is_known_where_the_last_one_ran() -> None:
+    seen = Affinity()
+    seen.computed("a", "m", chain(TURN, KEY))
+    longer = chain(TURN + "y" * BLOCK_CHARS, KEY)
+    assert seen.cached_chars("a", "m", longer) == 3 * BLOCK_CHARS
+    assert seen.cached_chars("b", "m", longer) == 0
+    assert seen.cached_chars("a", "other", longer) == 0
+
+
+@given(st.text(max_size=4 * BLOCK_CHARS), st.text(max_size=4 * BLOCK_CHARS))
+def test_no_more_counts_than_the_two_have_in_common(first: str, second: str) -> None:
+    seen = Affinity()
+    seen.computed("a", "m", chain(first, KEY))
+    common = next(
+        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
+        min(len(first), len(second)),
+    )
+    found = seen.cached_chars("a", "m", chain(second, KEY))
+    assert found == common // BLOCK_CHARS * BLOCK_CHARS
+
+
+def test_a_block_counts_only_behind_the_same_beginning() -> None:
+    same_end = "z" * BLOCK_CHARS
+    seen = Affinity()
+    seen.computed("a", "m", chain("1" * BLOCK_CHARS + same_end, KEY))
+    assert seen.cached_chars("a", "m", chain("2" * BLOCK_CHARS + same_end, KEY)) == 0
+
+
+def test_what_is_remembered_is_bounded_and_the_oldest_goes_first() -> None:
+    seen = Affinity()
+    old = chain(TURN, KEY)
+    seen.computed("a", "m", old)
+    for number in range(affinity.REMEMBERED_BLOCKS // 64 + 1):
+        seen.computed("a", "m", [number.to_bytes(8, "big") + bytes([i]) for i in range(64)])
+    assert seen.cached_chars("a", "m", old) == 0
+
+
+def test_hashes_of_two_processes_say_nothing_about_each_other() -> None:
+    assert chain(TURN, KEY)[0] != chain(TURN, b"k" * 16)[0]

@@ -1,0 +1,455 @@
+"""Routing: the machine that finishes first, never one that must not, and a reason for every other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from fleetd import limits
+from fleetd.limits import GIB
+from fleetd.plan.route import (
+    ADVANTAGE,
+    PULL_S,
+    SELF,
+    USABLE,
+    Ask,
+    Candidate,
+    Holding,
+    Ranked,
+    price,
+    route,
+)
+
+ASK = Ask("qwen3-8b", prompt_tokens=2000, max_tokens=200)
+HELD = Holding("d1", "loaded", 4 * GIB, 6 * GIB, prefill_tok_s=400.0, decode_tok_s=40.0, roles=("chat",))
+
+
+def here(**fields: Any) -> Candidate:
+    return replace(peer("", SELF), name="this machine", **fields)
+
+
+def peer(node_id: str, reach: str = USABLE, **fields: Any) -> Candidate:
+    base = Candidate(
+        node_id=node_id,
+        name=node_id,
+        reach=reach,
+        sees_prompts=True,
+        tier="standard",
+        chip="Apple M2 Max",
+        accelerator="metal",
+        cores=12,
+        memory_bytes=64 * GIB,
+        available_bytes=40 * GIB,
+        max_streams=4,
+        model=HELD,
+    )
+    return replace(base, **fields)
+
+
+def speed(factor: float) -> Holding:
+    return replace(HELD, prefill_tok_s=400.0 * factor, decode_tok_s=40.0 * factor)
+
+
+def order(ranked: Ranked) -> list[str]:
+    return [placement.node_id for placement in ranked.placements]
+
+
+def why(ranked: Ranked, node_id: str) -> tuple[str, str]:
+    (found,) = [r for r in ranked.rejected if r.node_id == node_id]
+    return found.code, found.sentence
+
+
+# ---- Who is first ----------------------------------------------------------------------------------------
+
+
+def test_the_machine_that_finishes_first() -> None:
+    assert order(route(ASK, [here(), peer("a", model=speed(2)), peer("b", model=speed(4))])) == ["b", "a", ""]
+
+
+def test_prompts_and_answers_weigh_as_they_take() -> None:
+    reader = peer("reader", model=replace(HELD, prefill_tok_s=4000.0, decode_tok_s=20.0))
+    writer = peer("writer", model=replace(HELD, prefill_tok_s=200.0, decode_tok_s=100.0))
+    assert order(route(Ask("m", 50_000, 50), [reader, writer])) == ["reader", "writer"]
+    assert order(route(Ask("m", 50, 2000), [reader, writer])) == ["writer", "reader"]
+
+
+@pytest.mark.parametrize(("faster", "first"), [(1.05, ""), (1.10, ""), (1.12, "a"), (2, "a"), (0.5, "")])
+def test_this_machine_wins_unless_another_is_clearly_faster(faster: float, first: str) -> None:
+    assert order(route(ASK, [peer("a", model=speed(faster)), here()]))[0] == first
+
+
+def test_loaded_beats_loading_beats_installed() -> None:
+    machines = [
+        peer("installed", model=replace(HELD, state="installed")),
+        peer("loading", model=replace(HELD, state="loading")),
+        peer("loaded"),
+    ]
+    ranked = route(ASK, machines)
+    assert order(ranked) == ["loaded", "loading", "installed"]
+    loads = [p.price.load_s for p in ranked.placements]
+    assert loads[0] == 0 < loads[1] < loads[2]
+
+
+def test_a_queue_is_waited_for() -> None:
+    assert order(route(ASK, [peer("a", waiting=20, max_streams=1), peer("b", model=speed(0.2))])) == [
+        "b",
+        "a",
+    ]
+
+
+def test_answers_that_run_already_slow_another_one() -> None:
+    assert order(route(ASK, [peer("a", running=3), peer("b", running=1), peer("c")])) == ["c", "b", "a"]
+
+
+def test_equal_machines_come_by_their_ids_and_this_one_first() -> None:
+    # So fast that both prices are nothing.
+    fast = replace(HELD, prefill_tok_s=1e12, decode_tok_s=1e12)
+    nothing = Ask("m", 0, 0)
+    machines = [peer("b", model=fast), peer("a", model=fast), here(model=fast)]
+    assert order(route(nothing, machines)) == ["", "a", "b"]
+
+
+def test_attack_a_speed_so_small_that_prices_overflow() -> None:
+    crawl = replace(HELD, prefill_tok_s=5e-324, decode_tok_s=5e-324)
+    ranked = route(ASK, [peer("a", model=crawl, waiting=3), peer("b", model=crawl), peer("c")])
+    assert order(ranked) == ["c", "b", "a"]
+    assert all(placement.price.total_s < 1e9 for placement in ranked.placements)
+
+
+def test_a_machine_far_away_is_further_away() -> None:
+    assert order(route(ASK, [peer("a", rtt_s=0.2), peer("b", rtt_s=0.001)])) == ["b", "a"]
+
+
+def test_the_price_has_parts_that_add_up() -> None:
+    cost = price(ASK, peer("a", rtt_s=0.5, running=1, max_streams=1, waiting=1))
+    assert (cost.prefill_s, cost.decode_s, cost.network_s, cost.load_s) == (5.0, 5.0, 0.5, 0.0)
+    assert cost.queue_s == 20.0
+    assert cost.total_s == 30.5
+    assert not cost.modelled
+
+
+def test_this_machine_needs_no_network() -> None:
+    assert price(ASK, here(rtt_s=9.0)).network_s == 0
+
+
+def test_speeds_that_nobody_measured_come_from_the_chip() -> None:
+    unmeasured = replace(HELD, prefill_tok_s=0.0, decode_tok_s=0.0)
+    big = peer("big", chip="Apple M3 Ultra", model=unmeasured)
+    small = peer("small", chip="Apple M1", model=unmeasured)
+    ranked = route(ASK, [small, big])
+    assert order(ranked) == ["big", "small"]
+    assert all(p.price.modelled for p in ranked.placements)
+    # A measured figure replaces only what it measured.
+    half = price(ASK, peer("a", model=replace(unmeasured, decode_tok_s=40.0)))
+    assert (half.decode_s, half.modelled) == (5.0, True)
+
+
+@pytest.mark.parametrize("role", ["compressor", "embedding"])
+def test_small_jobs_go_to_small_machines_first(role: Any) -> None:
+    small = replace(HELD, roles=("compressor", "embedding"))
+    tiers = {"large": 8.0, "standard": 4.0, "small": 2.0, "tiny": 0.5, "": 9.0}
+    machines = [
+        peer(tier or "unknown", tier=tier, model=replace(small, prefill_tok_s=400 * s, decode_tok_s=40 * s))
+        for tier, s in tiers.items()
+    ]
+    ranked = route(replace(ASK, role=role), machines)
+    assert order(ranked) == ["tiny", "small", "standard", "large", "unknown"]
+    chat = [replace(m, model=replace(m.model or HELD, roles=("chat",))) for m in machines]
+    assert order(route(ASK, chat)) == ["unknown", "large", "standard", "small", "tiny"]
+
+
+def test_of_two_small_machines_the_faster_one() -> None:
+    embedder = replace(HELD, roles=("embedding",))
+    machines = [
+        peer("a", tier="tiny", model=embedder, waiting=10),
+        peer("b", tier="tiny", model=embedder),
+        here(tier="standard", model=embedder),
+    ]
+    assert order(route(replace(ASK, role="embedding"), machines)) == ["b", "a", ""]
+
+
+# ---- Which files -----------------------------------------------------------------------------------------
+
+
+def test_only_machines_with_the_files_that_are_here_compete() -> None:
+    other = replace(speed(9), digest="d2")
+    ranked = route(ASK, [here(), peer("same", model=speed(2)), peer("other", model=other)])
+    assert order(ranked) == ["same", ""]
+    assert why(ranked, "other") == ("other_files", "other has other files under the name qwen3-8b.")
+    assert [p.digest for p in ranked.placements] == ["d1", "d1"]
+
+
+def test_what_is_here_decides_even_where_it_cannot_run_here() -> None:
+    here_installed = here(model=replace(HELD, state="installed"), available_bytes=GIB)
+    other = replace(speed(9), digest="d2")
+    ranked = route(ASK, [here_installed, peer("same"), peer("other", model=other)])
+    assert order(ranked) == ["same"]
+    ranked = route(replace(ASK, exclude=frozenset({""})), [here(), peer("same"), peer("other", model=other)])
+    assert order(ranked) == ["same"]
+
+
+def test_files_here_that_are_not_hashed_yet_may_be_any() -> None:
+    ranked = route(ASK, [here(model=replace(HELD, digest="")), peer("a", model=speed(9))])
+    assert order(ranked) == [""]
+    assert why(ranked, "a")[0] == "other_files"
+
+
+def test_a_peer_that_has_not_hashed_its_files_waits_until_it_has() -> None:
+    ranked = route(ASK, [here(), peer("a", model=replace(speed(9), digest=""))])
+    assert order(ranked) == [""]
+    assert why(ranked, "a") == (
+        "files_unknown",
+        "a does not know yet which files its qwen3-8b is made of.",
+    )
+
+
+def test_of_several_models_with_one_name_the_group_of_the_best_price() -> None:
+    machines = [
+        peer("a", model=replace(speed(1), digest="d1")),
+        peer("b", model=replace(speed(3), digest="d2")),
+        peer("c", model=replace(speed(0.5), digest="d2")),
+        peer("d", model=replace(speed(2), digest="")),
+        peer("e", model=replace(speed(2), digest="")),
+    ]
+    ranked = route(ASK, machines)
+    assert order(ranked) == ["b", "c"]
+    assert {r.node_id: r.code for r in ranked.rejected} == {
+        "a": "other_files",
+        "d": "files_unknown",
+        "e": "files_unknown",
+    }
+    # Two that were not hashed are not known to be alike.
+    assert order(route(ASK, machines[3:])) == ["d"]
+
+
+def test_a_digest_that_was_asked_for() -> None:
+    machines = [here(), peer("a", model=replace(HELD, digest="d2")), peer("b", model=None, can_pull=True)]
+    ranked = route(replace(ASK, digest="d2"), machines)
+    assert order(ranked) == ["a"]
+    assert why(ranked, "")[0] == "other_files"
+    assert why(ranked, "b")[0] == "absent"
+
+
+def test_whoever_would_have_to_fetch_the_model_comes_last() -> None:
+    puller = here(model=None, can_pull=True)
+    slow = peer("a", model=speed(0.01), rtt_s=1.0)
+    assert price(ASK, slow).total_s > PULL_S
+    ranked = route(ASK, [puller, slow])
+    assert order(ranked) == ["a", ""]
+    assert ranked.placements[1].digest == ""
+    assert order(route(ASK, [puller, peer("a", model=None)])) == [""]
+    assert order(route(ASK, [here(), peer("a", model=None, can_pull=True)])) == [""]
+
+
+# ---- Why not ---------------------------------------------------------------------------------------------
+
+INSTALLED = replace(HELD, state="installed")
+
+
+@pytest.mark.parametrize(
+    ("candidate", "ask", "code", "sentence"),
+    [
+        (peer("a"), {"exclude": frozenset({"a"})}, "tried", "a was tried already."),
+        (
+            peer("a"),
+            {"local_only": True},
+            "local_only",
+            "a is another machine, and this request stays here.",
+        ),
+        (peer("a", sees_prompts=False), {}, "private", "a may not see prompts."),
+        (peer("a", "quiet for 4 s."), {}, "unusable", "a cannot be used: quiet for 4 s."),
+        (peer("a", draining=True), {}, "draining", "a is stopping."),
+        (here(draining=True), {}, "draining", "this machine is stopping."),
+        (peer("a", model=None), {}, "absent", "a does not have qwen3-8b."),
+        (
+            peer("a", model=replace(HELD, roles=("embedding", "draft"))),
+            {},
+            "wrong_role",
+            "qwen3-8b on a is for embedding, draft, not for chat.",
+        ),
+        (
+            peer("a", model=INSTALLED, memory_bytes=4 * GIB, available_bytes=3 * GIB),
+            {},
+            "too_small",
+            "a has 4.0 GiB of memory; qwen3-8b needs 6.0 GiB.",
+        ),
+        (
+            peer("a", model=INSTALLED, available_bytes=3 * GIB, evictable_bytes=GIB),
+            {},
+            "no_memory",
+            "a has 4.0 GiB of memory free; qwen3-8b needs 6.0 GiB.",
+        ),
+        (
+            here(model=INSTALLED, available_bytes=GIB),
+            {},
+            "no_memory",
+            "this machine has 1.0 GiB of memory free; qwen3-8b needs 6.0 GiB.",
+        ),
+        (
+            peer("a", waiting=limits.QUEUED_REQUESTS),
+            {},
+            "full",
+            f"a has {limits.QUEUED_REQUESTS} requests waiting already.",
+        ),
+    ],
+)
+def test_every_reason_is_a_sentence(
+    candidate: Candidate, ask: dict[str, Any], code: str, sentence: str
+) -> None:
+    ranked = route(replace(ASK, **ask), [candidate])
+    assert order(ranked) == []
+    assert why(ranked, candidate.node_id) == (code, sentence)
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        peer("a", waiting=limits.QUEUED_REQUESTS - 1),
+        peer("a", model=INSTALLED, available_bytes=6 * GIB),
+        peer("a", model=INSTALLED, available_bytes=2 * GIB, evictable_bytes=4 * GIB),
+        peer("a", available_bytes=0),  # it is loaded
+        peer("a", model=replace(HELD, roles=())),
+        here(sees_prompts=False),
+    ],
+)
+def test_what_just_is_good_enough(candidate: Candidate) -> None:
+    assert order(route(ASK, [candidate])) == [candidate.node_id]
+
+
+def test_nobody_at_all() -> None:
+    assert route(ASK, []) == Ranked((), ())
+
+
+# ---- Whatever the fleet looks like -----------------------------------------------------------------------
+
+holdings = st.builds(
+    Holding,
+    digest=st.sampled_from(["", "d1", "d2"]),
+    state=st.sampled_from(["installed", "loading", "loaded"]),
+    weights_bytes=st.integers(0, 200 * GIB),
+    memory_bytes=st.integers(0, 200 * GIB),
+    prefill_tok_s=st.sampled_from([0.0, 1e-300, 100.0, 1000.0]) | st.floats(0, 1e12),
+    decode_tok_s=st.sampled_from([0.0, 1e-300, 10.0, 100.0]) | st.floats(0, 1e12),
+    roles=st.sampled_from([(), ("chat",), ("chat", "compressor"), ("embedding",)]),
+)
+
+
+def machine(node_id: str) -> st.SearchStrategy[Candidate]:
+    return st.builds(
+        Candidate,
+        node_id=st.just(node_id),
+        name=st.just(node_id or "here"),
+        reach=st.just(SELF) if node_id == "" else st.sampled_from([USABLE, USABLE, "quiet for 4 s"]),
+        sees_prompts=st.booleans(),
+        tier=st.sampled_from(["tiny", "small", "standard", "large"]),
+        chip=st.sampled_from(["Apple M1", "Apple M3 Ultra", "NVIDIA GB10", ""]),
+        accelerator=st.sampled_from(["metal", "cuda", "cpu"]),
+        cores=st.integers(0, 64),
+        memory_bytes=st.integers(0, 512 * GIB),
+        available_bytes=st.integers(0, 512 * GIB),
+        evictable_bytes=st.integers(0, 64 * GIB),
+        rtt_s=st.floats(0, 10),
+        running=st.integers(0, 20),
+        waiting=st.integers(0, limits.QUEUED_REQUESTS + 1),
+        max_streams=st.integers(0, 16),
+        draining=st.booleans(),
+        model=st.none() | holdings,
+        can_pull=st.booleans(),
+    )
+
+
+fleets = st.tuples(*(st.none() | machine(node_id) for node_id in ("", "a", "b", "c", "d"))).map(
+    lambda found: [candidate for candidate in found if candidate is not None]
+)
+asks = st.builds(
+    Ask,
+    model=st.just("m"),
+    prompt_tokens=st.integers(0, 1_000_000),
+    max_tokens=st.integers(0, 100_000),
+    role=st.sampled_from(["chat", "chat", "compressor", "embedding", "draft"]),
+    local_only=st.booleans(),
+    digest=st.sampled_from(["", "", "d1"]),
+    exclude=st.frozensets(st.sampled_from(["", "a", "b"]), max_size=2),
+)
+
+
+@given(asks, fleets)
+def test_attack_a_machine_that_may_not_see_a_prompt_is_never_proposed(
+    ask: Ask, fleet: list[Candidate]
+) -> None:
+    ranked = route(ask, fleet)
+    by_id = {candidate.node_id: candidate for candidate in fleet}
+    # Everybody is either placed or told why not, once.
+    assert sorted([*order(ranked), *(r.node_id for r in ranked.rejected)]) == sorted(by_id)
+    for placement in ranked.placements:
+        chosen = by_id[placement.node_id]
+        assert placement.node_id not in ask.exclude
+        assert not chosen.draining
+        assert chosen.reach == SELF or (chosen.sees_prompts and chosen.reach == USABLE and not ask.local_only)
+        assert chosen.model is not None or chosen.can_pull
+        assert not ask.digest or placement.digest == ask.digest
+    for rejection in ranked.rejected:
+        assert rejection.sentence.endswith(".")
+        assert rejection.name in rejection.sentence
+    digests = {p.digest for p in ranked.placements if by_id[p.node_id].model is not None}
+    assert len(digests) <= 1
+
+
+@given(asks, fleets, st.randoms(use_true_random=False))
+def test_the_order_of_the_candidates_changes_nothing(ask: Ask, fleet: list[Candidate], chance: Any) -> None:
+    shuffled = list(fleet)
+    chance.shuffle(shuffled)
+    assert route(ask, shuffled) == route(ask, fleet)
+
+
+@given(asks, fleets, st.data())
+def test_more_load_never_makes_a_machine_more_wanted(
+    ask: Ask, fleet: list[Candidate], data: st.DataObject
+) -> None:
+    assume(fleet)
+    chosen = data.draw(st.sampled_from(fleet))
+    busier = replace(
+        chosen,
+        running=chosen.running + data.draw(st.integers(0, 20)),
+        waiting=chosen.waiting + data.draw(st.integers(0, 20)),
+        available_bytes=int(chosen.available_bytes * data.draw(st.floats(0, 1))),
+    )
+
+    def place(machines: list[Candidate]) -> float:
+        found = order(route(ask, machines))
+        return found.index(chosen.node_id) if chosen.node_id in found else float("inf")
+
+    others = [candidate for candidate in fleet if candidate is not chosen]
+    before, after = place(fleet), place([*others, busier])
+    assert after >= before
+
+
+@given(asks, fleets)
+def test_prices_are_figures_and_best_comes_first(ask: Ask, fleet: list[Candidate]) -> None:
+    ranked = route(ask, fleet)
+    for placement in ranked.placements:
+        assert 0 <= placement.price.total_s < float("inf")
+    if ask.role in ("chat", "draft"):
+        held = [p for p in ranked.placements if p.digest or p.price.load_s != PULL_S]
+        totals = [p.price.total_s * (ADVANTAGE if p.node_id == "" else 1) for p in held]
+        assert totals == sorted(totals)
+
+
+def test_a_conversation_stays_where_its_beginning_is_cached() -> None:
+    long = replace(ASK, prompt_tokens=8000)
+    assert order(route(long, [peer("a"), peer("b")])) == ["a", "b"]
+    assert order(route(long, [peer("a"), peer("b", cached_tokens=7900)])) == ["b", "a"]
+    # A guess that is larger than the prompt makes no time negative.
+    assert price(ASK, peer("a", cached_tokens=10**6)).prefill_s == 0.0
+
+
+def test_a_machine_of_the_same_kind_is_as_fast_as_the_measured_one() -> None:
+    """Else the figures of its chip would make every machine look better where nothing was measured yet."""
+    slow = peer("slow", model=speed(0.01))
+    unmeasured = peer("new", model=replace(HELD, state="installed", prefill_tok_s=0.0, decode_tok_s=0.0))
+    assert order(route(ASK, [slow, unmeasured])) == ["slow", "new"]
+    assert order(route(ASK, [slow, replace(unmeasured, chip="Apple M3 Max")])) == ["new", "slow"]

@@ -1,0 +1,110 @@
+"""Speeds follow what was measured, and only from enough of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetd import limits
+from fleetd.plan.speeds import DECODE_TOKENS, PREFILL_TOKENS, Speed, SpeedBook
+
+RUN = {
+    "prompt_tokens": 1000,
+    "cached_tokens": 0,
+    "completion_tokens": 101,
+    "prefill_s": 2.0,
+    "decode_s": 4.0,
+}
+
+
+def after(*runs: dict[str, Any], seed: Speed | None = None) -> Speed:
+    book = SpeedBook()
+    if seed is not None:
+        book.seed("m", seed.prefill_tok_s, seed.decode_tok_s)
+    for run in runs:
+        book.ran("m", **{**RUN, **run})
+    return book.of("m")
+
+
+def test_nothing_is_known_of_a_model_that_never_ran() -> None:
+    assert SpeedBook().of("m") == Speed(0.0, 0.0)
+
+
+def test_the_first_run_is_taken_as_it_is() -> None:
+    assert after({}) == Speed(500.0, 25.0)
+
+
+def test_what_came_from_the_cache_was_not_computed() -> None:
+    assert after({"cached_tokens": 800}).prefill_tok_s == 100.0
+
+
+def test_a_load_replaces_what_was_known() -> None:
+    assert after({}, seed=None) == Speed(500.0, 25.0)
+    book = SpeedBook()
+    book.ran("m", **RUN)
+    book.seed("m", 10.0, 1.0)
+    assert book.of("m") == Speed(10.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "known"),
+    [
+        ({"prompt_tokens": PREFILL_TOKENS}, True),
+        ({"prompt_tokens": PREFILL_TOKENS - 1}, False),
+        ({"prompt_tokens": 1000, "cached_tokens": 1000 - PREFILL_TOKENS + 1}, False),
+        ({"prefill_s": 0.0}, False),
+    ],
+)
+def test_a_short_prefill_teaches_nothing(change: dict[str, Any], known: bool) -> None:
+    assert (after(change).prefill_tok_s > 0) is known
+
+
+@pytest.mark.parametrize(
+    ("change", "known"),
+    [
+        ({"completion_tokens": DECODE_TOKENS}, True),
+        ({"completion_tokens": DECODE_TOKENS - 1}, False),
+        ({"decode_s": 0.0}, False),
+    ],
+)
+def test_a_short_answer_teaches_nothing(change: dict[str, Any], known: bool) -> None:
+    assert (after(change).decode_tok_s > 0) is known
+
+
+def test_runs_move_the_figure_and_slow_ones_move_it_less() -> None:
+    seed = Speed(1000.0, 50.0)
+    slower = after({}, seed=seed)  # 500 and 25
+    faster = after({"prefill_s": 2 / 3, "decode_s": 4 / 3}, seed=seed)  # 1500 and 75
+    assert 0 < 1000 - slower.prefill_tok_s < faster.prefill_tok_s - 1000
+    assert 0 < 50 - slower.decode_tok_s < faster.decode_tok_s - 50
+
+
+@given(st.floats(1, 1e5), st.floats(1, 1e5))
+def test_a_steady_speed_is_found_wherever_one_begins(begin: float, truth: float) -> None:
+    speed = after(*[{"prefill_s": 1000 / truth}] * 300, seed=Speed(begin, 1.0))
+    assert speed.prefill_tok_s == pytest.approx(truth, rel=0.05)
+
+
+@given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(1, 1e6)), min_size=1, max_size=20))
+def test_the_figure_stays_within_what_was_seen(rates: list[tuple[float, float]]) -> None:
+    speed = after(*[{"prefill_s": 1000 / p, "decode_s": 100 / d} for p, d in rates])
+    for figure, seen in (
+        (speed.prefill_tok_s, [p for p, _ in rates]),
+        (speed.decode_tok_s, [d for _, d in rates]),
+    ):
+        assert min(seen) * 0.999 <= figure <= max(seen) * 1.001
+
+
+def test_models_do_not_mix_and_do_not_pile_up() -> None:
+    book = SpeedBook()
+    for i in range(limits.CARD_MODELS):
+        book.seed(f"m{i}", i + 1.0, 1.0)
+    assert book.of("m0").prefill_tok_s == 1.0
+    book.ran("m0", **RUN)  # used: no longer the oldest
+    book.seed("one more", 1.0, 1.0)
+    assert book.of("m1") == Speed()
+    assert book.of("m0").prefill_tok_s > 1.0
+    assert book.of(f"m{limits.CARD_MODELS - 1}").prefill_tok_s == limits.CARD_MODELS
