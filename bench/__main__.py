@@ -13,11 +13,13 @@ from bench import (
     batching,
     decode,
     demo,
+    fleet,
     machine,
     padding,
     prefill,
     results,
     service,
+    streams,
     table,
     turns,
 )
@@ -31,11 +33,13 @@ FAMILIES: dict[str, ModuleType] = {
     "prefill": prefill,
     "turns": turns,
     "service": service,
+    "streams": streams,
+    "fleet": fleet,
     "padding": padding,
 }
 # Measured only when named: it downloads everything anew.
 ON_REQUEST = {"demo"}
-KEPT = ROOT / ".cache" / "bench" / "results.json"
+KEPT = ROOT / "docs" / "benchmarks.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from typing import Literal, TypeVar
@@ -9,7 +10,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 T = TypeVar("T")
-Unit = Literal["tok/s", "x", "%", "s", "ms", "MB"]
+Unit = Literal["tok/s", "x", "%", "s", "ms", "MB", "kB/s", "MB/s", "GiB/s"]
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -82,6 +83,12 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
     return [a / b for a, b in zip(over, under, strict=True)]
 
 
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that so large a share of all does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
 def alternated(run: int, sides: Sequence[T]) -> list[T]:
     """The sides in this run's order: A B, B A, A B... so that no side always has the warmer machine."""
     return list(sides) if run % 2 == 0 else list(reversed(sides))
@@ -97,8 +104,15 @@ def written(value: float, unit: Unit) -> str:
         case "s":
             return f"{value:.2f} s"
         case "ms":
-            return f"{value:.1f} ms" if value < 100 else f"{value:.0f} ms"
+            digits = 2 if abs(value) < 1 else 1 if abs(value) < 100 else 0
+            return f"{value:.{digits}f} ms"
         case "MB":
             return f"{value:.0f} MB"
+        case "kB/s":
+            return f"{value:.2f} kB/s"
+        case "MB/s":
+            return f"{value:.0f} MB/s"
+        case "GiB/s":
+            return f"{value:.2f} GiB/s"
         case "tok/s":
             return f"{value:.1f} tok/s" if value < 1000 else f"{value:.0f} tok/s"

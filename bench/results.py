@@ -1,4 +1,4 @@
-"""Results are kept between runs, so that measuring one family leaves the others' rows as they were."""
+"""Results are kept beside the page: measuring one family, on any checkout, leaves the others as they were."""
 
 from __future__ import annotations
 

@@ -33,34 +33,55 @@ _POLL_S = 0.002
 
 
 class Daemon:
-    """``fleetd run`` on loopback. Ready when the constructor returns; ``ready_s`` says after how long."""
+    """``fleetd run`` on loopback. Ready when the constructor returns; ``ready_s`` says after how long.
 
-    def __init__(self, **settings: str) -> None:
+    Args:
+        home: somebody else's to remove; by default a new one that is gone with the daemon.
+    """
+
+    def __init__(self, *, home: Path | None = None, models: Path = MODELS, **settings: str) -> None:
         # Short, because a Unix socket's path may have about a hundred bytes.
-        self.folder = Path(tempfile.mkdtemp(prefix="fleetd-bench-"))
-        self.home = self.folder / "h"
+        self._folder = Path(tempfile.mkdtemp(prefix="fleetd-bench-")) if home is None else None
+        self.home = home or self._folder / "h"
+        self._log = self.home.with_suffix(".log")
+        alone = {"FLEETD_FLEET_LISTEN": "127.0.0.1:0", "FLEETD_FLEET_MDNS": "off"}
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("FLEETD_", "NOTIFY_"))}
         command = [sys.executable, "-m", "fleetd", "run", "--home", str(self.home)]
-        command += ["--http", "127.0.0.1:0", "--models-dir", str(MODELS)]
-        begun = time.perf_counter()
-        with (self.folder / "log").open("wb") as log:
+        command += ["--http", "127.0.0.1:0", "--models-dir", str(models)]
+        #: On the clock that all measurements share.
+        self.begun = time.perf_counter()
+        with self._log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=clean | settings, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                command,
+                cwd=ROOT,
+                env=clean | alone | settings,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
         try:
-            self._wait(begun + _START_S)
-            self.ready_s = time.perf_counter() - begun
+            self._wait(self.begun + _START_S)
+            self.ready_s = time.perf_counter() - self.begun
             self.port = int(self.status()["http"]["port"])
             self.token = (self.home / "api-token").read_text().strip()
         except BaseException:
             self.close()
             raise
 
-    def status(self) -> dict[str, Any]:
+    def control(self, method: str, path: str, question: Any = None) -> bytes:
+        """The whole answer to a call on the Unix socket."""
         with contextlib.closing(_OverUnixSocket(self.home / "fleetd.sock")) as connection:
-            connection.request("GET", "/fleet/v1/status")
-            body: dict[str, Any] = json.loads(connection.getresponse().read())
-            return body
+            body = None if question is None else json.dumps(question)
+            connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+            response = connection.getresponse()
+            told = response.read()
+            if response.status != 200:
+                raise RuntimeError(f"{path}: {response.status} {told[:500]!r}")
+            return told
+
+    def status(self) -> dict[str, Any]:
+        body: dict[str, Any] = json.loads(self.control("GET", "/fleet/v1/status"))
+        return body
 
     def stream(self, route: Literal["chat/completions", "completions"], **body: Any) -> Stream:
         """Send a streaming, greedy request over TCP; returns when the response's headers are here."""
@@ -77,7 +98,7 @@ class Daemon:
         self.complete([1, 2, 3, 4], 4)
 
     def log(self) -> str:
-        return (self.folder / "log").read_text(errors="replace")
+        return self._log.read_text(errors="replace")
 
     def close(self) -> None:
         """Stop the daemon and with it its workers, and remove everything."""
@@ -88,7 +109,8 @@ class Daemon:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait(self, deadline: float) -> None:
         while time.perf_counter() < deadline and self.process.poll() is None:
@@ -171,6 +193,8 @@ class Stream:
             self.headers_s = time.perf_counter() - self.sent
             if self._response.status != 200:
                 raise RuntimeError(f"{path}: {self._response.status} {self._response.read()[:500]!r}")
+            #: Where it is computed: "local", or "remote; nodes=NAME".
+            self.plan = self._response.getheader("X-Fleet-Plan", "")
         except BaseException:
             self._connection.close()
             raise

@@ -1,7 +1,8 @@
-"""`make demo`: a throw-away daemon on loopback, the default model, three questions, and the plan that ran.
+"""`make demo`: a throw-away fleet of three daemons on loopback, and questions to the one without a model.
 
-Needs nothing but what `make` installed. The model is kept in .cache/models for the next time; everything else
-lives in a temporary folder and is gone afterwards, also after Ctrl-C.
+They find each other by mDNS and are paired with a code, as three machines would be; the model is fetched once
+and copied from one to another. Needs nothing but what `make` installed. The model is kept in .cache/models;
+everything else lives in a temporary folder and is gone afterwards, also after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +38,9 @@ READY_S = 30.0
 STOP_S = 45.0
 PULL_S = 900.0
 ANSWER_S = 300.0
+PAIR_S = 60.0
+# Three rooms of one flat.
+NAMES = ("studio", "kitchen", "attic")
 # Unix socket paths are limited to about 100 bytes, and some temporary folders are deep.
 LONGEST_TMP = 60
 
@@ -62,19 +67,38 @@ def temporary_home() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@dataclass(frozen=True)
+class Machine:
+    """One daemon that stands for a machine."""
+
+    name: str
+    home: Path
+    environ: dict[str, str]
+
+    @property
+    def log(self) -> Path:
+        return self.home / "demo.log"
+
+
 @contextmanager
-def daemon(home: Path, environ: dict[str, str]) -> Iterator[Path]:
-    """A running daemon; yields the path of its log."""
-    log = home / "demo.log"
-    command: list[str | Path] = [BIN / "fleetd", "run", "--home", home, "--http", "127.0.0.1:0"]
-    with log.open("wb") as out:
+def daemon(machine: Machine) -> Iterator[None]:
+    """Start it, and stop it at the end."""
+    machine.home.mkdir(mode=0o700)
+    command: list[str | Path] = [BIN / "fleetd", "run", "--home", machine.home]
+    command += ["--http", "127.0.0.1:0", "--listen", "127.0.0.1:0"]
+    with machine.log.open("wb") as out:
         # A session of its own: Ctrl-C on the terminal reaches the demo alone, which then stops it in order.
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=out, stderr=out, env=environ, start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=out,
+            env=machine.environ,
+            start_new_session=True,
         )
     try:
-        wait_ready(process, home / "fleetd.sock", log)
-        yield log
+        wait_ready(process, machine.home / "fleetd.sock", machine.log)
+        yield
     finally:
         process.terminate()
         try:
@@ -99,36 +123,83 @@ def wait_ready(process: subprocess.Popen[bytes], path: Path, log: Path) -> None:
     fail(f"the daemon was not ready within {READY_S:.0f} s", log)
 
 
-def fleetctl(home: Path, environ: dict[str, str], *arguments: str, limit_s: float, stdin: str = "") -> Any:
+def command_line(machine: Machine, *arguments: str) -> list[str | Path]:
+    return [BIN / "fleetctl", "--home", machine.home, *arguments]
+
+
+def fleetctl(machine: Machine, *arguments: str, limit_s: float, stdin: str = "") -> Any:
     """Run fleetctl with --json. Its progress goes to this terminal; its answer comes back as an object."""
-    command: list[str | Path] = [BIN / "fleetctl", "--home", home, *arguments, "--json"]
     # What is piped becomes part of a prompt, so there is a pipe only where there is something to say.
     given: dict[str, Any] = {"input": stdin} if stdin else {"stdin": subprocess.DEVNULL}
     try:
         done = subprocess.run(
-            command,
+            command_line(machine, *arguments, "--json"),
             stdout=subprocess.PIPE,
             encoding="utf-8",
-            env=environ,
+            env=machine.environ,
             timeout=limit_s,
             check=False,
             **given,
         )
     except subprocess.TimeoutExpired:
-        fail(f"`fleetctl {arguments[0]}` took longer than {limit_s:.0f} s", home / "demo.log")
+        fail(f"`fleetctl {arguments[0]}` took longer than {limit_s:.0f} s", machine.log)
     if done.returncode:
-        fail(f"`fleetctl {arguments[0]}` failed with exit status {done.returncode}", home / "demo.log")
-    return json.loads(done.stdout)
+        fail(f"`fleetctl {arguments[0]}` failed with exit status {done.returncode}", machine.log)
+    lines = done.stdout.splitlines()
+    # Verbs that take a while tell what happens line by line; the others print one object over many lines.
+    return json.loads(lines[-1]) if lines and lines[0].endswith("}") else json.loads(done.stdout)
 
 
-def ask(home: Path, environ: dict[str, str], question: str, *, about_text: bool) -> None:
+def pair(inviter: Machine, joiner: Machine) -> None:
+    """What two people would do at two terminals."""
+    with subprocess.Popen(
+        command_line(inviter, "pair", "--yes", "--json"),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        encoding="utf-8",
+        env=inviter.environ,
+    ) as window:
+        shown = window.stdout.readline() if window.stdout else ""
+        if not shown:
+            fail(f"{inviter.name} did not open a pairing window", inviter.log)
+        code = json.loads(shown)["code"]
+        done = subprocess.run(
+            command_line(joiner, "join", code, "--yes", "--json"),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            encoding="utf-8",
+            env=joiner.environ,
+            timeout=PAIR_S,
+            check=False,
+        )
+        if done.returncode:
+            window.terminate()
+            fail(f"{joiner.name} could not join {inviter.name}", joiner.log)
+        theirs = {event["type"]: event for event in map(json.loads, done.stdout.splitlines())}
+        ours = {event["type"]: event for event in map(json.loads, window.stdout or ())}
+    if theirs["meeting"]["phrase"] != ours["meeting"]["phrase"]:
+        fail("the two machines do not show the same phrase", inviter.log)
+    say(f"  {joiner.name} joined {inviter.name} with the code {code}; both show {ours['meeting']['phrase']}")
+
+
+def wait_usable(machines: Sequence[Machine]) -> None:
+    """Every machine can use every other one."""
+    deadline = time.monotonic() + PAIR_S
+    while time.monotonic() < deadline:
+        views = [fleetctl(machine, "peers", limit_s=30)["peers"] for machine in machines]
+        if all(sum(peer["state"] == "usable" for peer in view) == len(machines) - 1 for view in views):
+            return
+        time.sleep(0.1)
+    fail("the machines did not all become usable", machines[0].log)
+
+
+def ask(machine: Machine, question: str, *, about_text: bool) -> None:
     text = LONG_TEXT.read_text(encoding="utf-8") if about_text else ""
     about = f"  (about {LONG_TEXT.name}, {len(text):,} characters)" if about_text else ""
     say(f"\n> {question}{about}")
     began = time.monotonic()
     answer = fleetctl(
-        home,
-        environ,
+        machine,
         *("chat", "--model", MODEL, "--temperature", "0", "--max-tokens", "100"),
         *(() if about_text else (question,)),
         limit_s=ANSWER_S,
@@ -137,7 +208,7 @@ def ask(home: Path, environ: dict[str, str], question: str, *, about_text: bool)
     )
     took_s = time.monotonic() - began
     if not answer["content"].strip():
-        fail("the answer is empty", home / "demo.log")
+        fail("the answer is empty", machine.log)
     say(textwrap.indent(textwrap.fill(answer["content"], 96), "  "))
     usage, times = answer["usage"], answer["timings"]
     cached = usage["prompt_tokens_details"]["cached_tokens"]
@@ -156,26 +227,68 @@ def main() -> None:
     began = time.monotonic()
     # `kill` should clean up as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("FLEETD_")}
-    environ["FLEETD_MODELS_DIR"] = str(REPO / ".cache" / "models")
-    with temporary_home() as home:
-        say(f"starting a throw-away daemon, its home in {home}")
-        with daemon(home, environ):
-            status = fleetctl(home, environ, "status", limit_s=30)
-            machine, http = status["machine"], status["http"]
-            say(
-                f"ready after {time.monotonic() - began:.1f} s on http://{http['host']}:{http['port']}/v1 · "
-                f"{machine['cpu']} · {machine['cores']} cores · {machine['memory_bytes'] / 2**30:.0f} GiB"
-            )
-            say(f"getting the model {MODEL} (90 MB, once)")
-            fleetctl(home, environ, "models", "pull", MODEL, limit_s=PULL_S)
-            begun = time.monotonic()
-            fleetctl(home, environ, "models", "load", MODEL, limit_s=ANSWER_S)
-            say(f"verified and loaded in {time.monotonic() - begun:.1f} s")
-            for question, about_text in QUESTIONS:
-                ask(home, environ, question, about_text=about_text)
-        say(f"\ndaemon stopped, its home removed; {time.monotonic() - began:.0f} s in all")
+    with temporary_home() as folder, ExitStack() as stack:
+        machines = [Machine(name, folder / name, environment(name, folder)) for name in NAMES]
+        first, second, third = machines
+        say(f"starting a throw-away fleet of three daemons, their homes in {folder}")
+        for machine in machines:
+            stack.enter_context(daemon(machine))
+        facts = fleetctl(first, "status", limit_s=30)["machine"]
+        say(
+            f"ready after {time.monotonic() - began:.1f} s · all three on this {facts['cpu']} with "
+            f"{facts['cores']} cores and {facts['memory_bytes'] / 2**30:.0f} GiB"
+        )
+        say("pairing them")
+        begun = time.monotonic()
+        pair(first, second)
+        pair(first, third)
+        wait_usable(machines)
+        say(f"  each can use both others, {time.monotonic() - begun:.1f} s after the first code was shown")
+        say(f"getting the model {MODEL} for {first.name} (90 MB, once)")
+        fleetctl(first, "models", "pull", MODEL, limit_s=PULL_S)
+        begun = time.monotonic()
+        fleetctl(first, "models", "load", MODEL, limit_s=ANSWER_S)
+        say(f"  verified and loaded in {time.monotonic() - begun:.1f} s")
+        copy(second, first)
+        say(f"asking {third.name}, which has no model")
+        for question, about_text in QUESTIONS:
+            ask(third, question, about_text=about_text)
+        subprocess.run(command_line(third, "peers"), env=third.environ, check=False, timeout=30)
+    say(f"\nthe fleet is stopped, its homes removed; {time.monotonic() - began:.0f} s in all")
     say("next: `.venv/bin/fleetd run`, and in another terminal `.venv/bin/fleetctl chat`")
+
+
+def environment(name: str, folder: Path) -> dict[str, str]:
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("FLEETD_")}
+    environ["FLEETD_FLEET_NAME"] = name
+    # Nothing of what this machine really has takes part.
+    environ["FLEETD_MODELS_HUB_CACHE"] = str(folder / "no-hub")
+    if name == NAMES[0]:
+        environ["FLEETD_MODELS_DIR"] = str(REPO / ".cache" / "models")
+    return environ
+
+
+def copy(machine: Machine, source: Machine) -> None:
+    """The second machine takes the model from the first one instead of the internet."""
+    begun = time.monotonic()
+    wait_digest(machine, source)
+    fleetctl(machine, "models", "pull", MODEL, limit_s=PULL_S)
+    took_s = time.monotonic() - begun
+    models = fleetctl(machine, "models", limit_s=30)["installed"]
+    size = next(model["weights_bytes"] for model in models if model["name"] == MODEL)
+    say(f"  {machine.name} copied it from {source.name}: {size / 1e6:.0f} MB, checked, in {took_s:.1f} s")
+
+
+def wait_digest(machine: Machine, source: Machine) -> None:
+    """Until the source has told that it has the model, and what its files are."""
+    deadline = time.monotonic() + PAIR_S
+    while time.monotonic() < deadline:
+        for peer in fleetctl(machine, "peers", limit_s=30)["peers"]:
+            for model in peer["models"]:
+                if peer["name"] == source.name and model["name"] == MODEL and model["digest"]:
+                    return
+        time.sleep(0.1)
+    fail(f"{source.name} did not tell what model it has", source.log)
 
 
 if __name__ == "__main__":

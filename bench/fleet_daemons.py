@@ -1,0 +1,134 @@
+"""Daemons that are paired already, on one machine: as many machines of a fleet as a measurement needs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from bench.throwaway import MODELS, Daemon
+from fleetd.p2p.identity import Identity
+from fleetd.p2p.roster import Roster
+from fleetd.p2p.roster_file import RosterFile
+
+_WITHIN_S = 30.0
+_POLL_S = 0.002
+
+
+def pair(folders: Mapping[str, Path]) -> dict[str, str]:
+    """Name → node id, after leaving in each identity folder what pairing everybody with everybody leaves."""
+    identities = {name: Identity.load_or_create(folder) for name, folder in folders.items()}
+    for name, folder in folders.items():
+        roster = Roster(identities[name])
+        for other, identity in identities.items():
+            if other != name:
+                roster.admit(identity.certificate, other, True)
+        RosterFile(folder / "roster").save(roster.records())
+    return {name: identity.node_id for name, identity in identities.items()}
+
+
+class Fleet:
+    """Daemons by name, none of them started yet. Use as a context manager; all of it is gone afterwards.
+
+    Args:
+        daemons: those that can be started.
+        others: members that are no daemons; ``identity_folder`` is theirs to use.
+        models: name → the models folder, where it is not the one of all benchmarks.
+    """
+
+    def __init__(
+        self,
+        daemons: Iterable[str],
+        others: Iterable[str] = (),
+        *,
+        models: Mapping[str, Path] | None = None,
+        mdns: bool = True,
+    ) -> None:
+        self._daemons = list(daemons)
+        self._models = models or {}
+        self._mdns = mdns
+        self._running: dict[str, Daemon] = {}
+        self.root = Path(tempfile.mkdtemp(prefix="fleetd-bench-"))
+        for name in (names := [*self._daemons, *others]):
+            (self.root / name).mkdir(mode=0o700)
+        self.ids = pair({name: self.identity_folder(name) for name in names})
+
+    def identity_folder(self, name: str) -> Path:
+        return self.root / name / "identity"
+
+    def __getitem__(self, name: str) -> Daemon:
+        return self._running[name]
+
+    def start(self, name: str) -> Daemon:
+        """Start it, also again; returns when it is ready."""
+        daemon = self._running[name] = Daemon(
+            home=self.root / name,
+            models=self._models.get(name, MODELS),
+            FLEETD_FLEET_NAME=name,
+            FLEETD_FLEET_MDNS="on" if self._mdns else "off",
+            FLEETD_MODELS_HUB_CACHE=str(self.root / "no-hub"),
+        )
+        return daemon
+
+    def start_all(self) -> None:
+        for name in self._daemons:
+            self.start(name)
+        self.until_usable(*self._daemons)
+
+    # ---- looking at it -----------------------------------------------------------------------------------
+
+    def peer(self, at: str, of: str) -> dict[str, Any]:
+        """What one machine sees of another."""
+        peers = json.loads(self[at].control("GET", "/fleet/v1/peers"))["peers"]
+        found: dict[str, Any] = next(peer for peer in peers if peer["node_id"] == self.ids[of])
+        return found
+
+    def until_usable(self, *names: str) -> float:
+        """When each of these could use each other one, on the clock that all measurements share."""
+        for at in names:
+            for of in names:
+                if at != of:
+                    self._until(at, of, usable=True)
+        return time.perf_counter()
+
+    def until_unusable(self, at: str, of: str) -> float:
+        self._until(at, of, usable=False)
+        return time.perf_counter()
+
+    def _until(self, at: str, of: str, *, usable: bool) -> None:
+        deadline = time.perf_counter() + _WITHIN_S
+        while (self.peer(at, of)["state"] == "usable") is not usable:
+            if time.perf_counter() > deadline:
+                seen = self.peer(at, of)
+                raise RuntimeError(f"{at} sees {of} as {seen['state']} ({seen['reason']}):\n{self[at].log()}")
+            time.sleep(_POLL_S)
+
+    # ---- ending ------------------------------------------------------------------------------------------
+
+    def signal(self, name: str, number: signal.Signals) -> float:
+        """When the signal was sent."""
+        sent = time.perf_counter()
+        self[name].process.send_signal(number)
+        return sent
+
+    def close(self) -> None:
+        for daemon in self._running.values():
+            # One that was stopped does not hear that it should end.
+            if daemon.process.poll() is None:
+                daemon.process.send_signal(signal.SIGCONT)
+            daemon.close()
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
