@@ -180,6 +180,22 @@ COPIES_GIVEN = 8
 # A clock is asked for by `fleetctl doctor`, which is waiting.
 CLOCK_WITHIN_S = 2.0
 
+# ---- Fleet: shared prefill -------------------------------------------------------------------------------
+# Machines that share one prompt, the one that answers included: each one more costs a chunk of waiting.
+SHARE_MACHINES = 4
+# Prompts with fewer new tokens than this are never shared: agreeing takes longer than computing them.
+SHARE_LEAST_TOKENS = 256
+# From the tokenized prompt to the agreement of all helpers, whose models are loaded; then it stays local.
+SHARE_SETUP_S = 2.0
+# A helper is given up when it is later than this factor times the plan's own figure, and this on top of it.
+SHARE_LATE, SHARE_GRACE_S = 2.0, 2.0
+# Prompts of others that one machine helps with at once: each holds KV, and they slow each other.
+ASSISTS = 2
+# Bytes that wait to be sent on one stream before its sender computes no further.
+SHARE_QUEUED_BYTES = 64 * MIB
+# New tokens that are computed here as well, while waiting, to see that a helper computes the same.
+SHARE_SPOT_TOKENS = 16
+
 # ---- Fleet: control sessions -----------------------------------------------------------------------------
 # A host name has at most this many characters.
 PEER_NAME_CHARS = 255

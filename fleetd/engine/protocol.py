@@ -4,10 +4,14 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 ``u32 length (big endian) | MessagePack``. Both ends are the same installation, so there is no version field;
 unknown tags are a bug and raise.
 
-    daemon → worker   Generate, Cancel, Shutdown
+    daemon → worker   Generate, Share | Alone (where Generate asked for it), Assist, Cancel, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
-                      Accepted, Prefill*, (Delta | ToolCall)*, Finished | Failed
+                      Accepted, Prefill*, Shared?, (Delta | ToolCall)*, Finished | Failed
+                      for each Assist: Assisted | Failed
                       and Beat at least every ``limits.ENGINE_BEAT_S``
+
+Streams to other machines' workers come beside it, on a channel that can carry sockets: ``sealed.handoff``
+messages, each a ``StreamTag``.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.plan.split import Split
 
 # ---- What to generate ------------------------------------------------------------------------------------
 
@@ -28,7 +33,7 @@ INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 # Ranges that an engine can work with; they hold wherever a request is decoded, also one from another machine.
 Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Temperature = Annotated[float, Meta(ge=0, le=5)]
-Share = Annotated[float, Meta(ge=0, le=1)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Repetition = Annotated[float, Meta(gt=0, le=10)]
@@ -76,7 +81,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Natural | None = None
-    min_p: Share | None = None
+    min_p: Fraction | None = None
     seed: Seed | None = None
     repetition_penalty: Repetition | None = None
     presence_penalty: Penalty = 0.0
@@ -89,6 +94,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
 
     ``top_logprobs`` None reports no logprobs, 0 only the chosen token's, n also the n best.
     ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
+    ``shared``: once it is Accepted, the prompt waits for Share or Alone before it is prefilled.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
@@ -98,6 +104,51 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     stop: StopList = []
     top_logprobs: Logprobs | None = None
     echo: bool = False
+    shared: bool = False
+
+
+class Share(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
+    """Prefill a waiting prompt together with others; this machine is the last one of the split.
+
+    Its streams are "helper0", "helper1", … (everything between it and that helper but hidden states) and,
+    where layers are split and its own part is not empty, "in" (hidden states from the last helper).
+    ``predicted_s``: what the plan expects from here to the end of the prefill; helpers that are much later
+    are given up. ``exact``: helpers' bytes must be this machine's own.
+    """
+
+    id: str
+    split: Split
+    predicted_s: float
+    exact: bool = False
+
+
+class Alone(msgspec.Struct, frozen=True, tag="alone", omit_defaults=True):
+    """Prefill a prompt here: one that waits, or one that is being shared, from what is verified of it."""
+
+    id: str
+    reason: str = ""
+
+
+class Assist(msgspec.Struct, frozen=True, tag="assist"):
+    """Do machine ``place``'s part of a split; answered by Assisted or Failed.
+
+    Its streams are "home" (to the machine that answers) and between neighbours in the chain "in" and "out":
+    where layers are split they carry hidden states (the last helper's "out" ends at the machine that answers,
+    and is absent if that one's part is empty), where tokens are split the keys and values of all before.
+    """
+
+    id: str
+    split: Split
+    place: int
+
+
+class StreamTag(msgspec.Struct, frozen=True):
+    """What a socket that is handed to a worker is for: ``job`` is the id of a Share or an Assist."""
+
+    job: str
+    name: str
+    key: bytes
+    role: Literal["connector", "acceptor"]
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
@@ -121,10 +172,28 @@ class Loading(msgspec.Struct, frozen=True, tag="loading"):
     total: int = 0
 
 
+class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What decides whether two workers compute the same bytes from the same model.
+
+    ``layers`` holds 8 bytes per layer that the worker has, from its first one on: a hash of what that layer
+    makes of numbers that are the same everywhere (``engine/fingerprint.py``).
+    """
+
+    accelerator: str
+    dtype: str
+    versions: dict[str, str]
+    first_layer: int = 0
+    layers: list[bytes] = []
+    # "any", or "same": whether chunks may be cut elsewhere than by the other machine.
+    chunks: Literal["any", "same"] = "same"
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The model is loaded. Sizes in bytes; ``kv_bytes_per_token`` over all layers.
+    """The model is loaded. Sizes in bytes; ``kv_bytes_per_token`` over the layers that are held.
 
     Speeds are those of one request alone on a short context; 0 where there was no time to measure them.
+    ``prefill_context_s``: seconds that each token of context adds to each token's prefill.
+    ``unshareable``: why no other machine can help this model; "" where they can.
     """
 
     architecture: str
@@ -143,6 +212,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     versions: dict[str, str]
     prefill_tok_s: float = 0.0
     decode_tok_s: float = 0.0
+    prefill_context_s: float = 0.0
+    hidden_bytes: int = 0
+    # Of ``layers``, those that are held: all of them but in a worker that only helps.
+    first_layer: int = 0
+    last_layer: int = 0
+    unshareable: str = ""
+    arithmetic: Arithmetic | None = None
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
@@ -151,11 +227,18 @@ class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
     hint: str = ""
 
 
-class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
-    """The prompt is rendered, tokenized and admitted; nothing is computed yet."""
+class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
+    """The prompt is rendered, tokenized and admitted; nothing is computed yet.
+
+    ``cached``: leading tokens that the prefix cache holds. ``chunk``: in how many tokens at a time it would
+    be prefilled alone. ``waits``: for Share or Alone.
+    """
 
     id: str
     prompt_tokens: int
+    cached: int = 0
+    chunk: int = 0
+    waits: bool = False
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
@@ -165,6 +248,32 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
     done: int
     total: int
     cached: int = 0
+
+
+class StepTime(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One step of a shared prefill as it went: a word for people, seconds, bytes that crossed a link."""
+
+    name: str
+    seconds: float
+    n_bytes: int = 0
+
+
+class Shared(msgspec.Struct, frozen=True, tag="shared", omit_defaults=True):
+    """How sharing a prompt ended: ``code`` and ``reason`` "" where it went as planned, else why it went on
+    alone, from ``verified`` tokens."""
+
+    id: str
+    steps: list[StepTime]
+    code: str = ""
+    reason: str = ""
+    verified: int = 0
+
+
+class Assisted(msgspec.Struct, frozen=True, tag="assisted", omit_defaults=True):
+    """A part of another machine's prefill is computed and sent."""
+
+    id: str
+    steps: list[StepTime]
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -260,8 +369,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     memory_bytes: int = 0
 
 
-Command = Generate | Cancel | Shutdown
-Event = Accepted | Prefill | Delta | ToolCall | Finished | Failed
+Command = Generate | Share | Alone | Assist | Cancel | Shutdown
+Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted
 Report = Loading | Ready | LoadFailed | Beat | Event
 
 # ---- Framing ---------------------------------------------------------------------------------------------

@@ -25,3 +25,6 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     max_streams: int = 16
     prefill_chunk_tokens: int = 0
     prefix_cache_bytes: int = 0
+    # Layers [first, last) only, for a worker that helps others and answers nothing itself; (0, 0) is all.
+    first_layer: int = 0
+    last_layer: int = 0

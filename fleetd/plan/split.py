@@ -1,0 +1,95 @@
+"""How one prompt's prefill is divided between machines: agreed by all of them before anything is computed.
+
+Pure. Machines stand in a chain, helpers first and the one that answers last. Every position in the prompt and
+every chunk boundary follows from the agreement alone, so that all ends check each other instead of trusting.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.errors import InvalidValue
+
+Kind = Literal["layers", "tokens"]
+_Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class Split(msgspec.Struct, frozen=True):
+    """``cuts`` has one entry more than there are machines.
+
+    layers: machine i runs layers [cuts[i], cuts[i+1]) on every new token, chunk after chunk.
+    tokens: machine i runs all layers on tokens [cuts[i], cuts[i+1]), layer after layer.
+
+    The part of the last machine, which answers, may be empty: then all of the prefill is done elsewhere.
+    New tokens are [cached, tokens); ``tokens`` is the prompt without its last one, which decoding computes.
+    """
+
+    kind: Kind
+    cuts: Annotated[tuple[_Count, ...], Meta(min_length=3, max_length=limits.SHARE_MACHINES + 1)]
+    layers: Annotated[int, Meta(ge=1, le=4096)]
+    cached: _Count
+    tokens: _Count
+    chunk: Annotated[int, Meta(ge=1, le=2**20)]
+
+    @property
+    def machines(self) -> int:
+        return len(self.cuts) - 1
+
+    @property
+    def helpers(self) -> int:
+        return self.machines - 1
+
+    def layers_of(self, machine: int) -> range:
+        """Layers that a machine computes."""
+        if self.kind == "tokens":
+            return range(self.layers)
+        return range(self.cuts[machine], self.cuts[machine + 1])
+
+    def tokens_of(self, machine: int) -> range:
+        """Positions that a machine computes."""
+        if self.kind == "layers":
+            return range(self.cached, self.tokens)
+        return range(self.cuts[machine], self.cuts[machine + 1])
+
+    def chunks_of(self, machine: int) -> list[range]:
+        """The same in the chunks in which they are computed."""
+        return chunks(self.tokens_of(machine), self.chunk)
+
+
+def checked(split: Split) -> Split:
+    """The same. Raises InvalidValue where it does not divide the work, whole and in order, among machines."""
+    first, last = (0, split.layers) if split.kind == "layers" else (split.cached, split.tokens)
+    ordered = all(a <= b for a, b in itertools.pairwise(split.cuts))
+    helped = all(a < b for a, b in itertools.pairwise(split.cuts[:-1]))
+    if not (ordered and helped and split.cuts[0] == first and split.cuts[-1] == last):
+        raise InvalidValue(f"{split.kind} cut at {split.cuts} do not divide {first} to {last}.")
+    if split.cached >= split.tokens:
+        raise InvalidValue("Nothing of this prompt is left to prefill.")
+    inner = split.cuts[:-1] if split.kind == "tokens" else ()
+    if any((cut - split.cached) % split.chunk and cut != split.tokens for cut in inner):
+        raise InvalidValue(f"Tokens cut at {split.cuts} are not cut between chunks of {split.chunk}.")
+    return split
+
+
+def chunks(tokens: range, size: int) -> list[range]:
+    return [range(at, min(at + size, tokens.stop)) for at in range(tokens.start, tokens.stop, size)]
+
+
+def prefix_hashes(tokens: bytes, ends: Sequence[int], *, width: int = 4) -> dict[int, bytes]:
+    """For each of the ascending ``ends``, 8 bytes that stand for the tokens before it.
+
+    Args:
+        tokens: ``width`` bytes each, little endian. Rolling: the whole prompt is hashed once.
+    """
+    found, state, at = {}, hashlib.sha256(), 0
+    for end in ends:
+        state.update(tokens[at * width : end * width])
+        found[end], at = state.copy().digest()[:8], end
+    return found
