@@ -25,7 +25,7 @@ from fleetd.engine.protocol import (
     Penalty,
     Repetition,
     Seed,
-    Share,
+    Fraction,
     StopList,
     StopString,
     Temperature,
@@ -131,7 +131,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    min_p: Share | None = None
+    min_p: Fraction | None = None
     seed: Seed | None = None
     stop: StopString | StopList | None = None
     presence_penalty: Penalty | None = None

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.protocol import Event, Failed, Finished, Loading
+from fleetd.engine.protocol import Assisted, Event, Failed, Finished, Loading, Shared
 from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError
 from fleetd.jobs import wire
 from fleetd.jobs.job import Job, Planned
@@ -103,7 +103,7 @@ class Server:
                     event, pending = pending.result(), None
                     if event is None:
                         return
-                    if not isinstance(event, Planned | Failed):
+                    if not isinstance(event, Planned | Failed | Shared | Assisted):
                         stream.send(wire.encode(event))
                         await _drained(stream)
             finally:
