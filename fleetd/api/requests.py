@@ -20,12 +20,12 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.engine.protocol import (
     Bias,
+    Fraction,
     Logprobs,
     Natural,
     Penalty,
     Repetition,
     Seed,
-    Fraction,
     StopList,
     StopString,
     Temperature,
