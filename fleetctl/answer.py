@@ -20,7 +20,7 @@ from fleetctl.client import Client, daemon_error
 from fleetctl.exits import ConnectionBroken
 from fleetctl.progress import Progress
 from fleetctl.sse import Comment
-from fleetctl.text import count, duration, one_line, printable, size
+from fleetctl.text import count, duration, listed, one_line, printable, size
 from fleetd import limits
 from fleetd.errors import InvalidValue
 
@@ -40,6 +40,7 @@ class Options:
     max_tokens: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    local_only: bool = False
 
     def body(self, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -54,6 +55,8 @@ class Options:
                 body[name] = value
         if self.stop:
             body["stop"] = list(self.stop)
+        if self.local_only:
+            body["local_only"] = True
         return body
 
 
@@ -106,17 +109,23 @@ class Answer:
             )
         if self.model:
             parts.append(one_line(self.model))
-        if elsewhere := _elsewhere(self.headers.get("x-fleet-plan", "")):
-            parts.append(f"on {elsewhere}")
+        if others := _others(self.headers.get("x-fleet-plan", "")):
+            parts.append(others)
         return " · ".join(parts)
 
 
-def _elsewhere(plan: str) -> str:
-    """The machines that answered, where that was not the one that was asked: ``remote; nodes=a,b``."""
+def _others(plan: str) -> str:
+    """What other machines did for this answer, by the header: ``layers; nodes=studio,air,this``."""
     kind, _, nodes = plan.partition("; nodes=")
-    if kind in ("", "local"):
+    names = [one_line(unquote(node)) for node in nodes.split(",") if node not in ("", "this")]
+    if kind in ("", "local") or not names:
         return ""
-    return one_line(", ".join(unquote(node) for node in nodes.split(",")))
+    if kind in ("layers", "tokens"):
+        return f"prefill shared with {listed(names)}"
+    if kind == "whole":
+        return f"prefill by {listed(names)}"
+    helpers = f", helped by {listed(names[1:])}" if names[1:] else ""
+    return f"on {names[0]}{helpers}"
 
 
 def _speed(tokens_per_s: float) -> str:

@@ -33,6 +33,7 @@ _STDIN_PATIENCE_S = 2.0
 @click.option(
     "--stop", multiple=True, metavar="TEXT", help="End the answer before this text; may be repeated."
 )
+@click.option("--local-only", is_flag=True, help="No other machine sees the prompt or helps with it.")
 @click.option("--no-stats", is_flag=True, help="Leave out the closing line with times and speeds.")
 @json_option
 @pass_session
@@ -46,13 +47,14 @@ def command(
     max_tokens: int | None,
     seed: int | None,
     stop: tuple[str, ...],
+    local_only: bool,
     no_stats: bool,
 ) -> int:
     """Ask the model, or talk with it when there is no PROMPT.
 
     Text on stdin follows the PROMPT: `cat report.md | fleetctl chat "summarise"`. Ctrl-C stops an answer.
     """
-    options = Options(model, temperature, top_p, max_tokens, seed, stop)
+    options = Options(model, temperature, top_p, max_tokens, seed, stop, local_only)
     text = compose(" ".join(prompt), piped_text())
     if text is None:
         if session.json:

@@ -75,9 +75,10 @@ def test_stdin_that_is_not_text(run: Run, daemon: FakeDaemon) -> None:
 def test_options_reach_the_daemon(run: Run, daemon: FakeDaemon) -> None:
     daemon.chat(answer("ok"))
     flags = "--model m --system S --temperature 0 --top-p 0.5 --max-tokens 7 --seed 0 --stop A --stop B"
-    done = run("chat", *flags.split(), "--no-stats", "hi", home=daemon.home)
+    done = run("chat", *flags.split(), "--local-only", "--no-stats", "hi", home=daemon.home)
     assert done.stderr == ""
     body = daemon.chats[-1]
+    assert body["local_only"] is True
     assert body["messages"] == [{"role": "system", "content": "S"}, {"role": "user", "content": "hi"}]
     chosen = {key: body[key] for key in ("model", "temperature", "top_p", "max_tokens", "seed", "stop")}
     assert chosen == {
@@ -241,7 +242,10 @@ def test_the_closing_line_says_only_what_is_known(known: dict[str, Any], line: s
     [
         ("local; nodes=this", ""),
         ("remote; nodes=studio", " · on studio"),
-        ("mixed; nodes=this,my%2Cmac", " · on this, my,mac"),
+        ("remote; nodes=studio,air", " · on studio, helped by air"),
+        ("layers; nodes=studio,my%2Cmac,this", " · prefill shared with studio and my,mac"),
+        ("tokens; nodes=studio,this", " · prefill shared with studio"),
+        ("whole; nodes=studio,this", " · prefill by studio"),
         ("", ""),
     ],
 )
