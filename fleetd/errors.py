@@ -32,6 +32,7 @@
        ├─ PeerLost                  it went away, or fell silent, in the middle of something
        ├─ NotPaired                 it does not know this machine, or this machine does not know it
        ├─ VersionMismatch           it speaks no protocol version that this one speaks
+       ├─ Incompatible              its model or its arithmetic differs from this machine's; names the field
        ├─ ProtocolError             it sent what the protocol does not allow
        │  └─ SealBroken             a sealed chunk that fails its tag, or comes out of order
        ├─ IdentityRefused           a key, certificate or node id that is not what it says
@@ -206,6 +207,10 @@ class NotPaired(PeerError):
 
 class VersionMismatch(PeerError):
     code, status = "version_mismatch", 502
+
+
+class Incompatible(PeerError):
+    code, status = "incompatible", 502
 
 
 class ProtocolError(PeerError):

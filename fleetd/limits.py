@@ -193,8 +193,22 @@ SHARE_LATE, SHARE_GRACE_S = 2.0, 2.0
 ASSISTS = 2
 # Bytes that wait to be sent on one stream before its sender computes no further.
 SHARE_QUEUED_BYTES = 64 * MIB
+# One message of an agreement: 8 bytes for each of 4096 layers, a dozen versions, and room.
+SHARE_MESSAGE_BYTES = 64 * KIB
+# Steps that are told of one prefill: two per layer of the deepest model.
+SHARE_STEPS = 512
+# A helper that failed is left out for this long, doubled by each further failure up to the second figure.
+SHARE_PENALTY_S, SHARE_PENALTY_MOST_S = 30.0, 960.0
+# The same helper is not asked again to load the same model within this time.
+SHARE_WARM_S = 60.0
+# Requests of which it is kept what was planned and what came of it: a week of a busy person's, 2 MB.
+TRACES = 500
+# Other ways of computing a prompt that one of these remembers.
+TRACE_LOSERS = 8
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.
 SHARE_SPOT_TOKENS = 16
+# Requests whose plan and its outcome are kept, for `fleetctl trace`: some kB each.
+TRACES = 500
 
 # ---- Fleet: control sessions -----------------------------------------------------------------------------
 # A host name has at most this many characters.

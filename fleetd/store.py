@@ -48,6 +48,15 @@ MIGRATIONS: Sequence[str] = (
     CREATE INDEX usage_by_start ON usage (started_s);
     CREATE INDEX usage_open ON usage (state) WHERE state = 'reserved';
     """,
+    """
+    CREATE TABLE trace (
+        number     INTEGER PRIMARY KEY,
+        request_id TEXT NOT NULL,
+        at_s       REAL NOT NULL,
+        body       BLOB NOT NULL
+    );
+    CREATE INDEX trace_by_request ON trace (request_id);
+    """,
 )
 
 # A whole-file check at start costs about a second per gigabyte; a bigger file is checked on request only.

@@ -35,7 +35,7 @@ def put(opened: Store, name: str) -> None:
 
 
 def test_a_new_file_is_migrated_and_sound(store: Store) -> None:
-    assert tables(store) == {"usage"}
+    assert tables(store) == {"usage", "trace"}
     assert store.call(lambda db: db.execute("PRAGMA journal_mode").fetchone()[0]) == "wal"
     assert store.check() == []
 
@@ -58,7 +58,7 @@ def test_migrations_run_once_each_and_in_order(tmp_path: Path, monkeypatch: pyte
         store, "MIGRATIONS", [*store.MIGRATIONS, "CREATE TABLE later (x)", "ALTER TABLE later ADD COLUMN y"]
     )
     opened = Store(tmp_path / "db")
-    assert tables(opened) == {"usage", "later"}
+    assert tables(opened) == {"usage", "trace", "later"}
     assert opened.call(lambda db: db.execute("PRAGMA user_version").fetchone()[0]) == len(store.MIGRATIONS)
     assert count(opened) == 1
     opened.close()
@@ -77,7 +77,7 @@ def test_a_failed_migration_leaves_the_old_schema(tmp_path: Path, monkeypatch: p
             count(broken)
         broken.close()
     opened = Store(tmp_path / "db")
-    assert tables(opened) == {"usage"}
+    assert tables(opened) == {"usage", "trace"}
     assert count(opened) == 1
     opened.close()
 

@@ -1,0 +1,143 @@
+"""How machines agree on one shared prefill: one request per helper on its session, opened by home.
+
+    → ASSIST  Ask                     what is to be computed, which part of it, and home's arithmetic
+    ← Offer                           an engine is ready; where its streams are expected
+    → Go                              where its last output goes
+    ← b""*, Done                      it computes; it has sent everything
+
+    → WARM    Warm                    load a model in the background, for the next prompt
+    ← b""
+
+Errors and cancellation are the stream's own. All messages are bounded before they are decoded.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.engine.protocol import Arithmetic, StepTime
+from fleetd.errors import ProtocolError
+from fleetd.models import names
+from fleetd.p2p.probe import Invitation
+from fleetd.plan.split import Split
+
+ASSIST, WARM = "shard.assist", "shard.warm"
+ALIVE = b""
+
+_FINGERPRINT_BYTES = 8
+_VERSIONS = 16
+_STEP_SECONDS = 1e9
+
+_Model = Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
+_Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]*$")]
+_Layer = Annotated[int, Meta(ge=0, le=4096)]
+_Node = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """``id``: of the request, as home has it. ``arithmetic``: home's."""
+
+    model: _Model
+    digest: _Digest
+    split: Split
+    place: Annotated[int, Meta(ge=0, lt=limits.SHARE_MACHINES - 1)]
+    id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
+    arithmetic: Arithmetic
+
+
+class Offer(msgspec.Struct, frozen=True):
+    """``arithmetic``: the helper's. ``home``: for the machine that answers; ``input``: for the helper before,
+    where there is one."""
+
+    arithmetic: Arithmetic
+    home: Invitation
+    input: Invitation | None = None
+
+
+class Go(msgspec.Struct, frozen=True):
+    """``next``: node id of the machine that takes this helper's output, with its invitation; or neither."""
+
+    next: _Node = ""
+    invitation: Invitation | None = None
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Everything is computed and sent."""
+
+    steps: Annotated[list[StepTime], Meta(max_length=limits.SHARE_STEPS)] = []
+
+
+class Warm(msgspec.Struct, frozen=True):
+    """Layers [first, last) are enough where the whole model does not fit."""
+
+    model: _Model
+    digest: _Digest
+    first: _Layer = 0
+    last: _Layer = 0
+
+
+_Message = Ask | Offer | Go | Done | Warm
+_encode = msgspec.msgpack.Encoder().encode
+_T = TypeVar("_T")
+
+
+def encode(message: _Message) -> bytes:
+    return _encode(message)
+
+
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """Raises ProtocolError for anything that is not one honest message of this kind."""
+    word = kind.__name__
+    if len(body) > limits.SHARE_MESSAGE_BYTES:
+        raise ProtocolError(f"{word} of {len(body)} bytes is over the limit of {limits.SHARE_MESSAGE_BYTES}.")
+    try:
+        message: Any = msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"A peer's {word} cannot be read: {error}.") from None
+    match message:
+        case Ask(model, _, _, _, _, arithmetic):
+            _check_name(model)
+            _check_arithmetic(arithmetic)
+        case Offer(arithmetic):
+            _check_arithmetic(arithmetic)
+        case Go(next_node, invitation) if (next_node == "") != (invitation is None):
+            raise ProtocolError("A peer's Go has an address without an invitation, or the reverse.")
+        case Done(steps):
+            for step in steps:
+                _check_step(step)
+        case Warm(model, _, first, last):
+            _check_name(model)
+            if first > last:
+                raise ProtocolError(f"A peer asks for layers {first} to {last}.")
+        case _:
+            pass
+    return message  # type: ignore[no-any-return]  # msgspec made it of this kind
+
+
+def _check_name(model: str) -> None:
+    if names.is_path(model):
+        raise ProtocolError("A peer asked for a model by a path on this machine.")
+
+
+def _check_arithmetic(arithmetic: Arithmetic) -> None:
+    """Its struct is the worker's too, which needs no bounds."""
+    texts = [arithmetic.accelerator, arithmetic.dtype, *arithmetic.versions, *arithmetic.versions.values()]
+    if (
+        len(arithmetic.versions) > _VERSIONS
+        or any(len(text) > limits.CARD_TEXT_CHARS for text in texts)
+        or any(len(layer) != _FINGERPRINT_BYTES for layer in arithmetic.layers)
+        or not 0 <= arithmetic.first_layer <= arithmetic.first_layer + len(arithmetic.layers) <= 4096
+    ):
+        raise ProtocolError("A peer describes its arithmetic as no engine would.")
+
+
+def _check_step(step: StepTime) -> None:
+    """What people are shown later; NaN fails every comparison."""
+    if not (
+        len(step.name) <= limits.CARD_TEXT_CHARS and 0 <= step.seconds < _STEP_SECONDS and step.n_bytes >= 0
+    ):
+        raise ProtocolError("A peer's account of its steps makes no sense.")
