@@ -207,8 +207,6 @@ TRACES = 500
 TRACE_LOSERS = 8
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.
 SHARE_SPOT_TOKENS = 16
-# Requests whose plan and its outcome are kept, for `fleetctl trace`: some kB each.
-TRACES = 500
 
 # ---- Fleet: control sessions -----------------------------------------------------------------------------
 # A host name has at most this many characters.
