@@ -117,15 +117,17 @@ class Answer:
 def _others(plan: str) -> str:
     """What other machines did for this answer, by the header: ``layers; nodes=studio,air,this``."""
     kind, _, nodes = plan.partition("; nodes=")
-    names = [one_line(unquote(node)) for node in nodes.split(",") if node not in ("", "this")]
-    if kind in ("", "local") or not names:
+    names = [one_line(unquote(node)) for node in nodes.split(",") if node]
+    others = listed([name for name in names if name != "this"])
+    if kind == "local" or not others:
         return ""
     if kind in ("layers", "tokens"):
-        return f"prefill shared with {listed(names)}"
+        return f"prefill shared with {others}"
     if kind == "whole":
-        return f"prefill by {listed(names)}"
-    helpers = f", helped by {listed(names[1:])}" if names[1:] else ""
-    return f"on {names[0]}{helpers}"
+        return f"prefill by {others}"
+    if kind == "remote" and names[1:]:
+        return f"on {names[0]}, helped by {listed(names[1:])}"
+    return f"on {', '.join(names)}"
 
 
 def _speed(tokens_per_s: float) -> str:

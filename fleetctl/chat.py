@@ -11,7 +11,8 @@ import click
 
 from fleetctl.answer import Options, ask, closing
 from fleetctl.cli import Session, json_option, note, pass_session
-from fleetctl.exits import ClientError, Exit
+from fleetctl.exits import Exit
+from fleetctl.text_files import decoded
 from fleetd import limits
 
 # A pipe whose writer says nothing for this long deserves an explanation of what chat is waiting for.
@@ -95,15 +96,4 @@ def piped_text() -> str | None:
         return None
     if not select.select([descriptor], [], [], _STDIN_PATIENCE_S)[0]:
         note("waiting for the rest of the prompt on stdin (append `< /dev/null` if there is none)")
-    raw = sys.stdin.buffer.read(limits.HTTP_BODY_BYTES + 1)
-    if len(raw) > limits.HTTP_BODY_BYTES:
-        raise ClientError(
-            f"stdin holds more than {limits.HTTP_BODY_BYTES // limits.MIB} MiB, the most the daemon takes.",
-            hint="Send a part of it.",
-        )
-    try:
-        return raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ClientError(
-            f"stdin is not UTF-8 text (byte {error.start + 1}).", hint="Convert it first: iconv -t UTF-8."
-        ) from error
+    return decoded(sys.stdin.buffer.read(limits.HTTP_BODY_BYTES + 1), "stdin")

@@ -28,8 +28,10 @@ VERBS = (
     "models",
     "pair",
     "peers",
+    "plan",
     "service",
     "status",
+    "trace",
     "unpair",
     "usage",
 )

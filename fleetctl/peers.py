@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import sys
 import time
 from typing import Any
@@ -13,6 +12,7 @@ import click
 
 from fleetctl.cli import Session, json_option, pass_session
 from fleetctl.client import Client
+from fleetctl.columns import terminal_width
 from fleetctl.exits import Exit
 from fleetctl.fleet import Fleet, Peer, fetch, read
 from fleetctl.peers_table import render
@@ -38,7 +38,7 @@ def command(context: click.Context, watch: bool) -> int:
     client = session.client()
     if not watch:
         found = client.get("/fleet/v1/peers")
-        session.emit(found, lambda: render(read(found, Fleet), _width()))
+        session.emit(found, lambda: render(read(found, Fleet), terminal_width()))
         return Exit.OK
     if session.json or not (live_terminal(sys.stdout) and sys.stdin.isatty()):
         return _follow(session, client)
@@ -60,10 +60,6 @@ def prompts(session: Session, name: str, allowed: str) -> None:
     peer = read(answered, Peer)
     what = "may see prompts" if peer.sees_prompts else "sees no prompts any more"
     session.emit(answered, f"{peer.label} {what}.")
-
-
-def _width() -> int | None:
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def _page(client: Client, columns: int) -> str:

@@ -6,30 +6,16 @@ Below a machine that cannot be used stands why, and what to do about it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import click
 
+from fleetctl.columns import Column, drawn, fitted, shortened, total
 from fleetctl.fleet import Fleet, Model, Peer
 from fleetctl.fleet_words import OFF, removal
-from fleetctl.text import one_line, size, table, wrapped
+from fleetctl.text import one_line, size, wrapped
 
 _COLOURS = {"usable": "green", "connecting": "yellow", "quiet": "yellow", "draining": "yellow"}
 _NAME_CHARS = 20
-
-
-@dataclass(frozen=True, slots=True)
-class _Column:
-    """``keep``: the column with the smallest figure goes first when there is no room."""
-
-    header: str
-    cells: list[str]
-    keep: int
-    right: bool = False
-
-    @property
-    def width(self) -> int:
-        return max(len(self.header), *(len(cell) for cell in self.cells))
 
 
 def render(fleet: Fleet, width: int | None) -> str:
@@ -68,16 +54,11 @@ def _neighbours(fleet: Fleet, width: int | None) -> str:
 
 def _rows(peers: Sequence[Peer], width: int | None) -> list[str]:
     columns = _columns(peers, cut=width is not None)
-    beside = width is None or _width(columns) <= width
+    beside = width is None or total(columns) <= width
     if not beside:
         # Models then stand on a line of their own, below their machine.
-        columns = _fitted(columns[:-1], width or 0)
-    text = table(
-        [column.header for column in columns],
-        zip(*(column.cells for column in columns), strict=True),
-        right=[i for i, column in enumerate(columns) if column.right],
-    )
-    header, *rows = text.split("\n")
+        columns = fitted(columns[:-1], width)
+    header, *rows = drawn(columns)
     at = header.index("STATE")
     lines = [header]
     for peer, row in zip(peers, rows, strict=True):
@@ -92,35 +73,22 @@ def _rows(peers: Sequence[Peer], width: int | None) -> list[str]:
     return [*lines, click.style(legend, dim=True)]
 
 
-def _columns(peers: Sequence[Peer], *, cut: bool) -> list[_Column]:
+def _columns(peers: Sequence[Peer], *, cut: bool) -> list[Column]:
     names = [one_line(peer.name) for peer in peers]
     # Where two machines have one name, only the id tells which is meant.
     ambiguous = len(set(names)) < len(names)
     return [
-        _Column("NAME", [_shortened(name, _NAME_CHARS) if cut else name for name in names], 9),
-        _Column("STATE", [one_line(peer.state) for peer in peers], 9),
-        _Column("ID", [one_line(peer.short_id) for peer in peers], 8 if ambiguous else 2),
-        _Column("TIER", [one_line(peer.tier) or "-" for peer in peers], 3),
-        _Column("FREE/MEMORY", [_memory(peer) for peer in peers], 6, right=True),
-        _Column("LOAD", [_load(peer) for peer in peers], 7, right=True),
-        _Column("RTT", [_rtt(peer) for peer in peers], 5, right=True),
-        _Column("BANDWIDTH", [_bandwidth(peer) for peer in peers], 1, right=True),
-        _Column("PROMPTS", ["yes" if peer.sees_prompts else "no" for peer in peers], 4),
-        _Column("MODELS", [_models(peer.models, None) for peer in peers], 8),
+        Column("NAME", [shortened(name, _NAME_CHARS) if cut else name for name in names], 9),
+        Column("STATE", [one_line(peer.state) for peer in peers], 9),
+        Column("ID", [one_line(peer.short_id) for peer in peers], 8 if ambiguous else 2),
+        Column("TIER", [one_line(peer.tier) or "-" for peer in peers], 3),
+        Column("FREE/MEMORY", [_memory(peer) for peer in peers], 6, right=True),
+        Column("LOAD", [_load(peer) for peer in peers], 7, right=True),
+        Column("RTT", [_rtt(peer) for peer in peers], 5, right=True),
+        Column("BANDWIDTH", [_bandwidth(peer) for peer in peers], 1, right=True),
+        Column("PROMPTS", ["yes" if peer.sees_prompts else "no" for peer in peers], 4),
+        Column("MODELS", [_models(peer.models, None) for peer in peers], 8),
     ]
-
-
-def _width(columns: Sequence[_Column]) -> int:
-    return sum(column.width + 2 for column in columns) - 2
-
-
-def _fitted(columns: list[_Column], width: int) -> list[_Column]:
-    """As many of them as there is room for."""
-    by_worth = sorted(columns, key=lambda column: column.keep)
-    while _width(columns) > width and by_worth[0].keep < by_worth[-1].keep:
-        least = by_worth.pop(0)
-        columns = [column for column in columns if column is not least]
-    return columns
 
 
 def _models(models: Sequence[Model], room: int | None) -> str:
@@ -138,7 +106,7 @@ def _models(models: Sequence[Model], room: int | None) -> str:
         if len(text) <= room:
             return text
     rest = f", +{len(names) - 1}" if len(names) > 1 else ""
-    return _shortened(names[0], max(2, room - len(rest))) + rest
+    return shortened(names[0], max(2, room - len(rest))) + rest
 
 
 def _model(model: Model, name: str) -> str:
@@ -179,7 +147,3 @@ def _rtt(peer: Peer) -> str:
 
 def _bandwidth(peer: Peer) -> str:
     return "-" if peer.bytes_per_s is None else f"{size(peer.bytes_per_s)}/s"
-
-
-def _shortened(text: str, chars: int) -> str:
-    return text if len(text) <= chars else text[: chars - 1] + "…"

@@ -59,6 +59,15 @@ def duration(seconds: float) -> str:
     raise AssertionError("unreachable")
 
 
+def brief(seconds: float | None) -> str:
+    """For steps and first tokens: 0.0042 → "4.2 ms", from a tenth of a second on as ``duration``."""
+    if seconds is None:
+        return "-"
+    if seconds >= 0.0995:
+        return duration(seconds)
+    return f"{1000 * seconds:.{1 if seconds < 0.00995 else 0}f} ms"
+
+
 def rough(seconds: float) -> str:
     """For estimates: whole seconds, and never none."""
     return f"{max(1, round(seconds))} s" if seconds < 59.5 else duration(seconds)

@@ -243,6 +243,7 @@ def test_the_closing_line_says_only_what_is_known(known: dict[str, Any], line: s
         ("local; nodes=this", ""),
         ("remote; nodes=studio", " · on studio"),
         ("remote; nodes=studio,air", " · on studio, helped by air"),
+        ("mixed; nodes=this,my%2Cmac", " · on this, my,mac"),
         ("layers; nodes=studio,my%2Cmac,this", " · prefill shared with studio and my,mac"),
         ("tokens; nodes=studio,this", " · prefill shared with studio"),
         ("whole; nodes=studio,this", " · prefill by studio"),

@@ -52,7 +52,8 @@ def test_help_lists_verbs_and_exit_codes(run: Run) -> None:
 
 def test_only_verbs_that_work_exist() -> None:
     assert set(VERBS) == {
-        "chat", "doctor", "env", "join", "models", "pair", "peers", "service", "status", "unpair", "usage",
+        "chat", "doctor", "env", "join", "models", "pair", "peers", "plan", "service", "status", "trace",
+        "unpair", "usage",
     }  # fmt: skip
 
 

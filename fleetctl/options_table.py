@@ -1,0 +1,40 @@
+"""Ways to prefill a prompt as a table for people: prices and, where one was passed over, why. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from fleetctl.columns import Column, drawn, fitted, shortened
+from fleetctl.shares import Option
+from fleetctl.text import brief, one_line, wrapped
+
+_MACHINES_CHARS = 40
+
+
+def options_table(options: Sequence[Option], local_s: float | None, width: int | None) -> list[str]:
+    """Lines. ``local_s``: what this machine alone would take, which the others are compared with."""
+    columns = [
+        Column(" ", ["*" if option.chosen else " " for option in options], 9),
+        Column("PLAN", [one_line(option.kind) or "-" for option in options], 9),
+        Column("MACHINES", [_machines(option, cut=width is not None) for option in options], 7),
+        Column("FIRST TOKEN", [brief(option.predicted_s) for option in options], 8, right=True),
+        Column("SPEED", [_against(option.predicted_s, local_s) for option in options], 3, right=True),
+    ]
+    header, *rows = drawn(fitted(columns, width))
+    lines = [header]
+    for option, row in zip(options, rows, strict=True):
+        lines.append(click.style(row, fg="green") if option.chosen else row)
+        if option.reason and not option.chosen:
+            lines.append(wrapped(one_line(option.reason), width, indent="     "))
+    return lines
+
+
+def _machines(option: Option, *, cut: bool) -> str:
+    return shortened(option.machines, _MACHINES_CHARS) if cut else option.machines
+
+
+def _against(seconds: float | None, local_s: float | None) -> str:
+    """How many times as fast as this machine alone."""
+    return f"{local_s / seconds:.2f}x" if seconds and local_s else "-"

@@ -1,0 +1,115 @@
+"""Shared prefill as the daemon tells it (`/fleet/v1/plan`, `/fleet/v1/traces`), and how it is worded. Pure.
+
+Every field has a default and unknown ones are ignored, as in ``fleetctl.fleet``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import msgspec
+
+from fleetctl.text import count, one_line
+
+THIS = "this"
+
+
+class Step(msgspec.Struct, frozen=True):
+    name: str = ""
+    seconds: float = 0.0
+    n_bytes: int = 0
+    machine: str = ""
+
+
+class Option(msgspec.Struct, frozen=True):
+    """``predicted_s`` None: it cannot be done at all."""
+
+    kind: str = ""
+    nodes: list[str] = []
+    predicted_s: float | None = None
+    steps: list[Step] = []
+    chosen: bool = False
+    code: str = ""
+    reason: str = ""
+    cuts: list[int] = []
+    chunk: int = 0
+
+    @property
+    def machines(self) -> str:
+        return " + ".join(one_line(node) for node in self.nodes) or THIS
+
+    @property
+    def helpers(self) -> list[str]:
+        return [one_line(node) for node in self.nodes if node != THIS]
+
+    @property
+    def division(self) -> str:
+        """Who computes what, as a clause; only the kind where that says it all."""
+        kind = one_line(self.kind) or "-"
+        if self.kind == "whole" and self.helpers:
+            who = f"all of it on {self.helpers[0]}"
+        elif self.kind in ("layers", "tokens") and len(self.cuts) == len(self.nodes) + 1:
+            shares = zip(self.nodes, itertools.pairwise(self.cuts), strict=True)
+            parts = [
+                f"{one_line(node)} {count(first)} to {count(last - 1)}"
+                for node, (first, last) in shares
+                if last > first
+            ]
+            who = ", ".join(parts)
+        else:
+            return kind
+        return f"{kind}: {who}" + (f", in chunks of {count(self.chunk)} tokens" if self.chunk else "")
+
+
+class Plan(msgspec.Struct, frozen=True):
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    options: list[Option] = []
+
+    @property
+    def local_s(self) -> float | None:
+        return local_s(self.options)
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """``prefill_s``: what ``chosen.predicted_s`` predicts. ``ttft_s`` counts from the request's arrival."""
+
+    id: str = ""
+    at_s: float = 0.0
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    chosen: Option = Option()
+    losers: list[Option] = []
+    steps: list[Step] = []
+    outcome: str = ""
+    exactness: str = ""
+    prefill_s: float | None = None
+    ttft_s: float | None = None
+    code: str = ""
+    reason: str = ""
+    verified_tokens: int = 0
+
+
+class Traces(msgspec.Struct, frozen=True):
+    traces: list[Trace] = []
+
+
+def local_s(options: Sequence[Option]) -> float | None:
+    """What this machine alone would take."""
+    return next((option.predicted_s for option in options if option.kind == "local"), None)
+
+
+def prompt(tokens: int, cached: int) -> str:
+    known = f", {count(cached)} of them known already" if cached else ""
+    return f"{count(tokens)} tokens{known}"
+
+
+def deviation(actual_s: float | None, predicted_s: float | None) -> str:
+    """1.1 against 1.0 → "+10 %"; "-" where one of them is not known."""
+    if actual_s is None or not predicted_s:
+        return "-"
+    percent = 100 * (actual_s / predicted_s - 1)
+    return f"{percent:+.0f} %" if abs(percent) < 999.5 else f"{actual_s / predicted_s:,.0f}x"

@@ -1,0 +1,77 @@
+"""`fleetctl trace`: past requests whose prefill others could have shared, and one of them step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlencode
+
+import click
+
+from fleetctl.cli import Session, json_option, pass_session
+from fleetctl.client import Client
+from fleetctl.columns import terminal_width
+from fleetctl.fleet import read
+from fleetctl.shares import Traces
+from fleetctl.text import one_line
+from fleetctl.trace_page import SHORT_ID_CHARS, listing, page
+from fleetd import limits
+from fleetd.errors import InvalidValue, NotFound
+
+_PATH = "/fleet/v1/traces"
+
+
+@click.command("trace")
+@click.argument("request", required=False)
+@click.option(
+    "--last",
+    type=click.IntRange(1, limits.TRACES),
+    default=20,
+    show_default=True,
+    help="How many requests to list.",
+)
+@json_option
+@pass_session
+def command(session: Session, request: str | None, last: int) -> None:
+    """Show how past prefills went, against what was planned; with a REQUEST each step of it.
+
+    Listed are requests that other machines could have helped with, newest first. REQUEST is an id as
+    X-Fleet-Request gives it, or its end, as the list shows it. Prompts and answers are never recorded.
+    """
+    client = session.client()
+    if request is None:
+        found = _fetch(client, last=last)
+        session.emit(found, lambda: listing(read(found, Traces).traces, terminal_width()))
+        return
+    one = _find(client, request)
+    session.emit(one, lambda: page(read({"traces": [one]}, Traces).traces[0], terminal_width()))
+
+
+def _find(client: Client, request: str) -> Any:
+    """The trace with that id, or with the only id that ends so. Raises NotFound, InvalidValue."""
+    try:
+        if exact := _fetch(client, id=request).get("traces"):
+            return exact[0]
+    except NotFound:
+        pass
+    ending = [
+        trace
+        for trace in _fetch(client, last=limits.TRACES).get("traces", [])
+        if len(request) >= SHORT_ID_CHARS // 2 and str(trace.get("id")).endswith(request)
+    ]
+    if not ending:
+        raise NotFound(
+            f"There is no trace of a request {one_line(request)}.",
+            hint=f"The newest {limits.TRACES} are kept, of requests that others could have helped with: "
+            "`fleetctl trace` lists them.",
+        )
+    if len(ending) > 1:
+        ids = ", ".join(one_line(str(trace.get("id"))) for trace in ending[:5])
+        raise InvalidValue(f"Several requests end in {one_line(request)}: {ids}.", hint="Give more of it.")
+    return ending[0]
+
+
+def _fetch(client: Client, **query: Any) -> Any:
+    """The answer as it came, checked to be one that this fleetctl knows."""
+    found = client.get(f"{_PATH}?{urlencode(query)}")
+    read(found, Traces)
+    return found

@@ -1,0 +1,106 @@
+"""What a daemon tells of shared prefills: a plan of every kind, and a trace of every outcome."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LAYERS: dict[str, Any] = {
+    "kind": "layers",
+    "nodes": ["studio", "this"],
+    "predicted_s": 1.06,
+    "steps": [
+        {"name": "agreed", "seconds": 0.004},
+        {"name": "computed", "seconds": 0.91, "machine": "studio"},
+        {"name": "waited", "seconds": 0.12, "machine": "this"},
+        {"name": "computed", "seconds": 0.9, "machine": "this", "n_bytes": 92_000_000},
+    ],
+    "chosen": True,
+    "cuts": [0, 15, 30],
+    "chunk": 256,
+}
+TOKENS: dict[str, Any] = {
+    "kind": "tokens",
+    "nodes": ["studio", "this"],
+    "predicted_s": 1.12,
+    "code": "slower",
+    "reason": "5 % slower than sharing the layers with studio.",
+    "cuts": [0, 2048, 4000],
+    "chunk": 256,
+}
+LOCAL: dict[str, Any] = {
+    "kind": "local",
+    "nodes": ["this"],
+    "predicted_s": 1.92,
+    "code": "slower",
+    "reason": "81 % slower than sharing the layers with studio.",
+}
+WHOLE: dict[str, Any] = {
+    "kind": "whole",
+    "nodes": ["air", "this"],
+    "predicted_s": None,
+    "code": "no_model",
+    "reason": "air does not have the model; `fleetctl models pull smollm2-135m` there gets it.",
+}
+PLAN: dict[str, Any] = {
+    "model": "smollm2-135m",
+    "prompt_tokens": 4000,
+    "cached_tokens": 0,
+    "options": [LAYERS, TOKENS, LOCAL, WHOLE],
+}
+
+_CHOSEN_LOCAL = {**LOCAL, "chosen": True, "code": "", "reason": ""}
+TRACES: dict[str, Any] = {
+    "traces": [
+        {
+            "id": "chatcmpl-00000000000000000000aaaa1111",
+            "at_s": 1_780_000_003.0,
+            "model": "smollm2-135m",
+            "prompt_tokens": 4000,
+            "cached_tokens": 0,
+            "chosen": LAYERS,
+            "losers": [TOKENS, LOCAL, WHOLE],
+            "steps": [
+                {"name": "computed", "seconds": 0.95, "machine": "studio"},
+                {"name": "waited", "seconds": 0.12, "machine": "this"},
+                {"name": "computed", "seconds": 0.93, "machine": "this", "n_bytes": 92_100_000},
+                {"name": "exposed hand-off", "seconds": 0.01, "machine": "this"},
+            ],
+            "outcome": "shared",
+            "exactness": "exact",
+            "prefill_s": 1.12,
+            "ttft_s": 1.15,
+        },
+        {
+            "id": "chatcmpl-00000000000000000000bbbb2222",
+            "at_s": 1_780_000_002.0,
+            "model": "mlx-community/Qwen3-32B-4bit",
+            "prompt_tokens": 16_384,
+            "cached_tokens": 1024,
+            "chosen": {
+                **LAYERS,
+                "nodes": ["studio", "the big one upstairs", "this"],
+                "cuts": [0, 30, 50, 64],
+            },
+            "losers": [],
+            "steps": [],
+            "outcome": "fallback",
+            "exactness": "exact",
+            "prefill_s": 3.2,
+            "ttft_s": 3.3,
+            "code": "peer_lost",
+            "reason": "studio went away in the middle of the prompt.",
+            "verified_tokens": 2048,
+        },
+        {
+            "id": "chatcmpl-00000000000000000000cccc3333",
+            "at_s": 1_780_000_001.0,
+            "model": "smollm2-135m",
+            "prompt_tokens": 300,
+            "cached_tokens": 0,
+            "chosen": _CHOSEN_LOCAL,
+            "losers": [{**LAYERS, "chosen": False, "code": "little", "reason": "It gains less than 10 %."}],
+            "steps": [],
+            "outcome": "cancelled",
+        },
+    ]
+}

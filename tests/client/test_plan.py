@@ -1,0 +1,203 @@
+"""`fleetctl plan`: what is asked of the daemon, and the table of candidates at every width."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+import pytest
+from fake_daemon import FakeDaemon, Reply, Run
+from hypothesis import given
+from hypothesis import strategies as st
+from shares import LAYERS, LOCAL, PLAN
+
+from fleetctl import shares as client_side
+from fleetctl.exits import Exit
+from fleetctl.fleet import read
+from fleetctl.plan import render
+from fleetctl.shares import Option, Plan, deviation
+from fleetctl.text import brief
+from fleetd import limits
+from fleetd.jobs import share_views as views
+
+
+def page(value: dict[str, Any], width: int | None = 80) -> str:
+    return click.unstyle(render(read(value, Plan), width))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        (client_side.Step, views.StepView),
+        (client_side.Option, views.OptionView),
+        (client_side.Plan, views.PlanView),
+    ],
+)
+def test_every_field_shown_is_one_that_the_daemon_sends(
+    ours: type[msgspec.Struct], theirs: type[msgspec.Struct]
+) -> None:
+    assert set(ours.__struct_fields__) <= set(theirs.__struct_fields__)
+
+
+def test_the_example_is_what_a_daemon_would_send() -> None:
+    view = msgspec.convert(PLAN, views.PlanView)
+    assert read(msgspec.to_builtins(view), Plan) == read(PLAN, Plan)
+
+
+# ---- The page --------------------------------------------------------------------------------------------
+
+
+def test_candidates_with_their_prices_and_why_not() -> None:
+    assert page(PLAN) == (
+        "smollm2-135m · a prompt of 4,000 tokens\n"
+        "\n"
+        "   PLAN    MACHINES       FIRST TOKEN  SPEED\n"
+        "*  layers  studio + this       1.06 s  1.81x\n"
+        "   tokens  studio + this       1.12 s  1.71x\n"
+        "     5 % slower than sharing the layers with studio.\n"
+        "   local   this                1.92 s  1.00x\n"
+        "     81 % slower than sharing the layers with studio.\n"
+        "   whole   air + this               -      -\n"
+        "     air does not have the model; `fleetctl models pull smollm2-135m` there gets\n"
+        "     it.\n"
+        "\n"
+        "* layers: studio 0 to 14, this 15 to 29, in chunks of 256 tokens\n"
+        "  agreed            4.0 ms\n"
+        "  computed  studio  0.91 s\n"
+        "  waited    this    0.12 s\n"
+        "  computed  this    0.90 s  92.0 MB"
+    )
+
+
+def test_a_narrow_terminal_keeps_the_plans_and_their_prices() -> None:
+    lines = page(PLAN, 30).splitlines()
+    assert all(len(line) <= 30 for line in lines)
+    assert re.findall(r"^[ *] +(\w+) +([\d.]+ s|-)$", "\n".join(lines), re.MULTILINE) == [
+        ("layers", "1.06 s"), ("tokens", "1.12 s"), ("local", "1.92 s"), ("whole", "-"),
+    ]  # fmt: skip
+
+
+def test_a_prompt_that_is_known_in_part_says_so() -> None:
+    said = page({**PLAN, "cached_tokens": 1024}).splitlines()[0]
+    assert said == "smollm2-135m · a prompt of 4,000 tokens, 1,024 of them known already"
+
+
+def test_a_daemon_without_others_has_one_plan() -> None:
+    assert page({**PLAN, "options": [{**LOCAL, "chosen": True, "reason": ""}]}).splitlines()[2:] == [
+        "   PLAN   MACHINES  FIRST TOKEN  SPEED",
+        "*  local  this           1.92 s  1.00x",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        (LAYERS, "layers: studio 0 to 14, this 15 to 29, in chunks of 256 tokens"),
+        (
+            {"kind": "tokens", "nodes": ["a", "b", "this"], "cuts": [16, 2064, 4112, 8000], "chunk": 512},
+            "tokens: a 16 to 2,063, b 2,064 to 4,111, this 4,112 to 7,999, in chunks of 512 tokens",
+        ),
+        ({"kind": "whole", "nodes": ["studio", "this"], "cuts": [0, 30, 30]}, "whole: all of it on studio"),
+        (LOCAL, "local"),
+        ({**LAYERS, "cuts": [0, 1]}, "layers"),
+        ({}, "-"),
+    ],
+)
+def test_who_computes_what(option: dict[str, Any], said: str) -> None:
+    assert read(option, Option).division == said
+
+
+@pytest.mark.parametrize(
+    ("actual_s", "predicted_s", "said"),
+    [
+        (1.1, 1.0, "+10 %"), (0.5, 1.0, "-50 %"), (1.0, 1.0, "+0 %"), (40.0, 1.0, "40x"),
+        (None, 1.0, "-"), (1.0, None, "-"), (1.0, 0.0, "-"),
+    ],
+)  # fmt: skip
+def test_actual_against_predicted(actual_s: float | None, predicted_s: float | None, said: str) -> None:
+    assert deviation(actual_s, predicted_s) == said
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(None, "-"), (0.0, "0.0 ms"), (0.0042, "4.2 ms"), (0.042, "42 ms"), (0.1, "0.10 s"), (75, "1 min 15 s")],
+)
+def test_steps_are_told_in_milliseconds_where_they_are_short(seconds: float | None, said: str) -> None:
+    assert brief(seconds) == said
+
+
+@given(width=st.integers(1, 200), text=st.text(max_size=64), seconds=st.floats(0, 1e6) | st.none())
+def test_any_plan_has_a_page_without_control_characters(width: int, text: str, seconds: float | None) -> None:
+    """Names and reasons come from other machines."""
+    option = {**LAYERS, "kind": text, "nodes": [text, "this"], "predicted_s": seconds, "reason": text}
+    steps = [{"name": text, "seconds": 1.0, "machine": text}]
+    value = {"model": text, "options": [option, {**LAYERS, "nodes": [text], "steps": steps}]}
+    for each in (width, None):
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", page(value, each))
+
+
+# ---- The command -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def planning(daemon: FakeDaemon) -> FakeDaemon:
+    daemon.on("POST", "/fleet/v1/plan", Reply(PLAN))
+    return daemon
+
+
+def asked(daemon: FakeDaemon) -> Any:
+    """What was asked, which the daemon must understand."""
+    body = daemon.seen[-1].body
+    msgspec.convert(body, views.PlanQuestion)
+    return body
+
+
+def test_a_count_of_tokens(run: Run, planning: FakeDaemon) -> None:
+    done = run("plan", "--tokens", "4000", "--cached", "16", "-m", "smollm2-135m", home=planning.home)
+    assert (done.returncode, done.stderr, done.stdout) == (0, "", page(PLAN, None) + "\n")
+    assert asked(planning) == {"model": "smollm2-135m", "cached": 16, "tokens": 4000}
+
+
+def test_a_file_or_a_pipe(run: Run, planning: FakeDaemon, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("żółć\n", encoding="utf-8")
+    assert run("plan", str(tmp_path / "prompt.txt"), home=planning.home).returncode == 0
+    assert asked(planning) == {"model": "", "cached": 0, "text": "żółć\n"}
+    assert run("plan", "-", home=planning.home, stdin="piped").returncode == 0
+    assert asked(planning) == {"model": "", "cached": 0, "text": "piped"}
+
+
+def test_json_is_what_the_daemon_said(run: Run, planning: FakeDaemon) -> None:
+    done = run("plan", "--tokens", "4000", "--json", home=planning.home)
+    assert json.loads(done.stdout) == PLAN
+
+
+@pytest.mark.parametrize(
+    "arguments", [(), ("-", "--tokens", "5"), ("--tokens", "0"), ("--cached", "-1", "-")]
+)
+def test_what_cannot_be_asked_never_reaches_the_daemon(
+    run: Run, planning: FakeDaemon, arguments: tuple[str, ...]
+) -> None:
+    assert run("plan", *arguments, home=planning.home, stdin="x").returncode == Exit.USAGE
+    assert planning.seen == []
+
+
+def test_a_file_that_is_missing_no_text_or_too_long(run: Run, planning: FakeDaemon, tmp_path: Path) -> None:
+    done = run("plan", str(tmp_path / "none"), home=planning.home)
+    assert (done.returncode, "No such file" in done.stderr) == (Exit.ERROR, True)
+    (tmp_path / "photo").write_bytes(b"ok\xff\xfe")
+    done = run("plan", str(tmp_path / "photo"), home=planning.home)
+    assert (done.returncode, "photo is not UTF-8 text (byte 3)" in done.stderr) == (Exit.ERROR, True)
+    with (tmp_path / "long").open("wb") as file:
+        file.truncate(limits.HTTP_BODY_BYTES + 1)
+    done = run("plan", str(tmp_path / "long"), home=planning.home)
+    assert (done.returncode, "long holds more than" in done.stderr) == (Exit.ERROR, True)
+    assert planning.seen == []
+
+
+def test_a_daemon_without_plans_is_an_error(run: Run, daemon: FakeDaemon) -> None:
+    done = run("plan", "--tokens", "4000", home=daemon.home)
+    assert (done.returncode, done.stdout) == (Exit.REFUSED, "")

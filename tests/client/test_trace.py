@@ -1,0 +1,210 @@
+"""`fleetctl trace`: the list of past requests, one of them step by step, and how one is named."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import click
+import msgspec
+import pytest
+from fake_daemon import FakeDaemon, Reply, Run
+from hypothesis import given
+from hypothesis import strategies as st
+from shares import TRACES
+
+from fleetctl import shares as client_side
+from fleetctl.exits import Exit
+from fleetctl.fleet import read
+from fleetctl.shares import Trace, Traces
+from fleetctl.trace_page import listing, page
+from fleetd import limits
+from fleetd.jobs import share_views as views
+
+SHARED, FALLBACK, CANCELLED = TRACES["traces"]
+
+
+def shown(value: dict[str, Any], width: int | None = 80) -> str:
+    return click.unstyle(page(read(value, Trace), width))
+
+
+def listed(values: list[dict[str, Any]], width: int | None = 80) -> list[str]:
+    return click.unstyle(listing(read({"traces": values}, Traces).traces, width)).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"), [(client_side.Trace, views.Trace), (client_side.Traces, views.TracesView)]
+)
+def test_every_field_shown_is_one_that_the_daemon_sends(
+    ours: type[msgspec.Struct], theirs: type[msgspec.Struct]
+) -> None:
+    assert set(ours.__struct_fields__) <= set(theirs.__struct_fields__)
+
+
+def test_the_example_is_what_a_daemon_would_send() -> None:
+    sent = msgspec.to_builtins(msgspec.convert(TRACES, views.TracesView))
+    # An answer that never came has an exactness all the same.
+    expected = {"traces": [SHARED, FALLBACK, {**CANCELLED, "exactness": "exact"}]}
+    assert read(sent, Traces) == read(expected, Traces)
+
+
+# ---- The list --------------------------------------------------------------------------------------------
+
+
+def test_predicted_against_actual_request_by_request() -> None:
+    header, first, second, why, third = listed(TRACES["traces"], None)
+    titles = "WHEN REQUEST MODEL TOKENS CACHED PLAN PLANNED ACTUAL DIFF OUTCOME"
+    assert re.split("  +", header) == titles.split()
+    assert re.split("  +", first)[1:] == [
+        "aaaa1111", "smollm2-135m", "4,000", "0", "layers: studio", "1.06 s", "1.12 s", "+6 %", "shared",
+    ]  # fmt: skip
+    assert re.split("  +", second)[1:] == [
+        "bbbb2222", "mlx-community/Qwen3-32B-4bit", "16,384", "1,024", "layers: studio, the big one upstairs",
+        "1.06 s", "3.20 s", "+202 %", "fallback",
+    ]  # fmt: skip
+    assert why == "  studio went away in the middle of the prompt (peer_lost)"
+    assert re.split("  +", third)[1:] == [
+        "cccc3333", "smollm2-135m", "300", "0", "local", "1.92 s", "-", "-", "cancelled",
+    ]  # fmt: skip
+
+
+def test_eighty_columns_keep_what_was_planned_and_what_came_of_it() -> None:
+    lines = listed(TRACES["traces"], 80)
+    assert all(len(line) <= 80 for line in lines)
+    assert {"REQUEST", "TOKENS", "PLAN", "ACTUAL", "DIFF", "OUTCOME"} <= set(lines[0].split())
+    assert "layers: studio +1" in lines[2]
+
+
+def test_an_empty_list_says_what_would_be_in_it() -> None:
+    assert listed([]) == ["No request has come yet that another machine could have helped with."]
+
+
+# ---- One request -----------------------------------------------------------------------------------------
+
+
+def test_one_request_step_by_step() -> None:
+    head, steps, losers = shown(SHARED).split("\n\n")
+    assert head.splitlines()[1:] == [
+        "model        smollm2-135m",
+        "prompt       4,000 tokens",
+        "plan         layers: studio 0 to 14, this 15 to 29, in chunks of 256 tokens",
+        "outcome      shared as planned · exact",
+        "prefill      1.06 s planned, 1.12 s actual (+6 %)",
+        "first token  1.15 s after the request came",
+    ]
+    assert re.fullmatch(
+        r"request      chatcmpl-0{20}aaaa1111 · \d{4}-\d\d-\d\d \d\d:\d\d:\d\d", head.splitlines()[0]
+    )
+    assert [re.split("  +", line) for line in steps.splitlines()] == [
+        ["STEP", "MACHINE", "PLANNED", "ACTUAL", "DIFF", "BYTES"],
+        ["agreed", "4.0 ms", "-", "-", "-"],
+        ["computed", "studio", "0.91 s", "0.95 s", "+4 %", "-"],
+        ["waited", "this", "0.12 s", "0.12 s", "+0 %", "-"],
+        ["computed", "this", "0.90 s", "0.93 s", "+3 %", "92.1 MB"],
+        ["exposed hand-off", "this", "-", "10 ms", "-", "-"],
+        ["Steps of several machines run at the same time."],
+    ]
+    assert losers.startswith("Passed over:\n")
+    # This machine alone is the measure of the others, wherever it stands.
+    assert "tokens  studio + this       1.12 s  1.71x\n     5 % slower" in losers
+
+
+def test_a_step_that_comes_twice_is_paired_twice() -> None:
+    twice = [{"name": "waited", "seconds": s, "machine": "this"} for s in (1.0, 2.0)]
+    steps = shown({**SHARED, "chosen": {**SHARED["chosen"], "steps": twice}, "steps": twice}).split("\n\n")[1]
+    assert [re.split("  +", line)[2:4] for line in steps.splitlines()[1:]] == [
+        ["1.00 s", "1.00 s"], ["2.00 s", "2.00 s"],
+    ]  # fmt: skip
+
+
+def test_a_fallback_says_where_it_went_on_and_why() -> None:
+    said = " ".join(shown(FALLBACK, None).split())
+    assert (
+        "begun together, ended here alone, from 2,048 verified tokens on · exact · "
+        "studio went away in the middle of the prompt (peer_lost)"
+    ) in said
+    assert "1.06 s planned, 3.20 s actual (+202 %)" in said
+
+
+def test_a_request_without_an_answer_has_no_time() -> None:
+    said = shown(CANCELLED)
+    assert "outcome      cancelled\nprefill      1.92 s planned, - actual\n" in said
+    assert "first token " not in said
+
+
+@given(width=st.integers(1, 200), text=st.text(max_size=64), seconds=st.floats(0, 1e6) | st.none())
+def test_any_trace_has_a_page_without_control_characters(
+    width: int, text: str, seconds: float | None
+) -> None:
+    """Names and reasons come from other machines."""
+    steps = [{"name": text, "seconds": 1.0, "machine": text}]
+    option = {**SHARED["chosen"], "kind": text, "nodes": [text, "b", "this"], "steps": steps}
+    value = {
+        **FALLBACK,
+        "id": text, "model": text, "chosen": option, "losers": [{**option, "reason": text}], "steps": steps,
+        "outcome": text, "exactness": text, "prefill_s": seconds, "ttft_s": seconds, "code": text,
+        "reason": text,
+    }  # fmt: skip
+    for each in (width, None):
+        for said in (shown(value, each), "\n".join(listed([value], each))):
+            assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", said)
+
+
+# ---- The command -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tracing(daemon: FakeDaemon) -> FakeDaemon:
+    daemon.on("GET", "/fleet/v1/traces", Reply(TRACES))
+    return daemon
+
+
+def test_the_newest_ones(run: Run, tracing: FakeDaemon) -> None:
+    done = run("trace", "--last", "3", home=tracing.home)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == listed(TRACES["traces"], None)
+    assert tracing.seen[-1].path == "/fleet/v1/traces?last=3"
+    assert json.loads(run("trace", "--json", home=tracing.home).stdout) == TRACES
+    assert tracing.seen[-1].path == "/fleet/v1/traces?last=20"
+
+
+def test_one_by_its_id(run: Run, tracing: FakeDaemon) -> None:
+    tracing.on("GET", "/fleet/v1/traces", Reply({"traces": [SHARED]}))
+    done = run("trace", SHARED["id"], home=tracing.home)
+    assert (done.returncode, done.stdout) == (0, shown(SHARED, None) + "\n")
+    assert tracing.seen[-1].path == f"/fleet/v1/traces?id={SHARED['id']}"
+    assert json.loads(run("trace", SHARED["id"], "--json", home=tracing.home).stdout) == SHARED
+
+
+MISSING = Reply({"error": {"message": "No such trace.", "code": "not_found", "hint": ""}}, 404)
+
+
+@pytest.mark.parametrize("nothing", [Reply({"traces": []}), MISSING], ids=["empty", "404"])
+def test_one_by_the_end_of_its_id(run: Run, tracing: FakeDaemon, nothing: Reply) -> None:
+    tracing.on("GET", "/fleet/v1/traces", nothing, Reply(TRACES))
+    done = run("trace", "bbbb2222", home=tracing.home)
+    assert (done.returncode, done.stdout) == (0, shown(FALLBACK, None) + "\n")
+    assert tracing.seen[-1].path == f"/fleet/v1/traces?last={limits.TRACES}"
+
+
+def test_an_end_that_two_have_names_neither(run: Run, tracing: FakeDaemon) -> None:
+    twins = {"traces": [SHARED, {**FALLBACK, "id": f"cmpl-{SHARED['id'][-8:]}"}]}
+    tracing.on("GET", "/fleet/v1/traces", MISSING, Reply(twins))
+    done = run("trace", "aaaa1111", home=tracing.home)
+    assert (done.returncode, done.stdout) == (Exit.REFUSED, "")
+    assert f"Several requests end in aaaa1111: {SHARED['id']}, cmpl-aaaa1111." in done.stderr
+
+
+@pytest.mark.parametrize("request_id", ["nobody-knows-it", "111", ""])
+def test_a_request_without_a_trace(run: Run, tracing: FakeDaemon, request_id: str) -> None:
+    tracing.on("GET", "/fleet/v1/traces", MISSING, Reply(TRACES))
+    done = run("trace", request_id, home=tracing.home)
+    assert (done.returncode, done.stdout) == (Exit.REFUSED, "")
+    assert "There is no trace of a request" in done.stderr
+
+
+def test_counts_that_make_no_sense_never_reach_the_daemon(run: Run, tracing: FakeDaemon) -> None:
+    for last in ("0", str(limits.TRACES + 1), "x"):
+        assert run("trace", "--last", last, home=tracing.home).returncode == Exit.USAGE
+    assert tracing.seen == []
