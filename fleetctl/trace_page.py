@@ -170,7 +170,7 @@ def _bytes(step: Step | None) -> str:
 def _when(at_s: float) -> str:
     """The time of day, and the day where it is not today."""
     then, now = time.localtime(at_s), time.localtime()
-    return time.strftime("%H:%M:%S" if then[:3] == now[:3] else "%m-%d %H:%M", then)
+    return time.strftime("%H:%M" if then[:3] == now[:3] else "%m-%d %H:%M", then)
 
 
 def _date(at_s: float) -> str:
