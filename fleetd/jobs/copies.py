@@ -24,12 +24,12 @@ from fleetd.errors import (
     DiskFull,
     FleetError,
     ModelNotFound,
-    NotFound,
     Overloaded,
     PeerUnreachable,
     ProtocolError,
 )
 from fleetd.jobs.placing import canonical
+from fleetd.jobs.ways import Ways, invitation
 from fleetd.models import copy_client
 from fleetd.models.catalog import find
 from fleetd.models.copy_offer import Need, Offer, offer_of
@@ -37,10 +37,9 @@ from fleetd.models.folder import ModelFolder
 from fleetd.models.progress import PullProgress
 from fleetd.models.store import ModelStore
 from fleetd.observe import get_logger
-from fleetd.p2p import bulk
+from fleetd.p2p import probe
 from fleetd.p2p.cards import Card, ModelCard
 from fleetd.p2p.node import Node
-from fleetd.p2p.probe import Invitation, invitation
 from fleetd.p2p.transport import Stream
 
 log = get_logger("fleetd.copies")
@@ -71,6 +70,7 @@ class Copies:
 
     def __init__(self, node: Node, models: ModelStore, own_card: Callable[[], Card]) -> None:
         self._node = node
+        self._ways = Ways(node)
         self._models = models
         self._own_card = own_card
         self._given = 0
@@ -129,8 +129,7 @@ class Copies:
         return found[:_ATTEMPTS]
 
     def _speed(self, node_id: str) -> float:
-        paths = self._node.mesh.peers[node_id].paths
-        best = paths.get(address) if (address := paths.best_for_bulk()) is not None else None
+        best = self._ways.best(node_id)
         return best.expected_bytes_per_s if best is not None else 0.0
 
     async def _copy(self, node_id: str, model: ModelCard) -> AsyncGenerator[PullProgress, None]:
@@ -154,8 +153,8 @@ class Copies:
                 raise PeerUnreachable(f"{name} did not answer within {limits.COPY_OFFER_S:.0f} s.") from None
             if answer is None:
                 raise ProtocolError(f"{name} gave no invitation.")
-            invited = invitation(answer)
-            return await self.connect(node_id, invited), invited.key
+            invited = probe.invitation(answer)
+            return await self._ways.connect(node_id, invited), invited.key
 
         try:
             steps = copy_client.receive(
@@ -170,16 +169,6 @@ class Copies:
             for stream in opened:
                 stream.cancel()
 
-    async def connect(self, node_id: str, invited: Invitation) -> socket.socket:
-        """The best way for bulk first, then the others. Raises PeerUnreachable."""
-        error: FleetError | None = None
-        for address in self._node.bulk_addresses(node_id):
-            try:
-                return await bulk.connect(address, invited.ticket)
-            except FleetError as failed:
-                error = failed
-        raise error or NotFound(f"No address of {self._node.name_of(node_id)} is known.")
-
     # ---- serving -----------------------------------------------------------------------------------------
 
     async def _offer(self, _peer: str, body: bytes, stream: Stream) -> None:
@@ -193,8 +182,8 @@ class Copies:
         self._given += 1
         try:
             folder = await self._holding(order.digest)
-            with self._node.bulk.expect() as expected:
-                stream.send(msgspec.msgpack.encode(Invitation(expected.ticket, expected.key)))
+            with self._ways.expect() as expected:
+                stream.send(msgspec.msgpack.encode(invitation(expected)))
                 log.info("copy.serving", peer=self._node.name_of(peer), model=folder.name)
                 await copy_client.send(folder.path, order.needs, await expected.socket(), expected.key)
         finally:

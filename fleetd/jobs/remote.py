@@ -12,9 +12,10 @@ import msgspec
 
 from fleetd import limits
 from fleetd.engine.protocol import Assisted, Event, Failed, Finished, Loading, Shared
-from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError
+from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError, from_code
 from fleetd.jobs import wire
 from fleetd.jobs.job import Job, Planned
+from fleetd.jobs.together import beating
 
 
 class Stream(Protocol):
@@ -87,29 +88,25 @@ class Server:
         asked = wire.decode_run(body)
         if asked.digest and not self._has(asked.digest):
             raise ModelNotFound(f"This machine does not have these files of {asked.model} (any more).")
-        # An id of this machine's: what others call their jobs must not meet what runs here already.
-        own_id = f"{asked.request.id[: limits.JOB_ID_CHARS]}.{secrets.token_hex(6)}"
-        request = msgspec.structs.replace(asked.request, id=own_id)
+        request = msgspec.structs.replace(asked.request, id=own_id(asked.request.id))
         job = Job(asked.model, request, "peer", asked.route, local_only=True, digest=asked.digest)
-        async with aclosing(self._run(job)) as events:
-            pending: asyncio.Task[Planned | Loading | Event | None] | None = None
-            try:
-                while True:
-                    pending = pending or asyncio.create_task(_next(events))
-                    done, _ = await asyncio.wait({pending}, timeout=limits.JOB_ALIVE_S)
-                    if not done:
-                        stream.send(wire.ALIVE)
-                        continue
-                    event, pending = pending.result(), None
-                    if event is None:
-                        return
-                    if not isinstance(event, Planned | Failed | Shared | Assisted):
-                        stream.send(wire.encode(event))
-                        await _drained(stream)
-            finally:
-                if pending is not None:
-                    pending.cancel()
-                    await asyncio.wait({pending})
+        async with aclosing(self._run(job)) as run, aclosing(beating(run, limits.JOB_ALIVE_S)) as events:
+            async for event in events:
+                if event is None:
+                    stream.send(wire.ALIVE)
+                elif not isinstance(event, Planned | Failed | Shared | Assisted):
+                    stream.send(wire.encode(event))
+                    await _drained(stream)
+
+
+def own_id(asked: str) -> str:
+    """An id of this machine's: what others call their jobs must not meet what runs here already."""
+    return f"{asked[: limits.JOB_ID_CHARS]}.{secrets.token_hex(6)}"
+
+
+def said_by(name: str, error: FleetError) -> FleetError:
+    """The same error, naming the machine it came from."""
+    return from_code(error.code, f"{name}: {error.message}", hint=error.hint, param=error.param)
 
 
 async def _drained(stream: Stream) -> None:
@@ -118,9 +115,3 @@ async def _drained(stream: Stream) -> None:
             await stream.drained()
     except TimeoutError:
         raise PeerLost(f"Nothing of the answer was read for {limits.JOB_READ_STALL_S:.0f} s.") from None
-
-
-async def _next(
-    events: AsyncGenerator[Planned | Loading | Event, None],
-) -> Planned | Loading | Event | None:
-    return await anext(events, None)

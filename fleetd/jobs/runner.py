@@ -383,5 +383,4 @@ def _of(error: FleetError, choice: Choice) -> FleetError:
     """The same, saying which machine it was, where it is a machine's doing."""
     if choice.node_id == HERE or not isinstance(error, PeerError):
         return error
-    name = choice.planned.nodes[0]
-    return from_code(error.code, f"{name}: {error.message}", hint=error.hint, param=error.param)
+    return remote.said_by(choice.planned.nodes[0], error)
