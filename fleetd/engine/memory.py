@@ -5,7 +5,7 @@ Pure arithmetic; the worker supplies the figures of its device.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fleetd.errors import OutOfMemory
 from fleetd.limits import GIB, MIB
@@ -32,11 +32,13 @@ def admit_weights(name: str, weights_bytes: int, available_bytes: int) -> None:
 @dataclass(slots=True)
 class KvBudget:
     """Bytes promised to running requests. A batch is padded to its longest member, so the price of a
-    set of requests is its size times its longest length."""
+    set of requests is its size times its longest length; what is lent to other machines' prompts, which
+    are never in a batch, is counted as it is."""
 
     budget_bytes: int
     bytes_per_token: int
     _tokens: dict[str, int]
+    _lent: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, budget_bytes: int, bytes_per_token: int) -> KvBudget:
@@ -45,7 +47,17 @@ class KvBudget:
     def price(self, request: str, tokens: int) -> int:
         """Bytes in use if ``request``, running or not, held ``tokens``."""
         others = [held for name, held in self._tokens.items() if name != request]
-        return (len(others) + 1) * max([tokens, *others]) * self.bytes_per_token
+        return (len(others) + 1) * max([tokens, *others]) * self.bytes_per_token + sum(self._lent.values())
+
+    def lend(self, name: str, n_bytes: int) -> None:
+        """Promise bytes to a part of another machine's prompt. Raises OutOfMemory; it would not wait."""
+        if self.used_bytes + n_bytes > self.budget_bytes:
+            raise OutOfMemory(
+                f"This part of a prompt needs {human(n_bytes)} of KV cache; "
+                f"{human(self.budget_bytes - self.used_bytes)} of {human(self.budget_bytes)} are free.",
+                hint="The machine that answers does it alone, or with others.",
+            )
+        self._lent[name] = n_bytes
 
     def take(self, request: str, tokens: int) -> bool:
         """Promise ``tokens`` to a request, new or growing. False, and nothing changes, if they do not fit."""
@@ -82,9 +94,9 @@ class KvBudget:
 
     def give_back(self, request: str) -> None:
         self._tokens.pop(request, None)
+        self._lent.pop(request, None)
 
     @property
     def used_bytes(self) -> int:
-        if not self._tokens:
-            return 0
-        return len(self._tokens) * max(self._tokens.values()) * self.bytes_per_token
+        batch = len(self._tokens) * max(self._tokens.values(), default=0) * self.bytes_per_token
+        return batch + sum(self._lent.values())

@@ -1,10 +1,14 @@
-"""The workers of this machine: one per loaded model, started when needed, ended when idle or in the way."""
+"""The workers of this machine: one per loaded model, started when needed, ended when idle or in the way.
+
+A model that does not fit can still help others: then its worker has some of its layers only, and answers
+nothing itself.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,6 +39,19 @@ class PoolOptions:
     idle_unload_s: float = 1800.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A model, or layers [first, last) of it; (0, 0) is all."""
+
+    folder: ModelFolder
+    first: int = 0
+    last: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.name}[{self.first}:{self.last}]" if self.last else self.folder.name
+
+
 @dataclass
 class EnginePool:
     options: PoolOptions = field(default_factory=PoolOptions)
@@ -62,10 +79,8 @@ class EnginePool:
 
         Raises FleetError: why the load or the request failed. Closing the generator cancels the request.
         """
-        name = folder.name
-        self._claims[name] = self._claims.get(name, 0) + 1
-        try:
-            async for item in self._acquire(folder):
+        with self._claim(folder.name):
+            async for item in self._acquire(_Wanted(folder)):
                 if not isinstance(item, EngineProcess):
                     yield item
                     continue
@@ -75,21 +90,60 @@ class EnginePool:
                         yield event
                 finally:
                     await events.aclose()
-        finally:
-            self._claims[name] -= 1
 
     async def load(self, folder: ModelFolder) -> None:
         """Load without a request. Raises as ``stream``."""
-        async for _ in self._acquire(folder):
+        async for _ in self._acquire(_Wanted(folder)):
             pass
 
+    def engine(self, folder: ModelFolder) -> EngineProcess | None:
+        """The worker that has the whole model, if it is ready."""
+        engine = self._engines.get(folder.name)
+        return engine if engine is not None and engine.state == "ready" else None
+
+    @asynccontextmanager
+    async def assisting(self, folder: ModelFolder, first: int, last: int) -> AsyncIterator[EngineProcess]:
+        """A ready worker that has layers [first, last), not unloaded for others meanwhile.
+
+        One is loaded if need be: with the whole model where it fits beside what is loaded, so that it can
+        answer too, else with these layers, for which idle models make room. Raises as ``stream``.
+        """
+        name = await self._holding(folder, first, last)
+        with self._claim(name):
+            yield self._engines[name]
+
+    async def _holding(self, folder: ModelFolder, first: int, last: int) -> str:
+        """Which worker has these layers; loads one."""
+        whole, part = _Wanted(folder), _Wanted(folder, first, last)
+        for name, engine in self._engines.items():
+            held = engine.settings
+            if engine.state == "ready" and (
+                name == whole.name
+                or (held.path == str(folder.path) and held.first_layer <= first < last <= held.last_layer)
+            ):
+                return name
+        try:
+            async for _ in self._acquire(whole, evict=False):
+                pass
+        except OutOfMemory as error:
+            log.info("engine.part", model=folder.name, layers=f"{first}:{last}", reason=str(error))
+        else:
+            return whole.name
+        with self._claim(part.name):
+            async for _ in self._acquire(part):
+                pass
+        return part.name
+
     async def unload(self, name: str) -> bool:
-        """End a worker; its running requests fail with EngineDied. False where none runs."""
-        engine = self._engines.pop(name, None)
-        if engine is None:
-            return False
-        await engine.stop()
-        return True
+        """End a model's workers; their running requests fail with EngineDied. False where none runs."""
+        parts = [
+            other
+            for other, engine in self._engines.items()
+            if engine.settings.last_layer and other.rpartition("[")[0] == name
+        ]
+        engines = [engine for n in (name, *parts) if (engine := self._engines.pop(n, None)) is not None]
+        await asyncio.gather(*(engine.stop() for engine in engines))
+        return bool(engines)
 
     def status(self) -> list[EngineStatus]:
         return [engine.status for engine in self._engines.values()]
@@ -98,21 +152,32 @@ class EnginePool:
         """End all workers."""
         await asyncio.gather(*(self.unload(name) for name in list(self._engines)))
 
-    async def _acquire(self, folder: ModelFolder) -> AsyncGenerator[Loading | EngineProcess, None]:
+    @contextmanager
+    def _claim(self, name: str) -> Iterator[None]:
+        """Not unloaded to make room for others meanwhile."""
+        self._claims[name] = self._claims.get(name, 0) + 1
+        try:
+            yield
+        finally:
+            self._claims[name] -= 1
+
+    async def _acquire(
+        self, wanted: _Wanted, *, evict: bool = True
+    ) -> AsyncGenerator[Loading | EngineProcess, None]:
         """Progress, then the ready engine. Two first requests share one load; idle models make room."""
         while True:
             # One load at a time: each looks at the memory that is free, and would count the same bytes.
-            while other := self._loading_besides(folder.name):
+            while other := self._loading_besides(wanted.name):
                 yield Loading(f"waiting for {other.settings.name} to load")
                 with suppress(FleetError):  # its own requests hear of that
                     async for _ in other.loaded():
                         pass
-            engine = await self._running(folder)
+            engine = await self._running(wanted)
             try:
                 async for progress in engine.loaded():
                     yield progress
             except OutOfMemory:
-                if not await self._evict_idle(besides=folder.name):
+                if not evict or not await self._evict_idle(besides=wanted.name):
                     raise
                 continue
             yield engine
@@ -123,40 +188,46 @@ class EnginePool:
             return None
         return next((e for e in self._engines.values() if e.state == "loading"), None)
 
-    async def _running(self, folder: ModelFolder) -> EngineProcess:
-        async with self._starting.setdefault(folder.name, asyncio.Lock()):
-            engine = self._engines.get(folder.name)
+    async def _running(self, wanted: _Wanted) -> EngineProcess:
+        name = wanted.name
+        async with self._starting.setdefault(name, asyncio.Lock()):
+            engine = self._engines.get(name)
             if engine is not None and engine.state in ("loading", "ready"):
                 return engine
             if engine is not None:
-                await self.unload(folder.name)
-            o = self.options
-            record = self.record_path(folder)
+                # Only this one: unloading would also end what helps with other layers.
+                del self._engines[name]
+                await engine.stop()
             engine = EngineProcess(
-                WorkerSettings(
-                    name=folder.name,
-                    path=str(folder.path),
-                    record=str(record) if record else "",
-                    device=o.device,  # type: ignore[arg-type]  # validated by config
-                    threads=o.threads,
-                    max_memory_bytes=o.max_memory_bytes,
-                    memory_fraction=o.memory_fraction,
-                    max_streams=o.max_streams,
-                    prefill_chunk_tokens=o.prefill_chunk_tokens,
-                    prefix_cache_bytes=o.prefix_cache_bytes,
-                ),
-                restarts=self._deaths.get(folder.name, 0),
-                on_exit=self._exited,
+                self._settings(wanted), restarts=self._deaths.get(name, 0), on_exit=self._exited
             )
-            self._engines[folder.name] = engine
+            self._engines[name] = engine
             try:
                 await engine.start()
             except BaseException:
                 # Refused or cancelled; whoever comes next must not wait for what was never started.
-                if self._engines.get(folder.name) is engine:
-                    del self._engines[folder.name]
+                if self._engines.get(name) is engine:
+                    del self._engines[name]
                 raise
             return engine
+
+    def _settings(self, wanted: _Wanted) -> WorkerSettings:
+        o, folder = self.options, wanted.folder
+        record = self.record_path(folder)
+        return WorkerSettings(
+            name=wanted.name,
+            path=str(folder.path),
+            record=str(record) if record else "",
+            device=o.device,  # type: ignore[arg-type]  # validated by config
+            threads=o.threads,
+            max_memory_bytes=o.max_memory_bytes,
+            memory_fraction=o.memory_fraction,
+            max_streams=o.max_streams,
+            prefill_chunk_tokens=o.prefill_chunk_tokens,
+            prefix_cache_bytes=o.prefix_cache_bytes,
+            first_layer=wanted.first,
+            last_layer=wanted.last,
+        )
 
     async def _evict_idle(self, besides: str) -> bool:
         """Unload the model that has been idle longest. False where every other one is in use."""

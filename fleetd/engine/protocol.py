@@ -7,7 +7,7 @@ unknown tags are a bug and raise.
     daemon → worker   Generate, Share | Alone (where Generate asked for it), Assist, Cancel, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
                       Accepted, Prefill*, Shared?, (Delta | ToolCall)*, Finished | Failed
-                      for each Assist: Assisted | Failed
+                      for each Assist: Accepted, Assisted | Failed
                       and Beat at least every ``limits.ENGINE_BEAT_S``
 
 Streams to other machines' workers come beside it, on a channel that can carry sockets: ``sealed.handoff``
@@ -130,7 +130,8 @@ class Alone(msgspec.Struct, frozen=True, tag="alone", omit_defaults=True):
 
 
 class Assist(msgspec.Struct, frozen=True, tag="assist"):
-    """Do machine ``place``'s part of a split; answered by Assisted or Failed.
+    """Do machine ``place``'s part of a split; answered by Accepted once its memory is reserved, then by
+    Assisted, or by Failed.
 
     Its streams are "home" (to the machine that answers) and between neighbours in the chain "in" and "out":
     where layers are split they carry hidden states (the last helper's "out" ends at the machine that answers,
@@ -355,12 +356,17 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", omit_defaults=True):
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
-    """Proof of progress: ``steps`` counts forward passes since load and only grows."""
+    """Proof of progress: ``steps`` counts forward passes since load and only grows.
+
+    ``held_up``: there is work, and all of it waits for other machines or for word how to go on.
+    """
 
     steps: int
     prefilling: int = 0
     decoding: int = 0
     waiting: int = 0
+    assisting: int = 0
+    held_up: bool = False
     kv_bytes: int = 0
     prefix_bytes: int = 0
     prefix_entries: int = 0

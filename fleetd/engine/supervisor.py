@@ -19,7 +19,11 @@ import structlog
 
 from fleetd import limits
 from fleetd.engine import protocol
+from fleetd.engine.channel import Giver
 from fleetd.engine.protocol import (
+    Alone,
+    Assist,
+    Assisted,
     Beat,
     Cancel,
     Event,
@@ -29,7 +33,9 @@ from fleetd.engine.protocol import (
     LoadFailed,
     Loading,
     Ready,
+    Share,
     Shutdown,
+    StreamTag,
 )
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import EngineDied, EngineStalled, FleetError, Overloaded, from_code
@@ -65,6 +71,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     prefilling: int
     decoding: int
     waiting: int
+    assisting: int
     steps: int
     progress_age_s: float
     idle_s: float
@@ -104,6 +111,7 @@ class EngineProcess:
         self._progress_at = self._used_at = asyncio.get_running_loop().time()
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._giver: Giver | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -115,15 +123,19 @@ class EngineProcess:
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
+        channel, their_channel = socket.socketpair()
+        self._giver = Giver(channel)
         try:
-            with theirs:
+            with theirs, their_channel:
                 self._process = await asyncio.create_subprocess_exec(
                     *self.command,
                     "--fd",
                     str(theirs.fileno()),
+                    "--streams-fd",
+                    str(their_channel.fileno()),
                     "--settings",
                     msgspec.json.encode(self.settings).decode(),
-                    pass_fds=[theirs.fileno()],
+                    pass_fds=[theirs.fileno(), their_channel.fileno()],
                     stdin=asyncio.subprocess.DEVNULL,
                     stdout=asyncio.subprocess.DEVNULL,
                     stderr=asyncio.subprocess.PIPE,
@@ -133,8 +145,9 @@ class EngineProcess:
             self.pid = self._process.pid
             reader, self._writer = await asyncio.open_connection(sock=ours)
         except BaseException as error:
-            # Refused or cancelled half way: nobody else knows of the socket and the process.
+            # Refused or cancelled half way: nobody else knows of the sockets and the process.
             ours.close()
+            self._giver.close()
             self.kill()
             self.state = "failed"
             if not isinstance(error, OSError):
@@ -211,19 +224,63 @@ class EngineProcess:
 
         Raises the error of a Failed request, EngineDied, or Overloaded where the consumer is too slow.
         """
+        async with contextlib.aclosing(self._exchange(request, Finished)) as events:
+            async for event in events:
+                yield event
+
+    async def assist(self, assist: Assist) -> AsyncGenerator[Event, None]:
+        """Accepted once there is memory for it, and at the end Assisted. Closing the generator cancels it.
+
+        Raises as ``stream``.
+        """
+        async with contextlib.aclosing(self._exchange(assist, Assisted)) as events:
+            async for event in events:
+                yield event
+
+    def share(self, share: Share) -> None:
+        """How a prompt that waits is prefilled; its streams are given with ``give_stream``.
+
+        Nothing happens where the request has ended.
+        """
+        self._tell(share)
+
+    def alone(self, request_id: str, reason: str = "") -> None:
+        """Let a prompt that waits, or that is being shared, go on here. Ignored where there is none."""
+        self._tell(Alone(request_id, reason))
+
+    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
+        """Hand a connected socket to the worker; it is closed here in any case. Raises EngineDied."""
+        if self.state != "ready" or self._giver is None:
+            sock.close()
+            raise self._not_running()
+        await self._giver.give(tag, sock)
+
+    def _tell(self, command: Share | Alone | Cancel) -> None:
+        if self.state == "ready" and self._writer is not None:
+            # A worker that is gone is noticed where its answers are awaited.
+            with contextlib.suppress(ConnectionError, RuntimeError):
+                self._writer.write(protocol.encode(command))
+
+    def _not_running(self) -> FleetError:
+        return self.error or EngineDied(
+            f"The engine for {self.settings.name} is not running.", retry_after_s=1
+        )
+
+    async def _exchange(
+        self, command: Generate | Assist, last: type[Finished] | type[Assisted]
+    ) -> AsyncGenerator[Event, None]:
         if self.state != "ready" or self._writer is None:
-            raise self.error or EngineDied(
-                f"The engine for {self.settings.name} is not running.", retry_after_s=1
-            )
+            raise self._not_running()
         queue: asyncio.Queue[Event | FleetError] = asyncio.Queue(limits.EVENTS_QUEUED)
         now = asyncio.get_running_loop().time()
         if not self._streams:
             self._progress_at = now
-        self._streams[request.id] = queue
-        self._preparing[request.id] = now
+        self._streams[command.id] = queue
+        if isinstance(command, Generate):
+            self._preparing[command.id] = now
         done = False
         try:
-            self._writer.write(protocol.encode(request))
+            self._writer.write(protocol.encode(command))
             await self._writer.drain()
             while not done:
                 event = await queue.get()
@@ -233,18 +290,17 @@ class EngineProcess:
                 if isinstance(event, Failed):
                     done = True
                     raise from_code(event.code, event.message, hint=event.hint, param=event.param)
-                done = isinstance(event, Finished)
+                done = isinstance(event, last)
                 yield event
         except ConnectionError as error:
             done = True
             raise self._death() from error
         finally:
-            self._streams.pop(request.id, None)
-            self._preparing.pop(request.id, None)
+            self._streams.pop(command.id, None)
+            self._preparing.pop(command.id, None)
             self._used_at = asyncio.get_running_loop().time()
-            if not done and self.state == "ready":
-                with contextlib.suppress(ConnectionError, RuntimeError):
-                    self._writer.write(protocol.encode(Cancel(request.id)))
+            if not done:
+                self._tell(Cancel(command.id))
 
     def check(self) -> None:
         """Kill a worker that has work and makes no progress. Called every second or so by the pool."""
@@ -299,6 +355,7 @@ class EngineProcess:
             prefilling=beat.prefilling,
             decoding=beat.decoding,
             waiting=beat.waiting + len(self._preparing),
+            assisting=beat.assisting,
             steps=beat.steps,
             progress_age_s=round(now - self._progress_at, 3) if self._streams else 0.0,
             idle_s=round(self.idle_s, 3),
@@ -331,7 +388,9 @@ class EngineProcess:
         now = asyncio.get_running_loop().time()
         match report:
             case Beat():
-                if report.steps != self._beat.steps:
+                # One that can only wait for other machines is as alive as one that computes, and bounds
+                # its waits itself.
+                if report.steps != self._beat.steps or report.held_up:
                     self._progress_at = now
                 self._beat = report
             case Loading():
@@ -362,8 +421,7 @@ class EngineProcess:
                     self._streams.pop(report.id)
                     queue.get_nowait()
                     queue.put_nowait(Overloaded("The answer is read too slowly; it was stopped."))
-                    if self._writer is not None:
-                        self._writer.write(protocol.encode(Cancel(report.id)))
+                    self._tell(Cancel(report.id))
                     return
                 queue.put_nowait(report)
 
@@ -371,6 +429,8 @@ class EngineProcess:
         """The worker's end of the socket closed: it exited, crashed or was killed."""
         before, self.state = self.state, "failed"
         self.error = self.error or self._death()
+        if self._giver is not None:
+            self._giver.close()
         if before != "stopping":
             self.kill()  # a worker that closed its socket but lives on would keep the memory
             await process.wait()

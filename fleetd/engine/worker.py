@@ -4,8 +4,9 @@
     reader thread    socket → commands; at end of file the daemon is gone and so is this process
     prompt thread    chat templates and tokenization, so that a long prompt does not hold up decoding
     writer thread    reports → socket
+    channel thread   sockets to other machines' workers, as the daemon hands them over
 
-Started by ``supervisor.py`` as ``python -m fleetd.engine.worker --fd N --settings JSON``.
+Started by ``supervisor.py`` as ``python -m fleetd.engine.worker --fd N --streams-fd N --settings JSON``.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fleetd.engine import cpu, protocol
+from fleetd.engine.channel import take_all
 from fleetd.engine.chunks import Chunks, FixedChunks, PacedChunks
 from fleetd.engine.protocol import Cancel, Failed, Generate, LoadFailed, Report, Shutdown
 from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.streams import Streams
 from fleetd.errors import EngineError, FleetError
 
 if TYPE_CHECKING:
@@ -163,6 +166,7 @@ class Front:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="fleetd-engine")
     parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--streams-fd", type=int, required=True)
     parser.add_argument("--settings", required=True)
     arguments = parser.parse_args()
     settings = msgspec.json.decode(arguments.settings, type=WorkerSettings)
@@ -184,6 +188,9 @@ def main() -> int:
         )
         link.flush()
         return EXIT_LOAD_FAILED
+    streams = Streams()
+    channel = socket.socket(fileno=arguments.streams_fd)
+    threading.Thread(target=take_all, args=(channel, streams.put), name="channel", daemon=True).start()
     front = Front(link, scheduler, loaded)
     threading.Thread(target=front.read, args=(protocol.commands(),), name="reader", daemon=True).start()
     try:

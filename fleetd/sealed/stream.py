@@ -6,6 +6,7 @@ socket was slower at every chunk size on two cores, where the other end's proces
 
 from __future__ import annotations
 
+import select
 import socket
 from collections.abc import Iterator
 
@@ -68,6 +69,14 @@ class SealedReceiver:
         self._plain = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
         self._rest = self._plain[:0]
         self._received = 0
+
+    def wait(self) -> None:
+        """Until there is something to receive, or the stream broke: as long as it takes."""
+        if self._rest or self._opener.finished:
+            return
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.poll()
 
     def receive_into(self, buffer: bytearray | memoryview) -> int:
         """Fill ``buffer``, across chunks; returns its length, or less where the stream ends.

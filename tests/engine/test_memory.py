@@ -62,3 +62,18 @@ def test_weights_at_what_is_free_and_one_byte_past_it() -> None:
 )
 def test_sizes_for_people(n: int, text: str) -> None:
     assert human(n) == text
+
+
+def test_what_is_lent_counts_as_it_is_and_comes_back() -> None:
+    budget = KvBudget.of(1000, 1)
+    assert budget.take("answer", 300)
+    budget.lend("assist", 500)
+    # Not times two, as a second answer in the batch would be.
+    assert budget.used_bytes == 800
+    with pytest.raises(OutOfMemory, match="need"):
+        budget.lend("another", 201)
+    assert not budget.take("answer", 501)
+    assert budget.take("answer", 500)
+    budget.give_back("assist")
+    assert budget.used_bytes == 500
+    budget.lend("another", 500)

@@ -15,6 +15,10 @@ from fleetd import limits
 from fleetd.engine import protocol
 from fleetd.engine.protocol import (
     Accepted,
+    Alone,
+    Arithmetic,
+    Assist,
+    Assisted,
     Beat,
     Cancel,
     ChatPrompt,
@@ -30,7 +34,10 @@ from fleetd.engine.protocol import (
     Ready,
     Report,
     Sampling,
+    Share,
+    Shared,
     Shutdown,
+    StepTime,
     TextPrompt,
     Timings,
     TokenLogprob,
@@ -39,13 +46,18 @@ from fleetd.engine.protocol import (
     TopLogprob,
     Usage,
 )
+from fleetd.plan.split import Split
 
+SPLIT = Split("layers", (0, 3, 8), 8, 16, 400, 128)
 COMMANDS: list[Any] = [
     Generate("a", ChatPrompt([{"role": "user", "content": "hé"}], [{"x": [1, None]}], {"name": "f"})),
     Generate(
         "b", TextPrompt("text"), Sampling(0.5, seed=-(1 << 63), logit_bias={3: -1.5}), 7, ["s"], 3, True
     ),
     Generate("c", TokenPrompt([0, 1, 1 << 31])),
+    Share("a", SPLIT, 1.5, True),
+    Alone("a", "no helper"),
+    Assist("d", SPLIT, 0),
     Cancel("a"),
     Shutdown(),
 ]
@@ -53,8 +65,16 @@ REPORTS: list[Any] = [
     Loading("reading", 3, 9),
     Ready("llama", "cpu", "float32", 2, 8, 64, 1 << 40, 3, 4, True, False, True, 0.5, {"mlx": "1"}),
     LoadFailed("out_of_memory", "no", "hint"),
-    Accepted("a", 3),
+    msgspec.structs.replace(
+        Ready("llama", "cpu", "float32", 8, 8, 64, 1 << 40, 3, 4, False, False, False, 0.5, {}),
+        first_layer=3,
+        last_layer=8,
+        arithmetic=Arithmetic("avx512", "float32", {"mlx": "1"}, 3, [b"12345678"] * 5, "any"),
+    ),
+    Accepted("a", 3, 1, 128, True),
     Prefill("a", 1, 3, 1),
+    Shared("a", [StepTime("computed", 0.5, 3)], "peer_lost", "gone", 7),
+    Assisted("d", [StepTime("computed", 0.5)]),
     Delta(
         "a",
         "\U0001f600",
@@ -65,7 +85,7 @@ REPORTS: list[Any] = [
     ToolCall("a", 0, "id", "f", "{}"),
     Finished("a", "length", Usage(1, 2, 3, 4), Timings(0.1, 0.2, 0.3), "stop"),
     Failed("a", "bad_request", "no", "hint", "param"),
-    Beat(3, 1, 2, 3, 4, 5, 6, 7, 8, 9),
+    Beat(3, 1, 2, 3, 4, True, 5, 6, 7, 8, 9),
 ]
 
 

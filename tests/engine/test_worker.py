@@ -252,8 +252,9 @@ async def test_killed_worker_ends_the_stream_within_two_seconds_and_the_next_req
 def test_worker_goes_when_the_daemon_is_gone(chain_path: Path) -> None:
     """A daemon that is killed cannot say goodbye: all the worker sees is the end of its socket."""
     ours, theirs = socket.socketpair()
+    channel, their_channel = socket.socketpair()
     settings = WorkerSettings(name="chain", path=str(chain_path), device="cpu", max_memory_bytes=2 << 30)
-    with ours, theirs:
+    with ours, theirs, channel, their_channel:
         worker = subprocess.Popen(
             [
                 sys.executable,
@@ -261,10 +262,12 @@ def test_worker_goes_when_the_daemon_is_gone(chain_path: Path) -> None:
                 "fleetd.engine.worker",
                 "--fd",
                 str(theirs.fileno()),
+                "--streams-fd",
+                str(their_channel.fileno()),
                 "--settings",
                 msgspec.json.encode(settings).decode(),
             ],
-            pass_fds=[theirs.fileno()],
+            pass_fds=[theirs.fileno(), their_channel.fileno()],
             stderr=subprocess.DEVNULL,
         )
         reports = protocol.reports()

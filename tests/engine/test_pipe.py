@@ -1,0 +1,241 @@
+"""Frames over a real sealed socket: they land where they belong, and every way to break is told."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from fleetd import limits
+from fleetd.engine import pipe
+from fleetd.engine.frames import HEAD_BYTES, Frame, Head, Kind
+from fleetd.engine.pipe import SocketPipe
+from fleetd.errors import EngineError, FleetError, PeerLost, ProtocolError, SealBroken
+from fleetd.sealed.stream import SealedSender
+
+KEY = bytes(range(32))
+WAIT_S = 20.0
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    return near, far
+
+
+def rows(*sizes: int, layer: int = 0) -> Head:
+    first, *rest = sizes
+    return Head(Kind.ROWS, layer, 0, 1, (first, sum(rest)), 0, b"prefix--")
+
+
+class End:
+    """A pipe, with somewhere to put what comes, and an event to wait on."""
+
+    def __init__(self, sock: socket.socket, role: str) -> None:
+        self.woken = threading.Event()
+        self.placed: list[Head] = []
+        self.sock = sock
+        self.pipe = SocketPipe(sock, KEY, role, place=self.place, wake=self.woken.set)  # type: ignore[arg-type]
+
+    def place(self, head: Head) -> list[memoryview]:
+        self.placed.append(head)
+        return [memoryview(bytearray(size)) for size in head.sizes]
+
+    def until(self, done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not done():
+            assert time.monotonic() < deadline, "nothing came"
+            self.woken.wait(0.05)
+            self.woken.clear()
+
+    def frame(self) -> Frame:
+        found: list[Frame] = []
+
+        def came() -> bool:
+            if (frame := self.pipe.receive()) is not None:
+                found.append(frame)
+            return bool(found)
+
+        self.until(came)
+        return found[0]
+
+    def broken(self) -> FleetError:
+        errors: list[FleetError] = []
+
+        def broke() -> bool:
+            try:
+                assert self.pipe.receive() is None
+            except FleetError as error:
+                errors.append(error)
+            return bool(errors)
+
+        self.until(broke)
+        return errors[0]
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[End, End]]:
+    near, far = tcp_pair()
+    here, there = End(near, "connector"), End(far, "acceptor")
+    yield here, there
+    here.pipe.close()
+    there.pipe.close()
+
+
+def pipe_threads() -> int:
+    return sum(thread.name.startswith("pipe-") for thread in threading.enumerate())
+
+
+def test_frames_of_all_sizes_arrive_whole_and_in_order(ends: tuple[End, End]) -> None:
+    here, there = ends
+    chunk, whole = limits.SEALED_CHUNK_BYTES, pipe.WHOLE_BYTES
+    sizes = [(0, 0), (1, 0), (10, whole), (whole - 1, whole - 1), (whole, 3), (chunk, chunk + 1), (3, chunk)]
+    for number, pair in enumerate(sizes):
+        here.pipe.send(rows(*pair, layer=number), *(memoryview(os.urandom(size)) for size in pair))
+    frames = [there.frame() for _ in sizes]
+    assert [frame.head.layer for frame in frames] == list(range(len(sizes)))
+    assert [tuple(len(b) for b in frame.buffers) for frame in frames] == sizes
+    here.until(lambda: here.pipe.backlog == 0)
+
+
+def test_many_short_buffers_are_one_payload(ends: tuple[End, End]) -> None:
+    """One key head's rows lie apart from the next one's; what arrives is their bytes one after the other."""
+    here, there = ends
+    parts = [os.urandom(size) for size in (1000, 140_000, 5, 64_000, 64_000) * 12]
+    data = b"".join(parts)
+    here.pipe.send(Head(Kind.ROWS, 1, 0, 1, (len(data), 0)), *map(memoryview, parts))
+    frame = there.frame()
+    assert bytes(frame.buffers[0]) == data
+
+
+def test_both_directions_at_once(ends: tuple[End, End]) -> None:
+    here, there = ends
+    payload = memoryview(bytes(3 << 20))
+    for end in ends:
+        for layer in range(8):
+            end.pipe.send(rows(len(payload), layer=layer), payload)
+    for end in ends:
+        assert [end.frame().head.layer for _ in range(8)] == list(range(8))
+    assert here.pipe.receive() is there.pipe.receive() is None
+
+
+def test_send_does_not_wait_for_a_side_that_reads_nothing() -> None:
+    near, far = tcp_pair()
+    with far:
+        end = End(near, "connector")
+        payload = memoryview(bytes(8 << 20))
+        for _ in range(8):
+            end.pipe.send(rows(len(payload)), payload)
+        assert end.pipe.backlog > 48 << 20
+        assert end.pipe.receive() is None
+        end.pipe.close()  # at once, with all that queued
+    assert pipe_threads() == 0
+
+
+def test_a_finished_stream_is_no_broken_one(ends: tuple[End, End]) -> None:
+    here, there = ends
+    here.pipe.send(rows(10), memoryview(bytes(10)))
+    here.pipe.finish()
+    here.until(lambda: here.pipe.backlog == 0)
+    here.pipe.close()
+    assert there.frame().head.sizes == (10, 0)
+    for thread in there.pipe._threads[1:]:
+        thread.join(WAIT_S)
+    assert there.pipe.receive() is None
+
+
+def test_a_side_that_goes_is_lost_after_its_last_frame(ends: tuple[End, End]) -> None:
+    here, there = ends
+    here.pipe.send(rows(10), memoryview(bytes(10)))
+    here.until(lambda: here.pipe.backlog == 0)
+    here.pipe.close()
+    assert there.frame().head.sizes == (10, 0)
+    assert isinstance(there.broken(), PeerLost)
+    # It stays broken, and what is sent into it does no harm.
+    there.pipe.send(rows(10), memoryview(bytes(10)))
+    assert isinstance(there.broken(), PeerLost)
+
+
+def test_a_frame_that_is_not_due_is_refused_before_its_payload(ends: tuple[End, End]) -> None:
+    here, there = ends
+
+    def refuse(head: Head) -> list[memoryview]:
+        raise ProtocolError("not due")
+
+    there.pipe._place = refuse
+    payload = memoryview(bytes(64 << 20))
+    here.pipe.send(rows(len(payload)), payload)
+    assert there.broken().message == "not due"
+    # The other side hears of it at once instead of sending the rest.
+    assert isinstance(here.broken(), PeerLost)
+
+
+def test_buffers_of_another_size_are_never_filled(ends: tuple[End, End]) -> None:
+    here, there = ends
+    there.pipe._place = lambda head: [memoryview(bytearray(11))]
+    here.pipe.send(rows(10), memoryview(bytes(10)))
+    assert isinstance(there.broken(), ProtocolError)
+
+
+def test_a_bug_in_placing_is_an_error_and_no_silence(
+    ends: tuple[End, End], capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, there = ends
+    there.pipe._place = lambda head: [][0]
+    here.pipe.send(rows(10), memoryview(bytes(10)))
+    assert type(there.broken()) is EngineError
+    assert "IndexError" in capsys.readouterr().err
+
+
+def test_garbage_instead_of_a_sealed_stream() -> None:
+    near, far = tcp_pair()
+    end = End(near, "connector")
+    with far:
+        far.sendall(os.urandom(4096))
+        assert isinstance(end.broken(), SealBroken | PeerLost)
+    end.pipe.close()
+
+
+@pytest.mark.parametrize(
+    "sent", [HEAD_BYTES - 1, HEAD_BYTES + 5], ids=["within the head", "within the payload"]
+)
+def test_a_stream_that_ends_within_a_frame(sent: int) -> None:
+    near, far = tcp_pair()
+    end = End(near, "connector")
+    sender = SealedSender(far, KEY, "acceptor")
+    sender.send((rows(10).pack() + bytes(10))[:sent])
+    sender.finish()
+    assert isinstance(end.broken(), ProtocolError)
+    assert end.placed == ([rows(10)] if sent > HEAD_BYTES else [])
+    end.pipe.close()
+    far.close()
+
+
+def test_closing_leaves_no_thread_and_no_descriptor() -> None:
+    before, threads = psutil.Process().num_fds(), pipe_threads()
+    for _ in range(3):
+        here, there = (End(s, r) for s, r in zip(tcp_pair(), ("connector", "acceptor"), strict=True))
+        here.pipe.send(rows(5), memoryview(bytes(5)))
+        for end in (here, there):
+            end.pipe.close()
+            end.pipe.close()
+    assert psutil.Process().num_fds() == before
+    assert pipe_threads() == threads
+
+
+def test_silence_between_frames_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other side may compute for longer than a connection may be quiet within a frame."""
+    monkeypatch.setattr(limits, "SEALED_STALL_S", 0.05)
+    near, far = tcp_pair()
+    here, there = End(near, "connector"), End(far, "acceptor")
+    assert not there.woken.wait(0.3)
+    here.pipe.send(rows(5), memoryview(bytes(5)))
+    assert there.frame().head.sizes == (5, 0)
+    here.pipe.close()
+    there.pipe.close()
