@@ -1,0 +1,245 @@
+"""Machines that agree on shared prefills: real nodes on loopback, engines that only look like engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "p2p"))
+
+from fleet_nodes import introduce, running, settings, together
+
+from fleetd.engine.protocol import (
+    Accepted,
+    Arithmetic,
+    Assist,
+    Assisted,
+    Event,
+    Ready,
+    Share,
+    StepTime,
+    StreamTag,
+)
+from fleetd.errors import FleetError
+from fleetd.jobs import share_wire as wire
+from fleetd.jobs.assisting import Assists
+from fleetd.jobs.remote import Stream
+from fleetd.jobs.ways import Ways
+from fleetd.p2p.cards import Card, ModelCard
+from fleetd.p2p.node import Node
+from fleetd.plan.split import Split
+
+WITHIN_S = 20.0
+DIGEST = "d" * 64
+LAYERS = 4
+ARITHMETIC = Arithmetic(
+    "cpu",
+    "float32",
+    {"mlx": "1", "mlx-lm": "1"},
+    layers=[bytes([n]) * 8 for n in range(LAYERS)],
+    chunks="any",
+)
+FACTS = Ready(
+    architecture="llama",
+    device="cpu",
+    dtype="float32",
+    layers=LAYERS,
+    vocab_size=100,
+    context_tokens=8192,
+    weights_bytes=1000,
+    kv_bytes_per_token=1024,
+    kv_budget_bytes=1 << 30,
+    has_chat_template=True,
+    tool_calls=False,
+    reasoning=False,
+    load_s=1.0,
+    versions=ARITHMETIC.versions,
+    prefill_tok_s=100.0,
+    decode_tok_s=10.0,
+    hidden_bytes=256,
+    arithmetic=ARITHMETIC,
+)
+STEPS = [StepTime("compute", 0.5, 1000)]
+
+
+def split(helpers: int = 1, kind: Any = "layers", home: bool = True) -> Split:
+    """Of 4 layers and 1024 tokens among so many helpers and, if it has a part at all, home."""
+    parts = helpers + home
+    whole = LAYERS if kind == "layers" else 1024
+    cuts = [whole * n // parts for n in range(parts + 1)] if home else [*range(helpers), whole, whole]
+    return Split(kind, tuple(cuts), LAYERS, 0, 1024, 256)
+
+
+@dataclass
+class FakeEngine:
+    """Takes what it is given; an assist ends when ``end`` is set, or with ``error``."""
+
+    facts: Ready | None = FACTS
+    error: FleetError | None = None
+    steps: list[StepTime] = field(default_factory=lambda: list(STEPS))
+    end: asyncio.Event = field(default_factory=asyncio.Event)
+    assists: list[Assist] = field(default_factory=list)
+    shares: list[Share] = field(default_factory=list)
+    lonely: list[tuple[str, str]] = field(default_factory=list)
+    streams: dict[str, socket.socket] = field(default_factory=dict)
+    tags: dict[str, StreamTag] = field(default_factory=dict)
+    cancelled: int = 0
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def assist(self, assist: Assist) -> AsyncGenerator[Event, None]:
+        if self.error is not None and not self.assists:
+            self.assists.append(assist)
+            raise self.error
+        self.assists.append(assist)
+        try:
+            yield Accepted(assist.id, assist.split.tokens)
+            await self.end.wait()
+            if self.error is not None:
+                raise self.error
+            yield Assisted(assist.id, self.steps)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.cancelled += 1
+            raise
+        finally:
+            await self._notify()
+
+    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
+        self.streams[tag.name], self.tags[tag.name] = sock, tag
+        await self._notify()
+
+    def share(self, share: Share) -> None:
+        self.shares.append(share)
+
+    def alone(self, request_id: str, reason: str = "") -> None:
+        self.lonely.append((request_id, reason))
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(WITHIN_S), self.changed:
+            await self.changed.wait_for(condition)
+
+    def close(self) -> None:
+        for sock in self.streams.values():
+            sock.close()
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+@dataclass
+class FakeFolder:
+    name: str = "m"
+    context_tokens: int = 8192
+
+
+@dataclass
+class FakeAssistPool:
+    """One engine; ``loads`` counts those that had to be loaded for somebody."""
+
+    fake: FakeEngine
+    loaded: bool = True
+    loads: int = 0
+    used: int = 0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def holds(self, folder: Any, first: int, last: int) -> bool:
+        return self.loaded
+
+    def engine(self, folder: Any) -> FakeEngine | None:
+        return self.fake if self.loaded else None
+
+    @contextlib.asynccontextmanager
+    async def assisting(self, folder: Any, first: int, last: int) -> AsyncIterator[FakeEngine]:
+        if not self.loaded:
+            self.loads += 1
+            await self.gate.wait()
+            self.loaded = True
+        self.used += 1
+        try:
+            yield self.fake
+        finally:
+            self.used -= 1
+
+
+class FakeModels:
+    def resolve(self, ref: str) -> FakeFolder:
+        assert ref == "m", "only what the card shows is ever looked for"
+        return FakeFolder()
+
+
+def own_card(name: str, **model: Any) -> Card:
+    fields: dict[str, Any] = {
+        "digest": DIGEST,
+        "state": "loaded",
+        "memory_bytes": 1000,
+        "prefill_tok_s": 100.0,
+    }
+    return Card(name, 1, 1, name=name, models=[ModelCard("m", **fields | model)], available_bytes=1 << 30)
+
+
+class HelperMachine:
+    """A machine that helps: a node and the handlers, over a fake engine."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.engine = FakeEngine()
+        self.pool = FakeAssistPool(self.engine)
+        self.draining = False
+        self.outcomes: list[str] = []
+        self.card = own_card(node.name)
+        self.assists = Assists(
+            Ways(node),
+            self.pool,
+            FakeModels(),
+            lambda: self.card,
+            draining=lambda: self.draining,
+            finished=self.outcomes.append,
+        )
+        node.handle(wire.ASSIST, self.assists.assist)
+        node.handle(wire.WARM, self.assists.warm)
+
+    @property
+    def node_id(self) -> str:
+        return self.node.identity.node_id
+
+
+class HomePartners:
+    """``agreement.Partners`` on a node."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.ways = Ways(node)
+        self.expect = self.ways.expect
+        self.connect = self.ways.connect
+        self.asked: list[tuple[str, str]] = []
+
+    @property
+    def node_id(self) -> str:
+        return self.node.identity.node_id
+
+    def request(self, node_id: str, method: str, body: bytes) -> Stream:
+        self.asked.append((node_id, method))
+        return self.node.request(node_id, method, body)
+
+
+@contextlib.asynccontextmanager
+async def machines(folder: Path, helpers: int) -> AsyncIterator[tuple[Node, list[HelperMachine]]]:
+    """A home and its helpers, paired and in session with each other."""
+    home = Node(settings(folder, "home"))
+    others = [HelperMachine(Node(settings(folder, f"helper{n}"))) for n in range(helpers)]
+    nodes = [home, *(other.node for other in others)]
+    try:
+        async with running(*nodes):
+            await introduce(*nodes)
+            await together(nodes)
+            yield home, others
+    finally:
+        for other in others:
+            await other.assists.close()
+            other.engine.close()
