@@ -13,6 +13,8 @@ from dataclasses import dataclass
 # The share of the makers' figures that real programs reach.
 DECODE_SHARE = 0.6
 PREFILL_SHARE = 0.6
+# Of prefill's own share, what attention reaches: products over a head are small, and softmax is in between.
+ATTENTION_SHARE = 0.5
 # Nearly every model in use is quantised to 4 bits, plus half a bit of scales. It matters for prefill alone,
 # and is wrong by the same factor on every machine.
 BITS_PER_WEIGHT = 4.5
@@ -32,6 +34,15 @@ class Hardware:
     def prefill_tok_s(self, weights_bytes: int) -> float:
         weights = max(1, weights_bytes) * 8 / BITS_PER_WEIGHT
         return PREFILL_SHARE * self.flops / (2 * weights)
+
+    def prefill_context_s(self, layers: int, hidden_bytes: int) -> float:
+        """Seconds that each token of context adds to each token: a product with a key and one with a value.
+
+        Args:
+            hidden_bytes: one token's hidden state in 16 bits; taken for the width of all heads together.
+        """
+        width = hidden_bytes / 2
+        return 4 * layers * width / (PREFILL_SHARE * ATTENTION_SHARE * self.flops)
 
     def decode_tok_s(self, weights_bytes: int) -> float:
         return DECODE_SHARE * self.bytes_per_s / max(1, weights_bytes)

@@ -1,0 +1,232 @@
+"""Where to cut a prompt between machines in a given order: the cuts and the chunk size that end first.
+
+Balanced machines finish together, so that is where the search begins; from there one cut at a time moves by a
+layer, or by a chunk, while that helps. With one helper that finds the best cut: the end is the longest of
+paths whose lengths are linear in the layers, which has no second valley.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fleetd.plan.costs import Link, Speed
+from fleetd.plan.schedule import Chain, Place, Prompt, Timeline
+
+CHUNKS = (128, 256, 512, 1024, 2048, 4096)
+# Sizes this close to the best one may still win when their cuts have been moved.
+_CLOSE = 1.05
+# Halvings in the search for the time that balanced machines take; cuts are whole chunks anyway.
+_HALVINGS = 16
+
+Cuts = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Helper:
+    """A helper and its bounds.
+
+    ``room_bytes``: for keys, values and hidden states, and for its part of ``weights_bytes`` (0 where they
+    are loaded). ``step_s``: how long it should compute at a time.
+    """
+
+    place: Place
+    room_bytes: float = math.inf
+    weights_bytes: int = 0
+    step_s: float = math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    cuts: Cuts
+    chunk: int
+    timeline: Timeline
+
+    @property
+    def total_s(self) -> float:
+        return self.timeline.total_s
+
+
+class Search:
+    """For one prompt and one chain of helpers. ``evaluations`` counts the schedules that were priced."""
+
+    def __init__(
+        self, prompt: Prompt, helpers: Sequence[Helper], home: Speed, home_step_s: float = math.inf
+    ) -> None:
+        self._prompt, self._helpers, self._home, self._home_step_s = prompt, helpers, home, home_step_s
+        self._chain = Chain(prompt, [helper.place for helper in helpers], home)
+        links = [helper.place.link for helper in helpers]
+        self._onward: list[Link | None] = [a.and_(b) for a, b in itertools.pairwise(links)]
+        self._onward.append(None)
+        self.evaluations = 0
+
+    def layers(self, *, whole: bool = False) -> Found | None:
+        """As a pipeline of chunks; ``whole``: with nothing for home. None where the helpers lack room."""
+        starts = [(chunk, cuts) for chunk in self._sizes() if (cuts := self._even_layers(chunk, whole=whole))]
+        quick = [start for start in starts if self._steps_fit(*start)] or starts[:1]
+        moved = range(1, len(self._helpers) + (0 if whole else 1))
+        least = 0 if whole else 1
+
+        def price(cuts: Cuts, chunk: int) -> Timeline | None:
+            fits = _apart(cuts, least) and self._layers_fit(cuts, chunk)
+            return self._chain.layers(cuts, chunk) if fits else None
+
+        return self._best(quick, price, moved, lambda chunk: 1)
+
+    def tokens(self) -> Found | None:
+        """Layer after layer, each machine on tokens of its own. None as above, or for too short a prompt."""
+        starts = [(chunk, cuts) for chunk in self._sizes() if (cuts := self._even_tokens(chunk))]
+
+        def price(cuts: Cuts, chunk: int) -> Timeline | None:
+            return self._chain.tokens(cuts, chunk) if _apart(cuts, 1) and self._tokens_fit(cuts) else None
+
+        return self._best(starts, price, range(1, len(self._helpers) + 1), lambda chunk: chunk)
+
+    def _sizes(self) -> list[int]:
+        """Chunk sizes to try, ascending; one that is longer than the prompt is as good as the prompt."""
+        own, new = self._prompt.chunk, len(self._prompt.new)
+        if self._prompt.exact_chunks:
+            return [own]
+        sizes = sorted({*CHUNKS, own})
+        return [size for size in sizes if size <= new] or sizes[:1]
+
+    # ---- Search -------------------------------------------------------------------------------------------
+
+    def _best(
+        self,
+        starts: Sequence[tuple[int, Cuts]],
+        price: Callable[[Cuts, int], Timeline | None],
+        moved: Sequence[int],
+        unit: Callable[[int], int],
+    ) -> Found | None:
+        def at(chunk: int, cuts: Cuts) -> Found | None:
+            found = price(cuts, chunk)
+            self.evaluations += found is not None
+            return Found(cuts, chunk, found) if found is not None else None
+
+        def climbed(found: Found) -> Found:
+            for index, way in _moves(moved):
+                while better := at(found.chunk, _shifted(found.cuts, index, way * unit(found.chunk))):
+                    if better.total_s >= found.total_s:
+                        break
+                    found = better
+            return found
+
+        begun = [found for chunk, cuts in starts if (found := at(chunk, cuts)) is not None]
+        if not begun:
+            return None
+        begun.sort(key=lambda found: found.total_s)
+        close = [found for found in begun if found.total_s <= _CLOSE * begun[0].total_s]
+        # With several helpers the cuts of one size say enough about the others.
+        return min(map(climbed, close if len(moved) <= 1 else close[:1]), key=lambda found: found.total_s)
+
+    # ---- Where balanced machines are cut -------------------------------------------------------------------
+
+    def _even_layers(self, chunk: int, *, whole: bool) -> Cuts | None:
+        """Layers in proportion to how many of them a machine, or its link, gets through in the same time."""
+        prompt, layers = self._prompt, self._prompt.layers
+        sent = prompt.kv_bytes_per_token * len(prompt.new)
+        rates, rooms = [], []
+        for helper in self._helpers:
+            busy_s = max(helper.place.speed.total(1.0, prompt.new, chunk), helper.place.link.seconds(sent))
+            rates.append(1 / busy_s)
+            rooms.append(self._layers_room(helper, chunk))
+        if not whole:
+            rates.append(1 / self._home.total(1.0, prompt.new, chunk))
+        if min(rooms) < 1 or layers < len(rates):
+            return None
+        cuts, left_rate = [0], sum(rates)
+        for i, room in enumerate(rooms):
+            left = layers - cuts[-1]
+            share = left if whole and i == len(rooms) - 1 else round(left * rates[i] / left_rate)
+            # One layer at least for each machine that comes after.
+            cuts.append(cuts[-1] + max(1, min(share, room, left - (len(rates) - 1 - i))))
+            left_rate -= rates[i]
+        return (*cuts, layers)
+
+    def _even_tokens(self, chunk: int) -> Cuts | None:
+        """Tokens so that everybody takes the same time, rounded to chunks."""
+        prompt = self._prompt
+        low_s, high_s = 0.0, self._home.total(1.0, prompt.new, chunk)
+        for _ in range(_HALVINGS):
+            middle_s = (low_s + high_s) / 2
+            rest = prompt.tokens - self._filled(chunk, middle_s)[-1]
+            if self._home.fitting(prompt.tokens - rest, middle_s, chunk) >= rest:
+                high_s = middle_s
+            else:
+                low_s = middle_s
+        ends = self._filled(chunk, high_s)
+        last = math.ceil(len(prompt.new) / chunk) - 1  # a chunk for home
+        units = [round((end - prompt.cached) / chunk) for end in ends]
+        for i, room in enumerate(range(last - len(units) + 1, last + 1)):
+            units[i] = max(units[i - 1] + 1 if i else 1, min(units[i], room))
+        cuts = (prompt.cached, *(prompt.cached + unit * chunk for unit in units), prompt.tokens)
+        return cuts if _apart(cuts, 1) else None
+
+    def _filled(self, chunk: int, seconds: float) -> list[float]:
+        """Where each helper's tokens end if it, and every link that it sends on, is busy for ``seconds``."""
+        prompt, kv = self._prompt, max(1, self._prompt.kv_bytes_per_token)
+        ends, at = [], float(prompt.cached)
+        for helper, onward in zip(self._helpers, self._onward, strict=True):
+            link, room = helper.place.link, helper.room_bytes - helper.weights_bytes
+            end = at + helper.place.speed.fitting(int(at), seconds, chunk)
+            end = min(end, at + seconds * max(1.0, link.bytes_per_s) / kv)
+            if onward is not None:
+                end = min(end, prompt.cached + seconds * max(1.0, onward.bytes_per_s) / kv)
+            end = min(end, (room + at * prompt.hidden_bytes) / (kv + prompt.hidden_bytes), prompt.tokens)
+            at = max(at, end)
+            ends.append(at)
+        return ends
+
+    # ---- Bounds -------------------------------------------------------------------------------------------
+
+    def _layers_room(self, helper: Helper, chunk: int) -> int:
+        """How many layers' rows, and weights where they are not loaded, it has room for."""
+        prompt = self._prompt
+        room = helper.room_bytes - 2 * chunk * prompt.hidden_bytes
+        per_layer = (prompt.kv_bytes_per_token * prompt.tokens + helper.weights_bytes) / prompt.layers
+        if room == math.inf or room >= per_layer * prompt.layers:
+            return prompt.layers
+        return max(0, math.floor(room / per_layer))
+
+    def _layers_fit(self, cuts: Cuts, chunk: int) -> bool:
+        parts = itertools.pairwise(cuts)
+        return all(
+            b - a <= self._layers_room(helper, chunk)
+            for helper, (a, b) in zip(self._helpers, parts, strict=False)
+        )
+
+    def _tokens_fit(self, cuts: Cuts) -> bool:
+        """Rows of all tokens up to its own last, and its own tokens' hidden states between two layers."""
+        prompt = self._prompt
+        return all(
+            helper.weights_bytes + b * prompt.kv_bytes_per_token + (b - a) * prompt.hidden_bytes
+            <= helper.room_bytes
+            for helper, (a, b) in zip(self._helpers, itertools.pairwise(cuts), strict=False)
+        )
+
+    def _steps_fit(self, chunk: int, cuts: Cuts) -> bool:
+        """Whether nobody computes for longer at a time than it should, at the end of the prompt."""
+        prompt = self._prompt
+        start = max(prompt.cached, prompt.tokens - chunk)
+        machines = [(helper.place.speed, helper.step_s) for helper in self._helpers]
+        machines.append((self._home, self._home_step_s))
+        return all(
+            speed.seconds((b - a) / prompt.layers, start, chunk) <= step_s
+            for (speed, step_s), (a, b) in zip(machines, itertools.pairwise(cuts), strict=True)
+        )
+
+
+def _apart(cuts: Cuts, least_last: int) -> bool:
+    """Whether every helper has a part, and the last machine as much as it must."""
+    return all(a < b for a, b in itertools.pairwise(cuts[:-1])) and cuts[-1] - cuts[-2] >= least_last
+
+
+def _moves(moved: Sequence[int]) -> list[tuple[int, int]]:
+    return [(index, way) for index in moved for way in (1, -1)]
+
+
+def _shifted(cuts: Cuts, index: int, by: int) -> Cuts:
+    return (*cuts[:index], cuts[index] + by, *cuts[index + 1 :])

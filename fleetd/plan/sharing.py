@@ -1,0 +1,439 @@
+"""Whether other machines shorten one prompt's prefill, which of them, and why not otherwise.
+
+    local     all here                     layers   machines take layers, chunk after chunk
+    whole     all on others                tokens   machines take tokens, layer after layer
+
+Every way is priced in seconds until decoding may begin, or refused with a reason. Pure, and quick enough to
+be asked before every prompt. Staying here wins unless another way is clearly faster.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fleetd import limits
+from fleetd.plan.costs import Link, Speed
+from fleetd.plan.cuts import Found, Helper, Search
+from fleetd.plan.route import ADVANTAGE, CAUTION
+from fleetd.plan.schedule import SETUP_ROUND_TRIPS, Place, Prompt, Timeline, timeline
+from fleetd.plan.split import Split, checked
+
+__all__ = [
+    "Choice",
+    "Link",
+    "Machine",
+    "Option",
+    "Prompt",
+    "Refusal",
+    "Speed",
+    "choose",
+    "explain",
+    "options",
+    "refusal",
+]
+
+# "any" stands for a machine that cannot help in any way.
+Kind = Literal["local", "layers", "tokens", "whole", "any"]
+Code = Literal[
+    "",
+    # what the prompt is
+    "unshareable",
+    "short",
+    # what the machine is, or does
+    "private",
+    "unusable",
+    "other_files",
+    "dtype",
+    "versions",
+    "draining",
+    "failed",
+    "busy",
+    "cold",
+    "no_room",
+    "slow_link",
+    # what comes out
+    "slower",
+    "margin",
+    "unmeasured",
+    "kept",
+]
+
+# What was chosen for the prompt before counts for so much less: two ways that are alike must not take turns.
+HYSTERESIS = 0.9
+# Machines that may be combined: the best ones alone. Three make seven combinations.
+COMBINED = limits.SHARE_MACHINES - 1
+# How long a machine should compute at a time: others wait for their turns, and answers for their tokens.
+STEP_S, BUSY_STEP_S = 1.0, 0.25
+# With more of its own work than this a machine is left alone.
+BUSY_FROM = 3
+_UNLIMITED = 1e15
+_NOWHERE = Link(0.0)
+# Steps shorter than this are not worth a line.
+_SHOWN_S = 0.005
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    code: Code
+    sentence: str
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A machine as the planner sees it; ``link`` leads to the one that answers, and is None for itself.
+
+    ``load_s``: until the model would be loaded, where it is not. ``room_bytes``: for this prompt's keys and
+    values, and for the weights where they are not loaded. ``running``: what else computes there. ``exact``:
+    its bytes would be those of the machine that answers. ``modelled``: nobody measured ``speed``.
+    ``refusal``: why it is out, whatever it could do.
+    """
+
+    node_id: str
+    name: str
+    speed: Speed
+    link: Link | None = None
+    loaded: bool = True
+    load_s: float = 0.0
+    room_bytes: int = 1 << 62
+    running: int = 0
+    exact: bool = True
+    modelled: bool = False
+    refusal: Refusal | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A way to prefill the prompt.
+
+    ``helpers`` in the order of the chain, ``names`` theirs. ``split`` is None for local, and where nothing
+    was priced (``predicted_s`` 0). ``steps`` add up to ``predicted_s``: from now until decoding may begin.
+    ``code`` "" may be chosen; any other says why not, and ``reason`` says it in a sentence. ``cold``: helpers
+    that would have to load the model first, which takes ``load_s`` of ``predicted_s``.
+    """
+
+    kind: Kind
+    helpers: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    split: Split | None = None
+    predicted_s: float = 0.0
+    steps: tuple[tuple[str, float], ...] = ()
+    code: Code = ""
+    reason: str = ""
+    exact: bool = True
+    modelled: bool = False
+    cold: tuple[str, ...] = ()
+    load_s: float = 0.0
+
+    @property
+    def priced(self) -> bool:
+        return self.kind == "local" or self.split is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """``rejected``: all others, with reasons, cheapest first. ``warm``: helpers that should load the model
+    now, because with them the next such prompt would be clearly faster."""
+
+    best: Option
+    rejected: tuple[Option, ...]
+    warm: tuple[str, ...] = ()
+
+
+_SENTENCES: dict[Code, str] = {
+    "private": "{name} may not see prompts.",
+    "other_files": "{name} has no model with these files.",
+    "dtype": "{name} computes in another precision.",
+    "versions": "{name} runs another version of the engine.",
+    "draining": "{name} is stopping.",
+    "failed": "{name} failed to help a short while ago.",
+    "unusable": "{name} cannot be reached.",
+}
+
+
+def refusal(code: Code, name: str) -> Refusal:
+    """What the caller knows of a machine, in the planner's words."""
+    return Refusal(code, _SENTENCES[code].format(name=name))
+
+
+# ---- What there is ---------------------------------------------------------------------------------------
+
+
+def options(prompt: Prompt, home: Machine, helpers: Iterable[Machine]) -> list[Option]:
+    """All ways, local first; whoever is refused appears once. The order of ``helpers`` changes nothing."""
+    machines = sorted(helpers, key=lambda machine: machine.node_id)
+    local_s = _speed(home).total(1.0, prompt.new, prompt.chunk)
+    found = [Option("local", predicted_s=local_s, steps=(("computed", local_s),), modelled=home.modelled)]
+    able = []
+    for machine in machines:
+        refused = _refusal(prompt, machine)
+        if refused is None:
+            able.append(machine)
+        else:
+            found.append(_refused(machine, refused))
+    alone: list[tuple[float, Machine]] = []
+    for machine in able:
+        ways = _ways(prompt, home, [machine])
+        if not ways:
+            found.append(_refused(machine, _no_room(machine)))
+            continue
+        alone.append((min(way.predicted_s - way.load_s for way in ways), machine))
+        found += _with_link(prompt, home, machine, ways, local_s)
+    alone.sort(key=lambda pair: (pair[0], pair[1].node_id))
+    best = [machine for _, machine in alone[:COMBINED]]
+    for count in range(2, COMBINED + 1):
+        for several in itertools.combinations(best, count):
+            found += _ways(prompt, home, several)
+    return found
+
+
+def _refusal(prompt: Prompt, machine: Machine) -> Refusal | None:
+    """From what nothing can change to what passes."""
+    new = len(prompt.new)
+    if prompt.unshareable:
+        return Refusal("unshareable", prompt.unshareable)
+    if machine.refusal is not None:
+        return machine.refusal
+    if machine.link is None:
+        return refusal("unusable", machine.name)
+    if new < limits.SHARE_LEAST_TOKENS:
+        least = limits.SHARE_LEAST_TOKENS
+        return Refusal("short", f"{new} new tokens are computed sooner than shared; {least} are the least.")
+    if machine.running >= BUSY_FROM:
+        return Refusal("busy", f"{machine.name} has {machine.running} requests of its own.")
+    return None
+
+
+def _no_room(machine: Machine) -> Refusal:
+    free = f"{machine.room_bytes / limits.GIB:.1f} GiB"
+    return Refusal("no_room", f"{machine.name} has {free} free, too little for a part of this prompt.")
+
+
+def _refused(machine: Machine, refused: Refusal) -> Option:
+    return Option(
+        "any",
+        (machine.node_id,),
+        (machine.name,),
+        code=refused.code,
+        reason=refused.sentence,
+        exact=machine.exact,
+    )
+
+
+def _ways(prompt: Prompt, home: Machine, machines: Sequence[Machine]) -> list[Option]:
+    """The best split of each kind over these machines, those that they have room for."""
+    # Who has the slowest link goes first: its last rows then travel while the others still compute.
+    chain = sorted(machines, key=lambda m: (m.link.bytes_per_s if m.link else 0.0, m.node_id))
+    search = Search(prompt, [_helper(prompt, m) for m in chain], _speed(home), _step_s(home))
+    ways: list[Option] = []
+    for kind, found in (
+        ("tokens", search.tokens()),
+        ("layers", search.layers()),
+        ("whole", search.layers(whole=True)),
+    ):
+        if found is not None:
+            ways.append(_option(kind, prompt, home, chain, found))  # type: ignore[arg-type]  # the kinds above
+    return ways
+
+
+def _option(kind: Kind, prompt: Prompt, home: Machine, chain: Sequence[Machine], found: Found) -> Option:
+    split = checked(
+        Split(
+            kind="tokens" if kind == "tokens" else "layers",
+            cuts=found.cuts,
+            layers=prompt.layers,
+            cached=prompt.cached,
+            tokens=prompt.tokens,
+            chunk=found.chunk,
+        )
+    )
+    cold = [machine for machine in chain if not machine.loaded]
+    load_s = max((machine.load_s for machine in cold), default=0.0)
+    total_s = load_s + found.total_s
+    code: Code = ""
+    reason = ""
+    # The agreement does not wait for a load.
+    if load_s > limits.SHARE_SETUP_S:
+        code, names = "cold", _listed([machine.name for machine in cold])
+        reason = (
+            f"{total_s:.1f} s: {names} would have to load the model first ({load_s:.1f} s); "
+            f"loaded, it would take {found.total_s:.1f} s."
+        )
+    return Option(
+        kind=kind,
+        helpers=tuple(machine.node_id for machine in chain),
+        names=tuple(machine.name for machine in chain),
+        split=split,
+        predicted_s=total_s,
+        steps=(*((("loaded", load_s),) if cold else ()), *_steps(found.timeline)),
+        code=code,
+        reason=reason,
+        exact=all(machine.exact for machine in chain),
+        modelled=home.modelled or any(machine.modelled for machine in chain),
+        cold=tuple(machine.node_id for machine in cold),
+        load_s=load_s,
+    )
+
+
+def _steps(line: Timeline) -> tuple[tuple[str, float], ...]:
+    return (
+        ("agreed", line.agreed_s),
+        ("prefix sent", line.prefix_s),
+        ("waited", line.waited_s),
+        ("computed", line.computed_s),
+        ("exposed hand-off", line.exposed_s),
+    )
+
+
+def _helper(prompt: Prompt, machine: Machine) -> Helper:
+    return Helper(
+        Place(_speed(machine), machine.link or _NOWHERE),
+        machine.room_bytes,
+        0 if machine.loaded else prompt.weights_bytes,
+        _step_s(machine),
+    )
+
+
+def _speed(machine: Machine) -> Speed:
+    """Those who compute at once take turns."""
+    return machine.speed.times(1.0 + max(0, machine.running))
+
+
+def _step_s(machine: Machine) -> float:
+    return BUSY_STEP_S if machine.running > 0 else STEP_S
+
+
+def _with_link(
+    prompt: Prompt, home: Machine, machine: Machine, ways: Sequence[Option], local_s: float
+) -> list[Option]:
+    """The same; where none of them pays, but would over a better link, that is the reason."""
+    link, target_s = machine.link or _NOWHERE, ADVANTAGE * local_s
+    if min(way.predicted_s - way.load_s for way in ways) <= target_s:
+        return list(ways)
+    wider = replace(machine, link=Link(_UNLIMITED, link.rtt_s))
+    over_wider = min(_ways(prompt, home, [wider]), key=lambda way: way.predicted_s)
+    if over_wider.split is not None and over_wider.predicted_s - over_wider.load_s <= target_s:
+        speed = _speed(machine)
+        least = _rate(_least_rate(prompt, over_wider.split, Place(speed, link), _speed(home), target_s))
+        sentence = f"The link to {machine.name} carries {_rate(link.bytes_per_s)}; {least} would do."
+    elif link.rtt_s * SETUP_ROUND_TRIPS > (1 - ADVANTAGE) * local_s:
+        sentence = f"The link to {machine.name} takes {1000 * link.rtt_s:.0f} ms there and back."
+    else:
+        return list(ways)
+    return [
+        way if way.code else replace(way, code="slow_link", reason=f"{way.predicted_s:.2f} s: {sentence}")
+        for way in ways
+    ]
+
+
+def _least_rate(prompt: Prompt, split: Split, helper: Place, home: Speed, target_s: float) -> float:
+    """Bytes per second from which on a split takes no longer than ``target_s``."""
+    low, high = max(1.0, helper.link.bytes_per_s), _UNLIMITED
+    # Up to a hundredth: it is a figure for people.
+    while high > 1.01 * low:
+        middle = math.sqrt(low * high)
+        link = replace(helper.link, bytes_per_s=middle)
+        if timeline(prompt, split, [replace(helper, link=link)], home).total_s <= target_s:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+# ---- Which one -------------------------------------------------------------------------------------------
+
+
+def choose(found: Sequence[Option], previous: Option | None = None) -> Choice:
+    """The cheapest, if it is clearly cheaper than local; ``previous``: what such a prompt got last time."""
+    local = next(option for option in found if option.kind == "local")
+    able = [option for option in found if option.priced and not option.code and option is not local]
+
+    def weighed_s(option: Option) -> float:
+        return (
+            option.predicted_s * (CAUTION if option.modelled else 1.0) * (HYSTERESIS if kept(option) else 1.0)
+        )
+
+    def kept(option: Option) -> bool:
+        return previous is not None and (option.kind, option.helpers) == (previous.kind, previous.helpers)
+
+    best = min(able, key=lambda option: (weighed_s(option), len(option.helpers)), default=local)
+    if weighed_s(best) > ADVANTAGE * local.predicted_s or best.predicted_s > local.predicted_s:
+        best = local
+    rejected = [
+        option if option.code else _rejected(option, best, local) for option in found if option is not best
+    ]
+    rejected.sort(key=lambda option: (not option.priced, option.predicted_s))
+    return Choice(best, tuple(rejected), _warm(found, best))
+
+
+def _warm(found: Sequence[Option], best: Option) -> tuple[str, ...]:
+    cold = [option for option in found if option.code == "cold"]
+    loaded = min(cold, key=lambda option: option.predicted_s - option.load_s, default=None)
+    if loaded is None or loaded.predicted_s - loaded.load_s > ADVANTAGE * best.predicted_s:
+        return ()
+    return loaded.cold
+
+
+def _rejected(option: Option, best: Option, local: Option) -> Option:
+    price, than = f"{option.predicted_s:.2f} s", _way(best)
+    code: Code = "slower"
+    if option.predicted_s > best.predicted_s:
+        sentence = f"{price}: {_percent(option.predicted_s / best.predicted_s - 1)} slower than {than}."
+    elif best is not local:
+        code = "kept"
+        faster = _percent(1 - option.predicted_s / best.predicted_s)
+        sentence = f"{price}: {faster} faster than {than}, too little to change."
+        if option.modelled:
+            code, sentence = "unmeasured", f"{price}, but by its makers' figures only."
+    elif option.modelled:
+        code, sentence = "unmeasured", f"{price}, but by its makers' figures only."
+    else:
+        code = "margin"
+        faster, asked = _percent(1 - option.predicted_s / best.predicted_s), _percent(1 - ADVANTAGE)
+        sentence = f"{price}: {faster} faster than staying here; {asked} are asked of another machine."
+    return replace(option, code=code, reason=sentence)
+
+
+def explain(choice: Choice) -> list[str]:
+    """For people: what was chosen and how its time is made up, then each of the others in one line."""
+    best = choice.best
+    parts = "" if best.split is None else f", {_parts(best.split, best.names)}"
+    lines = [f"{_way(best)}: {best.predicted_s:.2f} s{parts}"]
+    lines += [f"  {name}: {seconds:.2f} s" for name, seconds in best.steps if seconds >= _SHOWN_S]
+    lines += [f"not {_way(option)}: {option.reason}" for option in choice.rejected]
+    return lines
+
+
+def _way(option: Option) -> str:
+    match option.kind:
+        case "local":
+            return "staying here"
+        case "any":
+            return f"with {_listed(option.names)}"
+        case "whole":
+            return f"all of it on {_listed(option.names)}"
+        case kind:
+            return f"{kind} with {_listed(option.names)}"
+
+
+def _parts(split: Split, helpers: Sequence[str]) -> str:
+    """Everybody's part: "layers 0-19 on studio, 20-29 here, in chunks of 512"."""
+    places = [*(f"on {name}" for name in helpers), "here"]
+    parts = zip(itertools.pairwise(split.cuts), places, strict=True)
+    told = ", ".join(f"{a}-{b - 1} {place}" for (a, b), place in parts if b > a)
+    return f"{split.kind} {told}, in chunks of {split.chunk}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _rate(bytes_per_s: float) -> str:
+    return f"{bytes_per_s / 1e6:.3g} MB/s"
