@@ -1,11 +1,10 @@
-"""The two machines that benchmarks measure are apart: a core each, and a link of the speed that is claimed."""
+"""The two machines that benchmarks measure are apart: a core each, a link of the speed that is claimed."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -25,6 +24,7 @@ SOURCE = (
     "import socket, sys, time; t = time.monotonic(); c = socket.create_connection((sys.argv[1], 7000))\n"
     "c.sendall(bytes(int(sys.argv[2]))); c.shutdown(socket.SHUT_WR); c.recv(1); print(time.monotonic() - t)"
 )
+BURN = "import time; t = time.monotonic()\nwhile time.monotonic() - t < 1: pass\nprint(time.process_time())"
 
 
 def seconds(cable: Cable, count: int) -> float:
@@ -68,11 +68,10 @@ def test_what_a_machine_starts_meanwhile_stays_on_its_core() -> None:
 
 @pytest.mark.skipif(bool(why_no_share()), reason=why_no_share())
 def test_a_share_of_a_core_is_what_its_processes_get() -> None:
-    burn = "import time; t = time.monotonic()\nwhile time.monotonic() - t < 1: pass\nprint(time.process_time())"
     share = Share(0.2)
     try:
         with starting_on(min(os.sched_getaffinity(0)), share, os.getpid()):
-            child = subprocess.Popen([sys.executable, "-c", burn], stdout=subprocess.PIPE, text=True)
+            child = subprocess.Popen([sys.executable, "-c", BURN], stdout=subprocess.PIPE, text=True)
         used_s = float(child.communicate(timeout=60)[0])
         # Its start is in it; without the share it would be a second at least.
         assert used_s < 0.6
