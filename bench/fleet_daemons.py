@@ -7,7 +7,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -65,14 +65,18 @@ class Fleet:
     def __getitem__(self, name: str) -> Daemon:
         return self._running[name]
 
-    def start(self, name: str) -> Daemon:
-        """Start it, also again; returns when it is ready."""
+    def start(self, name: str, *, enter: Sequence[str] = (), **settings: str) -> Daemon:
+        """Start it, also again, with more settings than the usual ones; returns when it is ready."""
         daemon = self._running[name] = Daemon(
             home=self.root / name,
             models=self._models.get(name, MODELS),
-            FLEETD_FLEET_NAME=name,
-            FLEETD_FLEET_MDNS="on" if self._mdns else "off",
-            FLEETD_MODELS_HUB_CACHE=str(self.root / "no-hub"),
+            enter=enter,
+            **{
+                "FLEETD_FLEET_NAME": name,
+                "FLEETD_FLEET_MDNS": "on" if self._mdns else "off",
+                "FLEETD_MODELS_HUB_CACHE": str(self.root / "no-hub"),
+            }
+            | settings,
         )
         return daemon
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -29,6 +29,7 @@ _START_S = 60.0
 _STOP_S = 20.0
 # A first request may download the model; a long prompt on a busy machine takes a minute.
 _ANSWER_S = 600.0
+_CONTROL_S = 10.0
 _POLL_S = 0.002
 
 
@@ -37,16 +38,22 @@ class Daemon:
 
     Args:
         home: somebody else's to remove; by default a new one that is gone with the daemon.
+        enter: what runs a command in another network namespace; the daemon is then asked for answers
+            through its Unix socket, which is reached from everywhere.
     """
 
-    def __init__(self, *, home: Path | None = None, models: Path = MODELS, **settings: str) -> None:
+    def __init__(
+        self, *, home: Path | None = None, models: Path = MODELS, enter: Sequence[str] = (), **settings: str
+    ) -> None:
         # Short, because a Unix socket's path may have about a hundred bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="fleetd-bench-")) if home is None else None
         self.home = home or self._folder / "h"
         self._log = self.home.with_suffix(".log")
         alone = {"FLEETD_FLEET_LISTEN": "127.0.0.1:0", "FLEETD_FLEET_MDNS": "off"}
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("FLEETD_", "NOTIFY_"))}
-        command = [sys.executable, "-m", "fleetd", "run", "--home", str(self.home)]
+        self._socket = self.home / "fleetd.sock"
+        self._elsewhere = bool(enter)
+        command = [*enter, sys.executable, "-m", "fleetd", "run", "--home", str(self.home)]
         command += ["--http", "127.0.0.1:0", "--models-dir", str(models)]
         #: On the clock that all measurements share.
         self.begun = time.perf_counter()
@@ -70,7 +77,7 @@ class Daemon:
 
     def control(self, method: str, path: str, question: Any = None) -> bytes:
         """The whole answer to a call on the Unix socket."""
-        with contextlib.closing(_OverUnixSocket(self.home / "fleetd.sock")) as connection:
+        with contextlib.closing(_OverUnixSocket(self._socket, _CONTROL_S)) as connection:
             body = None if question is None else json.dumps(question)
             connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
             response = connection.getresponse()
@@ -86,7 +93,12 @@ class Daemon:
     def stream(self, route: Literal["chat/completions", "completions"], **body: Any) -> Stream:
         """Send a streaming, greedy request over TCP; returns when the response's headers are here."""
         usage = {"stream": True, "temperature": 0, "stream_options": {"include_usage": True}}
-        return Stream(self.port, self.token, f"/v1/{route}", usage | body)
+        connection = (
+            _OverUnixSocket(self._socket, _ANSWER_S)
+            if self._elsewhere
+            else http.client.HTTPConnection("127.0.0.1", self.port, timeout=_ANSWER_S)
+        )
+        return Stream(connection, self.token, f"/v1/{route}", usage | body)
 
     def complete(self, tokens: list[int], max_tokens: int) -> Heard:
         """A whole streamed answer to a prompt of token ids."""
@@ -182,8 +194,10 @@ class Frame:
 class Stream:
     """One request on a connection of its own, read line by line. Use as a context manager."""
 
-    def __init__(self, port: int, token: str, path: str, body: dict[str, Any]) -> None:
-        self._connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_S)
+    def __init__(
+        self, connection: http.client.HTTPConnection, token: str, path: str, body: dict[str, Any]
+    ) -> None:
+        self._connection = connection
         headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         try:
             self._connection.connect()
@@ -240,8 +254,8 @@ class Stream:
 
 
 class _OverUnixSocket(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=10)
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
         self._path = path
 
     def connect(self) -> None:
