@@ -19,6 +19,7 @@ from bench import (
     prefill,
     results,
     service,
+    shard,
     streams,
     table,
     turns,
@@ -35,6 +36,7 @@ FAMILIES: dict[str, ModuleType] = {
     "service": service,
     "streams": streams,
     "fleet": fleet,
+    "shard": shard,
     "padding": padding,
 }
 # Measured only when named: it downloads everything anew.

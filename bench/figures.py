@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 T = TypeVar("T")
-Unit = Literal["tok/s", "x", "%", "s", "ms", "MB", "kB/s", "MB/s", "GiB/s"]
+Unit = Literal["tok/s", "x", "%", "s", "ms", "MB", "kB/s", "MB/s", "GiB/s", "count"]
 
 
 class Bar(msgspec.Struct, frozen=True):
@@ -114,5 +114,7 @@ def written(value: float, unit: Unit) -> str:
             return f"{value:.0f} MB/s"
         case "GiB/s":
             return f"{value:.2f} GiB/s"
+        case "count":
+            return f"{value:.0f}"
         case "tok/s":
             return f"{value:.1f} tok/s" if value < 1000 else f"{value:.0f} tok/s"

@@ -7,13 +7,14 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import msgspec
+import psutil
 
 from bench import prompts
 from bench.fleet_daemons import Fleet
@@ -25,7 +26,9 @@ from fleetd.models.catalog import DEFAULT_MODEL
 
 LOOPBACK = Link("loopback")
 HOME, HELPER = "home", "helper"
+LOCAL = "local"
 _KNOWN_WITHIN_S = 120.0
+_TRACED_WITHIN_S = 3.0
 _POLL_S = 0.1
 # Long enough for a first look at how fast each machine really is.
 _WARM_TOKENS = 500
@@ -51,8 +54,8 @@ class Asked:
     @property
     def how(self) -> str:
         """What became of it, in a few words."""
-        if self.trace is None or self.trace.chosen.kind == "local":
-            return "local"
+        if self.trace is None or self.trace.chosen.kind == LOCAL:
+            return LOCAL
         why = f" ({self.trace.code}: {self.trace.reason})" if self.trace.code else ""
         return f"{self.trace.chosen.kind}, {self.trace.outcome}{why}"
 
@@ -99,29 +102,32 @@ class Machines:
 
     # ---- asking ------------------------------------------------------------------------------------------
 
-    def ask(self, prompt: list[int], *, alone: bool, answer_tokens: int = 1, at: str = HOME) -> Asked:
-        """Ask at one machine; ``alone`` keeps the others out of it."""
+    def ask(
+        self,
+        prompt: list[int],
+        *,
+        alone: bool,
+        answer_tokens: int = 1,
+        at: str = HOME,
+        each: Callable[[], None] | None = None,
+    ) -> Asked:
+        """Ask at one machine; ``alone`` keeps the others out of it, ``each`` is called for every token."""
         daemon = self._fleet[at]
         body = {"local_only": True} if alone else {}
         with daemon.stream("completions", prompt=prompt, max_tokens=answer_tokens, **body) as stream:
-            heard = stream.hear()
+            heard, request_id = stream.hear(each), stream.id
         for name, pid in self._workers.items():
             if worker_of(self._fleet[name].process.pid, self.cores[name]) != pid:
                 raise RuntimeError(f"the worker of {name} was started again:\n{self._fleet[name].log()}")
-        return Asked(heard, None if alone else self._last_trace(daemon, len(prompt), heard))
+        return Asked(heard, None if alone else _trace(daemon, request_id))
+
+    def worker_connections(self, name: str = HOME) -> int:
+        """To other machines."""
+        return len(psutil.Process(self._workers[name]).net_connections("inet"))
 
     def passed_bytes(self) -> int:
         """What has crossed the link so far, both ways, seen from home; not on loopback."""
         return passed_bytes(self._fleet[HOME].process.pid)
-
-    @staticmethod
-    def _last_trace(daemon: Daemon, tokens: int, heard: Heard) -> Trace | None:
-        told = daemon.control("GET", "/fleet/v1/traces?last=1")
-        traces = msgspec.json.decode(told, type=TracesView).traces
-        # Of an answer that nobody could help with there is none; the last one is then another's.
-        asked_s = time.time() - (time.perf_counter() - heard.sent)
-        fresh = [t for t in traces if t.prompt_tokens == tokens and t.at_s > asked_s - 1.0]
-        return fresh[0] if fresh else None
 
     # ---- starting ----------------------------------------------------------------------------------------
 
@@ -169,3 +175,14 @@ class Machines:
                 return
             time.sleep(_POLL_S)
         raise RuntimeError(f"home never had a price for help:\n{json.dumps(paths)}\n{told!r}\n{home.log()}")
+
+
+def _trace(daemon: Daemon, request_id: str) -> Trace | None:
+    """Traces are written beside the answer, so soon after it; there is none where nobody could help."""
+    deadline = time.monotonic() + _TRACED_WITHIN_S
+    while time.monotonic() < deadline:
+        told = daemon.control("GET", f"/fleet/v1/traces?last=1&id={request_id}")
+        if traces := msgspec.json.decode(told, type=TracesView).traces:
+            return traces[0]
+        time.sleep(_POLL_S)
+    return None

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -207,6 +207,7 @@ class Stream:
             self.headers_s = time.perf_counter() - self.sent
             if self._response.status != 200:
                 raise RuntimeError(f"{path}: {self._response.status} {self._response.read()[:500]!r}")
+            self.id = self._response.getheader("X-Fleet-Request", "")
             #: Where it is computed: "local", or "remote; nodes=NAME".
             self.plan = self._response.getheader("X-Fleet-Plan", "")
         except BaseException:
@@ -221,14 +222,19 @@ class Stream:
                 is_data = told.startswith("data: {")
                 yield Frame(at_s, told, json.loads(told[6:]) if is_data else None)
 
-    def hear(self) -> Heard:
-        """Read to the end. Raises RuntimeError if that is an error or comes too early."""
+    def hear(self, each: Callable[[], None] | None = None) -> Heard:
+        """Read to the end; ``each`` is called for every piece of text.
+
+        Raises RuntimeError if the answer is an error or ends too early.
+        """
         heard = Heard(self.sent, self.headers_s)
         for frame in self.frames():
             heard.byte_s.append(frame.at_s)
             if frame.text:
                 heard.text += frame.text
                 heard.text_s.append(frame.at_s)
+                if each is not None:
+                    each()
             if frame.data is not None:
                 heard.began_s = heard.began_s or frame.at_s
                 heard.usage = frame.data.get("usage") or heard.usage

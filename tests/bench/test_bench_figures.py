@@ -73,6 +73,7 @@ def test_sides_take_turns_in_going_first() -> None:
         (170.4, "ms", "170 ms"),
         (55.4, "MB", "55 MB"),
         (13.37, "tok/s", "13.4 tok/s"),
+        (2.0, "count", "2"),
     ],
 )
 def test_values_are_written_with_their_unit(value: float, unit: Unit, text: str) -> None:

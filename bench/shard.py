@@ -1,0 +1,24 @@
+"""One prompt computed by two machines: how much sooner its answer begins, and that it never begins later."""
+
+from __future__ import annotations
+
+from bench import shard_grid, shard_idle, shard_speedup, shard_unequal
+from bench.figures import Measured
+from bench.shard_machines import why_none
+
+TITLE = "Shared prefill"
+RUNS, QUICK_RUNS = 5, 1
+_MOST_PAIRS = 5
+
+
+def measure(runs: int) -> Measured:
+    """Raises RuntimeError where two machines cannot be had on this one."""
+    if why := why_none():
+        raise RuntimeError(why)
+    parts = [
+        shard_speedup.measure(runs),
+        shard_unequal.measure(runs),
+        shard_idle.measure(runs),
+        shard_grid.measure(min(runs, _MOST_PAIRS), quick=runs < RUNS),
+    ]
+    return Measured([figure for part in parts for figure in part.figures], "\n\n".join(p.how for p in parts))

@@ -1,0 +1,159 @@
+"""Never slower: prompts of many lengths, over many links, with fast and slow helpers."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from bench import prompts
+from bench.figures import Figure, Measured, alternated, at_most, percentile
+from bench.shard_ceiling import error
+from bench.shard_link import Link
+from bench.shard_machines import LOCAL, LOOPBACK, Machines, why_none
+from bench.shard_unequal import SLOW
+from bench.throwaway import MODEL
+
+LINKS = (
+    LOOPBACK,
+    Link("1 Gbit/s", bits_per_s=1e9),
+    Link("100 Mbit/s", bits_per_s=1e8),
+    Link("10 Mbit/s", bits_per_s=1e7),
+    Link("50 ms round trip", rtt_s=0.05),
+)
+LENGTHS = (500, 1000, 2000, 4000)
+SHARES = (1.0, SLOW)
+# A first look that finds a cell slower than this is not believed before it was repeated.
+_SUSPECT = 1.01
+_WINDOW_LENGTH, _WINDOW_TOKENS = 1000, 48
+
+
+@dataclass
+class Cell:
+    """A length, a link and a helper: over its pairs, TTFT as planned over TTFT alone."""
+
+    title: str
+    slower: list[float] = field(default_factory=list)
+    errors: list[float] = field(default_factory=list)
+    how: list[str] = field(default_factory=list)
+
+    @property
+    def value(self) -> float:
+        return statistics.median(self.slower)
+
+    @property
+    def distributed(self) -> bool:
+        return any(how != LOCAL for how in self.how)
+
+
+@dataclass
+class _Seen:
+    cells: list[Cell] = field(default_factory=list)
+    traffic: list[float] = field(default_factory=list)
+    not_run: list[str] = field(default_factory=list)
+
+
+def measure(runs: int, *, quick: bool) -> Measured:
+    """``runs``: pairs of a cell at most."""
+    seen = _Seen()
+    for link, share in _columns(quick=quick):
+        if why := why_none(link, share):
+            seen.not_run.append(f"{_around(link, share)}: {why}")
+            continue
+        with Machines(link, share) as machines:
+            for length in LENGTHS[1:3] if quick else LENGTHS:
+                cell = Cell(f"{length:,} tokens, {_around(link, share)}")
+                _fill(machines, cell, length, runs)
+                seen.cells.append(cell)
+            if link.shaped and share == 1:
+                seen.traffic += [_decoding_kb_s(machines, run) for run in range(1 if quick else 3)]
+    return Measured(_figures(seen), _how(seen, runs))
+
+
+def _columns(*, quick: bool) -> Iterator[tuple[Link, float]]:
+    if quick:
+        yield from ((LINKS[0], SLOW), (LINKS[2], 1.0))
+        return
+    for link in LINKS:
+        for share in SHARES:
+            yield link, share
+
+
+def _around(link: Link, share: float) -> str:
+    return f"{link.title}, helper {'alike' if share == 1 else 'of a third'}"
+
+
+def _fill(machines: Machines, cell: Cell, length: int, runs: int) -> None:
+    for run in range(runs):
+        prompt = prompts.tokens(MODEL, 36_000 + 10 * run + length, length)
+        found = {alone: machines.ask(prompt, alone=alone) for alone in alternated(run, (True, False))}
+        planned = found[False]
+        cell.slower.append(planned.ttft_s / found[True].ttft_s)
+        cell.how.append(planned.how)
+        if planned.trace is not None and (off := error(planned.trace)) is not None:
+            cell.errors.append(off)
+        if cell.value <= _SUSPECT:
+            return
+
+
+def _decoding_kb_s(machines: Machines, run: int) -> float:
+    """What the cable carries from the first to the last token of an answer whose prefill was shared."""
+    prompt = prompts.tokens(MODEL, 37_000 + run, _WINDOW_LENGTH)
+    passed: list[tuple[float, int]] = []
+
+    def note() -> None:
+        passed.append((time.perf_counter(), machines.passed_bytes()))
+
+    machines.ask(prompt, alone=False, answer_tokens=_WINDOW_TOKENS, each=note)
+    (begun_s, before), (ended_s, after) = passed[0], passed[-1]
+    return (after - before) / 1000 / (ended_s - begun_s)
+
+
+def _figures(seen: _Seen) -> list[Figure]:
+    if not seen.cells:
+        return []
+    worst = max(seen.cells, key=lambda cell: cell.value)
+    spread = [cell for cell in seen.cells if cell.distributed]
+    errors = [off for cell in seen.cells for off in cell.errors]
+    cells = [cell.value for cell in seen.cells]
+    figures = [
+        Figure(
+            f"TTFT as planned over TTFT alone, {len(cells)} cells",
+            "x",
+            cells,
+            at_most(1.05),
+            of="worst",
+            note=f"the worst is {worst.title} ({'; '.join(dict.fromkeys(worst.how))})",
+        ),
+    ]
+    if spread:
+        figures.append(Figure("The same where it was shared", "x", [cell.value for cell in spread]))
+    if errors:
+        figures.append(
+            Figure("Predicted prefill off the actual one, p90", "%", [percentile(errors, 0.9)], at_most(0.25),
+                   note=f"{len(errors)} shared prompts; the worst is off by {max(errors):.0%}")
+        )  # fmt: skip
+    if seen.traffic:
+        figures.append(
+            Figure("Traffic with the helper while decoding", "kB/s", seen.traffic, at_most(1.0), of="worst")
+        )
+    return figures
+
+
+def _how(seen: _Seen, runs: int) -> str:
+    said = [
+        f"Never slower: every length of {', '.join(f'{length:,}' for length in LENGTHS)} tokens over every "
+        f"link of {', '.join(link.title for link in LINKS)}, with a helper that is alike and one of a third. "
+        "The links are network namespaces with token buckets, or with a cable in user space that is 25 ms "
+        "long each way. A cell is a pair of TTFTs of the same prompt, as the planner decides and kept here; "
+        f"one that looks slower than {_SUSPECT - 1:.0%} is measured up to {runs} times, and its median "
+        "counts. The prediction is held against the time from the decision to the first token."
+    ]
+    said += [f"Not run: {why}." for why in seen.not_run]
+    rows = "\n".join(
+        f"| {cell.title} | {cell.value:.2f} | {len(cell.slower)} | {'; '.join(dict.fromkeys(cell.how))} |"
+        for cell in seen.cells
+    )
+    said.append(f"| prompt, link, helper | over alone | pairs | chosen |\n|---|---|---|---|\n{rows}")
+    return "\n\n".join(said)

@@ -1,0 +1,71 @@
+"""What a measured prefill is held against: ceilings, predictions, sums of speeds."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.shard_ceiling import ceiling, error, step_s, sum_of_speeds
+from bench.shard_grid import Cell
+from bench.shard_machines import Asked
+from bench.throwaway import Heard
+from fleetd.jobs.share_views import OptionView, PlanKind, StepView, Trace
+
+
+def trace(kind: PlanKind = "layers", **rest: object) -> Trace:
+    nodes = ["helper", "this"]
+    cuts = {"layers": [0, 15, 30], "tokens": [0, 1024, 1999]}.get(kind, [])
+    chosen = OptionView(kind, nodes, predicted_s=4.0, cuts=cuts, chunk=256, chosen=True)
+    steps = [StepView("computed", 3.0, machine="this"), StepView("computed", 2.5, machine="helper")]
+    facts = {"outcome": "shared", "prefill_s": 5.0, "prompt_tokens": 2000, "cached_tokens": 0} | rest
+    return Trace("r", 0.0, "m", chosen=chosen, losers=[], steps=steps, **facts)  # type: ignore[arg-type]
+
+
+def test_a_pipeline_loses_one_chunk() -> None:
+    # 1,999 tokens are eight chunks of 256.
+    assert ceiling(trace(), 30) == pytest.approx(2 * 8 / 9)
+    # 951 of them are new: four.
+    assert ceiling(trace(cached_tokens=1048), 30) == pytest.approx(2 * 4 / 5)
+
+
+def test_a_split_of_tokens_loses_one_layer() -> None:
+    assert ceiling(trace("tokens"), 30) == pytest.approx(2 * 30 / 31)
+
+
+def test_what_is_not_split_has_no_ceiling() -> None:
+    with pytest.raises(ValueError, match="local"):
+        ceiling(trace("local"), 30)
+
+
+def test_a_prediction_is_off_by_a_share_of_what_happened() -> None:
+    assert error(trace()) == pytest.approx(0.2)
+    assert error(trace(prefill_s=3.2)) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("rest", [{"outcome": "fallback"}, {"outcome": "local"}, {"prefill_s": None}])
+def test_only_what_went_as_planned_says_something_of_the_plan(rest: dict[str, object]) -> None:
+    assert error(trace(**rest)) is None
+
+
+def test_steps_are_each_machine_s_own() -> None:
+    assert step_s(trace(), "computed", "this") == 3.0
+    assert step_s(trace(), "waited", "this") == 0.0
+
+
+def test_the_sum_of_speeds_counts_the_first_machine_as_one() -> None:
+    assert sum_of_speeds([2.0, 6.0]) == pytest.approx(4 / 3)
+
+
+def test_a_cell_is_its_median_and_knows_whether_it_was_shared() -> None:
+    assert Cell("c", slower=[1.2, 0.9, 1.0], how=["local"] * 3).value == 1.0
+    assert not Cell("c", how=["local"]).distributed
+    assert Cell("c", how=["local", "tokens, shared"]).distributed
+
+
+def test_an_answer_tells_how_it_came_about() -> None:
+    heard = Heard(0.0, 0.0)
+    assert Asked(heard, None).how == "local"
+    assert Asked(heard, trace("local", outcome="local")).how == "local"
+    assert Asked(heard, trace()).how == "layers, shared"
+    lost = trace("tokens", outcome="fallback", code="peer_lost", reason="gone")
+    assert Asked(heard, lost).how == "tokens, fallback (peer_lost: gone)"
+    assert not Asked(heard, lost).shared
