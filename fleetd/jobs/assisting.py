@@ -40,8 +40,13 @@ class Engine(Protocol):
 
 
 class Pool(Protocol):
+    def engine(self, folder: Any) -> Engine | None:
+        """The worker that has the whole model, if it is ready."""
+
     def holds(self, folder: Any, first: int, last: int) -> bool:
-        """Whether a ready engine has these layers, so that helping would load nothing."""
+        """Whether a ready worker has these layers, so that helping would load nothing."""
+
+    async def load(self, folder: Any) -> None: ...
 
     def assisting(self, folder: Any, first: int, last: int) -> AbstractAsyncContextManager[Engine]:
         """A ready engine that has these layers, and keeps them while it is used; loads one if need be."""
@@ -163,23 +168,22 @@ class Assists:
         if self._warming is not None and not self._warming.done():
             raise Overloaded("This machine is loading a model already.")
         folder = await self._holding(asked.model, asked.digest)
-        if not self._pool.holds(folder, asked.first, asked.last):
-            self._check_room(folder, asked)
-            self._warming = asyncio.create_task(self._load(folder, asked.first, asked.last))
+        if self._pool.engine(folder) is None:
+            self._check_room(asked)
+            self._warming = asyncio.create_task(self._load(folder))
         stream.send(wire.ALIVE)
 
-    def _check_room(self, folder: Any, asked: wire.Warm) -> None:
-        """What is loaded and idle is this machine's own, for its own next prompt: it does not give way."""
+    def _check_room(self, asked: wire.Warm) -> None:
+        """What is loaded and idle is for this machine's own next prompt: it does not give way."""
         card = self._own_card()
-        whole = next((model.memory_bytes for model in card.models if model.digest == asked.digest), 0)
-        if not asked.last and whole > card.available_bytes:
-            raise Overloaded(f"{folder.name} needs more memory than is free on this machine now.")
+        needed = next((model.memory_bytes for model in card.models if model.digest == asked.digest), 0)
+        if needed > card.available_bytes:
+            raise Overloaded(f"{asked.model} needs more memory than is free on this machine now.")
 
-    async def _load(self, folder: Any, first: int, last: int) -> None:
-        log.info("assist.warming", model=folder.name, first=first, last=last)
+    async def _load(self, folder: Any) -> None:
+        log.info("assist.warming", model=folder.name)
         try:
-            async with self._pool.assisting(folder, first, last):
-                pass
+            await self._pool.load(folder)
         except FleetError as error:
             log.warning("assist.not_warmed", model=folder.name, error=str(error))
 

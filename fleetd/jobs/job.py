@@ -11,6 +11,7 @@ from fleetd.engine.protocol import Generate
 
 Origin = Literal["socket", "http", "peer"]
 Exactness = Literal["exact", "plan", "lossy"]
+PlanKind = Literal["local", "remote", "layers", "tokens", "whole"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +29,35 @@ class Job:
     local_only: bool = False
     digest: str = ""
 
+    @property
+    def shareable(self) -> bool:
+        """Whether other machines may help; a prompt that came from another machine was allowed to leave it."""
+        return self.origin == "peer" or not self.local_only
+
 
 class Planned(msgspec.Struct, frozen=True):
-    """The first event of every job, and again when it moves to another machine.
+    """Comes before anything of the answer, and again when the job moves or goes on without its helpers.
 
-    ``nodes`` are names for people, "this" for the machine that was asked. ``reason``: why it moved.
+    ``nodes`` are names for people, "this" for the machine that was asked: of "remote" the machine that
+    answers, then its helpers; of "layers", "tokens" and "whole" (``plan.split``) the helpers, then "this".
+    ``reason``: why it changed.
     """
 
-    kind: Literal["local", "remote"]
+    kind: PlanKind
     nodes: tuple[str, ...]
     exactness: Exactness
     reason: str = ""
 
     def __str__(self) -> str:
         return f"{self.kind}; nodes={','.join(self.nodes)}"
+
+    @property
+    def answered_here(self) -> bool:
+        return self.kind != "remote"
+
+    @property
+    def shared(self) -> bool:
+        return self.kind not in ("local", "remote")
 
 
 LOCAL = Planned("local", ("this",), "exact")

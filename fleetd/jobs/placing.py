@@ -20,7 +20,7 @@ from fleetd.plan.affinity import Affinity, chain
 from fleetd.plan.route import SELF, Ask, Candidate, Holding, Ranked, route
 
 # English text in common tokenizers; only prices depend on it.
-_CHARS_PER_TOKEN = 4
+CHARS_PER_TOKEN = 4
 # An answer whose length is left open.
 _ANSWER_TOKENS = 256
 HERE = ""
@@ -28,13 +28,17 @@ HERE = ""
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine of the fleet as placing sees it. ``reach``: ``route.USABLE``, or why it is not."""
+    """A machine of the fleet as placing sees it. ``reach``: ``route.USABLE``, or why it is not.
+
+    ``bytes_per_s``: what may be relied on of the way that streams to it would take.
+    """
 
     card: Card
     name: str
     reach: str
     sees_prompts: bool
     rtt_s: float
+    bytes_per_s: float = 0.0
 
 
 class Others(Protocol):
@@ -121,7 +125,7 @@ class Placing:
         links = chain(text, self._key)
         ask = Ask(
             name,
-            prompt_tokens=len(text) // _CHARS_PER_TOKEN,
+            prompt_tokens=len(text) // CHARS_PER_TOKEN,
             max_tokens=min(job.request.max_tokens or _ANSWER_TOKENS, _ANSWER_TOKENS),
             digest=job.digest,
             exclude=tried,
@@ -147,7 +151,7 @@ class Placing:
 
         def with_cache(c: Candidate) -> Candidate:
             chars = self._affinity.cached_chars(c.node_id, name, links)
-            return replace(c, cached_tokens=chars // _CHARS_PER_TOKEN)
+            return replace(c, cached_tokens=chars // CHARS_PER_TOKEN)
 
         return route(ask, map(with_cache, candidates))
 
@@ -233,7 +237,7 @@ def prompt_text(request: Generate) -> str:
     """The prompt as one text, in the order in which a template renders it; roughly as long as that."""
     match request.prompt:
         case TokenPrompt(tokens):
-            return "".join(f"{token:<{_CHARS_PER_TOKEN}}" for token in tokens)
+            return "".join(f"{token:<{CHARS_PER_TOKEN}}" for token in tokens)
         case TextPrompt(text):
             return text
         case ChatPrompt(messages=messages, tools=tools):

@@ -13,7 +13,8 @@ from msgspec import Meta
 
 from fleetd import limits
 
-PlanKind = Literal["local", "layers", "tokens", "whole"]
+# "any" stands for a machine that cannot help in any way.
+PlanKind = Literal["local", "layers", "tokens", "whole", "any"]
 # shared: as planned. fallback: begun together, ended here. local: computed here from the start, by plan or
 # because no agreement was reached (then with a code).
 Outcome = Literal["shared", "fallback", "local", "cancelled", "failed"]

@@ -34,7 +34,6 @@ _STEP_SECONDS = 1e9
 
 _Model = Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
 _Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]*$")]
-_Layer = Annotated[int, Meta(ge=0, le=4096)]
 _Node = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 
 
@@ -72,12 +71,8 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Warm(msgspec.Struct, frozen=True):
-    """Layers [first, last) are enough where the whole model does not fit."""
-
     model: _Model
     digest: _Digest
-    first: _Layer = 0
-    last: _Layer = 0
 
 
 _Message = Ask | Offer | Go | Done | Warm
@@ -109,10 +104,8 @@ def decode(body: bytes, kind: type[_T]) -> _T:
         case Done(steps):
             for step in steps:
                 _check_step(step)
-        case Warm(model, _, first, last):
+        case Warm(model):
             _check_name(model)
-            if first > last:
-                raise ProtocolError(f"A peer asks for layers {first} to {last}.")
         case _:
             pass
     return message  # type: ignore[no-any-return]  # msgspec made it of this kind

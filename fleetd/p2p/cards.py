@@ -31,7 +31,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     """A model on that machine. ``memory_bytes`` is what it needs to run.
 
     ``digest`` is "" until its files were hashed. Speeds are measured there, of one request alone; 0 means not
-    yet.
+    yet. ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
+    ``prefill_fixed_s``: those that each chunk takes however short it is. Two machines with the same
+    ``arithmetic`` compute the same bytes; "" where it is not known.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
@@ -46,6 +48,10 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     state: State = "installed"
     prefill_tok_s: Rate = 0.0
     decode_tok_s: Rate = 0.0
+    prefill_context_s: Rate = 0.0
+    prefill_fixed_s: Rate = 0.0
+    dtype: Text = ""
+    arithmetic: Text = ""
     exactness: Text = ""
 
 

@@ -154,12 +154,13 @@ class FakeAssistPool:
     def engine(self, folder: Any) -> FakeEngine | None:
         return self.fake if self.loaded else None
 
+    async def load(self, folder: Any) -> None:
+        self.loads += 1
+        await self.gate.wait()
+        self.loaded = True
+
     @contextlib.asynccontextmanager
     async def assisting(self, folder: Any, first: int, last: int) -> AsyncIterator[FakeEngine]:
-        if not self.loaded:
-            self.loads += 1
-            await self.gate.wait()
-            self.loaded = True
         self.used += 1
         try:
             yield self.fake
