@@ -31,7 +31,7 @@ class Job:
 
     @property
     def shareable(self) -> bool:
-        """Whether other machines may help; a prompt that came from another machine was allowed to leave it."""
+        """Whether others may help; a prompt that came from another machine was allowed to leave that one."""
         return self.origin == "peer" or not self.local_only
 
 

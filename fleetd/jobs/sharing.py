@@ -202,7 +202,7 @@ class Sharing:
             self._record(trace)
 
     def blame(self, shared: Agreement) -> None:
-        """Who failed is left out for a while. Having no room, or stopping, is no failure; its card will say."""
+        """Who failed is left out for a while. To have no room or to stop is no failure; its card will say."""
         now_s = self.monotonic()
         for helper in shared.helpers:
             if isinstance(helper.failed, PeerError | EngineError):

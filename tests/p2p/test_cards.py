@@ -250,7 +250,7 @@ def test_models_with_long_texts_are_left_out_where_the_card_is_full() -> None:
 @pytest.mark.parametrize("spare", range(-3, 7))
 def test_a_card_that_just_fits_loses_nothing_and_never_grows_over_the_limit(spare: int) -> None:
     """Around the very byte at which the last model no longer fits."""
-    models = [ModelCard("m", "x" * 255, "y" * 115)] * 164
+    models = [ModelCard("m", "x" * 255, "y" * 113)] * 164
     size = len(msgspec.msgpack.encode(card(models=models)))
     # Texts over 31 and under 256 characters have a header of two bytes.
     filler = limits.CARD_BYTES - size - len(msgspec.msgpack.encode("name")) - 2 - spare
