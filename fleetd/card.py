@@ -72,6 +72,8 @@ class CardMaker:
         self._speeds = speeds
         # Workers whose measurement at load is in the book already.
         self._seeded: dict[str, int | None] = {}
+        # Model → what its last worker here computed in: the next one will, too.
+        self._arithmetic: dict[str, tuple[str, str]] = {}
         self._installed: list[ModelFolder] = []
         self._digests: dict[tuple[str, float, int], str] = {}
         self._sequence = 0
@@ -149,11 +151,19 @@ class CardMaker:
         for engine in engines:
             if engine.state == "ready" and self._seeded.get(engine.model) != engine.pid:
                 self._seeded[engine.model] = engine.pid
-                self._speeds.seed(engine.model, engine.prefill_tok_s, engine.decode_tok_s)
+                self._arithmetic[engine.model] = engine.dtype or "", engine.arithmetic
+                self._speeds.seed(
+                    engine.model,
+                    engine.prefill_tok_s,
+                    engine.decode_tok_s,
+                    engine.prefill_context_s,
+                    engine.prefill_fixed_s,
+                )
 
     def _model(self, folder: ModelFolder, engine: EngineStatus | None) -> ModelCard:
         entry = find(folder.name)
         speed = self._speeds.of(folder.name)
+        dtype, arithmetic = self._arithmetic.get(folder.name, ("", ""))
         state = {"ready": "loaded", "loading": "loading"}.get(engine.state if engine else "", "installed")
         return ModelCard(
             name=folder.name,
@@ -168,6 +178,10 @@ class CardMaker:
             state=state,  # type: ignore[arg-type]  # the values of the mapping above
             prefill_tok_s=_rough(speed.prefill_tok_s),
             decode_tok_s=_rough(speed.decode_tok_s),
+            prefill_context_s=_rough(speed.prefill_context_s),
+            prefill_fixed_s=_rough(speed.prefill_fixed_s),
+            dtype=dtype,
+            arithmetic=arithmetic,
         )
 
 

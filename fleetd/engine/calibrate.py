@@ -1,7 +1,8 @@
 """How fast this device runs this model: measured at load, on contexts of its own that are thrown away.
 
-A few single tokens, then chunks of prompt, each larger than the one before while there is time. Nothing else
-computes meanwhile and nothing of it is kept, so answers and caches are what they would be without it.
+A few single tokens, then chunks of prompt, each larger than the one before while there is time, then one
+behind a context that nobody computed. Nothing else computes meanwhile and nothing of it is kept, so answers
+and caches are what they would be without it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from fleetd.limits import MIB
 
 DECODE_STEPS = 5
 # Share of the time that single tokens may use; chunks have the rest.
@@ -22,14 +25,28 @@ DECODE_SHARE = 0.25
 # long as the one before, and the first FIRST times as long as a single token, which reads the same weights.
 CHUNKS = (16, 64, 256)
 FIRST, GROWTH = 2, 4
+# Contexts to measure behind, the second one only where the first one hardly showed: attention is a small part
+# of a large model's work. A chunk behind one is expected to take so many times as long as without.
+CONTEXTS = (2048, 8192)
+SHOWS = 1.2
+BEHIND = 2
+# Fewer tokens say more about fixed costs than about attention.
+BEHIND_TOKENS = 64
+CONTEXT_BYTES = 512 * MIB
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Tokens per second of one request alone on a short context; 0 where there was no time to measure."""
+    """Of one request alone; 0 where there was no time to measure.
+
+    Tokens per second on a short context. Seconds that each token of context adds to each token's prefill, and
+    that each chunk takes however short it is.
+    """
 
     prefill_tok_s: float
     decode_tok_s: float
+    prefill_context_s: float = 0.0
+    prefill_fixed_s: float = 0.0
 
 
 def calibrate(
@@ -44,35 +61,110 @@ def calibrate(
 
     The model's kernels have to be compiled: one prefill and one token must have been computed before.
     """
-    begun = clock()
-
-    def run(tokens: mx.array, cache: list[Any]) -> float:
-        started = clock()
-        logits = model(tokens, cache=cache)  # (1, n, V); of a prompt they are not computed
-        mx.eval([layer.state for layer in cache], *([logits] if tokens.size == 1 else []))
-        return clock() - started
-
-    def fits(expected_s: float, share: float = 1.0) -> bool:
-        return clock() - begun + expected_s <= share * budget_s
-
-    cache = make_prompt_cache(model)
-    steps: list[float] = []
-    while len(steps) < DECODE_STEPS and (not steps or fits(steps[-1], DECODE_SHARE)):
-        steps.append(run(_tokens(1, vocab_size), cache))
-    step_s = statistics.median(steps)
-
-    size, best_s, next_s = 0, step_s, FIRST * step_s
-    for n in CHUNKS:
-        if n > context_tokens or not fits(next_s):
-            break
-        size, best_s = n, run(_tokens(n, vocab_size), make_prompt_cache(model))
-        next_s = GROWTH * best_s
-    # The first run of a size also finds its memory.
-    if size and fits(best_s):
-        best_s = min(best_s, run(_tokens(size, vocab_size), make_prompt_cache(model)))
-    del cache
+    speeds = _Measuring(model, vocab_size, context_tokens, budget_s, clock).all()
     mx.clear_cache()  # nor is its memory kept
-    return Speeds(size / max(best_s, 1e-6), 1 / max(step_s, 1e-6))
+    return speeds
+
+
+class _Measuring:
+    def __init__(
+        self, model: Any, vocab_size: int, context_tokens: int, budget_s: float, clock: Callable[[], float]
+    ) -> None:
+        self._model, self._vocab_size, self._context_tokens = model, vocab_size, context_tokens
+        self._budget_s, self._clock = budget_s, clock
+        self._begun_s = clock()
+        # Best run of each chunk size on an empty context.
+        self._chunks: dict[int, float] = {}
+        # Tells how wide a context's rows are.
+        self._short = make_prompt_cache(model)
+
+    def all(self) -> Speeds:
+        step_s = self._single_tokens()
+        self._grow(step_s)
+        context_s = self._behind_contexts()
+        size = max(self._chunks, default=0)
+        # The first run of a size also finds its memory.
+        if size and self._fits(self._chunks[size]):
+            self._chunk(size)
+        return Speeds(
+            prefill_tok_s=size / max(self._chunks[size], 1e-6) if size else 0.0,
+            decode_tok_s=1 / max(step_s, 1e-6),
+            prefill_context_s=context_s,
+            prefill_fixed_s=self._fixed_s(),
+        )
+
+    def _single_tokens(self) -> float:
+        """The usual seconds of one."""
+        steps: list[float] = []
+        while len(steps) < DECODE_STEPS and (not steps or self._fits(steps[-1], DECODE_SHARE)):
+            steps.append(self._run(1, self._short))
+        return statistics.median(steps)
+
+    def _grow(self, step_s: float) -> None:
+        next_s = FIRST * step_s
+        for n in CHUNKS:
+            if n > self._context_tokens or not self._fits(next_s):
+                break
+            next_s = GROWTH * self._chunk(n)
+
+    def _chunk(self, n: int) -> float:
+        """Seconds of a chunk on an empty context; of several runs the best one is kept."""
+        took_s = self._run(n, make_prompt_cache(self._model))
+        self._chunks[n] = min(took_s, self._chunks.get(n, took_s))
+        return took_s
+
+    def _behind_contexts(self) -> float:
+        """Seconds per token and token before it; 0 where that was not measured."""
+        # Once behind a context, and once more without, so that both find their memory.
+        able = [n for n, s in self._chunks.items() if n >= BEHIND_TOKENS and self._fits((BEHIND + 1) * s)]
+        found_s, n = 0.0, max(able, default=0)
+        for context in CONTEXTS if n else ():
+            cache = _made_up(self._short, context)
+            fits = context + n <= self._context_tokens and self._fits(BEHIND * self._chunks[n])
+            if cache is None or not fits:
+                break
+            behind_s = self._run(n, cache)
+            if context == CONTEXTS[0] and self._fits(self._chunks[n]):
+                self._chunk(n)
+            found_s = max(0.0, behind_s - self._chunks[n]) / (n * context)
+            if behind_s > SHOWS * self._chunks[n]:
+                break
+        return found_s
+
+    def _fixed_s(self) -> float:
+        """Where the line through the two largest chunks begins, if they say more than noise."""
+        if max(self._chunks, default=0) <= BEHIND_TOKENS:
+            return 0.0
+        (few, few_s), (many, many_s) = sorted(self._chunks.items())[-2:]
+        return min(few_s, max(0.0, (many * few_s - few * many_s) / (many - few)))
+
+    def _run(self, n: int, cache: list[Any]) -> float:
+        tokens = _tokens(n, self._vocab_size)
+        started = self._clock()
+        logits = self._model(tokens, cache=cache)  # (1, n, V); of a prompt they are not computed
+        mx.eval([layer.state for layer in cache], *([logits] if n == 1 else []))
+        return self._clock() - started
+
+    def _fits(self, expected_s: float, share: float = 1.0) -> bool:
+        return self._clock() - self._begun_s + expected_s <= share * self._budget_s
+
+
+def _made_up(like: list[Any], context: int) -> list[Any] | None:
+    """A cache with a context that nobody computed; None where that is more than rows, or too large."""
+    if any(type(layer) is not KVCache or layer.keys is None for layer in like):
+        return None
+    rows = sum((layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2] for layer in like)
+    if rows * context > CONTEXT_BYTES:
+        return None
+    cache = []
+    for layer in like:
+        made = KVCache()
+        shapes = [(1, part.shape[1], context, part.shape[3]) for part in (layer.keys, layer.values)]
+        made.keys, made.values = (mx.ones(shape, layer.keys.dtype) for shape in shapes)
+        made.offset = context
+        cache.append(made)
+    mx.eval([layer.state for layer in cache])
+    return cache
 
 
 def _tokens(count: int, vocab_size: int) -> mx.array:

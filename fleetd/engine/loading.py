@@ -97,8 +97,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         model,
         vocab_size=vocabulary,
         context_tokens=context,
-        # A CPU is near its full speed with small chunks.
-        budget_s=limits.CALIBRATE_S / 2 if device == "cpu" else limits.CALIBRATE_S,
+        budget_s=limits.CALIBRATE_S,
     )
     weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
     left = max(0, usable - weights - WORKING_BYTES)
@@ -120,6 +119,8 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         versions={name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "transformers")},
         prefill_tok_s=speeds.prefill_tok_s,
         decode_tok_s=speeds.decode_tok_s,
+        prefill_context_s=speeds.prefill_context_s,
+        prefill_fixed_s=speeds.prefill_fixed_s,
     )
     return Loaded(model, tokenizer, facts, prefix_bytes, _defaults(path))
 

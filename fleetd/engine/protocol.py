@@ -16,6 +16,7 @@ messages, each a ``StreamTag``.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
@@ -188,12 +189,21 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
     # "any", or "same": whether chunks may be cut elsewhere than by the other machine.
     chunks: Literal["any", "same"] = "same"
 
+    @property
+    def text(self) -> str:
+        """Short; equal where two workers compute the same bytes with the same layers. "" if unknown."""
+        if not self.layers:
+            return ""
+        parts = (self.dtype, self.versions.get("mlx-lm", ""), self.first_layer, self.layers, self.chunks)
+        return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()[:16]
+
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The model is loaded. Sizes in bytes; ``kv_bytes_per_token`` over the layers that are held.
 
     Speeds are those of one request alone on a short context; 0 where there was no time to measure them.
-    ``prefill_context_s``: seconds that each token of context adds to each token's prefill.
+    ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
+    ``prefill_fixed_s``: those that each chunk takes however short it is.
     ``unshareable``: why no other machine can help this model; "" where they can.
     """
 
@@ -214,6 +224,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     prefill_tok_s: float = 0.0
     decode_tok_s: float = 0.0
     prefill_context_s: float = 0.0
+    prefill_fixed_s: float = 0.0
     hidden_bytes: int = 0
     # Of ``layers``, those that are held: all of them but in a worker that only helps.
     first_layer: int = 0
@@ -232,7 +243,9 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
     """The prompt is rendered, tokenized and admitted; nothing is computed yet.
 
     ``cached``: leading tokens that the prefix cache holds. ``chunk``: in how many tokens at a time it would
-    be prefilled alone. ``waits``: for Share or Alone.
+    be prefilled alone. Both are known only where it ``waits``: for Share or Alone. That is where it was asked
+    for, there are enough tokens left to prefill, and memory for them at once. ``exact``: the cached tokens'
+    numbers are those of this machine alone. Of an Assist the figures are its split's.
     """
 
     id: str
@@ -240,6 +253,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
     cached: int = 0
     chunk: int = 0
     waits: bool = False
+    exact: bool = True
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
@@ -261,7 +275,7 @@ class StepTime(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Shared(msgspec.Struct, frozen=True, tag="shared", omit_defaults=True):
     """How sharing a prompt ended: ``code`` and ``reason`` "" where it went as planned, else why it went on
-    alone, from ``verified`` tokens."""
+    alone, from ``verified`` tokens. An Alone that comes before any Share is not answered by this."""
 
     id: str
     steps: list[StepTime]

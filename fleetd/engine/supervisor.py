@@ -68,6 +68,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
     context_tokens: int
     prefill_tok_s: float
     decode_tok_s: float
+    prefill_context_s: float
+    prefill_fixed_s: float
+    arithmetic: str
     prefilling: int
     decoding: int
     waiting: int
@@ -352,6 +355,9 @@ class EngineProcess:
             context_tokens=facts.context_tokens if facts else 0,
             prefill_tok_s=round(facts.prefill_tok_s, 1) if facts else 0.0,
             decode_tok_s=round(facts.decode_tok_s, 1) if facts else 0.0,
+            prefill_context_s=facts.prefill_context_s if facts else 0.0,
+            prefill_fixed_s=facts.prefill_fixed_s if facts else 0.0,
+            arithmetic=facts.arithmetic.text if facts and facts.arithmetic else "",
             prefilling=beat.prefilling,
             decoding=beat.decoding,
             waiting=beat.waiting + len(self._preparing),
