@@ -112,16 +112,25 @@ class EnginePool:
         with self._claim(name):
             yield self._engines[name]
 
-    async def _holding(self, folder: ModelFolder, first: int, last: int) -> str:
-        """Which worker has these layers; loads one."""
-        whole, part = _Wanted(folder), _Wanted(folder, first, last)
+    def holds(self, folder: ModelFolder, first: int, last: int) -> bool:
+        """Whether a ready worker has layers [first, last), so that ``assisting`` would load nothing."""
+        return self._holder(folder, first, last) is not None
+
+    def _holder(self, folder: ModelFolder, first: int, last: int) -> str | None:
         for name, engine in self._engines.items():
             held = engine.settings
             if engine.state == "ready" and (
-                name == whole.name
+                name == folder.name
                 or (held.path == str(folder.path) and held.first_layer <= first < last <= held.last_layer)
             ):
                 return name
+        return None
+
+    async def _holding(self, folder: ModelFolder, first: int, last: int) -> str:
+        """Which worker has these layers; loads one."""
+        if (name := self._holder(folder, first, last)) is not None:
+            return name
+        whole, part = _Wanted(folder), _Wanted(folder, first, last)
         try:
             async for _ in self._acquire(whole, evict=False):
                 pass
