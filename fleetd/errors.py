@@ -30,6 +30,8 @@
     └─ PeerError                    another machine is at fault, or the way to it
        ├─ PeerUnreachable           no address of it answers
        ├─ PeerLost                  it went away, or fell silent, in the middle of something
+       │  └─ PeerLate               it takes much longer than was planned with
+       ├─ PeerWrong                 it computed something else than this machine does
        ├─ NotPaired                 it does not know this machine, or this machine does not know it
        ├─ VersionMismatch           it speaks no protocol version that this one speaks
        ├─ Incompatible              its model or its arithmetic differs from this machine's; names the field
@@ -199,6 +201,14 @@ class PeerUnreachable(PeerError):
 
 class PeerLost(PeerError):
     code, status = "peer_lost", 502
+
+
+class PeerLate(PeerLost):
+    code, status = "peer_late", 504
+
+
+class PeerWrong(PeerError):
+    code, status = "peer_wrong", 502
 
 
 class NotPaired(PeerError):
