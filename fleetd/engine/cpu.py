@@ -78,6 +78,11 @@ def preload_blas() -> bool:
     return False
 
 
+def exact() -> bool:
+    """Whether the exactness that the module speaks of is there: it is MKL's."""
+    return _blas is not None
+
+
 def _start_threads(blas: ctypes.CDLL) -> None:
     """One thread per core for attention's blocks; each multiplies alone, so that they do not crowd."""
     global _threads

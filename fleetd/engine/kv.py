@@ -215,7 +215,7 @@ class Turn:
 
 
 class Turns:
-    """How far the caches of a split that rotate have to be. ``empty``: per layer a cache with nothing in it."""
+    """How far the caches of a split that rotate have to be. ``empty``: an unused cache per layer."""
 
     def __init__(self, empty: Mapping[int, Any], split: Split) -> None:
         self._empty, self._split = empty, split

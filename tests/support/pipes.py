@@ -31,7 +31,7 @@ class Events:
 
 @dataclass
 class MemoryPipe:
-    """``tamper`` sees every frame that this end sends, and says what is sent instead: any number of frames."""
+    """``tamper`` sees each frame that this end sends and says which frames are sent instead."""
 
     place: Place
     events: Events
@@ -55,7 +55,8 @@ class MemoryPipe:
             one.early.clear()
 
     def send(self, head: Head, *payload: memoryview) -> None:
-        assert not self.ended and not self.closed
+        assert not self.ended
+        assert not self.closed
         assert sum(part.nbytes for part in payload) == head.nbytes
         self.sent.append(head)
         if self.broken is not None:
