@@ -1,31 +1,39 @@
-"""`make demo`: a throw-away fleet of three daemons on loopback, and questions to the one without a model.
+"""`make demo`: a throw-away fleet of three daemons, questions to it, and one prompt that two of them share.
 
 They find each other by mDNS and are paired with a code, as three machines would be; the model is fetched once
-and copied from one to another. Needs nothing but what `make` installed. The model is kept in .cache/models;
-everything else lives in a temporary folder and is gone afterwards, also after Ctrl-C.
+and copied from one to another; the third, which has none, is asked. Needs nothing but what `make` installed.
+The model is kept in .cache/models; everything else lives in a temporary folder and is gone afterwards, also
+after Ctrl-C.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NoReturn
 
-REPO = Path(__file__).resolve().parents[1]
-BIN = Path(sys.executable).parent
-MODEL = "smollm2-135m"
+from daemons import (
+    ANSWER_S,
+    MODEL,
+    PAIR_S,
+    REPO,
+    Machine,
+    command_line,
+    daemon,
+    fail,
+    fleetctl,
+    say,
+    temporary_home,
+)
+from together import shared_and_alone
+
 # A text that everybody can check the answers against, some 2,200 tokens long.
 LONG_TEXT = REPO / "LICENSE"
 # (the question, whether it is about the long text). The third needs little of the second's work again.
@@ -34,120 +42,9 @@ QUESTIONS = (
     ("Does this license provide a warranty? Answer in one sentence.", True),
     ("What is the name of this license?", True),
 )
-READY_S = 30.0
-STOP_S = 45.0
 PULL_S = 900.0
-ANSWER_S = 300.0
-PAIR_S = 60.0
 # Three rooms of one flat.
 NAMES = ("studio", "kitchen", "attic")
-# Unix socket paths are limited to about 100 bytes, and some temporary folders are deep.
-LONGEST_TMP = 60
-
-
-def say(text: str = "") -> None:
-    print(text, flush=True)
-
-
-def fail(text: str, log: Path | None = None) -> NoReturn:
-    print(f"\ndemo: {text}", file=sys.stderr)
-    if log is not None and log.exists():
-        print("the daemon's last words:", file=sys.stderr)
-        print("\n".join(log.read_text(errors="replace").splitlines()[-15:]), file=sys.stderr)
-    sys.exit(1)
-
-
-@contextmanager
-def temporary_home() -> Iterator[Path]:
-    base = tempfile.gettempdir()
-    folder = Path(tempfile.mkdtemp(prefix="fleetd-demo-", dir=base if len(base) <= LONGEST_TMP else "/tmp"))  # noqa: S108
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """One daemon that stands for a machine."""
-
-    name: str
-    home: Path
-    environ: dict[str, str]
-
-    @property
-    def log(self) -> Path:
-        return self.home / "demo.log"
-
-
-@contextmanager
-def daemon(machine: Machine) -> Iterator[None]:
-    """Start it, and stop it at the end."""
-    machine.home.mkdir(mode=0o700)
-    command: list[str | Path] = [BIN / "fleetd", "run", "--home", machine.home]
-    command += ["--http", "127.0.0.1:0", "--listen", "127.0.0.1:0"]
-    with machine.log.open("wb") as out:
-        # A session of its own: Ctrl-C on the terminal reaches the demo alone, which then stops it in order.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            env=machine.environ,
-            start_new_session=True,
-        )
-    try:
-        wait_ready(process, machine.home / "fleetd.sock", machine.log)
-        yield
-    finally:
-        process.terminate()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def wait_ready(process: subprocess.Popen[bytes], path: Path, log: Path) -> None:
-    deadline = time.monotonic() + READY_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            fail(f"the daemon ended with exit status {process.returncode}", log)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            try:
-                probe.connect(str(path))
-            except OSError:
-                time.sleep(0.05)
-            else:
-                return
-    fail(f"the daemon was not ready within {READY_S:.0f} s", log)
-
-
-def command_line(machine: Machine, *arguments: str) -> list[str | Path]:
-    return [BIN / "fleetctl", "--home", machine.home, *arguments]
-
-
-def fleetctl(machine: Machine, *arguments: str, limit_s: float, stdin: str = "") -> Any:
-    """Run fleetctl with --json. Its progress goes to this terminal; its answer comes back as an object."""
-    # What is piped becomes part of a prompt, so there is a pipe only where there is something to say.
-    given: dict[str, Any] = {"input": stdin} if stdin else {"stdin": subprocess.DEVNULL}
-    try:
-        done = subprocess.run(
-            command_line(machine, *arguments, "--json"),
-            stdout=subprocess.PIPE,
-            encoding="utf-8",
-            env=machine.environ,
-            timeout=limit_s,
-            check=False,
-            **given,
-        )
-    except subprocess.TimeoutExpired:
-        fail(f"`fleetctl {arguments[0]}` took longer than {limit_s:.0f} s", machine.log)
-    if done.returncode:
-        fail(f"`fleetctl {arguments[0]}` failed with exit status {done.returncode}", machine.log)
-    lines = done.stdout.splitlines()
-    # Verbs that take a while tell what happens line by line; the others print one object over many lines.
-    return json.loads(lines[-1]) if lines and lines[0].endswith("}") else json.loads(done.stdout)
 
 
 def pair(inviter: Machine, joiner: Machine) -> None:
@@ -254,6 +151,7 @@ def main() -> None:
         for question, about_text in QUESTIONS:
             ask(third, question, about_text=about_text)
         subprocess.run(command_line(third, "peers"), env=third.environ, check=False, timeout=30)
+        shared_and_alone(second, first)
     say(f"\nthe fleet is stopped, its homes removed; {time.monotonic() - began:.0f} s in all")
     say("next: `.venv/bin/fleetd run`, and in another terminal `.venv/bin/fleetctl chat`")
 
@@ -261,6 +159,8 @@ def main() -> None:
 def environment(name: str, folder: Path) -> dict[str, str]:
     environ = {name: value for name, value in os.environ.items() if not name.startswith("FLEETD_")}
     environ["FLEETD_FLEET_NAME"] = name
+    # On a CPU a machine is one core here, so that two of them are more than one.
+    environ["FLEETD_ENGINE_THREADS"] = "1"
     # Nothing of what this machine really has takes part.
     environ["FLEETD_MODELS_HUB_CACHE"] = str(folder / "no-hub")
     if name == NAMES[0]:
@@ -277,6 +177,7 @@ def copy(machine: Machine, source: Machine) -> None:
     models = fleetctl(machine, "models", limit_s=30)["installed"]
     size = next(model["weights_bytes"] for model in models if model["name"] == MODEL)
     say(f"  {machine.name} copied it from {source.name}: {size / 1e6:.0f} MB, checked, in {took_s:.1f} s")
+    fleetctl(machine, "models", "load", MODEL, limit_s=ANSWER_S)
 
 
 def wait_digest(machine: Machine, source: Machine) -> None:

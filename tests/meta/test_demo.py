@@ -1,0 +1,90 @@
+"""What the demo concludes from two answers, and that it gives machines cores of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPO = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """``demo/together.py``, whose folder is on the path only when the demo runs."""
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(str(REPO / "demo"))
+    import together
+
+    yield together
+    for name in {"together", "daemons"} - before:
+        sys.modules.pop(name, None)
+
+
+def answered(demo: Any, plan: str, first_token_s: float, content: str = "Yes.") -> Any:
+    return demo.Answered(content, first_token_s, 4600, 0, plan, "exact", "req-1")
+
+
+ALONE, LAYERS = "local; nodes=this", "layers; nodes=studio,this"
+
+
+@pytest.mark.parametrize(
+    ("plan", "shared"),
+    [
+        (ALONE, False),
+        ("layers; nodes=studio,this", True),
+        ("tokens; nodes=studio,this", True),
+        ("whole; nodes=studio,this", True),
+        # It moved as a whole, or it moved to a machine that was helped.
+        ("remote; nodes=studio", False),
+        ("remote; nodes=studio,kitchen", True),
+    ],
+)
+def test_what_counts_as_shared(demo: Any, plan: str, shared: bool) -> None:
+    assert answered(demo, plan, 1.0).shared is shared
+
+
+@pytest.mark.parametrize(
+    ("plan", "together_s", "content", "said"),
+    [
+        (LAYERS, 20.0, "Yes.", "the first token came 1.75 times as fast; the answers are identical"),
+        (LAYERS, 70.0, "Yes.", "it took 2.00 times as long: not faster here; the answers are identical"),
+        (LAYERS, 20.0, "No.", "1.75 times as fast; the answers differ"),
+        # Faster or not: where nothing was shared, sharing has no part in it.
+        (ALONE, 20.0, "Yes.", "nothing was shared, because no clear gain was expected; the answers are id"),
+        ("remote; nodes=studio", 20.0, "Yes.", "nothing was shared"),
+    ],
+)  # fmt: skip
+def test_the_verdict_claims_no_more_than_was_seen(
+    demo: Any, plan: str, together_s: float, content: str, said: str
+) -> None:
+    together = answered(demo, plan, together_s, content)
+    assert said in demo.verdict(answered(demo, ALONE, 35.0), together)
+
+
+def test_the_prompt_begins_unlike_any_other(demo: Any) -> None:
+    prompt = demo.compose()
+    assert prompt.startswith(demo.QUESTION)
+    assert all(path.read_text(encoding="utf-8") in prompt for path in demo.TEXTS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems pin no process to a core")
+def test_every_thread_of_a_worker_moves_to_its_core(demo: Any) -> None:
+    script = "import sys, threading; threading.Thread(target=sys.stdin.read).start(); print(flush=True)"
+    core = max(os.sched_getaffinity(0))
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as worker:
+        assert worker.stdin is not None
+        assert worker.stdout is not None
+        worker.stdout.readline()
+        demo.pin(worker.pid, core)
+        threads = [int(path.name) for path in Path(f"/proc/{worker.pid}/task").iterdir()]
+        assert len(threads) >= 2
+        assert {frozenset(os.sched_getaffinity(thread)) for thread in threads} == {frozenset({core})}
+        worker.stdin.close()
