@@ -91,7 +91,7 @@ def asked(machine: Machine, prompt: str, *flags: str) -> Answered:
         tokens=usage["prompt_tokens"],
         cached=usage["prompt_tokens_details"]["cached_tokens"],
         plan=answer["plan"],
-        exactness=answer["exactness"],
+        exactness=answer["exactness"] or "not told",
         request=answer["request"],
     )
 

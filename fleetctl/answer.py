@@ -26,6 +26,8 @@ from fleetd.errors import InvalidValue
 
 _KEEPALIVE = re.compile(r"keepalive (\d+)/(\d+)")
 _LOADING = re.compile(r"loading (.+?)(?: (\d+)/(\d+))?")
+# Where the request runs after all, and why it moved there.
+_PLAN = re.compile(r"plan (\w+; nodes=.*?)(?:: (.*))?")
 # Stages of loading count bytes, layers or files; no count of the latter kinds comes near this.
 _LOOKS_LIKE_BYTES = 1_000_000
 
@@ -161,6 +163,12 @@ class Printer:
         self._reasoning_open = True
         click.echo(click.style(printable(text), dim=True), err=True, nl=False)
 
+    def remark(self, text: str | None) -> None:
+        """Something about the answer that is no part of it."""
+        if text and not self._quiet:
+            self.end()
+            click.echo(click.style(one_line(text), dim=True), err=True)
+
     def end(self) -> None:
         """Leave the cursor at the start of a line."""
         if self._quiet:
@@ -205,7 +213,12 @@ def ask(
                 answer.headers = stream.headers
                 for event in stream:
                     if isinstance(event, Comment):
-                        _show(progress, event.text)
+                        if plan := _PLAN.fullmatch(event.text):
+                            answer.headers["x-fleet-plan"] = plan[1]
+                            progress.clear()
+                            printer.remark(plan[2])
+                        else:
+                            _show(progress, event.text)
                     elif event.text == "[DONE]":
                         break
                     else:

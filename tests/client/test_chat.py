@@ -253,3 +253,23 @@ def test_the_closing_line_says_only_what_is_known(known: dict[str, Any], line: s
 def test_the_last_line_says_which_machine_answered(plan: str, where: str) -> None:
     said = Answer(model="m", headers={"x-fleet-plan": plan} if plan else {}).closing_line()
     assert said == f"m{where}"
+
+
+def test_a_change_of_plan_is_told_with_its_reason(run: Run, daemon: FakeDaemon) -> None:
+    moved = ": plan local; nodes=this: studio went away.\n\n"
+    daemon.chat(Reply(stream=[": keepalive 0/412\n\n", moved, delta(content="ok"), *final()]))
+    done = run("chat", "x", home=daemon.home)
+    assert (done.returncode, done.stdout) == (0, "ok\n")
+    assert done.stderr.splitlines()[0] == "studio went away."
+
+
+def test_a_plan_that_was_late_is_the_plan(run: Run, daemon: FakeDaemon) -> None:
+    """Where a model loads first, the headers go out before anybody knows."""
+    late = ": plan layers; nodes=studio,this\n\n"
+    daemon.chat(Reply(stream=[late, delta(content="ok"), *final()]))
+    done = run("chat", "x", home=daemon.home)
+    assert done.stderr.endswith(" · smollm2-135m · prefill shared with studio\n")
+    assert len(done.stderr.splitlines()) == 1
+    assert (
+        json.loads(run("chat", "x", "--json", home=daemon.home).stdout)["plan"] == "layers; nodes=studio,this"
+    )
