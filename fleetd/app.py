@@ -35,10 +35,14 @@ from fleetd.config import DEFAULT_PORT, Config
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.errors import ConfigError, Draining, PortInUse
 from fleetd.fleet import Fleet, default_name
-from fleetd.jobs import remote, wire
+from fleetd.jobs import remote, share_wire, wire
+from fleetd.jobs.assisting import Assists
 from fleetd.jobs.copies import Copies
 from fleetd.jobs.placing import Placing
 from fleetd.jobs.runner import Runner
+from fleetd.jobs.sharing import Sharing
+from fleetd.jobs.traces import Traces
+from fleetd.jobs.ways import Ways
 from fleetd.ledger import Ledger
 from fleetd.machine import Prober
 from fleetd.metrics import Metrics
@@ -112,6 +116,8 @@ class Daemon:
         self._fleet = Fleet(self._node, local_only=config.fleet.local_only) if self._node else None
         copies = Copies(self._node, self._models, self._own_card) if self._node else None
         self._speeds = SpeedBook()
+        self._traces = Traces(self._store)
+        self._sharing = self._sharer(self._fleet) if self._fleet else None
         self._runner = Runner(
             pool=self._pool,
             models=self._models,
@@ -123,11 +129,32 @@ class Daemon:
             placing=Placing(self._fleet, self._own_card, local_only=config.fleet.local_only)
             if self._fleet
             else None,
+            sharing=self._sharing,
             speeds=self._speeds,
         )
-        if self._node is not None:
-            self._node.handle(wire.RUN, remote.Server(self._runner.run, self._has))
+        self._assists = self._serve_peers(self._node) if self._node else None
         self._card: CardMaker | None = None
+
+    def _sharer(self, fleet: Fleet) -> Sharing:
+        local_only = self._config.fleet.local_only
+        return Sharing(
+            fleet, self._pool, self._own_card, self._traces.record, self._metrics, local_only=local_only
+        )
+
+    def _serve_peers(self, node: Node) -> Assists:
+        """What members may ask of this machine, besides copies."""
+        assists = Assists(
+            Ways(node),
+            self._pool,
+            self._models,
+            self._own_card,
+            draining=lambda: self._runner.draining,
+            finished=self._metrics.assist,
+        )
+        node.handle(wire.RUN, remote.Server(self._runner.run, self._has))
+        node.handle(share_wire.ASSIST, assists.assist)
+        node.handle(share_wire.WARM, assists.warm)
+        return assists
 
     def status(self) -> Status:
         return Status(
@@ -249,6 +276,8 @@ class Daemon:
                 hosts=frozenset(http.allowed_hosts),
                 origins=frozenset(http.allowed_origins),
                 fleet=self._fleet or NoFleet(),
+                plan=self._sharing.plan if self._sharing is not None else NoFleet().plan,
+                traces=self._traces.newest,
             )
         )
         local = make_runner(app, trusted=True)
@@ -313,6 +342,9 @@ class Daemon:
 
     async def _end_engines(self) -> None:
         await self._runner.abandon()
+        for work in (self._sharing, self._assists):
+            if work is not None:
+                await work.close()
         within_s = limits.STOP_S / 2 if self._hurry.is_set() else 2 * limits.ENGINE_STOP_S
         with suppress(TimeoutError):
             async with asyncio.timeout(within_s):

@@ -1,6 +1,7 @@
 """This machine's fleet, put together: node, cards, pairing, placing, copies; and what fleetctl asks of it.
 
 node ── sessions ──► placing (where a job runs) ──► runner
+  │                  sharing, assisting (who helps with its prompt)
   │                  copies (models from peers) ──► pulls
   ├── card maker (what this machine tells)
   └── prober (how fast the ways are) · desk (pairing)
@@ -12,6 +13,7 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncGenerator, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -19,12 +21,14 @@ import msgspec
 from fleetd import limits
 from fleetd.errors import FleetError, InvalidValue, NotFound
 from fleetd.jobs.placing import Machine
+from fleetd.jobs.ways import Ways
 from fleetd.p2p import diagnosis
+from fleetd.p2p.bulk import Expected
 from fleetd.p2p.desk import Desk
 from fleetd.p2p.identity import short_id
 from fleetd.p2p.node import Node
 from fleetd.p2p.overview import fleet_view, peer_view, reach
-from fleetd.p2p.probe import Prober
+from fleetd.p2p.probe import Invitation, Prober
 from fleetd.p2p.roster import Member
 from fleetd.p2p.transport import Stream
 from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
@@ -40,11 +44,12 @@ class Clock(msgspec.Struct, frozen=True):
 
 
 class Fleet:
-    """``fleetd.api.services.Fleet`` for fleetctl, ``fleetd.jobs.placing.Others`` for the runner."""
+    """``fleetd.api.services.Fleet`` for fleetctl; for jobs ``placing.Others`` and ``sharing.Partners``."""
 
     def __init__(self, node: Node, *, local_only: bool) -> None:
         self.node = node
         self.desk = Desk(node)
+        self.ways = Ways(node)
         self._prober = Prober(node)
         self._local_only = local_only
         self._wall = time.time
@@ -65,16 +70,31 @@ class Fleet:
             peer = self.node.mesh.peers.get(card.node_id)
             if member is not None and peer is not None:
                 connection = self.node.connection(card.node_id)
+                way = self.ways.best(card.node_id)
                 yield Machine(
                     card,
                     member.name,
                     reach(peer, card, now) or USABLE,
                     member.sees_prompts,
                     (connection.rtt_s or 0.0) if connection is not None else 0.0,
+                    way.expected_bytes_per_s if way is not None else 0.0,
                 )
+
+    @property
+    def node_id(self) -> str:
+        return self.node.identity.node_id
 
     def request(self, node_id: str, method: str, body: bytes) -> Stream:
         return self.node.request(node_id, method, body)
+
+    async def ask(self, node_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
+        return await self.node.ask(node_id, method, body, within_s=within_s)
+
+    def expect(self) -> AbstractContextManager[Expected]:
+        return self.ways.expect()
+
+    async def connect(self, node_id: str, invited: Invitation) -> socket.socket:
+        return await self.ways.connect(node_id, invited)
 
     # ---- for fleetctl ------------------------------------------------------------------------------------
 

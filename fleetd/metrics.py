@@ -109,6 +109,14 @@ class Metrics:
         self._fallbacks = counter(
             "fleetd_fallback", "Requests that moved on after a machine failed them.", "reason"
         )
+        self._shares = counter(
+            "fleetd_share",
+            "Prompts that others could help with: how, and what came of it.",
+            "kind",
+            "outcome",
+        )
+        self._share_bytes = counter("fleetd_share_bytes", "Bytes between machines that shared a prompt.")
+        self._assists = counter("fleetd_assist", "Parts of others' prompts computed here.", "outcome")
         self._peers = Gauge("fleetd_peers", "Paired machines.", ["state"], registry=registry)
         self._rtt = Gauge("fleetd_peer_rtt_seconds", "Round trip to a peer.", ["peer"], registry=registry)
         self._auth = counter("fleetd_auth_failures", "Requests refused before any work.", "reason")
@@ -154,6 +162,16 @@ class Metrics:
 
     def fallback(self, reason: str) -> None:
         self._fallbacks.labels(reason if reason in BY_CODE else _OTHER).inc()
+
+    def share(self, kind: str, outcome: str, n_bytes: int) -> None:
+        """Kind and outcome from the closed lists of ``jobs.share_views``."""
+        self._shares.labels(kind, outcome).inc()
+        self._share_bytes.inc(n_bytes)
+
+    def assist(self, outcome: str) -> None:
+        """ "done", "cancelled" or an error's code."""
+        known = outcome in ("done", "cancelled") or outcome in BY_CODE
+        self._assists.labels(outcome if known else _OTHER).inc()
 
     def auth_failure(self, reason: str) -> None:
         self._auth.labels(reason if reason in _AUTH_FAILURES else _OTHER).inc()

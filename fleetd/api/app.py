@@ -15,7 +15,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from fleetd import limits
-from fleetd.api import auth, body, chat, completions, failures, fleet, health, models, openapi, peers
+from fleetd.api import auth, body, chat, completions, failures, fleet, health, models, openapi, peers, sharing
 from fleetd.api.context import REQUEST_ID, SERVICES, is_gone
 from fleetd.api.deadlines import make_runner
 from fleetd.api.services import Services
@@ -46,6 +46,7 @@ def build_app(services: Services) -> web.Application:
         (get, "/openapi.json", openapi.serve),
         *fleet.ROUTES,
         *peers.ROUTES,
+        *sharing.ROUTES,
     ):
         app.router.add_route(method, path, handler, expect_handler=body.expect)
     return app

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fleetd.errors import FleetError, NotPaired, PairingClosed
+from fleetd.jobs.share_views import PlanQuestion, PlanView
 from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
 
 
@@ -31,6 +32,9 @@ class NoFleet:
     async def diagnose(self) -> Any:
         """Nothing was looked at, so nothing is known."""
         return {}
+
+    def plan(self, question: PlanQuestion, folder: Any) -> PlanView:
+        raise _off(NotPaired)
 
 
 def _off(kind: type[FleetError]) -> FleetError:

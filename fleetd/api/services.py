@@ -16,6 +16,7 @@ import msgspec
 from fleetd.api.no_fleet import NoFleet
 from fleetd.engine.protocol import Event, Loading
 from fleetd.jobs.job import Job, Planned
+from fleetd.jobs.share_views import PlanQuestion, PlanView, TracesView
 from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
 
 
@@ -103,6 +104,9 @@ class Services:
     pull: starts or joins the download of a model and yields its progress (``jobs.pulls.Pulls.watch``).
     origins: web origins that may call from a browser. CORS headers exist only when this is not empty.
     catalog: entries of ``fleetd.models.catalog.CATALOG``.
+    plan: how a prompt would be prefilled now by one of ``models``; raises ModelNotFound for one that is not
+        loaded, NotPaired where there is no fleet.
+    traces: the newest so many, or those of one request; blocks, so it is called in a thread.
     """
 
     runner: Runner
@@ -120,6 +124,8 @@ class Services:
     hosts: frozenset[str] = field(default_factory=frozenset)
     origins: frozenset[str] = field(default_factory=frozenset)
     fleet: Fleet = field(default_factory=NoFleet)
+    plan: Callable[[PlanQuestion, Any], PlanView] = NoFleet().plan
+    traces: Callable[[int, str], TracesView] = lambda last, request_id: TracesView([])
 
 
 class EngineView(msgspec.Struct, frozen=True):

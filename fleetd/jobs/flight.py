@@ -31,11 +31,15 @@ class Gauges(Protocol):
 
 
 class Flight:
-    """One request from its arrival to its end; ``running`` once the engine works on it, waiting before."""
+    """One request from its arrival to its end; ``running`` once the engine works on it, waiting before.
+
+    ``shared``: other machines computed some of its prefill.
+    """
 
     def __init__(self, model: str, gauges: Gauges, now_s: float) -> None:
         self.model = model
         self.running = False
+        self.shared = False
         self.finished: Finished | None = None
         self._gauges = gauges
         self._arrived_s = now_s

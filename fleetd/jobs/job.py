@@ -59,5 +59,9 @@ class Planned(msgspec.Struct, frozen=True):
     def shared(self) -> bool:
         return self.kind not in ("local", "remote")
 
+    @property
+    def helpers(self) -> tuple[str, ...]:
+        return self.nodes[:-1] if self.shared else ()
+
 
 LOCAL = Planned("local", ("this",), "exact")

@@ -44,7 +44,7 @@ def home(card: Card, held: ModelCard, facts: Ready) -> Machine:
     # Until the first card after a load has the measurement, the engine itself has it.
     speed, is_modelled = _speed(card, held, facts)
     if is_modelled and facts.prefill_tok_s > 0:
-        speed, is_modelled = Speed.measured(facts.prefill_tok_s, facts.prefill_context_s), False
+        speed, is_modelled = _measured(facts), False
     return Machine(card.node_id, THIS, speed, running=card.running, modelled=is_modelled)
 
 
@@ -108,10 +108,14 @@ def _refusal(member: Member, held: ModelCard | None, facts: Ready, penalty: str)
 def _speed(card: Card, held: ModelCard, facts: Ready) -> tuple[Speed, bool]:
     """And whether nobody measured it."""
     if held.prefill_tok_s > 0:
-        return Speed.measured(held.prefill_tok_s, held.prefill_context_s), False
+        return _measured(held), False
     machine = card.machine
     chip = hardware.hardware_of(machine.chip, machine.accelerator, machine.cores)
     return modelled(chip, facts.weights_bytes, facts.layers, facts.hidden_bytes), True
+
+
+def _measured(found: ModelCard | Ready) -> Speed:
+    return Speed.measured(found.prefill_tok_s, found.prefill_context_s, found.prefill_fixed_s)
 
 
 def choose(asked: Prompt, here: Machine, helpers: Iterable[Machine], previous: Option | None) -> Choice:

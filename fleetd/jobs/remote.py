@@ -29,19 +29,21 @@ class Stream(Protocol):
 
 
 async def run(
-    request: Callable[[str, bytes], Stream], job: Job, model: str, digest: str
-) -> AsyncGenerator[Loading | Event, None]:
+    request: Callable[[str, bytes], Stream], job: Job, model: str, digest: str, planned: Planned
+) -> AsyncGenerator[Planned | Loading | Event, None]:
     """Run a job there and yield its events; closing the generator cancels it there.
 
     Args:
         request: begins a request at that machine.
         model: its canonical name.
+        planned: how it runs, to be yielded first, and again when that machine says more.
 
     Raises:
         PeerLost: the machine went away, or said nothing for ``limits.JOB_SILENCE_S``.
         FleetError: what the job failed with there.
     """
-    stream = request(wire.RUN, wire.encode(wire.Run(model, job.request, job.route, digest)))
+    yield planned
+    stream = request(wire.RUN, wire.encode(wire.Run(model, job.request, job.route, digest, where=True)))
     ended = False
     try:
         stream.end()
@@ -57,6 +59,10 @@ async def run(
             if body == wire.ALIVE:
                 continue
             event = wire.decode_event(body)
+            if isinstance(event, wire.Where):
+                nodes = (planned.nodes[0], *event.helpers)
+                yield Planned(planned.kind, nodes, planned.exactness, event.reason or planned.reason)
+                continue
             if isinstance(event, Finished):
                 ended = True
                 yield event
@@ -94,7 +100,11 @@ class Server:
             async for event in events:
                 if event is None:
                     stream.send(wire.ALIVE)
-                elif not isinstance(event, Planned | Failed | Shared | Assisted):
+                elif isinstance(event, Planned):
+                    if asked.where and (event.shared or event.reason):
+                        reason = event.reason[: limits.ERROR_TEXT_CHARS]
+                        stream.send(wire.encode(wire.Where(event.helpers, reason)))
+                elif not isinstance(event, Failed | Shared | Assisted):
                     stream.send(wire.encode(event))
                     await _drained(stream)
 

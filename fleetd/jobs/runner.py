@@ -6,6 +6,9 @@
                                        └ ModelNotFound,          └─▶ refunded: an error, no tokens billed
                                          NoMachine
 
+A job that runs here may have its prefill shared with other machines (``sharing``); that is decided once its
+prompt is tokenized, so only then is it known, and said, how it runs.
+
 Leaving the generator at any point (``aclose()``, a cancelled task) cancels the work, wherever it runs.
 """
 
@@ -89,6 +92,15 @@ class Pool(Protocol):
     def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Loading | Event, None]: ...
 
 
+class Sharer(Protocol):
+    """``fleetd.jobs.sharing.Sharing``."""
+
+    def possible(self, job: Job, folder: Any) -> bool: ...
+    def stream(
+        self, job: Job, folder: Any, alone: Planned, arrived_s: float
+    ) -> AsyncGenerator[Planned | Loading | Event, None]: ...
+
+
 class Metrics(Gauges, Protocol):
     def finished(self, model: str, reason: str, usage: Usage, timings: Timings, e2e_s: float) -> None: ...
     def failed(self, code: str) -> None: ...
@@ -108,6 +120,7 @@ class Runner:
             these, are fetched by a request itself.
         source: where downloads come from; ``models`` itself if not given.
         placing: None for a machine that runs everything itself.
+        sharing: None for one whose prompts nobody helps with.
         speeds: told what each answer that was computed here took.
     """
 
@@ -122,6 +135,7 @@ class Runner:
         embedded: Callable[[str], str | None],
         source: Source | None = None,
         placing: Placing | None = None,
+        sharing: Sharer | None = None,
         speeds: SpeedBook | None = None,
         node: str = LOCAL.nodes[0],
         monotonic: Callable[[], float] = time.monotonic,
@@ -135,6 +149,7 @@ class Runner:
         self._default_model = default_model
         self._embedded = embedded
         self._placing = placing
+        self._sharing = sharing
         self._speeds = speeds or SpeedBook()
         self._node = node
         self._monotonic = monotonic
@@ -179,7 +194,8 @@ class Runner:
         """Yield where a job runs, then its events, the last of them Finished.
 
         Raises FleetError before or between them. Planned comes again when the job moves to another machine,
-        which it does only while nothing of its answer has been yielded.
+        or goes on without its helpers, which it does only while nothing of its answer has been yielded.
+        Before the first one there may be Loading.
         """
         self._admit()
         arrived_s, at_s = self._monotonic(), self._now()
@@ -193,11 +209,15 @@ class Runner:
             self._flights.add(flight)
             reservation = Reservation(job.request.id, located.name, self._node_of(choice), job.route, at_s)
             await self._ledger.reserve(reservation)
-            async with aclosing(self._attempts(job, located, choice)) as events:
+            told: Planned | None = None
+            async with aclosing(self._attempts(job, located, choice, arrived_s)) as events:
                 async for event in events:
                     if isinstance(event, Planned):
                         reservation = replace(reservation, node=self._named(event))
-                        self._metrics.plan(event.kind, "fallback" if event.reason else "only")
+                        if told is None or (told.kind, told.reason) != (event.kind, event.reason):
+                            self._metrics.plan(event.kind, "fallback" if event.reason else "only")
+                        told = event
+                        flight.shared = flight.shared or event.shared
                         yield event
                         continue
                     flight.see(event, self._monotonic())
@@ -223,15 +243,14 @@ class Runner:
         yield flight.finished
 
     async def _attempts(
-        self, job: Job, located: _Located, choice: Choice
+        self, job: Job, located: _Located, choice: Choice, arrived_s: float
     ) -> AsyncGenerator[Planned | Loading | Event, None]:
         """The job's events from the first machine that gives any of its answer."""
         tried: set[str] = set()
         while True:
-            yield choice.planned
             answering = False
             try:
-                async with aclosing(self._source(job, located, choice)) as events:
+                async with aclosing(self._source(job, located, choice, arrived_s)) as events:
                     async for event in events:
                         answering = answering or isinstance(event, Delta | ToolCall)
                         if isinstance(event, Finished) and self._placing is not None:
@@ -250,13 +269,28 @@ class Runner:
             else:
                 return
 
-    def _source(self, job: Job, located: _Located, choice: Choice) -> AsyncGenerator[Loading | Event, None]:
-        if choice.node_id == HERE or self._placing is None:
-            return self._events(located.ref, located.folder, job.request)
-        others, node_id = self._placing.others, choice.node_id
-        return remote.run(
-            lambda method, body: others.request(node_id, method, body), job, located.name, choice.digest
-        )
+    async def _source(
+        self, job: Job, located: _Located, choice: Choice, arrived_s: float
+    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        if choice.node_id != HERE and self._placing is not None:
+            others, node_id = self._placing.others, choice.node_id
+            events = remote.run(
+                lambda method, body: others.request(node_id, method, body),
+                job,
+                located.name,
+                choice.digest,
+                choice.planned,
+            )
+        elif (sharing := self._sharing) and located.folder and sharing.possible(job, located.folder):
+            events = sharing.stream(job, located.folder, choice.planned, arrived_s)
+        else:
+            yield choice.planned
+            events = self._events(located.ref, located.folder, job.request)
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, Failed):
+                    raise from_code(event.code, event.message, hint=event.hint, param=event.param)
+                yield event
 
     def _choose(self, job: Job, located: _Located, tried: frozenset[str], why: FleetError | None) -> Choice:
         """Raises FleetError where no machine is left."""
@@ -273,7 +307,7 @@ class Runner:
         return self._named(choice.planned)
 
     def _named(self, planned: Planned) -> str:
-        return self._node if planned.kind == "local" else planned.nodes[0]
+        return self._node if planned.answered_here else planned.nodes[0]
 
     async def _events(
         self, ref: str, folder: Any | None, request: Generate
@@ -286,8 +320,6 @@ class Runner:
             folder = await asyncio.to_thread(self._models.resolve, ref)
         async with aclosing(self._pool.stream(folder, request)) as events:
             async for event in events:
-                if isinstance(event, Failed):
-                    raise from_code(event.code, event.message, hint=event.hint, param=event.param)
                 yield event
 
     def _locate(self, ref: str, digest: str) -> _Located:
@@ -356,6 +388,7 @@ class Runner:
                     completion_tokens=usage.completion_tokens,
                     prefill_s=timings.prefill_s,
                     decode_s=timings.decode_s,
+                    shared=flight.shared,
                 )
             self._completed += 1
             known_s = took_s if self._request_s is None else self._request_s

@@ -22,7 +22,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Ready, Share, Shared
-from fleetd.errors import EngineError, FleetError, ModelNotFound, PeerError, from_code
+from fleetd.errors import ContextLengthExceeded, EngineError, FleetError, ModelNotFound, PeerError, from_code
 from fleetd.jobs import agreement, planning
 from fleetd.jobs import share_wire as wire
 from fleetd.jobs.agreement import Agreement, Terms
@@ -153,7 +153,12 @@ class Sharing:
     # ---- for people --------------------------------------------------------------------------------------
 
     def plan(self, question: PlanQuestion, folder: Any) -> PlanView:
-        """What would be done with such a prompt now. Raises ModelNotFound for a model that is not loaded."""
+        """What would be done with such a prompt now.
+
+        Raises:
+            ModelNotFound: the model is not loaded.
+            ContextLengthExceeded: it takes no such prompt.
+        """
         engine, own = self.pool.engine(folder), self.held(folder.name)
         if engine is None or engine.facts is None or own is None:
             raise ModelNotFound(
@@ -162,6 +167,11 @@ class Sharing:
                 param="model",
             )
         tokens = question.tokens or len(question.text or "") // CHARS_PER_TOKEN
+        if tokens > engine.facts.context_tokens:
+            most = engine.facts.context_tokens
+            raise ContextLengthExceeded(
+                f"{folder.name} takes {most} tokens; asked was for {tokens}.", param="tokens"
+            )
         choice = self.choose(own, tokens, question.cached, MEASURED_TOKENS, engine.facts)
         return PlanView(folder.name, tokens, min(question.cached, tokens), planning.views(choice))
 
@@ -296,8 +306,8 @@ class _Prompt:
     def ended(self, shared: Shared) -> Planned | None:
         """The engine is past the prefill, or goes on alone: then how the job stands now."""
         self.record.ended(shared)
-        agreed = self._agreement
-        if agreed is None:
+        agreed, task = self._agreement, self._task
+        if agreed is None or task is None:
             return None
         if not shared.code:
             for helper in agreed.helpers:
@@ -308,6 +318,8 @@ class _Prompt:
             for helper in agreed.helpers:
                 helper.failed = from_code(shared.code, shared.reason)
             self._sharing.blame(agreed)
+        # First whoever watches them: for it, helpers that are sent away would be helpers that failed.
+        task.cancel()
         agreed.close()
         self._sharing.metrics.fallback(self.record.code)
         return self._alone_because()

@@ -1,9 +1,10 @@
 """How a job travels to another machine: one request on a session, its events as messages.
 
     → RUN    Run
-    ← (b"" | Loading | Accepted | Prefill | Delta | ToolCall)*, Finished
+    ← (b"" | Where | Loading | Accepted | Prefill | Delta | ToolCall)*, Finished
 
 An empty message says that the job still waits or computes; errors and cancellation are the stream's own.
+Where comes only to who asked for it, as earlier versions do not know it.
 """
 
 from __future__ import annotations
@@ -31,16 +32,30 @@ from fleetd.models import names
 RUN = "job.run"
 ALIVE = b""
 
-JobEvent = Loading | Accepted | Prefill | Delta | ToolCall | Finished
+_Name = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
+
+
+class Where(msgspec.Struct, frozen=True, tag="where", omit_defaults=True):
+    """How the job runs there: who helps, by the names that machine knows; ``reason`` where that changed."""
+
+    helpers: Annotated[tuple[_Name, ...], Meta(max_length=limits.SHARE_MACHINES)] = ()
+    reason: Annotated[str, Meta(max_length=limits.ERROR_TEXT_CHARS)] = ""
+
+
+JobEvent = Where | Loading | Accepted | Prefill | Delta | ToolCall | Finished
 
 
 class Run(msgspec.Struct, frozen=True, omit_defaults=True):
-    """``digest``: of the model that is meant; "" where the sender knows only its name."""
+    """``digest``: of the model that is meant; "" where the sender knows only its name.
+
+    ``where``: whoever asks wants to be told who helps.
+    """
 
     model: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
     request: Generate
     route: Annotated[str, Meta(max_length=32)]
     digest: Annotated[str, Meta(max_length=64)] = ""
+    where: bool = False
 
 
 _encode = msgspec.msgpack.Encoder().encode

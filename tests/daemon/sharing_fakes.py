@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,25 +14,36 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
 from fleet_nodes import introduce, running, settings, together
+from msgspec.structs import replace
 
 from fleetd.engine.protocol import (
     Accepted,
     Arithmetic,
     Assist,
     Assisted,
+    Delta,
     Event,
+    Finished,
+    Generate,
+    Loading,
+    Prefill,
     Ready,
     Share,
+    Shared,
     StepTime,
     StreamTag,
+    Timings,
+    Usage,
 )
 from fleetd.errors import FleetError
 from fleetd.jobs import share_wire as wire
 from fleetd.jobs.assisting import Assists
+from fleetd.jobs.placing import Machine
 from fleetd.jobs.remote import Stream
 from fleetd.jobs.ways import Ways
 from fleetd.p2p.cards import Card, ModelCard
 from fleetd.p2p.node import Node
+from fleetd.plan.route import USABLE
 from fleetd.plan.split import Split
 
 WITHIN_S = 20.0
@@ -90,6 +101,7 @@ class FakeEngine:
     streams: dict[str, socket.socket] = field(default_factory=dict)
     tags: dict[str, StreamTag] = field(default_factory=dict)
     cancelled: int = 0
+    told: asyncio.Task[None] | None = None
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     async def assist(self, assist: Assist) -> AsyncGenerator[Event, None]:
@@ -110,14 +122,21 @@ class FakeEngine:
             await self._notify()
 
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
+        if (before := self.streams.get(tag.name)) is not None:
+            before.close()
         self.streams[tag.name], self.tags[tag.name] = sock, tag
         await self._notify()
 
     def share(self, share: Share) -> None:
         self.shares.append(share)
+        self._soon()
 
     def alone(self, request_id: str, reason: str = "") -> None:
         self.lonely.append((request_id, reason))
+        self._soon()
+
+    def _soon(self) -> None:
+        self.told = asyncio.create_task(self._notify())
 
     async def until(self, condition: Any) -> None:
         async with asyncio.timeout(WITHIN_S), self.changed:
@@ -168,6 +187,57 @@ class FakeAssistPool:
             self.used -= 1
 
 
+@dataclass
+class FakeHomePool:
+    """An engine that answers: it waits for word how to prefill, then follows ``ending``.
+
+    ``ending``: what the prefill comes to once it is shared; "wait" is until ``engine.alone`` is told.
+    """
+
+    fake: FakeEngine
+    ending: Shared | str = "wait"
+    waits: bool = True
+    cached: int = 0
+    tokens: int = 4096
+    text: str = "hello"
+    requests: list[Generate] = field(default_factory=list)
+    left: int = 0
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def engine(self, folder: Any) -> FakeEngine | None:
+        return self.fake
+
+    async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Loading | Event, None]:
+        self.requests.append(request)
+        done = False
+        try:
+            waits = self.waits and request.shared
+            yield Accepted(request.id, self.tokens, self.cached, 256, waits)
+            if waits:
+                async for event in self._prefilled(request.id):
+                    yield event
+            yield Delta(request.id, self.text)
+            done = True
+            yield Finished(request.id, "stop", Usage(self.tokens, 0, 1), Timings(0.1, 0.2, 0.3))
+        finally:
+            self.left += not done
+
+    async def _prefilled(self, request_id: str) -> AsyncGenerator[Event, None]:
+        engine = self.fake
+        await engine.until(lambda: engine.shares or engine.lonely)
+        yield Prefill(request_id, 1, self.tokens)
+        if not engine.shares:
+            return
+        self.begun.set()
+        await self.gate.wait()
+        if isinstance(self.ending, Shared):
+            yield self.ending
+        else:
+            await engine.until(lambda: engine.lonely)
+            yield Shared(request_id, [], "alone", engine.lonely[0][1], 256)
+
+
 class FakeModels:
     def resolve(self, ref: str) -> FakeFolder:
         assert ref == "m", "only what the card shows is ever looked for"
@@ -211,10 +281,18 @@ class HelperMachine:
 
 
 class HomePartners:
-    """``agreement.Partners`` on a node."""
+    """``sharing.Partners`` on a node. ``fields``: of every machine but its card."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, helpers: Sequence[HelperMachine] = (), **fields: Any) -> None:
         self.node = node
+        self.helpers = helpers
+        self.fields: dict[str, Any] = {
+            "reach": USABLE,
+            "sees_prompts": True,
+            "rtt_s": 0.001,
+            "bytes_per_s": 1e9,
+        }
+        self.fields |= fields
         self.ways = Ways(node)
         self.expect = self.ways.expect
         self.connect = self.ways.connect
@@ -223,6 +301,16 @@ class HomePartners:
     @property
     def node_id(self) -> str:
         return self.node.identity.node_id
+
+    def machines(self) -> list[Machine]:
+        return [
+            Machine(replace(helper.card, node_id=helper.node_id), helper.node.name, **self.fields)
+            for helper in self.helpers
+        ]
+
+    async def ask(self, node_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
+        self.asked.append((node_id, method))
+        return await self.node.ask(node_id, method, body, within_s=within_s)
 
     def request(self, node_id: str, method: str, body: bytes) -> Stream:
         self.asked.append((node_id, method))
