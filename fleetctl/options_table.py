@@ -17,7 +17,7 @@ def options_table(options: Sequence[Option], local_s: float | None, width: int |
     """Lines. ``local_s``: what this machine alone would take, which the others are compared with."""
     columns = [
         Column(" ", ["*" if option.chosen else " " for option in options], 9),
-        Column("PLAN", [one_line(option.kind) or "-" for option in options], 9),
+        Column("PLAN", [_kind(option) for option in options], 9),
         Column("MACHINES", [_machines(option, cut=width is not None) for option in options], 7),
         Column("FIRST TOKEN", [brief(option.predicted_s) for option in options], 8, right=True),
         Column("SPEED", [_against(option.predicted_s, local_s) for option in options], 3, right=True),
@@ -29,6 +29,11 @@ def options_table(options: Sequence[Option], local_s: float | None, width: int |
         if option.reason and not option.chosen:
             lines.append(wrapped(one_line(option.reason), width, indent="     "))
     return lines
+
+
+def _kind(option: Option) -> str:
+    # "any" is said of a machine that cannot help in any way.
+    return "-" if option.kind in ("", "any") else one_line(option.kind)
 
 
 def _machines(option: Option, *, cut: bool) -> str:

@@ -65,7 +65,7 @@ def brief(seconds: float | None) -> str:
         return "-"
     if seconds >= 0.0995:
         return duration(seconds)
-    return f"{1000 * seconds:.{1 if seconds < 0.00995 else 0}f} ms"
+    return f"{1000 * seconds:.{1 if 0.00005 <= seconds < 0.00995 else 0}f} ms"
 
 
 def rough(seconds: float) -> str:

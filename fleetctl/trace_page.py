@@ -9,7 +9,7 @@ import click
 
 from fleetctl.columns import Column, drawn, fitted, shortened
 from fleetctl.options_table import options_table
-from fleetctl.shares import Step, Trace, deviation, local_s, prompt
+from fleetctl.shares import THIS, Step, Trace, deviation, local_s, prompt
 from fleetctl.text import brief, clause, count, one_line, size, wrapped
 
 # The end of a request's id, which tells it from the others in a list.
@@ -138,13 +138,17 @@ def _steps(predicted: Sequence[Step], actual: Sequence[Step], width: int | None)
 def _paired(
     predicted: Sequence[Step], actual: Sequence[Step]
 ) -> Iterable[tuple[Step, Step | None, Step | None]]:
-    """(either of them, predicted, actual), the predicted ones in their order first."""
+    """(either of them, predicted, actual), the predicted ones in their order first.
+
+    Predictions are about the machine that answers, which they do not name.
+    """
     left = list(actual)
     for step in predicted:
-        same = next((one for one in left if (one.machine, one.name) == (step.machine, step.name)), None)
+        mine = (step.machine or THIS, step.name)
+        same = next((one for one in left if (one.machine, one.name) == mine), None)
         if same is not None:
             left.remove(same)
-        yield step, step, same
+        yield same or step, step, same
     for step in left:
         yield step, None, step
 

@@ -10,9 +10,10 @@ LAYERS: dict[str, Any] = {
     "predicted_s": 1.06,
     "steps": [
         {"name": "agreed", "seconds": 0.004},
-        {"name": "computed", "seconds": 0.91, "machine": "studio"},
-        {"name": "waited", "seconds": 0.12, "machine": "this"},
-        {"name": "computed", "seconds": 0.9, "machine": "this", "n_bytes": 92_000_000},
+        {"name": "prefix sent", "seconds": 0.0},
+        {"name": "waited", "seconds": 0.12},
+        {"name": "computed", "seconds": 0.9},
+        {"name": "exposed hand-off", "seconds": 0.036},
     ],
     "chosen": True,
     "cuts": [0, 15, 30],
@@ -23,7 +24,7 @@ TOKENS: dict[str, Any] = {
     "nodes": ["studio", "this"],
     "predicted_s": 1.12,
     "code": "slower",
-    "reason": "5 % slower than sharing the layers with studio.",
+    "reason": "1.12 s: 6 % slower than layers with studio.",
     "cuts": [0, 2048, 4000],
     "chunk": 256,
 }
@@ -32,22 +33,23 @@ LOCAL: dict[str, Any] = {
     "nodes": ["this"],
     "predicted_s": 1.92,
     "code": "slower",
-    "reason": "81 % slower than sharing the layers with studio.",
+    "reason": "1.92 s: 81 % slower than layers with studio.",
 }
-WHOLE: dict[str, Any] = {
-    "kind": "whole",
-    "nodes": ["air", "this"],
+NOBODY: dict[str, Any] = {
+    "kind": "any",
+    "nodes": ["air"],
     "predicted_s": None,
-    "code": "no_model",
-    "reason": "air does not have the model; `fleetctl models pull smollm2-135m` there gets it.",
+    "code": "other_files",
+    "reason": "air has no model with these files.",
 }
 PLAN: dict[str, Any] = {
     "model": "smollm2-135m",
     "prompt_tokens": 4000,
     "cached_tokens": 0,
-    "options": [LAYERS, TOKENS, LOCAL, WHOLE],
+    "options": [LAYERS, TOKENS, LOCAL, NOBODY],
 }
 
+_MARGIN = "0.10 s: 6 % faster than staying here; 10 % are asked of another machine."
 _CHOSEN_LOCAL = {**LOCAL, "chosen": True, "code": "", "reason": ""}
 TRACES: dict[str, Any] = {
     "traces": [
@@ -58,11 +60,14 @@ TRACES: dict[str, Any] = {
             "prompt_tokens": 4000,
             "cached_tokens": 0,
             "chosen": LAYERS,
-            "losers": [TOKENS, LOCAL, WHOLE],
+            "losers": [TOKENS, LOCAL, NOBODY],
             "steps": [
-                {"name": "computed", "seconds": 0.95, "machine": "studio"},
-                {"name": "waited", "seconds": 0.12, "machine": "this"},
-                {"name": "computed", "seconds": 0.93, "machine": "this", "n_bytes": 92_100_000},
+                {"name": "waited", "seconds": 0.01, "machine": "studio"},
+                {"name": "computed", "seconds": 0.95, "machine": "studio", "n_bytes": 92_100_000},
+                {"name": "prefix sent", "seconds": 0.0, "machine": "this"},
+                {"name": "spot check", "seconds": 0.03, "machine": "this"},
+                {"name": "waited", "seconds": 0.12, "machine": "this", "n_bytes": 92_100_000},
+                {"name": "computed", "seconds": 0.93, "machine": "this"},
                 {"name": "exposed hand-off", "seconds": 0.01, "machine": "this"},
             ],
             "outcome": "shared",
@@ -98,7 +103,7 @@ TRACES: dict[str, Any] = {
             "prompt_tokens": 300,
             "cached_tokens": 0,
             "chosen": _CHOSEN_LOCAL,
-            "losers": [{**LAYERS, "chosen": False, "code": "little", "reason": "It gains less than 10 %."}],
+            "losers": [{**LAYERS, "chosen": False, "code": "margin", "reason": _MARGIN}],
             "steps": [],
             "outcome": "cancelled",
         },

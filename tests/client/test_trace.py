@@ -99,15 +99,18 @@ def test_one_request_step_by_step() -> None:
     assert [re.split("  +", line) for line in steps.splitlines()] == [
         ["STEP", "MACHINE", "PLANNED", "ACTUAL", "DIFF", "BYTES"],
         ["agreed", "4.0 ms", "-", "-", "-"],
-        ["computed", "studio", "0.91 s", "0.95 s", "+4 %", "-"],
-        ["waited", "this", "0.12 s", "0.12 s", "+0 %", "-"],
-        ["computed", "this", "0.90 s", "0.93 s", "+3 %", "92.1 MB"],
-        ["exposed hand-off", "this", "-", "10 ms", "-", "-"],
+        ["prefix sent", "this", "0 ms", "0 ms", "-", "-"],
+        ["waited", "this", "0.12 s", "0.12 s", "+0 %", "92.1 MB"],
+        ["computed", "this", "0.90 s", "0.93 s", "+3 %", "-"],
+        ["exposed hand-off", "this", "36 ms", "10 ms", "-72 %", "-"],
+        ["waited", "studio", "-", "10 ms", "-", "-"],
+        ["computed", "studio", "-", "0.95 s", "-", "92.1 MB"],
+        ["spot check", "this", "-", "30 ms", "-", "-"],
         ["Steps of several machines run at the same time."],
     ]
     assert losers.startswith("Passed over:\n")
     # This machine alone is the measure of the others, wherever it stands.
-    assert "tokens  studio + this       1.12 s  1.71x\n     5 % slower" in losers
+    assert "tokens  studio + this       1.12 s  1.71x\n     1.12 s: 6 % slower" in losers
 
 
 def test_a_step_that_comes_twice_is_paired_twice() -> None:
