@@ -102,7 +102,9 @@ class _Home:
         ]
 
     def probe(self, place: int, tokens: range, layers: range) -> Probe:
-        first = range(tokens.start, min(tokens.stop, tokens.start + limits.SHARE_SPOT_TOKENS))
+        # No more than the first chunk, which is the first thing that arrives.
+        count = min(len(tokens), self.split.chunk, limits.SHARE_SPOT_TOKENS)
+        first = range(tokens.start, tokens.start + count)
         parts = [self.stage.part(layer, layer + 1) for layer in layers]
         return Probe.of(place, parts, self.ids.of(first))
 

@@ -113,7 +113,8 @@ class SharedPrefill:
         if self.remaining == 0:
             return self._split.tokens
         new = self._split.tokens - self._split.cached
-        return min(self._split.cached + int(new * self._work.fraction), self._split.tokens - 1)
+        estimate = self._split.cached + int(new * self._work.fraction)
+        return min(max(self.done, estimate), self._split.tokens - 1)
 
     # ---- turns -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,154 @@
+"""A shared prefill is the local one: the same keys, values and logits, however it was divided."""
+
+from __future__ import annotations
+
+from pipes import Clock
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from shared_runs import LAYERS, Run, prompt
+from tiny_architectures import tiny
+
+from fleetd.engine.architectures import CUT
+from fleetd.engine.kv import Layout, private
+from fleetd.engine.protocol import Share
+from fleetd.engine.sharing import SharedPrefill
+from fleetd.engine.stage import Stage
+from fleetd.errors import InvalidValue
+from fleetd.plan.split import Split, checked
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+
+# MLX multiplies with experts' matrices on a CPU in f32 only.
+EXPERTS = {"deepseek_v2", "glm4_moe", "gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe"}
+NO_EXPERTS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"n_routed_experts": None},
+    "kimi_k2": {"n_routed_experts": None},
+}
+
+# Windows are 32 tokens: prefixes and chunks below, at and above, ragged ends, and chunks of a single token.
+SPLITS = {
+    "half the layers": Split("layers", (0, 2, 4), LAYERS, 0, 97, 32),
+    "half the layers after a prefix": Split("layers", (0, 2, 4), LAYERS, 45, 150, 48),
+    "all layers with helpers": Split("layers", (0, 1, 2, 4, 4), LAYERS, 20, 101, 40),
+    "three helpers": Split("layers", (0, 1, 2, 3, 4), LAYERS, 0, 70, 33),
+    "all elsewhere": Split("layers", (0, 4, 4), LAYERS, 33, 90, 64),
+    "half the tokens": Split("tokens", (0, 64, 97), LAYERS, 0, 97, 32),
+    "half the tokens after a prefix": Split("tokens", (45, 93, 150), LAYERS, 45, 150, 48),
+    "tokens of three helpers": Split("tokens", (20, 60, 100, 140, 181), LAYERS, 20, 181, 40),
+    "all tokens elsewhere": Split("tokens", (33, 97, 130, 130), LAYERS, 33, 130, 64),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CUT))
+def test_any_split_gives_the_bytes_of_local_prefill(name: str) -> None:
+    model = tiny(name)
+    for split in SPLITS.values():
+        run = Run(model, checked(split))
+        run.check(run.finish().cache)
+
+
+@pytest.mark.parametrize("name", sorted(set(CUT) - EXPERTS))
+def test_any_split_gives_the_bytes_of_local_prefill_in_bf16(name: str) -> None:
+    model = tiny(name, **NO_EXPERTS.get(name, {}))
+    model.set_dtype(mx.bfloat16)
+    for split in (SPLITS["half the layers after a prefix"], SPLITS["half the tokens after a prefix"]):
+        run = Run(model, split)
+        run.check(run.finish().cache)
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_helpers_that_hold_their_own_layers_only(split: Split) -> None:
+    run = Run(tiny("llama"), split, stages=True)
+    run.check(run.finish().cache)
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> Split:
+    cached = draw(st.sampled_from([0, 0, 1, 17, 60]))
+    new, chunk = draw(st.integers(1, 120)), draw(st.integers(3, 70))
+    helpers = draw(st.integers(1, 3))
+    if draw(st.booleans()):
+        inner = sorted(draw(st.sets(st.integers(1, LAYERS), min_size=helpers, max_size=helpers)))
+        return Split("layers", (0, *inner, LAYERS), LAYERS, cached, cached + new, chunk)
+    # Where a chunk ends, which is also where the prompt does.
+    ends = [*range(cached + chunk, cached + new, chunk), cached + new]
+    helpers = min(helpers, len(ends))
+    inner = sorted(draw(st.sets(st.sampled_from(ends), min_size=helpers, max_size=helpers)))
+    return Split("tokens", (cached, *inner, cached + new), LAYERS, cached, cached + new, chunk)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return tiny("llama")
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(split=splits(), tick=st.sampled_from([0.0, 1.0]), data=st.data())
+def test_random_splits_in_any_order_of_turns(
+    llama: Any, split: Split, tick: float, data: st.DataObject
+) -> None:
+    """With ``tick`` every turn is one chunk, through one layer where tokens are split."""
+    run = Run(llama, checked(split), clock=Clock(tick=tick), predicted_s=1e6)
+    orders = st.permutations(range(split.machines))
+    order = data.draw(st.lists(orders, min_size=1, max_size=5))
+    turn = iter(range(1 << 30))
+    run.check(run.finish(lambda _: order[next(turn) % len(order)]).cache)
+
+
+# ---- What it looks like to the scheduler -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_progress_grows_and_ends_with_the_prompt(split: Split) -> None:
+    run = Run(tiny("llama"), split, clock=Clock(tick=1.0), predicted_s=1e6)
+    seen = [run.home.progress]
+    for _ in run.turns():
+        assert run.home.progress >= seen[-1]
+        assert run.home.done <= run.home.progress
+        seen.append(run.home.progress)
+    assert seen[0] == split.cached
+    assert seen[-1] == split.tokens == run.home.done
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_what_is_verified_at_any_time_can_be_gone_on_from_alone(name: str, split: Split) -> None:
+    model = tiny(name)
+    run = Run(model, split, clock=Clock(tick=1.0), predicted_s=1e6)
+    looked = set()
+    for _ in run.turns():
+        done, caches = run.home.verified
+        assert len(caches) == LAYERS
+        assert all(cache.offset == done for cache in caches)
+        if done in looked:
+            continue
+        looked.add(done)
+        # On copies: this prefill goes on.
+        run.check(run.local([private(cache) for cache in caches], done).cache)
+    if split.kind == "layers" and name == "llama":
+        chunks = {chunk.stop for chunk in split.chunks_of(split.helpers)}
+        assert looked >= chunks - {split.tokens}, "a chunk that was complete was not verified"
+
+
+def test_a_split_of_another_prompt_or_model_is_refused() -> None:
+    model = tiny("llama")
+    stage = Stage.of(model)
+    layout, tokens = Layout.of(stage), list(prompt(98))
+    split = SPLITS["half the layers"]
+
+    def opened(name: str, place: Any) -> Any:
+        raise AssertionError("no stream is opened for a split that is refused")
+
+    for wrong, prefix in (
+        (Split("layers", (0, 2, 4), LAYERS, 0, 98, 32), None),
+        (Split("layers", (0, 2, 5), 5, 0, 97, 32), None),
+        (Split("layers", (0, 2, 4), LAYERS, 4, 97, 32), None),
+        (split, stage.make_caches()),
+        (Split("layers", (0, 0, 4), LAYERS, 0, 97, 32), None),
+    ):
+        with pytest.raises(InvalidValue):
+            SharedPrefill(stage, layout, tokens, prefix, Share("a", wrong, 1.0), opened)

@@ -1,0 +1,155 @@
+"""A whole shared prefill in one thread: home, its helpers, streams in memory; and the local one beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pipes import Clock, Streams
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from tiny_architectures import VOCAB
+
+from fleetd.engine.assisting import Assisting
+from fleetd.engine.fingerprint import any_chunks
+from fleetd.engine.kv import Layout
+from fleetd.engine.prefill import Prefiller
+from fleetd.engine.prefix import PrefixCache
+from fleetd.engine.protocol import Assist, Share
+from fleetd.engine.sharing import SharedPrefill
+from fleetd.engine.stage import Stage
+from fleetd.errors import FleetError
+from fleetd.plan.split import Split
+
+LAYERS = 4
+
+
+@cache
+def prompt(n: int) -> tuple[int, ...]:
+    """``n`` random tokens, the last of which is left to decoding."""
+    return tuple(mx.random.randint(0, VOCAB, (n,), key=mx.random.key(3)).tolist())
+
+
+def as_bytes(array: mx.array) -> bytes:
+    return np.array(mx.contiguous(array).view(mx.uint8)).tobytes()
+
+
+def prefilled(model: Any, tokens: Sequence[int], chunk: int, caches: Any = None, done: int = 0) -> Prefiller:
+    """As one machine alone does it."""
+    alone = Prefiller(model, list(tokens), caches or make_prompt_cache(model), done)
+    while alone.remaining:
+        alone.step(chunk)
+    return alone
+
+
+def prefix_of(model: Any, tokens: Sequence[int], cached: int) -> Any:
+    """The first ``cached`` tokens' caches as the prefix cache gives them; None for none."""
+    if not cached:
+        return None
+    store = PrefixCache(1 << 30)
+    store.store(list(tokens[:cached]), prefilled(model, tokens[: cached + 1], 29).cache)
+    hit = store.fetch(list(tokens))
+    assert hit.tokens == cached
+    return hit.cache
+
+
+@dataclass
+class Run:
+    """``model`` is home's; ``theirs`` the helpers', where it is another."""
+
+    model: Any
+    split: Split
+    theirs: Any = None
+    exact: bool = True
+    predicted_s: float = 10.0
+    clock: Clock = field(default_factory=Clock)
+    tampers: dict[tuple[int, str], Any] = field(default_factory=dict)
+    fatal: int = -1
+    # Every helper has the weights of its own layers only.
+    stages: bool = False
+
+    def __post_init__(self) -> None:
+        split = self.split
+        self.tokens = list(prompt(split.tokens + 1))
+        self.streams = Streams(split.helpers, tampers=self.tampers)
+        self.streams.events.fatal = self.fatal
+        stage = Stage.of(self.model)
+        layout = Layout.of(stage)
+        self.home = SharedPrefill(
+            stage,
+            layout,
+            self.tokens,
+            prefix_of(self.model, self.tokens, split.cached),
+            Share("a", split, self.predicted_s, self.exact),
+            self.streams.of(-1),
+            any_chunks=any_chunks(stage, layout, "cpu"),
+            clock=self.clock,
+        )
+        self.helpers = [self._helper(place) for place in range(split.helpers)]
+
+    def _helper(self, place: int) -> Assisting:
+        stage, own = Stage.of(self.theirs or self.model), self.split.layers_of(place)
+        if self.stages:
+            stage = stage.part(own.start, own.stop)
+        assist = Assist("a", self.split, place)
+        return Assisting(stage, Layout.of(stage), assist, self.streams.of(place), clock=self.clock)
+
+    def turns(self, order: Callable[[int], Sequence[int]] | None = None) -> Iterator[None]:
+        """One turn of everybody at a time, until the prompt is prefilled. Raises what home's step raises.
+
+        ``order`` may choose who has a turn, by numbers of which the last is home. A helper that fails stops.
+        """
+        workers: list[Any] = [*self.helpers, self.home]
+        idle = 0
+        while self.home.remaining:
+            for number in order(len(workers)) if order else range(len(workers)):
+                worker = workers[number]
+                if worker.ready:
+                    idle = 0
+                    try:
+                        worker.step()
+                    except FleetError:
+                        if worker is self.home:
+                            raise
+                        worker.close()
+            idle += 1
+            assert idle < 100, "everybody waits for everybody else"
+            yield
+
+    def finish(self, order: Callable[[int], Sequence[int]] | None = None) -> SharedPrefill:
+        for _ in self.turns(order):
+            pass
+        for helper in self.helpers:
+            while not helper.finished:
+                helper.step()
+            helper.close()
+        self.home.close()
+        return self.home
+
+    def local(self, caches: Any = None, done: int = 0) -> Prefiller:
+        """The same prompt here alone, from what is given on, with the same chunks."""
+        if caches is None:
+            caches, done = prefix_of(self.model, self.tokens, self.split.cached), self.split.cached
+        return prefilled(self.model, self.tokens, self.split.chunk, caches, done)
+
+    def check(self, cache: list[Any]) -> None:
+        """``cache`` has the bytes of local prefill, and so has what is decoded from it."""
+        assert_same_caches(cache, self.local().cache, self.split.tokens)
+        last = mx.array([self.tokens[-1:]])
+        mine, theirs = (self.model(last, cache=c) for c in (cache, self.local().cache))
+        assert as_bytes(mine) == as_bytes(theirs), "logits differ"
+
+
+def assert_same_caches(mine: list[Any], theirs: list[Any], tokens: int) -> None:
+    for layer, (a, b) in enumerate(zip(mine, theirs, strict=True)):
+        assert type(a) is type(b)
+        assert a.offset == b.offset == tokens
+        if isinstance(a, RotatingKVCache):
+            assert (a._idx, a.keep, a.max_size) == (b._idx, b.keep, b.max_size)
+        assert a.keys.dtype == b.keys.dtype
+        for name, x, y in zip(("keys", "values"), a.keys_and_values(), b.keys_and_values(), strict=True):
+            assert x.shape == y.shape
+            assert as_bytes(x) == as_bytes(y), f"{name} of layer {layer} differ"
