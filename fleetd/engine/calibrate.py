@@ -115,8 +115,7 @@ class _Measuring:
 
     def _behind_contexts(self) -> float:
         """Seconds per token and token before it; 0 where that was not measured."""
-        # Once behind a context, and once more without, so that both find their memory.
-        able = [n for n, s in self._chunks.items() if n >= BEHIND_TOKENS and self._fits((BEHIND + 1) * s)]
+        able = [n for n, s in self._chunks.items() if n >= BEHIND_TOKENS and self._fits(BEHIND * s)]
         found_s, n = 0.0, max(able, default=0)
         for context in CONTEXTS if n else ():
             cache = _made_up(self._short, context)
@@ -125,7 +124,7 @@ class _Measuring:
                 break
             behind_s = self._run(n, cache)
             if context == CONTEXTS[0] and self._fits(self._chunks[n]):
-                self._chunk(n)
+                self._chunk(n)  # as warm as the other
             found_s = max(0.0, behind_s - self._chunks[n]) / (n * context)
             if behind_s > SHOWS * self._chunks[n]:
                 break

@@ -17,7 +17,9 @@ from fleetd.plan.schedule import Chain, Place, Prompt, Timeline
 
 CHUNKS = (128, 256, 512, 1024, 2048, 4096)
 # Sizes this close to the best one may still win when their cuts have been moved.
-_CLOSE = 1.05
+_CLOSE = 1.02
+# A part of so few layers is worth no more than none.
+_HARDLY = 2.0
 # Halvings in the search for the time that balanced machines take; cuts are whole chunks anyway.
 _HALVINGS = 16
 
@@ -63,7 +65,12 @@ class Search:
         self.evaluations = 0
 
     def layers(self, *, whole: bool = False) -> Found | None:
-        """As a pipeline of chunks; ``whole``: with nothing for home. None where the helpers lack room."""
+        """As a pipeline of chunks; ``whole``: with nothing for home. None where the helpers lack room.
+
+        Several helpers are asked for the whole only where home could hardly take a layer.
+        """
+        if whole and len(self._helpers) > 1 and self._home_layers() > _HARDLY:
+            return None
         starts = [(chunk, cuts) for chunk in self._sizes() if (cuts := self._even_layers(chunk, whole=whole))]
         quick = [start for start in starts if self._steps_fit(*start)] or starts[:1]
         moved = range(1, len(self._helpers) + (0 if whole else 1))
@@ -77,7 +84,8 @@ class Search:
 
     def tokens(self) -> Found | None:
         """Layer after layer, each machine on tokens of its own. None as above, or for too short a prompt."""
-        starts = [(chunk, cuts) for chunk in self._sizes() if (cuts := self._even_tokens(chunk))]
+        ends = self._even_tokens()
+        starts = [(chunk, cuts) for chunk in self._sizes() if (cuts := self._rounded(ends, chunk))]
 
         def price(cuts: Cuts, chunk: int) -> Timeline | None:
             return self._chain.tokens(cuts, chunk) if _apart(cuts, 1) and self._tokens_fit(cuts) else None
@@ -114,7 +122,7 @@ class Search:
                     found = better
             return found
 
-        begun = [found for chunk, cuts in starts if (found := at(chunk, cuts)) is not None]
+        begun = _descended(len(starts), lambda index: at(*starts[index]))
         if not begun:
             return None
         begun.sort(key=lambda found: found.total_s)
@@ -123,6 +131,13 @@ class Search:
         return min(map(climbed, close if len(moved) <= 1 else close[:1]), key=lambda found: found.total_s)
 
     # ---- Where balanced machines are cut -------------------------------------------------------------------
+
+    def _home_layers(self) -> float:
+        """Home's part if everybody computed for the same time."""
+        prompt = self._prompt
+        speeds = [helper.place.speed for helper in self._helpers]
+        rates = [1 / speed.total(1.0, prompt.new, prompt.chunk) for speed in (*speeds, self._home)]
+        return prompt.layers * rates[-1] / sum(rates)
 
     def _even_layers(self, chunk: int, *, whole: bool) -> Cuts | None:
         """Layers in proportion to how many of them a machine, or its link, gets through in the same time."""
@@ -146,32 +161,38 @@ class Search:
             left_rate -= rates[i]
         return (*cuts, layers)
 
-    def _even_tokens(self, chunk: int) -> Cuts | None:
-        """Tokens so that everybody takes the same time, rounded to chunks."""
+    def _even_tokens(self) -> list[float]:
+        """Where each helper's tokens end if everybody takes the same time."""
         prompt = self._prompt
-        low_s, high_s = 0.0, self._home.total(1.0, prompt.new, chunk)
+        low_s, high_s = 0.0, self._home.total(1.0, prompt.new, prompt.chunk)
+        ends = self._filled(high_s)
         for _ in range(_HALVINGS):
             middle_s = (low_s + high_s) / 2
-            rest = prompt.tokens - self._filled(chunk, middle_s)[-1]
-            if self._home.fitting(prompt.tokens - rest, middle_s, chunk) >= rest:
-                high_s = middle_s
+            tried = self._filled(middle_s)
+            if self._home.fitting(tried[-1], middle_s, prompt.chunk) >= prompt.tokens - tried[-1]:
+                high_s, ends = middle_s, tried
             else:
                 low_s = middle_s
-        ends = self._filled(chunk, high_s)
-        last = math.ceil(len(prompt.new) / chunk) - 1  # a chunk for home
-        units = [round((end - prompt.cached) / chunk) for end in ends]
-        for i, room in enumerate(range(last - len(units) + 1, last + 1)):
-            units[i] = max(units[i - 1] + 1 if i else 1, min(units[i], room))
-        cuts = (prompt.cached, *(prompt.cached + unit * chunk for unit in units), prompt.tokens)
-        return cuts if _apart(cuts, 1) else None
+        return ends
 
-    def _filled(self, chunk: int, seconds: float) -> list[float]:
+    def _rounded(self, ends: Sequence[float], chunk: int) -> Cuts | None:
+        """Cuts between chunks that are near, if there are chunks for everybody."""
+        prompt = self._prompt
+        last = math.ceil(len(prompt.new) / chunk) - 1  # a chunk for home
+        cuts, before = [prompt.cached], 0
+        for i, end in enumerate(ends):
+            unit = min(round((end - prompt.cached) / chunk), last - (len(ends) - 1 - i))
+            before = max(before + 1, unit)
+            cuts.append(prompt.cached + before * chunk)
+        return (*cuts, prompt.tokens) if cuts[-1] < prompt.tokens else None
+
+    def _filled(self, seconds: float) -> list[float]:
         """Where each helper's tokens end if it, and every link that it sends on, is busy for ``seconds``."""
-        prompt, kv = self._prompt, max(1, self._prompt.kv_bytes_per_token)
+        prompt, kv, chunk = self._prompt, max(1, self._prompt.kv_bytes_per_token), self._prompt.chunk
         ends, at = [], float(prompt.cached)
         for helper, onward in zip(self._helpers, self._onward, strict=True):
             link, room = helper.place.link, helper.room_bytes - helper.weights_bytes
-            end = at + helper.place.speed.fitting(int(at), seconds, chunk)
+            end = at + helper.place.speed.fitting(at, seconds, chunk)
             end = min(end, at + seconds * max(1.0, link.bytes_per_s) / kv)
             if onward is not None:
                 end = min(end, prompt.cached + seconds * max(1.0, onward.bytes_per_s) / kv)
@@ -230,3 +251,22 @@ def _moves(moved: Sequence[int]) -> list[tuple[int, int]]:
 
 def _shifted(cuts: Cuts, index: int, by: int) -> Cuts:
     return (*cuts[:index], cuts[index] + by, *cuts[index + 1 :])
+
+
+def _descended(count: int, at_index: Callable[[int], Found | None]) -> list[Found]:
+    """What was found from the middle on in the direction in which it gets better, until it gets worse."""
+    found: dict[int, Found] = {}
+
+    def seen(index: int) -> float:
+        if index not in found and 0 <= index < count and (made := at_index(index)) is not None:
+            found[index] = made
+        return found[index].total_s if index in found else math.inf
+
+    at = count // 2
+    way = -1 if seen(at - 1) < seen(at) else 1
+    while seen(at + way) <= seen(at) < math.inf:
+        at += way
+    if not found:  # what does not fit in the middle may fit in smaller chunks
+        for at in range(count):
+            seen(at)
+    return list(found.values())

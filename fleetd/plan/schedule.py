@@ -92,18 +92,19 @@ class Chain:
 
     def __init__(self, prompt: Prompt, helpers: Sequence[Place], home: Speed) -> None:
         self._prompt, self._helpers, self._home = prompt, helpers, home
+        self._new = prompt.new
         links = [helper.link for helper in helpers]
         self._between = [a.and_(b) for a, b in itertools.pairwise(links)]
         # All that helpers send to one machine, or get from it, passes its one port.
         self._port = max(links, key=lambda link: link.bytes_per_s)
         self._agreed_s = SETUP_S + SETUP_ROUND_TRIPS * max(link.rtt_s for link in links)
         # Home first computes some of the helpers' work itself, to compare.
-        spot_s = home.seconds(1.0, prompt.cached, min(limits.SHARE_SPOT_TOKENS, len(prompt.new)))
+        spot_s = home.seconds(1.0, prompt.cached, min(limits.SHARE_SPOT_TOKENS, len(self._new)))
         self._home_free_s = self._agreed_s + spot_s
 
     def layers(self, cuts: Sequence[int], chunk: int) -> Timeline:
         """``cuts`` as in ``Split``; the last part, which is home's, may be empty."""
-        prompt, new = self._prompt, self._prompt.new
+        prompt, new = self._prompt, self._new
         *shares, home_share = [(b - a) / prompt.layers for a, b in itertools.pairwise(cuts)]
         begun_s = self._agreed_s + self._prefix_s(shares)
         pipe = _Pipe(*divmod(len(new), chunk))
@@ -163,8 +164,7 @@ class Chain:
         return max(slowest_s, self._port.seconds(all_bytes))
 
     def _computing(self, speed: Speed, share: float, chunk: int, free_s: float) -> _Stage:
-        prompt = self._prompt
-        rest = len(prompt.new) % chunk
+        prompt, rest = self._prompt, len(self._new) % chunk
         return _Stage(
             first_s=speed.seconds(share, prompt.cached, chunk),
             growth_s=share * speed.context_s * chunk * chunk,
@@ -173,7 +173,7 @@ class Chain:
         )
 
     def _carrying(self, link: Link, token_bytes: float, chunk: int) -> _Stage:
-        rest = len(self._prompt.new) % chunk
+        rest = len(self._new) % chunk
         return _Stage(
             first_s=link.seconds(token_bytes * chunk),
             growth_s=0.0,
@@ -194,10 +194,6 @@ class _Stage:
     rest_s: float
     free_s: float = 0.0
     late_s: float = 0.0
-
-    def until(self, c: int) -> float:
-        """Seconds for all whole chunks before number ``c``."""
-        return c * self.first_s + self.growth_s * c * (c - 1) / 2
 
 
 @dataclass(slots=True)
@@ -225,11 +221,14 @@ class _Pipe:
 
     def _through(self, stage: _Stage, turns: Sequence[int], before: _Done) -> _Done:
         # A path comes in with some chunk, or at the start, and stays for all up to a later one.
+        first_s, growth_s = stage.first_s, stage.growth_s
         lead_s = finished_s = stage.free_s
         turns_s = []
         for c, before_s in zip(turns, before.turns_s, strict=True):
-            lead_s = max(lead_s, before_s - stage.until(c))
-            finished_s = lead_s + stage.until(c + 1)
+            until_s = c * (first_s + growth_s * (c - 1) / 2)  # all whole chunks before this one
+            if before_s - until_s > lead_s:
+                lead_s = before_s - until_s
+            finished_s = lead_s + until_s + first_s + growth_s * c
             turns_s.append(finished_s + stage.late_s)
         if self._rest:
             finished_s = max(finished_s, before.end_s) + stage.rest_s
