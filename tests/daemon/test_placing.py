@@ -359,3 +359,20 @@ async def test_the_next_turn_goes_where_the_last_one_was_read(make: Make) -> Non
     assert others.order == ["b", "b"]
     await collect(runner.run(Job("big", Generate("r3", TextPrompt("Other."), max_tokens=10), "http", "chat")))
     assert others.order == ["b", "b", "a"]
+
+
+async def test_who_helped_there_is_told_here(make: Make) -> None:
+    """The machine that answers knows; the one that was asked shows it."""
+    script = [
+        wire.encode(wire.Where(("mini",))),
+        *spoken(answer()[0]),
+        wire.encode(wire.Where((), "mini: it went away.")),
+        *spoken(*answer()[1:]),
+    ]
+    others = FakeOthers(machine("studio"), studio=[script])
+    plans = [event for event in await collect(make(others).run(job())) if isinstance(event, Planned)]
+    assert plans == [
+        Planned("remote", ("studio",), "plan"),
+        Planned("remote", ("studio", "mini"), "plan"),
+        Planned("remote", ("studio",), "plan", "mini: it went away."),
+    ]

@@ -13,7 +13,17 @@ from daemon_fakes import FakeModels, FakePool, answer, job
 from structlog.testing import capture_logs
 
 from fleetd import limits
-from fleetd.engine.protocol import Accepted, Delta, Event, Failed, Finished, Loading, Prefill
+from fleetd.engine.protocol import (
+    Accepted,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    Loading,
+    Prefill,
+    Timings,
+    Usage,
+)
 from fleetd.errors import (
     ContextLengthExceeded,
     DownloadFailed,
@@ -26,6 +36,7 @@ from fleetd.errors import (
 from fleetd.jobs.job import LOCAL, Job, Planned
 from fleetd.jobs.runner import RequestCounts, Runner
 from fleetd.metrics import Metrics
+from fleetd.plan.speeds import SpeedBook
 from fleetd.store import Store
 
 Make = Callable[..., Runner]
@@ -343,3 +354,71 @@ async def test_prompt_leak_into_logs_database_or_metrics(
     assert any(path.stat().st_size > 0 for path in files)
     for path in files:
         assert canary.encode() not in path.read_bytes(), path
+
+
+# ---- prefills that others help with ----------------------------------------------------------------------
+
+HELPED = Planned("layers", ("studio", "this"), "exact")
+
+
+class FakeSharing:
+    """Shares what ``may`` says, as ``script`` has it."""
+
+    def __init__(self, script: list[Any], *, may: bool = True) -> None:
+        self.script = script
+        self.may = may
+        self.asked: list[Job] = []
+
+    def possible(self, this: Job, folder: Any) -> bool:
+        self.asked.append(this)
+        return self.may
+
+    async def stream(
+        self, this: Job, folder: Any, alone: Planned, arrived_s: float
+    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        assert alone == LOCAL
+        for event in self.script:
+            if isinstance(event, FleetError):
+                raise event
+            yield event
+
+
+async def test_a_job_that_nobody_can_help_with_runs_as_ever(make_runner: Make, metrics: Metrics) -> None:
+    sharing = FakeSharing([], may=False)
+    pool = FakePool(answer())
+    runner = make_runner(pool, FakeModels(), sharing=sharing)
+    assert await collect(runner, job()) == answer()
+    assert len(sharing.asked) == 1
+    assert shown(metrics, 'fleetd_plan_total{kind="local",reason="only"} 1.0')
+
+
+async def test_a_shared_answer_is_this_machines_own_and_teaches_no_speed(
+    make_runner: Make, store: Store, metrics: Metrics
+) -> None:
+    long = Timings(queue_s=0.1, prefill_s=1.0, decode_s=0.0)
+    finished = Finished("r1", "stop", Usage(prompt_tokens=1000, completion_tokens=1), long)
+    speeds = SpeedBook()
+    sharing = FakeSharing([HELPED, *answer()[:-1], finished])
+    runner = make_runner(FakePool(), FakeModels(), sharing=sharing, speeds=speeds)
+    events = [event async for event in runner.run(job())]
+    assert events == [HELPED, *answer()[:-1], finished]
+    assert rows(store)[0][1] == "settled"
+    assert store.call(lambda db: db.execute("SELECT node FROM usage").fetchone()) == ("this",)
+    assert shown(metrics, 'fleetd_plan_total{kind="layers",reason="only"} 1.0')
+    assert speeds.of("m").prefill_tok_s == 0
+
+
+async def test_a_helper_that_fails_is_a_fallback_of_the_plan(make_runner: Make, metrics: Metrics) -> None:
+    moved = Planned("local", ("this",), "exact", "studio: it went away.")
+    sharing = FakeSharing([HELPED, answer()[0], moved, *answer()[1:]])
+    runner = make_runner(FakePool(), FakeModels(), sharing=sharing)
+    assert [event async for event in runner.run(job()) if isinstance(event, Planned)] == [HELPED, moved]
+    assert shown(metrics, 'fleetd_plan_total{kind="local",reason="fallback"} 1.0')
+
+
+async def test_a_model_that_has_to_be_fetched_first_is_not_shared(make_runner: Make) -> None:
+    sharing = FakeSharing([])
+    models = FakeModels(names=set())
+    models.gate.set()
+    await collect(make_runner(FakePool(answer()), models, sharing=sharing), job("tiny"))
+    assert sharing.asked == []

@@ -164,3 +164,20 @@ async def test_a_slow_reader_gets_everything() -> None:
     asyncio.get_running_loop().call_later(0.05, reader.reads.set)
     await remote.Server(Running().run, lambda digest: True)("peer", run(), reader)
     assert [wire.decode_event(body) for body in reader.sent] == answer()
+
+
+class SharedRunning(Running):
+    async def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
+        yield Planned("layers", ("mini", "this"), "exact")
+        for event in answer():
+            yield event
+
+
+@pytest.mark.parametrize("where", [True, False])
+async def test_who_helps_is_told_to_those_who_want_to_know(where: bool) -> None:
+    """Machines of an earlier version would not understand it."""
+    reader = Reader()
+    body = wire.encode(wire.Run("big", generate(), "chat", where=where))
+    await remote.Server(SharedRunning().run, lambda digest: True)("peer", body, reader)
+    events = [wire.decode_event(body) for body in reader.sent]
+    assert events == [*([wire.Where(("mini",))] if where else []), *answer()]
