@@ -18,28 +18,31 @@ def say(**news: object) -> None:
     print(json.dumps(news), flush=True)  # noqa: T201
 
 
-def seen(sighting: Sighting) -> None:
-    say(seen=sighting.node_id, hosts=[host for host, _ in sighting.addresses])
-
-
-async def watch(discovery: Discovery) -> None:
-    state, known = "", set[str]()
+async def watch(discovery: Discovery, known: set[str]) -> None:
+    """``known``: whoever was seen, also between two looks, and is not said to be gone."""
+    state = ""
     while True:
         if discovery.state != state:
             state = discovery.state
             say(state=state)
         for node_id in known - set(discovery.seen):
+            known.discard(node_id)
             say(gone=node_id)
-        known = set(discovery.seen)
         await asyncio.sleep(LOOK_S)
 
 
 async def main(node_id: str, name: str, port: str) -> None:
+    known: set[str] = set()
+
+    def seen(sighting: Sighting) -> None:
+        known.add(sighting.node_id)
+        say(seen=sighting.node_id, hosts=[host for host, _ in sighting.addresses])
+
     everywhere = "0.0.0.0"  # noqa: S104
     discovery = Discovery(
         node_id=node_id, name=name, port=int(port), versions=(1, 1), host=everywhere, on_seen=seen
     )
-    tasks = [asyncio.create_task(discovery.run()), asyncio.create_task(watch(discovery))]
+    tasks = [asyncio.create_task(discovery.run()), asyncio.create_task(watch(discovery, known))]
     await asyncio.to_thread(sys.stdin.read)
     await discovery.stop()
     for task in tasks:
