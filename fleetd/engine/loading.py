@@ -25,6 +25,8 @@ from fleetd.engine.memory import WORKING_BYTES, admit_weights
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import Choice
 from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.sharable import Sharable
+from fleetd.engine.stage import Stage
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models.verify import verify
 
@@ -42,6 +44,8 @@ class Loaded:
     facts: Ready
     prefix_bytes: int
     defaults: Choice
+    # None where no other machine can help with it.
+    sharable: Sharable | None
 
 
 def pick_device(wanted: str) -> Device:
@@ -92,6 +96,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     report(Loading("warming up"))
     per_token = _warm_up(model)
     vocabulary, context = _vocabulary(config, tokenizer), context_tokens(config)
+    sharable, unshareable = _sharable(model, device)
     report(Loading("measuring"))
     speeds = calibrate(
         model,
@@ -106,7 +111,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         architecture=str(config.get("model_type", "unknown")),
         device=device,
         dtype=_dtype(model),
-        layers=len(model.layers),
+        layers=(layers := len(model.layers)),
         vocab_size=vocabulary,
         context_tokens=context,
         weights_bytes=weights,
@@ -116,13 +121,30 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         tool_calls=bool(tokenizer.has_tool_calling),
         reasoning=bool(tokenizer.has_thinking),
         load_s=time.monotonic() - begun,
-        versions={name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "transformers")},
+        versions=versions(),
         prefill_tok_s=speeds.prefill_tok_s,
         decode_tok_s=speeds.decode_tok_s,
         prefill_context_s=speeds.prefill_context_s,
         prefill_fixed_s=speeds.prefill_fixed_s,
+        hidden_bytes=sharable.layout.hidden_bytes(1) if sharable else 0,
+        last_layer=layers,
+        unshareable=unshareable,
+        arithmetic=sharable.arithmetic if sharable else None,
     )
-    return Loaded(model, tokenizer, facts, prefix_bytes, _defaults(path))
+    return Loaded(model, tokenizer, facts, prefix_bytes, _defaults(path), sharable)
+
+
+def versions() -> dict[str, str]:
+    """Of what computes and of what makes prompts."""
+    return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "transformers")}
+
+
+def _sharable(model: Any, device: Device) -> tuple[Sharable | None, str]:
+    """What others can help with, or why they cannot."""
+    try:
+        return Sharable.of(Stage.of(model), device, versions()), ""
+    except ModelUnsupported as error:
+        return None, error.message
 
 
 def verified_config(settings: WorkerSettings, report: Callable[[Loading], None]) -> dict[str, Any]:

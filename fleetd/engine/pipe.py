@@ -25,6 +25,9 @@ from fleetd.sealed.stream import SealedReceiver, SealedSender
 
 # Shorter buffers are copied together into one sealed chunk; from here on a copy costs more than a chunk does.
 WHOLE_BYTES = 128 * limits.KIB
+# What the end of a stream counts for while it is queued: more than a last, empty frame does, so that nobody
+# takes a stream for written before its end is.
+_END_BYTES = limits.KIB
 # The threads only have to notice that their socket is shut down.
 _JOIN_S = 5.0
 
@@ -65,7 +68,7 @@ class SocketPipe:
 
     @property
     def backlog(self) -> int:
-        """Bytes queued and not yet written; the end that ``finish`` sends counts as one."""
+        """Bytes queued and not yet written, the end included; 0 once nothing will be written any more."""
         return self._backlog
 
     def receive(self) -> Frame | None:
@@ -120,7 +123,8 @@ class SocketPipe:
                 else:
                     self._sender.finish()
                 with self._lock:
-                    self._backlog -= _cost(parts)
+                    if self._broken is None:
+                        self._backlog -= _cost(parts)
                 del parts  # its buffers may be large, and the wait for the next frame long
                 self._wake()
         except FleetError as error:
@@ -161,6 +165,7 @@ class SocketPipe:
         with self._lock:
             if self._broken is None:
                 self._broken = error
+            self._backlog = 0
             closed = self._closed
         # The other thread must not wait for a side that is gone, nor the other side for this one.
         self._out.put(None)
@@ -174,7 +179,7 @@ class SocketPipe:
 
 
 def _cost(parts: tuple[memoryview, ...]) -> int:
-    return sum(part.nbytes for part in parts) or 1
+    return sum(part.nbytes for part in parts) or _END_BYTES
 
 
 def _gathered(parts: tuple[memoryview, ...], scratch: memoryview) -> Iterator[memoryview]:

@@ -1,8 +1,8 @@
 """The prefix cache: KV of earlier prompts and answers, in RAM, found by the tokens they were computed from.
 
-An entry is stored under a namespace that names how its numbers came about (a dense plan today; a sparse or
-foreign plan never shares it). Every fetch gives a private cache no longer than what was asked for, and one
-prompt token is always left to compute, because its logits are needed.
+An entry is stored under a namespace that names how its numbers came about: this machine's own or the same
+bytes from others, or what another accelerator made of it. Every fetch gives a private cache no longer than
+what was asked for, and one prompt token is always left to compute, because its logits are needed.
 
 There are few entries and comparing tokens is quick, so a search looks at all of them; an index of nodes per
 token would take more memory than some of the caches it finds.
@@ -21,6 +21,8 @@ import numpy.typing as npt
 from mlx_lm.models.cache import KVCache
 
 DENSE = "dense"
+# Another accelerator had a part in it: no answer that is to be exact rests on these.
+PLAN = "plan"
 
 _Tokens = npt.NDArray[np.int32]
 
@@ -31,6 +33,7 @@ class Hit:
 
     tokens: int
     cache: list[Any] | None
+    namespace: str = DENSE
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +60,26 @@ class PrefixCache:
     _entries: OrderedDict[int, _Entry] = field(default_factory=OrderedDict, init=False)
     _next: int = field(default=0, init=False)
 
-    def fetch(self, prompt: list[int], namespace: str = DENSE) -> Hit:
-        """The longest stored prefix of ``prompt`` short of its last token."""
+    def fetch(self, prompt: list[int], *namespaces: str) -> Hit:
+        """The longest stored prefix of ``prompt`` short of its last token; DENSE where none are named.
+
+        Of two as long, the one in the namespace that is named first.
+        """
         self.queries += 1
         head = np.array(prompt[:-1], dtype=np.int32)
         best, length = None, 0
-        for key, entry in self._entries.items():
-            shared = _shared(entry.tokens, head) if entry.namespace == namespace else 0
-            if shared > length and (entry.trimmable or shared == len(entry.tokens)):
-                best, length = key, shared
+        for namespace in namespaces or (DENSE,):
+            for key, entry in self._entries.items():
+                shared = _shared(entry.tokens, head) if entry.namespace == namespace else 0
+                if shared > length and (entry.trimmable or shared == len(entry.tokens)):
+                    best, length = key, shared
         if best is None:
             return Hit(0, None)
         self.hits += 1
         self._entries.move_to_end(best)
         entry = self._entries[best]
-        return Hit(length, [_copy(layer, length, len(entry.tokens)) for layer in entry.cache])
+        rows = [_copy(layer, length, len(entry.tokens)) for layer in entry.cache]
+        return Hit(length, rows, entry.namespace)
 
     def store(self, tokens: list[int], cache: list[Any], namespace: str = DENSE) -> None:
         """Keep ``cache``, which holds exactly the KV of ``tokens``. The caller must not write to it again."""

@@ -4,13 +4,15 @@ Decoding streams share one ``BatchGenerator``; prompts are prefilled one at a ti
 two decode steps, so that a long prompt slows running answers by a bounded amount instead of stopping them.
 Of several waiting prompts the one with the least left to compute goes first, and none waits for ever.
 
-Everything here runs on one thread. Requests and cancellations arrive through a queue, reports leave through
+A prompt may be shared with other machines, and parts of theirs may be computed here; both wait for each other
+now and then, and a turn goes only to what can be computed now.
+
+Everything here runs on one thread. Requests and commands arrive through a queue, reports leave through
 ``emit``; both ends are safe to use from other threads.
 """
 
 from __future__ import annotations
 
-import queue
 import time
 import traceback
 from collections.abc import Callable
@@ -22,7 +24,10 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
+from fleetd.engine.answer import Answer
+from fleetd.engine.assists import Assists
 from fleetd.engine.chunks import Chunks
+from fleetd.engine.inbox import Inbox, Stop
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefill import Prefiller
@@ -30,19 +35,25 @@ from fleetd.engine.prefix import PrefixCache
 from fleetd.engine.prompts import Prepared
 from fleetd.engine.protocol import (
     Accepted,
+    Alone,
+    Assist,
     Beat,
+    Cancel,
     ChatPrompt,
     Delta,
     Failed,
-    Finished,
     FinishReason,
     Prefill,
     Report,
-    Timings,
-    Usage,
+    Share,
 )
 from fleetd.engine.sampling import Choice, make_processors, make_sampler
+from fleetd.engine.sharable import Sharable
+from fleetd.engine.shared_answers import SharedAnswers
+from fleetd.engine.sharing import SharedPrefill
+from fleetd.engine.streams import Streams
 from fleetd.engine.text import AnswerText
+from fleetd.engine.turns import wait_s
 from fleetd.errors import ContextLengthExceeded, EngineError, FleetError
 
 # Turns after which a waiting prompt goes before shorter ones that came later.
@@ -52,49 +63,10 @@ PATIENCE_TURNS = 16
 GROWTH_TOKENS = 512
 
 
-@dataclass(slots=True)
-class Answer:
-    """One request from admission to its end."""
-
-    prepared: Prepared
-    text: AnswerText
-    max_tokens: int
-    promised: int  # tokens of KV, prompt included
-    arrived_s: float
-    logprobs: Logprobs | None
-    scored: PromptLogprobs | None = None
-    prefiller: Prefiller | None = None
-    uid: int = -1  # in the batch; none before decoding
-    cached: int = 0
-    generated: int = 0
-    turns: int = 0
-    prefill_s: float = 0.0
-    started_s: float = 0.0
-    first_s: float = 0.0
-    last_s: float = 0.0
-
-    @property
-    def id(self) -> str:
-        return self.prepared.request.id
-
-    @property
-    def held(self) -> int:
-        """Tokens of KV in use."""
-        return len(self.prepared.tokens) + self.generated
-
-
-@dataclass(frozen=True, slots=True)
-class _Cancel:
-    id: str
-
-
-class _Stop:
-    pass
-
-
 @dataclass
 class Scheduler:
-    """See the module. ``context_tokens`` bounds prompt plus answer."""
+    """See the module. ``context_tokens`` bounds prompt plus answer; ``sharable`` is None where no machine can
+    help another with ``model``."""
 
     model: Any
     tokenizer: Any
@@ -105,10 +77,15 @@ class Scheduler:
     prefix: PrefixCache
     emit: Callable[[Report], None]
     defaults: Choice = field(default_factory=Choice)
+    sharable: Sharable | None = None
+    inbox: Inbox = field(default_factory=Inbox)
+    streams: Streams | None = None
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._inbox: queue.SimpleQueue[Prepared | _Cancel | _Stop] = queue.SimpleQueue()
+        streams = Streams(self.inbox.wake) if self.streams is None else self.streams
+        self._shared = SharedAnswers(self.model, self.sharable, self.prefix, streams, self.emit)
+        self._assists = Assists(self.sharable, self.context_tokens, self.budget, streams, self.emit)
         self._waiting: list[Answer] = []
         self._prefilling: list[Answer] = []
         self._decoding: dict[int, Answer] = {}
@@ -123,14 +100,11 @@ class Scheduler:
 
     # ---- from other threads --------------------------------------------------------------------------
 
-    def submit(self, prepared: Prepared) -> None:
-        self._inbox.put(prepared)
-
-    def cancel(self, request_id: str) -> None:
-        self._inbox.put(_Cancel(request_id))
+    def tell(self, command: Share | Alone | Assist | Cancel) -> None:
+        self.inbox.put(command)
 
     def stop(self) -> None:
-        self._inbox.put(_Stop())
+        self.inbox.put(Stop())
 
     # ---- the loop ------------------------------------------------------------------------------------
 
@@ -140,33 +114,58 @@ class Scheduler:
         What goes wrong in one request's own steps fails that request. An exception from here is a bug or a
         failing device and ends the worker.
         """
-        while self._receive():
-            self._admit()
-            self._prefill_turn()
-            self._decode_turn()
+        while self.turn():
             self._beat()
+        self._close()
+
+    def turn(self) -> bool:
+        """Take what has arrived, then a step of each kind of work. False once it is to stop."""
+        if not self._receive():
+            return False
+        self._admit()
+        for answer in list(self._prefilling):
+            self._shared.look(answer)
+        self._prefill_turn()
+        self._assists.turn()
+        self._decode_turn()
+        return True
+
+    def _close(self) -> None:
+        for answer in self._prefilling:
+            self._shared.end(answer)
+        self._assists.close()
+        self._shared.streams.close()
         self._generator.close()
 
+    @property
+    def _busy(self) -> bool:
+        """Whether there is something to compute now."""
+        return bool(self._decoding) or self._assists.ready or any(a.ready for a in self._prefilling)
+
     def _receive(self) -> bool:
-        """Take what has arrived; wait for something only when there is nothing to compute."""
-        idle = not (self._prefilling or self._decoding)
-        while True:
-            try:
-                item = (
-                    self._inbox.get(block=idle, timeout=limits.ENGINE_BEAT_S)
-                    if idle
-                    else self._inbox.get_nowait()
-                )
-            except queue.Empty:
-                return True
-            idle = False
+        dues_s = [self._shared.due_s(answer) for answer in self._prefilling]
+        for item in self.inbox.take(0.0 if self._busy else wait_s([*dues_s, *self._assists.dues_s])):
             match item:
-                case _Stop():
+                case Stop():
                     return False
-                case _Cancel(request_id):
+                case Cancel(request_id):
                     self._cancelled(request_id)
+                case Share() | Alone():
+                    self._word(item)
+                case Assist():
+                    self._assists.begin(item)
                 case Prepared():
                     self._arrived(item)
+        return True
+
+    def _word(self, word: Share | Alone) -> None:
+        answer = next((a for a in self._prefilling if a.id == word.id), None)
+        if answer is None:
+            self._shared.streams.drop(word.id)
+        elif isinstance(word, Share):
+            self._shared.share(answer, word)
+        else:
+            self._shared.alone(answer, word.reason)
 
     def _arrived(self, prepared: Prepared) -> None:
         request = prepared.request
@@ -175,8 +174,14 @@ class Scheduler:
         except Exception as error:
             self._failed(request.id, error)
             return
+        # What would wait for memory first is not worth an agreement with others.
+        if request.shared and not self._waiting and self._fits(answer):
+            self._prefilling.append(answer)
+            if self._shared.accept(answer, self.chunks.size(shared=False)):
+                return
+        else:
+            self._waiting.append(answer)
         self.emit(Accepted(request.id, len(prepared.tokens)))
-        self._waiting.append(answer)
 
     def _new_answer(self, prepared: Prepared) -> Answer:
         request, n = prepared.request, len(prepared.tokens)
@@ -209,19 +214,17 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Move waiting requests to prefill while memory and streams allow, first come first served."""
-        while self._waiting:
-            answer = self._waiting[0]
-            if len(self._prefilling) + len(self._decoding) >= self.max_streams:
-                return
-            if not self.budget.take(answer.id, answer.promised):
-                return
-            self._waiting.pop(0)
-            self._prefilling.append(answer)
+        while self._waiting and self._fits(self._waiting[0]):
+            self._prefilling.append(self._waiting.pop(0))
+
+    def _fits(self, answer: Answer) -> bool:
+        """Reserve a stream and memory. False, and nothing is reserved, where one of them lacks."""
+        free = len(self._prefilling) + len(self._decoding) < self.max_streams
+        return free and self.budget.take(answer.id, answer.promised)
 
     def _prefill_turn(self) -> None:
-        if not self._prefilling:
+        if (answer := self._choose()) is None:
             return
-        answer = self._choose()
         try:
             prefiller = self._prefill(answer)
             if prefiller.remaining == 0:
@@ -232,34 +235,52 @@ class Scheduler:
                 self._prefilling.remove(answer)
             self._fail(answer, error)
 
-    def _prefill(self, answer: Answer) -> Prefiller:
+    def _prefill(self, answer: Answer) -> Prefiller | SharedPrefill:
         """The next chunk of one prompt."""
+        answer.started_s = answer.started_s or time.monotonic()
         if answer.prefiller is None:
-            answer.started_s = time.monotonic()
             answer.prefiller = self._start(answer)
-            total = len(answer.prepared.tokens)
-            self.emit(Prefill(answer.id, answer.cached, total, answer.cached))
+        self._show_prefill(answer)
         prefiller = answer.prefiller
         begun = time.monotonic()
-        if tokens := prefiller.step(self.chunks.size(shared=bool(self._decoding))):
-            self.chunks.took(tokens, time.monotonic() - begun)
+        try:
+            tokens = prefiller.step(self.chunks.size(shared=bool(self._decoding)))
+        except Exception as error:
+            if not isinstance(prefiller, SharedPrefill):
+                raise
+            self._shared.give_up(answer, error)
+            return answer.prefiller
+        if tokens:
+            if isinstance(prefiller, Prefiller):
+                self.chunks.took(tokens, time.monotonic() - begun)
             self.steps += 1
-            self.emit(Prefill(answer.id, prefiller.done, len(answer.prepared.tokens), answer.cached))
+            self._show_prefill(answer)
         answer.prefill_s += time.monotonic() - begun
         return prefiller
 
-    def _choose(self) -> Answer:
+    def _show_prefill(self, answer: Answer, *, again: bool = False) -> None:
+        """Report progress. It never goes back, whatever is computed a second time."""
+        prefiller = answer.prefiller
+        if prefiller is None:
+            return
+        total = len(answer.prepared.tokens)
+        reached = prefiller.progress if isinstance(prefiller, SharedPrefill) else prefiller.done
+        done = max(answer.shown, reached)
+        if again or done > answer.shown:
+            answer.shown = done
+            self.emit(Prefill(answer.id, done, total, answer.cached))
+
+    def _choose(self) -> Answer | None:
         """The prompt with the least left; one that was passed over too often goes first."""
-        for answer in self._prefilling:
+        ready = [answer for answer in self._prefilling if answer.ready]
+        if not ready:
+            return None
+        for answer in ready:
             answer.turns += 1
-        overdue = [a for a in self._prefilling if a.turns > PATIENCE_TURNS]
-        chosen = overdue[0] if overdue else min(self._prefilling, key=self._left)
+        overdue = [a for a in ready if a.turns > PATIENCE_TURNS]
+        chosen = overdue[0] if overdue else min(ready, key=lambda a: a.left)
         chosen.turns = 0
         return chosen
-
-    @staticmethod
-    def _left(answer: Answer) -> int:
-        return answer.prefiller.remaining if answer.prefiller else len(answer.prepared.tokens)
 
     def _start(self, answer: Answer) -> Prefiller:
         tokens = answer.prepared.tokens
@@ -272,24 +293,27 @@ class Scheduler:
             return Prefiller(self.model, tokens, hit.cache, hit.tokens)
         return Prefiller(self.model, tokens, make_prompt_cache(self.model))
 
-    def _begin_decode(self, answer: Answer, prefiller: Prefiller) -> None:
+    def _begin_decode(self, answer: Answer, prefiller: Prefiller | SharedPrefill) -> None:
         request = answer.prepared.request
+        cache = prefiller.cache
+        if isinstance(prefiller, SharedPrefill):
+            self._shared.finish(answer, prefiller)
+        answer.prefiller = None
         if request.echo:
             self._echo(answer)
-        self._remember(prefiller.tokens[:-1], prefiller.cache)
+        self._remember(answer, prefiller.tokens[:-1], cache)
         if answer.max_tokens <= 0:
             self._finish(answer, "length")
             return
         (answer.uid,) = self._generator.insert(
             [prefiller.tokens[-1:]],
             max_tokens=[answer.max_tokens],
-            caches=[prefiller.cache],
+            caches=[cache],
             all_tokens=[prefiller.tokens[:-1]],
             samplers=[make_sampler(request.sampling, self.defaults)],
             logits_processors=[make_processors(request.sampling, self.defaults, len(prefiller.tokens))],
             stop_sequences=[self._stop_tokens],
         )
-        answer.prefiller = None
         self._decoding[answer.uid] = answer
 
     def _echo(self, answer: Answer) -> None:
@@ -313,7 +337,7 @@ class Scheduler:
             self._count(answer, now)
             if left:
                 del self._decoding[response.uid]
-                self._remember(response.all_tokens, response.prompt_cache)
+                self._remember(answer, response.all_tokens, response.prompt_cache)
             try:
                 if not ended:
                     self._show(answer, response)
@@ -365,21 +389,20 @@ class Scheduler:
         uid = answer.uid
         del self._decoding[uid]
         cache, tokens = self._generator.remove([uid], return_prompt_caches=True)[uid]
-        self._remember(tokens, cache)
+        self._remember(answer, tokens, cache)
 
-    def _remember(self, tokens: list[int], cache: list[Any]) -> None:
+    def _remember(self, answer: Answer, tokens: list[int], cache: list[Any]) -> None:
         mx.eval([layer.state for layer in cache])
-        self.prefix.store(tokens, cache)
+        self.prefix.store(tokens, cache, answer.namespace)
 
     def _cancelled(self, request_id: str) -> None:
+        if self._assists.cancel(request_id):
+            return
         for group in (self._waiting, self._prefilling):
             for answer in group:
                 if answer.id == request_id:
                     group.remove(answer)
-                    if answer.prefiller is not None and answer.prefiller.done:
-                        self._remember(
-                            answer.prefiller.tokens[: answer.prefiller.done], answer.prefiller.cache
-                        )
+                    self._abandon(answer)
                     self._finish(answer, "cancelled")
                     return
         for answer in self._decoding.values():
@@ -387,6 +410,18 @@ class Scheduler:
                 self._leave_batch(answer)
                 self._finish(answer, "cancelled")
                 return
+
+    def _abandon(self, answer: Answer) -> None:
+        """End a prefill half way; what it computed stays useful."""
+        if isinstance(answer.prefiller, SharedPrefill):
+            done, cache = answer.prefiller.verified
+        elif answer.prefiller is not None:
+            done, cache = answer.prefiller.done, answer.prefiller.cache
+        else:
+            done, cache = 0, []
+        self._shared.end(answer)
+        if done:
+            self._remember(answer, answer.prepared.tokens[:done], cache)
 
     def _finish(self, answer: Answer, reason: FinishReason) -> None:
         if reason != "cancelled":
@@ -401,28 +436,10 @@ class Scheduler:
                 reason = "tool_calls"
         self.budget.give_back(answer.id)
         self._beat_at = 0.0  # tell at once that there is less to do
-        first, started = answer.first_s, answer.started_s or time.monotonic()
-        self.emit(
-            Finished(
-                answer.id,
-                reason,
-                Usage(
-                    prompt_tokens=len(answer.prepared.tokens),
-                    cached_tokens=answer.cached,
-                    completion_tokens=answer.generated,
-                    reasoning_tokens=answer.text.reasoning_tokens,
-                ),
-                Timings(
-                    queue_s=started - answer.arrived_s,
-                    # The last prompt token is computed by the first decode step.
-                    prefill_s=first - started if first else answer.prefill_s,
-                    decode_s=answer.last_s - first if first else 0.0,
-                ),
-                answer.text.stopped_by,
-            )
-        )
+        self.emit(answer.finished(reason))
 
     def _fail(self, answer: Answer, error: Exception) -> None:
+        self._shared.end(answer)
         self.budget.give_back(answer.id)
         self._beat_at = 0.0
         self._failed(answer.id, error)
@@ -438,12 +455,19 @@ class Scheduler:
         if now < self._beat_at:
             return
         self._beat_at = now + limits.ENGINE_BEAT_S
+        self._shared.streams.sweep()
+        for answer in self._prefilling:
+            if not answer.ready:
+                self._show_prefill(answer, again=True)
+        work = bool(self._prefilling or self._decoding or len(self._assists))
         self.emit(
             Beat(
-                steps=self.steps,
+                steps=self.steps + self._assists.steps,
                 prefilling=len(self._prefilling),
                 decoding=len(self._decoding),
                 waiting=len(self._waiting),
+                assisting=len(self._assists),
+                held_up=work and not self._busy,
                 kv_bytes=self.budget.used_bytes,
                 prefix_bytes=self.prefix.nbytes,
                 prefix_entries=len(self.prefix),

@@ -6,24 +6,29 @@ dropped unread, and what stays is read and kept as ``loading`` keeps a whole mod
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import mlx.core as mx
+from mlx_lm.utils import load_config
 
 from fleetd.engine import cpu
 from fleetd.engine.loading import (
     Device,
+    context_tokens,
     expanded_bytes,
     kv_bytes_per_token,
     lazy_model,
     usable_bytes,
     verified_config,
+    versions,
 )
-from fleetd.engine.memory import admit_weights
-from fleetd.engine.protocol import Loading
+from fleetd.engine.memory import WORKING_BYTES, admit_weights
+from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.sharable import Sharable
 from fleetd.engine.stage import Stage
 
 WARM_UP_TOKENS = 8
@@ -36,6 +41,14 @@ class LoadedStage:
     dtype: str
     # Over the stage's layers.
     kv_bytes_per_token: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedPart:
+    """What a worker that only helps has, and what it tells of itself."""
+
+    sharable: Sharable
+    facts: Ready
 
 
 def load_stage(
@@ -70,3 +83,38 @@ def load_stage(
     caches = stage.make_caches()
     mx.eval(stage.run(mx.zeros((1, WARM_UP_TOKENS, stage.args.hidden_size), dtype), caches))
     return LoadedStage(stage, str(dtype).removeprefix("mlx.core."), kv_bytes_per_token(caches))
+
+
+def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> LoadedPart:
+    """The layers that ``settings`` name, for a worker that only helps; raises as ``load_stage``."""
+    begun = time.monotonic()
+    usable = usable_bytes(device, settings)
+    loaded = load_stage(settings, device, report, first=settings.first_layer, last=settings.last_layer)
+    stage = loaded.stage
+    sharable = Sharable.of(stage, device, versions())
+    config = load_config(Path(settings.path))
+    weights = stage.weights_bytes
+    return LoadedPart(
+        sharable,
+        Ready(
+            architecture=str(config.get("model_type", "unknown")),
+            device=device,
+            dtype=loaded.dtype,
+            layers=stage.total,
+            vocab_size=int(stage.args.vocab_size),
+            context_tokens=context_tokens(config),
+            weights_bytes=weights,
+            kv_bytes_per_token=loaded.kv_bytes_per_token,
+            # Nothing is kept for a next prompt.
+            kv_budget_bytes=max(0, usable - weights - WORKING_BYTES),
+            has_chat_template=False,
+            tool_calls=False,
+            reasoning=False,
+            load_s=time.monotonic() - begun,
+            versions=versions(),
+            hidden_bytes=sharable.layout.hidden_bytes(1),
+            first_layer=stage.first,
+            last_layer=stage.last,
+            arithmetic=sharable.arithmetic,
+        ),
+    )

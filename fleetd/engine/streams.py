@@ -1,7 +1,7 @@
 """Streams to other machines that the daemon handed over, until the prompts that they are for take them.
 
 A stream may come before the command that it belongs to, or after it, or for a prompt that has just ended.
-Whatever nobody takes is closed. The channel's thread puts them in, the compute thread takes them out.
+Whatever nobody takes is closed. The channel's thread puts them in, the compute thread makes pipes of them.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable, Iterable
 
 from fleetd import limits
+from fleetd.engine.due import has_next
+from fleetd.engine.frames import Connect, Place
+from fleetd.engine.pipe import SocketPipe
 from fleetd.engine.protocol import StreamTag
 from fleetd.plan.split import Split
 
@@ -26,23 +29,19 @@ def helper_name(place: int) -> str:
 def home_streams(split: Split) -> list[str]:
     """What the machine that answers needs before it can begin."""
     names = [helper_name(place) for place in range(split.helpers)]
-    return [*names, IN] if split.kind == "layers" and split.layers_of(split.helpers) else names
+    return [*names, IN] if has_next(split, split.helpers - 1) else names
 
 
 def helper_streams(split: Split, place: int) -> list[str]:
     """The same for the helper at ``place``."""
-    last = place == split.helpers - 1
-    onward = not last or (split.kind == "layers" and bool(split.layers_of(split.helpers)))
-    return [HOME, *([IN] if place else []), *([OUT] if onward else [])]
+    return [HOME, *([IN] if place else []), *([OUT] if has_next(split, place) else [])]
 
 
 class Streams:
-    """``notify`` is called on the channel's thread with each stream."""
+    """``wake`` is called, on any thread, when a stream came, and whenever one that was taken moved."""
 
-    def __init__(
-        self, notify: Callable[[], None] = lambda: None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._notify = notify
+    def __init__(self, wake: Callable[[], None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._wake = wake
         self._clock = clock
         self._lock = threading.Lock()
         self._held: dict[tuple[str, str], tuple[StreamTag, socket.socket, float]] = {}
@@ -56,17 +55,21 @@ class Streams:
             while len(self._held) > limits.TICKETS:
                 unwanted.append(self._held.pop(next(iter(self._held))))
         _close(unwanted)
-        self._notify()
+        self._wake()
 
     def complete(self, job: str, names: Iterable[str]) -> bool:
         with self._lock:
             return all((job, name) in self._held for name in names)
 
-    def take(self, job: str, name: str) -> tuple[StreamTag, socket.socket]:
-        """A stream that is here, the caller's to close from now on. Raises KeyError."""
-        with self._lock:
-            tag, sock, _ = self._held.pop((job, name))
-        return tag, sock
+    def connect(self, job: str) -> Connect:
+        """How a job that is ``complete`` opens its streams, once each."""
+
+        def connect(name: str, place: Place) -> SocketPipe:
+            with self._lock:
+                tag, sock, _ = self._held.pop((job, name))
+            return SocketPipe(sock, tag.key, tag.role, place=place, wake=self._wake)
+
+        return connect
 
     def drop(self, job: str) -> None:
         """Close what is left of a job that has ended."""

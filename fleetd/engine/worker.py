@@ -1,6 +1,6 @@
-"""An engine worker: the child process that owns the accelerator and one model.
+"""An engine worker: the child process that owns the accelerator and one model, or some of its layers.
 
-    main thread      loads the model, then runs the scheduler: the only thread that touches MLX
+    main thread      loads the model, then runs the scheduler: the only thread that computes with MLX
     reader thread    socket → commands; at end of file the daemon is gone and so is this process
     prompt thread    chat templates and tokenization, so that a long prompt does not hold up decoding
     writer thread    reports → socket
@@ -28,13 +28,24 @@ import msgspec
 from fleetd.engine import cpu, protocol
 from fleetd.engine.channel import take_all
 from fleetd.engine.chunks import Chunks, FixedChunks, PacedChunks
-from fleetd.engine.protocol import Cancel, Failed, Generate, LoadFailed, Report, Shutdown
+from fleetd.engine.protocol import (
+    Alone,
+    Assist,
+    Cancel,
+    Failed,
+    Generate,
+    LoadFailed,
+    Report,
+    Share,
+    Shutdown,
+)
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.streams import Streams
 from fleetd.errors import EngineError, FleetError
 
 if TYPE_CHECKING:
+    from fleetd.engine.helper_loop import HelperLoop
     from fleetd.engine.loading import Loaded
+    from fleetd.engine.prompts import Prepared
     from fleetd.engine.scheduler import Scheduler
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
@@ -97,11 +108,11 @@ class Link:
 
 
 class Front:
-    """The reader's side: turns commands into scheduler calls."""
+    """The reader's side: turns commands into the compute thread's. Without ``loaded`` nothing is answered."""
 
-    def __init__(self, link: Link, scheduler: Scheduler, loaded: Loaded) -> None:
+    def __init__(self, link: Link, compute: Scheduler | HelperLoop, loaded: Loaded | None) -> None:
         self._link = link
-        self._scheduler = scheduler
+        self._compute = compute
         self._loaded = loaded
         self._prompts = ThreadPoolExecutor(1, thread_name_prefix="prompt")
         self._lock = threading.Lock()
@@ -131,19 +142,20 @@ class Front:
                             if request_id in self._preparing:
                                 self._preparing[request_id] = True
                                 continue
-                        self._scheduler.cancel(request_id)
+                        self._compute.tell(command)
+                    case Share() | Alone() | Assist():
+                        self._compute.tell(command)
                     case Shutdown():
-                        self._scheduler.stop()
+                        self._compute.stop()
 
     def _prepare(self, request: Generate) -> None:
-        from fleetd.engine.prompts import prepare
-
-        outcome, failed = None, False
+        outcome: Prepared | None = None
+        failed = False
         try:
             with self._lock:
                 gone = self._preparing[request.id]
             if not gone:
-                outcome = prepare(request, self._loaded.tokenizer, self._loaded.facts.vocab_size)
+                outcome = self._prepared(request)
         except FleetError as error:
             failed = True
             self._link.send(Failed(request.id, error.code, error.message, error.hint, error.param))
@@ -158,9 +170,18 @@ class Front:
         with self._lock:
             cancelled = self._preparing.pop(request.id)
             if outcome is not None and not cancelled:
-                self._scheduler.submit(outcome)
+                self._compute.inbox.put(outcome)
         if cancelled and not failed:
             self._link.send(protocol.Finished(request.id, "cancelled"))
+
+    def _prepared(self, request: Generate) -> Prepared:
+        from fleetd.engine.prompts import prepare
+
+        if self._loaded is None:
+            raise EngineError(
+                "This worker has only some of the model's layers: it helps, and answers nothing."
+            )
+        return prepare(request, self._loaded.tokenizer, self._loaded.facts.vocab_size)
 
 
 def main() -> int:
@@ -174,7 +195,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = Link(arguments.fd)
     try:
-        scheduler, loaded = _start(settings, link)
+        compute, loaded = _start(settings, link, socket.socket(fileno=arguments.streams_fd))
     except FleetError as error:
         link.send(LoadFailed(error.code, error.message, error.hint))
         link.flush()
@@ -188,13 +209,10 @@ def main() -> int:
         )
         link.flush()
         return EXIT_LOAD_FAILED
-    streams = Streams()
-    channel = socket.socket(fileno=arguments.streams_fd)
-    threading.Thread(target=take_all, args=(channel, streams.put), name="channel", daemon=True).start()
-    front = Front(link, scheduler, loaded)
+    front = Front(link, compute, loaded)
     threading.Thread(target=front.read, args=(protocol.commands(),), name="reader", daemon=True).start()
     try:
-        scheduler.run()
+        compute.run()
     except Exception:
         traceback.print_exc()
         link.flush()
@@ -203,7 +221,9 @@ def main() -> int:
     return EXIT_OK
 
 
-def _start(settings: WorkerSettings, link: Link) -> tuple[Scheduler, Loaded]:
+def _start(
+    settings: WorkerSettings, link: Link, channel: socket.socket
+) -> tuple[Scheduler | HelperLoop, Loaded | None]:
     """Everything up to Ready. The heavy imports are here so that a refusal to start is quick."""
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
@@ -214,31 +234,54 @@ def _start(settings: WorkerSettings, link: Link) -> tuple[Scheduler, Loaded]:
     from fleetd.engine import loading
 
     loading.quiet_libraries()
+    from fleetd.engine import stage_loading
+    from fleetd.engine.helper_loop import HelperLoop
+    from fleetd.engine.inbox import Inbox
     from fleetd.engine.memory import KvBudget
     from fleetd.engine.prefix import PrefixCache
     from fleetd.engine.scheduler import Scheduler
+    from fleetd.engine.streams import Streams
 
     device = loading.pick_device(settings.device)
     if device == "cpu":
         cpu.install()
     ready = threading.Event()
     threading.Thread(target=link.watch, args=(ready,), name="watch", daemon=True).start()
-    loaded = loading.load(settings, device, link.send)
+    inbox = Inbox()
+    streams = Streams(inbox.wake)
+    compute: Scheduler | HelperLoop
+    if settings.last_layer:
+        part = stage_loading.load_part(settings, device, link.send)
+        loaded, facts = None, part.facts
+        compute = HelperLoop(
+            sharable=part.sharable,
+            context_tokens=facts.context_tokens,
+            budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
+            emit=link.send,
+            inbox=inbox,
+            streams=streams,
+        )
+    else:
+        loaded = loading.load(settings, device, link.send)
+        facts = loaded.facts
+        compute = Scheduler(
+            model=loaded.model,
+            tokenizer=loaded.tokenizer,
+            context_tokens=facts.context_tokens,
+            chunks=_chunks(settings, loaded),
+            max_streams=settings.max_streams,
+            budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
+            prefix=PrefixCache(loaded.prefix_bytes),
+            emit=link.send,
+            defaults=loaded.defaults,
+            sharable=loaded.sharable,
+            inbox=inbox,
+            streams=streams,
+        )
     ready.set()
-    facts = loaded.facts
-    scheduler = Scheduler(
-        model=loaded.model,
-        tokenizer=loaded.tokenizer,
-        context_tokens=facts.context_tokens,
-        chunks=_chunks(settings, loaded),
-        max_streams=settings.max_streams,
-        budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
-        prefix=PrefixCache(loaded.prefix_bytes),
-        emit=link.send,
-        defaults=loaded.defaults,
-    )
+    threading.Thread(target=take_all, args=(channel, streams.put), name="channel", daemon=True).start()
     link.send(facts)
-    return scheduler, loaded
+    return compute, loaded
 
 
 def _chunks(settings: WorkerSettings, loaded: Loaded) -> Chunks:

@@ -10,8 +10,19 @@ from typing import Any
 import pytest
 
 from fleetd.engine import protocol, worker
-from fleetd.engine.protocol import Cancel, Failed, Finished, Generate, Report, TextPrompt
+from fleetd.engine.protocol import (
+    Alone,
+    Assist,
+    Cancel,
+    Failed,
+    Finished,
+    Generate,
+    Report,
+    Share,
+    TextPrompt,
+)
 from fleetd.errors import BadRequest
+from fleetd.plan.split import Split
 
 
 class Exited(BaseException):
@@ -29,6 +40,7 @@ class Ends:
         self.sent: list[Report] = []
         monkeypatch.setattr(self.link, "send", self.sent.append)
         self.calls: list[tuple[str, Any]] = []
+        self.inbox = self
         self.front = worker.Front(self.link, self, self)  # type: ignore[arg-type]  # stands for both
         self.tokenizer = None
         self.facts = protocol.Ready("x", "cpu", "f32", 1, 8, 64, 1, 1, 1, True, False, False, 0.0, {})
@@ -37,11 +49,11 @@ class Ends:
         self.status.append(status)
         raise Exited
 
-    def submit(self, prepared: Any) -> None:
+    def put(self, prepared: Any) -> None:
         self.calls.append(("submit", prepared))
 
-    def cancel(self, request_id: str) -> None:
-        self.calls.append(("cancel", request_id))
+    def tell(self, command: Any) -> None:
+        self.calls.append(("told", command))
 
     def close(self) -> None:
         self.front._prompts.shutdown()
@@ -102,9 +114,23 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
     assert ends.calls == []
 
 
-def test_cancel_of_an_unknown_request_reaches_the_scheduler(ends: Ends) -> None:
-    read(ends, protocol.encode(Cancel("r")))
-    assert ends.calls == [("cancel", "r")]
+SPLIT = Split("layers", (0, 1, 2), 2, 0, 300, 64)
+
+
+@pytest.mark.parametrize(
+    "command", [Cancel("r"), Share("r", SPLIT, 1.0), Alone("r"), Assist("r", SPLIT, 0)], ids=lambda c: type(c)
+)
+def test_a_command_about_an_unknown_request_reaches_the_scheduler(ends: Ends, command: Any) -> None:
+    read(ends, protocol.encode(command))
+    assert ends.calls == [("told", command)]
+
+
+def test_a_worker_with_some_layers_answers_nothing(ends: Ends) -> None:
+    ends.front._loaded = None
+    read(ends, protocol.encode(Generate("r", TextPrompt("x"))))
+    (failed,) = ends.sent
+    assert isinstance(failed, Failed)
+    assert "some of the model's layers" in failed.message
 
 
 @pytest.mark.parametrize("goodbye", [True, False])

@@ -17,6 +17,7 @@ from fleetd.engine.prefix import PrefixCache
 from fleetd.engine.prompts import Prepared, prepare
 from fleetd.engine.protocol import (
     Accepted,
+    Cancel,
     Delta,
     Failed,
     Finished,
@@ -76,19 +77,15 @@ class Bench:
 
     def submit(self, name: str, text: str, **fields: Any) -> None:
         request = Generate(name, TextPrompt(text), **{"sampling": GREEDY, **fields})
-        self.scheduler.submit(prepare(request, self.tokenizer, 512))
+        self.scheduler.inbox.put(prepare(request, self.tokenizer, 512))
 
     def turn(self) -> None:
-        s = self.scheduler
-        assert s._receive()
-        s._admit()
-        s._prefill_turn()
-        s._decode_turn()
+        assert self.scheduler.turn()
 
     @property
     def busy(self) -> bool:
         s = self.scheduler
-        return bool(s._waiting or s._prefilling or s._decoding or not s._inbox.empty())
+        return bool(s._waiting or s._prefilling or s._decoding or not s.inbox.empty())
 
     def finish(self, turns: int = 3000) -> None:
         for _ in range(turns):
@@ -183,7 +180,7 @@ def test_running_answers_get_a_token_in_every_turn_of_a_long_prefill(parts: tupl
         before = len(bench.of("running"))
         bench.turn()
         assert len(bench.of("running")) == before + 1
-    bench.scheduler.cancel("running")
+    bench.scheduler.tell(Cancel("running"))
     bench.finish()
     bench.check_clean()
 
@@ -195,10 +192,10 @@ def test_cancelled_in_any_state(parts: tuple[Any, Any], turns: int) -> None:
     bench.submit("waiting", "<hello>")
     for _ in range(turns):
         bench.turn()
-    bench.scheduler.cancel("waiting")
-    bench.scheduler.cancel("first")
-    bench.scheduler.cancel("first")
-    bench.scheduler.cancel("nobody")
+    bench.scheduler.tell(Cancel("waiting"))
+    bench.scheduler.tell(Cancel("first"))
+    bench.scheduler.tell(Cancel("first"))
+    bench.scheduler.tell(Cancel("nobody"))
     bench.finish()
     for name in ("first", "waiting"):
         check_order(bench.of(name))
@@ -227,7 +224,7 @@ def test_nothing_is_kept_after_any_sequence(parts: tuple[Any, Any]) -> None:
                 prompt = dice.choice("ab") * dice.choice([1, 40, 300]) + marker
                 bench.submit(f"r{i}", prompt, max_tokens=limit, stop=stop, echo=dice.random() < 0.1)
             case "cancel" if live:
-                bench.scheduler.cancel(dice.choice(list(live)))
+                bench.scheduler.tell(Cancel(dice.choice(list(live))))
             case _:
                 bench.turn()
     bench.finish()
@@ -349,7 +346,7 @@ def test_an_echoed_prompt_of_one_token(parts: tuple[Any, Any]) -> None:
 def test_prompts_at_the_context_and_one_past_it(parts: tuple[Any, Any]) -> None:
     bench = Bench(parts, context_tokens=20)
     for n in (18, 19, 20):
-        bench.scheduler.submit(Prepared(Generate(f"n{n}", TokenPrompt([65] * n), GREEDY), [65] * n))
+        bench.scheduler.inbox.put(Prepared(Generate(f"n{n}", TokenPrompt([65] * n), GREEDY), [65] * n))
     bench.finish()
     kinds = {n: type(bench.of(f"n{n}")[-1]).__name__ for n in (18, 19, 20)}
     assert kinds == {18: "Finished", 19: "Finished", 20: "Failed"}

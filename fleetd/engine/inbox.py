@@ -1,0 +1,54 @@
+"""What arrives for the compute thread from the others: prompts, commands, and word that a stream moved."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from fleetd.engine.prompts import Prepared
+from fleetd.engine.protocol import Alone, Assist, Cancel, Share
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """End the loop."""
+
+
+Item = Prepared | Share | Alone | Assist | Cancel | Stop
+
+
+class Inbox:
+    def __init__(self) -> None:
+        self._items: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        self._woken = False
+
+    # ---- from any thread -----------------------------------------------------------------------------
+
+    def put(self, item: Item) -> None:
+        self._items.put(item)
+
+    def wake(self) -> None:
+        """End a wait: something that is not in here has changed."""
+        # Frames come by the hundred; one word for all of them is enough.
+        if not self._woken:
+            self._woken = True
+            self._items.put(None)
+
+    def empty(self) -> bool:
+        return self._items.empty()
+
+    # ---- on the compute thread -----------------------------------------------------------------------
+
+    def take(self, wait_s: float) -> Iterator[Item]:
+        """All that is there; where that is nothing, what comes first within ``wait_s``."""
+        while True:
+            try:
+                item = self._items.get(timeout=wait_s) if wait_s > 0 else self._items.get_nowait()
+            except queue.Empty:
+                return
+            wait_s = 0
+            if item is None:
+                self._woken = False
+            else:
+                yield item

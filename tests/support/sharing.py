@@ -1,0 +1,221 @@
+"""Engine workers that share prefills on one box: a model whose answers depend on every token, and the part of
+two daemons that hands them their streams."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import chain_model
+import tiny_architectures
+from asking import GREEDY
+
+from fleetd.engine.protocol import (
+    Accepted,
+    Assist,
+    Assisted,
+    Delta,
+    Event,
+    Finished,
+    Generate,
+    Prefill,
+    Share,
+    Shared,
+    StreamTag,
+    TokenPrompt,
+)
+from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.streams import helper_streams, home_streams
+from fleetd.engine.supervisor import EngineProcess
+from fleetd.errors import FleetError
+from fleetd.plan.split import Split
+
+LAYERS = 4
+CHUNK = 64
+VOCAB = 512
+
+
+def write(folder: Path, model_type: str = "llama", **changes: Any) -> Path:
+    """A small random model, with the chain model's tokenizer."""
+    chain = chain_model.build(folder / "chain")
+    tiny_architectures.write(folder, model_type, vocab_size=VOCAB, **changes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(chain / name, folder / name)
+    shutil.rmtree(chain)
+    return folder
+
+
+def prompt(request_id: str, tokens: int, seed: int = 5, **fields: Any) -> Generate:
+    """A request for a shared prefill of random tokens; its answer's logprobs depend on all of them."""
+    drawn = random.Random(seed).choices(range(300), k=tokens)
+    settings: dict[str, Any] = {
+        "sampling": GREEDY,
+        "max_tokens": 4,
+        "top_logprobs": 2,
+        "shared": True,
+        **fields,
+    }
+    return Generate(request_id, TokenPrompt(drawn), **settings)
+
+
+def split_of(kind: str, accepted: Accepted, cuts: Sequence[float] = (0.5,), chunk: int = CHUNK) -> Split:
+    """Cut at these fractions of the layers, or of the new tokens (at chunk boundaries)."""
+    tokens, cached = accepted.prompt_tokens - 1, accepted.cached
+    if kind == "layers":
+        inner = [round(LAYERS * cut) for cut in cuts]
+        return Split("layers", (0, *inner, LAYERS), LAYERS, cached, tokens, chunk)
+    inner = [cached + round((tokens - cached) * cut / chunk) * chunk for cut in cuts]
+    return Split("tokens", (cached, *inner, tokens), LAYERS, cached, tokens, chunk)
+
+
+@asynccontextmanager
+async def workers(path: Path, count: int = 2, **settings: Any) -> AsyncIterator[list[EngineProcess]]:
+    """Loaded ones; the first answers."""
+    made = [
+        EngineProcess(
+            WorkerSettings(
+                **{
+                    "name": f"worker{number}",
+                    "path": str(path),
+                    "device": "cpu",
+                    "threads": 1,
+                    "max_memory_bytes": 2 << 30,
+                    "prefill_chunk_tokens": CHUNK,
+                    **settings,
+                }
+            )
+        )
+        for number in range(count)
+    ]
+    try:
+        await asyncio.gather(*(start(engine) for engine in made))
+        yield made
+    finally:
+        await asyncio.gather(*(engine.stop() for engine in made))
+
+
+async def start(engine: EngineProcess) -> None:
+    await engine.start()
+    async for _ in engine.loaded():
+        pass
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        far, _ = listener.accept()
+    return near, far
+
+
+class Told:
+    """What one request gave."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.error: FleetError | None = None
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def numbers(self) -> list[Any]:
+        """Tokens and log-probabilities of the answer, bit for bit."""
+        return [(p.token, p.logprob, p.top) for d in self.of(Delta) for p in d.logprobs or []]
+
+    @property
+    def shared(self) -> Shared:
+        (found,) = self.of(Shared)
+        return found  # type: ignore[no-any-return]
+
+    @property
+    def finished(self) -> Finished:
+        last = self.events[-1]
+        assert isinstance(last, Finished)
+        return last
+
+
+class Sharing:
+    """One request of ``home`` and the assists that belong to it."""
+
+    def __init__(self, home: EngineProcess, helpers: Sequence[EngineProcess], request: Generate) -> None:
+        self.home, self.helpers, self.request = home, helpers, request
+        self.told = Told()
+        self.assists = [Told() for _ in helpers]
+        self.accepted = asyncio.Event()
+        self.decoding = asyncio.Event()
+        self.tasks = [asyncio.create_task(self._ask())]
+
+    async def _ask(self) -> None:
+        try:
+            async for event in self.home.stream(self.request):
+                self.told.events.append(event)
+                if isinstance(event, Accepted):
+                    self.accepted.set()
+                elif not isinstance(event, Prefill | Shared):
+                    self.decoding.set()
+        except FleetError as error:
+            self.told.error = error
+
+    async def _assist(self, told: Told, engine: EngineProcess, assist: Assist, ready: asyncio.Event) -> None:
+        try:
+            async for event in engine.assist(assist):
+                told.events.append(event)
+                ready.set()
+        except FleetError as error:
+            told.error = error
+        ready.set()
+
+    async def wait(self) -> Accepted:
+        await self.accepted.wait()
+        (accepted,) = self.told.of(Accepted)
+        return accepted  # type: ignore[no-any-return]
+
+    async def agree(self, split: Split) -> None:
+        """Every helper has reserved its memory."""
+        for place, (engine, told) in enumerate(zip(self.helpers, self.assists, strict=True)):
+            ready = asyncio.Event()
+            assist = Assist(f"{self.request.id}.{place}", split, place)
+            self.tasks.append(asyncio.create_task(self._assist(told, engine, assist, ready)))
+            await ready.wait()
+
+    async def connect(self, split: Split, *, key_home: bytes = b"", leave_out: str = "") -> None:
+        """All streams, but what is to be left out."""
+        for place, engine in enumerate(self.helpers):
+            job = f"{self.request.id}.{place}"
+            for name in helper_streams(split, place):
+                if name == leave_out or name == "in":  # comes with its neighbour's "out"
+                    continue
+                last = place == split.helpers - 1
+                other = self.home if name == "home" or last else self.helpers[place + 1]
+                their_job = self.request.id if other is self.home else f"{self.request.id}.{place + 1}"
+                theirs = f"helper{place}" if name == "home" else "in"
+                key = os.urandom(32)
+                near, far = tcp_pair()
+                await engine.give_stream(StreamTag(job, name, key, "acceptor"), near)
+                await other.give_stream(StreamTag(their_job, theirs, key_home or key, "connector"), far)
+        assert set(home_streams(split)) >= {f"helper{place}" for place in range(split.helpers)}
+
+    async def run(
+        self, kind: str, cuts: Sequence[float] = (0.5,), *, predicted_s: float = 5.0, exact: bool = True
+    ) -> Told:
+        """From the acceptance to the end of everything."""
+        split = split_of(kind, await self.wait(), cuts)
+        await self.agree(split)
+        await self.connect(split)
+        self.home.share(Share(self.request.id, split, predicted_s, exact))
+        await self.end()
+        return self.told
+
+    async def end(self) -> None:
+        async with asyncio.timeout(60):
+            await asyncio.gather(*self.tasks)
+
+    def assisted(self) -> bool:
+        return all(told.error is None and told.of(Assisted) for told in self.assists)
