@@ -41,12 +41,16 @@ def command(session: Session, file: str | None, model: str, tokens: int | None, 
     body: dict[str, Any] = {"model": model, "cached": cached}
     body |= {"tokens": tokens} if file is None else {"text": read_text(file)}
     found = session.client().post("/fleet/v1/plan", body)
-    session.emit(found, lambda: render(read(found, Plan), terminal_width()))
+    estimated = file is not None
+    session.emit(found, lambda: render(read(found, Plan), terminal_width(), estimated=estimated))
 
 
-def render(plan: Plan, width: int | None) -> str:
-    """The page for people; ``width`` None is for files and pipes, where nothing is cut."""
-    asked = prompt(plan.prompt_tokens, plan.cached_tokens)
+def render(plan: Plan, width: int | None, *, estimated: bool = False) -> str:
+    """The page for people; ``width`` None is for files and pipes, where nothing is cut.
+
+    ``estimated``: the tokens were counted roughly, from a text.
+    """
+    asked = ("about " if estimated else "") + prompt(plan.prompt_tokens, plan.cached_tokens)
     parts = [wrapped(f"{one_line(plan.model)} · a prompt of {asked}", width)]
     if not plan.options:
         return f"{parts[0]}\n\nThere is no way to compute it."

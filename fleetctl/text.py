@@ -60,11 +60,11 @@ def duration(seconds: float) -> str:
 
 
 def brief(seconds: float | None) -> str:
-    """For steps and first tokens: 0.0042 → "4.2 ms", from a tenth of a second on as ``duration``."""
+    """For steps and first tokens, which are compared: 0.0042 → "4.2 ms", 10.93 → "10.9 s", None → "-"."""
     if seconds is None:
         return "-"
     if seconds >= 0.0995:
-        return duration(seconds)
+        return f"{seconds:.1f} s" if 9.995 <= seconds < 99.95 else duration(seconds)
     return f"{1000 * seconds:.{1 if 0.00005 <= seconds < 0.00995 else 0}f} ms"
 
 

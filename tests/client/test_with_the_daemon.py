@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -87,6 +88,11 @@ def test_every_reading_verb_agrees_with_the_daemon(run: Run, home: Path) -> None
     assert env["base_url"] == f"http://127.0.0.1:{status(run, home)['http']['port']}/v1"
     assert env["api_key"] == (home / "api-token").read_text().strip()
     assert run("usage", home=home).returncode == 0
+    plan = json.loads(run("plan", "--tokens", "4000", "--json", home=home).stdout)
+    assert [(option["kind"], option["chosen"]) for option in plan["options"]] == [("local", True)]
+    assert re.search(r"^\*  local  this ", run("plan", "--tokens", "4000", home=home).stdout, re.MULTILINE)
+    # Nobody could have helped with anything.
+    assert "No request has come yet" in run("trace", home=home).stdout
     checks = json.loads(run("doctor", "--json", home=home, timeout_s=120).stdout)["checks"]
     # The machine that runs the tests may itself be short of memory or disk.
     assert {check["name"] for check in checks if check["level"] == "fail"} <= {"disk", "memory"}, checks
