@@ -165,17 +165,22 @@ class SharedPrefill:
         return self.progress - before
 
     def _unit(self) -> bool:
-        """One bounded piece of work, the most urgent first; False if there is none."""
+        """One bounded piece of work; False if there is none.
+
+        The check comes first where every chunk that is complete counts once it has passed; where tokens are
+        split nothing counts before the end, and the check can wait for a moment in which there is nothing
+        else to do.
+        """
         begun = self._clock()
-        if self._work.computable:
-            self._work.compute()
-            self._times.computed(self._clock() - begun, last=self._work.computed)
-            return True
-        if self._check.ready:
+        if self._check.ready and (self._split.kind == "layers" or not self._work.computable):
             self._check.step()
             self._times.checked_s += self._clock() - begun
-            return True
-        return False
+        elif self._work.computable:
+            self._work.compute()
+            self._times.computed(self._clock() - begun, last=self._work.computed)
+        else:
+            return False
+        return True
 
     def _finish(self) -> None:
         """All is here. Until now the helpers could tell by this side's silence that it is still alive."""
