@@ -159,7 +159,8 @@ class Search:
             # One layer at least for each machine that comes after.
             cuts.append(cuts[-1] + max(1, min(share, room, left - (len(rates) - 1 - i))))
             left_rate -= rates[i]
-        return (*cuts, layers)
+        # What the last helper has no room for would be left to home.
+        return (*cuts, layers) if not whole or cuts[-1] == layers else None
 
     def _even_tokens(self) -> list[float]:
         """Where each helper's tokens end if everybody takes the same time."""

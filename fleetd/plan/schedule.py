@@ -127,7 +127,7 @@ class Chain:
         return Timeline(
             agreed_s=self._agreed_s,
             prefix_s=begun_s - self._agreed_s,
-            waited_s=computed_end_s - computed_s - begun_s,
+            waited_s=max(0.0, computed_end_s - computed_s - begun_s),
             computed_s=computed_s,
             exposed_s=max(0.0, rows_end_s - computed_end_s),
         )
@@ -152,7 +152,9 @@ class Chain:
             if i < len(self._between):
                 path.append(self._between[i].seconds(row_bytes * (part.stop - prompt.cached)))
                 late_s += self._between[i].one_way_s
-        return Timeline(self._agreed_s, begun_s - self._agreed_s, end_s - home_s - begun_s, home_s, 0.0)
+        return Timeline(
+            self._agreed_s, begun_s - self._agreed_s, max(0.0, end_s - home_s - begun_s), home_s, 0.0
+        )
 
     def _prefix_s(self, shares: Sequence[float]) -> float:
         """The tokens, and the rows of those that are cached, to everybody at once."""

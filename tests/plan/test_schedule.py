@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetd.plan.costs import Link, Speed
@@ -24,7 +24,7 @@ def split(prompt: Prompt, kind: str, cuts: tuple[int, ...], chunk: int) -> Split
 def seconds(prompt: Prompt, made: Split, helpers: list[Place], home: Speed) -> float:
     line = timeline(prompt, made, helpers, home)
     steps = (line.agreed_s, line.prefix_s, line.waited_s, line.computed_s, line.exposed_s)
-    assert min(steps) >= -1e-9, line
+    assert min(steps) >= 0, line
     assert sum(steps) == pytest.approx(line.total_s)
     return line.total_s
 
@@ -158,6 +158,7 @@ def cases(draw: st.DrawFn, kind: str) -> tuple[Prompt, Split, list[Place], Speed
 
 
 @pytest.mark.parametrize("kind", ["layers", "tokens"])
+@settings(deadline=None)
 @given(st.data())
 def test_the_price_is_what_the_schedule_takes(kind: str, data: st.DataObject) -> None:
     case = data.draw(cases(kind))

@@ -1,0 +1,442 @@
+"""The choice of helpers: never slower than staying here, valid, steady, with reasons against the others."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetd import limits
+from fleetd.limits import GIB
+from fleetd.plan import schedule
+from fleetd.plan.route import ADVANTAGE, CAUTION
+from fleetd.plan.sharing import (
+    BUSY_FROM,
+    HYSTERESIS,
+    Choice,
+    Link,
+    Machine,
+    Option,
+    Prompt,
+    Speed,
+    choose,
+    explain,
+    options,
+    refusal,
+)
+from fleetd.plan.split import checked
+
+PROMPT = Prompt(8192, 0, 32, 131072, 8192, 512, weights_bytes=5 * GIB)
+SPEED = Speed(token_s=1e-3, context_s=1e-8, fixed_s=0.01)
+HOME = Machine("", "this", SPEED)
+LAN = Link(1.1e9, 3e-4)
+
+
+def helper(node_id: str = "a", faster: float = 1.0, link: Link = LAN, **fields: Any) -> Machine:
+    return replace(Machine(node_id, node_id, SPEED.times(1 / faster), link), **fields)
+
+
+def chosen(
+    *helpers: Machine, prompt: Prompt = PROMPT, previous: Option | None = None, home: Machine = HOME
+) -> Choice:
+    return choose(options(prompt, home, helpers), previous)
+
+
+def of(found: Sequence[Option], kind: str, *helpers: str) -> Option:
+    (option,) = [o for o in found if o.kind == kind and set(o.helpers) == set(helpers)]
+    return option
+
+
+def why(choice: Choice, node_id: str, kind: str = "any") -> tuple[str, str]:
+    option = of(choice.rejected, kind, node_id)
+    return option.code, option.reason
+
+
+# ---- Which one -------------------------------------------------------------------------------------------
+
+
+def test_alone_everything_stays_here() -> None:
+    choice = chosen()
+    assert choice.best.kind == "local"
+    assert choice.rejected == ()
+    assert choice.best.predicted_s == pytest.approx(SPEED.total(1.0, range(8192), 512))
+
+
+def test_an_equal_helper_takes_about_half() -> None:
+    choice = chosen(helper())
+    (local,) = [o for o in choice.rejected if o.kind == "local"]
+    assert 1.8 < local.predicted_s / choice.best.predicted_s < 2
+    assert choice.best.split is not None
+    begin, cut, end = choice.best.split.cuts
+    assert 0.4 < (cut - begin) / (end - begin) < 0.6
+
+
+@pytest.mark.parametrize("faster", [0.25, 0.5, 1, 2, 4, 8])
+def test_unequal_machines_come_near_the_sum_of_their_rates(faster: float) -> None:
+    prompt, speed = replace(PROMPT, tokens=60_000), Speed(1e-3, 0.0, 0.01)
+    other = helper(speed=speed.times(1 / faster))
+    choice = chosen(other, prompt=prompt, home=replace(HOME, speed=speed))
+    alone_s = of([choice.best, *choice.rejected], "local").predicted_s
+    assert alone_s / choice.best.predicted_s > 0.93 * (1 + faster)
+
+
+def test_three_helpers_are_better_than_two_are_better_than_one() -> None:
+    prompt = replace(PROMPT, tokens=60_000)
+    times = [chosen(*map(helper, "abc"[:n]), prompt=prompt).best.predicted_s for n in range(4)]
+    assert times[0] / times[1] > 1.9
+    assert times[0] / times[2] > 2.7
+    assert times[0] / times[3] > 3.5
+
+
+def test_a_short_prompt_is_divided_by_tokens_where_layers_have_too_few_chunks() -> None:
+    prompt = replace(PROMPT, tokens=2048, exact_chunks=True)
+    choice = chosen(helper(), prompt=prompt)
+    assert choice.best.kind == "tokens"
+    assert why(choice, "a", "layers")[0] == "slower"
+
+
+def test_weights_that_do_not_fit_twice_are_divided_by_layers() -> None:
+    """A machine that has to load, and has room for half of it."""
+    small = helper(loaded=False, load_s=1.0, room_bytes=3 * GIB)
+    found = options(PROMPT, HOME, [small])
+    assert {o.kind for o in found} == {"local", "layers"}
+    (layers,) = [o for o in found if o.kind == "layers"]
+    assert layers.split is not None
+    assert len(layers.split.layers_of(0)) < 16
+
+
+def test_rows_take_room_too() -> None:
+    rows = PROMPT.kv_bytes_per_token * PROMPT.tokens
+    for room, most in ((rows, 1.0), (rows // 2, 0.5), (rows // 8, 0.125)):
+        for option in options(PROMPT, HOME, [helper(faster=8, room_bytes=room)]):
+            if option.split is not None:
+                begin, cut, end = option.split.cuts
+                assert (cut - begin) / (end - begin) <= most
+
+
+def test_a_helper_many_times_faster_does_all_of_it() -> None:
+    choice = chosen(helper(faster=200), home=replace(HOME, speed=SPEED.times(4)))
+    assert choice.best.kind == "whole"
+    assert choice.best.split is not None
+    assert choice.best.split.cuts == (0, 32, 32)
+
+
+def test_only_the_rest_of_a_cached_prompt_is_shared() -> None:
+    prompt = replace(PROMPT, cached=4096)
+    best = chosen(helper(), prompt=prompt).best
+    assert best.split is not None
+    assert (best.split.cached, best.split.tokens) == (4096, 8192)
+    assert dict(best.steps)["prefix sent"] > 0.2
+
+
+def test_exact_chunks_are_kept() -> None:
+    prompt = replace(PROMPT, chunk=384, exact_chunks=True)
+    assert {o.split.chunk for o in options(prompt, HOME, [helper()]) if o.split} == {384}
+
+
+# ---- Never slower ----------------------------------------------------------------------------------------
+
+speeds = st.builds(Speed, st.floats(1e-5, 1e-2), st.just(0.0) | st.floats(1e-9, 1e-6), st.floats(0, 0.2))
+links = st.builds(Link, st.floats(1e5, 1e10), st.floats(0, 0.1))
+
+
+@st.composite
+def prompts(draw: st.DrawFn) -> Prompt:
+    new, cached = draw(st.integers(1, 40_000)), draw(st.just(0) | st.integers(0, 20_000))
+    return Prompt(
+        tokens=cached + new,
+        cached=cached,
+        layers=draw(st.integers(1, 80)),
+        kv_bytes_per_token=draw(st.integers(100, 500_000)),
+        hidden_bytes=draw(st.integers(100, 20_000)),
+        chunk=draw(st.sampled_from([32, 256, 512, 2048])),
+        exact_chunks=draw(st.booleans()),
+        weights_bytes=draw(st.integers(10**6, 10**11)),
+    )
+
+
+@st.composite
+def helpers(draw: st.DrawFn, at_most: int = 3) -> list[Machine]:
+    count = draw(st.integers(1, at_most))
+    return [
+        Machine(
+            name,
+            name,
+            draw(speeds),
+            draw(links),
+            loaded=draw(st.booleans()),
+            load_s=draw(st.sampled_from([0.5, 10.0])),
+            room_bytes=draw(st.just(1 << 62) | st.integers(0, 10**11)),
+            running=draw(st.integers(0, 3)),
+            modelled=draw(st.booleans()),
+        )
+        for name in "abc"[:count]
+    ]
+
+
+@settings(deadline=None, max_examples=60)
+@given(prompts(), speeds, helpers())
+def test_the_chosen_way_is_never_slower_and_every_way_is_valid(
+    prompt: Prompt, speed: Speed, others: list[Machine]
+) -> None:
+    home = replace(HOME, speed=speed)
+    found = options(prompt, home, others)
+    choice = choose(found)
+    local = of(found, "local")
+    assert local.predicted_s == pytest.approx(speed.total(1.0, prompt.new, prompt.chunk))
+    if choice.best is not local:
+        assert choice.best.predicted_s <= ADVANTAGE * local.predicted_s
+        assert not choice.best.code
+    assert len(choice.rejected) == len(found) - 1
+    for option in found:
+        assert sum(seconds for _, seconds in option.steps) == pytest.approx(option.predicted_s)
+        if option.split is None:
+            assert option.kind == "local" or option.code
+            continue
+        checked(option.split)
+        assert option.split.helpers == len(option.helpers) == len(option.names)
+        assert (option.split.tokens, option.split.cached) == (prompt.tokens, prompt.cached)
+        assert option.split.layers == prompt.layers
+        assert (option.kind == "whole") == (not option.split.layers_of(option.split.helpers))
+        assert not prompt.exact_chunks or option.split.chunk == prompt.chunk
+    for rejected in choice.rejected:
+        assert rejected.code
+        assert rejected.reason.endswith("."), rejected.reason
+    prices = [o.predicted_s for o in choice.rejected if o.priced]
+    assert prices == sorted(prices)
+    assert len(explain(choice)) >= len(found)
+
+
+@settings(deadline=None, max_examples=60)
+@given(prompts(), speeds, helpers())
+def test_what_does_not_fit_is_not_offered(prompt: Prompt, speed: Speed, others: list[Machine]) -> None:
+    room = {machine.node_id: machine for machine in others}
+    for option in options(prompt, replace(HOME, speed=speed), others):
+        if (split := option.split) is None:
+            continue
+        for place, node_id in enumerate(option.helpers):
+            machine, layers = room[node_id], len(split.layers_of(place)) / split.layers
+            rows = prompt.kv_bytes_per_token * split.tokens_of(place).stop * layers
+            weights = 0 if machine.loaded else prompt.weights_bytes * layers
+            assert rows + weights <= machine.room_bytes * 1.0001
+
+
+@settings(deadline=None, max_examples=60)
+@given(prompts(), speeds, helpers(), st.randoms(use_true_random=False))
+def test_equal_questions_have_equal_answers(
+    prompt: Prompt, speed: Speed, others: list[Machine], random: Any
+) -> None:
+    home, shuffled = replace(HOME, speed=speed), list(others)
+    random.shuffle(shuffled)
+    assert options(prompt, home, others) == options(prompt, home, shuffled)
+
+
+@settings(deadline=None, max_examples=60)
+@given(prompts(), speeds, helpers())
+def test_one_helper_more_never_makes_it_slower(prompt: Prompt, speed: Speed, others: list[Machine]) -> None:
+    home = replace(HOME, speed=speed)
+    usable = [replace(machine, modelled=False) for machine in others]
+    fewer, more = (chosen(*some, prompt=prompt, home=home).best for some in (usable[:-1], usable))
+    assert more.predicted_s <= fewer.predicted_s * (1 + 1e-9)
+
+
+@settings(deadline=None, max_examples=60)
+@given(prompts(), speeds, helpers(at_most=2), st.floats(1, 1000), st.floats(0, 1))
+def test_a_faster_link_never_makes_it_slower(
+    prompt: Prompt, speed: Speed, others: list[Machine], wider: float, nearer: float
+) -> None:
+    """But for the grain of the search: cuts are tried near where machines are balanced."""
+    home = replace(HOME, speed=speed)
+
+    def cheapest(machines: Sequence[Machine]) -> float:
+        return min(o.predicted_s for o in options(prompt, home, machines) if o.priced)
+
+    better = [
+        replace(m, link=Link(m.link.bytes_per_s * wider, m.link.rtt_s * nearer)) for m in others if m.link
+    ]
+    assert cheapest(better) <= cheapest(others) * 1.03
+
+
+@pytest.mark.parametrize("tokens", [1000, 64_000])
+@pytest.mark.parametrize("speed", [SPEED, Speed(1e-4, 1e-9, 1e-3), Speed(1e-2, 1e-6, 1.0)])
+def test_planning_is_quick(tokens: int, speed: Speed, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules priced, each in some 20 µs whatever the prompt's length: 5 ms in all."""
+    priced: Counter[str] = Counter()
+    for way in ("layers", "tokens"):
+        original = getattr(schedule.Chain, way)
+
+        def counted(self: Any, *args: Any, way: str = way, original: Any = original) -> Any:
+            priced[way] += 1
+            return original(self, *args)
+
+        monkeypatch.setattr(schedule.Chain, way, counted)
+    others = [
+        replace(helper("a", 1, LAN), speed=speed),
+        replace(helper("b", 1, Link(1e8, 1e-3)), speed=speed.times(0.5)),
+        replace(helper("c", 1, Link(1.2e8, 1e-3)), speed=speed.times(3)),
+    ]
+    options(replace(PROMPT, tokens=tokens, layers=64), replace(HOME, speed=speed), others)
+    assert priced["layers"] <= 150
+    assert priced["tokens"] <= 150
+
+
+# ---- Refusals --------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_that_cannot_be_shared_says_why() -> None:
+    choice = chosen(helper(), prompt=replace(PROMPT, unshareable="Its layers are not alike."))
+    assert choice.best.kind == "local"
+    assert why(choice, "a") == ("unshareable", "Its layers are not alike.")
+
+
+@pytest.mark.parametrize(("new", "shared"), [(limits.SHARE_LEAST_TOKENS - 1, False), (2000, True)])
+def test_what_counts_is_what_is_new_of_a_prompt(new: int, shared: bool) -> None:
+    prompt = replace(PROMPT, tokens=8192, cached=8192 - new)
+    choice = chosen(helper(link=Link(1e10, 1e-4)), prompt=prompt)
+    assert (choice.best.kind != "local") is shared
+    if not shared:
+        assert why(choice, "a")[0] == "short"
+
+
+@pytest.mark.parametrize(
+    "code", ["private", "unusable", "other_files", "dtype", "versions", "draining", "failed"]
+)
+def test_what_the_caller_knows_of_a_machine_rules_it_out(code: Any) -> None:
+    choice = chosen(helper("studio", refusal=refusal(code, "studio")))
+    assert choice.best.kind == "local"
+    assert why(choice, "studio")[0] == code
+    assert "studio" in why(choice, "studio")[1]
+
+
+def test_a_machine_that_nobody_has_a_way_to_is_no_help() -> None:
+    assert why(chosen(helper(link=None)), "a")[0] == "unusable"
+
+
+def test_a_busy_helper_gets_less_and_a_very_busy_one_nothing() -> None:
+    idle, busy = chosen(helper()).best, chosen(helper(running=1)).best
+    assert idle.split is not None
+    assert busy.split is not None
+    assert busy.split.cuts[1] < idle.split.cuts[1]
+    assert busy.predicted_s > idle.predicted_s
+    assert why(chosen(helper(running=BUSY_FROM)), "a")[0] == "busy"
+
+
+def test_what_keeps_this_machine_busy_makes_help_worth_more() -> None:
+    slow = Link(4e8, 1e-3)
+    idle, busy = (chosen(helper(faster=0.3, link=slow), home=replace(HOME, running=n)).best for n in (0, 2))
+    assert idle.split is not None
+    assert busy.split is not None
+    assert busy.split.cuts[1] > idle.split.cuts[1]
+
+
+def test_nobody_computes_for_long_at_a_time() -> None:
+    """Chunks through layers: a second of an idle machine, a quarter of one that has other work."""
+    for running, bound_s in ((0, 1.0), (1, 0.25)):
+        others = [helper(running=running)]
+        (layers,) = [o for o in options(PROMPT, HOME, others) if o.kind == "layers"]
+        assert layers.split is not None
+        share = len(layers.split.layers_of(0)) / 32
+        assert SPEED.times(1 + running).seconds(share, 8192, layers.split.chunk) <= bound_s
+
+
+def test_a_machine_without_room_says_how_much_it_has() -> None:
+    code, sentence = why(chosen(helper("mini", room_bytes=GIB // 100)), "mini")
+    assert code == "no_room"
+    assert "0.0 GiB" in sentence
+
+
+def test_a_slow_link_says_what_would_do_and_that_does() -> None:
+    choice = chosen(helper(link=Link(5e6, 1e-3)))
+    assert choice.best.kind == "local"
+    code, sentence = why(choice, "a", "tokens")
+    assert code == "slow_link"
+    found = re.search(r"carries ([\d.]+) MB/s; ([\d.]+) MB/s would do", sentence)
+    assert found is not None, sentence
+    assert float(found[1]) == 5
+    assert chosen(helper(link=Link(1.02e6 * float(found[2]), 1e-3))).best.kind != "local"
+
+
+def test_a_far_link_says_how_far() -> None:
+    choice = chosen(helper(link=Link(1e12, 2.0)))
+    assert choice.best.kind == "local"
+    assert why(choice, "a", "tokens")[0] == "slow_link"
+    assert "2000 ms" in why(choice, "a", "tokens")[1]
+
+
+def test_a_cold_helper_is_not_waited_for_but_told_to_load() -> None:
+    choice = chosen(helper("studio", loaded=False, load_s=9.0))
+    assert choice.best.kind == "local"
+    option = of(choice.rejected, "tokens", "studio")
+    assert option.code == "cold"
+    assert dict(option.steps)["loaded"] == 9.0
+    assert "studio would have to load" in option.reason
+    assert choice.warm == ("studio",)
+
+
+def test_a_cold_helper_that_would_be_no_use_is_left_alone() -> None:
+    assert chosen(helper(loaded=False, load_s=9.0, link=Link(1e6))).warm == ()
+    # With a warm one at hand it has to be better than that.
+    slow = helper("slow", faster=0.05, loaded=False, load_s=9.0)
+    assert chosen(helper("warm"), slow).warm == ()
+    fast = helper("fast", faster=4, loaded=False, load_s=9.0)
+    assert chosen(helper("warm"), fast).warm == ("fast",)
+
+
+# ---- Clearly faster, and steady --------------------------------------------------------------------------
+
+
+def priced(kind: Any, seconds: float, *helpers: str, **fields: Any) -> Option:
+    split = of(options(PROMPT, HOME, [helper()]), "tokens", "a").split if kind != "local" else None
+    return Option(kind, helpers, helpers, split, seconds, (("computed", seconds),), **fields)
+
+
+def test_a_tenth_is_asked_of_another_machine() -> None:
+    local = priced("local", 10.0)
+    assert choose([local, priced("tokens", 8.99, "a")]).best.kind == "tokens"
+    choice = choose([local, priced("tokens", 9.01, "a")])
+    assert choice.best is local
+    assert why(choice, "a", "tokens") == (
+        "margin",
+        "9.01 s: 10 % faster than staying here; 10 % are asked of another machine.",
+    )
+
+
+def test_speeds_that_nobody_measured_have_to_promise_more() -> None:
+    local = priced("local", 10.0)
+    choice = choose([local, priced("tokens", 7.0, "a", modelled=True)])
+    assert choice.best is local
+    assert why(choice, "a", "tokens")[0] == "unmeasured"
+    assert choose([local, priced("tokens", 9 / CAUTION - 0.1, "a", modelled=True)]).best.kind == "tokens"
+
+
+def test_two_ways_that_are_alike_do_not_take_turns() -> None:
+    local, layers = priced("local", 10.0), priced("layers", 5.0, "a")
+    close, better = priced("tokens", 4.6, "a"), priced("tokens", 4.4, "a")
+    assert choose([local, layers, close]).best is close
+    choice = choose([local, layers, close], previous=layers)
+    assert choice.best is layers
+    assert why(choice, "a", "tokens")[0] == "kept"
+    assert choose([local, layers, better], previous=layers).best is better
+
+
+def test_what_was_chosen_before_is_left_when_it_is_slower_than_staying() -> None:
+    before = priced("tokens", 5.0, "a")
+    assert choose([priced("local", 10.0), priced("tokens", 9.5, "a")], before).best.kind == "tokens"
+    assert choose([priced("local", 10.0), priced("tokens", 10.1, "a")], before).best.kind == "local"
+    assert HYSTERESIS == ADVANTAGE, "else it could be chosen although it is slower"
+
+
+def test_people_are_told_the_parts_the_steps_and_the_others() -> None:
+    lines = explain(chosen(helper("studio"), helper("mini", refusal=refusal("private", "mini"))))
+    assert lines[0].startswith("tokens with studio: 4.")
+    assert "on studio" in lines[0]
+    assert "here, in chunks of" in lines[0]
+    assert any(line.startswith("  computed: ") for line in lines)
+    assert any(line.startswith("not staying here: 8.") and "slower than" in line for line in lines)
+    assert "not with mini: mini may not see prompts." in lines
