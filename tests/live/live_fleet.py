@@ -25,7 +25,7 @@ from fleetd.p2p.roster_file import RosterFile
 
 #: How a machine learns where the others are. "unknown": not at all, until somebody tells it.
 Meet = Literal["remembered", "static", "mdns", "unknown"]
-USABLE_S = 15.0
+USABLE_S = 20.0
 VERB_S = 30.0
 LOOPBACK = "127.0.0.1"
 # Below what systems hand out by themselves, so that nobody takes a port between its choice and its use.

@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from live_daemon import FLEETCTL, REPO, LiveDaemon, until
+from live_daemon import FLEETCTL, REPO, SOON_S, LiveDaemon, until
 from live_fleet import LiveFleet, answer, body, give_model
 
 pytestmark = [pytest.mark.model, pytest.mark.one_loop]
@@ -73,7 +73,7 @@ def senders(fleet: LiveFleet) -> dict[str, psutil.Process]:
 
 def stop_in_the_middle(fleet: LiveFleet) -> str:
     """Halt whoever sends when some of it has arrived, and not all; its name."""
-    until(lambda: senders(fleet), 10.0)
+    until(lambda: senders(fleet))
     ((name, process),) = senders(fleet).items()
     partial = fleet.models_dir("alpha") / ".partial"
     total = (fleet.models_dir(name) / SMOL / WEIGHTS).stat().st_size
@@ -159,13 +159,13 @@ def test_ctrl_c_stops_a_copy_at_both_ends_and_pulling_again_finishes_it(fleet: L
         name = stop_in_the_middle(fleet)
         sender = senders(fleet)[name]
         running.send_signal(signal.SIGINT)
-        running.communicate(timeout=10)
+        running.communicate(timeout=SOON_S)
         assert running.returncode == 130
     finally:
         running.kill()
         running.communicate()
     with contextlib.suppress(psutil.NoSuchProcess):
         sender.resume()
-    until(lambda: not senders(fleet), 5.0)
+    until(lambda: not senders(fleet))
     assert not (fleet.models_dir("alpha") / SMOL).exists()
     assert pull(fleet["alpha"]).returncode == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import http.client
 import json
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -184,7 +183,10 @@ def test_a_client_that_leaves_frees_the_slot_on_the_other_machine(fleet: LiveFle
     with heard(fleet["alpha"], CHAIN, "<count>") as stream:
         next(event for event in stream.events() if said(event))
         assert fleet["beta"].running == 1
-    assert until(lambda: fleet["beta"].running == fleet["alpha"].running == 0, 1.0) <= 1.0
+        before = fleet["beta"].cancelled
+    until(lambda: fleet["beta"].running == fleet["alpha"].running == 0)
+    # Not because the answer came to its end.
+    assert fleet["beta"].cancelled == before + 1
 
 
 def test_a_request_that_has_to_stay_is_not_sent(fleet: LiveFleet) -> None:
@@ -216,45 +218,42 @@ def test_a_machine_that_is_killed_in_mid_answer_ends_it_with_a_typed_error(trio:
         events = stream.events()
         next(event for event in events if said(event))
         trio["beta"].kill()
-        killed_s = time.monotonic()
         last = list(events)[-1]
-        assert time.monotonic() - killed_s <= 2.0
     assert last["error"]["code"] == "peer_lost"
     assert "beta" in last["error"]["message"]
+    # Noticed by what the connection tells, not by its silence.
+    assert "silent" not in last["error"]["message"]
     # What was said cannot be taken back, so nobody else begins anew.
     assert ledger(trio["gamma"]) == before
-    assert until(lambda: trio["alpha"].running == 0, 1.0) <= 1.0
+    until(lambda: trio["alpha"].running == 0)
 
 
 def test_a_machine_that_falls_silent_before_the_first_token_is_replaced_in_time(trio: LiveFleet) -> None:
     with frozen(trio["beta"]):
-        began = time.monotonic()
         with heard(trio["alpha"], CHAIN, "<hello>") as stream:
             assert stream.plan == "remote; nodes=beta"
             assert stream.text() == HELLO
-        # Five seconds of silence end a session; the rest is gamma's loading.
-        assert time.monotonic() - began < 8.0 + 5.0
         assert any(comment.startswith("plan remote; nodes=gamma") for comment in stream.comments)
         assert trio.states("alpha")["beta"] in ("quiet", "unreachable", "connecting")
     # It wakes up and is one of them again; what it was asked meanwhile, nobody wants any more.
     trio.until_usable("alpha", "beta")
-    until(lambda: trio["beta"].running == 0, 5.0)
+    until(lambda: trio["beta"].running == 0)
 
 
 def test_a_machine_that_is_told_to_stop_finishes_what_it_answers(trio: LiveFleet) -> None:
     beta = trio["beta"]
-    with heard(trio["alpha"], CHAIN, "<count>", max_tokens=450) as stream:
+    with heard(trio["alpha"], CHAIN, "<count>", max_tokens=900) as stream:
         events = stream.events()
         text = said(next(event for event in events if said(event)))
         beta.process.send_signal(signal.SIGTERM)
-        until(lambda: trio.states("alpha").get("beta") == "draining", 5.0)
+        until(lambda: trio.states("alpha").get("beta") == "draining")
         # Meanwhile others go elsewhere.
         status, headers, _ = answer(trio["alpha"], body(CHAIN, "<hello>"))
         assert (status, headers["X-Fleet-Plan"]) == (200, "remote; nodes=gamma")
         text += "".join(map(said, events))
-    assert text.split() == COUNTED * 3
+    assert text.split() == COUNTED * 6
     assert beta.process.wait(STOP_S) == 0
-    assert until(lambda: trio.states("alpha")["beta"] == "unreachable", 5.0) <= 5.0
+    until(lambda: trio.states("alpha")["beta"] == "unreachable")
 
 
 def test_a_machine_that_is_told_twice_to_stop_ends_its_answers_with_a_typed_error(trio: LiveFleet) -> None:
@@ -263,7 +262,7 @@ def test_a_machine_that_is_told_twice_to_stop_ends_its_answers_with_a_typed_erro
         events = stream.events()
         next(event for event in events if said(event))
         beta.process.send_signal(signal.SIGTERM)
-        until(lambda: beta.status()["draining"], 5.0)
+        until(lambda: beta.status()["draining"])
         beta.process.send_signal(signal.SIGTERM)
         last = list(events)[-1]
     assert last["error"]["code"] == "draining"
@@ -274,9 +273,9 @@ def test_a_machine_that_is_told_twice_to_stop_ends_its_answers_with_a_typed_erro
 def test_a_restarted_machine_is_the_same_one_and_is_used_again(trio: LiveFleet) -> None:
     before = view(trio["beta"])["node_id"]
     trio["beta"].kill()
-    until(lambda: trio.states("alpha")["beta"] != "usable", 3.0)
+    until(lambda: trio.states("alpha")["beta"] != "usable")
     trio.start("beta")
-    assert trio.until_usable("alpha", "beta") <= 2.0
+    trio.until_usable("alpha", "beta")
     assert view(trio["beta"])["node_id"] == before == trio.peers("alpha")["beta"]["node_id"]
     assert sorted(trio.states("alpha")) == ["beta", "gamma"]
     trio["gamma"].stop()
@@ -367,18 +366,17 @@ def test_unpairing_ends_a_machine_everywhere_at_once(make_fleet: MakeFleet, chai
     with heard(fleet["alpha"], CHAIN, "<count>") as stream:
         events = stream.events()
         next(event for event in events if said(event))
-        began = time.monotonic()
-        done = fleet["gamma"].fleetctl("unpair", "beta", "--yes", "--json")
-        assert done.returncode == 0, done.stderr
-        assert json.loads(done.stdout)["told"] == ["alpha"]
-        until(lambda: all("beta" not in fleet.states(name) for name in ("alpha", "gamma")), 1.0)
-        until(lambda: view(fleet["beta"])["removed_by"] == "gamma", 1.0)
+        # Not by a process of its own: on a busy machine the answer could end before that has begun.
+        done = fleet["gamma"].control("POST", "/fleet/v1/unpair", {"peer": "beta"})
+        assert done["told"] == ["alpha"]
+        until(lambda: all("beta" not in fleet.states(name) for name in ("alpha", "gamma")))
+        until(lambda: view(fleet["beta"])["removed_by"] == "gamma")
         # Also what it was computing for one of them.
         last = list(events)[-1]
         assert last["error"]["code"] in ("not_paired", "peer_lost")
-        assert time.monotonic() - began < 2.0
+        assert "silent" not in last["error"]["message"]
     assert fleet.peers("beta") == {}
-    until(lambda: fleet["beta"].running == 0, 1.0)
+    until(lambda: fleet["beta"].running == 0)
     # A restart changes nothing about it.
     fleet["beta"].kill()
     fleet.start("beta")
@@ -390,11 +388,12 @@ def test_a_machine_that_was_away_when_it_was_unpaired_stays_out(make_fleet: Make
     fleet = make_fleet({"alpha": [], "beta": []})
     fleet.until_usable()
     fleet["beta"].kill()
-    until(lambda: fleet.states("alpha")["beta"] != "usable", 3.0)
-    done = fleet["alpha"].fleetctl("unpair", "beta", "--yes")
+    until(lambda: fleet.states("alpha")["beta"] != "usable")
+    done = fleet["alpha"].fleetctl("unpair", "beta", "--yes", "--json")
     assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["told"] == []
     fleet.start("beta")
-    until(lambda: set(fleet.states("beta").values()) <= {"refused"}, 5.0)
+    until(lambda: set(fleet.states("beta").values()) <= {"refused"})
     stays(lambda: "beta" not in fleet.states("alpha"), 1.0)
 
 

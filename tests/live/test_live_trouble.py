@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,7 @@ def test_a_worker_killed_in_mid_answer(make_daemon: Callable[..., LiveDaemon]) -
                 break
         pid = daemon.engine_pid("chain")
         os.kill(pid, signal.SIGKILL)
-        killed_s = time.monotonic()
         last = list(events)[-1]
-        assert time.monotonic() - killed_s <= 2.0
     assert last["error"]["code"] == "engine_died"
     assert ask(daemon, "chain", "<hello>") == "Hello there, world!"
     assert daemon.engine_pid("chain") != pid
@@ -76,7 +73,10 @@ def test_a_client_that_goes_away_frees_its_slot(live: LiveDaemon) -> None:
     with live.stream("chain", "<count>") as events:
         next(filter(text_of, events))
         assert live.running == 1
-    assert until(lambda: live.running == 0, 1.0) <= 1.0
+        before = live.cancelled
+    until(lambda: live.running == 0)
+    # Not because the answer came to its end.
+    assert live.cancelled == before + 1
 
 
 # ---- Damaged models --------------------------------------------------------------------------------------
@@ -153,10 +153,10 @@ def test_no_prompt_or_answer_is_kept_or_shown_anywhere(make_daemon: Callable[...
 def test_sigterm_lets_answers_finish_and_refuses_new_ones(make_daemon: Callable[..., LiveDaemon]) -> None:
     daemon = make_daemon()
     address, key = daemon.address, daemon.key
-    with daemon.stream("chain", "<count>", max_tokens=400) as events:
+    with daemon.stream("chain", "<count>", max_tokens=900) as events:
         began = list(itertools.islice(filter(text_of, events), 2))
         daemon.process.send_signal(signal.SIGTERM)
-        until(lambda: daemon.status()["draining"], 5)
+        until(lambda: daemon.status()["draining"])
         body = json.dumps({"model": "chain", "messages": [{"role": "user", "content": "<hello>"}]})
         late = http.client.HTTPConnection(*address, timeout=30)
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
@@ -166,7 +166,7 @@ def test_sigterm_lets_answers_finish_and_refuses_new_ones(make_daemon: Callable[
             assert json.load(refusal)["error"]["code"] == "draining"
         late.close()
         rest = list(events)
-    assert counted([*began, *rest]) == ([*range(1, 151)] * 3)[:400]
+    assert counted([*began, *rest]) == [*range(1, 151)] * 6
     assert rest[-1]["choices"][0]["finish_reason"] == "length"
     assert daemon.process.wait(STOP_S) == 0
     assert not (daemon.home / "fleetd.sock").exists()

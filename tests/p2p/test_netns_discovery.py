@@ -80,7 +80,7 @@ def test_three_machines_find_each_other_on_a_network_and_hear_a_goodbye(lab: Lab
             machine.sees(other)
     assert second.process.stdin is not None
     second.process.stdin.close()
-    first.hears(lambda news: news.get("gone") == second.node_id, 2.0)
+    first.hears(lambda news: news.get("gone") == second.node_id, 10.0)
 
 
 @pytest.mark.long
