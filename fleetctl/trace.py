@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import urlencode
 
 import click
 
@@ -16,8 +15,6 @@ from fleetctl.text import one_line
 from fleetctl.trace_page import SHORT_ID_CHARS, listing, page
 from fleetd import limits
 from fleetd.errors import InvalidValue, NotFound
-
-_PATH = "/fleet/v1/traces"
 
 
 @click.command("trace")
@@ -34,8 +31,9 @@ _PATH = "/fleet/v1/traces"
 def command(session: Session, request: str | None, last: int) -> None:
     """Show how past prefills went, against what was planned; with a REQUEST each step of it.
 
-    Listed are requests that other machines could have helped with, newest first. REQUEST is an id as
-    X-Fleet-Request gives it, or its end, as the list shows it. Prompts and answers are never recorded.
+    Listed are requests that other machines could have helped with, newest first, on the machine that
+    answered. REQUEST is an id as X-Fleet-Request gives it, or a part of it, as the list shows it. Prompts
+    and answers are never recorded.
     """
     client = session.client()
     if request is None:
@@ -47,31 +45,26 @@ def command(session: Session, request: str | None, last: int) -> None:
 
 
 def _find(client: Client, request: str) -> Any:
-    """The trace with that id, or with the only id that ends so. Raises NotFound, InvalidValue."""
-    try:
-        if exact := _fetch(client, id=request).get("traces"):
-            return exact[0]
-    except NotFound:
-        pass
-    ending = [
-        trace
-        for trace in _fetch(client, last=limits.TRACES).get("traces", [])
-        if len(request) >= SHORT_ID_CHARS // 2 and str(trace.get("id")).endswith(request)
-    ]
-    if not ending:
+    """The only trace whose id has that in it. Raises NotFound, InvalidValue.
+
+    Each answer to a request has an id of its own, and one that came from another machine is longer there.
+    """
+    known = _fetch(client, last=limits.TRACES).get("traces", [])
+    found = [trace for trace in known if request in str(trace.get("id"))]
+    if not found or len(request) < SHORT_ID_CHARS // 2:
         raise NotFound(
             f"There is no trace of a request {one_line(request)}.",
             hint=f"The newest {limits.TRACES} are kept, of requests that others could have helped with: "
             "`fleetctl trace` lists them.",
         )
-    if len(ending) > 1:
-        ids = ", ".join(one_line(str(trace.get("id"))) for trace in ending[:5])
-        raise InvalidValue(f"Several requests end in {one_line(request)}: {ids}.", hint="Give more of it.")
-    return ending[0]
+    if len(found) > 1:
+        ids = ", ".join(one_line(str(trace.get("id"))) for trace in found[:5])
+        raise InvalidValue(f"Several requests are called like that: {ids}.", hint="Give more of it.")
+    return found[0]
 
 
-def _fetch(client: Client, **query: Any) -> Any:
+def _fetch(client: Client, *, last: int) -> Any:
     """The answer as it came, checked to be one that this fleetctl knows."""
-    found = client.get(f"{_PATH}?{urlencode(query)}")
+    found = client.get(f"/fleet/v1/traces?last={last}")
     read(found, Traces)
     return found

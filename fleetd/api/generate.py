@@ -65,8 +65,11 @@ class _Plans:
     def __init__(self) -> None:
         self._latest: dict[int, Planned] = {}
 
-    def feed(self, index: int, planned: Planned) -> None:
+    def feed(self, index: int, planned: Planned) -> bool:
+        """True if it differs from what was known of this choice or, at first, of another one."""
+        before = self._latest.get(index) or next(iter(self._latest.values()), None)
         self._latest[index] = planned
+        return before is None or str(before) != str(planned)
 
     @property
     def known(self) -> bool:
@@ -106,7 +109,7 @@ async def stream(request: web.Request, work: Work, streamer: Streamer) -> web.St
     async with _choices(request, work) as choices:
         plans = _Plans()
         first = await _early(choices, plans)
-        talk = _Conversation(EventStream(request, plans.headers(work)), streamer, plan_told=plans.known)
+        talk = _Conversation(EventStream(request, plans.headers(work)), streamer, plans)
         await talk.open(first)
         try:
             await talk.relay(first, choices)
@@ -148,9 +151,10 @@ async def _early(choices: Choices, plans: _Plans) -> Item:
 class _Conversation:
     """One stream being sent: events become frames, and comments fill any silence."""
 
-    def __init__(self, out: EventStream, streamer: Streamer, *, plan_told: bool) -> None:
+    def __init__(self, out: EventStream, streamer: Streamer, plans: _Plans) -> None:
         self.out = out
-        self._plan_told = plan_told
+        # Those that the headers tell.
+        self._plans = plans
         self._streamer = streamer
         self._progress = Progress()
         self._spoke = 0.0
@@ -174,8 +178,7 @@ class _Conversation:
                 break
             index, event = item
             if isinstance(event, Planned):
-                if event.reason or not self._plan_told:
-                    self._plan_told = True
+                if self._plans.feed(index, event) or event.reason:
                     await self._say(f"plan {event}" + (f": {event.reason}" if event.reason else ""))
                 continue
             if self._progress.feed(index, event) and time.monotonic() - self._spoke >= limits.SSE_PROGRESS_S:

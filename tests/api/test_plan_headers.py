@@ -66,6 +66,14 @@ async def test_a_move_to_another_machine_is_said_in_the_stream() -> None:
     assert plan == "remote; nodes=mini"
 
 
+async def test_helpers_that_join_later_are_said_in_the_stream() -> None:
+    """The machine that answers plans its help when it has the prompt, which may be after the headers."""
+    helped = Planned("remote", ("studio", "mini"), "plan")
+    _, _, text = await asked(Planner((0, REMOTE), (0.1, helped), (0, helped)), stream=True)
+    assert text.count(": plan ") == 1
+    assert ": plan remote; nodes=studio,mini\n" in text
+
+
 async def test_an_answer_from_here_is_exact() -> None:
     plan, exactness, text = await asked(Planner((0, LOCAL)), stream=True)
     assert (plan, exactness) == ("local; nodes=this", "exact")

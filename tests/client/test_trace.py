@@ -172,36 +172,31 @@ def test_the_newest_ones(run: Run, tracing: FakeDaemon) -> None:
     assert tracing.seen[-1].path == "/fleet/v1/traces?last=20"
 
 
-def test_one_by_its_id(run: Run, tracing: FakeDaemon) -> None:
-    tracing.on("GET", "/fleet/v1/traces", Reply({"traces": [SHARED]}))
-    done = run("trace", SHARED["id"], home=tracing.home)
-    assert (done.returncode, done.stdout) == (0, shown(SHARED, None) + "\n")
-    assert tracing.seen[-1].path == f"/fleet/v1/traces?id={SHARED['id']}"
-    assert json.loads(run("trace", SHARED["id"], "--json", home=tracing.home).stdout) == SHARED
-
-
-MISSING = Reply({"error": {"message": "No such trace.", "code": "not_found", "hint": ""}}, 404)
-
-
-@pytest.mark.parametrize("nothing", [Reply({"traces": []}), MISSING], ids=["empty", "404"])
-def test_one_by_the_end_of_its_id(run: Run, tracing: FakeDaemon, nothing: Reply) -> None:
-    tracing.on("GET", "/fleet/v1/traces", nothing, Reply(TRACES))
-    done = run("trace", "bbbb2222", home=tracing.home)
+@pytest.mark.parametrize("part", ["bbbb2222", "000bbbb", FALLBACK["id"]])
+def test_one_by_a_part_of_its_id(run: Run, tracing: FakeDaemon, part: str) -> None:
+    done = run("trace", part, home=tracing.home)
     assert (done.returncode, done.stdout) == (0, shown(FALLBACK, None) + "\n")
     assert tracing.seen[-1].path == f"/fleet/v1/traces?last={limits.TRACES}"
+    assert json.loads(run("trace", part, "--json", home=tracing.home).stdout) == FALLBACK
 
 
-def test_an_end_that_two_have_names_neither(run: Run, tracing: FakeDaemon) -> None:
-    twins = {"traces": [SHARED, {**FALLBACK, "id": f"cmpl-{SHARED['id'][-8:]}"}]}
-    tracing.on("GET", "/fleet/v1/traces", MISSING, Reply(twins))
-    done = run("trace", "aaaa1111", home=tracing.home)
+def test_one_by_the_id_that_the_client_was_told(run: Run, tracing: FakeDaemon) -> None:
+    """An answer's own id goes on after it, and more so where another machine asked for it."""
+    mine = {**SHARED, "id": f"{SHARED['id']}-0.4f2a7e6f90b5"}
+    tracing.on("GET", "/fleet/v1/traces", Reply({"traces": [FALLBACK, mine]}))
+    assert run("trace", SHARED["id"], home=tracing.home).stdout == shown(mine, None) + "\n"
+
+
+def test_a_part_that_two_have_names_neither(run: Run, tracing: FakeDaemon) -> None:
+    twins = [{**SHARED, "id": f"{SHARED['id']}-{i}"} for i in range(2)]
+    tracing.on("GET", "/fleet/v1/traces", Reply({"traces": twins}))
+    done = run("trace", SHARED["id"], home=tracing.home)
     assert (done.returncode, done.stdout) == (Exit.REFUSED, "")
-    assert f"Several requests end in aaaa1111: {SHARED['id']}, cmpl-aaaa1111." in done.stderr
+    assert f"Several requests are called like that: {SHARED['id']}-0, {SHARED['id']}-1." in done.stderr
 
 
 @pytest.mark.parametrize("request_id", ["nobody-knows-it", "111", ""])
 def test_a_request_without_a_trace(run: Run, tracing: FakeDaemon, request_id: str) -> None:
-    tracing.on("GET", "/fleet/v1/traces", MISSING, Reply(TRACES))
     done = run("trace", request_id, home=tracing.home)
     assert (done.returncode, done.stdout) == (Exit.REFUSED, "")
     assert "There is no trace of a request" in done.stderr
