@@ -68,11 +68,15 @@ class Record:
 
     @property
     def exactness(self) -> Exactness:
-        """Of the state that the answer rests on."""
+        """Of the state that the answer rests on: what was cached, and what helpers had a part in."""
+        if self._accepted is None:
+            return "exact"
+        if not self._accepted.exact:
+            return "plan"
         if self._exact is None or self._exact:
             return "exact"
-        cached = self._accepted.cached if self._accepted is not None else 0
-        theirs = self._shared is None or not self._shared.code or self._shared.verified > cached
+        ended = self._shared
+        theirs = ended is None or not ended.code or ended.verified > self._accepted.cached
         return "plan" if theirs else "exact"
 
     @property

@@ -271,7 +271,7 @@ class _Prompt:
         if split is None or facts.arithmetic is None:
             engine.alone(accepted.id)
             self._sharing.chose(choice, own)
-            return self._alone
+            return self._alone_because()
         own_chunks = split.chunk == accepted.chunk
         terms = Terms(accepted.id, name, own.digest, split, facts.arithmetic, own_chunks)
         chain = list(zip(choice.best.helpers, choice.best.names, strict=True))

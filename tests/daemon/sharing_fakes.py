@@ -198,6 +198,7 @@ class FakeHomePool:
     ending: Shared | str = "wait"
     waits: bool = True
     cached: int = 0
+    exact: bool = True
     tokens: int = 4096
     text: str = "hello"
     requests: list[Generate] = field(default_factory=list)
@@ -213,7 +214,7 @@ class FakeHomePool:
         done = False
         try:
             waits = self.waits and request.shared
-            yield Accepted(request.id, self.tokens, self.cached, 256, waits)
+            yield Accepted(request.id, self.tokens, self.cached, 256, waits, self.exact)
             if waits:
                 async for event in self._prefilled(request.id):
                     yield event

@@ -186,6 +186,16 @@ async def test_other_arithmetic_is_no_exact_answer(tmp_path: Path) -> None:
         assert (await home.trace()).exactness == "plan"
 
 
+@pytest.mark.parametrize("fields", [{}, {"bytes_per_s": 1000.0}], ids=["shared", "alone"])
+async def test_what_rests_on_cached_numbers_of_others_is_no_exact_answer(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    async with home_with(tmp_path, **fields) as home:
+        home.pool.cached, home.pool.exact = 256, False
+        assert (await home.ask())[0].exactness == "plan"
+        assert (await home.trace()).exactness == "plan"
+
+
 # ---- not shared ------------------------------------------------------------------------------------------
 
 
