@@ -15,6 +15,7 @@ from bench import (
     demo,
     fleet,
     machine,
+    modelled,
     padding,
     prefill,
     results,
@@ -37,6 +38,7 @@ FAMILIES: dict[str, ModuleType] = {
     "streams": streams,
     "fleet": fleet,
     "shard": shard,
+    "modelled": modelled,
     "padding": padding,
 }
 # Measured only when named: it downloads everything anew.

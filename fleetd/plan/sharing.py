@@ -66,7 +66,8 @@ Code = Literal[
 HYSTERESIS = 0.9
 # Machines that may be combined: the best ones alone. Three make seven combinations.
 COMBINED = limits.SHARE_MACHINES - 1
-# How long a machine should compute at a time: others wait for their turns, and answers for their tokens.
+# How long a machine should compute at a time, unless it is as long alone: others wait for their turns, and
+# answers for their tokens.
 STEP_S, BUSY_STEP_S = 1.0, 0.25
 # With more of its own work than this a machine is left alone.
 BUSY_FROM = 3
@@ -227,7 +228,10 @@ def _ways(prompt: Prompt, home: Machine, machines: Sequence[Machine]) -> list[Op
     """The best split of each kind over these machines, those that they have room for."""
     # Who has the slowest link goes first: its last rows then travel while the others still compute.
     chain = sorted(machines, key=lambda m: (m.link.bytes_per_s if m.link else 0.0, m.node_id))
-    search = Search(prompt, [_helper(prompt, m) for m in chain], _speed(home), _step_s(home))
+    start = max(prompt.cached, prompt.tokens - prompt.chunk)
+    alone_s = _speed(home).seconds(1.0, start, prompt.chunk)
+    bounded = [_helper(prompt, machine, alone_s) for machine in chain]
+    search = Search(prompt, bounded, _speed(home), _step_s(home, alone_s))
     ways: list[Option] = []
     for kind, found in (
         ("tokens", search.tokens()),
@@ -288,12 +292,12 @@ def _steps(line: Timeline) -> tuple[tuple[str, float], ...]:
     )
 
 
-def _helper(prompt: Prompt, machine: Machine) -> Helper:
+def _helper(prompt: Prompt, machine: Machine, alone_s: float) -> Helper:
     return Helper(
         Place(_speed(machine), machine.link or _NOWHERE),
         machine.room_bytes,
         0 if machine.loaded else prompt.weights_bytes,
-        _step_s(machine),
+        _step_s(machine, alone_s),
     )
 
 
@@ -302,8 +306,8 @@ def _speed(machine: Machine) -> Speed:
     return machine.speed.times(1.0 + max(0, machine.running))
 
 
-def _step_s(machine: Machine) -> float:
-    return BUSY_STEP_S if machine.running > 0 else STEP_S
+def _step_s(machine: Machine, alone_s: float) -> float:
+    return BUSY_STEP_S if machine.running > 0 else max(STEP_S, alone_s)
 
 
 def _with_link(
