@@ -154,6 +154,6 @@ def measure(runs: int) -> Measured:
         "for the way that ds4 and exo go, against theirs; then what it expects of the way that it would "
         "choose itself on the same machines. ds4's single machine ran a smaller file than its pair, so its "
         "published speed-ups are rather low; what a chunk costs in itself comes from its runs in chunks of "
-        "256 and 4,096. exo's figure is end to end, with the decode on the Mac; it streams every layer as it is "
-        "computed, where the planner has a chunk's rows leave with the chunk, and so expects a longer tail.",
+        "256 and 4,096. exo's figure is end to end, with the decode on the Mac. It streams each layer "
+        "once it is computed, where the planner has rows leave chunk by chunk, and so expects a longer tail.",
     )
