@@ -10,10 +10,19 @@ import mlx.core as mx
 import pytest
 import tiny_models
 from asking import ask, run
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from fleetd import limits
-from fleetd.engine.calibrate import CHUNKS, DECODE_SHARE, DECODE_STEPS, FIRST, Speeds, calibrate
+from fleetd.engine.calibrate import (
+    CHUNKS,
+    CONTEXT_BYTES,
+    CONTEXTS,
+    DECODE_SHARE,
+    DECODE_STEPS,
+    FIRST,
+    Speeds,
+    calibrate,
+)
 from fleetd.engine.pool import EnginePool
 from fleetd.models.folder import ModelFolder
 
@@ -113,6 +122,69 @@ def test_the_tokens_of_a_chunk_differ_and_are_in_the_vocabulary() -> None:
     for tokens in model.seen:
         assert all(0 <= token < 50 for token in tokens)
         assert len(set(tokens)) == min(len(tokens), 50)
+
+
+# ---- Behind a context --------------------------------------------------------------------------------------
+
+
+class Attentive(Paced):
+    """One with ordinary caches, whose tokens take ``context_s`` more for each one before their chunk."""
+
+    def __init__(self, seconds: Callable[[int], float], context_s: float, row_width: int = 4) -> None:
+        super().__init__(seconds)
+        self.context_s = context_s
+        self.row_width = row_width
+        self.contexts: list[int] = []
+
+    def make_cache(self) -> list[Any]:
+        return [KVCache(), KVCache()]
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        n, before = tokens.shape[1], cache[0].offset
+        self.sizes.append(n)
+        self.contexts.append(before)
+        self.now += self.seconds(n) + self.context_s * n * before
+        rows = mx.zeros((1, 2, n, self.row_width))
+        for layer in cache:
+            layer.update_and_fetch(rows, rows)
+        return mx.zeros((1, n, 4))
+
+
+def test_a_chunk_behind_a_context_tells_what_the_context_costs() -> None:
+    model = Attentive(lambda n: 0.02 if n == 1 else 0.01 + n / 1000, 1e-6)
+    speeds = model.measure()
+    assert speeds.prefill_context_s == pytest.approx(1e-6)
+    assert speeds.prefill_fixed_s == pytest.approx(0.01)
+    assert speeds.prefill_tok_s == pytest.approx(256 / 0.266)
+    # Attention was plain to see behind the shorter context.
+    assert max(model.contexts) == CONTEXTS[0]
+    assert model.now - 100.0 <= limits.CALIBRATE_S
+
+
+def test_a_context_that_hardly_shows_is_made_longer() -> None:
+    model = Attentive(lambda n: 0.001 if n == 1 else n / 10_000, 1e-9)
+    assert model.measure(context_tokens=16_384).prefill_context_s == pytest.approx(1e-9)
+    assert max(model.contexts) == CONTEXTS[1]
+    model = Attentive(lambda n: 0.001 if n == 1 else n / 10_000, 1e-9)
+    model.measure(context_tokens=4096)
+    assert max(model.contexts) == CONTEXTS[0]
+
+
+@pytest.mark.parametrize("step_s", [0.001, 0.01, 0.05, 0.1, 0.3, 0.9])
+@pytest.mark.parametrize("context_s", [0.0, 1e-7, 1e-6])
+def test_contexts_keep_to_the_budget_too(step_s: float, context_s: float) -> None:
+    model = Attentive(lambda n: max(step_s, n * step_s / 20), context_s)
+    model.measure()
+    # A chunk behind a context is taken to be twice as long as without; it may be more.
+    slack = max(0.0, max(n * c for n, c in zip(model.sizes, model.contexts, strict=True)) * context_s)
+    assert model.now - 100.0 <= limits.CALIBRATE_S + slack + 1e-9
+
+
+def test_a_context_that_would_take_too_much_memory_is_not_made_up() -> None:
+    per_token = 2 * 2 * 2 * 4  # layers, keys and values, heads, bytes
+    model = Attentive(lambda n: 0.001, 1e-6, row_width=1 + CONTEXT_BYTES // per_token // CONTEXTS[0])
+    assert model.measure().prefill_context_s == 0
+    assert max(model.contexts) < DECODE_STEPS
 
 
 # ---- A real (tiny) model ---------------------------------------------------------------------------------

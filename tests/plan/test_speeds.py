@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleetd import limits
+from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.speeds import DECODE_TOKENS, PREFILL_TOKENS, Speed, SpeedBook
 
 RUN = {
@@ -23,7 +25,7 @@ RUN = {
 def after(*runs: dict[str, Any], seed: Speed | None = None) -> Speed:
     book = SpeedBook()
     if seed is not None:
-        book.seed("m", seed.prefill_tok_s, seed.decode_tok_s)
+        book.seed("m", *astuple(seed))
     for run in runs:
         book.ran("m", **{**RUN, **run})
     return book.of("m")
@@ -86,6 +88,48 @@ def test_runs_move_the_figure_and_slow_ones_move_it_less() -> None:
 def test_a_steady_speed_is_found_wherever_one_begins(begin: float, truth: float) -> None:
     speed = after(*[{"prefill_s": 1000 / truth}] * 300, seed=Speed(begin, 1.0))
     assert speed.prefill_tok_s == pytest.approx(truth, rel=0.05)
+
+
+def test_a_shared_prefill_says_nothing_of_this_machine_but_its_decode_does() -> None:
+    speed = after({"prefill_s": 0.1, "shared": True}, seed=Speed(100.0, 1.0, 1e-6, 1e-3))
+    assert (speed.prefill_tok_s, speed.prefill_context_s) == (100.0, 1e-6)
+    assert speed.decode_tok_s > 1.0
+
+
+def took(truth: Speed, cached: int, count: int) -> dict[str, Any]:
+    seconds = truth.prefill.total(1.0, range(cached, cached + count), MEASURED_TOKENS)
+    return {"prompt_tokens": cached + count, "cached_tokens": cached, "prefill_s": seconds}
+
+
+def test_a_run_as_expected_changes_nothing_however_long_its_context() -> None:
+    seed = Speed(300.0, 25.0, 1.2e-6, 0.05)
+    run = took(seed, 6000, 2000)
+    assert 2000 / run["prefill_s"] < 100, "or it would not be a long one"
+    speed = after(run, seed=seed)
+    assert speed.prefill_tok_s == pytest.approx(300.0)
+    assert speed.prefill_context_s == pytest.approx(1.2e-6)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.floats(0.3, 3), st.floats(0.3, 3))
+def test_context_and_the_rest_are_told_apart_by_prompts_of_different_lengths(a: float, b: float) -> None:
+    truth = Speed(300.0, 25.0, 1e-6, 0.02)
+    seed = Speed(a * 300.0, 25.0, b * 1e-6, 0.02)
+    runs = [took(truth, cached, count) for cached, count in ((0, 300), (0, 4000), (6000, 2000))]
+    found = after(*(runs * 150), seed=seed)
+    for run in (took(truth, 0, 500), took(truth, 0, 8000), took(truth, 3000, 1000)):
+        cached, count = run["cached_tokens"], run["prompt_tokens"] - run["cached_tokens"]
+        predicted = found.prefill.total(1.0, range(cached, cached + count), MEASURED_TOKENS)
+        assert predicted == pytest.approx(run["prefill_s"], rel=0.1)
+
+
+@given(st.floats(1, 1e5), st.floats(0, 1e-3), st.floats(0, 10), st.floats(1e-4, 1e4))
+def test_no_run_makes_a_figure_nonsense(
+    tok_s: float, context_s: float, fixed_s: float, took_s: float
+) -> None:
+    speed = after({"prefill_s": took_s}, seed=Speed(tok_s, 1.0, context_s, fixed_s))
+    assert 0 < speed.prefill_tok_s < 1e9
+    assert 0 <= speed.prefill_context_s < 1e3
 
 
 @given(st.lists(st.tuples(st.floats(1, 1e6), st.floats(1, 1e6)), min_size=1, max_size=20))
