@@ -106,7 +106,8 @@ class EnginePool:
         """A ready worker that has layers [first, last), not unloaded for others meanwhile.
 
         One is loaded if need be: with the whole model where it fits beside what is loaded, so that it can
-        answer too, else with these layers, for which idle models make room. Raises as ``stream``.
+        answer too, else with these layers (all of them where ``last`` is 0). No model makes room for other
+        machines' prompts. Raises as ``stream``.
         """
         name = await self._holding(folder, first, last)
         with self._claim(name):
@@ -135,12 +136,17 @@ class EnginePool:
             async for _ in self._acquire(whole, evict=False):
                 pass
         except OutOfMemory as error:
+            if not last:
+                raise
             log.info("engine.part", model=folder.name, layers=f"{first}:{last}", reason=str(error))
         else:
             return whole.name
-        with self._claim(part.name):
-            async for _ in self._acquire(part):
-                pass
+        # What nobody asked for did not fail.
+        if (engine := self._engines.get(whole.name)) is not None and engine.state == "failed":
+            del self._engines[whole.name]
+            await engine.stop()
+        async for _ in self._acquire(part, evict=False):
+            pass
         return part.name
 
     async def unload(self, name: str) -> bool:

@@ -4,16 +4,19 @@ two daemons that hands them their streams."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import shutil
 import socket
-from collections.abc import AsyncIterator, Sequence
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import chain_model
+import psutil
 import tiny_architectures
 from asking import GREEDY
 
@@ -32,7 +35,7 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.streams import helper_streams, home_streams
+from fleetd.engine.streams import helper_streams
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
 from fleetd.plan.split import Split
@@ -148,6 +151,7 @@ class Sharing:
         self.home, self.helpers, self.request = home, helpers, request
         self.told = Told()
         self.assists = [Told() for _ in helpers]
+        self.relays: list[Relay] = []
         self.accepted = asyncio.Event()
         self.decoding = asyncio.Event()
         self.tasks = [asyncio.create_task(self._ask())]
@@ -185,8 +189,8 @@ class Sharing:
             self.tasks.append(asyncio.create_task(self._assist(told, engine, assist, ready)))
             await ready.wait()
 
-    async def connect(self, split: Split, *, key_home: bytes = b"", leave_out: str = "") -> None:
-        """All streams, but what is to be left out."""
+    async def connect(self, split: Split, *, hold_after: int | None = None, leave_out: str = "") -> None:
+        """All streams but ``leave_out``; home's pass through a relay that holds after so many bytes."""
         for place, engine in enumerate(self.helpers):
             job = f"{self.request.id}.{place}"
             for name in helper_streams(split, place):
@@ -198,24 +202,110 @@ class Sharing:
                 theirs = f"helper{place}" if name == "home" else "in"
                 key = os.urandom(32)
                 near, far = tcp_pair()
+                if name == "home" and hold_after is not None:
+                    near.close()
+                    far.close()
+                    near, far, relay = through_relay(hold_after)
+                    self.relays.append(relay)
                 await engine.give_stream(StreamTag(job, name, key, "acceptor"), near)
-                await other.give_stream(StreamTag(their_job, theirs, key_home or key, "connector"), far)
-        assert set(home_streams(split)) >= {f"helper{place}" for place in range(split.helpers)}
+                await other.give_stream(StreamTag(their_job, theirs, key, "connector"), far)
 
-    async def run(
-        self, kind: str, cuts: Sequence[float] = (0.5,), *, predicted_s: float = 5.0, exact: bool = True
-    ) -> Told:
-        """From the acceptance to the end of everything."""
+    async def held(self) -> None:
+        """Until every relay holds."""
+        for relay in self.relays:
+            assert await asyncio.to_thread(relay.held.wait, 30)
+
+    async def begin(
+        self,
+        kind: str,
+        cuts: Sequence[float] = (0.5,),
+        *,
+        predicted_s: float = 5.0,
+        exact: bool = True,
+        hold_after: int | None = None,
+    ) -> None:
+        """From the acceptance to the word to share."""
         split = split_of(kind, await self.wait(), cuts)
         await self.agree(split)
-        await self.connect(split)
+        await self.connect(split, hold_after=hold_after)
         self.home.share(Share(self.request.id, split, predicted_s, exact))
+
+    async def run(self, kind: str, cuts: Sequence[float] = (0.5,), *, exact: bool = True) -> Told:
+        """From the acceptance to the end of everything."""
+        await self.begin(kind, cuts, exact=exact)
         await self.end()
         return self.told
 
     async def end(self) -> None:
         async with asyncio.timeout(60):
             await asyncio.gather(*self.tasks)
+        for relay in self.relays:
+            relay.close()
 
     def assisted(self) -> bool:
         return all(told.error is None and told.of(Assisted) for told in self.assists)
+
+
+class Relay:
+    """A wire between two machines that can be cut: after ``count`` bytes from the helper nothing more
+    passes, in either direction, until it is closed."""
+
+    def __init__(self, home: socket.socket, helper: socket.socket, count: int) -> None:
+        self._home, self._helper, self._left = home, helper, count
+        self.held = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._upward, daemon=True),
+            threading.Thread(target=self._downward, daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def _upward(self) -> None:
+        with contextlib.suppress(OSError):
+            while self._left and (data := self._helper.recv(min(1 << 16, self._left))):
+                self._left -= len(data)
+                self._home.sendall(data)
+            self.held.set()
+
+    def _downward(self) -> None:
+        with contextlib.suppress(OSError):
+            while data := self._home.recv(1 << 16):
+                self._helper.sendall(data)
+
+    def spoil(self) -> None:
+        """Once it holds: let the rest pass, one byte of it changed."""
+        data = bytearray(self._helper.recv(100))
+        data[-1] ^= 1
+        self._home.sendall(data)
+        self._left = 1 << 40
+        self._threads.append(threading.Thread(target=self._upward, daemon=True))
+        self._threads[-1].start()
+
+    def close(self) -> None:
+        for sock in (self._home, self._helper):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join(10)
+        self._home.close()
+        self._helper.close()
+
+
+def through_relay(count: int) -> tuple[socket.socket, socket.socket, Relay]:
+    """The helper's end, home's end, and what is between."""
+    helper, relay_helper = tcp_pair()
+    relay_home, home = tcp_pair()
+    return helper, home, Relay(relay_home, relay_helper, count)
+
+
+def resources(engine: EngineProcess) -> tuple[int, int]:
+    """Descriptors and threads of a worker."""
+    process = psutil.Process(engine.pid)
+    return process.num_fds(), process.num_threads()
+
+
+async def settle(check: Callable[[], bool]) -> None:
+    """Until it is so; processes tell what they have done when they beat."""
+    async with asyncio.timeout(20):
+        while not check():  # noqa: ASYNC110 — what is waited for happens in other processes
+            await asyncio.sleep(0.05)

@@ -1,0 +1,350 @@
+"""Workers that share prefills: real processes, real sockets, a tiny model; only the daemons are played here.
+
+Whatever happens to a helper, the answer is the one that this machine gives alone, to the last bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sharing import (
+    CHUNK,
+    LAYERS,
+    Sharing,
+    Told,
+    prompt,
+    resources,
+    settle,
+    split_of,
+    workers,
+    write,
+)
+
+from fleetd import limits
+from fleetd.engine.protocol import Accepted, Alone, Assist, Assisted, Delta, Generate, Prefill, Share
+from fleetd.engine.supervisor import EngineProcess
+from fleetd.errors import FleetError, InvalidValue, OutOfMemory, Overloaded, PeerError
+from fleetd.plan.split import Split
+
+pytestmark = pytest.mark.one_loop
+# Rows of about this many tokens of two layers have come from the helper, and more are due.
+MIDWAY_BYTES = 200_000
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("tiny"))
+
+
+async def alone(engine: EngineProcess, request: Generate) -> list[Any]:
+    """The numbers of the same request where nobody helps."""
+    told = Told()
+    request = Generate(
+        f"{request.id} alone",
+        request.prompt,
+        request.sampling,
+        request.max_tokens,
+        top_logprobs=request.top_logprobs,
+    )
+    async for event in engine.stream(request):
+        told.events.append(event)
+    return told.numbers
+
+
+def idle(*engines: EngineProcess) -> bool:
+    """As last told."""
+    seen = [engine.status for engine in engines]
+    return all(status.kv_bytes == status.assisting == status.prefilling == 0 for status in seen)
+
+
+async def warm(engine: EngineProcess) -> tuple[int, int]:
+    """Its resources once the threads that its first request starts are there."""
+    await alone(engine, prompt("warm", 10, seed=99))
+    return resources(engine)
+
+
+async def refused(engine: EngineProcess, assist: Assist) -> Exception | None:
+    try:
+        async for _ in engine.assist(assist):
+            return None
+    except FleetError as error:
+        return error
+    return None
+
+
+async def test_a_shared_prefill_gives_the_answer_of_this_machine_alone(model: Path) -> None:
+    async with workers(model, 3) as (home, *helpers):
+        before = [await warm(engine) for engine in (home, *helpers)]
+        assert home.facts is not None
+        assert home.facts.unshareable == ""
+        assert (home.facts.first_layer, home.facts.last_layer, home.facts.layers) == (0, LAYERS, LAYERS)
+        assert home.facts.arithmetic is not None
+        assert home.facts.arithmetic.layers == helpers[0].facts.arithmetic.layers  # type: ignore[union-attr]
+        ways = [
+            ("layers", (0.5,)),
+            ("layers", (1.0,)),
+            ("layers", (0.25, 0.75)),
+            ("tokens", (0.5,)),
+            ("tokens", (1.0,)),
+            ("tokens", (0.25, 0.75)),
+        ]
+        for seed, (kind, cuts) in enumerate(ways):
+            sharing = Sharing(home, helpers[: len(cuts)], prompt(f"r{seed}", 600, seed))
+            told = await sharing.run(kind, cuts)
+            accepted = await sharing.wait()
+            assert (accepted.waits, accepted.cached, accepted.chunk, accepted.exact) == (True, 0, CHUNK, True)
+            assert (told.error, told.shared.code) == (None, "")
+            assert sharing.assisted(), [a.error for a in sharing.assists]
+            assert told.numbers == await alone(helpers[0], sharing.request)
+            assert [e.done for e in told.of(Prefill)][-1] == 599
+            assert told.finished.usage.prompt_tokens == 600
+        # A following turn has its beginning here already, and the rest is shared.
+        again = Sharing(home, helpers[:1], prompt("again", 1200, seed=2))
+        told = await again.run("tokens")
+        assert (await again.wait()).cached == told.finished.usage.cached_tokens == 600
+        assert told.numbers == await alone(helpers[1], again.request)
+        await settle(lambda: idle(home, *helpers))
+        assert [resources(engine) for engine in (home, *helpers)] == before
+
+
+async def test_three_prompts_at_once_while_another_answer_runs(model: Path) -> None:
+    async with workers(model) as (home, helper):
+        running = Sharing(home, [], prompt("running", 20, max_tokens=3000, shared=False))
+        await running.decoding.wait()
+        sharings = [Sharing(home, [helper], prompt(f"r{n}", 600, n)) for n in range(3)]
+        accepted = [await sharing.wait() for sharing in sharings]
+        splits = [split_of("layers" if n % 2 else "tokens", a) for n, a in enumerate(accepted)]
+        for sharing, split in zip(sharings, splits, strict=True):
+            await sharing.agree(split)
+        # One more than a machine helps with; nobody waits for it.
+        refused = [sharing for sharing in sharings if sharing.assists[0].error is not None]
+        assert len(refused) == 1
+        assert isinstance(refused[0].assists[0].error, Overloaded)
+        shown = len(running.told.of(Delta))
+        for sharing, split in zip(sharings, splits, strict=True):
+            if sharing in refused:
+                home.alone(sharing.request.id)
+            else:
+                await sharing.connect(split)
+                home.share(Share(sharing.request.id, split, 10.0, True))
+        for sharing in sharings:
+            await sharing.end()
+        assert len(running.told.of(Delta)) > shown + 3
+        for sharing in sharings:
+            assert sharing.told.error is None
+            assert (
+                [s.code for s in sharing.told.of(type(sharing.told.shared))] == [""]
+                if (sharing not in refused)
+                else sharing.told.events
+            )
+        running.tasks[0].cancel()
+        for sharing in sharings:
+            assert sharing.told.numbers == await alone(helper, sharing.request)
+        await settle(lambda: idle(home, helper))
+
+
+async def test_a_prompt_goes_on_without_help_when_told_or_not_told(model: Path) -> None:
+    async with workers(model) as (home, helper):
+        told_alone, no_word, no_stream, garbled = (
+            Sharing(home, [], prompt(name, 400, seed))
+            for seed, name in enumerate(("alone", "no word", "no stream", "garbled"))
+        )
+        begun = asyncio.get_running_loop().time()
+        home.alone((await told_alone.wait()).id)
+        home.share(Share("no stream", split_of("layers", await no_stream.wait()), 5.0, True))
+        of_another = split_of("layers", Accepted("", 300))
+        home.share(Share((await garbled.wait()).id, of_another, 5.0, True))
+        await told_alone.end()
+        assert asyncio.get_running_loop().time() - begun < 2 * limits.SHARE_SETUP_S
+        assert told_alone.told.of(type(Alone)) == []
+        for sharing in (no_word, no_stream, garbled):
+            await sharing.end()
+            assert sharing.told.error is None
+            assert sharing.told.shared.code == "peer_unreachable"
+            assert sharing.told.shared.verified == 0
+        for sharing in (told_alone, no_word, no_stream, garbled):
+            assert sharing.told.numbers == await alone(helper, sharing.request)
+        # Word about what has gone on, or never was, is nothing.
+        home.alone("nobody")
+        home.share(Share("nobody", of_another, 5.0))
+        await settle(lambda: idle(home))
+
+
+async def test_what_is_too_short_or_scored_is_not_offered(model: Path) -> None:
+    async with workers(model, 1) as (home,):
+        short = Sharing(home, [], prompt("short", limits.SHARE_LEAST_TOKENS))
+        scored = Sharing(home, [], prompt("scored", 400, echo=True))
+        for sharing in (short, scored):
+            assert not (await sharing.wait()).waits
+            await sharing.end()
+            assert sharing.told.finished.usage.completion_tokens > 0
+
+
+FAULTS = {
+    "wire spoiled": "seal_broken",
+    "given up by the daemon": "peer_unreachable",
+    "stopped": "peer_late",
+    "killed": "peer_lost",
+}
+
+
+async def test_a_helper_lost_midway_costs_time_and_nothing_else(model: Path) -> None:
+    async with workers(model, 3) as (home, *helpers):
+        for seed, (fault, kind) in enumerate(itertools.product(FAULTS, ("layers", "tokens"))):
+            await _lose(home, helpers[seed % 2], fault, kind, seed)
+        assert [helper.state for helper in helpers] == ["failed", "failed"]
+
+
+async def _lose(home: EngineProcess, helper: EngineProcess, fault: str, kind: str, seed: int) -> None:
+    assert helper.pid is not None
+    sharing = Sharing(home, [helper], prompt(f"{fault} {kind}", 1500, seed))
+    expected = await alone(helper, sharing.request)
+    await sharing.begin(kind, predicted_s=0.2, hold_after=MIDWAY_BYTES)
+    await sharing.held()
+    match fault:
+        case "wire spoiled":
+            sharing.relays[0].spoil()
+        case "given up by the daemon":
+            home.alone(sharing.request.id, "helper0 left the fleet")
+        case "stopped":
+            os.kill(helper.pid, signal.SIGSTOP)
+        case _:
+            os.kill(helper.pid, signal.SIGKILL)
+            sharing.relays[0].close()
+    async with asyncio.timeout(30):
+        await sharing.tasks[0]
+    told = sharing.told
+    assert told.error is None, fault
+    assert told.numbers == expected, fault
+    assert told.shared.code == FAULTS[fault], told.shared
+    assert told.shared.reason
+    # Chunk after chunk is verified as it comes; layer after layer nothing is whole before the end.
+    assert told.shared.verified % CHUNK == 0
+    if kind == "tokens" or fault == "stopped":
+        assert (told.shared.verified > 0) == (kind == "layers"), told.shared
+    done = [event.done for event in told.of(Prefill)]
+    assert done == sorted(done)
+    if fault == "stopped":
+        os.kill(helper.pid, signal.SIGCONT)
+    # Home closed its end, and the helper lets go of everything by itself; what it had to send may all have
+    # been on its way.
+    await sharing.end()
+    await settle(lambda: idle(home))
+    if fault != "killed":
+        assert sharing.assists[0].of(Assisted) or isinstance(sharing.assists[0].error, PeerError)
+        await settle(lambda: idle(helper))
+
+
+async def test_cancelling_either_side_leaves_nothing_behind(model: Path) -> None:
+    async with workers(model) as (home, helper):
+        before = await warm(home), await warm(helper)
+        for seed, kind in enumerate(("layers", "tokens")):
+            asked = Sharing(home, [helper], prompt(f"asked {kind}", 1500, seed))
+            await asked.begin(kind, hold_after=MIDWAY_BYTES)
+            await asked.held()
+            await settle(lambda: not idle(home))
+            asked.tasks[0].cancel()
+            asked.relays[0].close()
+            await asyncio.wait(asked.tasks)
+            assert asked.assists[0].of(Assisted) or isinstance(asked.assists[0].error, PeerError)
+            assisted = Sharing(home, [helper], prompt(f"assisted {kind}", 1500, 10 + seed))
+            await assisted.begin(kind, predicted_s=1000.0, hold_after=MIDWAY_BYTES)
+            await assisted.held()
+            assisted.tasks[1].cancel()
+            await asyncio.wait(assisted.tasks[1:])
+            assisted.relays[0].close()
+            await assisted.tasks[0]
+            assert assisted.told.shared.code == "peer_lost"
+            assert assisted.told.numbers == await alone(helper, assisted.request)
+        # Before there is any word, and before there are streams.
+        for name in ("undecided", "no streams"):
+            sharing = Sharing(home, [helper], prompt(name, 600, seed=20))
+            split = split_of("layers", await sharing.wait())
+            await sharing.agree(split)
+            if name == "no streams":
+                await sharing.connect(split, leave_out="home")
+                home.share(Share(name, split, 5.0))
+            for task in sharing.tasks:
+                task.cancel()
+            await asyncio.wait(sharing.tasks)
+        await settle(lambda: idle(home, helper))
+        await settle(lambda: (resources(home), resources(helper)) == before)
+
+
+async def test_numbers_of_another_accelerator_are_never_part_of_an_exact_answer(model: Path) -> None:
+    async with workers(model) as (home, helper):
+        first = Sharing(home, [helper], prompt("first", 600))
+        await first.run("layers", exact=False)
+        exact = Sharing(home, [], prompt("exact", 600, shared=False))
+        await exact.end()
+        assert exact.told.finished.usage.cached_tokens == 0
+        # That answer is kept too, and serves before the other; with another prompt only the other is there.
+        other = Sharing(home, [helper], prompt("other", 700, seed=9))
+        await other.run("tokens", exact=False)
+        longer = Sharing(home, [helper], prompt("longer", 1400, seed=9))
+        accepted = await longer.wait()
+        assert (accepted.cached, accepted.exact) == (700, False)
+        await longer.run("layers")
+        assert longer.told.shared.code == ""
+        fresh = Sharing(home, [], prompt("fresh", 1400, seed=9, shared=False))
+        await fresh.end()
+        assert fresh.told.finished.usage.cached_tokens == 0
+
+
+async def test_an_assist_that_makes_no_sense_is_refused_before_it_takes_memory(model: Path) -> None:
+    async with workers(model, 1, max_memory_bytes=(512 << 20) + (12 << 20)) as (helper,):
+        good = Split("layers", (0, 2, 4), LAYERS, 0, 600, CHUNK)
+        senseless: list[tuple[Assist, type[Exception]]] = [
+            (Assist("a", Split("layers", (0, 2, 5), 5, 0, 600, CHUNK), 0), InvalidValue),
+            (Assist("a", Split("layers", (2, 1, 4), 4, 0, 600, CHUNK), 0), InvalidValue),
+            (Assist("a", Split("tokens", (0, 33, 600), 4, 0, 600, CHUNK), 0), InvalidValue),
+            (Assist("a", good, 1), InvalidValue),
+            (Assist("a", good, -1), InvalidValue),
+            (Assist("a", Split("layers", (0, 2, 4), LAYERS, 0, 4097, CHUNK), 0), InvalidValue),
+        ]
+        for assist, expected in senseless:
+            assert isinstance(await refused(helper, assist), expected), assist
+        assert helper.facts is not None
+        too_many = helper.facts.kv_budget_bytes // helper.facts.kv_bytes_per_token + 64
+        assert too_many < 4096, "the test's memory is too large for what it tests"
+        large = Assist("a", Split("layers", (0, 4, 4), LAYERS, 0, too_many, CHUNK), 0)
+        assert isinstance(await refused(helper, large), OutOfMemory)
+        await settle(lambda: idle(helper))
+
+
+async def test_a_worker_with_some_layers_helps_and_answers_nothing(model: Path) -> None:
+    async with (
+        workers(model, 1) as (home,),
+        workers(model, 1, first_layer=0, last_layer=2) as (part,),
+    ):
+        assert part.facts is not None
+        assert home.facts is not None
+        assert (part.facts.first_layer, part.facts.last_layer, part.facts.layers) == (0, 2, LAYERS)
+        assert part.facts.weights_bytes < home.facts.weights_bytes
+        assert part.facts.kv_bytes_per_token * 2 == home.facts.kv_bytes_per_token
+        assert part.facts.arithmetic is not None
+        assert home.facts.arithmetic is not None
+        assert part.facts.arithmetic.layers == home.facts.arithmetic.layers[:2]
+        before = resources(part)
+        sharing = Sharing(home, [part], prompt("r", 600))
+        told = await sharing.run("layers")
+        assert told.shared.code == ""
+        assert sharing.assists[0].of(Assisted)
+        async with workers(model, 1) as (other,):
+            assert told.numbers == await alone(other, sharing.request)
+        for assist in (
+            Assist("more layers", Split("layers", (0, 3, 4), LAYERS, 0, 600, CHUNK), 0),
+            Assist("all layers", Split("tokens", (0, 320, 600), LAYERS, 0, 600, CHUNK), 0),
+        ):
+            assert "here are 0 to 2" in str(await refused(part, assist))
+        asked = Sharing(part, [], prompt("asked", 300))
+        await asked.end()
+        assert asked.told.error is not None
+        assert "some of the model's layers" in asked.told.error.message
+        await settle(lambda: idle(part) and resources(part) == before)
