@@ -193,11 +193,12 @@ class LayersAtHome(_Home):
     @property
     def done(self) -> int:
         whole = self._whole()
-        if whole == self._chunks and all(self._ended):
+        if all(self._ended) and whole == self._chunks:
             return self.split.tokens
         if self.rotates:
             return self.split.cached
-        return min(self.split.cached + whole * self.split.chunk, self.split.tokens)
+        # The last chunk counts with the end.
+        return self.split.cached + min(whole, self._chunks - 1) * self.split.chunk
 
     @property
     def fraction(self) -> float:
