@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -16,9 +17,10 @@ from asking import ask, folder_of, run
 
 from fleetd import limits
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import Event, Loading
+from fleetd.engine.protocol import Assist, Event, Finished, Loading, Share, StreamTag
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
+from fleetd.plan.split import Split
 
 FOLDER = folder_of(Path("/nowhere"), "fake")
 Misbehave = Callable[[str], None]
@@ -100,6 +102,71 @@ async def test_a_worker_without_progress_is_stalled(
     monkeypatch.setattr(limits, "ENGINE_STALL_S", 0.3)
     with pytest.raises(EngineStalled):
         await drain(watched)
+
+
+@pytest.mark.one_loop
+async def test_a_worker_that_waits_for_other_machines_is_alive(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave("waits for others, then answers")
+    monkeypatch.setattr(limits, "ENGINE_STALL_S", 0.5)
+    assert isinstance((await drain(watched))[-1], Finished)
+
+
+@pytest.mark.one_loop
+async def test_a_worker_that_hangs_after_waiting_for_other_machines_is_stalled(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave("waits for others, then hangs")
+    monkeypatch.setattr(limits, "ENGINE_STALL_S", 0.5)
+    with pytest.raises(EngineStalled):
+        await drain(watched)
+
+
+async def test_an_assist_of_a_worker_that_dies_ends_with_it(watched: EnginePool, behave: Misbehave) -> None:
+    behave("closes its socket and lives on")
+    await watched.load(FOLDER)
+    engine = watched.engine(FOLDER)
+    assert engine is not None
+    running = asyncio.create_task(drain(watched))
+    split = Split("layers", (0, 1, 2), 2, 0, 300, 64)
+    with pytest.raises(EngineDied):
+        await anext(engine.assist(Assist("a", split, 0)))
+    with pytest.raises(EngineDied):
+        await running
+    assert watched.engine(FOLDER) is None
+    # Too late for any of these; a socket that is given is closed all the same.
+    engine.share(Share("r", split, 1.0))
+    engine.alone("r")
+    ours, theirs = socket.socketpair()
+    with ours:
+        with pytest.raises(EngineDied):
+            await engine.give_stream(StreamTag("r", "in", bytes(32), "acceptor"), theirs)
+        assert ours.recv(1) == b""
+
+
+@pytest.mark.one_loop
+async def test_a_worker_that_takes_no_streams_holds_nobody_up(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave("answers")
+    monkeypatch.setattr(limits, "HANDOFF_S", 0.2)
+    await watched.load(FOLDER)
+    engine = watched.engine(FOLDER)
+    assert engine is not None
+    tag = StreamTag("r", "x" * 60_000, bytes(32), "acceptor")
+    pairs = [socket.socketpair() for _ in range(12)]
+    given = [asyncio.create_task(engine.give_stream(tag, theirs)) for _, theirs in pairs]
+    await asyncio.sleep(0)
+    given[-1].cancel()  # its thread closes the socket all the same
+    outcomes = await asyncio.gather(*given, return_exceptions=True)
+    assert any(isinstance(outcome, EngineDied) for outcome in outcomes)
+    assert len(await drain(watched)) > 0
+    await watched.unload("fake")
+    for ours, _ in pairs:
+        with ours:
+            ours.settimeout(10)
+            assert await asyncio.to_thread(ours.recv, 1) == b""
 
 
 @pytest.mark.one_loop

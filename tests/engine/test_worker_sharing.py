@@ -71,8 +71,7 @@ async def warm(engine: EngineProcess) -> tuple[int, int]:
 
 async def refused(engine: EngineProcess, assist: Assist) -> Exception | None:
     try:
-        async for _ in engine.assist(assist):
-            return None
+        await anext(engine.assist(assist))
     except FleetError as error:
         return error
     return None

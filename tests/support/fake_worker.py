@@ -86,6 +86,16 @@ def main(behaviour: str, fd: int) -> None:
             while True:
                 send(Beat(3, decoding=1))
                 time.sleep(0.02)
+        case "waits for others, then answers":
+            send(Accepted(name, 1))
+            for _ in range(50):
+                send(Beat(3, prefilling=1, held_up=True))
+                time.sleep(0.02)
+            send(Finished(name, "stop"))
+            hang()
+        case "waits for others, then hangs":
+            send(Accepted(name, 1), *[Beat(3, prefilling=1, held_up=True)] * 3)
+            hang()
         case "closes its socket and lives on":
             send(Accepted(name, 1))
             link.close()

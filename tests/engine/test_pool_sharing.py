@@ -1,0 +1,80 @@
+"""Which worker helps: the one that has the layers, else one that is loaded where nothing has to give way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from asking import folder_of, run
+from sharing import LAYERS, prompt, write
+
+from fleetd.engine.memory import WORKING_BYTES
+from fleetd.engine.pool import EnginePool
+from fleetd.errors import EngineError, OutOfMemory
+from fleetd.models.folder import ModelFolder
+
+pytestmark = pytest.mark.one_loop
+MakePool = Callable[..., EnginePool]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
+    return folder_of(write(tmp_path_factory.mktemp("tiny"), hidden_size=256, intermediate_size=1024), "tiny")
+
+
+def weights_bytes(model: ModelFolder) -> int:
+    return sum(file.stat().st_size for file in Path(model.path).glob("*.safetensors"))
+
+
+async def test_a_loaded_model_helps_with_any_of_its_layers(make_pool: MakePool, model: ModelFolder) -> None:
+    pool = make_pool()
+    assert pool.engine(model) is None
+    assert not pool.holds(model, 0, 2)
+    async with pool.assisting(model, 0, 2) as first, pool.assisting(model, 2, LAYERS) as second:
+        # It fits, so all of it is loaded, and can answer too.
+        assert first is second is pool.engine(model)
+        assert pool._in_use("tiny")
+    assert not pool._in_use("tiny")
+    assert (await run(pool, model, prompt("r", 20, shared=False))).finished.usage.completion_tokens == 4
+    assert [status.model for status in pool.status()] == ["tiny"]
+
+
+async def test_where_the_model_does_not_fit_some_layers_help(make_pool: MakePool, model: ModelFolder) -> None:
+    pool = make_pool(max_memory_bytes=WORKING_BYTES + weights_bytes(model) * 3 // 4)
+    both = await asyncio.gather(*(_held(pool, model, 0, 2) for _ in range(2)))
+    assert both == ["tiny[0:2]", "tiny[0:2]"]
+    assert pool.engine(model) is None
+    assert pool.holds(model, 0, 2)
+    assert pool.holds(model, 1, 2)
+    assert not pool.holds(model, 2, LAYERS)
+    (status,) = pool.status()
+    assert (status.model, status.state) == ("tiny[0:2]", "ready")
+    assert await _held(pool, model, 0, 1) == "tiny[0:2]"
+    # All of them are still too many, and what is there stays.
+    with pytest.raises(OutOfMemory):
+        await _held(pool, model, 0, 0)
+    with pytest.raises(OutOfMemory):
+        await pool.load(model)
+    assert await pool.unload("tiny")
+    assert pool.status() == []
+
+
+async def test_a_part_answers_nothing_and_goes_with_its_model(
+    make_pool: MakePool, model: ModelFolder
+) -> None:
+    pool = make_pool(max_memory_bytes=WORKING_BYTES + weights_bytes(model) * 3 // 4)
+    async with pool.assisting(model, 2, LAYERS) as engine:
+        assert engine.facts is not None
+        assert (engine.facts.first_layer, engine.facts.last_layer) == (2, LAYERS)
+        with pytest.raises(EngineError, match="some of the model's layers"):
+            await anext(engine.stream(prompt("r", 20)))
+    assert not await pool.unload("tin")
+    assert await pool.unload("tiny")
+    assert not pool.holds(model, 2, LAYERS)
+
+
+async def _held(pool: EnginePool, model: ModelFolder, first: int, last: int) -> str:
+    async with pool.assisting(model, first, last) as engine:
+        return engine.settings.name
