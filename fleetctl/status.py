@@ -114,7 +114,8 @@ def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
             state += f" {100 * engine.get('done', 0) // engine['total']} %"
     elif _busy(engine) and engine.get("progress_age_s", 0) > 10:
         state = f"no progress for {duration(engine['progress_age_s'])}"
-    work = [f"{engine[what]} {what}" for what in ("prefilling", "decoding", "waiting") if engine.get(what)]
+    kinds = ("prefilling", "decoding", "waiting", "assisting")
+    work = [f"{engine[what]} {what}" for what in kinds if engine.get(what)]
     if not work:
         work = [f"idle {duration(engine.get('idle_s') or 0)}"] if state == "ready" else ["-"]
     if engine.get("restarts"):

@@ -204,7 +204,7 @@ def _rough(speed: float) -> float:
 
 
 def _busy(engine: EngineStatus) -> bool:
-    return engine.prefilling + engine.decoding + engine.waiting > 0
+    return engine.prefilling + engine.decoding + engine.waiting + engine.assisting > 0
 
 
 def _key(folder: ModelFolder) -> tuple[str, float, int]:

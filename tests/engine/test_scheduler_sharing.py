@@ -1,0 +1,206 @@
+"""Prompts that may be shared in the scheduler: they stand in nobody's way, and wait for nothing for ever."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import sharing
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_model
+
+from fleetd import limits
+from fleetd.engine.memory import KvBudget
+from fleetd.engine.prefix import PLAN, PrefixCache
+from fleetd.engine.prompts import prepare
+from fleetd.engine.protocol import (
+    Accepted,
+    Alone,
+    Assist,
+    Beat,
+    Cancel,
+    Delta,
+    Failed,
+    Finished,
+    Report,
+    Share,
+    Shared,
+)
+from fleetd.engine.scheduler import Scheduler
+from fleetd.engine.sharable import Sharable
+from fleetd.engine.stage import Stage
+from fleetd.plan.split import Split
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+SPLIT = Split("layers", (0, 2, 4), 4, 0, 399, sharing.CHUNK)
+
+
+class Turns:
+    def size(self, *, shared: bool) -> int:
+        return sharing.CHUNK
+
+    def took(self, tokens: int, seconds: float) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Sharable]:
+    path: Path = sharing.write(tmp_path_factory.mktemp("tiny"))
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    model, _ = load_model(path)
+    found = model, load_tokenizer(path), Sharable.of(Stage.of(model), "cpu", {})
+    mx.set_default_device(before)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SHARE_SETUP_S", 0.3)
+    monkeypatch.setattr(limits, "TICKET_S", 0.3)
+    monkeypatch.setattr(limits, "ENGINE_BEAT_S", 0.05)
+
+
+class Bench:
+    """A scheduler that is turned by hand."""
+
+    def __init__(self, parts: tuple[Any, Any, Sharable], **options: Any) -> None:
+        self.events: list[Report] = []
+        model, self.tokenizer, sharable = parts
+        settings: dict[str, Any] = {
+            "context_tokens": 2048,
+            "chunks": Turns(),
+            "max_streams": 4,
+            "budget": KvBudget.of(1 << 30, 1024),
+            "prefix": PrefixCache(1 << 30),
+            "sharable": sharable,
+            **options,
+        }
+        self.scheduler = Scheduler(model=model, tokenizer=parts[1], emit=self.events.append, **settings)
+
+    def ask(self, name: str, tokens: int = 400, seed: int = 5, **fields: Any) -> None:
+        request = sharing.prompt(name, tokens, seed, **fields)
+        self.scheduler.inbox.put(prepare(request, self.tokenizer, sharing.VOCAB))
+
+    def turn(self, turns: int = 1) -> None:
+        for _ in range(turns):
+            assert self.scheduler.turn()
+            self.scheduler._beat()
+
+    def of(self, name: str, kind: type[Any] = object) -> list[Any]:
+        return [e for e in self.events if getattr(e, "id", None) == name and isinstance(e, kind)]
+
+    def finish(self, *names: str) -> None:
+        for _ in range(500):
+            if all(self.of(name, Finished) or self.of(name, Failed) for name in names):
+                break
+            self.turn()
+        else:
+            pytest.fail(f"not done: {self.events[-5:]}")
+        s = self.scheduler
+        assert s.budget.used_bytes == len(s._assists) == len(s._shared.streams) == 0
+        assert (s._waiting, s._prefilling, s._decoding) == ([], [], {})
+
+
+def test_a_prompt_that_waits_for_word_lets_others_go_and_keeps_its_memory(
+    parts: tuple[Any, Any, Sharable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SHARE_SETUP_S", 600.0)
+    bench = Bench(parts)
+    bench.ask("waits")
+    bench.ask("other", 300, 6, shared=False)
+    while not bench.of("other", Finished):
+        bench.turn()
+    (accepted,) = bench.of("waits")
+    assert accepted == Accepted("waits", 400, 0, sharing.CHUNK, waits=True)
+    assert bench.scheduler.budget.used_bytes >= 400 * 1024
+    bench.turn(3)
+    beats = [event for event in bench.events if isinstance(event, Beat)]
+    assert beats[-1].held_up
+    assert beats[-1].prefilling == 1
+    bench.scheduler.tell(Alone("waits"))
+    bench.finish("waits")
+    assert bench.of("waits", Shared) == []
+    assert bench.of("waits", Finished)[0].reason == "length"
+
+
+def test_without_word_or_streams_it_goes_on_alone(parts: tuple[Any, Any, Sharable]) -> None:
+    bench = Bench(parts)
+    bench.ask("no word")
+    bench.ask("no streams", seed=6)
+    bench.turn()
+    bench.scheduler.tell(Share("no streams", SPLIT, 1.0))
+    bench.finish("no word", "no streams")
+    for name in ("no word", "no streams"):
+        kinds = [type(event) for event in bench.of(name)]
+        assert kinds.index(Shared) < kinds.index(Delta)
+        (shared,) = bench.of(name, Shared)
+        assert (shared.code, shared.verified) == ("peer_unreachable", 0)
+
+
+@pytest.mark.parametrize("word", [None, Share("r", SPLIT, 1.0), Alone("r")])
+def test_cancelled_while_it_waits(parts: tuple[Any, Any, Sharable], word: Share | Alone | None) -> None:
+    bench = Bench(parts)
+    bench.ask("r")
+    bench.turn()
+    if word is not None:
+        bench.scheduler.tell(word)
+    bench.scheduler.tell(Cancel("r"))
+    bench.finish("r")
+    assert bench.of("r", Finished)[0].reason == "cancelled"
+    assert bench.of("r", Delta) == []
+
+
+def test_what_would_have_to_queue_or_cannot_be_cut_is_not_offered(parts: tuple[Any, Any, Sharable]) -> None:
+    busy = Bench(parts, max_streams=1)
+    busy.ask("running", 20, max_tokens=50, shared=False)
+    busy.turn()
+    busy.ask("queued")
+    whole = Bench(parts, sharable=None)
+    whole.ask("whole")
+    whole.scheduler.tell(Assist("assist", SPLIT, 0))
+    for bench, name in ((busy, "queued"), (whole, "whole")):
+        bench.finish(name)
+        assert bench.of(name)[0] == Accepted(name, 400)
+    assert whole.of("assist")[0].code == "model_unsupported"
+
+
+def test_assists_are_bounded_and_end_without_their_streams(parts: tuple[Any, Any, Sharable]) -> None:
+    bench = Bench(parts)
+    for name in ("one", "two", "three", "one"):
+        bench.scheduler.tell(Assist(name, SPLIT, 0))
+    bench.turn()
+    assert [type(event) for event in bench.of("one")] == [Accepted, Failed]
+    assert bench.of("three", Failed)[0].code == "overloaded"
+    # Half of the layers: half of the memory.
+    assert bench.scheduler.budget.used_bytes == limits.ASSISTS * 399 * 1024 // 2
+    bench.scheduler.tell(Cancel("two"))
+    while not bench.of("two", Finished):
+        bench.turn()
+    while len(bench.of("one", Failed)) < 2:
+        bench.turn()
+    assert bench.of("one", Failed)[1].code == "peer_lost"
+    bench.finish()
+
+
+def test_cached_numbers_of_others_serve_only_what_may_be_shared(parts: tuple[Any, Any, Sharable]) -> None:
+    bench = Bench(parts)
+    bench.ask("first", 300, shared=False)
+    bench.finish("first")
+    entries = bench.scheduler.prefix._entries
+    for key, entry in entries.items():
+        entries[key] = type(entry)(PLAN, entry.tokens, entry.cache, entry.nbytes, entry.trimmable)
+    bench.ask("shared", 700)
+    bench.turn()
+    (accepted,) = bench.of("shared", Accepted)
+    assert (accepted.cached, accepted.exact) == (300, False)
+    bench.scheduler.tell(Alone("shared"))
+    bench.finish("shared")
+    assert bench.of("shared", Finished)[0].usage.cached_tokens == 300
+    # What rests on them is kept with them, and an answer of its own begins anew.
+    assert {entry.namespace for entry in entries.values()} == {PLAN}
+    bench.ask("own", 700, shared=False)
+    bench.finish("own")
+    assert bench.of("own", Finished)[0].usage.cached_tokens == 0
