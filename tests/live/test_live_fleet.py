@@ -242,7 +242,7 @@ def test_a_machine_that_falls_silent_before_the_first_token_is_replaced_in_time(
 
 def test_a_machine_that_is_told_to_stop_finishes_what_it_answers(trio: LiveFleet) -> None:
     beta = trio["beta"]
-    with heard(trio["alpha"], CHAIN, "<count>", max_tokens=3000) as stream:
+    with heard(trio["alpha"], CHAIN, "<count>", max_tokens=1500) as stream:
         events = stream.events()
         text = said(next(event for event in events if said(event)))
         beta.process.send_signal(signal.SIGTERM)
@@ -251,7 +251,7 @@ def test_a_machine_that_is_told_to_stop_finishes_what_it_answers(trio: LiveFleet
         status, headers, _ = answer(trio["alpha"], body(CHAIN, "<hello>"))
         assert (status, headers["X-Fleet-Plan"]) == (200, "remote; nodes=gamma")
         text += "".join(map(said, events))
-    assert text.split() == COUNTED * 20
+    assert text.split() == COUNTED * 10
     assert beta.process.wait(STOP_S) == 0
     until(lambda: trio.states("alpha")["beta"] == "unreachable")
 
