@@ -17,10 +17,17 @@ from typing import Any
 
 from daemons import ANSWER_S, MODEL, PAIR_S, REPO, Machine, command_line, fail, fleetctl, say
 
-# Some 4,600 tokens together.
-TEXTS = (REPO / "README.md", REPO / "LICENSE")
-# It stands first as well: no prompt before it then has a beginning in common with it.
-QUESTION = "Here are a description of a program and its license. What is the program for?"
+# Texts that are not rewritten: some 4,200 tokens together.
+DECISIONS = (
+    "0004-exact-cpu-arithmetic.md",
+    "0006-membership-by-signed-records.md",
+    "0007-two-transports.md",
+    "0008-where-a-request-runs.md",
+)
+TEXTS = (*(REPO / "docs" / "decisions" / name for name in DECISIONS), REPO / "LICENSE")
+# No prompt before it has a beginning in common with it.
+OPENING = "Here are four decisions about a program, and its license."
+QUESTION = "What is the name of this license?"
 MAX_TOKENS = 40
 
 
@@ -55,9 +62,9 @@ def shared_and_alone(one: Machine, other: Machine) -> None:
     wait_loaded(one, other)
     wait_loaded(other, one)
     prompt = compose()
-    say(f"\nreading {' and '.join(path.name for path in TEXTS)}, together and alone")
+    say("\nreading four pages of docs/decisions and LICENSE, together and alone")
     say(textwrap.indent(textwrap.fill(apart([one, other]), 96), "  "))
-    say(f"\n> {QUESTION}  (about both, {len(prompt):,} characters)")
+    say(f"\n> {QUESTION}  (about all of it, {len(prompt):,} characters)")
     together = asked(one, prompt)
     # Whoever helps with a prompt keeps nothing of it; whoever answered has it all.
     answered = other if together.kind == "remote" and together.machines[0] == other.name else one
@@ -74,7 +81,7 @@ def shared_and_alone(one: Machine, other: Machine) -> None:
 
 def compose() -> str:
     texts = [f"{path.name}:\n\n{path.read_text(encoding='utf-8')}" for path in TEXTS]
-    return "\n\n".join([QUESTION, *texts, QUESTION])
+    return "\n\n".join([OPENING, *texts, QUESTION])
 
 
 def asked(machine: Machine, prompt: str, *flags: str) -> Answered:

@@ -69,7 +69,7 @@ def test_the_verdict_claims_no_more_than_was_seen(
 
 def test_the_prompt_begins_unlike_any_other(demo: Any) -> None:
     prompt = demo.compose()
-    assert prompt.startswith(demo.QUESTION)
+    assert prompt.startswith(demo.OPENING)
     assert all(path.read_text(encoding="utf-8") in prompt for path in demo.TEXTS)
 
 
