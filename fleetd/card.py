@@ -97,7 +97,8 @@ class CardMaker:
             models=[self._model(folder, engines.get(folder.name)) for folder in self._installed],
             available_bytes=self._available_bytes,
             evictable_bytes=sum(e.memory_bytes for e in idle),
-            running=counts.running,
+            # Parts of others' prompts take turns with this machine's own, as any request does.
+            running=counts.running + sum(engine.assisting for engine in engines.values()),
             waiting=counts.waiting,
             draining=self._draining(),
             load=round(os.getloadavg()[0] / max(1, machine.cores)),
