@@ -42,6 +42,9 @@ class SocketPipe:
     def __init__(
         self, sock: socket.socket, key: bytes, role: Role, *, place: Place, wake: Callable[[], None]
     ) -> None:
+        with contextlib.suppress(OSError):  # not TCP
+            # A last, short frame must not wait for the one before it to be acknowledged.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._sock = sock
         self._place = place
         self._wake = wake
@@ -129,6 +132,9 @@ class SocketPipe:
                 self._wake()
         except FleetError as error:
             self._break(error)
+        except Exception as error:
+            traceback.print_exc()
+            self._break(EngineError(f"A frame could not be sent ({type(error).__name__})."))
 
     def _read(self) -> None:
         head_bytes = memoryview(bytearray(HEAD_BYTES))

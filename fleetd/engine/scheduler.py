@@ -420,7 +420,7 @@ class Scheduler:
         else:
             done, cache = 0, []
         self._shared.end(answer)
-        if done:
+        if done > answer.cached:
             self._remember(answer, answer.prepared.tokens[:done], cache)
 
     def _finish(self, answer: Answer, reason: FinishReason) -> None:

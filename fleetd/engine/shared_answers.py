@@ -47,7 +47,9 @@ class SharedAnswers:
         if not request.shared or self.sharable is None or scored:
             return False
         hit = self.prefix.fetch(tokens, DENSE, PLAN)
-        if len(tokens) - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS:
+        short = len(tokens) - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS
+        # A short one with numbers of others in its prefix is told of all the same: it is not exact.
+        if short and hit.namespace == DENSE:
             return False
         answer.hit = hit
         answer.undecided = Undecided(self.sharable, time.monotonic() + 2 * limits.SHARE_SETUP_S)
@@ -147,13 +149,14 @@ class SharedAnswers:
                 any_chunks=sharable.any_chunks,
             )
         except Exception as error:
+            answer.hit = hit
             self.give_up(answer, error)
             return
-        # Its rows are in there now; held here as well they would take their memory twice.
-        answer.hit = Hit(hit.tokens, None, hit.namespace)
         answer.namespace = DENSE if share.exact and hit.namespace == DENSE else PLAN
 
     def _take_hit(self, answer: Answer) -> Hit:
         hit = answer.hit or Hit(0, None)
         answer.undecided, answer.cached = None, hit.tokens
+        # What takes the rows keeps them for as long as they are of use.
+        answer.hit = Hit(hit.tokens, None, hit.namespace)
         return hit

@@ -176,6 +176,17 @@ def test_a_frame_that_is_not_due_is_refused_before_its_payload(ends: tuple[End, 
     assert isinstance(here.broken(), PeerLost)
 
 
+def test_a_bug_in_sending_is_an_error_and_no_silence(
+    ends: tuple[End, End], capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, _ = ends
+    here.pipe.finish()
+    here.pipe.send(rows(10), memoryview(bytes(10)))
+    assert type(here.broken()) is EngineError
+    assert here.pipe.backlog == 0
+    assert "ValueError" in capsys.readouterr().err
+
+
 def test_buffers_of_another_size_are_never_filled(ends: tuple[End, End]) -> None:
     here, there = ends
     there.pipe._place = lambda head: [memoryview(bytearray(11))]

@@ -197,7 +197,7 @@ async def test_a_helper_lost_midway_costs_time_and_nothing_else(model: Path) -> 
     async with workers(model, 3) as (home, *helpers):
         for seed, (fault, kind) in enumerate(itertools.product(FAULTS, ("layers", "tokens"))):
             await _lose(home, helpers[seed % 2], fault, kind, seed)
-        assert [helper.state for helper in helpers] == ["failed", "failed"]
+        await settle(lambda: [helper.state for helper in helpers] == ["failed", "failed"])
 
 
 async def _lose(home: EngineProcess, helper: EngineProcess, fault: str, kind: str, seed: int) -> None:
