@@ -244,8 +244,9 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
 
     ``cached``: leading tokens that the prefix cache holds. ``chunk``: in how many tokens at a time it would
     be prefilled alone. Both are known only where it ``waits``: for Share or Alone. That is where it was asked
-    for, there are enough tokens left to prefill, and memory for them at once. ``exact``: the cached tokens'
-    numbers are those of this machine alone. Of an Assist the figures are its split's.
+    for, there are enough tokens left to prefill (or others had a part in what is cached), and memory for them
+    at once. ``exact``: the cached tokens' numbers are those of this machine alone. Of an Assist the figures
+    are its split's.
     """
 
     id: str

@@ -199,6 +199,14 @@ def test_cached_numbers_of_others_serve_only_what_may_be_shared(parts: tuple[Any
     bench.scheduler.tell(Alone("shared"))
     bench.finish("shared")
     assert bench.of("shared", Finished)[0].usage.cached_tokens == 300
+    # Also where so little is new that nobody would help: a conversation's next turn.
+    bench.ask("turn", 710)
+    bench.turn()
+    (accepted,) = bench.of("turn", Accepted)
+    assert (accepted.waits, accepted.cached, accepted.exact) == (True, 700, False)
+    bench.scheduler.tell(Alone("turn"))
+    bench.finish("turn")
+    assert bench.of("turn", Finished)[0].usage.cached_tokens == 700
     # What rests on them is kept with them, and an answer of its own begins anew.
     assert {entry.namespace for entry in entries.values()} == {PLAN}
     bench.ask("own", 700, shared=False)
