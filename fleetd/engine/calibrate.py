@@ -1,6 +1,6 @@
 """How fast this device runs this model: measured at load, on contexts of its own that are thrown away.
 
-A few single tokens, then chunks of prompt, each larger than the one before while there is time, then one
+A few single tokens, then chunks of prompt, each larger than the one before while there is time, alone and
 behind a context that nobody computed. Nothing else computes meanwhile and nothing of it is kept, so answers
 and caches are what they would be without it.
 """
@@ -32,7 +32,8 @@ SHOWS = 1.2
 BEHIND = 2
 # Fewer tokens say more about fixed costs than about attention.
 BEHIND_TOKENS = 64
-CONTEXT_BYTES = 512 * MIB
+# No more than is kept free for working in.
+CONTEXT_BYTES = 256 * MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +81,14 @@ class _Measuring:
 
     def all(self) -> Speeds:
         step_s = self._single_tokens()
-        self._grow(step_s)
-        context_s = self._behind_contexts()
+        context_s, next_s = 0.0, FIRST * step_s
+        for n in CHUNKS:
+            if n > self._context_tokens or not self._fits(next_s):
+                break
+            next_s = GROWTH * self._chunk(n)
+            # Before the next size: where it would take all the time, contexts say more about long prompts.
+            if n >= BEHIND_TOKENS:
+                context_s = self._behind_contexts(n) or context_s
         size = max(self._chunks, default=0)
         # The first run of a size also finds its memory.
         if size and self._fits(self._chunks[size]):
@@ -100,27 +107,19 @@ class _Measuring:
             steps.append(self._run(1, self._short))
         return statistics.median(steps)
 
-    def _grow(self, step_s: float) -> None:
-        next_s = FIRST * step_s
-        for n in CHUNKS:
-            if n > self._context_tokens or not self._fits(next_s):
-                break
-            next_s = GROWTH * self._chunk(n)
-
     def _chunk(self, n: int) -> float:
         """Seconds of a chunk on an empty context; of several runs the best one is kept."""
         took_s = self._run(n, make_prompt_cache(self._model))
         self._chunks[n] = min(took_s, self._chunks.get(n, took_s))
         return took_s
 
-    def _behind_contexts(self) -> float:
-        """Seconds per token and token before it; 0 where that was not measured."""
-        able = [n for n, s in self._chunks.items() if n >= BEHIND_TOKENS and self._fits(BEHIND * s)]
-        found_s, n = 0.0, max(able, default=0)
-        for context in CONTEXTS if n else ():
-            cache = _made_up(self._short, context)
+    def _behind_contexts(self, n: int) -> float:
+        """Seconds per token and token before it, by a chunk of ``n``; 0 where that was not measured."""
+        found_s = 0.0
+        for context in CONTEXTS:
             fits = context + n <= self._context_tokens and self._fits(BEHIND * self._chunks[n])
-            if cache is None or not fits:
+            cache = _made_up(self._short, context) if fits else None
+            if cache is None:
                 break
             behind_s = self._run(n, cache)
             if context == CONTEXTS[0] and self._fits(self._chunks[n]):
