@@ -1,0 +1,162 @@
+"""One prompt prefilled by two real daemons: the answer is one machine's own, whatever befalls the helper."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from live_daemon import LiveDaemon, until
+from live_fleet import LiveFleet, answer, body, heard
+
+pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.timeout(300)]
+
+SMOL = "smollm2-135m"
+NAMES = ("alpha", "beta")
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "as", "with", "they"]
+LOAD_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def pair(live_models: Path, short_dir: Path) -> Iterator[LiveFleet]:
+    """Two machines that have the same model loaded, and know it of each other."""
+    with LiveFleet(short_dir / "pair", {name: [live_models / SMOL] for name in NAMES}) as fleet:
+        fleet.until_usable()
+        yield fleet
+
+
+@pytest.fixture
+def ready(pair: LiveFleet) -> LiveFleet:
+    """Where sharing pays: what was measured at load says that both are about as fast."""
+    for name, other in (NAMES, NAMES[::-1]):
+        pair.load(name, SMOL, seen_by=other)
+
+    def alike() -> bool:
+        speeds = {name: speed(pair[name]) for name in NAMES}
+        if min(speeds.values()) > 0.4 * max(speeds.values()):
+            return True
+        # Something else had the processors while it was measured.
+        slower, other = sorted(NAMES, key=lambda name: speeds[name])
+        pair[slower].control("POST", "/fleet/v1/models/unload", {"model": SMOL})
+        pair.load(slower, SMOL, seen_by=other)
+        return False
+
+    until(alike, LOAD_S)
+    return pair
+
+
+def speed(daemon: LiveDaemon) -> float:
+    (found,) = [e["prefill_tok_s"] for e in daemon.status()["engines"] if e["model"] == SMOL]
+    return float(found)
+
+
+def prompt(seed: int, words: int) -> str:
+    """Begins with what no other one begins with, so that no cache helps."""
+    draw = random.Random(seed)
+    return f"{seed}: " + " ".join(draw.choice(WORDS) for _ in range(words))
+
+
+def ask(daemon: LiveDaemon, text: str, **fields: Any) -> tuple[str, dict[str, Any]]:
+    """The plan, and the body."""
+    request = body(SMOL, text, max_tokens=8, logprobs=True, **fields)
+    status, headers, got = answer(daemon, request)
+    assert status == 200, got
+    return f"{headers['X-Fleet-Plan']}; {headers['X-Fleet-Exactness']}", got
+
+
+def essence(got: dict[str, Any]) -> Any:
+    return got["choices"][0]["message"], got["choices"][0]["logprobs"]
+
+
+def trace_of(fleet: LiveFleet, request_id: str) -> tuple[str, dict[str, Any]]:
+    """Which machine answered, as far as speeds that were measured alike decide it, and what it wrote down."""
+    found: list[tuple[str, dict[str, Any]]] = []
+
+    def written() -> bool:
+        for name in NAMES:
+            traces = fleet[name].control("GET", "/fleet/v1/traces?last=20")["traces"]
+            # A job that was sent to another machine has its id there, with an ending of its own.
+            found.extend((name, trace) for trace in traces if trace["id"].startswith(request_id))
+        return bool(found)
+
+    until(written, 10)
+    return found[0]
+
+
+def assisting(daemon: LiveDaemon) -> bool:
+    return any(engine["assisting"] for engine in daemon.status()["engines"])
+
+
+def test_a_shared_answer_is_the_answer_of_one_machine(ready: LiveFleet) -> None:
+    text = prompt(1, 1500)
+    plan, got = ask(ready["alpha"], text)
+    home, trace = trace_of(ready, got["id"])
+    (helper,) = {*NAMES} - {home}
+    assert trace["outcome"] == "shared", trace
+    assert trace["chosen"]["nodes"] == [helper, "this"]
+    assert trace["exactness"] == "exact"
+    assert trace["chosen"]["kind"] in ("layers", "tokens", "whole")
+    assert {step["machine"] for step in trace["steps"]} == {helper, "this"}
+    assert sum(step.get("n_bytes", 0) for step in trace["steps"]) > 0
+    assert "local" in {loser["kind"] for loser in trace["losers"]}
+    if home == "alpha":
+        assert plan == f"{trace['chosen']['kind']}; nodes=beta,this; exact"
+    else:
+        assert plan == "remote; nodes=beta,alpha; plan"
+    _, there = ask(ready[helper], text, local_only=True)
+    assert there["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    assert essence(got) == essence(there)
+    shown = ready[home].control("GET", "/metrics")
+    assert f'fleetd_share_total{{kind="{trace["chosen"]["kind"]}",outcome="shared"}} 1.0' in shown
+    assert 'fleetd_assist_total{outcome="done"} 1.0' in ready[helper].control("GET", "/metrics")
+
+
+def test_a_plan_is_shown_before_it_is_needed(ready: LiveFleet) -> None:
+    found = ready["alpha"].control("POST", "/fleet/v1/plan", {"model": SMOL, "tokens": 1500})
+    assert (found["model"], found["prompt_tokens"]) == (SMOL, 1500)
+    assert found["options"][0]["chosen"]
+    assert found["options"][0]["nodes"] == ["beta", "this"]
+
+
+def test_what_has_to_stay_is_not_shared(ready: LiveFleet) -> None:
+    plan, got = ask(ready["alpha"], prompt(2, 600), local_only=True)
+    assert plan == "local; nodes=this; exact"
+    for name in NAMES:
+        traces = ready[name].control("GET", "/fleet/v1/traces")["traces"]
+        assert not [trace for trace in traces if trace["id"].startswith(got["id"])]
+
+
+def streamed(daemon: LiveDaemon, text: str, **fields: Any) -> tuple[str, str, list[str]]:
+    """Id, text and comments of an answer; they keep the connection alive while much is computed."""
+    with heard(daemon, SMOL, text, max_tokens=8, **fields) as stream:
+        return stream.response.headers["X-Fleet-Request"], stream.text(), stream.comments
+
+
+@pytest.mark.parametrize("harm", ["engine killed", pytest.param("engine stopped", marks=pytest.mark.long)])
+def test_a_helper_that_is_lost_in_mid_prefill_changes_no_answer(ready: LiveFleet, harm: str) -> None:
+    text = prompt(3 if harm == "engine killed" else 4, 2000)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(streamed, ready["alpha"], text)
+        until(lambda: asking.done() or any(assisting(ready[name]) for name in NAMES), 60)
+        helpers = [name for name in NAMES if assisting(ready[name])]
+        assert helpers, asking.result()
+        engine = psutil.Process(ready[helpers[0]].engine_pid(SMOL))
+        engine.send_signal(signal.SIGKILL if harm == "engine killed" else signal.SIGSTOP)
+        try:
+            request_id, got, comments = asking.result(200)
+        finally:
+            if harm == "engine stopped":
+                engine.send_signal(signal.SIGCONT)
+    home, trace = trace_of(ready, request_id)
+    assert home not in helpers
+    assert trace["outcome"] == "fallback", trace
+    assert trace["code"]
+    assert trace["reason"]
+    assert any(comment.startswith("plan ") and trace["reason"] in comment for comment in comments)
+    assert "fleetd_fallback_total{" in ready[home].control("GET", "/metrics")
+    assert got == streamed(ready[helpers[0]], text, local_only=True)[1]
