@@ -86,22 +86,22 @@ class Agreement:
         self._terms = terms
         self._opened: list[Stream] = []
 
-    async def reach(self) -> bool:
+    async def reach(self, within_s: float = limits.SHARE_SETUP_S) -> bool:
         """Once every stream is with the engine: whether the result will be exactly this machine's own.
 
         Raises FleetError; then some helper has ``failed``, unless the fault is here.
         """
         try:
-            async with asyncio.timeout(limits.SHARE_SETUP_S):
+            async with asyncio.timeout(within_s):
                 exact = await together(*(self._ask(helper) for helper in self.helpers))
                 await self._connect()
         except TimeoutError:
-            late = PeerLost(f"It did not agree to help within {limits.SHARE_SETUP_S:.0f} s.")
+            late = PeerLost(f"It did not agree to help within {within_s:.1f} s.")
             for helper in self.helpers:
                 if not helper.ready:
                     helper.failed = late
             names = ", ".join(helper.name for helper in self.helpers if not helper.ready)
-            raise PeerLost(f"{names} did not agree to help within {limits.SHARE_SETUP_S:.0f} s.") from None
+            raise PeerLost(f"{names} did not agree to help within {within_s:.1f} s.") from None
         return all(exact)
 
     async def watch(self) -> None:

@@ -38,6 +38,8 @@ from fleetd.plan.sharing import Choice, Option
 
 log = get_logger("fleetd.sharing")
 
+# Nobody waits longer for helpers than they would save; but this much is forgiven to a busy machine.
+_SETUP_LEAST_S = 0.5
 # For the helpers' own accounts of what they did; they come with the last bytes or not at all.
 _ACCOUNTS_S = 2.0
 _WARM_WITHIN_S = 5.0
@@ -276,16 +278,21 @@ class _Prompt:
         terms = Terms(accepted.id, name, own.digest, split, facts.arithmetic, own_chunks)
         chain = list(zip(choice.best.helpers, choice.best.names, strict=True))
         self._agreement = Agreement(self._sharing.partners, engine, terms, chain)
-        self._task = asyncio.create_task(self._together(engine, self._agreement, choice.best, terms))
+        within_s = min(limits.SHARE_SETUP_S, max(_SETUP_LEAST_S, _gain_s(choice)))
+        self._task = asyncio.create_task(
+            self._together(engine, self._agreement, choice.best, terms, within_s)
+        )
         self._sharing.chose(choice, own)
         # Waiting for a future itself would cancel it with whoever waits.
         await asyncio.wait({self._planned})
         return self._planned.result()
 
-    async def _together(self, engine: Engine, agreed: Agreement, option: Option, terms: Terms) -> None:
+    async def _together(
+        self, engine: Engine, agreed: Agreement, option: Option, terms: Terms, within_s: float
+    ) -> None:
         """Agree, say so, watch the helpers. A failure ends in Alone at once, before a deadline finds out."""
         try:
-            exact = await agreed.reach()
+            exact = await agreed.reach(within_s)
             engine.share(Share(terms.id, terms.split, _left_s(option), exact))
             self.record.agreed(exact)
             names = (*option.names, planning.THIS)
@@ -348,6 +355,12 @@ class _Prompt:
         task.cancel()
         agreed.close()
         self._sharing.keep(self.record, [(helper.name, helper.steps or ()) for helper in agreed.helpers])
+
+
+def _gain_s(choice: Choice) -> float:
+    """Seconds that the chosen way saves over staying here."""
+    local_s = [option.predicted_s for option in choice.rejected if option.kind == "local"]
+    return sum(local_s) - choice.best.predicted_s
 
 
 def _left_s(option: Option) -> float:

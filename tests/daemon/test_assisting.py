@@ -206,10 +206,7 @@ async def test_a_model_that_is_not_loaded_is_not_loaded_for_an_ask(tmp_path: Pat
         assert helpers[0].pool.loads == 0
 
 
-async def test_a_helper_that_does_not_answer_is_given_up_in_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "SHARE_SETUP_S", 0.3)
+async def test_a_helper_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None:
     async with machines(tmp_path, 1) as (home, helpers):
 
         async def silent(*_: Any) -> None:
@@ -218,7 +215,7 @@ async def test_a_helper_that_does_not_answer_is_given_up_in_time(
         helpers[0].node.handle(wire.ASSIST, silent)
         async with agreeing(home, FakeEngine(), helpers) as agreement:
             with pytest.raises(PeerLost, match="helper0 did not agree"):
-                await agreement.reach()
+                await agreement.reach(0.3)
             assert isinstance(agreement.helpers[0].failed, PeerLost)
 
 

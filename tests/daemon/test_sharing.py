@@ -26,8 +26,9 @@ from sharing_fakes import (
 )
 
 from fleetd.engine.protocol import Accepted, ChatPrompt, Delta, Finished, Generate, Prefill, Shared, StepTime
-from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound
+from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, PeerLost
 from fleetd.jobs import share_wire as wire
+from fleetd.jobs.agreement import Agreement
 from fleetd.jobs.job import LOCAL, Job, Planned
 from fleetd.jobs.share_views import PlanQuestion, Trace
 from fleetd.jobs.sharing import Sharing
@@ -232,6 +233,24 @@ async def test_a_helper_that_refuses_costs_only_its_help(tmp_path: Path) -> None
         assert (await home.ask())[0] == LOCAL
         assert len(home.partners.asked) == 1
         assert "left out" in (await home.trace(2)).losers[0].reason
+
+
+async def test_nobody_waits_longer_for_helpers_than_they_would_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    within: list[float] = []
+
+    async def late(_agreement: Any, within_s: float) -> bool:
+        within.append(within_s)
+        raise PeerLost("It did not agree.")
+
+    monkeypatch.setattr(Agreement, "reach", late)
+    for tok_s, bounds in ((100.0, (2.0, 2.0)), (3000.0, (0.5, 0.9)), (8000.0, (0.5, 0.5))):
+        async with home_with(tmp_path / str(tok_s), card=own_card("home", prefill_tok_s=tok_s)) as home:
+            home.helpers[0].card = own_card("helper0", prefill_tok_s=tok_s)
+            await home.ask()
+            assert bounds[0] <= within[-1] <= bounds[1]
+    assert len(within) == 3
 
 
 async def test_a_bug_in_pricing_costs_nobody_an_answer(
