@@ -1,0 +1,116 @@
+"""What a machine's card says of its speed: as measured, rounded, and still known when the model is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fleetd.card import CardMaker
+from fleetd.engine.supervisor import EngineStatus
+from fleetd.jobs.runner import RequestCounts
+from fleetd.machine import Machine
+from fleetd.models.folder import ModelFolder
+from fleetd.p2p.cards import Card, ModelCard
+from fleetd.plan.speeds import SpeedBook
+
+MACHINE = Machine("Linux", "h", "", "cpu", "", 2, 2, 1 << 34, 1 << 33, 0, "small", "cpu")
+FOLDER = ModelFolder("m", Path("/m"), "models", None, {"model_type": "llama"}, 1000, 1.0)
+MEASURED = {
+    "prefill_tok_s": 312.3,
+    "decode_tok_s": 25.4,
+    "prefill_context_s": 1.2345e-6,
+    "prefill_fixed_s": 0.0518,
+    "dtype": "float32",
+    "arithmetic": "0123456789abcdef",
+}
+
+
+def engine(pid: int, **fields: Any) -> EngineStatus:
+    blank: dict[str, Any] = dict.fromkeys(EngineStatus.__struct_fields__, 0)
+    return EngineStatus(**{**blank, "model": "m", "state": "ready", "pid": pid, **MEASURED, **fields})
+
+
+class Daemon:
+    """A card maker with everything it looks at."""
+
+    def __init__(self) -> None:
+        self.engines: list[EngineStatus] = []
+        self.listing = asyncio.Event()
+        self.speeds = SpeedBook()
+        self.maker = CardMaker(
+            node_id="n",
+            epoch=1,
+            name="n",
+            software="0",
+            models=SimpleNamespace(installed=lambda: [FOLDER], digest=lambda folder: "d"),
+            engines=lambda: self.engines,
+            machine=lambda: MACHINE,
+            counts=RequestCounts,
+            draining=lambda: False,
+            max_streams=4,
+            publish=self.published,
+            speeds=self.speeds,
+        )
+
+    async def listed(self) -> None:
+        """The folder was read, which no engine depends on."""
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            running = group.create_task(self.maker.run())
+            await self.listing.wait()
+            running.cancel()
+
+    def published(self, card: Card) -> None:
+        if card.models:
+            self.listing.set()
+
+    @property
+    def model(self) -> ModelCard:
+        (model,) = self.maker.card().models
+        return model
+
+
+@pytest.mark.one_loop
+async def test_a_card_tells_what_a_load_measured_in_two_digits() -> None:
+    daemon = Daemon()
+    await daemon.listed()
+    assert daemon.model.prefill_tok_s == 0
+    daemon.engines = [engine(7)]
+    told = daemon.model
+    assert (told.prefill_tok_s, told.decode_tok_s) == (310, 25)
+    assert (told.prefill_context_s, told.prefill_fixed_s) == (1.2e-6, 0.052)
+    assert (told.dtype, told.arithmetic) == ("float32", "0123456789abcdef")
+    # A little is no news.
+    daemon.engines = [engine(8, prefill_tok_s=308.0, prefill_context_s=1.23e-6)]
+    assert daemon.model == told
+
+
+@pytest.mark.one_loop
+async def test_what_a_model_computes_in_is_known_after_it_was_unloaded() -> None:
+    daemon = Daemon()
+    await daemon.listed()
+    daemon.engines = [engine(7)]
+    loaded = daemon.model
+    daemon.engines = []
+    cold = daemon.model
+    assert (loaded.state, cold.state) == ("loaded", "installed")
+    assert (cold.dtype, cold.arithmetic) == (loaded.dtype, loaded.arithmetic)
+    assert cold.prefill_context_s == loaded.prefill_context_s
+
+
+@pytest.mark.one_loop
+async def test_a_worker_is_believed_once_and_then_its_runs_are() -> None:
+    daemon = Daemon()
+    await daemon.listed()
+    daemon.engines = [engine(7)]
+    begun = daemon.model.prefill_tok_s
+    for _ in range(20):
+        daemon.speeds.ran(
+            "m", prompt_tokens=300, cached_tokens=0, completion_tokens=1, prefill_s=0.3, decode_s=0
+        )
+    assert daemon.model.prefill_tok_s > 1.5 * begun
+    daemon.engines = [engine(8)]
+    assert daemon.model.prefill_tok_s == begun
