@@ -9,11 +9,13 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from shared_runs import LAYERS, Run, prompt
+from mlx_lm.generate import BatchGenerator
+from shared_runs import LAYERS, Run, as_bytes, prompt
 from tiny_architectures import tiny
 
 from fleetd.engine.architectures import CUT
 from fleetd.engine.kv import Layout, private
+from fleetd.engine.prefix import PrefixCache
 from fleetd.engine.protocol import Share
 from fleetd.engine.sharing import SharedPrefill
 from fleetd.engine.stage import Stage
@@ -97,6 +99,29 @@ def test_random_splits_in_any_order_of_turns(
     order = data.draw(st.lists(orders, min_size=1, max_size=5))
     turn = iter(range(1 << 30))
     run.check(run.finish(lambda _: order[next(turn) % len(order)]).cache)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize("split", [SPLITS["half the layers"], SPLITS["half the tokens"]])
+def test_what_is_decoded_and_kept_of_it_is_the_same(name: str, split: Split) -> None:
+    """Batched decoding and the prefix cache are given its caches as they are given local ones."""
+    model = tiny(name)
+    shared, local = Run(model, split), Run(model, split)
+    answers = []
+    for caches in (shared.finish().cache, local.local().cache):
+        store = PrefixCache(1 << 30)
+        store.store(shared.tokens[:-1], caches)
+        generator = BatchGenerator(model, stream=mx.default_stream(mx.cpu))
+        (uid,) = generator.insert([shared.tokens[-1:]], max_tokens=[40], caches=[caches])
+        answer: list[int] = []
+        while len(answer) < 40:
+            answer += [response.token for response in generator.next()[1] if response.uid == uid]
+        generator.close()
+        hit = store.fetch([*shared.tokens[:-1], 5, 6])
+        assert hit.tokens == split.tokens
+        follow = model(mx.array([[5, 6]]), cache=hit.cache)
+        answers.append((answer, as_bytes(follow)))
+    assert answers[0] == answers[1]
 
 
 # ---- What it looks like to the scheduler -----------------------------------------------------------------

@@ -1,0 +1,178 @@
+"""What is due on a stream: both ends have the same list, it moves every row once, and nothing else passes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetd.engine import due
+from fleetd.engine.due import Incoming, Outgoing
+from fleetd.engine.frames import Frame, Head, Kind
+from fleetd.errors import ProtocolError
+from fleetd.plan.split import Split
+
+LAYERS = 6
+
+
+@dataclass(frozen=True)
+class Shape:
+    window: int
+
+    def sizes(self, rows: int) -> tuple[int, int]:
+        return 12 * rows, 8 * rows
+
+
+@dataclass(frozen=True)
+class Sizes:
+    windows: tuple[int, ...] = (0,) * LAYERS
+
+    def layer(self, index: int) -> Shape:
+        return Shape(self.windows[index])
+
+    def hidden_bytes(self, tokens: int) -> int:
+        return 16 * tokens
+
+
+ROTATING = Sizes((0, 32, 0, 32, 0, 32))
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> Split:
+    cached, new, chunk = draw(st.integers(0, 50)), draw(st.integers(1, 90)), draw(st.integers(1, 40))
+    if draw(st.booleans()):
+        inner = sorted(draw(st.sets(st.integers(1, LAYERS), min_size=1, max_size=3)))
+        return Split("layers", (0, *inner, LAYERS), LAYERS, cached, cached + new, chunk)
+    ends = [*range(cached + chunk, cached + new, chunk), cached + new]
+    inner = sorted(draw(st.sets(st.sampled_from(ends), min_size=1, max_size=3)))
+    return Split("tokens", (cached, *inner, cached + new), LAYERS, cached, cached + new, chunk)
+
+
+@given(splits(), st.sampled_from([Sizes(), ROTATING]))
+def test_every_row_that_home_does_not_compute_arrives_once(split: Split, sizes: Sizes) -> None:
+    came: Counter[tuple[int, int]] = Counter()
+    for place in range(split.helpers):
+        heads = list(due.to_home(split, place, sizes))
+        assert [h.kind for h in heads].count(Kind.DONE) == 1
+        assert heads[-1].kind is Kind.DONE
+        for head in heads:
+            if head.kind is Kind.ROWS:
+                assert not sizes.layer(head.layer).window
+                came.update((head.layer, token) for token in range(head.start, head.end))
+            elif head.kind is Kind.STATE:
+                assert sizes.layer(head.layer).window
+                came[head.layer, head.end - 1] += 1
+    for place in range(split.helpers):
+        for layer in split.layers_of(place):
+            tokens = split.tokens_of(place)
+            for token in tokens if not sizes.layer(layer).window else [tokens[-1]]:
+                assert came.pop((layer, token)) == 1
+    assert not came
+
+
+@given(splits(), st.sampled_from([Sizes(), ROTATING]))
+def test_every_machine_has_what_comes_before_its_part(split: Split, sizes: Sizes) -> None:
+    for place in range(split.helpers):
+        first, *prefix = due.to_helper(split, place, sizes)
+        assert (first.kind, first.start, first.end) == (Kind.TOKENS, 0, split.tokens)
+        assert [h.layer for h in prefix] == (list(split.layers_of(place)) if split.cached else [])
+        assert all((h.start, h.end) == (0, split.cached) for h in prefix)
+        passed = list(due.to_next(split, place, sizes))
+        if not due.has_next(split, place):
+            assert not passed
+            continue
+        if split.kind == "layers":
+            covered = [token for h in passed for token in range(h.start, h.end)]
+            assert covered == list(split.tokens_of(place + 1))
+            assert {h.layer for h in passed} == {split.layers_of(place + 1).start}
+        else:
+            assert [h.layer for h in passed] == list(range(LAYERS))
+            assert {h.end for h in passed} == {split.tokens_of(place + 1).start}
+
+
+@given(splits())
+def test_every_frame_has_a_hash_of_its_tokens(split: Split) -> None:
+    ids = np.arange(split.tokens, dtype="<i4")
+    hashes = due.prefixes(split, ids.tobytes())
+    ids[0] += 1
+    others = due.prefixes(split, ids.tobytes())
+    for place in range(split.helpers):
+        for heads in (due.to_helper, due.to_home, due.to_next):
+            for head in heads(split, place, ROTATING):
+                assert hashes[head.end] != others[head.end] or head.end == 0
+
+
+SPLIT = Split("layers", (0, 2, LAYERS), LAYERS, 0, 20, 10)
+
+
+def incoming(sizes: Sizes = Sizes()) -> tuple[Incoming, list[Head], dict[int, bytes]]:
+    hashes = due.prefixes(SPLIT, bytes(80))
+    out = Outgoing(due.to_home(SPLIT, 0, sizes), hashes)
+    heads = [out.next() for _ in due.to_home(SPLIT, 0, sizes)]
+    buffers = lambda head: [memoryview(bytearray(head.nbytes))]  # noqa: E731
+    return Incoming("helper0", due.to_home(SPLIT, 0, sizes), sizes, buffers), heads, hashes
+
+
+def test_what_is_due_passes_in_its_order_and_nothing_after_it() -> None:
+    stream, heads, hashes = incoming()
+    assert not stream.began
+    for left, head in zip(reversed(range(len(heads))), heads, strict=True):
+        (buffer,) = stream.place(head)
+        assert buffer.nbytes == head.nbytes
+        stream.taken(Frame(head, [buffer]), hashes)
+        assert stream.left == left
+        assert stream.began
+    with pytest.raises(ProtocolError, match="after the last"):
+        stream.place(heads[-1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kind": Kind.STATE}, {"layer": 1}, {"start": 1}, {"count": 9}, {"sizes": (119, 80)}, {"index": 1}],
+    ids=lambda change: next(iter(change)),
+)
+def test_any_other_head_is_refused_by_the_name_of_its_field(change: dict[str, object]) -> None:
+    stream, heads, _ = incoming()
+    with pytest.raises(
+        ProtocolError, match="size" if set(change) & {"sizes", "index"} else next(iter(change))
+    ):
+        stream.place(replace(heads[0], **change))  # type: ignore[arg-type]
+
+
+def test_a_frame_of_other_tokens_is_refused() -> None:
+    stream, heads, hashes = incoming()
+    other = replace(heads[0], prefix=b"12345678")
+    buffers = stream.place(other)
+    with pytest.raises(ProtocolError, match="other tokens"):
+        stream.taken(Frame(other, buffers), hashes)
+
+
+@pytest.mark.parametrize(
+    ("rows", "index", "due_here"),
+    [(1, 0, True), (20, 20, True), (276, 5, True), (277, 5, False), (0, 0, False), (20, 21, False)],
+)
+def test_the_size_of_a_state_has_bounds(rows: int, index: int, due_here: bool) -> None:
+    stream, heads, hashes = incoming(ROTATING)
+    for head in heads:
+        if head.kind is Kind.STATE:
+            break
+        stream.taken(Frame(head, stream.place(head)), hashes)
+    state = Outgoing.state(head, Shape(32).sizes(rows), index)
+    if due_here:
+        assert stream.place(state)[0].nbytes == 20 * rows
+    else:
+        with pytest.raises(ProtocolError, match="not a state"):
+            stream.place(state)
+
+
+def test_a_state_of_half_a_row_is_refused() -> None:
+    stream, heads, hashes = incoming(ROTATING)
+    state = next(head for head in heads if head.kind is Kind.STATE)
+    for head in heads[: heads.index(state)]:
+        stream.taken(Frame(head, stream.place(head)), hashes)
+    with pytest.raises(ProtocolError, match="not a state"):
+        stream.place(replace(state, sizes=(25, 16)))

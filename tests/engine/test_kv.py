@@ -1,0 +1,215 @@
+"""Rows of caches as plain memory: in and out again, byte for byte, in every dtype."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+from shared_runs import as_bytes, prefilled, prompt
+from tiny_architectures import WINDOW, tiny
+
+from fleetd.engine import kv
+from fleetd.engine.architectures import CUT
+from fleetd.engine.frames import Frame, Head, Kind
+from fleetd.engine.kv import Inlet, LayerShape, Layout, Turn, Turns
+from fleetd.engine.stage import Stage
+from fleetd.errors import ProtocolError
+from fleetd.plan.split import Split
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+
+DTYPES = [mx.float32, mx.float16, mx.bfloat16]
+
+
+def filled(shape: LayerShape, tokens: int) -> KVCache:
+    cache = KVCache()
+    keys = mx.random.normal((1, shape.heads, tokens, shape.key_width)).astype(shape.dtype)
+    values = mx.random.normal((1, shape.heads, tokens, shape.value_width)).astype(shape.dtype)
+    cache.update_and_fetch(keys, values)
+    mx.eval(cache.keys, cache.values)
+    return cache
+
+
+def copy_into(buffers: list[memoryview], payload: list[memoryview]) -> None:
+    data, at = memoryview(b"".join(payload)), 0
+    for buffer in buffers:
+        buffer[:] = data[at : at + buffer.nbytes]
+        at += buffer.nbytes
+    assert at == len(data)
+
+
+def equal(a: Any, b: Any) -> bool:
+    return all(
+        as_bytes(x) == as_bytes(y) for x, y in zip(a.keys_and_values(), b.keys_and_values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", sorted(CUT))
+def test_a_layout_says_what_prefill_fills(name: str) -> None:
+    model = tiny(name)
+    stage = Stage.of(model)
+    layout = Layout.of(stage)
+    assert (layout.first, len(layout.layers)) == (0, 4)
+    assert layout.hidden_bytes(3) == 3 * 128 * 4
+    for shape, cache in zip(layout.layers, prefilled(model, prompt(12), 11).cache, strict=True):
+        assert cache.keys.shape[1:] == (shape.heads, cache.keys.shape[2], shape.key_width)
+        assert cache.values.shape[1:] == (shape.heads, cache.keys.shape[2], shape.value_width)
+        assert (cache.keys.dtype, cache.values.dtype) == (shape.dtype, shape.dtype)
+        assert shape.window == (WINDOW if isinstance(cache, RotatingKVCache) else 0)
+        rows = cache.keys.shape[2]
+        assert shape.sizes(rows) == (cache.keys.nbytes, cache.values.nbytes)
+    # A stage without the embedding finds the same.
+    assert Layout.of(stage.part(1, 3)) == Layout(1, layout.layers[1:3], layout.width, layout.dtype)
+    assert Layout.of(stage.part(1, 3)).layer(2) == layout.layer(2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", [(8, 8), (8, 4)])
+def test_rows_arrive_where_they_belong(dtype: mx.Dtype, widths: tuple[int, int]) -> None:
+    shape = LayerShape(3, *widths, dtype, 0)
+    source, target = filled(shape, 300), kv.roomy(shape, 300)
+    inlet = Inlet(target)
+    for start, stop in ((0, 7), (7, 250), (250, 300)):
+        payload = kv.rows(source, start, stop)
+        assert sum(piece.nbytes for piece in payload) == sum(shape.sizes(stop - start))
+        copy_into(inlet.rows(start, stop), payload)
+    del inlet
+    target.offset = 300
+    assert equal(source, target)
+
+
+def test_rows_from_arrays_of_their_own_are_the_same() -> None:
+    shape = LayerShape(3, 8, 4, mx.bfloat16, 0)
+    source = filled(shape, 90)
+    keys, values = kv.copied(source, 20, 60)
+    mx.eval(keys, values)
+    pieces = [piece for x in (keys, values) for piece in kv.pieces(kv.as_bytes(x)[0])]
+    assert len(pieces) == 2  # one write each
+    assert b"".join(pieces) == b"".join(kv.rows(source, 20, 60))
+
+
+@pytest.mark.parametrize(("tokens", "room"), [(0, 256), (1, 256), (256, 256), (257, 512)])
+def test_room_is_made_in_the_steps_of_a_local_cache(tokens: int, room: int) -> None:
+    shape = LayerShape(2, 8, 8, mx.float32, 0)
+    assert KVCache.step == 256
+    assert kv.roomy(shape, tokens).keys.shape[2] == room
+
+
+def test_a_prefix_is_copied_and_left_alone() -> None:
+    shape = LayerShape(2, 8, 4, mx.float32, 0)
+    prefix = filled(shape, 40)
+    before = [as_bytes(x) for x in prefix.keys_and_values()]
+    cache = kv.roomy(shape, 300, prefix)
+    assert cache.offset == 40
+    assert equal(cache, prefix)
+    more = mx.ones((1, 2, 5, 8)), mx.ones((1, 2, 5, 4))
+    cache.update_and_fetch(*more)
+    assert [as_bytes(x) for x in prefix.keys_and_values()] == before
+
+
+def test_what_is_added_to_a_shorter_view_is_not_in_the_longer_one() -> None:
+    shape = LayerShape(2, 8, 8, mx.float32, 0)
+    cache = kv.roomy(shape, 60, filled(shape, 50))
+    before = [as_bytes(x) for x in cache.keys_and_values()]
+    short = kv.until(cache, 20)
+    short.update_and_fetch(mx.ones((1, 2, 9, 8)), mx.ones((1, 2, 9, 8)))
+    assert (short.offset, cache.offset) == (29, 50)
+    assert [as_bytes(x) for x in cache.keys_and_values()] == before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cache_that_rotates_travels_whole(dtype: mx.Dtype) -> None:
+    shape = LayerShape(2, 8, 4, dtype, 16)
+    for sizes in ([5], [10, 10], [40], [12, 1, 1, 1, 1, 1, 1, 1], [20, 1, 7]):
+        source = RotatingKVCache(16)
+        for size in sizes:
+            keys = mx.random.normal((1, 2, size, 8)).astype(dtype)
+            values = mx.random.normal((1, 2, size, 4)).astype(dtype)
+            source.update_and_fetch(keys, values)
+        mx.eval(source.keys, source.values)
+        held, seen = source.keys.shape[2], source.offset
+        head = Head(Kind.STATE, 0, 0, seen, shape.sizes(held), source._idx)
+        frame = Frame(head, kv.state_buffers(shape, held))
+        payload = [
+            piece
+            for x in (source.keys, source.values)
+            for piece in kv.pieces(kv.as_bytes(mx.contiguous(x))[0])
+        ]
+        copy_into(frame.buffers, payload)
+        target = kv.rotated(RotatingKVCache(16), shape, frame)
+        assert Turn.of(target) == Turn.of(source)
+        assert as_bytes(target.keys) == as_bytes(source.keys)
+        assert as_bytes(target.values) == as_bytes(source.values)
+        # Both go on alike.
+        next_rows = mx.ones((1, 2, 3, 8), dtype), mx.ones((1, 2, 3, 4), dtype)
+        for a, b in zip(
+            source.update_and_fetch(*next_rows), target.update_and_fetch(*next_rows), strict=True
+        ):
+            assert as_bytes(a) == as_bytes(b)
+
+
+@pytest.mark.parametrize("sizes", [[5], [10, 10], [40], [1] * 40, [12, 1, 1, 1, 1, 1], [20, 1, 7, 1]])
+def test_how_far_a_cache_rotates_is_known_without_its_rows(sizes: list[int]) -> None:
+    cache = RotatingKVCache(16)
+    for done, size in enumerate(sizes):
+        rows = mx.zeros((1, 2, size, 8))
+        cache.update_and_fetch(rows, rows)
+        assert Turn().after(RotatingKVCache(16), sizes[: done + 1]) == Turn.of(cache)
+    more = mx.zeros((1, 2, 9, 8))
+    turn = Turn.of(cache)
+    cache.update_and_fetch(more, more)
+    assert turn.after(RotatingKVCache(16), [9]) == Turn.of(cache)
+
+
+@pytest.mark.parametrize("sizes", [[5], [10, 10], [40], [3, 1, 1], [20, 7]])
+def test_a_token_is_found_in_a_cache_that_rotates(sizes: list[int]) -> None:
+    cache, token = RotatingKVCache(16), 0
+    for size in sizes:
+        rows = mx.arange(token, token + size, dtype=mx.float32).reshape(1, 1, size, 1)
+        cache.update_and_fetch(rows, rows)
+        token += size
+    held = np.array(cache.keys).reshape(-1).tolist()
+    turn = Turn.of(cache)
+    for t in range(token):
+        row = turn.row_of(t)
+        assert held[row] == t if row is not None else t not in held
+    assert turn.row_of(token - 1) is not None
+
+
+def test_one_that_has_turned_over_is_not_looked_into() -> None:
+    cache = RotatingKVCache(8)
+    rows = mx.zeros((1, 1, 1, 1))
+    for _ in range(11):
+        cache.update_and_fetch(rows, rows)
+    assert Turn.of(cache).row_of(10) is None
+
+
+def test_a_cache_that_is_not_what_the_chunks_leave_is_refused() -> None:
+    turns = Turns({3: RotatingKVCache(16)}, Split("tokens", (0, 20, 30), 4, 0, 30, 10))
+    right = RotatingKVCache(16)
+    for _ in range(3):
+        right.update_and_fetch(mx.zeros((1, 2, 10, 8)), mx.zeros((1, 2, 10, 8)))
+    turns.check(3, 30, right)
+    wrong = RotatingKVCache(16)
+    wrong.update_and_fetch(mx.zeros((1, 2, 30, 8)), mx.zeros((1, 2, 30, 8)))
+    with pytest.raises(ProtocolError, match="layer 3"):
+        turns.check(3, 30, wrong)
+    with pytest.raises(ProtocolError):
+        turns.check(3, 20, right)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hidden_states_survive(dtype: mx.Dtype) -> None:
+    hidden = mx.random.normal((1, 5, 12)).astype(dtype)
+    mx.eval(hidden)
+    data = kv.hidden_payload(hidden)
+    layout = Layout(0, (), 12, dtype)
+    assert data.nbytes == layout.hidden_bytes(5)
+    frame = Frame(Head(Kind.HIDDEN, 2, 0, 5, (data.nbytes, 0)), [memoryview(bytearray(data))])
+    back = kv.hidden_of(frame, layout)
+    assert back.shape == hidden.shape
+    assert back.dtype == dtype
+    assert as_bytes(back) == as_bytes(hidden)
