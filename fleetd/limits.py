@@ -207,9 +207,9 @@ TRACES = 500
 TRACE_LOSERS = 8
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.
 SHARE_SPOT_TOKENS = 16
-# How much a row of another accelerator's may differ from this one's, as a part of its length, in three tokens of
-# four: bf16 deep in a model reaches some per cent, a mixture of experts sends a token elsewhere now and then.
-SHARE_SPOT_RELATIVE = 0.1
+# How far such a row may be from this machine's, as a part of its length, in three tokens of four. bf16 deep in a
+# model is some per cent off, more where near ties send a token to another expert; other weights, all of it.
+SHARE_SPOT_RELATIVE = 0.25
 # A turn of shared work goes on with further chunks until it has taken this long: a chunk through one layer is
 # too little to look at everything else in between.
 SHARE_STEP_S = 0.1

@@ -8,10 +8,13 @@ from collections.abc import Callable
 import mlx.core as mx
 import pytest
 from asking import ask, run
+from shared_runs import LAYERS, Run
+from tiny_architectures import tiny
 
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Generate, TokenPrompt
 from fleetd.models.folder import ModelFolder
+from fleetd.plan.split import Split
 
 pytestmark = [
     pytest.mark.one_loop,
@@ -49,3 +52,18 @@ async def test_the_same_prompt_is_always_cut_in_the_same_places_on_the_gpu(
     requests = [Generate(f"r{i}", TokenPrompt([65] * 3000), max_tokens=4, top_logprobs=3) for i in range(2)]
     one, two = [await run(pool, chain, r) for r in requests]
     assert [(p.token, p.logprob) for p in one.logprobs] == [(p.token, p.logprob) for p in two.logprobs]
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3_text", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "split",
+    [
+        Split("layers", (0, 1, 3, LAYERS), LAYERS, 20, 300, 64),
+        Split("layers", (0, LAYERS, LAYERS), LAYERS, 0, 300, 64),
+        Split("tokens", (20, 148, 212, 300), LAYERS, 20, 300, 64),
+    ],
+)
+def test_a_shared_prefill_on_the_gpu_has_the_bytes_of_the_local_one(name: str, split: Split) -> None:
+    """Rows are written into MLX's own memory: on a GPU that shares it, that has to be what it reads."""
+    shared = Run(tiny(name), split, device="gpu")
+    shared.check(shared.finish().cache)

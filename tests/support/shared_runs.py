@@ -68,6 +68,7 @@ class Run:
     clock: Clock = field(default_factory=Clock)
     tampers: dict[tuple[int, str], Any] = field(default_factory=dict)
     fatal: int = -1
+    device: str = "cpu"
     # Every helper has the weights of its own layers only.
     stages: bool = False
 
@@ -85,7 +86,7 @@ class Run:
             prefix_of(self.model, self.tokens, split.cached),
             Share("a", split, self.predicted_s, self.exact),
             self.streams.of(-1),
-            any_chunks=any_chunks(stage, layout, "cpu"),
+            any_chunks=any_chunks(stage, layout, self.device),
             clock=self.clock,
         )
         self.helpers = [self._helper(place) for place in range(split.helpers)]
