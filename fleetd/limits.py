@@ -207,14 +207,14 @@ TRACES = 500
 TRACE_LOSERS = 8
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.
 SHARE_SPOT_TOKENS = 16
-# How far such a row may be from this machine's, as a part of its length, in three tokens of four. bf16 deep in a
-# model is some per cent off, more where near ties send a token to another expert; other weights, all of it.
+# How far such a row may be from ours, as a part of its length, in three tokens of four. bf16 deep in
+# a model is some per cent off, more where near ties send a token to another expert; other weights, all of it.
 SHARE_SPOT_RELATIVE = 0.25
 # A turn of shared work goes on with further chunks until it has taken this long: a chunk through one layer is
 # too little to look at everything else in between.
 SHARE_STEP_S = 0.1
-# A helper that hears nothing for this long gives up what it helps with. Only a last resort: who it helps, or a
-# broken connection, says so much earlier.
+# A helper that hears nothing for this long gives up what it helps with. Only a last resort: who it helps, or
+# a broken connection, says so much earlier.
 SHARE_IDLE_S = 60.0
 
 # ---- Fleet: control sessions -----------------------------------------------------------------------------
