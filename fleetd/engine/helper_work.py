@@ -14,7 +14,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import RotatingKVCache
 
 from fleetd.engine import kv, passes
 from fleetd.engine.frames import Frame, Head, Kind
@@ -27,7 +26,11 @@ from fleetd.plan.split import Split
 
 
 class _Helper:
-    """What both ways to split have in common. ``stage`` has the helper's layers, or more."""
+    """What both ways to split have in common. ``stage`` has the helper's layers, or more.
+
+    Each of them has besides: ``take(frame)`` is given what came; ``computable``: whether ``compute()``, one
+    bounded step, has what it needs; ``computed``: whether nothing is left; ``fraction``: how much is done.
+    """
 
     def __init__(self, stage: Stage, layout: Layout, split: Split, place: int) -> None:
         self.layout, self.split, self.place = layout, split, place
@@ -51,14 +54,8 @@ class _Helper:
                 self.inlets[layer] = Inlet(self.caches[layer])
 
     def buffers(self, head: Head) -> list[memoryview]:
-        match head.kind:
-            case Kind.ROWS:
-                return self.inlets[head.layer].rows(head.start, head.end)
-            case Kind.STATE:
-                shape = self.layout.layer(head.layer)
-                return kv.state_buffers(shape, head.sizes[0] // shape.sizes(1)[0])
-            case _:
-                return [memoryview(kv.empty_bytes(head.nbytes))]
+        """Where a frame that is due goes. Called on a thread that reads."""
+        return kv.buffers(head, self.layout, self.inlets)
 
     def take_tokens(self, frame: Frame) -> None:
         self.ids = np.frombuffer(frame.buffers[0], dtype="<i4")
@@ -67,12 +64,6 @@ class _Helper:
             vocabulary = self.stage.weights.embed_tokens.weight.shape[0]
             if self.ids.min() < 0 or self.ids.max() >= vocabulary:
                 raise ProtocolError(f"On home came tokens that a vocabulary of {vocabulary} does not have.")
-
-    def rotated(self, frame: Frame) -> RotatingKVCache:
-        head = frame.head
-        cache = kv.rotated(self.empty[head.layer], self.layout.layer(head.layer), frame)
-        self.turns.check(head.layer, head.end, cache)
-        return cache
 
     def take_prefix(self, frame: Frame) -> None:
         layer = frame.head.layer
@@ -83,9 +74,6 @@ class _Helper:
         else:
             self.caches[layer].offset = self.split.cached
         self.lacking.discard(layer)
-
-    def chunk(self, tokens: range) -> mx.array:
-        return mx.array(self.ids[tokens.start : tokens.stop])[None]
 
 
 class LayersOfHelper(_Helper):
@@ -125,7 +113,9 @@ class LayersOfHelper(_Helper):
     def compute(self, home: Outlet, following: Outlet | None) -> None:
         """The next chunk through the layers, and what came of it onto the streams."""
         tokens = self._chunks.popleft()
-        hidden = self._hidden.popleft() if self.place else self.stage.embed(self.chunk(tokens))
+        hidden = (
+            self._hidden.popleft() if self.place else self.stage.embed(passes.tokens_of(self.ids, tokens))
+        )
         caches = [self.caches[layer] for layer in self.layers]
         out = passes.run(self.stage, hidden, caches)
         rows = [
@@ -161,15 +151,14 @@ class TokensOfHelper(_Helper):
         head = frame.head
         if head.kind is Kind.TOKENS:
             self.take_tokens(frame)
-            own = [self.chunk(tokens) for tokens in self.split.chunks_of(self.place)]
-            self._major = LayerMajor(self.stage, own)
+            self._major = LayerMajor(self.stage, self.ids, self.split.chunks_of(self.place))
         elif head.layer in self.lacking:
             self.take_prefix(frame)
             if not self.place:
                 self.inlets.pop(head.layer, None)
         else:
             if head.kind is Kind.STATE:
-                self.caches[head.layer] = self.rotated(frame)
+                self.caches[head.layer] = self.turns.taken(frame, self.layout.layer(head.layer))
             else:
                 self.caches[head.layer].offset = self.tokens.start
             self.inlets.pop(head.layer, None)

@@ -25,22 +25,20 @@ from fleetd.engine.stage import Stage
 from fleetd.plan.split import Split
 
 
-class Ids:
-    """The prompt's new and old tokens as a worker needs them; ``data`` is int32, little endian."""
-
-    def __init__(self, data: Any) -> None:
-        self.data = data
-
-    def of(self, tokens: range) -> mx.array:
-        """(1, T) int32."""
-        return mx.array(self.data[tokens.start : tokens.stop])[None]
-
-
 class _Home:
-    """What both ways to split have in common."""
+    """What both ways to split have in common. Each of them has besides:
+
+    ``allocate()`` makes room for what will arrive; ``take(place, frame)`` is given what came of a helper.
+    ``computable``: whether ``compute()``, one bounded step, has what it needs; ``computed``: whether nothing
+    is left of this machine's own part.
+    ``done``: leading tokens whose keys and values are here in all layers.
+    ``fraction``: how much of the whole prefill is behind us; ``next_fraction``: how much will be when that is
+    here which is waited for; ``behind()``: from which helper.
+    What ``spot_check.Received`` asks for.
+    """
 
     def __init__(
-        self, stage: Stage, layout: Layout, split: Split, ids: Ids, prefix: Sequence[Any] | None
+        self, stage: Stage, layout: Layout, split: Split, ids: Any, prefix: Sequence[Any] | None
     ) -> None:
         self.stage, self.layout, self.split, self.ids = stage, layout, split, ids
         self.prefix = list(prefix) if prefix is not None else stage.make_caches()
@@ -72,26 +70,15 @@ class _Home:
             short.offset = tokens
         return short
 
-    def rotated(self, frame: Frame) -> RotatingKVCache:
-        head = frame.head
-        layer, shape = head.layer, self.layout.layer(head.layer)
-        cache = kv.rotated(self.stage.empty[layer], shape, frame)
-        self._turns.check(layer, head.end, cache)
-        return cache
-
     def buffers(self, head: Head) -> list[memoryview]:
-        match head.kind:
-            case Kind.ROWS:
-                return self.inlets[head.layer].rows(head.start, head.end)
-            case Kind.STATE:
-                shape = self.layout.layer(head.layer)
-                return kv.state_buffers(shape, head.sizes[0] // shape.sizes(1)[0])
-            case Kind.HIDDEN:
-                return [memoryview(kv.empty_bytes(head.nbytes))]
-            case _:
-                return []
+        """Where a frame that is due goes. Called on a thread that reads, after ``allocate``."""
+        return kv.buffers(head, self.layout, self.inlets)
+
+    def rotated(self, frame: Frame) -> RotatingKVCache:
+        return self._turns.taken(frame, self.layout.layer(frame.head.layer))
 
     def caches_at(self, done: int) -> list[Any]:
+        """Of the first ``done`` tokens, which are what ``done`` says or those that were cached."""
         if done == self.split.tokens:
             return self.caches
         if not done:
@@ -106,7 +93,7 @@ class _Home:
         count = min(len(tokens), self.split.chunk, limits.SHARE_SPOT_TOKENS)
         first = range(tokens.start, tokens.start + count)
         parts = [self.stage.part(layer, layer + 1) for layer in layers]
-        return Probe.of(place, parts, self.ids.of(first))
+        return Probe.of(place, parts, passes.tokens_of(self.ids, first))
 
     def rows(self, cache: Any, start: int, count: int) -> Pair | None:
         """Keys and values of tokens [start, start + count), where the cache still has them."""
@@ -122,7 +109,7 @@ class LayersAtHome(_Home):
     """The last layers here, chunk after chunk; the rows of all others arrive."""
 
     def __init__(
-        self, stage: Stage, layout: Layout, split: Split, ids: Ids, prefix: Sequence[Any] | None
+        self, stage: Stage, layout: Layout, split: Split, ids: Any, prefix: Sequence[Any] | None
     ) -> None:
         super().__init__(stage, layout, split, ids, prefix)
         self._own = split.layers_of(split.helpers)
@@ -248,10 +235,10 @@ class TokensAtHome(_Home):
     """The last tokens here, layer after layer; the rows of all tokens before them arrive."""
 
     def __init__(
-        self, stage: Stage, layout: Layout, split: Split, ids: Ids, prefix: Sequence[Any] | None
+        self, stage: Stage, layout: Layout, split: Split, ids: Any, prefix: Sequence[Any] | None
     ) -> None:
         super().__init__(stage, layout, split, ids, prefix)
-        self._major = passes.LayerMajor(stage, [ids.of(chunk) for chunk in split.chunks_of(split.helpers)])
+        self._major = passes.LayerMajor(stage, ids, split.chunks_of(split.helpers))
         self._cut = split.tokens_of(split.helpers).start
         # Layers that came of each helper, in order.
         self._came = [0] * split.helpers
@@ -353,4 +340,4 @@ def home_work(
         prefix: private caches of the cached ones.
     """
     kind = LayersAtHome if split.kind == "layers" else TokensAtHome
-    return kind(stage, layout, split, Ids(ids), prefix)
+    return kind(stage, layout, split, ids, prefix)

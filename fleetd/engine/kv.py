@@ -18,7 +18,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from fleetd.engine.frames import Frame
+from fleetd.engine.frames import Frame, Head, Kind
 from fleetd.engine.stage import Stage
 from fleetd.errors import ProtocolError
 from fleetd.plan.split import Split, chunks
@@ -226,6 +226,13 @@ class Turns:
         """Where the new tokens begin; without, with an empty cache."""
         self._starts[layer] = Turn.of(cache)
 
+    def taken(self, frame: Frame, shape: LayerShape) -> RotatingKVCache:
+        """The cache that a frame brings, checked."""
+        layer = frame.head.layer
+        cache = rotated(self._empty[layer], shape, frame)
+        self.check(layer, frame.head.end, cache)
+        return cache
+
     def check(self, layer: int, stop: int, cache: RotatingKVCache) -> None:
         """Raises ProtocolError unless this is how the chunks of [cached, stop) leave the layer's cache."""
         start, empty = self._starts.get(layer, Turn()), self._empty[layer]
@@ -258,6 +265,21 @@ def rotated(empty: RotatingKVCache, shape: LayerShape, frame: Frame) -> Rotating
     )
     mx.eval(cache.keys, cache.values)
     return cache
+
+
+# ---- Frames ----------------------------------------------------------------------------------------------
+
+
+def buffers(head: Head, layout: Layout, inlets: Mapping[int, Inlet]) -> list[memoryview]:
+    """Where the payload of a frame that is due goes: rows to their places, all else to memory of its own."""
+    match head.kind:
+        case Kind.ROWS:
+            return inlets[head.layer].rows(head.start, head.end)
+        case Kind.STATE:
+            shape = layout.layer(head.layer)
+            return state_buffers(shape, head.sizes[0] // shape.sizes(1)[0])
+        case _:
+            return [memoryview(empty_bytes(head.nbytes))] if head.nbytes else []
 
 
 # ---- Hidden states ---------------------------------------------------------------------------------------

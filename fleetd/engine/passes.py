@@ -38,6 +38,11 @@ class _OnlyRows:
         raise _EnoughError
 
 
+def tokens_of(ids: Any, tokens: range) -> mx.array:
+    """(1, T) of a prompt's ids, int32 (N,)."""
+    return mx.array(ids[tokens.start : tokens.stop])[None]
+
+
 def run(part: Stage, hidden: mx.array, caches: Sequence[Any]) -> mx.array | None:
     """Hidden states (1, T, D) through ``part``; None after the model's last layer. Nothing is evaluated."""
     if part.last < part.total:
@@ -57,14 +62,15 @@ class LayerMajor:
     """All layers of ``stage`` on the chunks of a slice of the prompt, one layer and chunk at a time.
 
     Args:
-        chunks: tokens of the slice, int32 (1, T) each; may be none.
+        ids: the prompt's, int32 (N,).
+        chunks: of the slice; may be none.
     """
 
-    def __init__(self, stage: Stage, chunks: Sequence[mx.array]) -> None:
+    def __init__(self, stage: Stage, ids: Any, chunks: Sequence[range]) -> None:
         self.parts = [stage.part(layer, layer + 1) for layer in range(stage.first, stage.last)]
         self.layer = 0
         self.chunk = 0
-        self._hidden = [stage.embed(chunk) for chunk in chunks]
+        self._hidden = [stage.embed(tokens_of(ids, chunk)) for chunk in chunks]
 
     @property
     def begins(self) -> bool:
