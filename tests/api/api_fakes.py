@@ -124,7 +124,7 @@ class FakeRunner:
         async with self.changed:
             self.changed.notify_all()
 
-    async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    async def wait_for(self, condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         async with asyncio.timeout(timeout_s), self.changed:
             await self.changed.wait_for(condition)
 
@@ -397,7 +397,7 @@ def frames(text: str) -> list[str]:
     return [line.removeprefix("data: ") for line in text.split("\n\n") if line.startswith("data: ")]
 
 
-async def read_until(reader: asyncio.StreamReader, marker: bytes, timeout_s: float = 5.0) -> bytes:
+async def read_until(reader: asyncio.StreamReader, marker: bytes, timeout_s: float = 10.0) -> bytes:
     got = b""
     async with asyncio.timeout(timeout_s):
         while marker not in got:

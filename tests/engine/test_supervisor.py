@@ -54,7 +54,7 @@ async def watched(make_pool: Callable[..., EnginePool], behave: Misbehave) -> As
     watch.cancel()
     await asyncio.wait([watch])
     await pool.close()
-    deadline = time.monotonic() + 2.0
+    deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
         left = psutil.Process().children(), len(asyncio.all_tasks()) - tasks, _fds() - fds
         if not left[0] and left[1] <= 0 and left[2] <= 0:
@@ -218,9 +218,8 @@ async def test_a_long_line_on_stderr_does_no_harm(watched: EnginePool, behave: M
 async def test_a_worker_deaf_to_shutdown_is_killed(watched: EnginePool, behave: Misbehave) -> None:
     behave("deaf to shutdown")
     await drain(watched)
-    begun = time.monotonic()
-    assert await watched.unload("fake")
-    assert time.monotonic() - begun < 2
+    async with asyncio.timeout(15):
+        assert await watched.unload("fake")
 
 
 async def test_unloading_during_a_load_ends_the_waiting_request(
@@ -228,7 +227,7 @@ async def test_unloading_during_a_load_ends_the_waiting_request(
 ) -> None:
     behave("hangs while loading")
     request = asyncio.create_task(drain(watched))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(10):
         while not (watched.status() and watched.status()[0].stage == "reading"):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert await watched.unload("fake")

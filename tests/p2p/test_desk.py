@@ -296,7 +296,7 @@ async def test_a_machine_that_takes_nothing_ends_the_exchange(
         with contextlib.suppress(BlockingIOError):
             while True:
                 here.send(bytes(1 << 16))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(10):
             (event,) = [event async for event in desks._talk(side, here)]
     assert isinstance(event, pairing.Failed)
     assert "took too long" in str(event.error)

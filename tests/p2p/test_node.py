@@ -28,11 +28,11 @@ async def test_two_nodes_meet_and_answer_each_other(tmp_path: Path) -> None:
         await introduce(a, b)
         await together([a, b])
         me, other = a.identity.node_id, b.identity.node_id
-        assert await a.ask(other, "echo", b"hello", within_s=5) == b"hello"
+        assert await a.ask(other, "echo", b"hello", within_s=10) == b"hello"
         big = bytes(range(256)) * 12_000
         assert await a.ask(other, "echo", big, within_s=10) == big
         with pytest.raises(NotFound, match="nothing called 'nope'"):
-            await b.ask(me, "nope", b"", within_s=5)
+            await b.ask(me, "nope", b"", within_s=10)
 
 
 async def test_round_trips_are_finer_than_the_milliseconds_of_an_event_loop(tmp_path: Path) -> None:
@@ -45,7 +45,7 @@ async def test_round_trips_are_finer_than_the_milliseconds_of_an_event_loop(tmp_
     a, b = Measuring(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
     async with running(a, b):
         await introduce(a, b)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(10):
             rtt_s = await trips.get()
         assert rtt_s > 0
         assert round(rtt_s, 3) != pytest.approx(rtt_s, abs=1e-7)
@@ -62,7 +62,7 @@ async def test_what_a_handler_raises_arrives_with_its_code(tmp_path: Path) -> No
         await introduce(a, b)
         await together([a, b])
         with pytest.raises(InvalidValue, match="too long") as caught:
-            await a.ask(b.identity.node_id, "refuse", b"", within_s=5)
+            await a.ask(b.identity.node_id, "refuse", b"", within_s=10)
         assert (caught.value.hint, caught.value.param) == ("Make it shorter.", "body")
 
 
@@ -126,7 +126,7 @@ async def test_a_restarted_node_is_the_same_one_and_comes_back_by_itself(tmp_pat
         await until(a, lambda: not a.mesh.peers[node_id].usable)
         again = Node(settings(tmp_path, "b", port=port))
         async with running(again):
-            await until(a, lambda: a.mesh.peers[node_id].usable, 2.0)
+            await until(a, lambda: a.mesh.peers[node_id].usable)
             assert again.identity.node_id == node_id
             assert again.epoch > epoch
             assert set(again.roster.members) == {a.identity.node_id}
@@ -143,7 +143,7 @@ async def test_where_a_machine_was_reached_is_kept_for_the_next_start(tmp_path: 
         await together([a, b])
         # a was called, and has learned from that where b is.
         kept = {b.identity.node_id: [("127.0.0.1", b.port)]}
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(10):
             while AddressFile(tmp_path / "a" / "addresses.json").load() != kept:  # noqa: ASYNC110  files tell nobody
                 await asyncio.sleep(0.01)
 
@@ -173,11 +173,11 @@ async def test_unpairing_closes_live_sessions_at_once_everywhere(tmp_path: Path)
         assert await stream.receive() == b"x"
         a.roster.remove(c.identity.node_id)
         await a.roster_changed()
-        await until(b, lambda: c.identity.node_id not in b.mesh.peers, 1.0)
+        await until(b, lambda: c.identity.node_id not in b.mesh.peers)
         assert b.connection(c.identity.node_id) is None
         with pytest.raises(NotPaired, match="unpaired"):
             await stream.receive()
-        await until(c, lambda: c.roster.removed_by is not None, 1.0)
+        await until(c, lambda: c.roster.removed_by is not None)
         assert c.mesh.peers == {}
         # By name, although it belongs to c's fleet no more.
         assert c.name_of(c.roster.removed_by or "") == "a"
