@@ -1,7 +1,7 @@
 """What a worker's arithmetic is: numbers that tell whether two machines compute the same bytes.
 
 Each layer is given the same hidden states on every machine, and 8 bytes of a hash of what it makes of them
-stand for it: of its keys, its values and its output. Equal hashes on two machines mean equal weights and
+stand for it: of its keys, its values and its output, for a chunk and a single token. Equal hashes on two machines mean equal weights and
 equal kernels, at least for these numbers; different ones, that not even these come out the same. The hidden
 states come from integer arithmetic, so that no machine's random numbers or rounding enter them.
 """
@@ -52,8 +52,11 @@ def layer_hashes(stage: Stage, layout: Layout) -> list[bytes]:
         caches = part.make_caches()
         out = part.run(hidden, caches)
         evaluate(caches, out)
+        # A single token is another kernel's work: what is decoded elsewhere depends on that one.
+        step = part.run(hidden[:, :1], caches)
+        evaluate(caches, step)
         state = hashlib.sha256()
-        for array in (*caches[0].keys_and_values(), out):
+        for array in (*caches[0].keys_and_values(), out, step):
             state.update(kv.as_bytes(mx.contiguous(array)))
         found.append(state.digest()[:8])
     mx.clear_cache()

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
 from fleetd.errors import FleetError, NoMachine
-from fleetd.jobs.job import LOCAL, Job, Planned
+from fleetd.jobs.job import LOCAL, Exactness, Job, Planned
 from fleetd.jobs.remote import Stream
 from fleetd.models.catalog import find
 from fleetd.p2p.cards import Card
@@ -107,7 +107,9 @@ class Placing:
         best = ranked.placements[0]
         if best.node_id == HERE:
             return staying
-        return Choice(best.node_id, Planned("remote", (best.name,), "plan", reason), best.digest)
+        card = next(machine.card for machine in machines if machine.card.node_id == best.node_id)
+        exactness: Exactness = "exact" if alike(self._own_card(), card, name) else "plan"
+        return Choice(best.node_id, Planned("remote", (best.name,), exactness, reason), best.digest)
 
     def rank(
         self,
@@ -171,6 +173,21 @@ class Placing:
             hint="`fleetctl peers` shows what each machine has.",
             param="model",
         )
+
+
+def alike(own: Card, other: Card, model: str) -> bool:
+    """Whether both have measured that they compute the same bytes from the same files.
+
+    Unknown while one of them has never loaded the model.
+    """
+    found = [next((m for m in card.models if m.name == model), None) for card in (own, other)]
+    mine, theirs = found
+    return (
+        mine is not None
+        and theirs is not None
+        and mine.digest == theirs.digest != ""
+        and mine.arithmetic == theirs.arithmetic != ""
+    )
 
 
 def candidate(

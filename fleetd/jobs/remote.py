@@ -61,7 +61,8 @@ async def run(
             event = wire.decode_event(body)
             if isinstance(event, wire.Where):
                 nodes = (planned.nodes[0], *event.helpers)
-                yield Planned(planned.kind, nodes, planned.exactness, event.reason or planned.reason)
+                exactness = planned.exactness if event.exact else "plan"
+                yield Planned(planned.kind, nodes, exactness, event.reason or planned.reason)
                 continue
             if isinstance(event, Finished):
                 ended = True
@@ -101,9 +102,10 @@ class Server:
                 if event is None:
                     stream.send(wire.ALIVE)
                 elif isinstance(event, Planned):
-                    if asked.where and (event.shared or event.reason):
+                    exact = event.exactness == "exact"
+                    if asked.where and (event.shared or event.reason or not exact):
                         reason = event.reason[: limits.ERROR_TEXT_CHARS]
-                        stream.send(wire.encode(wire.Where(event.helpers, reason)))
+                        stream.send(wire.encode(wire.Where(event.helpers, reason, exact)))
                 elif not isinstance(event, Failed | Shared | Assisted):
                     stream.send(wire.encode(event))
                     await _drained(stream)

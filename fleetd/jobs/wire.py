@@ -36,10 +36,14 @@ _Name = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 
 
 class Where(msgspec.Struct, frozen=True, tag="where", omit_defaults=True):
-    """How the job runs there: who helps, by the names that machine knows; ``reason`` where that changed."""
+    """How the job runs there: who helps, by the names that machine knows; ``reason`` where that changed.
+
+    ``exact``: with the bytes of that machine alone.
+    """
 
     helpers: Annotated[tuple[_Name, ...], Meta(max_length=limits.SHARE_MACHINES)] = ()
     reason: Annotated[str, Meta(max_length=limits.ERROR_TEXT_CHARS)] = ""
+    exact: bool = False
 
 
 JobEvent = Where | Loading | Accepted | Prefill | Delta | ToolCall | Finished

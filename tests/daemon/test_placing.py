@@ -25,7 +25,7 @@ from fleetd.errors import (
 )
 from fleetd.jobs import remote, wire
 from fleetd.jobs.job import LOCAL, Job, Planned
-from fleetd.jobs.placing import Machine, Placing
+from fleetd.jobs.placing import Machine, Placing, alike
 from fleetd.jobs.runner import Runner
 from fleetd.ledger import Ledger
 from fleetd.limits import GIB
@@ -155,6 +155,27 @@ def make(store: Store) -> Make:
 async def collect(events: AsyncGenerator[Any, None]) -> list[Any]:
     async with aclosing(events):
         return [event async for event in events]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "exactness"),
+    [("bits", "bits", "exact"), ("bits", "other bits", "plan"), ("", "", "plan"), ("bits", "", "plan")],
+)
+def test_an_answer_from_elsewhere_is_exact_only_where_both_measured_the_same_arithmetic(
+    mine: str, theirs: str, exactness: str
+) -> None:
+    here, there = (machine("a", arithmetic=arithmetic).card for arithmetic in (mine, theirs))
+    assert alike(here, there, "big") is (exactness == "exact")
+    assert not alike(here, machine("a", arithmetic=theirs, digest="e").card, "big")
+
+
+async def test_the_header_says_exact_of_an_answer_with_the_bytes_that_this_machine_would_give(
+    make: Make,
+) -> None:
+    others = FakeOthers(machine("studio", faster=100, arithmetic="bits"), studio=[WHOLE])
+    own = replace(OWN, models=[replace(MODEL, arithmetic="bits")])
+    seen = await collect(make(others, own=own).run(job()))
+    assert seen[0] == Planned("remote", ("studio",), "exact")
 
 
 # ---- where ---------------------------------------------------------------------------------------------

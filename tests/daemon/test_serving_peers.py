@@ -173,6 +173,20 @@ class SharedRunning(Running):
             yield event
 
 
+class RestingRunning(Running):
+    async def run(self, job: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
+        yield Planned("local", ("this",), "plan")
+        for event in answer():
+            yield event
+
+
+async def test_an_answer_that_rests_on_what_others_computed_is_not_passed_off_as_exact() -> None:
+    reader = Reader()
+    body = wire.encode(wire.Run("big", generate(), "chat", where=True))
+    await remote.Server(RestingRunning().run, lambda digest: True)("peer", body, reader)
+    assert wire.decode_event(reader.sent[0]) == wire.Where()
+
+
 @pytest.mark.parametrize("where", [True, False])
 async def test_who_helps_is_told_to_those_who_want_to_know(where: bool) -> None:
     """Machines of an earlier version would not understand it."""
@@ -180,4 +194,4 @@ async def test_who_helps_is_told_to_those_who_want_to_know(where: bool) -> None:
     body = wire.encode(wire.Run("big", generate(), "chat", where=where))
     await remote.Server(SharedRunning().run, lambda digest: True)("peer", body, reader)
     events = [wire.decode_event(body) for body in reader.sent]
-    assert events == [*([wire.Where(("mini",))] if where else []), *answer()]
+    assert events == [*([wire.Where(("mini",), exact=True)] if where else []), *answer()]
