@@ -1,9 +1,10 @@
 """What a worker's arithmetic is: numbers that tell whether two machines compute the same bytes.
 
 Each layer is given the same hidden states on every machine, and 8 bytes of a hash of what it makes of them
-stand for it: of its keys, its values and its output, for a chunk and a single token. Equal hashes on two machines mean equal weights and
-equal kernels, at least for these numbers; different ones, that not even these come out the same. The hidden
-states come from integer arithmetic, so that no machine's random numbers or rounding enter them.
+stand for it: of its keys, its values and its output, for a chunk and for a single token. Equal hashes on two
+machines mean equal weights and equal kernels, at least for these numbers; different ones, that not even these
+come out the same. The hidden states come from integer arithmetic, so that no machine's random numbers or
+rounding enter them.
 """
 
 from __future__ import annotations
