@@ -48,8 +48,14 @@ SPLITS = {
 @pytest.mark.parametrize("name", sorted(CUT))
 def test_any_split_gives_the_bytes_of_local_prefill(name: str) -> None:
     model = tiny(name)
-    for split in SPLITS.values():
-        run = Run(model, checked(split))
+    for kind in (
+        "half the layers after a prefix",
+        "all layers with helpers",
+        "all elsewhere",
+        "half the tokens after a prefix",
+        "tokens of three helpers",
+    ):
+        run = Run(model, checked(SPLITS[kind]))
         run.check(run.finish().cache)
 
 

@@ -338,7 +338,6 @@ def last_bit(head: Head, data: bytes) -> list[tuple[Head, bytes]]:
 GARBAGE = {"noise": noise, "zeros": zeros, "NaN": nans, "one NaN": one_nan}
 
 
-@pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
 @pytest.mark.parametrize(
     ("split", "end", "kind"),
@@ -352,9 +351,10 @@ GARBAGE = {"noise": noise, "zeros": zeros, "NaN": nans, "one NaN": one_nan}
     ],
 )
 def test_garbage_from_a_helper_is_found_and_nothing_of_it_kept(
-    llama: Any, split: Split, end: tuple[int, str], kind: Kind, garbage: Tamper, exact: bool
+    llama: Any, split: Split, end: tuple[int, str], kind: Kind, garbage: Tamper
 ) -> None:
-    run = Run(llama, split, exact=exact, tampers={end: only(kind, garbage, 0)})
+    """Even where rows need only be alike."""
+    run = Run(llama, split, exact=False, tampers={end: only(kind, garbage, 0)})
     error = gives_up(run)
     assert isinstance(error, PeerWrong)
     assert str(error).startswith(f"helper{end[0]}: ")
