@@ -26,6 +26,11 @@ def ceiling(trace: Trace, layers: int) -> float:
             steps = layers
         case _:
             raise ValueError(f"{split.kind} has no such ceiling")
+    return pipeline(machines, steps)
+
+
+def pipeline(machines: int, steps: int) -> float:
+    """What a pipeline of equal steps gives over one machine."""
     return machines * steps / (steps + machines - 1)
 
 

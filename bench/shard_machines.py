@@ -28,7 +28,8 @@ LOOPBACK = Link("loopback")
 HOME, HELPER = "home", "helper"
 LOCAL = "local"
 _KNOWN_WITHIN_S = 120.0
-_TRACED_WITHIN_S = 3.0
+_TRACED_WITHIN_S = 5.0
+_LAST_TRACES = 5
 _POLL_S = 0.1
 # Long enough for a first look at how fast each machine really is.
 _WARM_TOKENS = 500
@@ -38,10 +39,11 @@ _LONG_TOKENS = 4000
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """An answer, and its trace where other machines could have helped."""
+    """An answer, and its trace where other machines could have helped; ``at`` decoded it."""
 
     heard: Heard
     trace: Trace | None
+    at: str = HOME
 
     @property
     def ttft_s(self) -> float:
@@ -57,7 +59,8 @@ class Asked:
         if self.trace is None or self.trace.chosen.kind == LOCAL:
             return LOCAL
         why = f" ({self.trace.code}: {self.trace.reason})" if self.trace.code else ""
-        return f"{self.trace.chosen.kind}, {self.trace.outcome}{why}"
+        where = "" if self.at == HOME else f", answered by the {self.at}"
+        return f"{self.trace.chosen.kind}, {self.trace.outcome}{where}{why}"
 
 
 def why_none(link: Link = LOOPBACK, helper_share: float = 1.0) -> str:
@@ -119,15 +122,31 @@ class Machines:
         for name, pid in self._workers.items():
             if worker_of(self._fleet[name].process.pid, self.cores[name]) != pid:
                 raise RuntimeError(f"the worker of {name} was started again:\n{self._fleet[name].log()}")
-        return Asked(heard, None if alone else _trace(daemon, request_id))
+        return Asked(heard, None) if alone else self._traced(heard, request_id)
 
-    def worker_connections(self, name: str = HOME) -> int:
-        """To other machines."""
-        return len(psutil.Process(self._workers[name]).net_connections("inet"))
+    def worker_connections(self) -> int:
+        """How many both workers have to other machines."""
+        return sum(len(psutil.Process(pid).net_connections("inet")) for pid in self._workers.values())
 
     def passed_bytes(self) -> int:
         """What has crossed the link so far, both ways, seen from home; not on loopback."""
         return passed_bytes(self._fleet[HOME].process.pid)
+
+    def _traced(self, heard: Heard, request_id: str) -> Asked:
+        """Traces are written beside the answer, so soon after it, by whoever decoded it.
+
+        There is none where nobody could help.
+        """
+        deadline = time.monotonic() + _TRACED_WITHIN_S
+        while time.monotonic() < deadline:
+            for name in self._workers:
+                told = self._fleet[name].control("GET", f"/fleet/v1/traces?last={_LAST_TRACES}")
+                for trace in msgspec.json.decode(told, type=TracesView).traces:
+                    # An answer's id goes on with the number of the choice, and of the attempt elsewhere.
+                    if trace.id.startswith(request_id):
+                        return Asked(heard, trace, name)
+            time.sleep(_POLL_S)
+        return Asked(heard, None)
 
     # ---- starting ----------------------------------------------------------------------------------------
 
@@ -175,14 +194,3 @@ class Machines:
                 return
             time.sleep(_POLL_S)
         raise RuntimeError(f"home never had a price for help:\n{json.dumps(paths)}\n{told!r}\n{home.log()}")
-
-
-def _trace(daemon: Daemon, request_id: str) -> Trace | None:
-    """Traces are written beside the answer, so soon after it; there is none where nobody could help."""
-    deadline = time.monotonic() + _TRACED_WITHIN_S
-    while time.monotonic() < deadline:
-        told = daemon.control("GET", f"/fleet/v1/traces?last=1&id={request_id}")
-        if traces := msgspec.json.decode(told, type=TracesView).traces:
-            return traces[0]
-        time.sleep(_POLL_S)
-    return None
