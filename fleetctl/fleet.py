@@ -27,6 +27,8 @@ class Path(msgspec.Struct, frozen=True):
 class Model(msgspec.Struct, frozen=True):
     name: str = ""
     state: str = ""
+    part_first: int = 0
+    part_last: int = 0
 
 
 class Peer(msgspec.Struct, frozen=True):

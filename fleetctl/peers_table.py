@@ -12,7 +12,7 @@ import click
 from fleetctl.columns import Column, drawn, fitted, shortened, total
 from fleetctl.fleet import Fleet, Model, Peer
 from fleetctl.fleet_words import OFF, removal
-from fleetctl.text import one_line, size, wrapped
+from fleetctl.text import layers, one_line, size, wrapped
 
 _COLOURS = {"usable": "green", "connecting": "yellow", "quiet": "yellow", "draining": "yellow"}
 _NAME_CHARS = 20
@@ -111,6 +111,8 @@ def _models(models: Sequence[Model], room: int | None) -> str:
 
 def _model(model: Model, name: str) -> str:
     mark = {"loaded": "*", "loading": " (loading)"}.get(model.state, "")
+    if model.part_last and not mark:
+        mark = f" ({layers(model.part_first, model.part_last)})"
     return one_line(name) + mark
 
 

@@ -8,7 +8,7 @@ import click
 
 from fleetctl.cli import Session, json_option, pass_session
 from fleetctl.fleet_words import OFF, label, removal, summary
-from fleetctl.text import count, duration, one_line, size, table
+from fleetctl.text import count, duration, layers, one_line, size, table
 
 
 @click.command("status")
@@ -123,7 +123,7 @@ def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
     device = " ".join(str(engine[key]) for key in ("device", "dtype") if engine.get(key))
     kv = f"{size(engine.get('kv_bytes'))} of {size(engine.get('kv_budget_bytes'))}"
     return (
-        str(engine.get("model")),
+        _model(engine),
         state,
         device or "-",
         size(engine.get("weights_bytes")),
@@ -132,6 +132,13 @@ def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
         _speed(engine.get("decode_tok_s")),
         ", ".join(work),
     )
+
+
+def _model(engine: dict[str, Any]) -> str:
+    """A worker that has only some layers helps other machines with them."""
+    if not engine.get("part_of"):
+        return str(engine.get("model"))
+    return f"{engine['part_of']}, {layers(engine.get('first_layer', 0), engine.get('last_layer', 0))}"
 
 
 def _speed(tok_s: float | None) -> str:

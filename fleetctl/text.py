@@ -78,6 +78,11 @@ def count(number: float) -> str:
     return f"{number:,.0f}"
 
 
+def layers(first: int, last: int) -> str:
+    """Those from ``first`` up to and without ``last``: "layers 0-14"."""
+    return f"layers {first}-{last - 1}" if last - first > 1 else f"layer {first}"
+
+
 def wrapped(text: str, width: int | None, indent: str = "") -> str:
     """Lines of at most ``width`` cells, broken between words; None leaves it to the reader."""
     if width is None:

@@ -237,6 +237,8 @@ class Daemon:
             max_streams=self._config.engine.max_streams,
             publish=node.publish,
             speeds=self._speeds,
+            memory_fraction=self._config.engine.memory_fraction,
+            max_memory_bytes=self._config.engine.max_memory_bytes,
         )
 
     def _peers(self) -> list[PeerView]:

@@ -32,6 +32,7 @@ log = get_logger("fleetd.card")
 _LISTING_S, _LOOK_S = 15.0, 0.25
 # Free memory changes all the time; a change is news from this size on.
 _MEMORY_STEP_BYTES = 256 * MIB
+_UNLIMITED_BYTES = 1 << 62
 # Runtime and the first few thousand tokens, for a model that the catalog does not know.
 _ROOM_BYTES = 512 * MIB
 
@@ -44,6 +45,7 @@ class Models(Protocol):
 class CardMaker:
     """Args:
     publish: sends a new card to everybody.
+    memory_fraction, max_memory_bytes: as ``WorkerSettings`` has them.
     """
 
     def __init__(
@@ -61,6 +63,8 @@ class CardMaker:
         max_streams: int,
         publish: Callable[[Card], None],
         speeds: SpeedBook,
+        memory_fraction: float = 1.0,
+        max_memory_bytes: int = 0,
     ) -> None:
         self._bare = Card(node_id, epoch, 0, name=name, software=software, max_streams=max_streams)
         self._models = models
@@ -70,6 +74,8 @@ class CardMaker:
         self._draining = draining
         self._publish = publish
         self._speeds = speeds
+        self._fraction = memory_fraction
+        self._most_bytes = max_memory_bytes or _UNLIMITED_BYTES
         # Workers whose measurement at load is in the book already.
         self._seeded: dict[str, int | None] = {}
         # Model → what its last worker here computed in: the next one will, too.
@@ -88,14 +94,19 @@ class CardMaker:
             self._available_bytes = machine.available_bytes
         engines = {engine.model: engine for engine in self._engines()}
         idle = [e for e in engines.values() if e.state == "ready" and not _busy(e)]
+        parts = _parts(engines.values())
         self._seed(engines.values())
         counts = self._counts()
         return msgspec.structs.replace(
             self._bare,
             sequence=self._sequence,
             machine=facts(machine),
-            models=[self._model(folder, engines.get(folder.name)) for folder in self._installed],
+            models=[
+                self._model(folder, engines.get(folder.name), parts.get(folder.name))
+                for folder in self._installed
+            ],
             available_bytes=self._available_bytes,
+            usable_bytes=min(int(self._available_bytes * self._fraction), self._most_bytes),
             evictable_bytes=sum(e.memory_bytes for e in idle),
             # Parts of others' prompts take turns with this machine's own, as any request does.
             running=counts.running + sum(engine.assisting for engine in engines.values()),
@@ -152,20 +163,29 @@ class CardMaker:
         for engine in engines:
             if engine.state == "ready" and self._seeded.get(engine.model) != engine.pid:
                 self._seeded[engine.model] = engine.pid
-                self._arithmetic[engine.model] = engine.dtype or "", engine.arithmetic
+                name, decode_tok_s, arithmetic = engine.model, engine.decode_tok_s, engine.arithmetic
+                if engine.part_of:
+                    # It decodes nothing, and some layers' arithmetic is not comparable to the whole model's.
+                    name, arithmetic = engine.part_of, self._arithmetic.get(engine.part_of, ("", ""))[1]
+                    decode_tok_s = self._speeds.of(name).decode_tok_s
+                self._arithmetic[name] = engine.dtype or "", arithmetic
                 self._speeds.seed(
-                    engine.model,
+                    name,
                     engine.prefill_tok_s,
-                    engine.decode_tok_s,
+                    decode_tok_s,
                     engine.prefill_context_s,
                     engine.prefill_fixed_s,
                 )
 
-    def _model(self, folder: ModelFolder, engine: EngineStatus | None) -> ModelCard:
+    def _model(
+        self, folder: ModelFolder, engine: EngineStatus | None, part: EngineStatus | None
+    ) -> ModelCard:
         entry = find(folder.name)
         speed = self._speeds.of(folder.name)
         dtype, arithmetic = self._arithmetic.get(folder.name, ("", ""))
         state = {"ready": "loaded", "loading": "loading"}.get(engine.state if engine else "", "installed")
+        helping = part if part is not None and state == "installed" else None
+        holder = engine if state == "loaded" else helping
         return ModelCard(
             name=folder.name,
             digest=self._digests.get(_key(folder), ""),
@@ -181,6 +201,9 @@ class CardMaker:
             decode_tok_s=_rough(speed.decode_tok_s),
             prefill_context_s=_rough(speed.prefill_context_s),
             prefill_fixed_s=_rough(speed.prefill_fixed_s),
+            kv_budget_bytes=holder.kv_budget_bytes if holder is not None else 0,
+            part_first=helping.first_layer if helping is not None else 0,
+            part_last=helping.last_layer if helping is not None else 0,
             dtype=dtype,
             arithmetic=arithmetic,
         )
@@ -197,6 +220,12 @@ def facts(machine: Machine) -> MachineFacts:
         tier=machine.tier,
         accelerator=machine.accelerator,
     )
+
+
+def _parts(engines: Iterable[EngineStatus]) -> dict[str, EngineStatus]:
+    """Of each model the worker that has most of its layers, among those that have only some."""
+    ready = [engine for engine in engines if engine.part_of and engine.state == "ready"]
+    return {e.part_of: e for e in sorted(ready, key=lambda e: e.last_layer - e.first_layer)}
 
 
 def _rough(speed: float) -> float:

@@ -183,6 +183,8 @@ CLOCK_WITHIN_S = 2.0
 # ---- Fleet: shared prefill -------------------------------------------------------------------------------
 # Machines that share one prompt, the one that answers included: each one more costs a chunk of waiting.
 SHARE_MACHINES = 4
+# Layers of a model: several times the deepest one there is.
+LAYERS = 4096
 # Prompts with fewer new tokens than this are never shared: agreeing takes longer than computing them.
 SHARE_LEAST_TOKENS = 256
 # From the tokenized prompt to the agreement of all helpers, whose models are loaded; then it stays local.

@@ -113,6 +113,15 @@ class EnginePool:
         with self._claim(name):
             yield self._engines[name]
 
+    def part(self, folder: ModelFolder) -> tuple[int, int] | None:
+        """Layers [first, last) of a model that a worker has, or is loading, which has not all of it."""
+        found = [
+            (engine.settings.first_layer, engine.settings.last_layer)
+            for engine in self._engines.values()
+            if engine.settings.part_of == folder.name and engine.state in ("loading", "ready")
+        ]
+        return max(found, key=lambda part: part[1] - part[0], default=None)
+
     def holds(self, folder: ModelFolder, first: int, last: int) -> bool:
         """Whether a ready worker has layers [first, last), so that ``assisting`` would load nothing."""
         return self._holder(folder, first, last) is not None
@@ -151,11 +160,7 @@ class EnginePool:
 
     async def unload(self, name: str) -> bool:
         """End a model's workers; their running requests fail with EngineDied. False where none runs."""
-        parts = [
-            other
-            for other, engine in self._engines.items()
-            if engine.settings.last_layer and other.rpartition("[")[0] == name
-        ]
+        parts = [other for other, engine in self._engines.items() if engine.settings.part_of == name]
         engines = [engine for n in (name, *parts) if (engine := self._engines.pop(n, None)) is not None]
         await asyncio.gather(*(engine.stop() for engine in engines))
         return bool(engines)
@@ -242,6 +247,7 @@ class EnginePool:
             prefix_cache_bytes=o.prefix_cache_bytes,
             first_layer=wanted.first,
             last_layer=wanted.last,
+            part_of=folder.name if wanted.last else "",
         )
 
     async def _evict_idle(self, besides: str) -> bool:

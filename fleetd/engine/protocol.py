@@ -203,7 +203,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
     Speeds are those of one request alone on a short context; 0 where there was no time to measure them.
     ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
-    ``prefill_fixed_s``: those that each chunk takes however short it is.
+    ``prefill_fixed_s``: those that each chunk takes however short it is. Where only some layers are held, all
+    three are what the whole model would take at the pace of these.
     ``unshareable``: why no other machine can help this model; "" where they can.
     """
 
@@ -226,6 +227,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
     hidden_bytes: int = 0
+    # Of ``weights_bytes``, those of no layer: a machine that has some layers only has a part of them or none.
+    outside_bytes: int = 0
     # Of ``layers``, those that are held: all of them but in a worker that only helps.
     first_layer: int = 0
     last_layer: int = 0

@@ -28,3 +28,5 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     # Layers [first, last) only, for a worker that helps others and answers nothing itself; (0, 0) is all.
     first_layer: int = 0
     last_layer: int = 0
+    # Then the model's own name; ``name`` tells this part of it from others.
+    part_of: str = ""

@@ -94,6 +94,15 @@ class Stage:
         """Memory of the weights once they are read; nothing is read to know it."""
         return sum(int(array.nbytes) for _, array in tree_flatten(self.weights.parameters()))
 
+    @property
+    def outside_bytes(self) -> int:
+        """Of these, the weights that belong to no layer: embedding, norm and head."""
+        in_layers = sum(
+            int(array.nbytes)
+            for _, array in tree_flatten([layer.parameters() for layer in self.weights.layers])
+        )
+        return self.weights_bytes - in_layers
+
     def make_caches(self) -> list[Any]:
         """Empty caches for this stage's layers, of the kinds that ``make_prompt_cache`` gives the model."""
         return [copy.copy(cache) for cache in self.empty]

@@ -14,6 +14,7 @@ from pathlib import Path
 import mlx.core as mx
 from mlx_lm.utils import load_config
 
+from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.loading import (
     Device,
@@ -26,6 +27,7 @@ from fleetd.engine.loading import (
     versions,
 )
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
+from fleetd.engine.part_speeds import part_speeds
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.sharable import Sharable
@@ -93,6 +95,8 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
     stage = loaded.stage
     sharable = Sharable.of(stage, device, versions())
     config = load_config(Path(settings.path))
+    report(Loading("measuring"))
+    speeds = part_speeds(stage, sharable.layout, context_tokens(config), limits.CALIBRATE_S)
     weights = stage.weights_bytes
     return LoadedPart(
         sharable,
@@ -112,7 +116,11 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             reasoning=False,
             load_s=time.monotonic() - begun,
             versions=versions(),
+            prefill_tok_s=speeds.prefill_tok_s,
+            prefill_context_s=speeds.prefill_context_s,
+            prefill_fixed_s=speeds.prefill_fixed_s,
             hidden_bytes=sharable.layout.hidden_bytes(1),
+            outside_bytes=stage.outside_bytes,
             first_layer=stage.first,
             last_layer=stage.last,
             arithmetic=sharable.arithmetic,

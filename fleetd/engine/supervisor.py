@@ -48,7 +48,10 @@ _LOG_LINE_CHARS = 2000
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """What ``fleetctl status`` shows of one worker. Ages in seconds, sizes in bytes."""
+    """What ``fleetctl status`` shows of one worker. Ages in seconds, sizes in bytes.
+
+    One that has layers [``first_layer``, ``last_layer``) only names the model that it is ``part_of``.
+    """
 
     model: str
     state: State
@@ -71,6 +74,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
     prefill_context_s: float
     prefill_fixed_s: float
     arithmetic: str
+    part_of: str
+    first_layer: int
+    last_layer: int
     prefilling: int
     decoding: int
     waiting: int
@@ -358,6 +364,9 @@ class EngineProcess:
             prefill_context_s=facts.prefill_context_s if facts else 0.0,
             prefill_fixed_s=facts.prefill_fixed_s if facts else 0.0,
             arithmetic=facts.arithmetic.text if facts and facts.arithmetic else "",
+            part_of=self.settings.part_of,
+            first_layer=self.settings.first_layer,
+            last_layer=self.settings.last_layer,
             prefilling=beat.prefilling,
             decoding=beat.decoding,
             waiting=beat.waiting + len(self._preparing),

@@ -123,7 +123,7 @@ def _check_arithmetic(arithmetic: Arithmetic) -> None:
         len(arithmetic.versions) > _VERSIONS
         or any(len(text) > limits.CARD_TEXT_CHARS for text in texts)
         or any(len(layer) != _FINGERPRINT_BYTES for layer in arithmetic.layers)
-        or not 0 <= arithmetic.first_layer <= arithmetic.first_layer + len(arithmetic.layers) <= 4096
+        or not 0 <= arithmetic.first_layer <= arithmetic.first_layer + len(arithmetic.layers) <= limits.LAYERS
     ):
         raise ProtocolError("A peer describes its arithmetic as no engine would.")
 

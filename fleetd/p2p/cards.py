@@ -23,6 +23,7 @@ _KEEP: dict[State, int] = {"loaded": 0, "loading": 1, "installed": 2}
 
 Text = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
 # The bounds also keep out NaN and infinity, which would break every comparison of prices.
 Rate = Annotated[float, Meta(ge=0, le=1e12)]
 
@@ -34,6 +35,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     yet. ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
     ``prefill_fixed_s``: those that each chunk takes however short it is. Two machines with the same
     ``arithmetic`` compute the same bytes; "" where it is not known.
+
+    Where it is not loaded, layers [``part_first``, ``part_last``) of it may be, to help others; (0, 0): none.
+    ``kv_budget_bytes``: for keys and values of what is loaded.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
@@ -50,6 +54,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     decode_tok_s: Rate = 0.0
     prefill_context_s: Rate = 0.0
     prefill_fixed_s: Rate = 0.0
+    kv_budget_bytes: Count = 0
+    part_first: Layer = 0
+    part_last: Layer = 0
     dtype: Text = ""
     arithmetic: Text = ""
     exactness: Text = ""
@@ -70,6 +77,7 @@ class MachineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
 class Card(msgspec.Struct, frozen=True, omit_defaults=True):
     """One machine at one moment.
 
+    ``usable_bytes``: what is free and a model may take, weights and all, by the machine's settings.
     ``evictable_bytes``: memory of models that are loaded and idle, and give way to another one. ``load``: the
     operating system's load average over its cores.
     """
@@ -83,6 +91,7 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
     machine: MachineFacts = MachineFacts()
     models: Annotated[list[ModelCard], Meta(max_length=limits.CARD_MODELS)] = []
     available_bytes: Count = 0
+    usable_bytes: Count = 0
     evictable_bytes: Count = 0
     running: Count = 0
     waiting: Count = 0

@@ -23,12 +23,16 @@ class PathView(msgspec.Struct, frozen=True):
 
 
 class PeerModel(msgspec.Struct, frozen=True):
+    """A model there, of which layers [``part_first``, ``part_last``) may be loaded to help others."""
+
     name: str
     state: Literal["installed", "loading", "loaded"]
     roles: list[str] = []
     digest: str = ""
     prefill_tok_s: float = 0.0
     decode_tok_s: float = 0.0
+    part_first: int = 0
+    part_last: int = 0
 
 
 class PeerView(msgspec.Struct, frozen=True):

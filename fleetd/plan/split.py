@@ -33,7 +33,7 @@ class Split(msgspec.Struct, frozen=True):
 
     kind: Kind
     cuts: Annotated[tuple[_Count, ...], Meta(min_length=3, max_length=limits.SHARE_MACHINES + 1)]
-    layers: Annotated[int, Meta(ge=1, le=4096)]
+    layers: Annotated[int, Meta(ge=1, le=limits.LAYERS)]
     cached: _Count
     tokens: _Count
     chunk: Annotated[int, Meta(ge=1, le=2**20)]

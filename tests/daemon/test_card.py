@@ -31,13 +31,19 @@ MEASURED = {
 
 def engine(pid: int, **fields: Any) -> EngineStatus:
     blank: dict[str, Any] = dict.fromkeys(EngineStatus.__struct_fields__, 0)
-    return EngineStatus(**{**blank, "model": "m", "state": "ready", "pid": pid, **MEASURED, **fields})
+    named = {"model": "m", "part_of": "", "state": "ready", "pid": pid}
+    return EngineStatus(**{**blank, **named, **MEASURED, **fields})
+
+
+def part(pid: int, first: int, last: int, **fields: Any) -> EngineStatus:
+    held = {"part_of": "m", "first_layer": first, "last_layer": last, "decode_tok_s": 0.0}
+    return engine(pid, **{"model": f"m[{first}:{last}]", **held, **fields})
 
 
 class Daemon:
     """A card maker with everything it looks at."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: Any) -> None:
         self.engines: list[EngineStatus] = []
         self.listing = asyncio.Event()
         self.speeds = SpeedBook()
@@ -54,6 +60,7 @@ class Daemon:
             max_streams=4,
             publish=self.published,
             speeds=self.speeds,
+            **settings,
         )
 
     async def listed(self) -> None:
@@ -114,3 +121,36 @@ async def test_a_worker_is_believed_once_and_then_its_runs_are() -> None:
     assert daemon.model.prefill_tok_s > 1.5 * begun
     daemon.engines = [engine(8)]
     assert daemon.model.prefill_tok_s == begun
+
+
+@pytest.mark.one_loop
+async def test_a_machine_that_has_some_layers_tells_which_and_how_fast_they_are() -> None:
+    daemon = Daemon()
+    await daemon.listed()
+    daemon.engines = [part(7, 0, 4, kv_budget_bytes=5), part(8, 0, 14, kv_budget_bytes=9)]
+    told = daemon.model
+    # It answers nothing, so for a request it is as good as not loaded.
+    assert (told.state, told.part_first, told.part_last, told.kv_budget_bytes) == ("installed", 0, 14, 9)
+    assert (told.prefill_tok_s, told.prefill_context_s, told.decode_tok_s) == (310, 1.2e-6, 0)
+    assert (told.dtype, told.arithmetic) == ("float32", "")
+    daemon.engines = [part(8, 0, 14, state="loading")]
+    assert daemon.model.part_last == 0
+
+
+@pytest.mark.one_loop
+async def test_with_the_whole_model_loaded_a_part_says_nothing() -> None:
+    daemon = Daemon()
+    await daemon.listed()
+    daemon.engines = [engine(7, kv_budget_bytes=5), part(8, 0, 14)]
+    told = daemon.model
+    assert (told.state, told.part_last, told.kv_budget_bytes) == ("loaded", 0, 5)
+    # What is known of the whole model outlasts it.
+    daemon.engines = [part(9, 0, 14)]
+    assert (daemon.model.decode_tok_s, daemon.model.arithmetic) == (25, "0123456789abcdef")
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize(("most", "usable"), [(0, 1 << 32), (1 << 31, 1 << 31), (1 << 40, 1 << 32)])
+async def test_what_a_model_may_take_is_bounded_by_the_settings(most: int, usable: int) -> None:
+    daemon = Daemon(memory_fraction=0.5, max_memory_bytes=most)
+    assert daemon.maker.card().usable_bytes == usable

@@ -13,6 +13,7 @@ from asking import ask, run
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from fleetd import limits
+from fleetd.engine import part_speeds
 from fleetd.engine.calibrate import (
     CHUNKS,
     CONTEXT_BYTES,
@@ -23,7 +24,9 @@ from fleetd.engine.calibrate import (
     Speeds,
     calibrate,
 )
+from fleetd.engine.kv import Layout
 from fleetd.engine.pool import EnginePool
+from fleetd.engine.stage import Stage
 from fleetd.models.folder import ModelFolder
 
 
@@ -204,6 +207,34 @@ def test_answers_are_what_they_would_be_without_it(make: Callable[[], Any]) -> N
     assert speeds.prefill_tok_s > speeds.decode_tok_s > 0
     assert mx.array_equal(model(tokens, cache=make_prompt_cache(model)), before)
     assert mx.array_equal(mx.random.uniform(shape=(4,)), drawn)
+
+
+@pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize("held", [(0, 1), (1, 2), (0, 2)])
+def test_some_layers_are_told_as_the_whole_model_at_their_pace(
+    held: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_models.smollm2()
+    whole = Stage.of(model)
+    part = whole.part(*held)
+    ran: list[tuple[int, int]] = []
+
+    def measured(layers: Any, **_: Any) -> Speeds:
+        caches = layers.make_cache()
+        assert len(caches) == part.last - part.first
+        for count in (1, 100):
+            out = layers(mx.zeros((1, count), mx.int32), caches)
+            ran.append((out.shape[1], caches[0].offset))
+            assert len(set(out[0, :, 0].tolist())) > count // 2
+        return Speeds(100.0, 10.0, 1e-6, 0.1)
+
+    monkeypatch.setattr(part_speeds, "calibrate", measured)
+    share = (held[1] - held[0]) / whole.total
+    found = part_speeds.part_speeds(part, Layout.of(part), 4096, 1.0)
+    assert ran == [(1, 1), (100, 101)]
+    assert found == Speeds(
+        pytest.approx(100 * share), 0.0, pytest.approx(1e-6 / share), pytest.approx(0.1 / share)
+    )
 
 
 @pytest.mark.one_loop

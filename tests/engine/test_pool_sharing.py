@@ -35,6 +35,7 @@ async def test_a_loaded_model_helps_with_any_of_its_layers(make_pool: MakePool, 
     async with pool.assisting(model, 0, 2) as first, pool.assisting(model, 2, LAYERS) as second:
         # It fits, so all of it is loaded, and can answer too.
         assert first is second is pool.engine(model)
+        assert pool.part(model) is None
         assert pool._in_use("tiny")
     assert not pool._in_use("tiny")
     assert (await run(pool, model, prompt("r", 20, shared=False))).finished.usage.completion_tokens == 4
@@ -51,6 +52,11 @@ async def test_where_the_model_does_not_fit_some_layers_help(make_pool: MakePool
     assert not pool.holds(model, 2, LAYERS)
     (status,) = pool.status()
     assert (status.model, status.state) == ("tiny[0:2]", "ready")
+    assert (status.part_of, status.first_layer, status.last_layer) == ("tiny", 0, 2)
+    assert pool.part(model) == (0, 2)
+    # Prefill is measured here too; there is nothing that it could decode.
+    assert status.prefill_tok_s > 0
+    assert status.decode_tok_s == 0
     assert await _held(pool, model, 0, 1) == "tiny[0:2]"
     # All of them are still too many, and what is there stays.
     with pytest.raises(OutOfMemory):
@@ -59,6 +65,7 @@ async def test_where_the_model_does_not_fit_some_layers_help(make_pool: MakePool
         await pool.load(model)
     assert await pool.unload("tiny")
     assert pool.status() == []
+    assert pool.part(model) is None
 
 
 async def test_a_part_answers_nothing_and_goes_with_its_model(
