@@ -45,13 +45,29 @@ def prefilled(model: Any, tokens: Sequence[int], chunk: int, caches: Any = None,
     return alone
 
 
+# Of models that are kept here as well, so that their ids stay their own.
+_stages: dict[int, tuple[Any, Stage, Layout]] = {}
+_stores: dict[tuple[int, tuple[int, ...]], tuple[Any, PrefixCache]] = {}
+
+
+def staged(model: Any) -> tuple[Stage, Layout]:
+    """As a worker knows it from the time it was loaded."""
+    if id(model) not in _stages:
+        stage = Stage.of(model)
+        _stages[id(model)] = model, stage, Layout.of(stage)
+    return _stages[id(model)][1:]
+
+
 def prefix_of(model: Any, tokens: Sequence[int], cached: int) -> Any:
     """The first ``cached`` tokens' caches as the prefix cache gives them; None for none."""
     if not cached:
         return None
-    store = PrefixCache(1 << 30)
-    store.store(list(tokens[:cached]), prefilled(model, tokens[: cached + 1], 29).cache)
-    hit = store.fetch(list(tokens))
+    key = id(model), tuple(tokens[:cached])
+    if key not in _stores:
+        store = PrefixCache(1 << 30)
+        store.store(list(tokens[:cached]), prefilled(model, tokens[: cached + 1], 29).cache)
+        _stores[key] = model, store
+    hit = _stores[key][1].fetch(list(tokens))
     assert hit.tokens == cached
     return hit.cache
 
@@ -77,8 +93,7 @@ class Run:
         self.tokens = list(prompt(split.tokens + 1))
         self.streams = Streams(split.helpers, tampers=self.tampers)
         self.streams.events.fatal = self.fatal
-        stage = Stage.of(self.model)
-        layout = Layout.of(stage)
+        stage, layout = staged(self.model)
         self.home = SharedPrefill(
             stage,
             layout,
@@ -92,11 +107,13 @@ class Run:
         self.helpers = [self._helper(place) for place in range(split.helpers)]
 
     def _helper(self, place: int) -> Assisting:
-        stage, own = Stage.of(self.theirs or self.model), self.split.layers_of(place)
+        stage, layout = staged(self.theirs or self.model)
         if self.stages:
+            own = self.split.layers_of(place)
             stage = stage.part(own.start, own.stop)
+            layout = Layout.of(stage)
         assist = Assist("a", self.split, place)
-        return Assisting(stage, Layout.of(stage), assist, self.streams.of(place), clock=self.clock)
+        return Assisting(stage, layout, assist, self.streams.of(place), clock=self.clock)
 
     def turns(self, order: Callable[[int], Sequence[int]] | None = None) -> Iterator[None]:
         """One turn of everybody at a time, until the prompt is prefilled. Raises what home's step raises.
