@@ -25,8 +25,8 @@ from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError, InvalidValue, PeerLost, from_code
 from fleetd.plan.split import checked
 
-# What may still be counted as unsent when the other side already has all of it.
-_TAIL_BYTES = 2 * HEAD_BYTES
+# What may be unsent of a stream whose other end leaves, having all that it needs: the last head and the end.
+_TAIL_BYTES = HEAD_BYTES + limits.KIB
 
 
 class Assisting:
@@ -59,6 +59,8 @@ class Assisting:
         self._hashes: dict[int, bytes] = {}
         self._error: FleetError | None = None
         self._ended = False
+        # Streams whose other ends have left, having all they need.
+        self._left: set[str] = set()
         self._closed = False
         self._pipes: dict[str, Pipe] = {}
         self._incoming: dict[str, Incoming] = {}
@@ -96,7 +98,9 @@ class Assisting:
     @property
     def finished(self) -> bool:
         """Everything is computed and sent."""
-        return self._ended and all(pipe.backlog <= _TAIL_BYTES for pipe in self._pipes.values())
+        return self._ended and all(
+            name in self._left or pipe.backlog == 0 for name, pipe in self._pipes.items()
+        )
 
     @property
     def due_s(self) -> float | None:
@@ -151,7 +155,8 @@ class Assisting:
             return
         for name, pipe in self._pipes.items():
             # What comes before this helper's part is of use once its tokens and its prefix are here.
-            if name == "in" and self._incoming["home"].left:
+            early = name == "in" and self._incoming["home"].left
+            if early or name in self._left:
                 continue
             try:
                 self._receive_from(name, pipe)
@@ -159,6 +164,7 @@ class Assisting:
                 if not self._over(name, pipe):
                     self._error = from_code(error.code, f"{name}: {error.message}", hint=error.hint)
                     return
+                self._left.add(name)
 
     def _receive_from(self, name: str, pipe: Pipe) -> None:
         incoming = self._incoming[name]

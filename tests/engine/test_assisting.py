@@ -9,7 +9,9 @@ import pytest
 from shared_runs import LAYERS, Run
 from tiny_architectures import tiny
 
-from fleetd.engine.frames import Kind
+from fleetd import limits
+from fleetd.engine.frames import HEAD_BYTES, Kind
+from fleetd.errors import PeerLost
 from fleetd.plan.split import Split
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -66,6 +68,37 @@ def test_it_says_where_its_time_went_and_what_crossed_its_links(llama: Any, spli
     row = 2 * 2 * 32 * 4
     rows = sum(head.nbytes for p in run.streams.ends.values() for head in p.sent if head.kind is Kind.ROWS)
     assert rows >= row * 3 * 77
+
+
+@BOTH
+def test_others_may_leave_as_soon_as_they_have_what_they_need(llama: Any, split: Split) -> None:
+    """Home closes its streams on the last frame, before the helper could end them."""
+    run = Run(llama, split, clock=Clock(tick=0.01))
+    for _ in run.turns():
+        pass
+    for helper in run.helpers:
+        for pipe in helper._pipes.values():
+            pipe.backlog = HEAD_BYTES + limits.KIB  # as if the end were still on its way
+    for end in list(run.streams.ends.values()):
+        end.fail()
+    for helper in run.helpers:
+        assert helper.ready
+        assert helper.finished
+        helper.step()
+
+
+@BOTH
+def test_a_stream_that_breaks_before_its_last_rows_are_sent_is_an_error(llama: Any, split: Split) -> None:
+    run = Run(llama, split, clock=Clock(tick=0.01))
+    for helper in run.helpers:
+        while helper.ready:
+            helper.step()
+    for end in list(run.streams.ends.values()):
+        end.fail()
+    for helper in run.helpers:
+        assert not helper.finished
+        with pytest.raises(PeerLost):
+            helper.step()
 
 
 @BOTH
