@@ -203,6 +203,8 @@ SHARE_STEPS = 512
 SHARE_PENALTY_S, SHARE_PENALTY_MOST_S = 30.0, 960.0
 # The same helper is not asked again to load the same model within this time.
 SHARE_WARM_S = 60.0
+# A model that could not be loaded to help others is not tried again within this time.
+SHARE_LOAD_AGAIN_S = 600.0
 # Requests of which it is kept what was planned and what came of it: a week of a busy person's, 2 MB.
 TRACES = 500
 # Other ways of computing a prompt that one of these remembers.

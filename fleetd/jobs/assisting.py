@@ -46,7 +46,8 @@ class Pool(Protocol):
     def holds(self, folder: Any, first: int, last: int) -> bool:
         """Whether a ready worker has these layers, so that helping would load nothing."""
 
-    async def load(self, folder: Any) -> None: ...
+    def part(self, folder: Any) -> tuple[int, int] | None:
+        """Layers that a worker has, or is loading, which has not all of them."""
 
     def assisting(self, folder: Any, first: int, last: int) -> AbstractAsyncContextManager[Engine]:
         """A ready engine that has these layers, and keeps them while it is used; loads one if need be."""
@@ -89,6 +90,8 @@ class Assists:
         self._finished = finished
         self._running = 0
         self._warming: asyncio.Task[None] | None = None
+        # Models that could not be loaded for others, and until when that is not tried again.
+        self._unloadable_s: dict[str, float] = {}
 
     async def assist(self, peer: str, body: bytes, stream: Stream) -> None:
         """Compute one part of a prompt. Raises FleetError: what the other side is told."""
@@ -162,29 +165,40 @@ class Assists:
     # ---- getting ready -----------------------------------------------------------------------------------
 
     async def warm(self, _peer: str, body: bytes, stream: Stream) -> None:
-        """Load a model for prompts to come. Answered at once; one at a time, and nothing in use gives way."""
+        """Load a model for prompts to come, or some layers of it where it does not fit.
+
+        Answered at once; one at a time, and nothing that is loaded gives way.
+        """
         asked = wire.decode(body, wire.Warm)
         self._admit()
         if self._warming is not None and not self._warming.done():
             raise Overloaded("This machine is loading a model already.")
         folder = await self._holding(asked.model, asked.digest)
-        if self._pool.engine(folder) is None:
-            self._check_room(asked)
-            self._warming = asyncio.create_task(self._load(folder))
+        if not self._pool.holds(folder, asked.first, asked.last):
+            if (part := self._pool.part(folder)) is not None:
+                raise Overloaded(f"This machine has layers {part[0]} to {part[1]} of {folder.name} already.")
+            self._check_room(asked, folder.name)
+            self._warming = asyncio.create_task(self._load(folder, asked.first, asked.last))
         stream.send(wire.ALIVE)
 
-    def _check_room(self, asked: wire.Warm) -> None:
+    def _check_room(self, asked: wire.Warm, name: str) -> None:
         """What is loaded and idle is for this machine's own next prompt: it does not give way."""
+        if asyncio.get_running_loop().time() < self._unloadable_s.get(name, float("-inf")):
+            raise Overloaded(f"{asked.model} could not be loaded on this machine a short while ago.")
+        # What some layers need, only their worker finds out; it takes no more than is free either.
         card = self._own_card()
         needed = next((model.memory_bytes for model in card.models if model.digest == asked.digest), 0)
-        if needed > card.available_bytes:
+        if not asked.last and needed > (card.usable_bytes or card.available_bytes):
             raise Overloaded(f"{asked.model} needs more memory than is free on this machine now.")
 
-    async def _load(self, folder: Any) -> None:
-        log.info("assist.warming", model=folder.name)
+    async def _load(self, folder: Any, first: int, last: int) -> None:
+        log.info("assist.warming", model=folder.name, layers=f"{first}:{last}" if last else "all")
         try:
-            await self._pool.load(folder)
+            async with self._pool.assisting(folder, first, last):
+                pass  # it stays loaded
         except FleetError as error:
+            again_s = asyncio.get_running_loop().time() + limits.SHARE_LOAD_AGAIN_S
+            self._unloadable_s[folder.name] = again_s
             log.warning("assist.not_warmed", model=folder.name, error=str(error))
 
     async def close(self) -> None:

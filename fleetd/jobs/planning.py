@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Ready
 from fleetd.jobs.placing import Machine as Member
 from fleetd.jobs.share_views import OptionView, StepView
@@ -17,6 +18,8 @@ from fleetd.plan.route import USABLE
 from fleetd.plan.sharing import Choice, Machine, Option, Prompt, Refusal, refusal
 
 THIS = "this"
+# Beyond this, what one machine takes says nothing about others.
+_PACE_MOST = 10.0
 
 
 def prompt(tokens: int, cached: int, chunk: int, facts: Ready) -> Prompt:
@@ -36,40 +39,53 @@ def prompt(tokens: int, cached: int, chunk: int, facts: Ready) -> Prompt:
         exact_chunks=arithmetic is None or arithmetic.chunks == "same",
         unshareable=unshareable,
         weights_bytes=facts.weights_bytes,
+        outside_bytes=facts.outside_bytes,
     )
 
 
 def home(card: Card, held: ModelCard, facts: Ready) -> Machine:
     """The machine that answers."""
-    # Until the first card after a load has the measurement, the engine itself has it.
-    speed, is_modelled = _speed(card, held, facts)
-    if is_modelled and facts.prefill_tok_s > 0:
-        speed, is_modelled = _measured(facts), False
+    speed, is_modelled = _speed(card, _known(held, facts), facts)
     return Machine(card.node_id, THIS, speed, running=card.running, modelled=is_modelled)
 
 
-def helper(member: Member, own: ModelCard, facts: Ready, penalty: str = "") -> Machine:
+def pace(card: Card, held: ModelCard, facts: Ready) -> float:
+    """How many times as long the machine that answers takes as by its makers' figures; 1 if nobody knows.
+
+    Other machines will take as many times theirs: most of it is the model's doing, and the program's.
+    """
+    tok_s = _known(held, facts).prefill_tok_s
+    if tok_s <= 0:
+        return 1.0
+    return min(_PACE_MOST, max(1 / _PACE_MOST, _chip(card).prefill_tok_s(facts.weights_bytes) / tok_s))
+
+
+def helper(member: Member, own: ModelCard, facts: Ready, pace: float = 1.0, penalty: str = "") -> Machine:
     """Another machine, which may turn out to be no help.
 
     Args:
         own: the model on the machine that answers.
+        pace: that machine's.
         penalty: why it is left out for a while, as a sentence.
     """
     card = member.card
     held = holding(member, own.digest)
     known = held or ModelCard(own.name)
     speed, is_modelled = _speed(card, known, facts)
+    part = (known.part_first, known.part_last) if known.part_last > known.part_first else None
+    loaded = known.state == "loaded" or part is not None
     return Machine(
         card.node_id,
         member.name,
-        speed,
+        speed.times(pace) if is_modelled else speed,
         link=Link(member.bytes_per_s, member.rtt_s),
-        loaded=known.state == "loaded",
-        load_s=0.0 if known.state == "loaded" else hardware.load_s(facts.weights_bytes),
-        room_bytes=card.available_bytes,
+        loaded=loaded,
+        load_s=0.0 if loaded else hardware.load_s(facts.weights_bytes),
+        room_bytes=_room_bytes(card, known, loaded=loaded),
         running=card.running,
         exact=bool(known.arithmetic) and known.arithmetic == own.arithmetic,
         modelled=is_modelled,
+        held=part if known.state != "loaded" else None,
         refusal=_refusal(member, held, facts, penalty),
     )
 
@@ -105,17 +121,31 @@ def _refusal(member: Member, held: ModelCard | None, facts: Ready, penalty: str)
     return None
 
 
-def _speed(card: Card, held: ModelCard, facts: Ready) -> tuple[Speed, bool]:
+def _room_bytes(card: Card, held: ModelCard, *, loaded: bool) -> int:
+    """For keys and values, and for weights where they are not loaded: of what is free, nothing gives way."""
+    if loaded:
+        return min(card.available_bytes, held.kv_budget_bytes or card.available_bytes)
+    return max(0, (card.usable_bytes or card.available_bytes) - WORKING_BYTES)
+
+
+def _known(held: ModelCard, facts: Ready) -> ModelCard | Ready:
+    """Until the first card after a load has the measurement, the engine itself has it."""
+    return held if held.prefill_tok_s > 0 else facts
+
+
+def _speed(card: Card, found: ModelCard | Ready, facts: Ready) -> tuple[Speed, bool]:
     """And whether nobody measured it."""
-    if held.prefill_tok_s > 0:
-        return _measured(held), False
+    chip = _chip(card)
+    if found.prefill_tok_s <= 0:
+        return modelled(chip, facts.weights_bytes, facts.layers, facts.hidden_bytes), True
+    # There was no time to measure behind a context, or it did not show.
+    context_s = found.prefill_context_s or chip.prefill_context_s(facts.layers, facts.hidden_bytes)
+    return Speed.measured(found.prefill_tok_s, context_s, found.prefill_fixed_s), False
+
+
+def _chip(card: Card) -> hardware.Hardware:
     machine = card.machine
-    chip = hardware.hardware_of(machine.chip, machine.accelerator, machine.cores)
-    return modelled(chip, facts.weights_bytes, facts.layers, facts.hidden_bytes), True
-
-
-def _measured(found: ModelCard | Ready) -> Speed:
-    return Speed.measured(found.prefill_tok_s, found.prefill_context_s, found.prefill_fixed_s)
+    return hardware.hardware_of(machine.chip, machine.accelerator, machine.cores)
 
 
 def choose(asked: Prompt, here: Machine, helpers: Iterable[Machine], previous: Option | None) -> Choice:

@@ -5,7 +5,7 @@
     → Go                              where its last output goes
     ← b""*, Done                      it computes; it has sent everything
 
-    → WARM    Warm                    load a model in the background, for the next prompt
+    → WARM    Warm                    load a model, or some layers of it, for the next prompt
     ← b""
 
 Errors and cancellation are the stream's own. All messages are bounded before they are decoded.
@@ -34,6 +34,7 @@ _STEP_SECONDS = 1e9
 
 _Model = Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
 _Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]*$")]
+_Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
 _Node = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 
 
@@ -71,8 +72,12 @@ class Done(msgspec.Struct, frozen=True):
 
 
 class Warm(msgspec.Struct, frozen=True):
+    """Layers [``first``, ``last``), where there is no room for all; (0, 0) is the whole model."""
+
     model: _Model
     digest: _Digest
+    first: _Layer = 0
+    last: _Layer = 0
 
 
 _Message = Ask | Offer | Go | Done | Warm
@@ -104,8 +109,10 @@ def decode(body: bytes, kind: type[_T]) -> _T:
         case Done(steps):
             for step in steps:
                 _check_step(step)
-        case Warm(model):
+        case Warm(model, _, first, last):
             _check_name(model)
+            if not first < last and (first, last) != (0, 0):
+                raise ProtocolError(f"A peer asked for layers {first} to {last}, which are none.")
         case _:
             pass
     return message  # type: ignore[no-any-return]  # msgspec made it of this kind

@@ -34,7 +34,7 @@ from fleetd.jobs.share_views import PlanQuestion, PlanView, Trace
 from fleetd.observe import get_logger
 from fleetd.p2p.cards import Card, ModelCard
 from fleetd.plan.costs import MEASURED_TOKENS
-from fleetd.plan.sharing import Choice, Option
+from fleetd.plan.options import Choice, Load, Option
 
 log = get_logger("fleetd.sharing")
 
@@ -184,23 +184,25 @@ class Sharing:
         return next((m for m in self._own_card().models if m.name == name and m.digest), None)
 
     def choose(self, own: ModelCard, tokens: int, cached: int, chunk: int, facts: Ready) -> Choice:
-        now_s = self.monotonic()
+        now_s, card = self.monotonic(), self._own_card()
+        pace = planning.pace(card, own, facts)
         helpers = [
-            planning.helper(member, own, facts, self.penalties.reason(member.card.node_id, now_s))
+            planning.helper(member, own, facts, pace, self.penalties.reason(member.card.node_id, now_s))
             for member in self.partners.machines()
         ]
         asked = planning.prompt(tokens, cached, chunk, facts)
-        here = planning.home(self._own_card(), own, facts)
+        here = planning.home(card, own, facts)
         return planning.choose(asked, here, helpers, self._previous.get(own.name))
 
     def chose(self, choice: Choice, own: ModelCard) -> None:
         """Remember it, and let helpers load what would have made this one faster."""
         self._previous[own.name] = choice.best
         now_s = self.monotonic()
-        for node_id in choice.warm:
-            if now_s - self._warmed.get((node_id, own.digest), float("-inf")) >= limits.SHARE_WARM_S:
-                self._warmed[node_id, own.digest] = now_s
-                self.later(self._warm(node_id, own))
+        for load in choice.warm:
+            before_s = self._warmed.get((load.node_id, own.digest), float("-inf"))
+            if now_s - before_s >= limits.SHARE_WARM_S:
+                self._warmed[load.node_id, own.digest] = now_s
+                self.later(self._warm(load, own))
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Something that nobody waits for."""
@@ -227,12 +229,12 @@ class Sharing:
         if self._background:
             await asyncio.wait(set(self._background))
 
-    async def _warm(self, node_id: str, own: ModelCard) -> None:
+    async def _warm(self, load: Load, own: ModelCard) -> None:
         try:
-            body = wire.encode(wire.Warm(own.name, own.digest))
-            await self.partners.ask(node_id, wire.WARM, body, within_s=_WARM_WITHIN_S)
+            body = wire.encode(wire.Warm(own.name, own.digest, load.first, load.last))
+            await self.partners.ask(load.node_id, wire.WARM, body, within_s=_WARM_WITHIN_S)
         except FleetError as error:
-            log.info("share.not_warmed", peer=node_id[:7], model=own.name, reason=str(error))
+            log.info("share.not_warmed", peer=load.node_id[:7], model=own.name, reason=str(error))
 
 
 class _Prompt:

@@ -24,20 +24,24 @@ _HARDLY = 2.0
 _HALVINGS = 16
 
 Cuts = tuple[int, ...]
+# Layers [first, last).
+Part = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Helper:
     """A helper and its bounds.
 
-    ``room_bytes``: for keys, values and hidden states, and for its part of ``weights_bytes`` (0 where they
-    are loaded). ``step_s``: how long it should compute at a time.
+    ``room_bytes``: for keys, values and hidden states, and for its part of the weights where they are not
+    ``loaded``. ``step_s``: how long it should compute at a time. ``held``: the only layers that it has; None
+    is all.
     """
 
     place: Place
     room_bytes: float = math.inf
-    weights_bytes: int = 0
+    loaded: bool = True
     step_s: float = math.inf
+    held: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,27 @@ class Found:
     @property
     def total_s(self) -> float:
         return self.timeline.total_s
+
+
+def cut_bounds(layers: int, held: Sequence[Part | None], *, whole: bool = False) -> list[Part] | None:
+    """For each cut behind a helper, between which layers it may stand, so that all have what they compute.
+
+    Args:
+        held: the layers that each helper of a chain has; None is all.
+        whole: nothing is left for home.
+
+    None where machines with these layers, in this order, are no chain.
+    """
+    parts = [part or (0, layers) for part in held]
+    firsts = [first for first, _ in parts]
+    lows, highs = [0], [layers if whole else layers - 1]
+    for first in (*firsts[1:], layers if whole else 0):
+        lows.append(max(lows[-1] + 1, first))
+    for _, last in reversed(parts):
+        highs[0] = min(highs[0], last)
+        highs.insert(0, highs[0] - 1)
+    bounds = list(zip(lows, highs, strict=True))[1:]
+    return bounds if firsts[0] == 0 and all(low <= high for low, high in bounds) else None
 
 
 class Search:
@@ -71,7 +96,14 @@ class Search:
         """
         if whole and len(self._helpers) > 1 and self._home_layers() > _HARDLY:
             return None
-        starts = [(chunk, cuts) for chunk in self._sizes() if (cuts := self._even_layers(chunk, whole=whole))]
+        bounds = cut_bounds(self._prompt.layers, [helper.held for helper in self._helpers], whole=whole)
+        if bounds is None:
+            return None
+        starts = [
+            (chunk, cuts)
+            for chunk in self._sizes()
+            if (cuts := self._even_layers(chunk, bounds, whole=whole))
+        ]
         quick = [start for start in starts if self._steps_fit(*start)] or starts[:1]
         moved = range(1, len(self._helpers) + (0 if whole else 1))
         least = 0 if whole else 1
@@ -83,7 +115,12 @@ class Search:
         return self._best(quick, price, moved, lambda chunk: 1)
 
     def tokens(self) -> Found | None:
-        """Layer after layer, each machine on tokens of its own. None as above, or for too short a prompt."""
+        """Layer after layer, each machine on tokens of its own.
+
+        None as above, for too short a prompt, or where a helper does not have all layers.
+        """
+        if any(helper.held is not None for helper in self._helpers):
+            return None
         ends = self._even_tokens()
         starts = [(chunk, cuts) for chunk in self._sizes() if (cuts := self._rounded(ends, chunk))]
 
@@ -139,7 +176,7 @@ class Search:
         rates = [1 / speed.total(1.0, prompt.new, prompt.chunk) for speed in (*speeds, self._home)]
         return prompt.layers * rates[-1] / sum(rates)
 
-    def _even_layers(self, chunk: int, *, whole: bool) -> Cuts | None:
+    def _even_layers(self, chunk: int, bounds: Sequence[Part], *, whole: bool) -> Cuts | None:
         """Layers in proportion to how many of them a machine, or its link, gets through in the same time."""
         prompt, layers = self._prompt, self._prompt.layers
         sent = prompt.kv_bytes_per_token * len(prompt.new)
@@ -150,17 +187,15 @@ class Search:
             rooms.append(self._layers_room(helper, chunk))
         if not whole:
             rates.append(1 / self._home.total(1.0, prompt.new, chunk))
-        if min(rooms) < 1 or layers < len(rates):
-            return None
         cuts, left_rate = [0], sum(rates)
-        for i, room in enumerate(rooms):
-            left = layers - cuts[-1]
-            share = left if whole and i == len(rooms) - 1 else round(left * rates[i] / left_rate)
-            # One layer at least for each machine that comes after.
-            cuts.append(cuts[-1] + max(1, min(share, room, left - (len(rates) - 1 - i))))
-            left_rate -= rates[i]
-        # What the last helper has no room for would be left to home.
-        return (*cuts, layers) if not whole or cuts[-1] == layers else None
+        for rate, room, (low, high) in zip(rates[: len(rooms)], rooms, bounds, strict=True):
+            share = round((layers - cuts[-1]) * rate / left_rate)
+            cut = max(low, cuts[-1] + 1, min(high, cuts[-1] + min(share, room)))
+            if cut > min(high, cuts[-1] + room):
+                return None
+            cuts.append(cut)
+            left_rate -= rate
+        return (*cuts, layers)
 
     def _even_tokens(self) -> list[float]:
         """Where each helper's tokens end if everybody takes the same time."""
@@ -192,7 +227,7 @@ class Search:
         prompt, kv, chunk = self._prompt, max(1, self._prompt.kv_bytes_per_token), self._prompt.chunk
         ends, at = [], float(prompt.cached)
         for helper, onward in zip(self._helpers, self._onward, strict=True):
-            link, room = helper.place.link, helper.room_bytes - helper.weights_bytes
+            link, room = helper.place.link, helper.room_bytes - self._weights_bytes(helper)
             end = at + helper.place.speed.fitting(at, seconds, chunk)
             end = min(end, at + seconds * max(1.0, link.bytes_per_s) / kv)
             if onward is not None:
@@ -207,8 +242,12 @@ class Search:
     def _layers_room(self, helper: Helper, chunk: int) -> int:
         """How many layers' rows, and weights where they are not loaded, it has room for."""
         prompt = self._prompt
-        room = helper.room_bytes - 2 * chunk * prompt.hidden_bytes
-        per_layer = (prompt.kv_bytes_per_token * prompt.tokens + helper.weights_bytes) / prompt.layers
+        room, per_layer = helper.room_bytes - 2 * chunk * prompt.hidden_bytes, 0.0
+        if not helper.loaded:
+            # No part has both ends of the model, the embedding and the head; which one, is not known yet.
+            room -= prompt.outside_bytes
+            per_layer = max(0, prompt.weights_bytes - prompt.outside_bytes) / prompt.layers
+        per_layer += prompt.kv_bytes_per_token * prompt.tokens / prompt.layers
         if room == math.inf or room >= per_layer * prompt.layers:
             return prompt.layers
         return max(0, math.floor(room / per_layer))
@@ -217,6 +256,7 @@ class Search:
         parts = itertools.pairwise(cuts)
         return all(
             b - a <= self._layers_room(helper, chunk)
+            and (helper.held is None or helper.held[0] <= a <= b <= helper.held[1])
             for helper, (a, b) in zip(self._helpers, parts, strict=False)
         )
 
@@ -224,10 +264,13 @@ class Search:
         """Rows of all tokens up to its own last, and its own tokens' hidden states between two layers."""
         prompt = self._prompt
         return all(
-            helper.weights_bytes + b * prompt.kv_bytes_per_token + (b - a) * prompt.hidden_bytes
+            self._weights_bytes(helper) + b * prompt.kv_bytes_per_token + (b - a) * prompt.hidden_bytes
             <= helper.room_bytes
             for helper, (a, b) in zip(self._helpers, itertools.pairwise(cuts), strict=False)
         )
+
+    def _weights_bytes(self, helper: Helper) -> int:
+        return 0 if helper.loaded else self._prompt.weights_bytes
 
     def _steps_fit(self, chunk: int, cuts: Cuts) -> bool:
         """Whether nobody computes for longer at a time than it should, at the end of the prompt."""

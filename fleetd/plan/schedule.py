@@ -38,8 +38,9 @@ class Prompt:
 
     ``tokens`` and ``cached`` as ``Split`` has them: the prompt without its last token, and how much of that
     is in the prefix cache. Bytes over all layers: of a token's keys and values; of its hidden state; of the
-    weights. ``chunk``: how many tokens at a time would be computed alone; with ``exact_chunks`` no other
-    size will do. ``unshareable``: why nobody can help, "" where they can.
+    weights, and ``outside_bytes`` of those that belong to no layer. ``chunk``: how many tokens at a time
+    would be computed alone; with ``exact_chunks`` no other size will do. ``unshareable``: why nobody can
+    help, "" where they can.
     """
 
     tokens: int
@@ -51,6 +52,7 @@ class Prompt:
     exact_chunks: bool = False
     unshareable: str = ""
     weights_bytes: int = 0
+    outside_bytes: int = 0
 
     @property
     def new(self) -> range:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from fleetd import limits
 from fleetd.plan.costs import Link, Speed
-from fleetd.plan.cuts import Found, Helper, Search
+from fleetd.plan.cuts import Found, Helper, Part, Search, cut_bounds
+from fleetd.plan.options import Choice, Code, Kind, Load, Machine, Option, Refusal, refusal
 from fleetd.plan.route import ADVANTAGE, CAUTION
 from fleetd.plan.schedule import SETUP_ROUND_TRIPS, Place, Prompt, Timeline, timeline
 from fleetd.plan.split import Split, checked
@@ -25,6 +25,7 @@ from fleetd.plan.split import Split, checked
 __all__ = [
     "Choice",
     "Link",
+    "Load",
     "Machine",
     "Option",
     "Prompt",
@@ -34,32 +35,6 @@ __all__ = [
     "explain",
     "options",
     "refusal",
-]
-
-# "any" stands for a machine that cannot help in any way.
-Kind = Literal["local", "layers", "tokens", "whole", "any"]
-Code = Literal[
-    "",
-    # what the prompt is
-    "unshareable",
-    "short",
-    # what the machine is, or does
-    "private",
-    "unusable",
-    "other_files",
-    "dtype",
-    "versions",
-    "draining",
-    "failed",
-    "busy",
-    "cold",
-    "no_room",
-    "slow_link",
-    # what comes out
-    "slower",
-    "margin",
-    "unmeasured",
-    "kept",
 ]
 
 # What was chosen for the prompt before counts for so much less: two ways that are alike must not take turns.
@@ -75,89 +50,6 @@ _UNLIMITED = 1e15
 _NOWHERE = Link(0.0)
 # Steps shorter than this are not worth a line.
 _SHOWN_S = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    code: Code
-    sentence: str
-
-
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """A machine as the planner sees it; ``link`` leads to the one that answers, and is None for itself.
-
-    ``load_s``: until the model would be loaded, where it is not. ``room_bytes``: for this prompt's keys and
-    values, and for the weights where they are not loaded. ``running``: what else computes there. ``exact``:
-    its bytes would be those of the machine that answers. ``modelled``: nobody measured ``speed``.
-    ``refusal``: why it is out, whatever it could do.
-    """
-
-    node_id: str
-    name: str
-    speed: Speed
-    link: Link | None = None
-    loaded: bool = True
-    load_s: float = 0.0
-    room_bytes: int = 1 << 62
-    running: int = 0
-    exact: bool = True
-    modelled: bool = False
-    refusal: Refusal | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Option:
-    """A way to prefill the prompt.
-
-    ``helpers`` in the order of the chain, ``names`` theirs. ``split`` is None for local, and where nothing
-    was priced (``predicted_s`` 0). ``steps`` add up to ``predicted_s``: from now until decoding may begin.
-    ``code`` "" may be chosen; any other says why not, and ``reason`` says it in a sentence. ``cold``: helpers
-    that would have to load the model first, which takes ``load_s`` of ``predicted_s``.
-    """
-
-    kind: Kind
-    helpers: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    split: Split | None = None
-    predicted_s: float = 0.0
-    steps: tuple[tuple[str, float], ...] = ()
-    code: Code = ""
-    reason: str = ""
-    exact: bool = True
-    modelled: bool = False
-    cold: tuple[str, ...] = ()
-    load_s: float = 0.0
-
-    @property
-    def priced(self) -> bool:
-        return self.kind == "local" or self.split is not None
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """``rejected``: all others, with reasons, cheapest first. ``warm``: helpers that should load the model
-    now, because with them the next such prompt would be clearly faster."""
-
-    best: Option
-    rejected: tuple[Option, ...]
-    warm: tuple[str, ...] = ()
-
-
-_SENTENCES: dict[Code, str] = {
-    "private": "{name} may not see prompts.",
-    "other_files": "{name} has no model with these files.",
-    "dtype": "{name} computes in another precision.",
-    "versions": "{name} runs another version of the engine.",
-    "draining": "{name} is stopping.",
-    "failed": "{name} failed to help a short while ago.",
-    "unusable": "{name} cannot be reached.",
-}
-
-
-def refusal(code: Code, name: str) -> Refusal:
-    """What the caller knows of a machine, in the planner's words."""
-    return Refusal(code, _SENTENCES[code].format(name=name))
 
 
 # ---- What there is ---------------------------------------------------------------------------------------
@@ -177,6 +69,10 @@ def options(prompt: Prompt, home: Machine, helpers: Iterable[Machine]) -> list[O
             found.append(_refused(machine, refused))
     alone: list[tuple[float, Machine]] = []
     for machine in able:
+        if machine.held is not None and machine.held[0] > 0:
+            found.append(_refused(machine, _part(machine, machine.held)))
+            alone.append((math.inf, machine))
+            continue
         ways = _ways(prompt, home, [machine])
         if not ways:
             found.append(_refused(machine, _no_room(machine)))
@@ -213,6 +109,14 @@ def _no_room(machine: Machine) -> Refusal:
     return Refusal("no_room", f"{machine.name} has {free} free, too little for a part of this prompt.")
 
 
+def _part(machine: Machine, held: Part) -> Refusal:
+    first, last = held
+    return Refusal(
+        "part",
+        f"{machine.name} has {_layers(first, last)} only: others would have to compute what is before.",
+    )
+
+
 def _refused(machine: Machine, refused: Refusal) -> Option:
     return Option(
         "any",
@@ -226,8 +130,9 @@ def _refused(machine: Machine, refused: Refusal) -> Option:
 
 def _ways(prompt: Prompt, home: Machine, machines: Sequence[Machine]) -> list[Option]:
     """The best split of each kind over these machines, those that they have room for."""
-    # Who has the slowest link goes first: its last rows then travel while the others still compute.
-    chain = sorted(machines, key=lambda m: (m.link.bytes_per_s if m.link else 0.0, m.node_id))
+    chain = _chain(prompt, machines)
+    if chain is None:
+        return []
     start = max(prompt.cached, prompt.tokens - prompt.chunk)
     alone_s = _speed(home).seconds(1.0, start, prompt.chunk)
     bounded = [_helper(prompt, machine, alone_s) for machine in chain]
@@ -243,6 +148,16 @@ def _ways(prompt: Prompt, home: Machine, machines: Sequence[Machine]) -> list[Op
     return ways
 
 
+def _chain(prompt: Prompt, machines: Sequence[Machine]) -> Sequence[Machine] | None:
+    """In an order in which those that have certain layers only can compute them; None where there is none."""
+    # Who has the slowest link goes first: its last rows then travel while the others still compute.
+    by_link = sorted(machines, key=lambda m: (m.link.bytes_per_s if m.link else 0.0, m.node_id))
+    if all(machine.held is None for machine in machines):
+        return by_link
+    orders = itertools.permutations(by_link)
+    return next((order for order in orders if cut_bounds(prompt.layers, [m.held for m in order])), None)
+
+
 def _option(kind: Kind, prompt: Prompt, home: Machine, chain: Sequence[Machine], found: Found) -> Option:
     split = checked(
         Split(
@@ -254,7 +169,11 @@ def _option(kind: Kind, prompt: Prompt, home: Machine, chain: Sequence[Machine],
             chunk=found.chunk,
         )
     )
-    cold = [machine for machine in chain if not machine.loaded]
+    cold = {
+        machine: _load(prompt, machine, split.layers_of(place))
+        for place, machine in enumerate(chain)
+        if not machine.loaded
+    }
     load_s = max((machine.load_s for machine in cold), default=0.0)
     total_s = load_s + found.total_s
     code: Code = ""
@@ -262,8 +181,9 @@ def _option(kind: Kind, prompt: Prompt, home: Machine, chain: Sequence[Machine],
     # The agreement does not wait for a load.
     if load_s > limits.SHARE_SETUP_S:
         code, names = "cold", _listed([machine.name for machine in cold])
+        parts = {_layers(load.first, load.last) if load.last else "the model" for load in cold.values()}
         reason = (
-            f"{total_s:.1f} s: {names} would have to load the model first ({load_s:.1f} s); "
+            f"{names} would have to load {_listed(sorted(parts))} first ({load_s:.1f} s); "
             f"loaded, it would take {found.total_s:.1f} s."
         )
     return Option(
@@ -277,9 +197,17 @@ def _option(kind: Kind, prompt: Prompt, home: Machine, chain: Sequence[Machine],
         reason=reason,
         exact=all(machine.exact for machine in chain),
         modelled=home.modelled or any(machine.modelled for machine in chain),
-        cold=tuple(machine.node_id for machine in cold),
+        cold=tuple(cold.values()),
         load_s=load_s,
     )
+
+
+def _load(prompt: Prompt, machine: Machine, layers: range) -> Load:
+    """All of the model, where such a prompt would fit beside it: then it can answer too. Else these."""
+    whole_bytes = prompt.weights_bytes + prompt.kv_bytes_per_token * prompt.tokens
+    if whole_bytes <= machine.room_bytes or len(layers) == prompt.layers:
+        return Load(machine.node_id)
+    return Load(machine.node_id, layers.start, layers.stop)
 
 
 def _steps(line: Timeline) -> tuple[tuple[str, float], ...]:
@@ -296,8 +224,9 @@ def _helper(prompt: Prompt, machine: Machine, alone_s: float) -> Helper:
     return Helper(
         Place(_speed(machine), machine.link or _NOWHERE),
         machine.room_bytes,
-        0 if machine.loaded else prompt.weights_bytes,
+        machine.loaded,
         _step_s(machine, alone_s),
+        machine.held,
     )
 
 
@@ -327,10 +256,7 @@ def _with_link(
         sentence = f"The link to {machine.name} takes {1000 * link.rtt_s:.0f} ms there and back."
     else:
         return list(ways)
-    return [
-        way if way.code else replace(way, code="slow_link", reason=f"{way.predicted_s:.2f} s: {sentence}")
-        for way in ways
-    ]
+    return [way if way.code else replace(way, code="slow_link", reason=sentence) for way in ways]
 
 
 def _least_rate(prompt: Prompt, split: Split, helper: Place, home: Speed, target_s: float) -> float:
@@ -373,7 +299,7 @@ def choose(found: Sequence[Option], previous: Option | None = None) -> Choice:
     return Choice(best, tuple(rejected), _warm(found, best))
 
 
-def _warm(found: Sequence[Option], best: Option) -> tuple[str, ...]:
+def _warm(found: Sequence[Option], best: Option) -> tuple[Load, ...]:
     cold = [option for option in found if option.code == "cold"]
     loaded = min(cold, key=lambda option: option.predicted_s - option.load_s, default=None)
     if loaded is None or loaded.predicted_s - loaded.load_s > ADVANTAGE * best.predicted_s:
@@ -382,22 +308,19 @@ def _warm(found: Sequence[Option], best: Option) -> tuple[str, ...]:
 
 
 def _rejected(option: Option, best: Option, local: Option) -> Option:
-    price, than = f"{option.predicted_s:.2f} s", _way(best)
     code: Code = "slower"
+    faster = _percent(1 - option.predicted_s / best.predicted_s)
     if option.predicted_s > best.predicted_s:
-        sentence = f"{price}: {_percent(option.predicted_s / best.predicted_s - 1)} slower than {than}."
-    elif best is not local:
-        code = "kept"
-        faster = _percent(1 - option.predicted_s / best.predicted_s)
-        sentence = f"{price}: {faster} faster than {than}, too little to change."
-        if option.modelled:
-            code, sentence = "unmeasured", f"{price}, but by its makers' figures only."
+        slower = _percent(option.predicted_s / best.predicted_s - 1)
+        sentence = f"{slower} slower than {_way(best)}."
     elif option.modelled:
-        code, sentence = "unmeasured", f"{price}, but by its makers' figures only."
+        code, sentence = "unmeasured", f"{faster} faster, but by its makers' figures only."
+    elif best is not local:
+        code, sentence = "kept", f"{faster} faster than {_way(best)}, too little to change."
     else:
         code = "margin"
-        faster, asked = _percent(1 - option.predicted_s / best.predicted_s), _percent(1 - ADVANTAGE)
-        sentence = f"{price}: {faster} faster than staying here; {asked} are asked of another machine."
+        asked = _percent(1 - ADVANTAGE)
+        sentence = f"{faster} faster than staying here; {asked} are asked of another machine."
     return replace(option, code=code, reason=sentence)
 
 
@@ -407,7 +330,9 @@ def explain(choice: Choice) -> list[str]:
     parts = "" if best.split is None else f", {_parts(best.split, best.names)}"
     lines = [f"{_way(best)}: {best.predicted_s:.2f} s{parts}"]
     lines += [f"  {name}: {seconds:.2f} s" for name, seconds in best.steps if seconds >= _SHOWN_S]
-    lines += [f"not {_way(option)}: {option.reason}" for option in choice.rejected]
+    for option in choice.rejected:
+        price = f"{option.predicted_s:.2f} s: " if option.priced else ""
+        lines.append(f"not {_way(option)}: {price}{option.reason}")
     return lines
 
 
@@ -429,6 +354,10 @@ def _parts(split: Split, helpers: Sequence[str]) -> str:
     parts = zip(itertools.pairwise(split.cuts), places, strict=True)
     told = ", ".join(f"{a}-{b - 1} {place}" for (a, b), place in parts if b > a)
     return f"{split.kind} {told}, in chunks of {split.chunk}"
+
+
+def _layers(first: int, last: int) -> str:
+    return f"layers {first}-{last - 1}" if last - first > 1 else f"layer {first}"
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -24,7 +24,7 @@ TOKENS: dict[str, Any] = {
     "nodes": ["studio", "this"],
     "predicted_s": 1.12,
     "code": "slower",
-    "reason": "1.12 s: 6 % slower than layers with studio.",
+    "reason": "6 % slower than layers with studio.",
     "cuts": [0, 2048, 4000],
     "chunk": 256,
 }
@@ -33,7 +33,7 @@ LOCAL: dict[str, Any] = {
     "nodes": ["this"],
     "predicted_s": 1.92,
     "code": "slower",
-    "reason": "1.92 s: 81 % slower than layers with studio.",
+    "reason": "81 % slower than layers with studio.",
 }
 NOBODY: dict[str, Any] = {
     "kind": "any",
@@ -49,7 +49,7 @@ PLAN: dict[str, Any] = {
     "options": [LAYERS, TOKENS, LOCAL, NOBODY],
 }
 
-_MARGIN = "0.10 s: 6 % faster than staying here; 10 % are asked of another machine."
+_MARGIN = "6 % faster than staying here; 10 % are asked of another machine."
 _CHOSEN_LOCAL = {**LOCAL, "chosen": True, "code": "", "reason": ""}
 TRACES: dict[str, Any] = {
     "traces": [

@@ -159,29 +159,40 @@ class FakeFolder:
 
 @dataclass
 class FakeAssistPool:
-    """One engine; ``loads`` counts those that had to be loaded for somebody."""
+    """One engine, with all layers or with those that were loaded for somebody, which are kept in ``loads``.
+
+    ``refusal``: why none can be.
+    """
 
     fake: FakeEngine
     loaded: bool = True
-    loads: int = 0
+    refusal: FleetError | None = None
+    loads: list[tuple[int, int]] = field(default_factory=list)
     used: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
 
     def holds(self, folder: Any, first: int, last: int) -> bool:
-        return self.loaded
+        if not self.loaded or (part := self.part(folder)) is None:
+            return self.loaded
+        return part[0] <= first < last <= part[1]
 
     def engine(self, folder: Any) -> FakeEngine | None:
-        return self.fake if self.loaded else None
+        return self.fake if self.loaded and self.part(folder) is None else None
 
-    async def load(self, folder: Any) -> None:
-        self.loads += 1
-        await self.gate.wait()
-        self.loaded = True
+    def part(self, folder: Any) -> tuple[int, int] | None:
+        return self.loads[-1] if self.loads and self.loads[-1][1] else None
 
     @contextlib.asynccontextmanager
     async def assisting(self, folder: Any, first: int, last: int) -> AsyncIterator[FakeEngine]:
         self.used += 1
         try:
+            if not self.holds(folder, first, last):
+                self.loads.append((first, last))
+                await self.gate.wait()
+                if self.refusal is not None:
+                    self.loads.clear()
+                    raise self.refusal
+                self.loaded = True
             yield self.fake
         finally:
             self.used -= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,7 @@ async def test_a_model_that_is_not_loaded_is_not_loaded_for_an_ask(tmp_path: Pat
         helpers[0].pool.loaded = False
         with pytest.raises(Overloaded, match="not loaded"):
             await agreement.reach()
-        assert helpers[0].pool.loads == 0
+        assert helpers[0].pool.loads == []
 
 
 async def test_a_helper_that_does_not_answer_is_given_up_in_time(tmp_path: Path) -> None:
@@ -388,6 +388,13 @@ async def test_a_machine_that_is_not_paired_cannot_ask(tmp_path: Path) -> None:
 WARM = wire.Warm("m", DIGEST)
 
 
+async def until(condition: Callable[[], Any]) -> None:
+    """For what a fake only counts."""
+    async with asyncio.timeout(WITHIN_S):
+        while not condition():  # noqa: ASYNC110  (as it says)
+            await asyncio.sleep(0.01)
+
+
 async def warm(home: Node, helper: HelperMachine, message: wire.Warm = WARM) -> bytes:
     return await home.ask(helper.node_id, wire.WARM, wire.encode(message), within_s=WITHIN_S)
 
@@ -399,11 +406,52 @@ async def test_a_model_is_loaded_in_the_background_once(tmp_path: Path) -> None:
         with pytest.raises(Overloaded, match="already"):
             await warm(home, helpers[0])
         helpers[0].pool.gate.set()
-        async with asyncio.timeout(WITHIN_S):
-            while not helpers[0].pool.loaded or helpers[0].pool.used:  # noqa: ASYNC110  (a fake's figures)
-                await asyncio.sleep(0.01)
+        await until(lambda: helpers[0].pool.loaded and not helpers[0].pool.used)
         assert await warm(home, helpers[0]) == b""
-        assert helpers[0].pool.loads == 1
+        assert helpers[0].pool.loads == [(0, 0)]
+
+
+async def test_where_it_does_not_fit_some_layers_are_loaded_and_no_others(tmp_path: Path) -> None:
+    async with machines(tmp_path, 1) as (home, helpers):
+        pool = helpers[0].pool
+        pool.loaded = False
+        # The whole model would be refused.
+        helpers[0].card = own_card("helper0", memory_bytes=1 << 40)
+        pool.gate.set()
+        part = replace(WARM, first=0, last=3)
+        assert await warm(home, helpers[0], part) == b""
+        await until(lambda: pool.loaded and not pool.used)
+        # What is in it needs no load; a second part would be one too many.
+        assert await warm(home, helpers[0], replace(part, last=2)) == b""
+        with pytest.raises(Overloaded, match="layers 0 to 3 of m already"):
+            await warm(home, helpers[0], replace(part, last=4))
+        with pytest.raises(Overloaded, match="layers 0 to 3 of m already"):
+            await warm(home, helpers[0])
+        assert pool.loads == [(0, 3)]
+
+
+async def test_a_load_that_failed_is_not_tried_again_at_once(tmp_path: Path) -> None:
+    async with machines(tmp_path, 1) as (home, helpers):
+        pool, failed = helpers[0].pool, helpers[0].assists._unloadable_s
+        pool.loaded, pool.refusal = False, OutOfMemory("It does not fit.")
+        pool.gate.set()
+        part = replace(WARM, last=3)
+        assert await warm(home, helpers[0], part) == b""
+        await until(lambda: "m" in failed)
+        with pytest.raises(Overloaded, match="could not be loaded"):
+            await warm(home, helpers[0], part)
+        failed["m"], pool.refusal = 0.0, None
+        assert await warm(home, helpers[0], part) == b""
+        await until(lambda: pool.loaded)
+
+
+@pytest.mark.parametrize(("first", "last"), [(3, 3), (3, 1), (1, 0), (-1, 2), (0, limits.LAYERS + 1)])
+async def test_hostile_layers_to_load_are_refused(tmp_path: Path, first: int, last: int) -> None:
+    async with machines(tmp_path, 1) as (home, helpers):
+        helpers[0].pool.loaded = False
+        with pytest.raises(ProtocolError):
+            await warm(home, helpers[0], replace(WARM, first=first, last=last))
+        assert helpers[0].pool.loads == []
 
 
 async def test_what_is_loaded_here_gives_way_to_no_wish_of_others(tmp_path: Path) -> None:
@@ -412,4 +460,4 @@ async def test_what_is_loaded_here_gives_way_to_no_wish_of_others(tmp_path: Path
         helpers[0].card = own_card("helper0", memory_bytes=1 << 40)
         with pytest.raises(Overloaded, match="needs more memory"):
             await warm(home, helpers[0])
-        assert helpers[0].pool.loads == 0
+        assert helpers[0].pool.loads == []

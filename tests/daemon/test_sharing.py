@@ -25,6 +25,7 @@ from sharing_fakes import (
     own_card,
 )
 
+from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Accepted, ChatPrompt, Delta, Finished, Generate, Prefill, Shared, StepTime
 from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, PeerLost
 from fleetd.jobs import share_wire as wire
@@ -246,8 +247,9 @@ async def test_nobody_waits_longer_for_helpers_than_they_would_save(
 
     monkeypatch.setattr(Agreement, "reach", late)
     for tok_s, bounds in ((100.0, (2.0, 2.0)), (3000.0, (0.5, 0.9)), (8000.0, (0.5, 0.5))):
-        async with home_with(tmp_path / str(tok_s), card=own_card("home", prefill_tok_s=tok_s)) as home:
-            home.helpers[0].card = own_card("helper0", prefill_tok_s=tok_s)
+        speed = {"prefill_tok_s": tok_s, "prefill_context_s": 1e-12}
+        async with home_with(tmp_path / str(tok_s), card=own_card("home", **speed)) as home:
+            home.helpers[0].card = own_card("helper0", **speed)
             await home.ask()
             assert bounds[0] <= within[-1] <= bounds[1]
     assert len(within) == 3
@@ -365,6 +367,7 @@ async def test_a_helper_without_the_model_loaded_is_asked_to_load_it(tmp_path: P
         cold = home.helpers[0]
         cold.pool.loaded = False
         cold.card = own_card("helper0", state="installed")
+        cold.pool.gate.set()
         assert home.sharing.possible(job(), FakeFolder())
         assert (await home.ask())[0] == LOCAL
         async with asyncio.timeout(WITHIN_S):
@@ -372,6 +375,26 @@ async def test_a_helper_without_the_model_loaded_is_asked_to_load_it(tmp_path: P
                 await asyncio.sleep(0.01)
         await home.ask()
         assert home.partners.asked == [(cold.node_id, wire.WARM)], "not at every prompt"
+
+
+async def test_one_that_has_no_room_for_the_model_is_asked_to_load_some_layers(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        small = home.helpers[0]
+        small.pool.loaded = False
+        small.pool.gate.set()
+        home.pool.fake.facts = replace(FACTS, weights_bytes=1 << 30)
+        room = WORKING_BYTES + (1 << 30) * 5 // 8
+        small.card = replace(own_card("helper0", state="installed"), usable_bytes=room)
+        assert (await home.ask())[0] == LOCAL
+        async with asyncio.timeout(WITHIN_S):
+            while not small.pool.loaded:  # noqa: ASYNC110  (a fake's figure)
+                await asyncio.sleep(0.01)
+        assert small.pool.loads == [(0, 2)]
+        # Once it says so, they are used, by layers, and nobody is asked to load anything.
+        small.card = own_card("helper0", state="installed", part_last=2)
+        assert (await home.ask())[0].kind == "layers"
+        assert home.pool.fake.shares[0].split.cuts[1] <= 2
+        assert home.partners.asked == [(small.node_id, wire.WARM), (small.node_id, wire.ASSIST)]
 
 
 async def test_a_plan_can_be_asked_for(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from fleetd.plan.sharing import (
     HYSTERESIS,
     Choice,
     Link,
+    Load,
     Machine,
     Option,
     Prompt,
@@ -180,6 +181,17 @@ def helpers(draw: st.DrawFn, at_most: int = 3) -> list[Machine]:
     ]
 
 
+@st.composite
+def holders(draw: st.DrawFn, layers: int) -> list[Machine]:
+    """Machines of which most have only some layers."""
+    found = []
+    for machine in draw(helpers()):
+        first = draw(st.just(0) | st.integers(0, layers - 1))
+        held = draw(st.none() | st.just((first, draw(st.integers(first + 1, layers)))))
+        found.append(replace(machine, held=held, loaded=machine.loaded or held is not None))
+    return found
+
+
 @settings(deadline=None, max_examples=60)
 @given(prompts(), speeds, helpers())
 def test_the_chosen_way_is_never_slower_and_every_way_is_valid(
@@ -225,6 +237,24 @@ def test_what_does_not_fit_is_not_offered(prompt: Prompt, speed: Speed, others: 
             rows = prompt.kv_bytes_per_token * split.tokens_of(place).stop * layers
             weights = 0 if machine.loaded else prompt.weights_bytes * layers
             assert rows + weights <= machine.room_bytes * 1.0001
+
+
+@settings(deadline=None, max_examples=100)
+@given(prompts(), speeds, st.data())
+def test_nobody_is_given_layers_that_it_does_not_have(
+    prompt: Prompt, speed: Speed, data: st.DataObject
+) -> None:
+    others = data.draw(holders(prompt.layers))
+    held = {machine.node_id: machine.held or (0, prompt.layers) for machine in others}
+    found = options(prompt, replace(HOME, speed=speed), others)
+    for option in found:
+        if (split := option.split) is None:
+            continue
+        checked(split)
+        for place, node_id in enumerate(option.helpers):
+            layers, (first, last) = split.layers_of(place), held[node_id]
+            assert first <= layers.start < layers.stop <= last
+    assert all(option.reason for option in choose(found).rejected)
 
 
 @settings(deadline=None, max_examples=60)
@@ -376,7 +406,7 @@ def test_a_cold_helper_is_not_waited_for_but_told_to_load() -> None:
     assert option.code == "cold"
     assert dict(option.steps)["loaded"] == 9.0
     assert "studio would have to load" in option.reason
-    assert choice.warm == ("studio",)
+    assert choice.warm == (Load("studio"),)
 
 
 def test_a_cold_helper_that_would_be_no_use_is_left_alone() -> None:
@@ -385,7 +415,76 @@ def test_a_cold_helper_that_would_be_no_use_is_left_alone() -> None:
     slow = helper("slow", faster=0.05, loaded=False, load_s=9.0)
     assert chosen(helper("warm"), slow).warm == ()
     fast = helper("fast", faster=4, loaded=False, load_s=9.0)
-    assert chosen(helper("warm"), fast).warm == ("fast",)
+    assert chosen(helper("warm"), fast).warm == (Load("fast"),)
+
+
+# ---- Some layers only ------------------------------------------------------------------------------------
+
+
+def test_a_machine_with_some_layers_computes_at_most_those() -> None:
+    prompt = replace(PROMPT, tokens=60_000)
+    for last, expected in ((4, 4), (15, 15), (31, 16)):
+        found = options(prompt, HOME, [helper(held=(0, last))])
+        assert [option.kind for option in found] == ["local", "layers"]
+        assert found[1].split is not None
+        assert found[1].split.cuts[1] == pytest.approx(expected, abs=1)
+        assert found[1].split.cuts[1] <= last
+
+
+def test_layers_that_others_have_to_come_before_help_only_with_those() -> None:
+    prompt = replace(PROMPT, tokens=60_000)
+    late = helper("late", held=(12, 32))
+    choice = chosen(late, prompt=prompt)
+    assert choice.best.kind == "local"
+    assert why(choice, "late") == (
+        "part",
+        "late has layers 12-31 only: others would have to compute what is before.",
+    )
+    # Its link is the slowest, and still it comes last.
+    early = helper("early", held=(0, 14), link=Link(2e9, 3e-4))
+    best = chosen(late, early, prompt=prompt).best
+    assert (best.kind, best.helpers) == ("layers", ("early", "late"))
+    assert best.split is not None
+    assert 12 <= best.split.cuts[1] <= 14
+    # A machine that has all of them fills any gap; a gap that nobody fills is none's.
+    assert chosen(late, helper("all"), prompt=prompt).best.helpers == ("all", "late")
+    apart = chosen(late, helper("early", held=(0, 11)), prompt=prompt)
+    assert len(apart.best.helpers) == 1
+
+
+def test_machines_with_half_each_do_all_of_it_for_a_slow_one() -> None:
+    halves = [helper("a", 50, held=(0, 16)), helper("b", 50, held=(16, 32))]
+    best = chosen(*halves, home=replace(HOME, speed=SPEED.times(4))).best
+    assert (best.kind, best.helpers) == ("whole", ("a", "b"))
+    assert best.split is not None
+    assert best.split.cuts == (0, 16, 32, 32)
+
+
+def test_what_a_cold_machine_should_load_is_what_it_has_room_for() -> None:
+    rows = PROMPT.kv_bytes_per_token * PROMPT.tokens
+    cold = helper("mini", loaded=False, load_s=5.0)
+    for room, most in ((rows + 5 * GIB, 0), (5 * GIB, 26), (3 * GIB, 15), (GIB, 5)):
+        choice = chosen(replace(cold, room_bytes=room))
+        assert choice.best.kind == "local"
+        (load,) = choice.warm
+        assert (load.node_id, load.first) == ("mini", 0)
+        assert (load.last == 0) == (most == 0)
+        assert load.last <= most
+        weights = PROMPT.weights_bytes * (load.last or 32) / 32
+        assert weights + rows * (load.last or 32) / 32 <= room
+        if load.last:
+            reason = of(choice.rejected, "layers", "mini").reason
+            assert f"would have to load layers 0-{load.last - 1} first (5.0 s)" in reason
+
+
+def test_an_embedding_takes_room_on_whoever_begins() -> None:
+    cold = helper("mini", loaded=False, load_s=5.0, room_bytes=3 * GIB)
+    (bare,), (ends,) = (
+        chosen(cold, prompt=replace(PROMPT, outside_bytes=size)).warm for size in (0, 2 * GIB)
+    )
+    # A gibibyte is left, and each layer takes less.
+    assert 0 < ends.last < bare.last
+    assert chosen(cold, prompt=replace(PROMPT, outside_bytes=3 * GIB)).warm == ()
 
 
 # ---- Clearly faster, and steady --------------------------------------------------------------------------
@@ -403,7 +502,7 @@ def test_a_tenth_is_asked_of_another_machine() -> None:
     assert choice.best is local
     assert why(choice, "a", "tokens") == (
         "margin",
-        "9.01 s: 10 % faster than staying here; 10 % are asked of another machine.",
+        "10 % faster than staying here; 10 % are asked of another machine.",
     )
 
 
