@@ -110,7 +110,7 @@ def test_one_request_step_by_step() -> None:
     ]
     assert losers.startswith("Passed over:\n")
     # This machine alone is the measure of the others, wherever it stands.
-    assert "tokens  studio + this       1.12 s  1.71x\n     1.12 s: 6 % slower" in losers
+    assert "tokens  studio + this       1.12 s  1.71x\n     6 % slower" in losers
 
 
 def test_a_step_that_comes_twice_is_paired_twice() -> None:
