@@ -20,6 +20,7 @@ from bench.figures import Figure, Measured, alternated
 from bench.shard_ceiling import pipeline
 from bench.shard_core import starting_on
 from bench.throwaway import MODEL
+from fleetd import observe
 from fleetd.engine.protocol import (
     Accepted,
     Assist,
@@ -57,6 +58,7 @@ class _Seen:
 
 
 def measure(runs: int, *, quick: bool) -> Measured:
+    observe.configure("warning")  # the supervisor of the workers is in this process
     return asyncio.run(_measure(min(runs, _MOST_RUNS), _LENGTHS[:1] if quick else _LENGTHS))
 
 
