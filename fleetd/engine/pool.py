@@ -142,21 +142,27 @@ class EnginePool:
             return name
         whole, part = _Wanted(folder), _Wanted(folder, first, last)
         try:
-            async for _ in self._acquire(whole, evict=False):
-                pass
+            await self._load_beside(whole)
         except OutOfMemory as error:
             if not last:
                 raise
             log.info("engine.part", model=folder.name, layers=f"{first}:{last}", reason=str(error))
         else:
             return whole.name
-        # What nobody asked for did not fail.
-        if (engine := self._engines.get(whole.name)) is not None and engine.state == "failed":
-            del self._engines[whole.name]
-            await engine.stop()
-        async for _ in self._acquire(part, evict=False):
-            pass
+        await self._load_beside(part)
         return part.name
+
+    async def _load_beside(self, wanted: _Wanted) -> None:
+        """Where nothing has to give way. Raises as ``stream``."""
+        try:
+            async for _ in self._acquire(wanted, evict=False):
+                pass
+        except OutOfMemory:
+            # Nobody here asked for it, so nobody is told that it failed.
+            if (engine := self._engines.get(wanted.name)) is not None and engine.state == "failed":
+                del self._engines[wanted.name]
+                await engine.stop()
+            raise
 
     async def unload(self, name: str) -> bool:
         """End a model's workers; their running requests fail with EngineDied. False where none runs."""

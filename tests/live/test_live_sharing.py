@@ -107,7 +107,7 @@ def test_a_shared_answer_is_the_answer_of_one_machine(ready: LiveFleet) -> None:
     if home == "alpha":
         assert plan == f"{trace['chosen']['kind']}; nodes=beta,this; exact"
     else:
-        assert plan == "remote; nodes=beta,alpha; plan"
+        assert plan == "remote; nodes=beta,alpha; exact"
     _, there = ask(ready[helper], text, local_only=True)
     assert there["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     assert essence(got) == essence(there)
