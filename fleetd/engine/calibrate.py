@@ -40,8 +40,9 @@ CONTEXT_BYTES = 256 * MIB
 class Speeds:
     """Of one request alone; 0 where there was no time to measure.
 
-    Tokens per second on a short context. Seconds that each token of context adds to each token's prefill, and
-    that each chunk takes however short it is.
+    Tokens per second on a short context, of prefill in chunks of the largest size: where there was no time for
+    one, on the line through those that were measured. Seconds that each token of context adds to each
+    token's prefill, and that each chunk takes however short it is.
     """
 
     prefill_tok_s: float
@@ -89,15 +90,16 @@ class _Measuring:
             # Before the next size: where it would take all the time, contexts say more about long prompts.
             if n >= BEHIND_TOKENS:
                 context_s = self._behind_contexts(n) or context_s
-        size = max(self._chunks, default=0)
         # The first run of a size also finds its memory.
-        if size and self._fits(self._chunks[size]):
-            self._chunk(size)
+        for n in sorted(self._chunks, reverse=True)[:2]:
+            if self._fits(self._chunks[n]):
+                self._chunk(n)
+        fixed_s = self._fixed_s()
         return Speeds(
-            prefill_tok_s=size / max(self._chunks[size], 1e-6) if size else 0.0,
+            prefill_tok_s=self._prefill_tok_s(fixed_s),
             decode_tok_s=1 / max(step_s, 1e-6),
             prefill_context_s=context_s,
-            prefill_fixed_s=self._fixed_s(),
+            prefill_fixed_s=fixed_s,
         )
 
     def _single_tokens(self) -> float:
@@ -130,11 +132,18 @@ class _Measuring:
         return found_s
 
     def _fixed_s(self) -> float:
-        """Where the line through the two largest chunks begins, if they say more than noise."""
-        if max(self._chunks, default=0) <= BEHIND_TOKENS:
+        """Where the line through the two largest chunks begins."""
+        if len(self._chunks) < 2:
             return 0.0
         (few, few_s), (many, many_s) = sorted(self._chunks.items())[-2:]
         return min(few_s, max(0.0, (many * few_s - few * many_s) / (many - few)))
+
+    def _prefill_tok_s(self, fixed_s: float) -> float:
+        if not self._chunks:
+            return 0.0
+        size, took_s = max(self._chunks.items())
+        largest_s = fixed_s + (took_s - fixed_s) * CHUNKS[-1] / size
+        return CHUNKS[-1] / max(largest_s, 1e-6)
 
     def _run(self, n: int, cache: list[Any]) -> float:
         tokens = _tokens(n, self._vocab_size)

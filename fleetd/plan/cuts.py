@@ -12,10 +12,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fleetd.plan.costs import Link, Speed
+from fleetd.plan.costs import MEASURED_TOKENS, Link, Speed
 from fleetd.plan.schedule import Chain, Place, Prompt, Timeline
 
-CHUNKS = (128, 256, 512, 1024, 2048, 4096)
+# Of larger ones than were measured nothing is known: that they cost less by the token is not always so.
+CHUNKS = (MEASURED_TOKENS // 2, MEASURED_TOKENS)
 # Sizes this close to the best one may still win when their cuts have been moved.
 _CLOSE = 1.02
 # A part of so few layers is worth no more than none.
@@ -130,11 +131,15 @@ class Search:
         return self._best(starts, price, range(1, len(self._helpers) + 1), lambda chunk: chunk)
 
     def _sizes(self) -> list[int]:
-        """Chunk sizes to try, ascending; one that is longer than the prompt is as good as the prompt."""
+        """Chunk sizes to try, ascending; one that is longer than the prompt is as good as the prompt.
+
+        A smaller one than these is what a busy machine takes alone, not to keep others waiting; shared with
+        helpers it would mostly cost what each chunk costs.
+        """
         own, new = self._prompt.chunk, len(self._prompt.new)
         if self._prompt.exact_chunks:
             return [own]
-        sizes = sorted({*CHUNKS, own})
+        sizes = sorted({*CHUNKS, max(own, CHUNKS[0])})
         return [size for size in sizes if size <= new] or sizes[:1]
 
     # ---- Search -------------------------------------------------------------------------------------------

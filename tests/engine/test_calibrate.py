@@ -57,18 +57,18 @@ class Paced:
         )
 
 
-def test_a_fast_device_is_measured_with_the_largest_chunk_twice() -> None:
+def test_a_fast_device_is_measured_with_the_largest_chunks_twice() -> None:
     model = Paced(lambda n: 0.01 if n == 1 else n / 1000)
     speeds = model.measure()
-    assert model.sizes == [1] * DECODE_STEPS + [*CHUNKS, CHUNKS[-1]]
-    assert len(model.caches) == 1 + len(CHUNKS) + 1, "every chunk begins a context of its own"
+    assert model.sizes == [1] * DECODE_STEPS + [*CHUNKS, *CHUNKS[:0:-1]]
+    assert len(model.caches) == 1 + len(CHUNKS) + 2, "every chunk begins a context of its own"
     assert speeds.prefill_tok_s == pytest.approx(1000)
     assert speeds.decode_tok_s == pytest.approx(100)
 
 
 def test_the_better_of_two_runs_counts_and_one_slow_token_does_not() -> None:
     steps = iter([0.01, 0.01, 0.09, 0.01, 0.01])
-    chunks = iter([0.016, 0.064, 0.4, 0.256])
+    chunks = iter([0.016, 0.064, 0.4, 0.256, 0.064])
     model = Paced(lambda n: next(steps if n == 1 else chunks))
     speeds = model.measure()
     assert speeds.decode_tok_s == pytest.approx(100)
@@ -79,15 +79,24 @@ def test_a_slow_device_is_measured_with_what_fits() -> None:
     model = Paced(lambda n: 0.06 if n == 1 else n / 60)
     speeds = model.measure()
     # After 64 tokens, in a second, there is no time for 256, nor for 64 again.
-    assert model.sizes == [1] * DECODE_STEPS + [16, 64]
+    assert model.sizes == [1] * DECODE_STEPS + [16, 64, 16]
     assert speeds.prefill_tok_s == pytest.approx(60)
     assert model.now - 100.0 <= limits.CALIBRATE_S
+
+
+def test_what_a_chunk_costs_is_told_apart_also_where_there_is_no_time_for_large_ones() -> None:
+    """A core of its own: 85 ms for each chunk. The rate is that of the largest size all the same."""
+    model = Paced(lambda n: 0.045 if n == 1 else 0.085 + n * 0.006)
+    speeds = model.measure()
+    assert max(model.sizes) < CHUNKS[-1]
+    assert speeds.prefill_fixed_s == pytest.approx(0.085)
+    assert speeds.prefill_tok_s == pytest.approx(256 / (0.085 + 256 * 0.006))
 
 
 def test_single_tokens_leave_most_of_the_time_to_chunks() -> None:
     model = Paced(lambda n: 0.2 if n == 1 else n / 100)
     model.measure()
-    assert model.sizes == [1, 1, 16, 64, 64]
+    assert model.sizes == [1, 1, 16, 64, 64, 16]
 
 
 def test_a_device_that_is_slower_than_the_budget_computes_one_token() -> None:

@@ -349,7 +349,7 @@ def test_a_machine_that_nobody_has_a_way_to_is_no_help() -> None:
 
 
 def test_a_busy_helper_gets_less_and_a_very_busy_one_nothing() -> None:
-    idle, busy = chosen(helper()).best, chosen(helper(running=1)).best
+    idle, busy = (of(options(PROMPT, HOME, [helper(running=n)]), "tokens", "a") for n in (0, 1))
     assert idle.split is not None
     assert busy.split is not None
     assert busy.split.cuts[1] < idle.split.cuts[1]
@@ -533,7 +533,7 @@ def test_what_was_chosen_before_is_left_when_it_is_slower_than_staying() -> None
 
 def test_people_are_told_the_parts_the_steps_and_the_others() -> None:
     lines = explain(chosen(helper("studio"), helper("mini", refusal=refusal("private", "mini"))))
-    assert lines[0].startswith("tokens with studio: 4.")
+    assert lines[0].startswith("layers with studio: 4.")
     assert "on studio" in lines[0]
     assert "here, in chunks of" in lines[0]
     assert any(line.startswith("  computed: ") for line in lines)
