@@ -40,8 +40,8 @@ CONTEXT_BYTES = 256 * MIB
 class Speeds:
     """Of one request alone; 0 where there was no time to measure.
 
-    Tokens per second on a short context, of prefill in chunks of the largest size: where there was no time for
-    one, on the line through those that were measured. Seconds that each token of context adds to each
+    Tokens per second on a short context, of prefill in chunks of the largest size: where there was no time
+    for one, on the line through those that were measured. Seconds that each token of context adds to each
     token's prefill, and that each chunk takes however short it is.
     """
 
