@@ -19,6 +19,7 @@ from bench import prompts
 from bench.figures import Figure, Measured, alternated
 from bench.shard_ceiling import pipeline
 from bench.shard_core import starting_on
+from bench.shard_machines import CHUNK_TOKENS
 from bench.throwaway import MODEL
 from fleetd import observe
 from fleetd.engine.protocol import (
@@ -75,7 +76,13 @@ async def _measure(runs: int, lengths: tuple[int, ...]) -> Measured:
 @contextlib.asynccontextmanager
 async def _worker(core: int) -> AsyncIterator[EngineProcess]:
     engine = EngineProcess(
-        WorkerSettings(name=DEFAULT_MODEL, path=str(MODEL), threads=1, prefix_cache_bytes=1)
+        WorkerSettings(
+            name=DEFAULT_MODEL,
+            path=str(MODEL),
+            threads=1,
+            prefix_cache_bytes=1,
+            prefill_chunk_tokens=CHUNK_TOKENS,
+        )
     )
     with starting_on(core, None, os.getpid()):
         await engine.start()

@@ -27,6 +27,9 @@ from fleetd.models.catalog import DEFAULT_MODEL
 LOOPBACK = Link("loopback")
 HOME, HELPER = "home", "helper"
 LOCAL = "local"
+# Alone, one core would take smaller chunks, not to keep others waiting; each one reads all weights anew, so
+# sharing would seem to gain what it only spares.
+CHUNK_TOKENS = 256
 _KNOWN_WITHIN_S = 120.0
 _TRACED_WITHIN_S = 5.0
 _LAST_TRACES = 5
@@ -159,7 +162,11 @@ class Machines:
         share = keep(contextlib.closing(Share(self._share))) if self._share < 1 else None
         models = {} if self._model_there else {HELPER: Path(keep(tempfile.TemporaryDirectory()))}
         self._fleet = keep(Fleet([HOME, HELPER], models=models, mdns=False))
-        settings = {"FLEETD_ENGINE_THREADS": "1", "FLEETD_ENGINE_PREFIX_CACHE_BYTES": "1"}
+        settings = {
+            "FLEETD_ENGINE_THREADS": "1",
+            "FLEETD_ENGINE_PREFIX_CACHE_BYTES": "1",
+            "FLEETD_ENGINE_PREFILL_CHUNK_TOKENS": str(CHUNK_TOKENS),
+        }
         home = self._fleet.start(HOME, enter=enter[0], FLEETD_FLEET_LISTEN=f"{hosts[0]}:0", **settings)
         known = f"{hosts[0]}:{home.status()['fleet']['port']}"
         settings |= {"FLEETD_FLEET_LISTEN": f"{hosts[1]}:0", "FLEETD_FLEET_PEERS": known}

@@ -209,6 +209,8 @@ SHARE_LOAD_AGAIN_S = 600.0
 TRACES = 500
 # Other ways of computing a prompt that one of these remembers.
 TRACE_LOSERS = 8
+# Machines times models whose real pace is remembered.
+PACES = 256
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.
 SHARE_SPOT_TOKENS = 16
 # How far such a row may be from ours, as a part of its length, in three tokens of four. bf16 deep in

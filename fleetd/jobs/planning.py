@@ -6,6 +6,7 @@ The planner knows neither cards nor sessions, and nobody else knows its words.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Ready
@@ -18,6 +19,8 @@ from fleetd.plan.route import USABLE
 from fleetd.plan.sharing import Choice, Machine, Option, Prompt, Refusal, refusal
 
 THIS = "this"
+# Workers' own word for the step in which they compute.
+COMPUTED = "computed"
 # Beyond this, what one machine takes says nothing about others.
 _PACE_MOST = 10.0
 
@@ -150,6 +153,33 @@ def _chip(card: Card) -> hardware.Hardware:
 
 def choose(asked: Prompt, here: Machine, helpers: Iterable[Machine], previous: Option | None) -> Choice:
     return sharing.choose(sharing.options(asked, here, helpers), previous)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one machine of a chain computes, by its own figures."""
+
+    node_id: str
+    token_s: float
+    expected_s: float
+
+
+def parts(option: Option, machines: Iterable[Machine]) -> list[Part]:
+    """In the order of the chain, the machine that answers last; ``machines`` has that one first."""
+    split = option.split
+    if split is None:
+        return []
+    here, *others = machines
+    by_id = {machine.node_id: machine for machine in others}
+    chain = [*(by_id[node_id] for node_id in option.helpers if node_id in by_id), here]
+    if len(chain) != split.machines:
+        return []  # somebody has just left
+    found = []
+    for place, machine in enumerate(chain):
+        share = len(split.layers_of(place)) / split.layers
+        expected_s = machine.speed.total(share, split.tokens_of(place), split.chunk)
+        found.append(Part(machine.node_id, machine.speed.token_s, expected_s))
+    return found
 
 
 def views(choice: Choice, most: int | None = None) -> list[OptionView]:

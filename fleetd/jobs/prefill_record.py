@@ -67,6 +67,11 @@ class Record:
         return self._shared is not None and not self._shared.code
 
     @property
+    def steps(self) -> Sequence[StepTime]:
+        """What this machine did of a prefill that was shared."""
+        return self._shared.steps if self._shared is not None else ()
+
+    @property
     def exactness(self) -> Exactness:
         """Of the state that the answer rests on: what was cached, and what helpers had a part in."""
         if self._accepted is None:
@@ -92,7 +97,7 @@ class Record:
         if self._choice is None or self._accepted is None:
             return None
         chosen, *losers = planning.views(self._choice, limits.TRACE_LOSERS)
-        own: Account = (planning.THIS, self._shared.steps if self._shared is not None else ())
+        own: Account = (planning.THIS, self.steps)
         first_s = self._first_token_s
         return Trace(
             id=self._id,

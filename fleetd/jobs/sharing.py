@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Ready, Share, Shared
+from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Ready, Share, Shared, StepTime
 from fleetd.errors import ContextLengthExceeded, EngineError, FleetError, ModelNotFound, PeerError, from_code
 from fleetd.jobs import agreement, planning
 from fleetd.jobs import share_wire as wire
@@ -29,12 +31,15 @@ from fleetd.jobs.agreement import Agreement, Terms
 from fleetd.jobs.job import LOCAL, Job, PlanKind, Planned
 from fleetd.jobs.penalties import Penalties
 from fleetd.jobs.placing import CHARS_PER_TOKEN, Machine, prompt_text
+from fleetd.jobs.planning import Part
 from fleetd.jobs.prefill_record import Account, Record
 from fleetd.jobs.share_views import PlanQuestion, PlanView, Trace
 from fleetd.observe import get_logger
 from fleetd.p2p.cards import Card, ModelCard
 from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.options import Choice, Load, Option
+from fleetd.plan.options import Machine as PlannedMachine
+from fleetd.plan.paces import Paces
 
 log = get_logger("fleetd.sharing")
 
@@ -98,6 +103,7 @@ class Sharing:
         self.monotonic = monotonic
         self.now = now
         self.penalties = Penalties()
+        self.paces = Paces()
         self._own_card = own_card
         self._record = record
         self._local_only = local_only
@@ -184,15 +190,27 @@ class Sharing:
         return next((m for m in self._own_card().models if m.name == name and m.digest), None)
 
     def choose(self, own: ModelCard, tokens: int, cached: int, chunk: int, facts: Ready) -> Choice:
+        here, *helpers = map(partial(self._paced, own), self.machines(own, facts))
+        asked = planning.prompt(tokens, cached, chunk, facts)
+        return planning.choose(asked, here, helpers, self._previous.get(own.name))
+
+    def machines(self, own: ModelCard, facts: Ready) -> list[PlannedMachine]:
+        """This machine first, all by their own figures."""
         now_s, card = self.monotonic(), self._own_card()
         pace = planning.pace(card, own, facts)
-        helpers = [
-            planning.helper(member, own, facts, pace, self.penalties.reason(member.card.node_id, now_s))
-            for member in self.partners.machines()
+        return [
+            planning.home(card, own, facts),
+            *(
+                planning.helper(member, own, facts, pace, self.penalties.reason(member.card.node_id, now_s))
+                for member in self.partners.machines()
+            ),
         ]
-        asked = planning.prompt(tokens, cached, chunk, facts)
-        here = planning.home(card, own, facts)
-        return planning.choose(asked, here, helpers, self._previous.get(own.name))
+
+    def _paced(self, own: ModelCard, machine: PlannedMachine) -> PlannedMachine:
+        """By what its parts of other prompts took."""
+        now_s = self.monotonic()
+        factor = self.paces.factor(machine.node_id, own.digest, machine.speed.token_s, now_s)
+        return replace(machine, speed=machine.speed.times(factor))
 
     def chose(self, choice: Choice, own: ModelCard) -> None:
         """Remember it, and let helpers load what would have made this one faster."""
@@ -203,6 +221,19 @@ class Sharing:
             if now_s - before_s >= limits.SHARE_WARM_S:
                 self._warmed[load.node_id, own.digest] = now_s
                 self.later(self._warm(load, own))
+
+    def learn(self, digest: str, parts: Iterable[tuple[Part, Sequence[StepTime]]]) -> None:
+        """What each machine took for its part, in the order of the chain."""
+        for part, steps in parts:
+            took_s = sum(step.seconds for step in steps if step.name == planning.COMPUTED)
+            self.paces.ran(
+                part.node_id,
+                digest,
+                part.token_s,
+                self.monotonic(),
+                expected_s=part.expected_s,
+                took_s=took_s,
+            )
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Something that nobody waits for."""
@@ -246,6 +277,8 @@ class _Prompt:
         self._folder = folder
         self._alone = alone
         self._agreement: Agreement | None = None
+        self._parts: list[Part] = []
+        self._digest = ""
         self._task: asyncio.Task[None] | None = None
         self._planned: asyncio.Future[Planned] = asyncio.get_running_loop().create_future()
 
@@ -278,6 +311,8 @@ class _Prompt:
             return self._alone_because()
         own_chunks = split.chunk == accepted.chunk
         terms = Terms(accepted.id, name, own.digest, split, facts.arithmetic, own_chunks)
+        self._digest = own.digest
+        self._parts = planning.parts(choice.best, self._sharing.machines(own, facts))
         chain = list(zip(choice.best.helpers, choice.best.names, strict=True))
         self._agreement = Agreement(self._sharing.partners, engine, terms, chain)
         within_s = min(limits.SHARE_SETUP_S, max(_SETUP_LEAST_S, _gain_s(choice)))
@@ -357,6 +392,9 @@ class _Prompt:
         task.cancel()
         agreed.close()
         self._sharing.keep(self.record, [(helper.name, helper.steps or ()) for helper in agreed.helpers])
+        if self.record.went_well:
+            steps = [*(helper.steps or () for helper in agreed.helpers), self.record.steps]
+            self._sharing.learn(self._digest, zip(self._parts, steps, strict=False))
 
 
 def _gain_s(choice: Choice) -> float:

@@ -13,6 +13,7 @@ import pytest
 from msgspec.structs import replace
 from sharing_fakes import (
     ARITHMETIC,
+    DIGEST,
     FACTS,
     STEPS,
     WITHIN_S,
@@ -28,6 +29,7 @@ from sharing_fakes import (
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Accepted, ChatPrompt, Delta, Finished, Generate, Prefill, Shared, StepTime
 from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, PeerLost
+from fleetd.jobs import planning
 from fleetd.jobs import share_wire as wire
 from fleetd.jobs.agreement import Agreement
 from fleetd.jobs.job import LOCAL, Job, Planned
@@ -419,3 +421,21 @@ async def test_prompt_leak_into_traces(tmp_path: Path) -> None:
     async with home_with(tmp_path) as home:
         await home.ask(job(canary + LONG))
         assert canary not in str(await home.trace())
+
+
+# ---- what is learned --------------------------------------------------------------------------------------
+
+
+async def test_a_helper_that_takes_longer_than_it_should_is_expected_to_the_next_time(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        # By any figures so much that it counts as the most.
+        home.helpers[0].engine.steps = [StepTime(planning.COMPUTED, 1e6, 1000)]
+        await home.ask()
+        first = (await home.trace()).chosen
+        assert first.kind != "local"
+        await home.ask()
+        second = (await home.trace(2)).chosen
+        node_id = home.helpers[0].node.identity.node_id
+        factor = home.sharing.paces.factor(node_id, DIGEST, 1 / 100, home.sharing.monotonic())
+        assert factor > 2
+        assert second.kind == "local" or (second.predicted_s or 0) > (first.predicted_s or 0)
