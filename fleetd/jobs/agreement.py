@@ -2,7 +2,7 @@
 
     Ask ──► every helper at once ──► Offer: compared
     Go  ──► every helper           here: dial each helper; expect the last one, if its output comes here
-    then each helper's request is watched: it computes, is done, failed, or is silent
+    from then on each helper's request is watched: it computes, is done, failed, or is silent
 
 Knows neither why these helpers were chosen nor what follows from a failure.
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime, StreamTag
@@ -94,7 +94,7 @@ class Agreement:
         try:
             async with asyncio.timeout(within_s):
                 exact = await together(*(self._ask(helper) for helper in self.helpers))
-                await self._connect()
+                await self._unless_one_fails(self._connect())
         except TimeoutError:
             late = PeerLost(f"It did not agree to help within {within_s:.1f} s.")
             for helper in self.helpers:
@@ -161,7 +161,22 @@ class Agreement:
             sock = await own.socket()
         await self._engine.give_stream(StreamTag(self._terms.id, "in", own.key, "acceptor"), sock)
 
+    async def _unless_one_fails(self, work: Coroutine[Any, Any, None]) -> None:
+        """A helper that is gone opens no streams: nobody waits for them then."""
+        working, watching = asyncio.create_task(work), asyncio.create_task(self.watch())
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                await watching
+            await working
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
     async def _watch(self, helper: Helper) -> None:
+        if helper.steps is not None:
+            return
         with _blaming(helper):
             helper.steps = wire.decode(await _word(helper.stream), wire.Done).steps
 
