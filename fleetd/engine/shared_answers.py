@@ -68,6 +68,7 @@ class SharedAnswers:
         """The word: without help, or without it from here on."""
         if answer.undecided is not None and answer.undecided.share is None:
             self._begin_alone(answer)
+            self.streams.drop(answer.id)
         elif answer.undecided is not None or isinstance(answer.prefiller, SharedPrefill):
             self.give_up(answer, PeerUnreachable(reason or "The daemon gave the helpers up."))
 

@@ -130,8 +130,10 @@ class Assists:
             async with aclosing(engine.assist(Assist(job, split, place))) as events:
                 if not isinstance(await anext(events, None), Accepted):
                     raise EngineDied(f"The engine for {folder.name} did not take the work.")
-                await self._meet(ask, job, engine, facts.arithmetic, stream)
-                await _finish(events, stream)
+                # An engine that ends before it has its streams must not leave others waiting for them.
+                await together(
+                    self._meet(ask, job, engine, facts.arithmetic, stream), _finish(events, stream)
+                )
 
     async def _meet(
         self, ask: wire.Ask, job: str, engine: Engine, arithmetic: Arithmetic, stream: Stream

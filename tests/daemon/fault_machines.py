@@ -14,13 +14,10 @@ import contextlib
 import gc
 import itertools
 import os
-import random
 import signal
-import sqlite3
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,18 +25,30 @@ sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
 import psutil
 import pytest
-from asking import GREEDY, folder_of
+from asking import folder_of
+from fault_seams import (
+    GARBAGE,
+    WITHIN_S,
+    FullableStore,
+    FullDisk,
+    Machine,
+    Tapped,
+    Told,
+    request,
+    settled,
+    told,
+)
+from fault_table import CHUNK, HELPERS, HOME, Scenario
 from fleet_nodes import running, settings, together
 from forked_workers import Nursery
 from msgspec.structs import replace
-from sharing import LAYERS, resources, write
+from sharing import write
 from wire import Effect, Way, Wire
 
 from fleetd import limits, observe
 from fleetd.engine.pool import EnginePool, PoolOptions
-from fleetd.engine.protocol import Delta, Finished, Generate, Share, StreamTag, TokenPrompt
+from fleetd.engine.protocol import Generate, Share, StreamTag
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.errors import FleetError
 from fleetd.jobs import share_wire
 from fleetd.jobs import sharing as sharing_module
 from fleetd.jobs.assisting import Assists
@@ -53,18 +62,11 @@ from fleetd.jobs.ways import Ways
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.p2p import node as node_module
-from fleetd.p2p.cards import Card, ModelCard
 from fleetd.p2p.node import Node
 from fleetd.plan.route import USABLE
 from fleetd.plan.sharing import Choice, Option
-from fleetd.plan.split import Split
-from fleetd.store import Store
 
-CHUNK = 160
-WITHIN_S = 30.0
-DIGEST = "d" * 64
-HOME, HELPERS = "home", ("helper0", "helper1")
-# What a test waits for instead of what people would. Whoever is late is given up after this,
+# Where no time is to be lost: until who stands still is given up, and until an agreement is.
 LATE_S, DECIDE_S = 0.4, 0.5
 # So long that whoever waits for it, instead of hearing that somebody is gone, is found out.
 SETUP_S = 30.0
@@ -75,217 +77,10 @@ _WORKERS = {
     "SHARE_SETUP_S": SETUP_S,
     "ENGINE_BEAT_S": 0.02,
     "CALIBRATE_S": 0.0,
+    # A stream that comes when its prompt has gone on is closed after this.
+    "TICKET_S": 3.0,
 }
 _KEPT = ("asyncio_", "uvloop_")
-GARBAGE = b"\xc1 no message"
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """How the prompts of a group are shared: in a chain of ``cuts``, by layers or by chunks of tokens."""
-
-    name: str
-    kind: Any
-    cuts: tuple[int, ...]
-    chunks: int
-
-    @property
-    def split(self) -> Split:
-        cuts = self.cuts if self.kind == "layers" else (*(CHUNK * cut for cut in self.cuts[:-1]), self.tokens)
-        return Split(self.kind, cuts, LAYERS, 0, self.tokens, CHUNK)
-
-    @property
-    def tokens(self) -> int:
-        """Prefilled ones; the last chunk is shorter."""
-        return CHUNK * self.chunks - 20
-
-    @property
-    def helpers(self) -> int:
-        return len(self.cuts) - 2
-
-
-class _FullDisk:
-    """Where logs go."""
-
-    def write(self, _text: str) -> int:
-        raise OSError(28, "No space left on device")
-
-    def flush(self) -> None:
-        raise OSError(28, "No space left on device")
-
-    def isatty(self) -> bool:
-        return False
-
-
-class FullableStore(Store):
-    full = False
-
-    def _attempt(self, work: Any) -> Any:
-        def on_a_full_disk(db: sqlite3.Connection) -> Any:
-            result = work(db)
-            if self.full:
-                raise sqlite3.OperationalError("database or disk is full")
-            return result
-
-        return super()._attempt(on_a_full_disk)
-
-
-class Tapped:
-    """A request's stream, seen from one machine."""
-
-    def __init__(
-        self, stream: Any, point: Callable[[str], Effect], sends: list[str], gets: list[str]
-    ) -> None:
-        self._stream, self._point, self._sends, self._gets = stream, point, sends, gets
-
-    def send(self, body: bytes) -> None:
-        if body != share_wire.ALIVE and self._sends:
-            self._point(self._sends.pop(0))
-        self._stream.send(body)
-
-    async def receive(self) -> bytes | None:
-        body: bytes | None = await self._stream.receive()
-        if body and self._gets and self._point(self._gets.pop(0)) is Effect.SPOIL:
-            return GARBAGE
-        return body
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-@dataclass
-class Machine:
-    name: str
-    node: Node
-    pool: EnginePool
-    folder: Any
-    killed: EngineProcess | None = None
-    # Of its worker, when it had nothing to do; by process.
-    baseline: dict[int, tuple[int, int]] = field(default_factory=dict)
-
-    @property
-    def node_id(self) -> str:
-        return self.node.identity.node_id
-
-    @property
-    def card(self) -> Card:
-        model = ModelCard(
-            self.folder.name, digest=DIGEST, state="loaded", memory_bytes=1000, prefill_tok_s=100.0
-        )
-        return Card(self.node_id, 1, 1, name=self.name, models=[model], available_bytes=1 << 30)
-
-    @property
-    def engine(self) -> EngineProcess | None:
-        return self.pool.engine(self.folder)
-
-    def resolve(self, ref: str) -> Any:
-        assert ref in (self.folder.name, "m")
-        return self.folder
-
-    def digest(self, _folder: Any) -> str:
-        return DIGEST
-
-    def needs_pull(self, _ref: str) -> bool:
-        return False
-
-    async def alone(self, request: Generate) -> Told:
-        return await told(self.pool.stream(self.folder, request))
-
-    async def ready(self) -> None:
-        """With a worker whose resources, doing nothing, are known."""
-        if self.killed is not None:
-            await settled(lambda: self.killed.state == "failed", f"{self.name}'s worker is known to be gone")  # type: ignore[union-attr]
-            self.killed = None
-        await self.pool.load(self.folder)
-        assert self.engine is not None
-        if self.engine.pid not in self.baseline:
-            await self.alone(request("warm", 10, -1))
-            await settled(self.idle, f"{self.name} has just answered alone")
-            # A thread that watched while it loaded ends within a tenth of a second.
-            await asyncio.sleep(0.15)
-            self.baseline[self.engine.pid or 0] = resources(self.engine)
-
-    def idle(self) -> bool:
-        if self.engine is None:
-            return False
-        status = self.engine.status
-        return not any(
-            (status.kv_bytes, status.assisting, status.prefilling, status.decoding, status.waiting)
-        )
-
-    def spare(self) -> bool:
-        """Whether its worker holds what it held before anything happened."""
-        return self.engine is not None and resources(self.engine) == self.baseline[self.engine.pid or 0]
-
-    async def rested(self) -> None:
-        """Until its worker, a new one if it must be, does nothing and holds nothing."""
-        await self.ready()
-        await self.beaten()
-        await settled(self.idle, f"{self.name}'s worker does nothing and holds no keys and values")
-        try:
-            await settled(self.spare, "")
-        except AssertionError:
-            assert self.engine is not None
-            held, before = resources(self.engine), self.baseline[self.engine.pid or 0]
-            what = f"{self.name}'s worker has descriptors and threads {held}, and had {before}"
-            raise AssertionError(what) from None
-
-    async def beaten(self) -> None:
-        """Until its worker has said twice more how it is."""
-        for _ in range(2):
-            before = self.engine._beat if self.engine else None
-            await settled(
-                lambda before=before: self.engine is not None and self.engine._beat is not before,  # type: ignore[misc]
-                f"{self.name}'s worker says how it is",
-            )
-
-
-@dataclass
-class Told:
-    """What one request gave."""
-
-    events: list[Any]
-    error: FleetError | None = None
-
-    def of(self, kind: type[Any]) -> list[Any]:
-        return [event for event in self.events if isinstance(event, kind)]
-
-    @property
-    def answer(self) -> tuple[str, list[Any]]:
-        """Text, tokens and log-probabilities, bit for bit."""
-        assert isinstance(self.events[-1], Finished), self.error
-        deltas = self.of(Delta)
-        numbers = [(p.token, p.logprob, p.top) for delta in deltas for p in delta.logprobs or []]
-        return "".join(delta.text for delta in deltas), numbers
-
-
-async def told(events: Any) -> Told:
-    found = Told([])
-    try:
-        async with contextlib.aclosing(events):
-            async for event in events:
-                found.events.append(event)
-    except FleetError as error:
-        found.error = error
-    return found
-
-
-def request(request_id: str, tokens: int, seed: int, **fields: Any) -> Generate:
-    drawn = random.Random(seed).choices(range(300), k=tokens)
-    # No two that follow each other begin alike: what is cached of one is of no use to the next.
-    drawn[0] = seed % 300
-    return Generate(
-        request_id, TokenPrompt(drawn), **{"sampling": GREEDY, "max_tokens": 3, "top_logprobs": 2, **fields}
-    )
-
-
-async def settled(check: Callable[[], bool], what: str) -> None:
-    try:
-        async with asyncio.timeout(WITHIN_S):
-            while not check():  # noqa: ASYNC110 — what is waited for happens in other processes
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        raise AssertionError(f"never: {what}") from None
 
 
 class Machines:
@@ -447,7 +242,7 @@ class Machines:
 
     def fill_disk(self) -> None:
         self.store.full = True
-        observe.configure("debug", "json", stream=_FullDisk())  # type: ignore[arg-type]
+        observe.configure("debug", "json", stream=FullDisk())  # type: ignore[arg-type]
 
     def mend(self) -> None:
         """Whatever was wrong no longer is; who was killed starts again when there is need."""

@@ -10,18 +10,47 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fault_machines import HELPERS, HOME, Scenario
 from scarce_memory import Short
+from sharing import LAYERS
 from wire import END
 
 from fleetd.engine import due
 from fleetd.engine.frames import Head, Kind
+from fleetd.plan.split import Split
+
+HOME, HELPERS = "home", ("helper0", "helper1")
+CHUNK = 160
 
 Fault = Literal["killed", "stalled", "reset", "corrupted", "disk full", "out of memory"]
 FAULTS: tuple[Fault, ...] = ("killed", "stalled", "reset", "corrupted", "disk full", "out of memory")
 # What an answer must have been: the helpers' work, this machine's own, or either where that is a race.
 # "none": the machine that answers died itself.
 Outcome = Literal["shared", "alone", "either", "none"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """How the prompts of a group are shared: in a chain of ``cuts``, by layers or by chunks of tokens."""
+
+    name: str
+    kind: Any
+    cuts: tuple[int, ...]
+    chunks: int
+
+    @property
+    def split(self) -> Split:
+        cuts = self.cuts if self.kind == "layers" else (*(CHUNK * cut for cut in self.cuts[:-1]), self.tokens)
+        return Split(self.kind, cuts, LAYERS, 0, self.tokens, CHUNK)
+
+    @property
+    def tokens(self) -> int:
+        """Prefilled ones; the last chunk is shorter."""
+        return CHUNK * self.chunks - 20
+
+    @property
+    def helpers(self) -> int:
+        return len(self.cuts) - 2
+
 
 SCENARIOS = (
     Scenario("layers", "layers", (0, 2, 4), 2),

@@ -18,8 +18,9 @@ from typing import Any
 import pytest
 import structlog
 import uvloop
-from fault_machines import HOME, PATIENT_S, SETUP_S, Machines, Told, machines, settled
-from fault_table import FAULTS, SCENARIOS, Case, Role, Step, table
+from fault_machines import PATIENT_S, SETUP_S, Machines, machines
+from fault_seams import Told, settled
+from fault_table import FAULTS, HOME, SCENARIOS, Case, Role, Step, table
 from msgspec.structs import replace
 from wire import Effect
 
