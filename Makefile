@@ -60,8 +60,14 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
+# Tests of whole daemons wait for processes much of the time: the others run beside them.
 test: lint
-	$(BIN)/python -m pytest -q
+	@trap 'kill $$live 2>/dev/null || true' EXIT; \
+	$(BIN)/python -m pytest -q -p no:cacheprovider tests/live > .live-tests.log 2>&1 & live=$$!; \
+	$(BIN)/python -m pytest -q --ignore=tests/live && rest=0 || rest=$$?; \
+	wait $$live && whole=0 || whole=$$?; \
+	echo "tests of whole daemons:"; cat .live-tests.log; rm .live-tests.log; \
+	exit $$((rest + whole))
 
 # More generated cases, and what runs for minutes on purpose.
 test-long: $(DEV)

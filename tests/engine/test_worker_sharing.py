@@ -64,8 +64,11 @@ def idle(*engines: EngineProcess) -> bool:
 
 
 async def warm(engine: EngineProcess) -> tuple[int, int]:
-    """Its resources once the threads that its first request starts are there."""
-    await alone(engine, prompt("warm", 10, seed=99))
+    """Its resources once the threads that its first requests start are there.
+
+    Attention's own start one by one, when there are more blocks of queries than idle threads.
+    """
+    await alone(engine, prompt("warm", 1500, seed=99))
     return resources(engine)
 
 

@@ -25,7 +25,7 @@ LOAD_S = 60.0
 @pytest.fixture(scope="module")
 def pair(live_models: Path, short_dir: Path) -> Iterator[LiveFleet]:
     """Two machines that have the same model loaded, and know it of each other."""
-    with LiveFleet(short_dir / "pair", {name: [live_models / SMOL] for name in NAMES}) as fleet:
+    with LiveFleet(short_dir / "sharing", {name: [live_models / SMOL] for name in NAMES}) as fleet:
         fleet.until_usable()
         yield fleet
 
