@@ -85,6 +85,8 @@ class Front:
     def __init__(self, wire: Wire, dialler: str, listener: str, port: int) -> None:
         self.wire, self.dialler, self.listener, self._port = wire, dialler, listener, port
         self.links: set[Link] = set()
+        # Ports from which streams have come.
+        self.seen: set[int] = set()
         # The listener is gone: whoever calls is refused.
         self.down = False
         # It does not move: whoever calls waits.
@@ -98,10 +100,6 @@ class Front:
     def address(self) -> tuple[str, int]:
         host, port = self._server.sockets[0].getsockname()
         return host, port
-
-    @property
-    def streams(self) -> list[Link]:
-        return [link for link in self.links if link.kind == "stream"]
 
     async def close(self) -> None:
         self._server.close()
@@ -143,6 +141,7 @@ class Front:
                 )
                 return
             link.kind = "stream"
+            self.seen.add(link.near.get_extra_info("peername")[1])
             ticket = bytearray(first + await reader.readexactly(PREFACE_BYTES - len(first)))
             if self._becomes(link, None, 0) is Effect.SPOIL:
                 ticket[-1] ^= 1
