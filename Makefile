@@ -1,7 +1,7 @@
 # make demo    set up and get a real answer from a throw-away daemon
 # make lint    style, types, import directions
 # make test    everything a contributor must pass; .ci/run calls it
-# make test-long, make bench, make clean
+# make test-long, make bench, make eval, make clean
 #
 # PYTHON=...   another interpreter, 3.11 or later
 # EXTRA=...    mac, cuda or cpu, where the choice below is wrong
@@ -30,7 +30,7 @@ PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check --pro
 BRIEF := awk '/(Downloading|Using cached) .*\([0-9.]+ (MB|GB)\)/ { print "  " $$2 " " $$3 " " $$4; fflush() } \
 	/^Installing collected/ { print "  installing"; fflush() }'
 
-.PHONY: help demo lint test test-long bench clean
+.PHONY: help demo lint test test-long bench eval clean
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
 
@@ -60,13 +60,14 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# Tests of whole daemons wait for processes much of the time: the others run beside them.
+# Tests of whole daemons, and of machines that meet, wait for others much of the time: the rest runs beside them.
+WAITING = tests/live tests/p2p tests/models
 test: lint
-	@trap 'kill $$live 2>/dev/null || true' EXIT; \
-	$(BIN)/python -m pytest -q -p no:cacheprovider tests/live > .live-tests.log 2>&1 & live=$$!; \
-	$(BIN)/python -m pytest -q --ignore=tests/live && rest=0 || rest=$$?; \
-	wait $$live && whole=0 || whole=$$?; \
-	echo "tests of whole daemons:"; cat .live-tests.log; rm .live-tests.log; \
+	@trap 'kill $$waiting 2>/dev/null || true' EXIT; \
+	$(BIN)/python -m pytest -q -p no:cacheprovider $(WAITING) > .waiting-tests.log 2>&1 & waiting=$$!; \
+	$(BIN)/python -m pytest -q $(WAITING:%=--ignore=%) && rest=0 || rest=$$?; \
+	wait $$waiting && whole=0 || whole=$$?; \
+	echo "tests of $(WAITING):"; cat .waiting-tests.log; rm .waiting-tests.log; \
 	exit $$((rest + whole))
 
 # More generated cases, and what runs for minutes on purpose.
@@ -76,6 +77,10 @@ test-long: $(DEV)
 bench: $(DEV)
 	@$(PIP) -e '.[$(EXTRA),dev,bench]' | $(BRIEF)
 	$(BIN)/python -m bench
+
+# What smart prefill costs in quality: hours on two cores; `python -m eval --share 0.2` asks a fifth as much.
+eval: $(DEV)
+	$(BIN)/python -m eval
 
 clean:
 	rm -rf .venv .cache .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build

@@ -1,14 +1,13 @@
-"""One prompt computed by two machines: how much sooner its answer begins, and that it never begins later."""
+"""One prompt computed by two machines: how much sooner its answer begins."""
 
 from __future__ import annotations
 
-from bench import shard_engines, shard_grid, shard_idle, shard_speedup, shard_unequal
+from bench import shard_engines, shard_idle, shard_speedup, shard_unequal
 from bench.figures import Measured
 from bench.shard_machines import why_none
 
 TITLE = "Shared prefill"
 RUNS, QUICK_RUNS = 3, 1
-_MOST_PAIRS = 5
 
 
 def measure(runs: int) -> Measured:
@@ -21,6 +20,5 @@ def measure(runs: int) -> Measured:
         shard_engines.measure(runs, quick=quick),
         shard_unequal.measure(runs),
         shard_idle.measure(runs),
-        shard_grid.measure(min(runs, _MOST_PAIRS), quick=quick),
     ]
     return Measured([figure for part in parts for figure in part.figures], "\n\n".join(p.how for p in parts))

@@ -15,6 +15,8 @@ from bench.shard_machines import LOCAL, LOOPBACK, Machines, why_none
 from bench.shard_unequal import SLOW
 from bench.throwaway import MODEL
 
+TITLE = "Shared prefill, never slower"
+RUNS, QUICK_RUNS = 3, 1
 LINKS = (
     LOOPBACK,
     Link("1 Gbit/s", bits_per_s=1e9),
@@ -54,8 +56,11 @@ class _Seen:
     not_run: list[str] = field(default_factory=list)
 
 
-def measure(runs: int, *, quick: bool) -> Measured:
-    """``runs``: pairs of a cell at most."""
+def measure(runs: int) -> Measured:
+    """``runs``: pairs of a cell at most. Raises RuntimeError where two machines cannot be had on this one."""
+    if why := why_none():
+        raise RuntimeError(why)
+    quick = runs < RUNS
     seen = _Seen()
     for link, share in _columns(quick=quick):
         if why := why_none(link, share):

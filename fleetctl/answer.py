@@ -28,13 +28,18 @@ _KEEPALIVE = re.compile(r"keepalive (\d+)/(\d+)")
 _LOADING = re.compile(r"loading (.+?)(?: (\d+)/(\d+))?")
 # Where the request runs after all, and why it moved there.
 _PLAN = re.compile(r"plan (\w+; nodes=.*?)(?:: (.*))?")
+# Why a prompt is read whole although smart prefill was asked for.
+_SKIPPED = re.compile(r"smart prefill skipped: \w*:? ?(.*)")
 # Stages of loading count bytes, layers or files; no count of the latter kinds comes near this.
 _LOOKS_LIKE_BYTES = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is sent besides the messages; None, and an empty model, leave the daemon's default."""
+    """What is sent besides the messages; None, and an empty model, leave the daemon's default.
+
+    ``smart``: True asks for smart prefill, a number for that share of the tokens.
+    """
 
     model: str = ""
     temperature: float | None = None
@@ -43,6 +48,7 @@ class Options:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     local_only: bool = False
+    smart: bool | float | None = None
 
     def body(self, messages: Sequence[dict[str, str]]) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -59,6 +65,10 @@ class Options:
             body["stop"] = list(self.stop)
         if self.local_only:
             body["local_only"] = True
+        if self.smart is not None:
+            body["smart_prefill"] = (
+                self.smart if isinstance(self.smart, bool) else {"target_ratio": self.smart}
+            )
         return body
 
 
@@ -73,6 +83,7 @@ class Answer:
     usage: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, Any] = field(default_factory=dict)
     headers: dict[str, str] = field(default_factory=dict)
+    smart: dict[str, Any] = field(default_factory=dict)
     first_token_s: float | None = None
     stopped: bool = False
 
@@ -87,6 +98,7 @@ class Answer:
             "request": self.headers.get("x-fleet-request"),
             "plan": self.headers.get("x-fleet-plan"),
             "exactness": self.headers.get("x-fleet-exactness"),
+            **({"smart_prefill": self.smart} if self.smart else {}),
         }
 
     def closing_line(self) -> str:
@@ -98,6 +110,9 @@ class Answer:
         prompt = self.usage.get("prompt_tokens", self.timings.get("prompt_n", 0) + cached)
         if prompt:
             parts.append(f"{count(prompt)} prompt tokens" + (f" ({count(cached)} cached)" if cached else ""))
+        if self.smart.get("mode") in ("text", "sparse"):
+            kept = count(self.smart.get("compressed_tokens", 0))
+            parts.append(f"{kept} of them read, chosen by {one_line(str(self.smart.get('compressor', '')))}")
         if self.first_token_s is not None:
             parts.append(f"first token {duration(self.first_token_s)}")
         if speed := self.timings.get("prompt_per_second"):
@@ -217,6 +232,9 @@ def ask(
                             answer.headers["x-fleet-plan"] = plan[1]
                             progress.clear()
                             printer.remark(plan[2])
+                        elif skipped := _SKIPPED.fullmatch(event.text):
+                            progress.clear()
+                            printer.remark(f"smart prefill was left out: {skipped[1]}")
                         else:
                             _show(progress, event.text)
                     elif event.text == "[DONE]":
@@ -247,6 +265,7 @@ def _chunk(answer: Answer, text: str, printer: Printer, progress: Progress, bega
     answer.model = chunk.get("model") or answer.model
     answer.usage = chunk.get("usage") or answer.usage
     answer.timings = chunk.get("timings") or answer.timings
+    answer.smart = chunk.get("smart_prefill") or answer.smart
     for choice in chunk.get("choices") or ():
         delta = choice.get("delta") or {}
         content = delta.get("content") or ""
@@ -269,6 +288,9 @@ def _show(progress: Progress, comment: str) -> None:
             progress.update("reading the prompt", done, total, unit="tokens")
     elif found := _LOADING.fullmatch(comment):
         done, total = int(found[2] or 0), int(found[3] or 0)
+        if found[1].startswith("scoring "):
+            progress.update(found[1], done, total, unit="tokens")
+            return
         progress.update(f"model: {found[1]}", done, total, unit="bytes" if total >= _LOOKS_LIKE_BYTES else "")
 
 

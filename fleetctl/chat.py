@@ -35,6 +35,15 @@ _STDIN_PATIENCE_S = 2.0
     "--stop", multiple=True, metavar="TEXT", help="End the answer before this text; may be repeated."
 )
 @click.option("--local-only", is_flag=True, help="No other machine sees the prompt or helps with it.")
+@click.option(
+    "--smart-prefill", is_flag=True, help="A small model leaves out what does not matter of a long prompt."
+)
+@click.option(
+    "--keep-ratio",
+    type=click.FloatRange(0, 1, min_open=True),
+    metavar="SHARE",
+    help="The same, and keep this share of the prompt's tokens.",
+)
 @click.option("--no-stats", is_flag=True, help="Leave out the closing line with times and speeds.")
 @json_option
 @pass_session
@@ -49,13 +58,16 @@ def command(
     seed: int | None,
     stop: tuple[str, ...],
     local_only: bool,
+    smart_prefill: bool,
+    keep_ratio: float | None,
     no_stats: bool,
 ) -> int:
     """Ask the model, or talk with it when there is no PROMPT.
 
     Text on stdin follows the PROMPT: `cat report.md | fleetctl chat "summarise"`. Ctrl-C stops an answer.
     """
-    options = Options(model, temperature, top_p, max_tokens, seed, stop, local_only)
+    smart = keep_ratio or (True if smart_prefill else None)
+    options = Options(model, temperature, top_p, max_tokens, seed, stop, local_only, smart)
     text = compose(" ".join(prompt), piped_text())
     if text is None:
         if session.json:

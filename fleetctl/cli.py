@@ -22,6 +22,7 @@ from fleetd.errors import FleetError
 # Each verb lives in fleetctl/VERB.py as `command`; a verb costs its import only when it runs.
 VERBS = (
     "chat",
+    "compress",
     "doctor",
     "env",
     "join",

@@ -28,9 +28,23 @@ from fleetctl.text_files import read_text
     default=0,
     help="Of these, tokens that are known here.",
 )
+@click.option("--smart", is_flag=True, help="As if smart prefill were asked for.")
+@click.option(
+    "--ratio",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="The same, keeping this share of the tokens.",
+)
 @json_option
 @pass_session
-def command(session: Session, file: str | None, model: str, tokens: int | None, cached: int) -> None:
+def command(
+    session: Session,
+    file: str | None,
+    model: str,
+    tokens: int | None,
+    cached: int,
+    smart: bool,
+    ratio: float | None,
+) -> None:
     """Show how a prompt would be prefilled, here or with others, and why not otherwise.
 
     The prompt is the text in FILE (- is stdin), or any one with --tokens. Nothing is computed: these are the
@@ -40,6 +54,8 @@ def command(session: Session, file: str | None, model: str, tokens: int | None, 
         raise click.UsageError("Give a FILE (- is stdin) or --tokens.")
     body: dict[str, Any] = {"model": model, "cached": cached}
     body |= {"tokens": tokens} if file is None else {"text": read_text(file)}
+    if smart or ratio:
+        body["smart"] = ratio or 0
     found = session.client().post("/fleet/v1/plan", body)
     estimated = file is not None
     session.emit(found, lambda: render(read(found, Plan), terminal_width(), estimated=estimated))

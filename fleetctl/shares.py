@@ -73,6 +73,26 @@ class Plan(msgspec.Struct, frozen=True):
         return local_s(self.options)
 
 
+class Guessed(msgspec.Struct, frozen=True):
+    """Tokens that a source of drafts guessed, and those that were right."""
+
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+
+
+class Speculation(msgspec.Struct, frozen=True):
+    """What drafts did for an answer; ``saved_s`` below 0 is time that was lost."""
+
+    width: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+    tokens: int = 0
+    saved_s: float = 0.0
+    sources: dict[str, Guessed] = {}
+
+
 class Trace(msgspec.Struct, frozen=True):
     """``prefill_s``: what ``chosen.predicted_s`` predicts. ``ttft_s`` counts from the request's arrival."""
 
@@ -91,6 +111,7 @@ class Trace(msgspec.Struct, frozen=True):
     code: str = ""
     reason: str = ""
     verified_tokens: int = 0
+    speculation: Speculation | None = None
 
 
 class Traces(msgspec.Struct, frozen=True):

@@ -41,6 +41,11 @@ def render(status: dict[str, Any]) -> str:
             for engine in engines
             if engine.get("error")
         ]
+        lines += [
+            f"{one_line(engine['model'])}: decoded without drafts, {one_line(engine['speculation'])}"
+            for engine in engines
+            if str(engine.get("speculation") or "exact").partition(":")[0] == "declined"
+        ]
     else:
         default = one_line(str(status.get("default_model") or "the default model"))
         lines.append(f"No model is loaded; {default} loads with the first request.")

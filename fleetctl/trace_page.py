@@ -9,17 +9,18 @@ import click
 
 from fleetctl.columns import Column, drawn, fitted, shortened
 from fleetctl.options_table import options_table
-from fleetctl.shares import THIS, Step, Trace, deviation, local_s, prompt
+from fleetctl.shares import THIS, Speculation, Step, Trace, deviation, local_s, prompt
 from fleetctl.text import brief, clause, count, one_line, size, wrapped
 
 # The end of a request's id, which tells it from the others in a list.
 SHORT_ID_CHARS = 8
 _NAME_CHARS, _HELPER_CHARS = 20, 12
-_COLOURS = {"shared": "green", "fallback": "yellow", "failed": "red", "cancelled": "yellow"}
+_COLOURS = {"shared": "green", "smart": "green", "fallback": "yellow", "failed": "red", "cancelled": "yellow"}
 _OUTCOMES = {
     "shared": "shared as planned",
     "fallback": "begun together, ended here alone",
     "local": "computed here",
+    "smart": "a part of the prompt was left out",
     "cancelled": "cancelled",
     "failed": "failed",
 }
@@ -67,6 +68,8 @@ def page(trace: Trace, width: int | None) -> str:
     ]
     if trace.ttft_s is not None:
         facts.append(("first token", f"{brief(trace.ttft_s)} after the request came"))
+    if trace.speculation is not None:
+        facts.append(("drafts", _drafts(trace.speculation)))
     parts = ["\n".join(_fact(name, value, width) for name, value in facts)]
     if chosen.steps or trace.steps:
         parts.append("\n".join(_steps(chosen.steps, trace.steps, width)))
@@ -74,6 +77,17 @@ def page(trace: Trace, width: int | None) -> str:
         found = options_table(trace.losers, local_s([chosen, *trace.losers]), width)
         parts.append("\n".join(["Passed over:", *found]))
     return "\n\n".join(parts)
+
+
+def _drafts(told: Speculation) -> str:
+    """What came of them, source by source, and what that did."""
+    by_source = ", ".join(
+        f"{one_line(source)} {count(found.accepted)} of {count(found.drafted)}"
+        for source, found in sorted(told.sources.items())
+    )
+    per_pass = f"{told.tokens / told.passes:.2f} tokens per pass" if told.passes else "no pass"
+    word = "saved" if told.saved_s >= 0 else "lost"
+    return f"right: {by_source}; {per_pass} of up to {told.width}; {word} {brief(abs(told.saved_s))}"
 
 
 def _fact(name: str, value: str, width: int | None) -> str:

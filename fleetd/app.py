@@ -35,12 +35,21 @@ from fleetd.config import DEFAULT_PORT, Config
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.errors import ConfigError, Draining, PortInUse
 from fleetd.fleet import Fleet, default_name
-from fleetd.jobs import remote, share_wire, wire
-from fleetd.jobs.assisting import Assists
+from fleetd.jobs import remote, wire
 from fleetd.jobs.copies import Copies
+from fleetd.jobs.drafts import wire as drafting_wire
+from fleetd.jobs.drafts.drafting import Drafting
+from fleetd.jobs.drafts.serving import Drafters
 from fleetd.jobs.placing import Placing
 from fleetd.jobs.runner import Runner
-from fleetd.jobs.sharing import Sharing
+from fleetd.jobs.share import wire as share_wire
+from fleetd.jobs.share.assisting import Assists
+from fleetd.jobs.share.sharing import Sharing
+from fleetd.jobs.smart import wire as smart_wire
+from fleetd.jobs.smart.compressing import Compressing
+from fleetd.jobs.smart.requests import Smart
+from fleetd.jobs.smart.scoring import Scoring
+from fleetd.jobs.smart.serving import ScoreServer
 from fleetd.jobs.traces import Traces
 from fleetd.jobs.ways import Ways
 from fleetd.ledger import Ledger
@@ -118,6 +127,23 @@ class Daemon:
         self._speeds = SpeedBook()
         self._traces = Traces(self._store)
         self._sharing = self._sharer(self._fleet) if self._fleet else None
+        self._compressing = self._compressor()
+        self._smart = Smart(
+            self._compressing,
+            self._pool,
+            self._metrics,
+            self._traces.record,
+            dense_s=self._sharing.dense_s if self._sharing else lambda folder, tokens, cached: 0.0,
+        )
+        self._drafting = Drafting(
+            self._fleet,
+            self._pool,
+            self._models,
+            self._metrics,
+            model=config.speculation.draft_model,
+            where=config.speculation.draft_on,
+            local_only=config.fleet.local_only,
+        )
         self._runner = Runner(
             pool=self._pool,
             models=self._models,
@@ -130,6 +156,8 @@ class Daemon:
             if self._fleet
             else None,
             sharing=self._sharing,
+            smart=self._smart,
+            drafting=self._drafting,
             speeds=self._speeds,
         )
         self._assists = self._serve_peers(self._node) if self._node else None
@@ -139,6 +167,18 @@ class Daemon:
         local_only = self._config.fleet.local_only
         return Sharing(
             fleet, self._pool, self._own_card, self._traces.record, self._metrics, local_only=local_only
+        )
+
+    def _compressor(self) -> Compressing:
+        return Compressing(
+            Scoring(self._pool, self._fleet, monotonic=time.monotonic),
+            self._pool,
+            self._models,
+            self._ledger,
+            self._speeds,
+            fleet=self._fleet,
+            own_models=lambda: self._card.card().models if self._card is not None else (),
+            local_only=self._config.fleet.local_only,
         )
 
     def _serve_peers(self, node: Node) -> Assists:
@@ -152,6 +192,25 @@ class Daemon:
             finished=self._metrics.assist,
         )
         node.handle(wire.RUN, remote.Server(self._runner.run, self._has))
+        node.handle(
+            smart_wire.SCORE,
+            ScoreServer(
+                self._pool,
+                self._models,
+                self._ledger,
+                self._own_card,
+                draining=lambda: self._runner.draining,
+            ),
+        )
+        drafters = Drafters(
+            Ways(node),
+            self._pool,
+            self._models,
+            self._own_card,
+            draining=lambda: self._runner.draining,
+            finished=self._metrics.drafted_for,
+        )
+        node.handle(drafting_wire.FOLLOW, drafters)
         node.handle(share_wire.ASSIST, assists.assist)
         node.handle(share_wire.WARM, assists.warm)
         return assists
@@ -280,6 +339,9 @@ class Daemon:
                 fleet=self._fleet or NoFleet(),
                 plan=self._sharing.plan if self._sharing is not None else NoFleet().plan,
                 traces=self._traces.newest,
+                smart_defaults=self._config.smart_prefill.policy,
+                compressing=self._compressing,
+                smart_plan=self._smart.plan,
             )
         )
         local = make_runner(app, trusted=True)
@@ -344,7 +406,7 @@ class Daemon:
 
     async def _end_engines(self) -> None:
         await self._runner.abandon()
-        for work in (self._sharing, self._assists):
+        for work in (self._sharing, self._assists, self._drafting):
             if work is not None:
                 await work.close()
         within_s = limits.STOP_S / 2 if self._hurry.is_set() else 2 * limits.ENGINE_STOP_S
@@ -382,6 +444,8 @@ def _pool_options(config: Config) -> PoolOptions:
         max_streams=engine.max_streams,
         prefill_chunk_tokens=engine.prefill_chunk_tokens,
         prefix_cache_bytes=engine.prefix_cache_bytes,
+        speculation=config.speculation.mode,
+        remember_answers=config.speculation.remember,
         idle_unload_s=float(engine.idle_unload_s),
     )
 

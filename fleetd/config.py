@@ -27,6 +27,7 @@ from msgspec import Meta
 
 from fleetd.errors import ConfigError
 from fleetd.limits import GIB, KIB, MEMBERS_CONFIGURED, MIB
+from fleetd.smart.policy import MIN_PROMPT_TOKENS, Policy
 
 DEFAULT_PORT = 8114
 DEFAULT_PEER_PORT = 8115
@@ -172,6 +173,67 @@ class Log(msgspec.Struct, frozen=True):
     ] = "auto"
 
 
+class SmartPrefill(msgspec.Struct, frozen=True):
+    """What smart prefill does where a request leaves it open (``smart.policy.Policy``)."""
+
+    enabled: Annotated[
+        bool,
+        Meta(description="Also shortens prompts that do not ask for it; lossy, so off unless you say so."),
+    ] = False
+    compressor_model: Annotated[
+        str,
+        Meta(max_length=200, description='The model that scores prompts; "" is the smallest suitable one.'),
+    ] = ""
+    target_ratio: Annotated[
+        float,
+        Meta(ge=0, le=1, description="Share of the tokens to keep; 0 keeps as many as the scores call for."),
+    ] = 0.0
+    min_keep_tokens: Annotated[
+        int, Meta(ge=0, le=2**31 - 1, description="At least so many tokens are kept.")
+    ] = 0
+    max_keep_tokens: Annotated[
+        int, Meta(ge=0, le=2**31 - 1, description="At most so many are kept; 0 sets no bound.")
+    ] = 0
+    min_prompt_tokens: Annotated[
+        int, Meta(ge=0, le=2**31 - 1, description="Shorter prompts are read whole: scoring costs about that.")
+    ] = MIN_PROMPT_TOKENS
+    preserve_boundaries: Annotated[
+        bool, Meta(description="Only whole paragraphs, statements, values and table rows are left out.")
+    ] = True
+    mode: Annotated[
+        Literal["text", "sparse", "auto"],
+        Meta(description="text rewrites the prompt, sparse keeps tokens at their places, auto chooses."),
+    ] = "auto"
+
+    @property
+    def policy(self) -> Policy:
+        return Policy(**msgspec.structs.asdict(self))
+
+
+class Speculation(msgspec.Struct, frozen=True):
+    """Drafts, which an answer's own model verifies: they change how soon it comes, and nothing of it."""
+
+    mode: Annotated[
+        Literal["auto", "on", "off"],
+        Meta(description="auto verifies drafts where that pays, on wherever there are some, off never."),
+    ] = "auto"
+    remember: Annotated[
+        bool,
+        Meta(description="Keeps past answers in memory, as token ids, to draft from; gone with the worker."),
+    ] = False
+    draft_model: Annotated[
+        str,
+        Meta(
+            max_length=200,
+            description='A small model of the same family that drafts for larger ones; "" is none.',
+        ),
+    ] = ""
+    draft_on: Annotated[
+        Literal["auto", "here", "peers"],
+        Meta(description="Where it drafts; auto prefers another machine that has it loaded and is idle."),
+    ] = "auto"
+
+
 class UsageSettings(msgspec.Struct, frozen=True):
     keep_days: Annotated[
         int, Meta(ge=1, le=36500, description="Usage rows older than this are deleted; they hold no text.")
@@ -187,6 +249,8 @@ class Config(msgspec.Struct, frozen=True):
     fleet: Fleet = Fleet()
     log: Log = Log()
     usage: UsageSettings = UsageSettings()
+    smart_prefill: SmartPrefill = SmartPrefill()
+    speculation: Speculation = Speculation()
     origins: dict[str, str] = {}
 
     def origin(self, key: str) -> str:
@@ -224,6 +288,8 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "fleet": Fleet,
     "log": Log,
     "usage": UsageSettings,
+    "smart_prefill": SmartPrefill,
+    "speculation": Speculation,
 }
 
 

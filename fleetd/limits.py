@@ -57,8 +57,9 @@ ENGINE_STALL_S = 60.0
 ENGINE_STALL_REPORT_S = 10.0
 ENGINE_LOAD_S = 900.0
 ENGINE_STOP_S = 5.0
-# Measuring a model's speed at load: routing needs the order of magnitude, and every load pays for it.
-CALIBRATE_S = 2.0
+# Measuring a model's speed at load, which every load pays for: cuts between machines are only as good as
+# this, and a slow core needs as long to see its largest chunk twice.
+CALIBRATE_S = 3.0
 # Events the daemon holds for one slow HTTP reader before it stops reading that request's stream.
 EVENTS_QUEUED = 4096
 
@@ -222,6 +223,70 @@ SHARE_STEP_S = 0.1
 # A helper that hears nothing for this long gives up what it helps with. Only a last resort: who it helps, or
 # a broken connection, says so much earlier.
 SHARE_IDLE_S = 60.0
+
+# ---- Speculation -----------------------------------------------------------------------------------------
+# Tokens of one pass: on every device measured, passes cost more than they bring well before that.
+SPEC_WIDTH = 16
+# Of a longer text only the last so many tokens are searched for drafts: 64 bytes of lookup, 640 of automaton
+# for each, and old text is seldom what comes next.
+SPEC_INDEX_TOKENS = 32_768
+# Of these, taken up between two passes: about 5 ms of Python.
+SPEC_INDEX_STEP = 1024
+# Past answers that a worker remembers where it may: some fifty thousand tokens.
+SPEC_PAST_BYTES = 32 * MIB
+# A key that requests bring to keep their pasts apart: a hash, or a name.
+SPEC_KEY_CHARS = 128
+# The probe at load, of a model whose pace it does not know yet.
+SPEC_PROBE_S = 0.5
+# The same where kernels are chosen by size: no further context is probed after this long, and blocks are not
+# used beyond those that were.
+SPEC_PROBE_KERNELS_S = 10.0
+
+# ---- Fleet: drafts from another worker -------------------------------------------------------------------
+# Texts that one worker drafts for at once: each holds KV, and they slow each other.
+FOLLOWS = 4
+# Tokens that a drafter is ahead of the text at most: two blocks of verification and what a slow link holds.
+DRAFT_AHEAD = 32
+# What is drafted for mistakes: how many of the likeliest ones, and how far after each.
+DRAFT_DETOURS, DRAFT_DETOUR_TOKENS = 4, 6
+# Bounds of one message: paths in it, and tokens of a path.
+DRAFT_BRANCHES, DRAFT_BRANCH_TOKENS = 16, 64
+# Paths that the machine that answers keeps; all that can still fit the text are fewer.
+DRAFT_PATHS = 64
+# Messages of drafts that came and were not looked at yet. A drafter sends fewer than this for one commit and
+# then waits for the next; more are a flood.
+DRAFT_WAITING = 256
+# Commits whose hashes are remembered, for drafts that were under way meanwhile.
+DRAFT_BASES = 256
+# A drafter that hears nothing for this long lets go of the text; a long prompt may be prefilled meanwhile.
+DRAFT_IDLE_S = 600.0
+
+# ---- Smart prefill ---------------------------------------------------------------------------------------
+# Machines that score one prompt side by side: each repeats the prompt's head and the question.
+SMART_SCORERS = 4
+# Pieces that one prompt is scored in: a model of 4,096 tokens reads a quarter of a million in so many.
+SMART_SEGMENTS = 64
+# Scoring that takes longer than this is given up for the whole prompt, however long that is.
+SMART_SCORE_S = 120.0
+# Nor is it waited for much longer than planned: this factor times the plan's figure, and this on top of it.
+SMART_LATE, SMART_GRACE_S = 3.0, 10.0
+# A request for scores is a text of at most one HTTP body; scores are about 120 bytes per token.
+SMART_SCORES_BYTES = 64 * MIB
+# Tokens that a scorer goes on by itself behind the question, at most.
+SMART_LOOK_AHEAD = 64
+# Heads that are asked what a question attends to. Those that find it are few; each costs keys and products.
+SCORE_HEADS = 16
+# The question's last tokens whose queries count: the smart prefill papers take 8 to 64.
+SCORE_QUERIES = 64
+# Prompts that one worker scores at once, each a step in its turn; more wait for each other in the daemon.
+SCORES = 4
+# Prompts of others that one machine scores at once: each holds a layer's keys for all of its tokens.
+SMART_SERVED = 2
+# Prompts whose scores are remembered: a client's choices and its repetitions ask for the same.
+SMART_REMEMBERED = 16
+# Conversations whose shortening is remembered for their next turn, and kept ranges in all: about 16 MB.
+SMART_HISTORIES = 256
+SMART_HISTORY_RANGES = 100_000
 
 # ---- Fleet: control sessions -----------------------------------------------------------------------------
 # A host name has at most this many characters.

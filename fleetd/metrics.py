@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import choose_encoder
 
 from fleetd import limits
-from fleetd.engine.protocol import Timings, Usage
+from fleetd.engine.protocol import Speculated, Timings, Usage
 from fleetd.errors import BY_CODE
+from fleetd.jobs.smart.views import SKIPS
 
 # Prometheus's own buckets end at 10 s; a long prompt on one machine takes minutes to its first token.
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 180, 300, 600)
@@ -26,6 +27,8 @@ REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 180, 
 _FINISHED_AS = {"stop": "stop", "tool_calls": "stop", "length": "length", "cancelled": "abort"}
 _AUTH_FAILURES = frozenset({"token", "host", "origin", "user", "fetch_site"})
 _OTHER = "other"
+# As ``engine.spec`` calls them.
+_SOURCES = frozenset({"suffix", "lookup", "drafter"})
 
 
 class EngineFigures(Protocol):
@@ -116,7 +119,32 @@ class Metrics:
             "outcome",
         )
         self._share_bytes = counter("fleetd_share_bytes", "Bytes between machines that shared a prompt.")
+        self._smart = counter(
+            "fleetd_smart", "Prompts that smart prefill was asked for: what came of it.", "outcome", "mode"
+        )
+        self._smart_tokens = counter(
+            "fleetd_smart_tokens", "Tokens of prompts that were shortened, by the compressor's count.", "fate"
+        )
         self._assists = counter("fleetd_assist", "Parts of others' prompts computed here.", "outcome")
+        self._spec_tokens = counter(
+            "fleetd_spec_tokens",
+            "Tokens that drafts guessed, by source and what came of them.",
+            "source",
+            "fate",
+        )
+        self._spec_passes = counter("fleetd_spec_passes", "Passes of answers decoded with drafts.")
+        self._spec_pass_tokens = counter("fleetd_spec_pass_tokens", "Tokens that those passes gave.")
+        self._spec_saved = Gauge(
+            "fleetd_spec_saved_seconds",
+            "Time that drafts saved, by the measured cost of plain steps; below 0 they lost it.",
+            registry=registry,
+        )
+        self._drafters = counter(
+            "fleetd_drafters", "Drafters that answers here were given, and how it ended.", "where", "outcome"
+        )
+        self._drafts_served = counter(
+            "fleetd_drafts_served", "Answers of other machines that were drafted for here.", "outcome"
+        )
         self._peers = Gauge("fleetd_peers", "Paired machines.", ["state"], registry=registry)
         self._rtt = Gauge("fleetd_peer_rtt_seconds", "Round trip to a peer.", ["peer"], registry=registry)
         self._auth = counter("fleetd_auth_failures", "Requests refused before any work.", "reason")
@@ -168,10 +196,37 @@ class Metrics:
         self._shares.labels(kind, outcome).inc()
         self._share_bytes.inc(n_bytes)
 
+    def smart(self, outcome: str, form: str, kept: int, dropped: int) -> None:
+        """Outcome: "used", a code of ``jobs.smart.views``, or an error's; form "" where all of it is read."""
+        known = outcome == "used" or outcome in SKIPS or outcome in BY_CODE
+        self._smart.labels(outcome if known else _OTHER, form or "full").inc()
+        self._smart_tokens.labels("kept").inc(kept)
+        self._smart_tokens.labels("dropped").inc(dropped)
+
     def assist(self, outcome: str) -> None:
         """ "done", "cancelled" or an error's code."""
         known = outcome in ("done", "cancelled") or outcome in BY_CODE
         self._assists.labels(outcome if known else _OTHER).inc()
+
+    def speculated(self, told: Speculated) -> None:
+        """An answer that was decoded here, with drafts."""
+        for source, counts in told.sources.items():
+            label = source if source in _SOURCES else _OTHER
+            self._spec_tokens.labels(label, "accepted").inc(counts.accepted)
+            self._spec_tokens.labels(label, "rejected").inc(max(0, counts.drafted - counts.accepted))
+        self._spec_passes.inc(told.passes)
+        self._spec_pass_tokens.inc(told.tokens)
+        self._spec_saved.inc(told.saved_s)
+
+    def drafter(self, where: str, outcome: str) -> None:
+        """Where: "here" or "peer"; outcome: "done", "cancelled" or an error's code."""
+        known = outcome in ("done", "cancelled") or outcome in BY_CODE
+        self._drafters.labels(where, outcome if known else _OTHER).inc()
+
+    def drafted_for(self, outcome: str) -> None:
+        """As ``assist``."""
+        known = outcome in ("done", "cancelled") or outcome in BY_CODE
+        self._drafts_served.labels(outcome if known else _OTHER).inc()
 
     def auth_failure(self, reason: str) -> None:
         self._auth.labels(reason if reason in _AUTH_FAILURES else _OTHER).inc()

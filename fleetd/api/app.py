@@ -15,7 +15,20 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from fleetd import limits
-from fleetd.api import auth, body, chat, completions, failures, fleet, health, models, openapi, peers, sharing
+from fleetd.api import (
+    auth,
+    body,
+    chat,
+    completions,
+    compress,
+    failures,
+    fleet,
+    health,
+    models,
+    openapi,
+    peers,
+    sharing,
+)
 from fleetd.api.context import REQUEST_ID, SERVICES, is_gone
 from fleetd.api.deadlines import make_runner
 from fleetd.api.services import Services
@@ -35,6 +48,7 @@ def build_app(services: Services) -> web.Application:
     for method, path, handler in (
         (post, "/v1/chat/completions", chat.completions),
         (post, "/v1/completions", completions.completions),
+        (post, "/v1/compress", compress.compress),
         (get, "/v1/models", models.index),
         (get, "/v1/models/{id:.+}", models.show),
         (get, "/health", health.ready),

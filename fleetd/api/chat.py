@@ -12,6 +12,7 @@ from fleetd.api import generate, requests, translate
 from fleetd.api.context import SERVICES
 from fleetd.api.render import ChatStream, ChatWhole, Head
 from fleetd.api.services import Services
+from fleetd.smart.policy import resolve
 
 
 def head(services: Services, prefix: str, model: str | None) -> Head:
@@ -25,14 +26,20 @@ async def completions(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
     body = requests.decode(await http_body.read(request), requests.ChatBody)
     top = head(request.app[SERVICES], "chatcmpl", body.model)
+    smart = resolve(body.smart_prefill, request.app[SERVICES].smart_defaults)
+    generates = translate.chat(body, top.id)
     work = generate.Work(
-        top.id, body.model or "", "chat", translate.chat(body, top.id), bool(body.local_only)
+        top.id, body.model or "", "chat", generates, bool(body.local_only), smart, len(generates)
     )
     count = len(work.generates)
     parallel_tools = body.parallel_tool_calls is not False
     if body.stream:
         usage = bool(body.stream_options and body.stream_options.include_usage)
-        streamer = ChatStream(top, choices=count, include_usage=usage, parallel_tools=parallel_tools)
+        streamer = ChatStream(
+            top, choices=count, include_usage=usage, parallel_tools=parallel_tools, smart=smart
+        )
         return await generate.stream(request, work, streamer)
-    collector = ChatWhole(top, choices=count, logprobs=bool(body.logprobs), parallel_tools=parallel_tools)
+    collector = ChatWhole(
+        top, choices=count, logprobs=bool(body.logprobs), parallel_tools=parallel_tools, smart=smart
+    )
     return await generate.whole(request, work, collector)

@@ -18,7 +18,7 @@ import msgspec
 from aiohttp import web
 
 from fleetd import limits
-from fleetd.api import failures
+from fleetd.api import failures, smart
 from fleetd.api.choices import Choices
 from fleetd.api.context import REQUEST_ID, SERVICES, is_gone, is_trusted
 from fleetd.api.progress import Progress
@@ -26,37 +26,46 @@ from fleetd.api.sse import EventStream
 from fleetd.engine.protocol import Event, Generate, Loading
 from fleetd.errors import FleetError
 from fleetd.jobs.job import Job, Origin, Planned
+from fleetd.jobs.smart.views import Smartened
+from fleetd.smart.policy import Policy
 
 
 class Streamer(Protocol):
-    def feed(self, index: int, event: Event) -> Sequence[msgspec.Struct]: ...
+    def feed(self, index: int, event: Planned | Event) -> Sequence[msgspec.Struct]: ...
     def closing(self) -> Sequence[msgspec.Struct]: ...
 
 
 class Collector(Protocol):
-    def feed(self, index: int, event: Event) -> None: ...
+    def feed(self, index: int, event: Planned | Event) -> None: ...
     def whole(self) -> msgspec.Struct: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """``id`` is the answer's id, as clients see it."""
+    """``id`` is the answer's id, as clients see it. ``smart``: how the prompts are to be shortened.
+    ``per_prompt``: choices that answer each of them.
+    """
 
     id: str
     model: str
     route: str
     generates: Sequence[Generate]
     local_only: bool = False
+    smart: Policy | None = None
+    per_prompt: int = 1
 
 
 def _choices(request: web.Request, work: Work) -> Choices:
     runner = request.app[SERVICES].runner
     origin: Origin = "socket" if is_trusted(request) else "http"
     jobs = [
-        Job(work.model, generate, origin, work.route, local_only=work.local_only)
+        Job(work.model, generate, origin, work.route, local_only=work.local_only, smart=work.smart)
         for generate in work.generates
     ]
     return Choices([partial(runner.run, job) for job in jobs])
+
+
+_LOSS: Mapping[str, int] = {"exact": 0, "plan": 1, "lossy": 2}
 
 
 class _Plans:
@@ -75,18 +84,33 @@ class _Plans:
     def known(self) -> bool:
         return bool(self._latest)
 
+    @property
+    def smart(self) -> Smartened | None:
+        return next((planned.smart for planned in self._latest.values() if planned.smart), None)
+
+    def _told(self, per_prompt: int) -> list[Smartened]:
+        """What came of each prompt, as one of its choices has it."""
+        found = {
+            index // per_prompt: planned.smart
+            for index, planned in self._latest.items()
+            if planned.smart is not None
+        }
+        return list(found.values())
+
     def headers(self, work: Work) -> Mapping[str, str]:
         found = list(self._latest.values())
         if not found:
-            return {"X-Fleet-Request": work.id, "X-Fleet-Plan": "undecided; nodes="}
+            undecided = {"X-Fleet-Request": work.id, "X-Fleet-Plan": "undecided; nodes="}
+            # What may yet be left out is not promised to be whole.
+            return undecided | ({"X-Fleet-Exactness": "lossy"} if work.smart is not None else {})
         nodes = dict.fromkeys(node for planned in found for node in planned.nodes)
         kind = found[0].kind if len({planned.kind for planned in found}) == 1 else "mixed"
-        exact = all(planned.exactness == "exact" for planned in found)
         return {
             "X-Fleet-Request": work.id,
             # A machine's name is whatever its owner typed; a header holds one line of ASCII.
             "X-Fleet-Plan": f"{kind}; nodes={','.join(quote(node, safe=' ') for node in nodes)}",
-            "X-Fleet-Exactness": "exact" if exact else "plan",
+            "X-Fleet-Exactness": max((planned.exactness for planned in found), key=_LOSS.__getitem__),
+            **smart.headers(self._told(work.per_prompt)),
         }
 
 
@@ -98,7 +122,7 @@ async def whole(request: web.Request, work: Work, collector: Collector) -> web.S
             index, event = item
             if isinstance(event, Planned):
                 plans.feed(index, event)
-            elif not isinstance(event, Loading):
+            if not isinstance(event, Loading):
                 collector.feed(index, event)
     body = msgspec.json.encode(collector.whole())
     return web.Response(body=body, content_type="application/json", headers=plans.headers(work))
@@ -108,7 +132,7 @@ async def stream(request: web.Request, work: Work, streamer: Streamer) -> web.St
     """Answer with a stream of events. Raises FleetError only while the headers have not gone out."""
     async with _choices(request, work) as choices:
         plans = _Plans()
-        first = await _early(choices, plans)
+        first = await _early(choices, plans, streamer)
         talk = _Conversation(EventStream(request, plans.headers(work)), streamer, plans)
         await talk.open(first)
         try:
@@ -127,7 +151,7 @@ async def stream(request: web.Request, work: Work, streamer: Streamer) -> web.St
 Item = tuple[int, Loading | Event] | None
 
 
-async def _early(choices: Choices, plans: _Plans) -> Item:
+async def _early(choices: Choices, plans: _Plans, streamer: Streamer) -> Item:
     """The first event besides plans, if it comes within the grace.
 
     The plan itself is waited for longer: a header that names a machine has to name the right one.
@@ -143,6 +167,7 @@ async def _early(choices: Choices, plans: _Plans) -> Item:
             if not isinstance(event, Planned):
                 return index, event
             plans.feed(index, event)
+            streamer.feed(index, event)
     except TimeoutError:
         pass
     return None
@@ -158,6 +183,7 @@ class _Conversation:
         self._streamer = streamer
         self._progress = Progress()
         self._spoke = 0.0
+        self._told = plans.smart
 
     async def open(self, first: Item) -> None:
         if first is not None:
@@ -178,6 +204,11 @@ class _Conversation:
                 break
             index, event = item
             if isinstance(event, Planned):
+                self._streamer.feed(index, event)
+                if event.smart is not None and event.smart != self._told:
+                    # The headers are out.
+                    self._told = event.smart
+                    await self._say(f"smart prefill {smart.sentence(event.smart)}")
                 if self._plans.feed(index, event) or event.reason:
                     await self._say(f"plan {event}" + (f": {event.reason}" if event.reason else ""))
                 continue

@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fleetd.errors import FleetError, NotPaired, PairingClosed
-from fleetd.jobs.share_views import PlanQuestion, PlanView
+from fleetd.jobs.share.views import PlanQuestion, PlanView
 from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
 
 

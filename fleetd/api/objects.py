@@ -7,7 +7,7 @@ generated from these same types, so what is documented is what is sent.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import UNSET, Struct, UnsetType, field
 
@@ -36,7 +36,11 @@ class UsageReport(Struct, frozen=True):
 
 
 class TimingReport(Struct, frozen=True):
-    """llama.cpp's ``timings``: ``prompt_n`` leaves out the ``cache_n`` tokens taken from the prefix cache."""
+    """llama.cpp's ``timings``: ``prompt_n`` leaves out the ``cache_n`` tokens taken from the prefix cache.
+
+    ``score_ms``: with smart prefill, from the request to the shortened prompt; it comes before ``prompt_ms``.
+    ``draft_n`` and ``draft_n_accepted``: tokens that were guessed and verified, where any were.
+    """
 
     prompt_n: int
     cache_n: int
@@ -46,6 +50,27 @@ class TimingReport(Struct, frozen=True):
     predicted_ms: float
     predicted_per_second: float
     queue_ms: float
+    score_ms: float | UnsetType = UNSET
+    draft_n: int | UnsetType = UNSET
+    draft_n_accepted: int | UnsetType = UNSET
+
+
+class SmartReport(Struct, frozen=True):
+    """What smart prefill made of the prompts of a request that asked for it; ``mode`` "full" dropped nothing.
+
+    Tokens are the compressor's, summed over prompts; ``nodes`` are the machines that scored. ``skipped`` says
+    why nothing was dropped: a stable code, a colon, a sentence. ``settings``: what was asked for, with this
+    machine's defaults filled in.
+    """
+
+    mode: Literal["text", "sparse", "full"]
+    compressor: str
+    nodes: list[str]
+    original_tokens: int
+    compressed_tokens: int
+    score_ms: float
+    skipped: str
+    settings: dict[str, Any]
 
 
 # ---- /v1/chat/completions --------------------------------------------------------------------------------
@@ -102,6 +127,7 @@ class ChatCompletion(Struct, frozen=True, kw_only=True):
     choices: list[ChatChoice]
     usage: UsageReport
     timings: TimingReport
+    smart_prefill: SmartReport | UnsetType = UNSET
 
 
 class FunctionDelta(Struct, frozen=True):
@@ -139,6 +165,7 @@ class ChatChunk(Struct, frozen=True, kw_only=True):
     choices: list[ChunkChoice]
     usage: UsageReport | UnsetType | None = UNSET
     timings: TimingReport | UnsetType = UNSET
+    smart_prefill: SmartReport | UnsetType = UNSET
 
 
 # ---- /v1/completions -------------------------------------------------------------------------------------
@@ -171,6 +198,7 @@ class TextCompletion(Struct, frozen=True, kw_only=True):
     choices: list[TextChoice]
     usage: UsageReport | UnsetType | None = UNSET
     timings: TimingReport | UnsetType = UNSET
+    smart_prefill: SmartReport | UnsetType = UNSET
 
 
 # ---- /v1/models ------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from fleetd.api import objects, requests
+from fleetd.api import compress, objects, requests
 from fleetd.api.context import SERVICES
 from fleetd.api.failures import ErrorReply
 
@@ -16,6 +16,8 @@ _REF = "#/components/schemas/{name}"
 _TYPES = (
     requests.ChatBody,
     requests.CompletionBody,
+    compress.CompressBody,
+    compress.Compression,
     objects.ChatCompletion,
     objects.ChatChunk,
     objects.TextCompletion,
@@ -70,6 +72,17 @@ def document(version: str) -> dict[str, Any]:
                 "post": _generate(
                     "completion", requests.CompletionBody, objects.TextCompletion, objects.TextCompletion
                 )
+            },
+            "/v1/compress": {
+                "post": {
+                    **_operation(
+                        "compress",
+                        "What smart prefill would keep of a prompt; lossy.",
+                        _json(compress.Compression),
+                        {**_BODY, **_MODEL, **_ENGINE},
+                    ),
+                    "requestBody": {"required": True, "content": _json(compress.CompressBody)},
+                }
             },
             "/v1/models": {
                 "get": _operation("listModels", "Models on this machine.", _json(objects.ModelList), {})

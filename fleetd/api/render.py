@@ -7,13 +7,18 @@ For each endpoint one class makes the chunks of a stream and one folds the whole
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from msgspec import UNSET, UnsetType
 
 from fleetd.api import objects as o
-from fleetd.engine.protocol import Delta, Event, Finished, Timings, TokenLogprob, ToolCall, Usage
+from fleetd.api.smart import Told
+from fleetd.engine.protocol import Delta, Event, Finished, Speculated, Timings, TokenLogprob, ToolCall, Usage
 from fleetd.errors import EngineError
+from fleetd.jobs.job import Planned
+from fleetd.jobs.smart.views import Smartened
+from fleetd.smart.policy import Policy
 
 # JSON has no minus infinity; this is what OpenAI sends for "practically impossible".
 LEAST_LOGPROB = -9999.0
@@ -30,9 +35,13 @@ class Head:
 
 
 class Tally:
-    """Usage and times over all choices. A prompt shared by ``per_prompt`` choices is counted once."""
+    """Usage and times over all choices. A prompt shared by ``per_prompt`` choices is counted once.
 
-    def __init__(self, per_prompt: int) -> None:
+    ``told``: what smart prefill made of the prompts.
+    """
+
+    def __init__(self, per_prompt: int, smart: Policy | None = None) -> None:
+        self.told = Told(smart, per_prompt)
         self._per_prompt = per_prompt
         self._finished: dict[int, Finished] = {}
 
@@ -42,7 +51,7 @@ class Tally:
     def usage(self) -> o.UsageReport:
         first = [event.usage for i, event in self._finished.items() if i % self._per_prompt == 0]
         every = [event.usage for event in self._finished.values()]
-        prompt = sum(usage.prompt_tokens for usage in first)
+        prompt = sum(usage.prompt_tokens for usage in first) + self._left_out()
         completion = sum(usage.completion_tokens for usage in every)
         return o.UsageReport(
             prompt_tokens=prompt,
@@ -51,6 +60,17 @@ class Tally:
             prompt_tokens_details=o.PromptDetails(sum(usage.cached_tokens for usage in first)),
             completion_tokens_details=o.CompletionDetails(sum(usage.reasoning_tokens for usage in every)),
         )
+
+    def _left_out(self) -> int:
+        """Tokens that the client sent and, its prompt being rewritten, the engine never saw."""
+        told = [self.told.of(i) for i in self._finished if i % self._per_prompt == 0]
+        return sum(each.dropped_tokens for each in told if each.form == "text")
+
+    def timing(self, index: int, event: Finished) -> o.TimingReport:
+        """Of one choice."""
+        told = self.told.of(index)
+        smart = told if told.code or told.used else None
+        return timing_report(event.usage, event.timings, smart=smart, drafts=[event.speculation])
 
     def timings(self) -> o.TimingReport:
         """Choices run side by side: tokens add up, times are the longest."""
@@ -67,13 +87,27 @@ class Tally:
                 decode_s=max((event.timings.decode_s for event in finished), default=0.0),
             ),
             streams=max(1, len(finished)),
+            smart=self.told.slowest,
+            drafts=[event.speculation for event in finished],
         )
 
 
-def timing_report(usage: Usage, timings: Timings, *, streams: int = 1) -> o.TimingReport:
-    """``decode_s`` runs from the first to the last token, so the first token of each stream is not in it."""
-    prefilled = max(0, usage.prompt_tokens - usage.cached_tokens)
+def timing_report(
+    usage: Usage,
+    timings: Timings,
+    *,
+    streams: int = 1,
+    smart: Smartened | None = None,
+    drafts: Sequence[Speculated | None] = (),
+) -> o.TimingReport:
+    """``decode_s`` runs from the first to the last token, so the first token of each stream is not in it.
+
+    ``smart``: what smart prefill took, where it was asked for. Tokens that were left out are not computed.
+    """
+    left_out = smart.dropped_tokens if smart is not None and smart.form == "sparse" else 0
+    prefilled = max(0, usage.prompt_tokens - usage.cached_tokens - left_out)
     stepped = max(0, usage.completion_tokens - streams)
+    told = [each for each in drafts if each is not None]
     return o.TimingReport(
         prompt_n=prefilled,
         cache_n=usage.cached_tokens,
@@ -83,6 +117,9 @@ def timing_report(usage: Usage, timings: Timings, *, streams: int = 1) -> o.Timi
         predicted_ms=_ms(timings.decode_s),
         predicted_per_second=_rate(stepped, timings.decode_s),
         queue_ms=_ms(timings.queue_s),
+        score_ms=UNSET if smart is None else _ms(smart.score_s),
+        draft_n=sum(each.drafted for each in told) if told else UNSET,
+        draft_n_accepted=sum(each.accepted for each in told) if told else UNSET,
     )
 
 
@@ -150,15 +187,26 @@ class ChatStream:
     After all choices, only if asked, one chunk without choices that has the usage.
     """
 
-    def __init__(self, head: Head, *, choices: int, include_usage: bool, parallel_tools: bool) -> None:
+    def __init__(
+        self,
+        head: Head,
+        *,
+        choices: int,
+        include_usage: bool,
+        parallel_tools: bool,
+        smart: Policy | None = None,
+    ) -> None:
         self._head = head
         self._include_usage = include_usage
         self._parallel_tools = parallel_tools
         self._started: set[int] = set()
-        self._tally = Tally(choices)
+        self._tally = Tally(choices, smart)
 
-    def feed(self, index: int, event: Event) -> list[o.ChatChunk]:
+    def feed(self, index: int, event: Planned | Event) -> list[o.ChatChunk]:
         match event:
+            case Planned():
+                self._tally.told.add(index, event.smart)
+                return []
             case Delta():
                 return self._opening(index) + self._delta(index, event)
             case ToolCall():
@@ -167,7 +215,8 @@ class ChatStream:
                 self._tally.add(index, event)
                 last = self._chunk(
                     o.ChunkChoice(index, o.ChoiceDelta(), finish_reason(event)),
-                    timings=timing_report(event.usage, event.timings),
+                    timings=self._tally.timing(index, event),
+                    smart=self._tally.told.report(),
                 )
                 return [*self._opening(index), last]
             case _:
@@ -176,7 +225,8 @@ class ChatStream:
     def closing(self) -> list[o.ChatChunk]:
         if not self._include_usage:
             return []
-        return [self._chunk(usage=self._tally.usage(), timings=self._tally.timings())]
+        told = self._tally.told.report()
+        return [self._chunk(usage=self._tally.usage(), timings=self._tally.timings(), smart=told)]
 
     def _opening(self, index: int) -> list[o.ChatChunk]:
         if index in self._started:
@@ -209,6 +259,7 @@ class ChatStream:
         *choices: o.ChunkChoice,
         usage: o.UsageReport | UnsetType | None = UNSET,
         timings: o.TimingReport | UnsetType = UNSET,
+        smart: o.SmartReport | UnsetType = UNSET,
     ) -> o.ChatChunk:
         if usage is UNSET and self._include_usage:
             usage = None
@@ -220,6 +271,7 @@ class ChatStream:
             choices=list(choices),
             usage=usage,
             timings=timings,
+            smart_prefill=smart,
         )
 
 
@@ -237,16 +289,26 @@ class _Answer:
 class ChatWhole:
     """Folds a chat reply that is not streamed."""
 
-    def __init__(self, head: Head, *, choices: int, logprobs: bool, parallel_tools: bool) -> None:
+    def __init__(
+        self,
+        head: Head,
+        *,
+        choices: int,
+        logprobs: bool,
+        parallel_tools: bool,
+        smart: Policy | None = None,
+    ) -> None:
         self._head = head
         self._logprobs = logprobs
         self._parallel_tools = parallel_tools
         self._answers = [_Answer() for _ in range(choices)]
-        self._tally = Tally(choices)
+        self._tally = Tally(choices, smart)
 
-    def feed(self, index: int, event: Event) -> None:
+    def feed(self, index: int, event: Planned | Event) -> None:
         answer = self._answers[index]
         match event:
+            case Planned():
+                self._tally.told.add(index, event.smart)
             case Delta(channel="reasoning"):
                 answer.reasoning.append(event.text)
             case Delta():
@@ -270,6 +332,7 @@ class ChatWhole:
             choices=[self._choice(i, answer) for i, answer in enumerate(self._answers)],
             usage=self._tally.usage(),
             timings=self._tally.timings(),
+            smart_prefill=self._tally.told.report(),
         )
 
     def _choice(self, index: int, answer: _Answer) -> o.ChatChoice:
@@ -290,14 +353,26 @@ class ChatWhole:
 class TextStream:
     """Chunks of a streamed text completion: text as it comes, then an empty text with the finish reason."""
 
-    def __init__(self, head: Head, *, choices: int, per_prompt: int, include_usage: bool, echo: bool) -> None:
+    def __init__(
+        self,
+        head: Head,
+        *,
+        choices: int,
+        per_prompt: int,
+        include_usage: bool,
+        echo: bool,
+        smart: Policy | None = None,
+    ) -> None:
         self._head = head
         self._include_usage = include_usage
         self._opens_prompt = set(range(choices)) if echo else set[int]()
-        self._tally = Tally(per_prompt)
+        self._tally = Tally(per_prompt, smart)
 
-    def feed(self, index: int, event: Event) -> list[o.TextCompletion]:
+    def feed(self, index: int, event: Planned | Event) -> list[o.TextCompletion]:
         match event:
+            case Planned():
+                self._tally.told.add(index, event.smart)
+                return []
             case Delta() if event.text or event.logprobs:
                 logprobs = None
                 if event.logprobs is not None:
@@ -306,40 +381,54 @@ class TextStream:
                 return [self._chunk(o.TextChoice(index, event.text, None, logprobs))]
             case Finished():
                 self._tally.add(index, event)
-                timings = timing_report(event.usage, event.timings)
-                return [self._chunk(o.TextChoice(index, "", finish_reason(event)), timings=timings)]
+                last = o.TextChoice(index, "", finish_reason(event))
+                timings, told = self._tally.timing(index, event), self._tally.told.report()
+                return [self._chunk(last, timings=timings, smart=told)]
             case _:
                 return []
 
     def closing(self) -> list[o.TextCompletion]:
         if not self._include_usage:
             return []
-        return [self._chunk(usage=self._tally.usage(), timings=self._tally.timings())]
+        told = self._tally.told.report()
+        return [self._chunk(usage=self._tally.usage(), timings=self._tally.timings(), smart=told)]
 
     def _chunk(
         self,
         *choices: o.TextChoice,
         usage: o.UsageReport | UnsetType | None = UNSET,
         timings: o.TimingReport | UnsetType = UNSET,
+        smart: o.SmartReport | UnsetType = UNSET,
     ) -> o.TextCompletion:
         if usage is UNSET and self._include_usage:
             usage = None
-        return _text_object(self._head, list(choices), usage, timings)
+        return _text_object(self._head, list(choices), usage, timings, smart)
 
 
 class TextWhole:
     """Folds a text completion that is not streamed. What a model marks as reasoning is text here."""
 
-    def __init__(self, head: Head, *, choices: int, per_prompt: int, logprobs: bool, echo: bool) -> None:
+    def __init__(
+        self,
+        head: Head,
+        *,
+        choices: int,
+        per_prompt: int,
+        logprobs: bool,
+        echo: bool,
+        smart: Policy | None = None,
+    ) -> None:
         self._head = head
         self._echo = echo
         self._logprobs = logprobs
         self._answers = [_Answer() for _ in range(choices)]
-        self._tally = Tally(per_prompt)
+        self._tally = Tally(per_prompt, smart)
 
-    def feed(self, index: int, event: Event) -> None:
+    def feed(self, index: int, event: Planned | Event) -> None:
         answer = self._answers[index]
         match event:
+            case Planned():
+                self._tally.told.add(index, event.smart)
             case Delta():
                 answer.text.append(event.text)
                 answer.logprobs += event.logprobs or ()
@@ -359,7 +448,8 @@ class TextWhole:
             )
             for i, answer in enumerate(self._answers)
         ]
-        return _text_object(self._head, choices, self._tally.usage(), self._tally.timings())
+        tally = self._tally
+        return _text_object(self._head, choices, tally.usage(), tally.timings(), tally.told.report())
 
 
 def _text_object(
@@ -367,6 +457,7 @@ def _text_object(
     choices: list[o.TextChoice],
     usage: o.UsageReport | UnsetType | None,
     timings: o.TimingReport | UnsetType,
+    smart: o.SmartReport | UnsetType,
 ) -> o.TextCompletion:
     return o.TextCompletion(
         id=head.id,
@@ -376,4 +467,5 @@ def _text_object(
         choices=choices,
         usage=usage,
         timings=timings,
+        smart_prefill=smart,
     )

@@ -32,6 +32,7 @@ from fleetd.engine.protocol import (
     TopP,
 )
 from fleetd.errors import BadRequest, FleetError, InvalidValue, UnsupportedParameter
+from fleetd.smart.policy import Wanted
 
 # ---- Pieces ----------------------------------------------------------------------------------------------
 
@@ -145,6 +146,10 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     local_only: Annotated[
         bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
     ] = None
+    smart_prefill: Annotated[
+        bool | Wanted | None,
+        Meta(description="Leaves out what a small model finds does not matter. Lossy, and labelled so."),
+    ] = None
 
 
 class ChatBody(Common, frozen=True, kw_only=True):
@@ -181,8 +186,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
             "functions", "audio", "web_search_options", "guided_json", "guided_regex", "guided_choice",
             "guided_grammar", "structured_outputs", "grammar", "json_schema", "ignore_eos", "min_tokens",
             "stop_token_ids", "bad_words", "continue_final_message", "logits_processors", "use_beam_search",
-            "prompt_logprobs", "mirostat", "xtc_probability", "dry_multiplier", "suffix", "smart_prefill",
-            "specprefill",
+            "prompt_logprobs", "mirostat", "xtc_probability", "dry_multiplier", "suffix", "specprefill",
         ),
         _NOTHING,
     ),
@@ -206,7 +210,7 @@ _ELSEWHERE: Mapping[str, str] = {
     "streaming": "stream",
 }
 
-Body = TypeVar("Body", bound=Common)
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def decode(data: bytes, kind: type[Body]) -> Body:

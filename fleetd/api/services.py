@@ -6,7 +6,7 @@ that are called here, so this package depends on shapes rather than on modules.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,8 +16,11 @@ import msgspec
 from fleetd.api.no_fleet import NoFleet
 from fleetd.engine.protocol import Event, Loading
 from fleetd.jobs.job import Job, Planned
-from fleetd.jobs.share_views import PlanQuestion, PlanView, TracesView
+from fleetd.jobs.share.views import PlanQuestion, PlanView, TracesView
+from fleetd.jobs.smart.bill import Bill
+from fleetd.jobs.smart.compressing import Passage
 from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
+from fleetd.smart.policy import Policy
 
 
 class Runner(Protocol):
@@ -94,6 +97,14 @@ class Fleet(Protocol):
         """Facts about the network as this process sees it; a mapping or a msgspec Struct."""
 
 
+class Compressor(Protocol):
+    """``fleetd.jobs.smart.compressing.Compressing``."""
+
+    def bill(self, request_id: str) -> Bill: ...
+    def run(self, passage: Passage) -> AsyncGenerator[Loading, None]:
+        """Yield progress and fill in the passage; raises Skip, FleetError; ``aclose()`` cancels the work."""
+
+
 @dataclass(frozen=True, slots=True)
 class Services:
     """Args:
@@ -107,6 +118,9 @@ class Services:
     plan: how a prompt would be prefilled now by one of ``models``; raises ModelNotFound for one that is not
         loaded, NotPaired where there is no fleet.
     traces: the newest so many, or those of one request; blocks, so it is called in a thread.
+    smart_defaults: what smart prefill does where a request leaves it open.
+    compressing: shortens a prompt for its own sake.
+    smart_plan: the same ways as ``plan`` tells, and smart prefill with a share of the tokens among them.
     """
 
     runner: Runner
@@ -126,6 +140,9 @@ class Services:
     fleet: Fleet = field(default_factory=NoFleet)
     plan: Callable[[PlanQuestion, Any], PlanView] = NoFleet().plan
     traces: Callable[[int, str], TracesView] = lambda last, request_id: TracesView([])
+    smart_defaults: Policy = field(default_factory=Policy)
+    compressing: Compressor | None = None
+    smart_plan: Callable[[PlanView, float, Any, Policy], Awaitable[PlanView]] | None = None
 
 
 class EngineView(msgspec.Struct, frozen=True):

@@ -16,7 +16,7 @@ from fleetd.api.fleet import Route
 from fleetd.api.models import json
 from fleetd.api.requests import parse
 from fleetd.errors import InvalidValue
-from fleetd.jobs.share_views import PlanQuestion
+from fleetd.jobs.share.views import PlanQuestion
 
 _LAST = 20
 
@@ -29,7 +29,10 @@ async def plan(request: web.Request) -> web.StreamResponse:
         raise InvalidValue("Give either tokens, a number, or text.", param="tokens")
     ref = services.default_model if question.model in ("", "default") else question.model
     folder = await asyncio.to_thread(services.models.resolve, ref)
-    return json(services.plan(question, folder))
+    view = services.plan(question, folder)
+    if question.smart is not None and services.smart_plan is not None:
+        view = await services.smart_plan(view, question.smart, folder, services.smart_defaults)
+    return json(view)
 
 
 async def traces(request: web.Request) -> web.StreamResponse:

@@ -54,7 +54,7 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidValue("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
     prompt = ChatPrompt(
-        messages=[_message(message, i) for i, message in enumerate(body.messages)],
+        messages=[message(item, i) for i, item in enumerate(body.messages)],
         tools=_tools(body),
         tool_choice=_tool_choice(body),
         template_kwargs=_template_kwargs(body),
@@ -150,7 +150,7 @@ def _prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:
     return [TokenPrompt(item) for item in lists]
 
 
-def _message(message: Message, index: int) -> dict[str, Any]:
+def message(message: Message, index: int) -> dict[str, Any]:
     """A message as chat templates read it: text content, arguments as an object, no absent keys."""
     where = f"messages[{index}]"
     plain: dict[str, Any] = {"content": _text(message.content, f"{where}.content")}

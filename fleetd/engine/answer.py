@@ -9,9 +9,10 @@ from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix import DENSE, Hit
 from fleetd.engine.prompts import Prepared
-from fleetd.engine.protocol import Finished, FinishReason, Share, Timings, Usage
-from fleetd.engine.sharable import Sharable
-from fleetd.engine.sharing import SharedPrefill
+from fleetd.engine.protocol import Finished, FinishReason, Share, Speculated, Timings, Usage
+from fleetd.engine.share.sharable import Sharable
+from fleetd.engine.share.sharing import SharedPrefill
+from fleetd.engine.smart.sparse import SparsePrefiller
 from fleetd.engine.text import AnswerText
 from fleetd.engine.turns import can_step
 
@@ -37,10 +38,14 @@ class Answer:
     # What the prefix cache had when the prompt was accepted, where that was told.
     hit: Hit | None = None
     undecided: Undecided | None = None
-    prefiller: Prefiller | SharedPrefill | None = None
+    prefiller: Prefiller | SharedPrefill | SparsePrefiller | None = None
+    # Indices of the prompt tokens that are prefilled, ascending; None: all of them. Or why not only those.
+    kept: list[int] | None = None
+    dense_reason: str = ""
     # How the KV came about: where it may be kept.
     namespace: str = DENSE
-    uid: int = -1  # in the batch; none before decoding
+    # What drafts did for it; set when it leaves decoding.
+    speculated: Speculated | None = None
     cached: int = 0
     shown: int = -1  # prefilled tokens as last reported; none before the first report
     generated: int = 0
@@ -55,14 +60,19 @@ class Answer:
         return self.prepared.request.id
 
     @property
+    def slots(self) -> int:
+        """Tokens of KV that the prompt takes."""
+        return len(self.prepared.tokens) if self.kept is None else len(self.kept)
+
+    @property
     def held(self) -> int:
         """Tokens of KV in use."""
-        return len(self.prepared.tokens) + self.generated
+        return self.slots + self.generated
 
     @property
     def left(self) -> int:
         """Tokens to prefill."""
-        return self.prefiller.remaining if self.prefiller else len(self.prepared.tokens)
+        return self.prefiller.remaining if self.prefiller else self.slots
 
     @property
     def ready(self) -> bool:
@@ -89,4 +99,5 @@ class Answer:
                 decode_s=self.last_s - first if first else 0.0,
             ),
             self.text.stopped_by,
+            self.speculated,
         )

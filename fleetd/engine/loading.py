@@ -25,7 +25,10 @@ from fleetd.engine.memory import WORKING_BYTES, admit_weights
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import Choice
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.sharable import Sharable
+from fleetd.engine.share.sharable import Sharable
+from fleetd.engine.smart.sparse import Sparse
+from fleetd.engine.spec.probe import Plan, Verdict, probe
+from fleetd.engine.spec.vocabulary import vocabulary_of
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models.verify import verify
@@ -33,6 +36,8 @@ from fleetd.models.verify import verify
 Device = Literal["cpu", "metal", "cuda"]
 # Prefix cache: this share of what is left for KV, so that keeping old prompts never starves new ones.
 PREFIX_SHARE = 0.25
+# Prompts for looking at a batch, and how far rounding may move its numbers, as a share of the largest.
+_UNEQUAL, _ROUNDING = ([3, 4, 5, 6, 7], [8]), 0.03
 # A context can be huge and memory small; without a stated context this is what llama-family models had.
 FALLBACK_CONTEXT = 4096
 
@@ -44,8 +49,14 @@ class Loaded:
     facts: Ready
     prefix_bytes: int
     defaults: Choice
+    # Whether several answers can be decoded in one batch.
+    together: bool
+    # Whether blocks of tokens give the bytes of single steps.
+    verdict: Verdict
     # None where no other machine can help with it.
     sharable: Sharable | None
+    # None where prompts must be prefilled whole.
+    sparse: Sparse | None
 
 
 def pick_device(wanted: str) -> Device:
@@ -95,7 +106,9 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
     report(Loading("warming up"))
     per_token = _warm_up(model)
+    together = decodes_together(model)
     vocabulary, context = _vocabulary(config, tokenizer), context_tokens(config)
+    sparse, dense_reason = _sparse(model)
     sharable, unshareable = _sharable(model, device)
     report(Loading("measuring"))
     speeds = calibrate(
@@ -104,6 +117,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         context_tokens=context,
         budget_s=limits.CALIBRATE_S,
     )
+    verdict = _verdict(model, settings, device, vocabulary, context, speeds.decode_tok_s)
     weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
     left = max(0, usable - weights - WORKING_BYTES)
     prefix_bytes = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
@@ -130,9 +144,12 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         outside_bytes=sharable.stage.outside_bytes if sharable else 0,
         last_layer=layers,
         unshareable=unshareable,
+        speculation=verdict.text,
+        sparse=dense_reason,
         arithmetic=sharable.arithmetic if sharable else None,
+        vocabulary=vocabulary_of(tokenizer),
     )
-    return Loaded(model, tokenizer, facts, prefix_bytes, _defaults(path), sharable)
+    return Loaded(model, tokenizer, facts, prefix_bytes, _defaults(path), together, verdict, sharable, sparse)
 
 
 def versions() -> dict[str, str]:
@@ -146,6 +163,25 @@ def _sharable(model: Any, device: Device) -> tuple[Sharable | None, str]:
         return Sharable.of(Stage.of(model), device, versions()), ""
     except ModelUnsupported as error:
         return None, error.message
+
+
+def _sparse(model: Any) -> tuple[Sparse | None, str]:
+    """How prompts are prefilled in part, or why they cannot be. Wraps the model's ropes."""
+    try:
+        return Sparse.of(model), ""
+    except ModelUnsupported as error:
+        return None, error.message
+
+
+def _verdict(
+    model: Any, settings: WorkerSettings, device: Device, vocabulary: int, context: int, decode_tok_s: float
+) -> Verdict:
+    if settings.speculation == "off":
+        return Verdict(text="off: speculation.mode is off")
+    if device == "cpu" and not cpu.exact():
+        return Verdict(text="declined: without MKL a CPU's numbers depend on how many are computed at once")
+    plan = Plan.of(device, 1 / decode_tok_s)
+    return probe(model, vocab_size=vocabulary, context_tokens=context, plan=plan)
 
 
 def verified_config(settings: WorkerSettings, report: Callable[[Loading], None]) -> dict[str, Any]:
@@ -208,6 +244,26 @@ def _warm_up(model: Any) -> int:
     mx.eval(model(mx.array([[1] * 8]), cache=cache))
     mx.eval(model(mx.array([[1]]), cache=cache))
     return kv_bytes_per_token(cache)
+
+
+def decodes_together(model: Any) -> bool:
+    """Whether two answers of unequal length can be one batch and say in it what each says alone.
+
+    Some of mlx-lm's models cannot: gemma2's own attention takes the mask of a batch for one of its heads, and
+    fails or, where there happen to be as many heads as answers, computes something else. Costs some tokens.
+    """
+    caches = [make_prompt_cache(model) for _ in _UNEQUAL]
+    one = mx.array([[1]])
+    for tokens, cache in zip(_UNEQUAL, caches, strict=True):
+        mx.eval(model(mx.array([tokens]), cache=cache))
+    try:
+        batch = [pair[0].merge(list(pair)) for pair in zip(*caches, strict=True)]
+        together = model(mx.concatenate([one, one]), cache=batch).astype(mx.float32)
+        mx.eval(together)
+    except ValueError:
+        return False
+    alone = mx.concatenate([model(one, cache=cache) for cache in caches]).astype(mx.float32)
+    return bool(mx.abs(together - alone).max() <= _ROUNDING * mx.abs(alone).max())
 
 
 def kv_bytes_per_token(cache: list[Any]) -> int:

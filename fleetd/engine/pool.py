@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import structlog
 
-from fleetd.engine.protocol import Event, Generate, Loading
+from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Score, Scored
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.supervisor import EngineProcess, EngineStatus
 from fleetd.errors import FleetError, OutOfMemory
@@ -36,6 +36,8 @@ class PoolOptions:
     max_streams: int = 16
     prefill_chunk_tokens: int = 0
     prefix_cache_bytes: int = 0
+    speculation: str = "auto"
+    remember_answers: bool = False
     idle_unload_s: float = 1800.0
 
 
@@ -91,10 +93,35 @@ class EnginePool:
                 finally:
                     await events.aclose()
 
+    async def score(
+        self, folder: ModelFolder, score: Score, *, evict: bool = True
+    ) -> AsyncGenerator[Loading | Prefill | Scored, None]:
+        """Load the model if needed, then score a text with it: progress, and at the end Scored.
+
+        ``evict``: idle models make room for it. Raises as ``stream``; ModelUnsupported where nobody can look
+        into this model's attention.
+        """
+        with self._claim(folder.name):
+            async for item in self._acquire(_Wanted(folder), evict=evict):
+                if not isinstance(item, EngineProcess):
+                    yield item
+                    continue
+                async with aclosing(item.score(score)) as events:
+                    async for event in events:
+                        if isinstance(event, Prefill | Scored):
+                            yield event
+
     async def load(self, folder: ModelFolder) -> None:
         """Load without a request. Raises as ``stream``."""
-        async for _ in self._acquire(_Wanted(folder)):
+        async for _ in self.loading(folder):
             pass
+
+    async def loading(self, folder: ModelFolder) -> AsyncGenerator[Loading, None]:
+        """The same, with its progress."""
+        async with aclosing(self._acquire(_Wanted(folder))) as steps:
+            async for step in steps:
+                if isinstance(step, Loading):
+                    yield step
 
     def engine(self, folder: ModelFolder) -> EngineProcess | None:
         """The worker that has the whole model, if it is ready."""
@@ -251,6 +278,8 @@ class EnginePool:
             max_streams=o.max_streams,
             prefill_chunk_tokens=o.prefill_chunk_tokens,
             prefix_cache_bytes=o.prefix_cache_bytes,
+            speculation=o.speculation,  # type: ignore[arg-type]  # validated by config
+            remember_answers=o.remember_answers,
             first_layer=wanted.first,
             last_layer=wanted.last,
             part_of=folder.name if wanted.last else "",

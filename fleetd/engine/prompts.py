@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
 
 from fleetd import limits
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
+from fleetd.engine.smart.kept import NotSparse, Range, dropped_of_messages, gaps_of, kept_tokens
 from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
 
 
@@ -19,7 +21,8 @@ class Prepared:
     """A request whose prompt is token ids.
 
     ``initial`` is the marker state the prompt ends in (see ``text.AnswerText``), ``primed`` the part of a
-    required tool call that the prompt already contains.
+    required tool call that the prompt already contains. ``kept``: indices of the tokens that the request's
+    Keep leaves, ascending; None where there is none or where ``dense_reason`` says why it is not followed.
     """
 
     request: Generate
@@ -27,6 +30,8 @@ class Prepared:
     initial: str = "normal"
     primed: str = ""
     tools: list[dict[str, Any]] | None = None
+    kept: list[int] | None = None
+    dense_reason: str = ""
 
 
 def prepare(request: Generate, tokenizer: Any, vocab_size: int) -> Prepared:
@@ -45,8 +50,13 @@ def prepare(request: Generate, tokenizer: Any, vocab_size: int) -> Prepared:
                     f"Token id {wrong} is outside the vocabulary of {vocab_size}.", param="prompt"
                 )
             prepared = Prepared(request, list(tokens))
+            if request.keep is not None:
+                prepared = replace(prepared, dense_reason="Token ids have no text to keep parts of.")
         case TextPrompt(text):
             prepared = Prepared(request, list(tokenizer.encode(text)))
+            if request.keep is not None:
+                gaps = gaps_of(request.keep.parts.get(0, [(0, len(text))]), len(text))
+                prepared = _follow(prepared, tokenizer, text, lambda: gaps, special=True)
         case ChatPrompt():
             prepared = _chat(request, request.prompt, tokenizer)
     outside = next((t for t in request.sampling.logit_bias if not 0 <= t < vocab_size), None)
@@ -75,10 +85,15 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> Prepared:
         )
     # Templates may change what they are given; the request must stay as it came.
     messages = copy.deepcopy(prompt.messages)
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=True, **prompt.template_kwargs
+
+    def render(these: list[dict[str, Any]]) -> str:
+        rendered: str = tokenizer.apply_chat_template(
+            these, tools=tools, tokenize=False, add_generation_prompt=True, **prompt.template_kwargs
         )
+        return rendered
+
+    try:
+        text = render(messages)
     except jinja2.TemplateError as error:
         raise BadRequest(
             f"The model's chat template rejects these messages: {error}.",
@@ -99,8 +114,42 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> Prepared:
     # The template has written the special tokens; a BOS added here would be a second one.
     tokens = list(tokenizer.encode(text + primed, add_special_tokens=False))
     if primed:
-        return Prepared(request, tokens, "tool", primed.removeprefix(tokenizer.tool_call_start), tools)
-    return Prepared(request, tokens, _initial_state(tokenizer, tokens), "", tools)
+        prepared = Prepared(request, tokens, "tool", primed.removeprefix(tokenizer.tool_call_start), tools)
+    else:
+        prepared = Prepared(request, tokens, _initial_state(tokenizer, tokens), "", tools)
+    if (keep := request.keep) is None:
+        return prepared
+
+    def gaps() -> list[Range]:
+        return dropped_of_messages(text, prompt.messages, keep.parts, lambda m: render(copy.deepcopy(m)))
+
+    return _follow(prepared, tokenizer, text + primed, gaps, special=False)
+
+
+def _follow(
+    prepared: Prepared, tokenizer: Any, text: str, gaps: Callable[[], list[Range]], *, special: bool
+) -> Prepared:
+    """Which tokens of ``text`` are kept when the ranges ``gaps()`` of it are dropped, or why all are."""
+    try:
+        offsets = _offsets(tokenizer, text, prepared.tokens, special=special)
+        kept = kept_tokens(offsets, gaps())
+    except NotSparse as reason:
+        return replace(prepared, dense_reason=str(reason))
+    except Exception as error:
+        # Templates and tokenizers are others' code; the prompt itself has gone through both.
+        return replace(prepared, dense_reason=f"Its parts could not be found ({type(error).__name__}).")
+    return replace(prepared, kept=kept)
+
+
+def _offsets(tokenizer: Any, text: str, tokens: list[int], *, special: bool) -> list[Range]:
+    """Each token's characters. Raises NotSparse where the tokenizer cannot tell."""
+    whole = tokenizer._tokenizer
+    if not getattr(whole, "is_fast", False):
+        raise NotSparse("The model's tokenizer does not tell where a token's text is.")
+    found = whole(text, add_special_tokens=special, return_offsets_mapping=True)
+    if list(found["input_ids"]) != tokens:
+        raise NotSparse("The model's tokenizer does not give the same tokens with their places.")
+    return [(int(start), int(end)) for start, end in found["offset_mapping"]]
 
 
 def _prime(prompt: ChatPrompt, tokenizer: Any) -> str:

@@ -4,10 +4,11 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 ``u32 length (big endian) | MessagePack``. Both ends are the same installation, so there is no version field;
 unknown tags are a bug and raise.
 
-    daemon → worker   Generate, Share | Alone (where Generate asked for it), Assist, Cancel, Shutdown
+    daemon → worker   Generate, Share | Alone (where Generate asked for it), Assist, Score, Cancel, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
                       Accepted, Prefill*, Shared?, (Delta | ToolCall)*, Finished | Failed
                       for each Assist: Accepted, Assisted | Failed
+                      for each Score: Accepted, Prefill*, Scored | Failed
                       and Beat at least every ``limits.ENGINE_BEAT_S``
 
 Streams to other machines' workers come beside it, on a channel that can carry sockets: ``sealed.handoff``
@@ -26,6 +27,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.plan.split import Split
+from fleetd.smart.packed import PackedScores
 
 # ---- What to generate ------------------------------------------------------------------------------------
 
@@ -90,12 +92,39 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     logit_bias: dict[int, Bias] = {}
 
 
+CharRange = tuple[Natural, Natural]
+
+
+class Keep(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What of a prompt is to be prefilled: by message (0 for a text prompt) the ranges of its content's
+    characters, [first, end). A message that is not named is kept whole, and so is all that the chat template
+    writes itself. A token is kept if any of its characters is."""
+
+    parts: dict[Natural, list[CharRange]]
+
+
+class Speculate(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How drafts are used for one answer, which they never change.
+
+    ``sources`` None means all there are: "suffix", "lookup", "drafter". ``width``: most tokens of one pass,
+    0 for what pays. ``key`` keeps past answers apart where they are remembered. ``draft_model``: which
+    model is the "drafter", "" for the one that the settings name.
+    """
+
+    enabled: bool = True
+    sources: Annotated[list[str], Meta(max_length=8)] | None = None
+    width: Natural = 0
+    key: Annotated[str, Meta(max_length=limits.SPEC_KEY_CHARS)] = ""
+    draft_model: Annotated[str, Meta(max_length=limits.MODEL_NAME_CHARS)] = ""
+
+
 class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     """One answer. ``max_tokens`` None means: until the context is full.
 
     ``top_logprobs`` None reports no logprobs, 0 only the chosen token's, n also the n best.
     ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
     ``shared``: once it is Accepted, the prompt waits for Share or Alone before it is prefilled.
+    ``keep``: prefill only this of it, where the worker can; then it is not shared.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
@@ -106,6 +135,9 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     top_logprobs: Logprobs | None = None
     echo: bool = False
     shared: bool = False
+    keep: Keep | None = None
+    # None: as the settings have it.
+    speculate: Speculate | None = None
 
 
 class Share(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
@@ -144,8 +176,54 @@ class Assist(msgspec.Struct, frozen=True, tag="assist"):
     place: int
 
 
+class Profile(msgspec.Struct, frozen=True):
+    """Which heads of a model find what a question asks for, as (layer, query head), ascending, and how many
+    layers are run to ask them. ``rotated``: queries and keys are compared as they are after RoPE, which
+    prefers what is near, and not as they are before it.
+
+    It belongs to a model's weights (its digest): scores merge only where the same profile gave them.
+    """
+
+    heads: Annotated[list[tuple[Natural, Natural]], Meta(min_length=1, max_length=limits.SCORE_HEADS)]
+    exit_layer: Natural
+    rotated: bool = False
+
+
+class Score(msgspec.Struct, frozen=True, tag="score", omit_defaults=True):
+    """How much a question attends to each token of ``text``; answered by Accepted, Prefill*, Scored | Failed.
+
+    Only tokens that begin in ``segment`` are scored, (0, 0) is all; the text's first tokens and the question
+    are put around it. ``questions``: character ranges that ask, in order; without any the end of the text
+    does. What asks is not scored.
+
+    ``look_ahead``: tokens of an answer whose queries count as the question's do; they take all layers.
+    ``exit_layer``: layers that are run; 0 is the profile's. Without a ``profile`` the worker finds one, which
+    takes seconds; Scored has it.
+    """
+
+    id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
+    text: str
+    questions: list[tuple[Natural, Natural]] = []
+    segment: tuple[Natural, Natural] = (0, 0)
+    look_ahead: Annotated[int, Meta(ge=0, le=limits.SMART_LOOK_AHEAD)] = 0
+    exit_layer: Natural = 0
+    profile: Profile | None = None
+
+
+class Follow(msgspec.Struct, frozen=True, tag="follow", omit_defaults=True):
+    """Draft for a text that another worker writes; answered by Accepted, and by Followed once nobody needs it
+    any more, or by Failed. Its stream is "drafts"; what is to be known of the text comes on it.
+
+    ``ahead``: tokens that are drafted at most before more of the text is known.
+    """
+
+    id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
+    ahead: Annotated[int, Meta(ge=1, le=limits.DRAFT_AHEAD)] = limits.DRAFT_AHEAD
+
+
 class StreamTag(msgspec.Struct, frozen=True):
-    """What a socket that is handed to a worker is for: ``job`` is the id of a Share or an Assist."""
+    """What a socket that is handed to a worker is for: ``job`` is the id of a Share, an Assist, a Follow,
+    or of an answer, for its drafts."""
 
     job: str
     name: str
@@ -178,7 +256,7 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
     """What decides whether two workers compute the same bytes from the same model.
 
     ``layers`` holds 8 bytes per layer that the worker has, from its first one on: a hash of what that layer
-    makes of numbers that are the same everywhere (``engine/fingerprint.py``).
+    makes of numbers that are the same everywhere (``engine/share/fingerprint.py``).
     """
 
     accelerator: str
@@ -206,6 +284,9 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     ``prefill_fixed_s``: those that each chunk takes however short it is. Where only some layers are held, all
     three are what the whole model would take at the pace of these.
     ``unshareable``: why no other machine can help this model; "" where they can.
+    ``speculation``: the probe's verdict, whether drafts can be verified without changing a byte; it begins
+    with "exact", "declined" or "off".
+    ``sparse``: why a Keep is not followed here; "" where it is.
     """
 
     architecture: str
@@ -233,7 +314,11 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     first_layer: int = 0
     last_layer: int = 0
     unshareable: str = ""
+    speculation: str = "off: this worker answers nothing by itself"
+    sparse: str = "This worker answers nothing by itself."
     arithmetic: Arithmetic | None = None
+    # Equal where two models mean the same by every token id: a hash of the tokenizer's vocabulary.
+    vocabulary: str = ""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
@@ -250,6 +335,8 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
     for, there are enough tokens left to prefill (or others had a part in what is cached), and memory for them
     at once. ``exact``: the cached tokens' numbers are those of this machine alone. Of an Assist the figures
     are its split's.
+    ``kept``: of ``prompt_tokens``, those that are prefilled where a Keep is followed, 0 where none is;
+    ``dense_reason``: why one is not.
     """
 
     id: str
@@ -258,10 +345,13 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
     chunk: int = 0
     waits: bool = False
     exact: bool = True
+    kept: int = 0
+    dense_reason: str = ""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
-    """Progress in prompt tokens. The first one of a request tells how many came from the prefix cache."""
+    """Progress in prompt tokens, of those that are kept. The first one of a request tells how many came from
+    the prefix cache."""
 
     id: str
     done: int
@@ -293,6 +383,28 @@ class Assisted(msgspec.Struct, frozen=True, tag="assisted", omit_defaults=True):
 
     id: str
     steps: list[StepTime]
+
+
+class Scored(msgspec.Struct, frozen=True, tag="scored"):
+    """A segment's scores. ``tokens`` were computed for them, the question's and the text's first ones
+    included; ``seconds`` from the first step, others' turns between included; ``profile_s`` those that
+    finding the profile took, which are not in ``seconds``."""
+
+    id: str
+    scores: PackedScores
+    profile: Profile
+    tokens: int
+    seconds: float
+    profile_s: float = 0.0
+
+
+class Followed(msgspec.Struct, frozen=True, tag="followed", omit_defaults=True):
+    """A text needs no more drafts. Tokens: ``drafted`` in all, ``right`` of the ``judged`` by what came."""
+
+    id: str
+    drafted: int = 0
+    judged: int = 0
+    right: int = 0
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -350,6 +462,31 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     decode_s: float = 0.0
 
 
+class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Tokens that one source drafted and those of them that were right, over so many passes."""
+
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+
+
+class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What drafts did for an answer.
+
+    ``width``: most tokens one pass could verify. ``passes`` and ``tokens``: all of them while the answer was
+    decoded alone, those without a draft included. ``saved_s``: estimated from the measured cost of plain
+    steps; below 0 where time was lost.
+    """
+
+    width: int
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+    tokens: int = 0
+    saved_s: float = 0.0
+    sources: dict[str, SourceCounts] = {}
+
+
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 
 
@@ -361,6 +498,8 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     usage: Usage = Usage()
     timings: Timings = Timings()
     stop: str | None = None
+    # None where no draft was verified.
+    speculation: Speculated | None = None
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", omit_defaults=True):
@@ -393,8 +532,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     memory_bytes: int = 0
 
 
-Command = Generate | Share | Alone | Assist | Cancel | Shutdown
-Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted
+Command = Generate | Share | Alone | Assist | Follow | Score | Cancel | Shutdown
+Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted | Scored | Followed
 Report = Loading | Ready | LoadFailed | Beat | Event
 
 # ---- Framing ---------------------------------------------------------------------------------------------

@@ -80,7 +80,9 @@ def _noise_key(seed: int, index: int) -> mx.array:
 
 
 class SeededSampler:
-    """Draws token t of one answer from (1, V) log-probabilities. Called exactly once per token, in order.
+    """Draws token ``index`` of one answer from (1, V) log-probabilities, and goes on to the next.
+
+    Who draws tokens out of order, or anew, sets ``index`` first.
 
     Temperature comes before the filters, as OpenAI's and vLLM's users expect (mlx-lm filters first).
     """
@@ -89,7 +91,7 @@ class SeededSampler:
         self._choice = choice
         # A request without a seed gets a fresh one, so there is one code path.
         self._seed = secrets.randbits(64) if seed is None else seed & _U64
-        self._index = 0
+        self.index = 0
 
     def __call__(self, logprobs: mx.array) -> mx.array:  # (1, V) -> (1,)
         s = self._choice
@@ -102,8 +104,8 @@ class SeededSampler:
             logprobs = apply_top_p(logprobs, s.top_p)
         if s.min_p > 0.0:
             logprobs = apply_min_p(logprobs, s.min_p)
-        key = _noise_key(self._seed, self._index)
-        self._index += 1
+        key = _noise_key(self._seed, self.index)
+        self.index += 1
         return mx.random.categorical(logprobs, key=key)
 
 

@@ -1,11 +1,13 @@
 """The compute thread's loop: admit, prefill a chunk, decode a step, repeat.
 
-Decoding streams share one ``BatchGenerator``; prompts are prefilled one at a time beside it, a chunk between
-two decode steps, so that a long prompt slows running answers by a bounded amount instead of stopping them.
+Answers that are being decoded take their steps together (``decoding.py``); prompts are prefilled one at a
+time beside them, a chunk between two decode steps, so that a long prompt slows running answers by a bounded
+amount instead of stopping them.
 Of several waiting prompts the one with the least left to compute goes first, and none waits for ever.
 
 A prompt may be shared with other machines, and parts of theirs may be computed here; both wait for each other
-now and then, and a turn goes only to what can be computed now.
+now and then, and a turn goes only to what can be computed now. The same holds for texts of other workers that
+this one drafts for.
 
 Everything here runs on one thread. Requests and commands arrive through a queue, reports leave through
 ``emit``; both ends are safe to use from other threads.
@@ -17,16 +19,16 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
 from fleetd.engine.answer import Answer
-from fleetd.engine.assists import Assists
 from fleetd.engine.chunks import Chunks
+from fleetd.engine.decoding import GROWTH_TOKENS, Decoding
 from fleetd.engine.inbox import Inbox, Stop
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.memory import KvBudget
@@ -43,30 +45,38 @@ from fleetd.engine.protocol import (
     Delta,
     Failed,
     FinishReason,
+    Follow,
     Prefill,
     Report,
     Share,
 )
-from fleetd.engine.sampling import Choice, make_processors, make_sampler
-from fleetd.engine.sharable import Sharable
-from fleetd.engine.shared_answers import SharedAnswers
-from fleetd.engine.sharing import SharedPrefill
-from fleetd.engine.streams import Streams
+from fleetd.engine.sampling import Choice
+from fleetd.engine.share.assists import Assists
+from fleetd.engine.share.sharable import Sharable
+from fleetd.engine.share.shared_answers import SharedAnswers
+from fleetd.engine.share.sharing import SharedPrefill
+from fleetd.engine.share.streams import Streams
+from fleetd.engine.smart.layout import Layout
+from fleetd.engine.smart.scoring import Scoring
+from fleetd.engine.smart.sparse import Sparse, SparsePrefiller, leading
+from fleetd.engine.spec.draft_wire import DRAFTS
+from fleetd.engine.spec.follows import Follows
+from fleetd.engine.spec.remote_source import RemoteSource
+from fleetd.engine.spec.speculation import Speculation
 from fleetd.engine.text import AnswerText
 from fleetd.engine.turns import wait_s
 from fleetd.errors import ContextLengthExceeded, EngineError, FleetError
 
 # Turns after which a waiting prompt goes before shorter ones that came later.
 PATIENCE_TURNS = 16
-# KV is promised to an answer in steps of this many tokens, as it grows: most answers are far shorter than
-# the context would allow, and promising all of that up front would let one chat fill the memory.
-GROWTH_TOKENS = 512
 
 
 @dataclass
 class Scheduler:
     """See the module. ``context_tokens`` bounds prompt plus answer; ``sharable`` is None where no machine can
-    help another with ``model``."""
+    help another with ``model``, ``sparse`` where all of a prompt must be computed. ``vocab_size``: token ids
+    that the model can take; 0 where it neither drafts nor takes drafts from others. ``drafts`` holds streams
+    of drafts, ``streams`` all others."""
 
     model: Any
     tokenizer: Any
@@ -78,29 +88,49 @@ class Scheduler:
     emit: Callable[[Report], None]
     defaults: Choice = field(default_factory=Choice)
     sharable: Sharable | None = None
+    sparse: Sparse | None = None
     inbox: Inbox = field(default_factory=Inbox)
     streams: Streams | None = None
+    speculation: Speculation | None = None
+    vocab_size: int = 0
+    drafts: Streams | None = None
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         streams = Streams(self.inbox.wake) if self.streams is None else self.streams
         self._shared = SharedAnswers(self.model, self.sharable, self.prefix, streams, self.emit)
         self._assists = Assists(self.sharable, self.context_tokens, self.budget, streams, self.emit)
+        self._scoring = Scoring(self.model, self.tokenizer, self.context_tokens, self.budget, self.emit)
         self._waiting: list[Answer] = []
         self._prefilling: list[Answer] = []
-        self._decoding: dict[int, Answer] = {}
-        self._stop_tokens = StopSequences([(int(t),) for t in self.tokenizer.eos_token_ids])
-        self._generator = BatchGenerator(
-            self.model,
-            completion_batch_size=self.max_streams,
-            prefill_batch_size=self.max_streams,
-            stream=mx.default_stream(mx.default_device()),
+        self._decoding = Decoding(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            max_streams=self.max_streams,
+            budget=self.budget,
+            prefix=self.prefix,
+            emit=self.emit,
+            finish=self._finish,
+            fail=self._fail,
+            defaults=self.defaults,
+            speculation=self.speculation,
+        )
+        self._drafts = Streams(self.inbox.wake) if self.drafts is None else self.drafts
+        self._follows = Follows(
+            model=self.model,
+            ends=frozenset(int(token) for token in self.tokenizer.eos_token_ids),
+            context_tokens=self.context_tokens,
+            vocab_size=self.vocab_size,
+            budget=self.budget,
+            prefix=self.prefix,
+            streams=self._drafts,
+            emit=self.emit,
         )
         self._beat_at = 0.0
 
     # ---- from other threads --------------------------------------------------------------------------
 
-    def tell(self, command: Share | Alone | Assist | Cancel) -> None:
+    def tell(self, command: Share | Alone | Assist | Follow | Cancel) -> None:
         self.inbox.put(command)
 
     def stop(self) -> None:
@@ -123,28 +153,36 @@ class Scheduler:
         if not self._receive():
             return False
         self._admit()
+        self._attach_drafts()
         for answer in list(self._prefilling):
             self._shared.look(answer)
         self._prefill_turn()
         self._assists.turn()
-        self._decode_turn()
+        self._scoring.turn(self.chunks.size(shared=bool(self._decoding)))
+        self._follows.turn(self.chunks.size(shared=bool(self._decoding)))
+        self._decoding.turn()
         return True
 
     def _close(self) -> None:
         for answer in self._prefilling:
             self._shared.end(answer)
         self._assists.close()
+        self._scoring.close()
+        self._follows.close()
         self._shared.streams.close()
-        self._generator.close()
+        self._drafts.close()
+        self._decoding.close()
 
     @property
     def _busy(self) -> bool:
         """Whether there is something to compute now."""
-        return bool(self._decoding) or self._assists.ready or any(a.ready for a in self._prefilling)
+        others = self._assists.ready or self._follows.ready or self._scoring.ready
+        return bool(self._decoding) or others or any(a.ready for a in self._prefilling)
 
     def _receive(self) -> bool:
         dues_s = [self._shared.due_s(answer) for answer in self._prefilling]
-        for item in self.inbox.take(0.0 if self._busy else wait_s([*dues_s, *self._assists.dues_s])):
+        dues_s += [*self._assists.dues_s, *self._follows.dues_s]
+        for item in self.inbox.take(0.0 if self._busy else wait_s(dues_s)):
             match item:
                 case Stop():
                     return False
@@ -154,6 +192,10 @@ class Scheduler:
                     self._word(item)
                 case Assist():
                     self._assists.begin(item)
+                case Layout():
+                    self._scoring.begin(item)
+                case Follow():
+                    self._follows.begin(item)
                 case Prepared():
                     self._arrived(item)
         return True
@@ -166,6 +208,19 @@ class Scheduler:
             self._shared.share(answer, word)
         else:
             self._shared.alone(answer, word.reason)
+
+    def _attach_drafts(self) -> None:
+        """Give answers the streams of drafts that came for them."""
+        for request_id in self._drafts.jobs(DRAFTS):
+            groups = (*self._waiting, *self._prefilling)
+            answer = next((a for a in groups if a.id == request_id), None) or self._decoding.find(request_id)
+            if answer is not None and self.vocab_size:
+                connect = partial(self._drafts.connect(request_id), DRAFTS)
+                tokens, begun = answer.prepared.tokens, answer.generated > 0
+                self._decoding.attach(request_id, RemoteSource(connect, tokens, self.vocab_size, begun=begun))
+            elif request_id not in self._follows:
+                # Streams are given once a request or a Follow is accepted: this one's has ended.
+                self._drafts.drop(request_id)
 
     def _arrived(self, prepared: Prepared) -> None:
         request = prepared.request
@@ -181,7 +236,14 @@ class Scheduler:
                 return
         else:
             self._waiting.append(answer)
-        self.emit(Accepted(request.id, len(prepared.tokens)))
+        self.emit(
+            Accepted(
+                request.id,
+                len(prepared.tokens),
+                kept=len(answer.kept or ()),
+                dense_reason=answer.dense_reason,
+            )
+        )
 
     def _new_answer(self, prepared: Prepared) -> Answer:
         request, n = prepared.request, len(prepared.tokens)
@@ -192,9 +254,11 @@ class Scheduler:
                 hint="Shorten the prompt or choose a model with a longer context.",
                 param="messages",
             )
+        kept, dense_reason = self._kept(prepared)
+        slots = n if kept is None else len(kept)
         wanted = self.context_tokens if request.max_tokens is None else request.max_tokens
-        self.budget.check_alone(n + min(wanted, 1))
-        max_tokens = min(wanted, self.context_tokens - n, self.budget.capacity_tokens - n)
+        self.budget.check_alone(slots + min(wanted, 1))
+        max_tokens = min(wanted, self.context_tokens - n, self.budget.capacity_tokens - slots)
         return Answer(
             prepared=prepared,
             text=AnswerText(
@@ -207,10 +271,23 @@ class Scheduler:
                 None if isinstance(request.prompt, ChatPrompt) else prepared.tokens[-1],
             ),
             max_tokens=max_tokens,
-            promised=n + min(max_tokens, GROWTH_TOKENS),
+            promised=slots + min(max_tokens, GROWTH_TOKENS),
             arrived_s=time.monotonic(),
             logprobs=None if request.top_logprobs is None else Logprobs(self.tokenizer, request.top_logprobs),
+            kept=kept,
+            dense_reason=dense_reason,
         )
+
+    def _kept(self, prepared: Prepared) -> tuple[list[int] | None, str]:
+        """What of the prompt is prefilled, None for all of it; and why a Keep is not followed."""
+        if prepared.kept is None:
+            return None, prepared.dense_reason
+        if self.sparse is None:
+            return None, "This model's prompts can only be prefilled whole."
+        if prepared.request.echo:
+            return None, "The prompt is to be echoed."
+        kept = self.sparse.kept(prepared.kept, len(prepared.tokens))
+        return (kept, "") if len(kept) < len(prepared.tokens) else (None, "Nothing of it can be left out.")
 
     def _admit(self) -> None:
         """Move waiting requests to prefill while memory and streams allow, first come first served."""
@@ -235,7 +312,7 @@ class Scheduler:
                 self._prefilling.remove(answer)
             self._fail(answer, error)
 
-    def _prefill(self, answer: Answer) -> Prefiller | SharedPrefill:
+    def _prefill(self, answer: Answer) -> Prefiller | SharedPrefill | SparsePrefiller:
         """The next chunk of one prompt."""
         answer.started_s = answer.started_s or time.monotonic()
         if answer.prefiller is None:
@@ -251,7 +328,7 @@ class Scheduler:
             self._shared.give_up(answer, error)
             return answer.prefiller
         if tokens:
-            if isinstance(prefiller, Prefiller):
+            if not isinstance(prefiller, SharedPrefill):
                 self.chunks.took(tokens, time.monotonic() - begun)
             self.steps += 1
             self._show_prefill(answer)
@@ -263,7 +340,7 @@ class Scheduler:
         prefiller = answer.prefiller
         if prefiller is None:
             return
-        total = len(answer.prepared.tokens)
+        total = answer.slots
         reached = prefiller.progress if isinstance(prefiller, SharedPrefill) else prefiller.done
         done = max(answer.shown, reached)
         if again or done > answer.shown:
@@ -282,8 +359,13 @@ class Scheduler:
         chosen.turns = 0
         return chosen
 
-    def _start(self, answer: Answer) -> Prefiller:
+    def _start(self, answer: Answer) -> Prefiller | SparsePrefiller:
         tokens = answer.prepared.tokens
+        if answer.kept is not None:
+            # The KV of a token rests on all tokens before it: what follows a gap is in no dense cache.
+            hit = self.prefix.fetch(tokens[: leading(answer.kept) + 1])
+            answer.cached = hit.tokens
+            return SparsePrefiller.begin(self.model, tokens, answer.kept, hit.cache, hit.tokens)
         if answer.prepared.request.echo and answer.logprobs is not None:
             answer.scored = PromptLogprobs(answer.logprobs, tokens)
             return Prefiller(self.model, tokens, make_prompt_cache(self.model), score=answer.scored.add)
@@ -293,7 +375,7 @@ class Scheduler:
             return Prefiller(self.model, tokens, hit.cache, hit.tokens)
         return Prefiller(self.model, tokens, make_prompt_cache(self.model))
 
-    def _begin_decode(self, answer: Answer, prefiller: Prefiller | SharedPrefill) -> None:
+    def _begin_decode(self, answer: Answer, prefiller: Prefiller | SharedPrefill | SparsePrefiller) -> None:
         request = answer.prepared.request
         cache = prefiller.cache
         if isinstance(prefiller, SharedPrefill):
@@ -301,20 +383,21 @@ class Scheduler:
         answer.prefiller = None
         if request.echo:
             self._echo(answer)
-        self._remember(answer, prefiller.tokens[:-1], cache)
+        if isinstance(prefiller, SparsePrefiller):
+            self._remember_leading(prefiller)
+        else:
+            self._decoding.remember(answer, prefiller.tokens[:-1], cache)
         if answer.max_tokens <= 0:
             self._finish(answer, "length")
             return
-        (answer.uid,) = self._generator.insert(
-            [prefiller.tokens[-1:]],
-            max_tokens=[answer.max_tokens],
-            caches=[cache],
-            all_tokens=[prefiller.tokens[:-1]],
-            samplers=[make_sampler(request.sampling, self.defaults)],
-            logits_processors=[make_processors(request.sampling, self.defaults, len(prefiller.tokens))],
-            stop_sequences=[self._stop_tokens],
-        )
-        self._decoding[answer.uid] = answer
+        self._decoding.begin(answer, prefiller.tokens, cache)
+
+    def _remember_leading(self, prefiller: SparsePrefiller) -> None:
+        """Keep what a sparse prompt has in common with a dense one: the system prompt, as a rule."""
+        dense = prefiller.leading_cache()
+        if dense is not None:
+            mx.eval([layer.state for layer in dense])
+            self.prefix.store(prefiller.tokens[: prefiller.lead], dense)
 
     def _echo(self, answer: Answer) -> None:
         text = self.tokenizer.decode(answer.prepared.tokens)
@@ -322,81 +405,8 @@ class Scheduler:
         self.emit(Delta(answer.id, text, tokens=0, logprobs=answer.scored.entries if answer.scored else None))
         answer.scored = None
 
-    def _decode_turn(self) -> None:
-        if not self._decoding:
-            return
-        _, responses = self._generator.next()
-        now = time.monotonic()
-        self.steps += 1
-        # The batch may only change once all of its tokens are taken.
-        stopped: list[Answer] = []
-        broken: list[tuple[Answer, Exception]] = []
-        for response in responses:
-            answer = self._decoding[response.uid]
-            ended, left = response.finish_reason == "stop", response.finish_reason is not None
-            self._count(answer, now)
-            if left:
-                del self._decoding[response.uid]
-                self._remember(answer, response.all_tokens, response.prompt_cache)
-            try:
-                if not ended:
-                    self._show(answer, response)
-            except Exception as error:
-                if left:
-                    self._fail(answer, error)
-                else:
-                    broken.append((answer, error))
-                continue
-            if left:
-                self._finish(answer, "stop" if ended or answer.text.stopped_by else "length")
-            elif answer.text.stopped_by is not None:
-                stopped.append(answer)
-            elif not self._grow(answer):
-                broken.append((answer, self.budget.exhausted(answer.held)))
-        for answer in stopped:
-            self._leave_batch(answer)
-            self._finish(answer, "stop")
-        for answer, reason in broken:
-            self._leave_batch(answer)
-            self._fail(answer, reason)
-
-    @staticmethod
-    def _count(answer: Answer, now: float) -> None:
-        if not answer.generated:
-            answer.first_s = now
-        answer.last_s = now
-        answer.generated += 1
-
-    def _show(self, answer: Answer, response: Any) -> None:
-        entry = None
-        if answer.logprobs is not None:
-            entry = answer.logprobs.of(response.token, response.logprobs, answer.text.length)
-        for piece in answer.text.push(response.token, entry):
-            self.emit(piece)
-
-    def _grow(self, answer: Answer) -> bool:
-        """Promise more KV to an answer that has used what it was promised."""
-        if answer.held < answer.promised:
-            return True
-        more = min(answer.promised + GROWTH_TOKENS, len(answer.prepared.tokens) + answer.max_tokens)
-        if not self.budget.take(answer.id, more):
-            return False
-        answer.promised = more
-        return True
-
-    def _leave_batch(self, answer: Answer) -> None:
-        """Take a running answer out of the batch; what it computed stays useful to a retry or a next turn."""
-        uid = answer.uid
-        del self._decoding[uid]
-        cache, tokens = self._generator.remove([uid], return_prompt_caches=True)[uid]
-        self._remember(answer, tokens, cache)
-
-    def _remember(self, answer: Answer, tokens: list[int], cache: list[Any]) -> None:
-        mx.eval([layer.state for layer in cache])
-        self.prefix.store(tokens, cache, answer.namespace)
-
     def _cancelled(self, request_id: str) -> None:
-        if self._assists.cancel(request_id):
+        if any(part.cancel(request_id) for part in (self._assists, self._follows, self._scoring)):
             return
         for group in (self._waiting, self._prefilling):
             for answer in group:
@@ -405,11 +415,9 @@ class Scheduler:
                     self._abandon(answer)
                     self._finish(answer, "cancelled")
                     return
-        for answer in self._decoding.values():
-            if answer.id == request_id:
-                self._leave_batch(answer)
-                self._finish(answer, "cancelled")
-                return
+        if (running := self._decoding.find(request_id)) is not None:
+            self._decoding.leave(running)
+            self._finish(running, "cancelled")
 
     def _abandon(self, answer: Answer) -> None:
         """End a prefill half way; what it computed stays useful."""
@@ -421,7 +429,7 @@ class Scheduler:
             done, cache = 0, []
         self._shared.end(answer)
         if done > answer.cached:
-            self._remember(answer, answer.prepared.tokens[:done], cache)
+            self._decoding.remember(answer, answer.prepared.tokens[:done], cache)
 
     def _finish(self, answer: Answer, reason: FinishReason) -> None:
         if reason != "cancelled":
@@ -434,15 +442,20 @@ class Scheduler:
                 self.emit(piece)
             if answer.text.tool_calls and reason == "stop":
                 reason = "tool_calls"
-        self.budget.give_back(answer.id)
+        self._ended(answer)
         self._beat_at = 0.0  # tell at once that there is less to do
         self.emit(answer.finished(reason))
 
     def _fail(self, answer: Answer, error: Exception) -> None:
         self._shared.end(answer)
-        self.budget.give_back(answer.id)
+        self._ended(answer)
         self._beat_at = 0.0
         self._failed(answer.id, error)
+
+    def _ended(self, answer: Answer) -> None:
+        """Give back what was reserved for it."""
+        self._decoding.detach(answer.id)
+        self.budget.give_back(answer.id)
 
     def _failed(self, request_id: str, error: Exception) -> None:
         if not isinstance(error, FleetError):
@@ -456,17 +469,20 @@ class Scheduler:
             return
         self._beat_at = now + limits.ENGINE_BEAT_S
         self._shared.streams.sweep()
+        self._drafts.sweep()
         for answer in self._prefilling:
             if not answer.ready:
                 self._show_prefill(answer, again=True)
-        work = bool(self._prefilling or self._decoding or len(self._assists))
+        helping = len(self._assists) + len(self._follows) + len(self._scoring)
+        work = bool(self._prefilling or self._decoding or helping)
+        parts = (self._decoding, self._assists, self._follows, self._scoring)
         self.emit(
             Beat(
-                steps=self.steps + self._assists.steps,
+                steps=self.steps + sum(part.steps for part in parts),
                 prefilling=len(self._prefilling),
                 decoding=len(self._decoding),
                 waiting=len(self._waiting),
-                assisting=len(self._assists),
+                assisting=helping,
                 held_up=work and not self._busy,
                 kv_bytes=self.budget.used_bytes,
                 prefix_bytes=self.prefix.nbytes,

@@ -25,6 +25,10 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     max_streams: int = 16
     prefill_chunk_tokens: int = 0
     prefix_cache_bytes: int = 0
+    # Whether drafts are verified: where that pays, wherever there are some, or never.
+    speculation: Literal["auto", "on", "off"] = "auto"
+    # Past answers are kept as token ids, to draft from.
+    remember_answers: bool = False
     # Layers [first, last) only, for a worker that helps others and answers nothing itself; (0, 0) is all.
     first_layer: int = 0
     last_layer: int = 0

@@ -27,10 +27,10 @@ from fleetd.engine.loading import (
     versions,
 )
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
-from fleetd.engine.part_speeds import part_speeds
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.sharable import Sharable
+from fleetd.engine.share.part_speeds import part_speeds
+from fleetd.engine.share.sharable import Sharable
 from fleetd.engine.stage import Stage
 
 WARM_UP_TOKENS = 8

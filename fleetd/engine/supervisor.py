@@ -29,10 +29,14 @@ from fleetd.engine.protocol import (
     Event,
     Failed,
     Finished,
+    Follow,
+    Followed,
     Generate,
     LoadFailed,
     Loading,
     Ready,
+    Score,
+    Scored,
     Share,
     Shutdown,
     StreamTag,
@@ -74,6 +78,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     prefill_context_s: float
     prefill_fixed_s: float
     arithmetic: str
+    speculation: str
     part_of: str
     first_layer: int
     last_layer: int
@@ -246,6 +251,25 @@ class EngineProcess:
             async for event in events:
                 yield event
 
+    async def score(self, score: Score) -> AsyncGenerator[Event, None]:
+        """Accepted once there is memory for it, progress, and at the end Scored. Closing the generator
+        cancels it.
+
+        Raises as ``stream``; ModelUnsupported where nobody can look into this model's attention.
+        """
+        async with contextlib.aclosing(self._exchange(score, Scored)) as events:
+            async for event in events:
+                yield event
+
+    async def follow(self, follow: Follow) -> AsyncGenerator[Event, None]:
+        """Accepted, and Followed once the text needs no more drafts. Closing the generator cancels it.
+
+        Raises as ``stream``.
+        """
+        async with contextlib.aclosing(self._exchange(follow, Followed)) as events:
+            async for event in events:
+                yield event
+
     def share(self, share: Share) -> None:
         """How a prompt that waits is prefilled; its streams are given with ``give_stream``.
 
@@ -276,7 +300,9 @@ class EngineProcess:
         )
 
     async def _exchange(
-        self, command: Generate | Assist, last: type[Finished] | type[Assisted]
+        self,
+        command: Generate | Assist | Score | Follow,
+        last: type[Finished] | type[Assisted] | type[Scored] | type[Followed],
     ) -> AsyncGenerator[Event, None]:
         if self.state != "ready" or self._writer is None:
             raise self._not_running()
@@ -285,7 +311,7 @@ class EngineProcess:
         if not self._streams:
             self._progress_at = now
         self._streams[command.id] = queue
-        if isinstance(command, Generate):
+        if isinstance(command, Generate | Score):
             self._preparing[command.id] = now
         done = False
         try:
@@ -364,6 +390,7 @@ class EngineProcess:
             prefill_context_s=facts.prefill_context_s if facts else 0.0,
             prefill_fixed_s=facts.prefill_fixed_s if facts else 0.0,
             arithmetic=facts.arithmetic.text if facts and facts.arithmetic else "",
+            speculation=facts.speculation if facts else "",
             part_of=self.settings.part_of,
             first_layer=self.settings.first_layer,
             last_layer=self.settings.last_layer,

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fleetd import limits
 from fleetd.engine import cpu, protocol
 from fleetd.engine.channel import take_all
 from fleetd.engine.chunks import Chunks, FixedChunks, PacedChunks
@@ -33,20 +34,25 @@ from fleetd.engine.protocol import (
     Assist,
     Cancel,
     Failed,
+    Follow,
     Generate,
     LoadFailed,
     Report,
+    Score,
     Share,
     Shutdown,
+    StreamTag,
 )
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import EngineError, FleetError
 
 if TYPE_CHECKING:
-    from fleetd.engine.helper_loop import HelperLoop
     from fleetd.engine.loading import Loaded
     from fleetd.engine.prompts import Prepared
     from fleetd.engine.scheduler import Scheduler
+    from fleetd.engine.share.helper_loop import HelperLoop
+    from fleetd.engine.smart.layout import Layout
+    from fleetd.engine.spec.speculation import Speculation
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
 
@@ -133,7 +139,7 @@ class Front:
         while data := self._link.receive():
             for command in decoder.feed(data):
                 match command:
-                    case Generate():
+                    case Generate() | Score():
                         with self._lock:
                             self._preparing[command.id] = False
                         self._prompts.submit(self._prepare, command)
@@ -143,13 +149,13 @@ class Front:
                                 self._preparing[request_id] = True
                                 continue
                         self._compute.tell(command)
-                    case Share() | Alone() | Assist():
+                    case Share() | Alone() | Assist() | Follow():
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()
 
-    def _prepare(self, request: Generate) -> None:
-        outcome: Prepared | None = None
+    def _prepare(self, request: Generate | Score) -> None:
+        outcome: Prepared | Layout | None = None
         failed = False
         try:
             with self._lock:
@@ -174,13 +180,16 @@ class Front:
         if cancelled and not failed:
             self._link.send(protocol.Finished(request.id, "cancelled"))
 
-    def _prepared(self, request: Generate) -> Prepared:
+    def _prepared(self, request: Generate | Score) -> Prepared | Layout:
         from fleetd.engine.prompts import prepare
+        from fleetd.engine.smart.layout import lay_out
 
         if self._loaded is None:
             raise EngineError(
                 "This worker has only some of the model's layers: it helps, and answers nothing."
             )
+        if isinstance(request, Score):
+            return lay_out(request, self._loaded.tokenizer, self._loaded.facts.context_tokens)
         return prepare(request, self._loaded.tokenizer, self._loaded.facts.vocab_size)
 
 
@@ -235,12 +244,13 @@ def _start(
 
     loading.quiet_libraries()
     from fleetd.engine import stage_loading
-    from fleetd.engine.helper_loop import HelperLoop
     from fleetd.engine.inbox import Inbox
     from fleetd.engine.memory import KvBudget
     from fleetd.engine.prefix import PrefixCache
     from fleetd.engine.scheduler import Scheduler
-    from fleetd.engine.streams import Streams
+    from fleetd.engine.share.helper_loop import HelperLoop
+    from fleetd.engine.share.streams import Streams
+    from fleetd.engine.spec.draft_wire import DRAFTS
 
     device = loading.pick_device(settings.device)
     if device == "cpu":
@@ -248,7 +258,7 @@ def _start(
     ready = threading.Event()
     threading.Thread(target=link.watch, args=(ready,), name="watch", daemon=True).start()
     inbox = Inbox()
-    streams = Streams(inbox.wake)
+    streams, drafts = Streams(inbox.wake), Streams(inbox.wake, eager=True)
     compute: Scheduler | HelperLoop
     if settings.last_layer:
         part = stage_loading.load_part(settings, device, link.send)
@@ -269,19 +279,40 @@ def _start(
             tokenizer=loaded.tokenizer,
             context_tokens=facts.context_tokens,
             chunks=_chunks(settings, loaded),
-            max_streams=settings.max_streams,
+            max_streams=settings.max_streams if loaded.together else 1,
             budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
             prefix=PrefixCache(loaded.prefix_bytes),
             emit=link.send,
             defaults=loaded.defaults,
             sharable=loaded.sharable,
+            speculation=_speculation(settings, loaded),
+            sparse=loaded.sparse,
             inbox=inbox,
             streams=streams,
+            vocab_size=facts.vocab_size,
+            drafts=drafts,
         )
     ready.set()
-    threading.Thread(target=take_all, args=(channel, streams.put), name="channel", daemon=True).start()
+
+    def put(tag: StreamTag, sock: socket.socket) -> None:
+        (drafts if tag.name == DRAFTS else streams).put(tag, sock)
+
+    threading.Thread(target=take_all, args=(channel, put), name="channel", daemon=True).start()
     link.send(facts)
     return compute, loaded
+
+
+def _speculation(settings: WorkerSettings, loaded: Loaded) -> Speculation:
+    from fleetd.engine.spec.speculation import Speculation
+    from fleetd.engine.spec.suffix import Past
+
+    return Speculation(
+        loaded.verdict,
+        loaded.facts.vocab_size,
+        settings.speculation,
+        Past(limits.SPEC_PAST_BYTES) if settings.remember_answers else None,
+        computes_ahead=loaded.facts.device != "cpu",
+    )
 
 
 def _chunks(settings: WorkerSettings, loaded: Loaded) -> Chunks:

@@ -8,6 +8,8 @@ from typing import Literal
 import msgspec
 
 from fleetd.engine.protocol import Generate
+from fleetd.jobs.smart.views import Smartened
+from fleetd.smart.policy import Policy
 
 Origin = Literal["socket", "http", "peer"]
 Exactness = Literal["exact", "plan", "lossy"]
@@ -19,7 +21,8 @@ class Job:
     """``model`` as the client named it; "" or "default" is the configured one. ``route``: for the ledger.
 
     ``local_only``: this machine or none. It holds for every job that came from a peer, so that no request
-    travels in circles. ``digest``: only a model of exactly this content will do; "" is any.
+    travels in circles. ``digest``: only a model of exactly this content will do; "" is any. ``smart``: how
+    its prompt is to be shortened; None reads it whole.
     """
 
     model: str
@@ -28,6 +31,7 @@ class Job:
     route: str
     local_only: bool = False
     digest: str = ""
+    smart: Policy | None = None
 
     @property
     def shareable(self) -> bool:
@@ -40,13 +44,14 @@ class Planned(msgspec.Struct, frozen=True):
 
     ``nodes`` are names for people, "this" for the machine that was asked: of "remote" the machine that
     answers, then its helpers; of "layers", "tokens" and "whole" (``plan.split``) the helpers, then "this".
-    ``reason``: why it changed.
+    ``reason``: why it changed. ``smart``: what came of smart prefill, where it was asked for.
     """
 
     kind: PlanKind
     nodes: tuple[str, ...]
     exactness: Exactness
     reason: str = ""
+    smart: Smartened | None = None
 
     def __str__(self) -> str:
         return f"{self.kind}; nodes={','.join(self.nodes)}"

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.protocol import Assisted, Event, Failed, Finished, Loading, Shared
+from fleetd.engine.protocol import Assisted, Event, Failed, Finished, Followed, Loading, Scored, Shared
 from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError, from_code
 from fleetd.jobs import wire
 from fleetd.jobs.job import Job, Planned
@@ -106,9 +106,9 @@ class Server:
                     if asked.where and (event.shared or event.reason or not exact):
                         reason = event.reason[: limits.ERROR_TEXT_CHARS]
                         stream.send(wire.encode(wire.Where(event.helpers, reason, exact)))
-                elif not isinstance(event, Failed | Shared | Assisted):
+                elif not isinstance(event, Failed | Shared | Assisted | Scored | Followed):
                     stream.send(wire.encode(event))
-                    await _drained(stream)
+                    await drained(stream)
 
 
 def own_id(asked: str) -> str:
@@ -121,9 +121,10 @@ def said_by(name: str, error: FleetError) -> FleetError:
     return from_code(error.code, f"{name}: {error.message}", hint=error.hint, param=error.param)
 
 
-async def _drained(stream: Stream) -> None:
+async def drained(stream: Stream) -> None:
+    """Wait until what was sent is on its way. Raises PeerLost for a reader that takes nothing."""
     try:
         async with asyncio.timeout(limits.JOB_READ_STALL_S):
             await stream.drained()
     except TimeoutError:
-        raise PeerLost(f"Nothing of the answer was read for {limits.JOB_READ_STALL_S:.0f} s.") from None
+        raise PeerLost(f"Nothing of it was read for {limits.JOB_READ_STALL_S:.0f} s.") from None

@@ -6,8 +6,9 @@
                                        └ ModelNotFound,          └─▶ refunded: an error, no tokens billed
                                          NoMachine
 
-A job that runs here may have its prefill shared with other machines (``sharing``); that is decided once its
-prompt is tokenized, so only then is it known, and said, how it runs.
+A job that asks for it has its prompt shortened first (``smart``), which fails no job. One that runs here may
+have its prefill shared with other machines (``sharing``); that is decided once its prompt is tokenized, so
+only then is it known, and said, how it runs.
 
 Leaving the generator at any point (``aclose()``, a cancelled task) cancels the work, wherever it runs.
 """
@@ -24,7 +25,18 @@ from typing import Any, Protocol
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.protocol import Delta, Event, Failed, Finished, Generate, Loading, Timings, ToolCall, Usage
+from fleetd.engine.protocol import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    Generate,
+    Loading,
+    Speculated,
+    Timings,
+    ToolCall,
+    Usage,
+)
 from fleetd.errors import (
     BadRequest,
     Draining,
@@ -39,10 +51,12 @@ from fleetd.errors import (
     from_code,
 )
 from fleetd.jobs import remote
+from fleetd.jobs.drafts.drafting import Drafting
 from fleetd.jobs.flight import Flight, Gauges
 from fleetd.jobs.job import LOCAL, Job, Planned
 from fleetd.jobs.placing import HERE, Choice, Placing, canonical
 from fleetd.jobs.pulls import Pulls, Source
+from fleetd.jobs.smart.requests import Smart, Target
 from fleetd.ledger import Ledger, Reservation
 from fleetd.observe import get_logger
 from fleetd.plan.speeds import SpeedBook
@@ -93,7 +107,7 @@ class Pool(Protocol):
 
 
 class Sharer(Protocol):
-    """``fleetd.jobs.sharing.Sharing``."""
+    """``fleetd.jobs.share.sharing.Sharing``."""
 
     def possible(self, job: Job, folder: Any) -> bool: ...
     def stream(
@@ -105,6 +119,7 @@ class Metrics(Gauges, Protocol):
     def finished(self, model: str, reason: str, usage: Usage, timings: Timings, e2e_s: float) -> None: ...
     def failed(self, code: str) -> None: ...
     def plan(self, kind: str, reason: str) -> None: ...
+    def speculated(self, told: Speculated) -> None: ...
     def fallback(self, reason: str) -> None: ...
 
 
@@ -121,6 +136,8 @@ class Runner:
         source: where downloads come from; ``models`` itself if not given.
         placing: None for a machine that runs everything itself.
         sharing: None for one whose prompts nobody helps with.
+        smart: shortens prompts that ask for it; without, they are read whole.
+        drafting: finds drafters for answers that are decoded here.
         speeds: told what each answer that was computed here took.
     """
 
@@ -136,6 +153,8 @@ class Runner:
         source: Source | None = None,
         placing: Placing | None = None,
         sharing: Sharer | None = None,
+        smart: Smart | None = None,
+        drafting: Drafting | None = None,
         speeds: SpeedBook | None = None,
         node: str = LOCAL.nodes[0],
         monotonic: Callable[[], float] = time.monotonic,
@@ -150,6 +169,8 @@ class Runner:
         self._embedded = embedded
         self._placing = placing
         self._sharing = sharing
+        self._smart = smart
+        self._drafting = drafting
         self._speeds = speeds or SpeedBook()
         self._node = node
         self._monotonic = monotonic
@@ -210,7 +231,7 @@ class Runner:
             reservation = Reservation(job.request.id, located.name, self._node_of(choice), job.route, at_s)
             await self._ledger.reserve(reservation)
             told: Planned | None = None
-            async with aclosing(self._attempts(job, located, choice, arrived_s)) as events:
+            async with aclosing(self._answer(job, located, choice, arrived_s)) as events:
                 async for event in events:
                     if isinstance(event, Planned):
                         reservation = replace(reservation, node=self._named(event))
@@ -242,6 +263,24 @@ class Runner:
             self._leave(flight)
         yield flight.finished
 
+    def _answer(
+        self, job: Job, located: _Located, choice: Choice, arrived_s: float
+    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        """The job's events, its prompt shortened first where that is asked for."""
+        if self._smart is None or job.smart is None:
+            return self._attempts(job, located, choice, arrived_s)
+
+        def attempts(this: Job) -> AsyncGenerator[Planned | Loading | Event, None]:
+            # Less to read may be read faster elsewhere; but which tokens to leave out, the machine that was
+            # chosen for it knows.
+            where = choice
+            if this.request.keep is None:
+                where = self._choose(this, located, frozenset(), located.missing)
+            return self._attempts(this, located, where, arrived_s)
+
+        target = Target(located.name, located.folder, choice)
+        return self._smart.stream(job, job.smart, target, arrived_s, attempts)
+
     async def _attempts(
         self, job: Job, located: _Located, choice: Choice, arrived_s: float
     ) -> AsyncGenerator[Planned | Loading | Event, None]:
@@ -255,6 +294,8 @@ class Runner:
                         answering = answering or isinstance(event, Delta | ToolCall)
                         if isinstance(event, Finished) and self._placing is not None:
                             self._placing.computed(choice.node_id, located.name, job)
+                        if isinstance(event, Finished) and self._smart is not None and job.smart is not None:
+                            self._smart.finished(job, choice.node_id)
                         yield event
             except FleetError as failure:
                 error = _of(failure, choice)
@@ -286,6 +327,8 @@ class Runner:
         else:
             yield choice.planned
             events = self._events(located.ref, located.folder, job.request)
+        if choice.node_id == HERE and located.folder is not None and self._drafting is not None:
+            events = self._drafting.stream(job, located.folder, events)
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, Failed):
@@ -381,6 +424,8 @@ class Runner:
         self._metrics.finished(flight.model, reason, usage, timings, took_s)
         if reason != "cancelled":
             if reservation is not None and reservation.node == self._node:
+                if flight.finished is not None and flight.finished.speculation is not None:
+                    self._metrics.speculated(flight.finished.speculation)
                 self._speeds.ran(
                     flight.model,
                     prompt_tokens=usage.prompt_tokens,

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 import msgspec
 
 from fleetd import limits
-from fleetd.jobs.share_views import Trace, TracesView
+from fleetd.jobs.share.views import Trace, TracesView
 from fleetd.observe import get_logger
 from fleetd.store import Store, StoreUnavailable
 
@@ -48,15 +48,16 @@ class Traces:
             self._complain(error)
 
     def newest(self, last: int, request_id: str = "") -> TracesView:
-        """At most ``last``, newest first; of one request only if it is named. Blocks.
+        """At most ``last``, newest first; of one request only if it is named, as its client knows it. Blocks.
 
-        An unusable disk has none.
+        Each of its answers has an id of its own, which has more behind that. An unusable disk has none.
         """
         try:
             rows = self._store.call(
                 lambda db: db.execute(
-                    "SELECT body FROM trace WHERE ? IN ('', request_id) ORDER BY number DESC LIMIT ?",
-                    (request_id, last),
+                    "SELECT body FROM trace WHERE :id IN ('', request_id) "
+                    "OR substr(request_id, 1, length(:id) + 1) = :id || '-' ORDER BY number DESC LIMIT :last",
+                    {"id": request_id, "last": last},
                 ).fetchall()
             )
         except StoreUnavailable as error:

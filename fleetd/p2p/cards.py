@@ -37,7 +37,8 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     ``arithmetic`` compute the same bytes; "" where it is not known.
 
     Where it is not loaded, layers [``part_first``, ``part_last``) of it may be, to help others; (0, 0): none.
-    ``kv_budget_bytes``: for keys and values of what is loaded.
+    ``kv_budget_bytes``: for keys and values of what is loaded. ``exactness``: the probe's verdict, whether
+    drafts can be verified there without changing a byte (``engine.protocol.Ready.speculation``).
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]

@@ -21,6 +21,12 @@ CHUNKS = (MEASURED_TOKENS // 2, MEASURED_TOKENS)
 _CLOSE = 1.02
 # A part of so few layers is worth no more than none.
 _HARDLY = 2.0
+# Steps by which the size of chunks is fitted to a cut, as shares of it.
+_FINER = (24, 120)
+# Of each, at most so many: a cut moves by a part of a chunk.
+_MOVES = 5
+# In a prompt of so many chunks, less than one of them is not worth the search.
+_MANY = 64
 # Halvings in the search for the time that balanced machines take; cuts are whole chunks anyway.
 _HALVINGS = 16
 
@@ -128,7 +134,47 @@ class Search:
         def price(cuts: Cuts, chunk: int) -> Timeline | None:
             return self._chain.tokens(cuts, chunk) if _apart(cuts, 1) and self._tokens_fit(cuts) else None
 
-        return self._best(starts, price, range(1, len(self._helpers) + 1), lambda chunk: chunk)
+        moved = range(1, len(self._helpers) + 1)
+        # With one helper each size has a best cut of its own; with several, one size says enough.
+        groups = [[start] for start in starts] if len(moved) == 1 else [starts]
+        best = [found for group in groups if (found := self._best(group, price, moved, lambda chunk: chunk))]
+        if not self._prompt.exact_chunks and len(self._prompt.new) < _MANY * CHUNKS[-1]:
+            best = [self._fitted(found, price) for found in best]
+        return min(best, key=lambda found: found.total_s, default=None)
+
+    def _fitted(self, found: Found, price: Callable[[Cuts, int], Timeline | None]) -> Found:
+        """With chunks of nearly that size, as many for each helper: so its cut moves by less than a chunk.
+
+        Where balanced machines should be cut is seldom a whole number of the usual chunks.
+        """
+        cached, *ends, tokens = found.cuts
+        most = max(found.chunk, CHUNKS[-1])
+
+        def sized(counts: Sequence[int], chunk: int) -> Found | None:
+            cuts = (cached, *(cached + count * chunk for count in counts), tokens)
+            if not 0 < chunk <= most or cuts[-2] >= tokens:
+                return None
+            timeline = price(cuts, chunk)
+            self.evaluations += timeline is not None
+            return Found(cuts, chunk, timeline) if timeline is not None else None
+
+        def fitted(counts: Sequence[int], at: Found) -> Found:
+            for step in (max(1, found.chunk // parts) * way for parts in _FINER for way in (1, -1)):
+                for _ in range(_MOVES):
+                    moved = sized(counts, at.chunk + step)
+                    if moved is None or moved.total_s >= at.total_s:
+                        break
+                    at = moved
+            return at
+
+        counts = [(end - cached) // found.chunk for end in ends]
+        best = fitted(counts, found)
+        if best.chunk + found.chunk // _FINER[-1] < most:
+            return best
+        # They would be longer still: one more for the first helper, for the others in proportion.
+        more = [count + count // counts[0] for count in counts]
+        begun = sized(more, found.chunk * counts[0] // more[0])
+        return best if begun is None else min(best, fitted(more, begun), key=lambda one: one.total_s)
 
     def _sizes(self) -> list[int]:
         """Chunk sizes to try, ascending; one that is longer than the prompt is as good as the prompt.

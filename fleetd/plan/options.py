@@ -50,6 +50,7 @@ class Machine:
     ``load_s``: until the model would be loaded, where it is not. ``room_bytes``: for this prompt's keys and
     values, and for the weights where they are not loaded. ``running``: what else computes there. ``exact``:
     its bytes would be those of the machine that answers. ``modelled``: nobody measured ``speed``.
+    ``first_token_s``: of the machine that answers, what the prompt's last token takes, which it decodes.
     ``held``: the only layers [first, last) that are loaded; None where all are, or none. ``refusal``: why it
     is out, whatever it could do.
     """
@@ -66,6 +67,7 @@ class Machine:
     modelled: bool = False
     held: Part | None = None
     refusal: Refusal | None = None
+    first_token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,7 @@ class Option:
     """A way to prefill the prompt.
 
     ``helpers`` in the order of the chain, ``names`` theirs. ``split`` is None for local, and where nothing
-    was priced (``predicted_s`` 0). ``steps`` add up to ``predicted_s``: from now until decoding may begin.
+    was priced (``predicted_s`` 0). ``steps`` add up to ``predicted_s``: from now to the first token.
     ``code`` "" may be chosen; any other says why not, and ``reason`` says it in a sentence. ``cold``: what
     helpers would have to load first, which takes ``load_s`` of ``predicted_s``.
     """

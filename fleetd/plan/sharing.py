@@ -3,7 +3,7 @@
     local     all here                     layers   machines take layers, chunk after chunk
     whole     all on others                tokens   machines take tokens, layer after layer
 
-Every way is priced in seconds until decoding may begin, or refused with a reason. Pure, and quick enough to
+Every way is priced in seconds to the first token, or refused with a reason. Pure, and quick enough to
 be asked before every prompt. Staying here wins unless another way is clearly faster.
 """
 
@@ -48,6 +48,8 @@ STEP_S, BUSY_STEP_S = 1.0, 0.25
 BUSY_FROM = 3
 _UNLIMITED = 1e15
 _NOWHERE = Link(0.0)
+# The step that is no longer prefill.
+AFTER_PREFILL = "first token"
 # Steps shorter than this are not worth a line.
 _SHOWN_S = 0.005
 
@@ -84,7 +86,15 @@ def options(prompt: Prompt, home: Machine, helpers: Iterable[Machine]) -> list[O
     for count in range(2, COMBINED + 1):
         for several in itertools.combinations(best, count):
             found += _ways(prompt, home, several)
-    return found
+    return [_to_first_token(option, home.first_token_s) for option in found]
+
+
+def _to_first_token(option: Option, first_s: float) -> Option:
+    """Which comes after all of them alike, but makes what they save a smaller part of the whole."""
+    if not option.priced or not first_s:
+        return option
+    steps = (*option.steps, (AFTER_PREFILL, first_s))
+    return replace(option, predicted_s=option.predicted_s + first_s, steps=steps)
 
 
 def _refusal(prompt: Prompt, machine: Machine) -> Refusal | None:

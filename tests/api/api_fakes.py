@@ -23,6 +23,7 @@ from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
 from fleetd.jobs.job import LOCAL, Job, Planned
 from fleetd.p2p import views
+from fleetd.smart.selection import Selection
 
 TOKEN = "fleet-test-token"
 MODEL = "smollm2-135m"
@@ -202,6 +203,38 @@ class FakePool:
         return True
 
 
+class FakeCompressing:
+    """Keeps every other line, and plays ``trouble``."""
+
+    def __init__(self) -> None:
+        self.passages: list[Any] = []
+        self.closed: list[str] = []
+        self.trouble: BaseException | None = None
+
+    def bill(self, request_id: str) -> Any:
+        return self
+
+    def close(self, refunded: str = "") -> None:
+        self.closed.append(refunded)
+
+    async def run(self, passage: Any) -> AsyncGenerator[p.Loading, None]:
+        self.passages.append(passage)
+        yield p.Loading("scoring", 1, 2)
+        if self.trouble is not None:
+            raise self.trouble
+        kept = []
+        for block in passage.document.blocks:
+            spans, at = [], 0
+            for n, line in enumerate(block.text.splitlines(keepends=True)):
+                if n % 2 == 0:
+                    spans.append((at, at + len(line)))
+                at += len(line)
+            kept.append(tuple(spans))
+        passage.compressor, passage.names = MODEL, ("this",)
+        passage.selection = Selection(tuple(kept), 100, 50)
+        passage.scored_tokens, passage.score_s, passage.select_s = 120, 0.5, 0.01
+
+
 class FakeLedger:
     def usage(self, days: int) -> dict[str, Any]:
         return {"rows": [{"day": "2026-01-01", "requests": days}], "totals": {"requests": days}}
@@ -308,6 +341,7 @@ def services(runner: Any = None, **changes: Any) -> Services:
         token=TOKEN,
         version="0.1.0",
         default_model=MODEL,
+        compressing=FakeCompressing(),
     )
     made = replace(made, **changes)
     return made if "pull" in changes else replace(made, pull=made.models.pull)  # type: ignore[attr-defined]

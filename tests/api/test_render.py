@@ -232,3 +232,11 @@ def test_progress_sums_choices_and_never_shrinks() -> None:
     progress.feed(1, p.Prefill("s", 5, 100))
     assert progress.comment() == "keepalive 65/200"
     assert not progress.feed(0, p.Delta("r", "x"))
+
+
+def test_drafts_are_in_the_timings_where_there_were_any() -> None:
+    usage, timings = p.Usage(5, 0, 9), p.Timings(0.0, 0.1, 0.2)
+    assert "draft_n" not in plain([render.timing_report(usage, timings, drafts=[None])])[0]
+    drafts = [p.Speculated(16, 8, 5), None, p.Speculated(16, 4, 1)]
+    told = render.timing_report(usage, timings, drafts=drafts)
+    assert (told.draft_n, told.draft_n_accepted) == (12, 6)

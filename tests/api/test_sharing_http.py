@@ -13,7 +13,7 @@ from fleetd import limits
 from fleetd.api.no_fleet import NoFleet
 from fleetd.engine.protocol import Accepted, Event, Loading
 from fleetd.jobs.job import Job, Planned
-from fleetd.jobs.share_views import OptionView, PlanQuestion, PlanView, StepView, Trace, TracesView
+from fleetd.jobs.share.views import OptionView, PlanQuestion, PlanView, StepView, Trace, TracesView
 
 CHOSEN = OptionView("layers", ["studio", "this"], 1.5, [StepView("computed", 1.0)], True, cuts=[0, 20, 30])
 LOSER = OptionView("local", ["this"], 3.0, code="slower", reason="3.00 s: 100 % slower.")

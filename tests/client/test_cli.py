@@ -52,8 +52,8 @@ def test_help_lists_verbs_and_exit_codes(run: Run) -> None:
 
 def test_only_verbs_that_work_exist() -> None:
     assert set(VERBS) == {
-        "chat", "doctor", "env", "join", "models", "pair", "peers", "plan", "service", "status", "trace",
-        "unpair", "usage",
+        "chat", "compress", "doctor", "env", "join", "models", "pair", "peers", "plan", "service", "status",
+        "trace", "unpair", "usage",
     }  # fmt: skip
 
 
@@ -207,6 +207,10 @@ def engine(**changes: Any) -> Reply:
         ({"prefill_tok_s": 1377.2, "decode_tok_s": 16.93}, "1,377 tok/s  16.9 tok/s"),
         ({"prefill_tok_s": 99.96, "decode_tok_s": 0.0}, "100 tok/s       -"),
         ({"model": "\x1b[31mred"}, "\\x1b[31mred"),
+        (
+            {"speculation": "declined: other bytes at width 2"},
+            "smollm2-135m: decoded without drafts, declined: other bytes at width 2",
+        ),
     ],
 )
 def test_status_of_an_engine(run: Run, daemon: FakeDaemon, changes: dict[str, Any], shown: str) -> None:

@@ -20,7 +20,8 @@ from fleetctl.fleet import read
 from fleetctl.shares import Trace, Traces
 from fleetctl.trace_page import listing, page
 from fleetd import limits
-from fleetd.jobs import share_views as views
+from fleetd.engine.protocol import SourceCounts, Speculated
+from fleetd.jobs.share import views
 
 SHARED, FALLBACK, CANCELLED = TRACES["traces"]
 
@@ -206,3 +207,16 @@ def test_counts_that_make_no_sense_never_reach_the_daemon(run: Run, tracing: Fak
     for last in ("0", str(limits.TRACES + 1), "x"):
         assert run("trace", "--last", last, home=tracing.home).returncode == Exit.USAGE
     assert tracing.seen == []
+
+
+# ---- Drafts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("saved_s", "said"), [(0.35, "saved 0.35 s"), (-0.02, "lost 20 ms")])
+def test_what_drafts_did_is_told_source_by_source(saved_s: float, said: str) -> None:
+    told = Speculated(
+        16, 20, 12, 30, 42, saved_s, {"lookup": SourceCounts(8, 5, 2), "drafter": SourceCounts(12, 7, 3)}
+    )
+    found = shown({**SHARED, "speculation": msgspec.to_builtins(told)}, None)
+    assert f"right: drafter 7 of 12, lookup 5 of 8; 1.40 tokens per pass of up to 16; {said}" in found
+    assert "drafts" not in shown(SHARED)

@@ -49,14 +49,14 @@ from fleetd import limits, observe
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Generate, Share, StreamTag
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.jobs import share_wire
-from fleetd.jobs import sharing as sharing_module
-from fleetd.jobs.assisting import Assists
 from fleetd.jobs.job import Job
 from fleetd.jobs.placing import Machine as Member
 from fleetd.jobs.runner import Runner
-from fleetd.jobs.share_views import Trace
-from fleetd.jobs.sharing import Sharing
+from fleetd.jobs.share import sharing as sharing_module
+from fleetd.jobs.share import wire as share_wire
+from fleetd.jobs.share.assisting import Assists
+from fleetd.jobs.share.sharing import Sharing
+from fleetd.jobs.share.views import Trace
 from fleetd.jobs.traces import Traces
 from fleetd.jobs.ways import Ways
 from fleetd.ledger import Ledger

@@ -21,7 +21,7 @@ from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Delta, Finished, Generate, TokenPrompt
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
-from fleetd.jobs import share_wire
+from fleetd.jobs.share import wire as share_wire
 from fleetd.p2p.cards import Card, ModelCard
 from fleetd.p2p.node import Node
 from fleetd.store import Store

@@ -14,8 +14,8 @@ from scarce_memory import Short
 from sharing import LAYERS
 from wire import END
 
-from fleetd.engine import due
-from fleetd.engine.frames import Head, Kind
+from fleetd.engine.share import due
+from fleetd.engine.share.frames import Head, Kind
 from fleetd.plan.split import Split
 
 HOME, HELPERS = "home", ("helper0", "helper1")

@@ -36,10 +36,10 @@ from fleetd.engine.protocol import (
     Usage,
 )
 from fleetd.errors import FleetError
-from fleetd.jobs import share_wire as wire
-from fleetd.jobs.assisting import Assists
 from fleetd.jobs.placing import Machine
 from fleetd.jobs.remote import Stream
+from fleetd.jobs.share import wire
+from fleetd.jobs.share.assisting import Assists
 from fleetd.jobs.ways import Ways
 from fleetd.p2p.cards import Card, ModelCard
 from fleetd.p2p.node import Node

@@ -38,8 +38,8 @@ from fleetd.errors import (
     PeerUnreachable,
     ProtocolError,
 )
-from fleetd.jobs import share_wire as wire
-from fleetd.jobs.agreement import Agreement, Terms
+from fleetd.jobs.share import wire
+from fleetd.jobs.share.agreement import Agreement, Terms
 from fleetd.p2p.node import Node
 from fleetd.plan.split import Split
 
@@ -241,9 +241,17 @@ async def test_a_helper_that_only_computes_is_alive(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(limits, "JOB_ALIVE_S", 0.05)
     async with machines(tmp_path, 1) as (home, helpers), agreeing(home, FakeEngine(), helpers) as agreement:
         await agreement.reach()
-        monkeypatch.setattr(limits, "JOB_SILENCE_S", 2.0)
+        stream, beats = agreement.helpers[0].stream, asyncio.Queue[bytes | None]()
+        receive = stream.receive
+
+        async def heard() -> bytes | None:
+            beats.put_nowait(body := await receive())
+            return body
+
+        monkeypatch.setattr(stream, "receive", heard)
         watching = asyncio.create_task(agreement.watch())
-        await asyncio.sleep(0.3)
+        for _ in range(5):
+            assert await beats.get() == wire.ALIVE
         assert not watching.done()
         helpers[0].engine.end.set()
         await watching

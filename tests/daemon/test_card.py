@@ -26,6 +26,7 @@ MEASURED = {
     "prefill_fixed_s": 0.0518,
     "dtype": "float32",
     "arithmetic": "0123456789abcdef",
+    "speculation": "exact: blocks of 16",
 }
 
 
@@ -90,6 +91,7 @@ async def test_a_card_tells_what_a_load_measured_in_two_digits() -> None:
     assert (told.prefill_tok_s, told.decode_tok_s) == (310, 25)
     assert (told.prefill_context_s, told.prefill_fixed_s) == (1.2e-6, 0.052)
     assert (told.dtype, told.arithmetic) == ("float32", "0123456789abcdef")
+    assert told.exactness == "exact: blocks of 16"
     # A little is no news.
     daemon.engines = [engine(8, prefill_tok_s=308.0, prefill_context_s=1.23e-6)]
     assert daemon.model == told

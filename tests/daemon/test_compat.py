@@ -11,8 +11,8 @@ from msgspec.structs import replace
 from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime
 from fleetd.errors import Incompatible, ProtocolError
-from fleetd.jobs import share_wire as wire
-from fleetd.jobs.compat import checked_split, compare, same_files
+from fleetd.jobs.share import wire
+from fleetd.jobs.share.compat import checked_split, compare, same_files
 from fleetd.p2p.probe import Invitation
 from fleetd.plan.split import Split
 

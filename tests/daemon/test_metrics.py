@@ -9,7 +9,7 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from fleetd import limits
-from fleetd.engine.protocol import Timings, Usage
+from fleetd.engine.protocol import SourceCounts, Speculated, Timings, Usage
 from fleetd.metrics import Metrics
 from fleetd.p2p.views import PeerView
 
@@ -147,3 +147,28 @@ def test_peers_by_state_and_how_far_they_are() -> None:
     assert 'fleetd_peer_rtt_seconds{peer="n1"} 0.0005' in text
     del peers[0]
     assert "n1" not in metrics.render()[0].decode()
+
+
+def test_drafts_are_counted_by_sources_that_are_known() -> None:
+    metrics = Metrics("0")
+    sources = {"lookup": SourceCounts(8, 5, 2), "a stranger's": SourceCounts(4, 0, 1)}
+    metrics.speculated(Speculated(16, 12, 5, 10, 15, -0.5, sources))
+    for source, fate, count in (
+        ("lookup", "accepted", 5),
+        ("lookup", "rejected", 3),
+        ("other", "rejected", 4),
+    ):
+        assert value(metrics, "fleetd_spec_tokens_total", source=source, fate=fate) == count
+    assert value(metrics, "fleetd_spec_passes_total") == 10
+    assert value(metrics, "fleetd_spec_pass_tokens_total") == 15
+    assert value(metrics, "fleetd_spec_saved_seconds") == -0.5
+
+
+def test_how_drafters_end_is_counted() -> None:
+    metrics = Metrics("0")
+    for outcome in ("done", "peer_lost", "a stranger's"):
+        metrics.drafter("peer", outcome)
+        metrics.drafted_for(outcome)
+    for outcome in ("done", "peer_lost", "other"):
+        assert value(metrics, "fleetd_drafters_total", where="peer", outcome=outcome) == 1
+        assert value(metrics, "fleetd_drafts_served_total", outcome=outcome) == 1

@@ -10,8 +10,8 @@ from sharing_fakes import FACTS, own_card
 
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Ready
-from fleetd.jobs import planning
 from fleetd.jobs.placing import Machine
+from fleetd.jobs.share import planning
 from fleetd.limits import GIB
 from fleetd.p2p.cards import Card, MachineFacts
 from fleetd.plan import hardware, sharing

@@ -152,7 +152,7 @@ async def test_a_machine_that_stops_reading_ends_its_job(monkeypatch: pytest.Mon
     monkeypatch.setattr(limits, "JOB_READ_STALL_S", 0.05)
     running, reader = Running(), Reader()
     reader.reads.clear()
-    with pytest.raises(PeerLost, match="Nothing of the answer was read"):
+    with pytest.raises(PeerLost, match="Nothing of it was read"):
         await remote.Server(running.run, lambda digest: True)("peer", run(), reader)
     assert len(reader.sent) == 1
     assert running.left == 1

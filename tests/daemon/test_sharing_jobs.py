@@ -29,12 +29,11 @@ from sharing_fakes import (
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Accepted, ChatPrompt, Delta, Finished, Generate, Prefill, Shared, StepTime
 from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, PeerLost
-from fleetd.jobs import planning
-from fleetd.jobs import share_wire as wire
-from fleetd.jobs.agreement import Agreement
 from fleetd.jobs.job import LOCAL, Job, Planned
-from fleetd.jobs.share_views import PlanQuestion, Trace
-from fleetd.jobs.sharing import Sharing
+from fleetd.jobs.share import planning, wire
+from fleetd.jobs.share.agreement import Agreement
+from fleetd.jobs.share.sharing import Sharing
+from fleetd.jobs.share.views import PlanQuestion, Trace
 from fleetd.metrics import Metrics
 from fleetd.p2p.node import Node
 

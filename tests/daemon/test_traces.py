@@ -9,8 +9,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from fleetd import limits
-from fleetd.jobs.penalties import Penalties
-from fleetd.jobs.share_views import OptionView, StepView, Trace
+from fleetd.jobs.share.penalties import Penalties
+from fleetd.jobs.share.views import OptionView, StepView, Trace
 from fleetd.jobs.traces import Traces
 from fleetd.store import Store
 
@@ -36,6 +36,16 @@ def test_the_newest_come_first_and_one_can_be_named(store: Store) -> None:
     assert [found.id for found in traces.newest(3).traces] == ["r4", "r3", "r2"]
     assert [found.id for found in traces.newest(3, "r1").traces] == ["r1"]
     assert traces.newest(3, "r9").traces == []
+
+
+def test_a_request_is_found_by_the_id_that_its_client_was_told(store: Store) -> None:
+    """Every choice has one of its own, and one from another machine has more behind that."""
+    traces = Traces(store)
+    for found in ("cmpl-ab-0", "cmpl-ab-1.c0ffee", "cmpl-abc-0", "cmpl-ab"):
+        traces.record(trace(found))
+    ids = [found.id for found in traces.newest(9, "cmpl-ab").traces]
+    assert ids == ["cmpl-ab", "cmpl-ab-1.c0ffee", "cmpl-ab-0"]
+    assert [found.id for found in traces.newest(9, "cmpl-ab-0").traces] == ["cmpl-ab-0"]
 
 
 def test_only_so_many_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from shared_runs import LAYERS, Run
 from tiny_architectures import tiny
 
 from fleetd import limits
-from fleetd.engine.frames import HEAD_BYTES, Kind
+from fleetd.engine.share.frames import HEAD_BYTES, Kind
 from fleetd.errors import PeerLost
 from fleetd.plan.split import Split
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetd.engine import due
-from fleetd.engine.due import Incoming, Outgoing
-from fleetd.engine.frames import Frame, Head, Kind
+from fleetd.engine.share import due
+from fleetd.engine.share.due import Incoming, Outgoing
+from fleetd.engine.share.frames import Frame, Head, Kind
 from fleetd.errors import ProtocolError
 from fleetd.plan.split import Split
 

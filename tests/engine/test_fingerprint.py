@@ -10,8 +10,8 @@ from tiny_architectures import tiny
 
 from fleetd.engine import cpu
 from fleetd.engine.architectures import CUT
-from fleetd.engine.fingerprint import TOKENS, any_chunks, arithmetic, layer_hashes, probe
-from fleetd.engine.kv import Layout
+from fleetd.engine.share.fingerprint import TOKENS, any_chunks, arithmetic, layer_hashes, probe
+from fleetd.engine.share.kv import Layout
 from fleetd.engine.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")

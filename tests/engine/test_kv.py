@@ -11,10 +11,10 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache
 from shared_runs import as_bytes, prefilled, prompt
 from tiny_architectures import WINDOW, tiny
 
-from fleetd.engine import kv
 from fleetd.engine.architectures import CUT
-from fleetd.engine.frames import Frame, Head, Kind
-from fleetd.engine.kv import Inlet, LayerShape, Layout, Turn, Turns
+from fleetd.engine.share import kv
+from fleetd.engine.share.frames import Frame, Head, Kind
+from fleetd.engine.share.kv import Inlet, LayerShape, Layout, Turn, Turns
 from fleetd.engine.stage import Stage
 from fleetd.errors import ProtocolError
 from fleetd.plan.split import Split
@@ -89,6 +89,17 @@ def test_rows_from_arrays_of_their_own_are_the_same() -> None:
     pieces = [piece for x in (keys, values) for piece in kv.pieces(kv.as_bytes(x)[0])]
     assert len(pieces) == 2  # one write each
     assert b"".join(pieces) == b"".join(kv.rows(source, 20, 60))
+
+
+def test_rows_that_fill_their_room_lie_as_they_were_computed() -> None:
+    """By token, then by head: MLX keeps such an array instead of copying it into the cache's own."""
+    shape = LayerShape(3, 8, 4, mx.float32, 0)
+    cache = kv.roomy(shape, 256)
+    keys, values = (mx.random.normal((1, 256, 3, width)).transpose(0, 2, 1, 3) for width in (8, 4))
+    cache.update_and_fetch(keys, values)
+    mx.eval(cache.keys, cache.values)
+    expected = [np.ascontiguousarray(np.array(part)[0, :, 10:256]).tobytes() for part in (keys, values)]
+    assert b"".join(kv.rows(cache, 10, 256)) == b"".join(expected)
 
 
 @pytest.mark.parametrize(("tokens", "room"), [(0, 256), (1, 256), (256, 256), (257, 512)])

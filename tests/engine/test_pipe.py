@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from fleetd import limits
-from fleetd.engine import pipe
-from fleetd.engine.frames import HEAD_BYTES, Frame, Head, Kind
-from fleetd.engine.pipe import SocketPipe
+from fleetd.engine.share import pipe
+from fleetd.engine.share.frames import HEAD_BYTES, Frame, Head, Kind
+from fleetd.engine.share.pipe import SocketPipe
 from fleetd.errors import EngineError, FleetError, PeerLost, ProtocolError, SealBroken
 from fleetd.sealed.stream import SealedSender
 
@@ -250,3 +250,29 @@ def test_silence_between_frames_is_no_loss(monkeypatch: pytest.MonkeyPatch) -> N
     assert there.frame().head.sizes == (5, 0)
     here.pipe.close()
     there.pipe.close()
+
+
+def test_an_eager_pipe_writes_short_frames_itself_and_keeps_their_order() -> None:
+    near, far = tcp_pair()
+    here = SocketPipe(near, KEY, "connector", place=lambda head: [], wake=lambda: None, eager=True)
+    there = End(far, "acceptor")
+    sizes = [5, 5, 1 << 20, 5, pipe.EAGER_BYTES, 5, 0, 5]
+    for number, size in enumerate(sizes):
+        here.send(rows(size, layer=number), memoryview(bytes(size)))
+        if number == 1:
+            assert here.backlog == 0  # nothing of it was ever queued
+    assert [there.frame().head.layer for _ in sizes] == list(range(len(sizes)))
+    here.close()
+    assert isinstance(there.broken(), PeerLost)
+    there.pipe.close()
+
+
+def test_an_eager_pipe_does_not_wait_for_a_side_that_reads_nothing() -> None:
+    near, far = tcp_pair()
+    with far:
+        here = SocketPipe(near, KEY, "connector", place=lambda head: [], wake=lambda: None, eager=True)
+        for _ in range(20_000):
+            here.send(rows(500), memoryview(bytes(500)))
+        assert here.backlog > 0
+        here.close()
+    assert pipe_threads() == 0

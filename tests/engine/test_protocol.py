@@ -26,14 +26,20 @@ from fleetd.engine.protocol import (
     Delta,
     Failed,
     Finished,
+    Follow,
+    Followed,
     FrameTooLong,
     Generate,
+    Keep,
     LoadFailed,
     Loading,
     Prefill,
+    Profile,
     Ready,
     Report,
     Sampling,
+    Score,
+    Scored,
     Share,
     Shared,
     Shutdown,
@@ -47,6 +53,7 @@ from fleetd.engine.protocol import (
     Usage,
 )
 from fleetd.plan.split import Split
+from fleetd.smart.packed import PackedScores
 
 SPLIT = Split("layers", (0, 3, 8), 8, 16, 400, 128)
 COMMANDS: list[Any] = [
@@ -55,6 +62,9 @@ COMMANDS: list[Any] = [
         "b", TextPrompt("text"), Sampling(0.5, seed=-(1 << 63), logit_bias={3: -1.5}), 7, ["s"], 3, True
     ),
     Generate("c", TokenPrompt([0, 1, 1 << 31])),
+    Generate("d", TextPrompt("text"), keep=Keep({0: [(0, 2), (3, 4)]})),
+    Score("e", "text", [(0, 2)], (1, 3), 2, 4, Profile([(0, 1)], 3, True)),
+    Follow("f", 3),
     Share("a", SPLIT, 1.5, True),
     Alone("a", "no helper"),
     Assist("d", SPLIT, 0),
@@ -72,6 +82,8 @@ REPORTS: list[Any] = [
         arithmetic=Arithmetic("avx512", "float32", {"mlx": "1"}, 3, [b"12345678"] * 5, "any"),
     ),
     Accepted("a", 3, 1, 128, True),
+    Accepted("a", 3, kept=2),
+    Accepted("a", 3, dense_reason="why"),
     Prefill("a", 1, 3, 1),
     Shared("a", [StepTime("computed", 0.5, 3)], "peer_lost", "gone", 7),
     Assisted("d", [StepTime("computed", 0.5)]),
@@ -85,6 +97,8 @@ REPORTS: list[Any] = [
     ToolCall("a", 0, "id", "f", "{}"),
     Finished("a", "length", Usage(1, 2, 3, 4), Timings(0.1, 0.2, 0.3), "stop"),
     Failed("a", "bad_request", "no", "hint", "param"),
+    Scored("e", PackedScores(1, 1, b"s", b"e", b"p", b"l", b"q"), Profile([(0, 1)], 3), 9, 0.5),
+    Followed("f", 3, 2, 1),
     Beat(3, 1, 2, 3, 4, True, 5, 6, 7, 8, 9),
 ]
 

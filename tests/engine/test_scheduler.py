@@ -105,8 +105,8 @@ class Bench:
         s = self.scheduler
         assert s.budget.used_bytes == 0
         assert s.budget._tokens == {}
-        assert (s._waiting, s._prefilling, s._decoding) == ([], [], {})
-        generator = s._generator
+        assert (s._waiting, s._prefilling, len(s._decoding)) == ([], [], 0)
+        generator = s._decoding._generator
         assert len(generator._generation_batch) == len(generator._prompt_batch) == 0
         assert not generator._unprocessed_sequences
         assert not generator._currently_processing

@@ -29,7 +29,7 @@ from fleetd.engine.protocol import (
     Shared,
 )
 from fleetd.engine.scheduler import Scheduler
-from fleetd.engine.sharable import Sharable
+from fleetd.engine.share.sharable import Sharable
 from fleetd.engine.stage import Stage
 from fleetd.plan.split import Split
 
@@ -101,7 +101,7 @@ class Bench:
             pytest.fail(f"not done: {self.events[-5:]}")
         s = self.scheduler
         assert s.budget.used_bytes == len(s._assists) == len(s._shared.streams) == 0
-        assert (s._waiting, s._prefilling, s._decoding) == ([], [], {})
+        assert (s._waiting, s._prefilling, len(s._decoding)) == ([], [], 0)
 
 
 def test_a_prompt_that_waits_for_word_lets_others_go_and_keeps_its_memory(

@@ -14,10 +14,10 @@ from shared_runs import LAYERS, Run, as_bytes, prompt
 from tiny_architectures import tiny
 
 from fleetd.engine.architectures import CUT
-from fleetd.engine.kv import Layout, private
 from fleetd.engine.prefix import PrefixCache
 from fleetd.engine.protocol import Share
-from fleetd.engine.sharing import SharedPrefill
+from fleetd.engine.share.kv import Layout, private
+from fleetd.engine.share.sharing import SharedPrefill
 from fleetd.engine.stage import Stage
 from fleetd.errors import InvalidValue
 from fleetd.plan.split import Split, checked
@@ -41,6 +41,7 @@ SPLITS = {
     "half the tokens": Split("tokens", (0, 64, 97), LAYERS, 0, 97, 32),
     "half the tokens after a prefix": Split("tokens", (45, 93, 150), LAYERS, 45, 150, 48),
     "tokens of three helpers": Split("tokens", (20, 60, 100, 140, 181), LAYERS, 20, 181, 40),
+    "a part that fills its room at once": Split("tokens", (0, 256, 280), LAYERS, 0, 280, 256),
     "all tokens elsewhere": Split("tokens", (33, 97, 130, 130), LAYERS, 33, 130, 64),
 }
 

@@ -14,10 +14,10 @@ from shared_runs import LAYERS, Run, prompt
 from tiny_architectures import VOCAB, tiny
 
 from fleetd import limits
-from fleetd.engine.assisting import Assisting
-from fleetd.engine.frames import Head, Kind
-from fleetd.engine.kv import Layout
 from fleetd.engine.protocol import Assist
+from fleetd.engine.share.assisting import Assisting
+from fleetd.engine.share.frames import Head, Kind
+from fleetd.engine.share.kv import Layout
 from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError, InvalidValue, PeerLate, PeerLost, PeerWrong, ProtocolError
 from fleetd.plan.split import Split

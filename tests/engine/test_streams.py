@@ -12,7 +12,7 @@ import pytest
 from fleetd import limits
 from fleetd.engine.channel import take_all
 from fleetd.engine.protocol import StreamTag
-from fleetd.engine.streams import Streams, helper_streams, home_streams
+from fleetd.engine.share.streams import Streams, helper_streams, home_streams
 from fleetd.errors import ProtocolError
 from fleetd.plan.split import Split
 from fleetd.sealed import handoff

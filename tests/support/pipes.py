@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fleetd.engine.frames import Connect, Frame, Head, Place
+from fleetd.engine.share.frames import Connect, Frame, Head, Place
 from fleetd.errors import FleetError, PeerLost
 
 

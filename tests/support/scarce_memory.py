@@ -60,7 +60,7 @@ class _Shortage:
 
 def install() -> None:
     """Into a process that is to become a worker."""
-    from fleetd.engine import assisting, due, home_work, outlet, sharing
+    from fleetd.engine.share import assisting, due, home_work, outlet, sharing
 
     now = _Shortage()
     share_init, assist_init = sharing.SharedPrefill.__init__, assisting.Assisting.__init__

@@ -13,13 +13,13 @@ import numpy as np
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from tiny_architectures import VOCAB
 
-from fleetd.engine.assisting import Assisting
-from fleetd.engine.fingerprint import any_chunks
-from fleetd.engine.kv import Layout, private
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix import PrefixCache
 from fleetd.engine.protocol import Assist, Share
-from fleetd.engine.sharing import SharedPrefill
+from fleetd.engine.share.assisting import Assisting
+from fleetd.engine.share.fingerprint import any_chunks
+from fleetd.engine.share.kv import Layout, private
+from fleetd.engine.share.sharing import SharedPrefill
 from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError
 from fleetd.plan.split import Split

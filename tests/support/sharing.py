@@ -35,7 +35,7 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.streams import helper_streams
+from fleetd.engine.share.streams import helper_streams
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
 from fleetd.plan.split import Split

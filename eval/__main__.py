@@ -1,0 +1,204 @@
+"""``python -m eval [--quick] [NAME...]``: measure quality, keep it, and write docs/quality.md.
+
+Named steps are measured again, the others stay as they were.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from bench import machine
+from bench.child import ROOT
+from bench.throwaway import MODEL
+from eval import forms
+from eval.engine import Engine
+from eval.report import Results, page, pictures
+from eval.runs import Outcome, Runner, gate, selection_recall
+from eval.statistics import Share
+from eval.tasks import task
+from fleetd.engine.protocol import Keep
+from fleetd.errors import FleetError
+
+PAGE = ROOT / "docs" / "quality.md"
+PICTURES = ROOT / "docs" / "quality"
+KEPT = ROOT / "docs" / "quality.json"
+
+# Nothing was fitted to these seeds; those below 10,000 are for tuning.
+FIRST_SEED = 10_000
+
+# Kind, length, ratios, seeds of a full run and of a quick one. Ratio 0 is what the scores call for.
+PLAN: tuple[tuple[str, int, tuple[float, ...], int, int], ...] = (
+    ("single", 1000, (0.25, 0.1, 0.0), 100, 6),
+    ("needles4", 1000, (0.3,), 30, 2),
+    ("single", 2000, (0.25, 0.1), 60, 3),
+    ("needles8", 1000, (0.3,), 20, 1),
+    ("distractors", 1000, (0.25, 0.1), 40, 2),
+    ("json", 1000, (0.25,), 30, 2),
+    ("table", 1000, (0.25,), 30, 2),
+    ("code", 1000, (0.25,), 30, 2),
+    ("hop", 1000, (0.3,), 30, 2),
+    ("dialogue", 1000, (0.25,), 30, 2),
+    ("single", 4000, (0.25, 0.1), 40, 0),
+)
+GATE_KINDS = ("aggregate", "verbatim", "single", "hop", "code", "json", "table")
+GATE_SEEDS, QUICK_GATE_SEEDS = 120, 30
+# Of selection alone.
+SCORER_TASKS, QUICK_SCORER_TASKS, SCORER_TOKENS, SCORER_RATIO = 30, 4, 1500, 0.1
+SEGMENTS = (1, 2, 4)
+LAYERS = (2, 4, 6, 8, 10, 12, 14, 16, 20)
+
+
+STEPS = ("gate", *(f"{kind}-{tokens}" for kind, tokens, *_ in PLAN), "segments", "layers")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m eval", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which of: {', '.join(STEPS)}")
+    parser.add_argument("--quick", action="store_true", help="a few seeds each; minutes, and no judgement")
+    parser.add_argument("--share", type=float, default=1.0, help="run this share of the seeds")
+    parser.add_argument("--render", action="store_true", help="only write the page from what is kept")
+    parser.add_argument("--out", type=Path, default=PAGE.parent, help="where, instead of docs/")
+    args = parser.parse_args()
+    if unknown := [name for name in args.names if name not in STEPS]:
+        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(STEPS)}")
+    file = args.out / KEPT.name
+    found = msgspec.json.decode(file.read_bytes(), type=Results) if file.exists() else None
+    if args.render:
+        _write(found or _nothing(args.quick, args.share), args.out)
+    else:
+        results = (
+            found if found and args.names and found.quick == args.quick else _nothing(args.quick, args.share)
+        )
+        asyncio.run(_measure(results, args.names or STEPS, args.share, args.out))
+    print(f"wrote {args.out / PAGE.name}")
+    return 0
+
+
+def _nothing(quick: bool, part: float) -> Results:
+    share = "" if part == 1 else f" --share {part:g}"
+    return Results(
+        command=f"python -m eval{' --quick' if quick else ''}{share}",
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        machine=machine.describe(),
+        model=MODEL.name,
+        quick=quick,
+    )
+
+
+async def _measure(results: Results, names: Sequence[str], part: float, folder: Path) -> None:
+    """Everything found so far is written after each step: a run that is stopped is not lost."""
+    begun = time.monotonic()
+    before_s = results.seconds
+
+    def step() -> None:
+        results.seconds = before_s + time.monotonic() - begun
+        _write(results, folder)
+
+    async with Engine() as engine:
+        results.scored, results.sparse = await _abilities(engine)
+        if engine.profile is not None:
+            heads, layers = len(engine.profile.heads), engine.profile.exit_layer
+            results.profile = f"{heads} heads of the model are asked, in its first {layers} layers."
+        if "gate" in names:
+            count = QUICK_GATE_SEEDS if results.quick else GATE_SEEDS
+            declined = gate(engine.count, GATE_KINDS, range(FIRST_SEED, FIRST_SEED + count))
+            results.declined = {kind: (share.hits, share.of) for kind, share in declined.items()}
+            step()
+        runner = Runner(engine, print, sparse=results.sparse, scored=results.scored)
+        for kind, tokens, ratios, full, few in PLAN:
+            count = few if results.quick else max(1, round(part * full))
+            if f"{kind}-{tokens}" in names and count:
+                old = [o for o in results.outcomes if (o.kind, o.tokens) != (kind, tokens)]
+
+                def each(new: list[Outcome], old: list[Outcome] = old) -> None:
+                    results.outcomes = [*old, *new]
+                    step()
+
+                await runner.cell(kind, tokens, ratios, range(FIRST_SEED, FIRST_SEED + count), each)
+        count = QUICK_SCORER_TASKS if results.quick else max(1, round(part * SCORER_TASKS))
+        if results.scored and "segments" in names:
+            results.segments = await _segments(engine, count)
+            step()
+        if results.scored and "layers" in names and not results.quick:
+            results.layers = await _layers(engine, count)
+            step()
+
+
+async def _abilities(engine: Engine) -> tuple[bool, bool]:
+    """Whether the worker scores, and whether it takes sparse prompts."""
+    one = task("single", 1, 800, 0.5, engine.count)
+    document = one.document
+    scored = sparse = True
+    try:
+        await engine.scores(document)
+    except FleetError as error:
+        print(f"no scores: {error}")
+        scored = False
+    try:
+        keep = Keep({0: list(forms.selected(document, None, 0.25).kept[0])})
+        await engine.answer(one.text, 4, keep)
+    except (FleetError, RuntimeError) as error:
+        print(f"no sparse prompts: {error}")
+        sparse = False
+    return scored, sparse
+
+
+def _scorer_tasks(engine: Engine, count: int) -> list[object]:
+    return [
+        task("single", FIRST_SEED + 5000 + i, SCORER_TOKENS, (i + 0.5) / count, engine.count)
+        for i in range(count)
+    ]
+
+
+async def _segments(engine: Engine, count: int) -> list[tuple[int, int, int]]:
+    found = []
+    for parts in SEGMENTS:
+        share = await selection_recall(engine, _scorer_tasks(engine, count), SCORER_RATIO, segments=parts)
+        print(f"{parts} segments: facts kept {share}")
+        found.append((parts, share.hits, share.of))
+    return found
+
+
+async def _layers(engine: Engine, count: int) -> list[tuple[int, int, int, float]]:
+    """Heads are chosen anew for each exit: a head that is not reached cannot be asked."""
+    found = []
+    chosen = engine.profile
+    for layer in LAYERS:
+        engine.profile = None
+        begun = time.monotonic()
+        try:
+            share: Share = await selection_recall(
+                engine, _scorer_tasks(engine, count), SCORER_RATIO, exit_layer=layer
+            )
+        except FleetError as error:
+            print(f"exit at layer {layer}: {error}")
+            continue
+        seconds = (time.monotonic() - begun) / count
+        print(f"exit at layer {layer}: facts kept {share}, {seconds:.2f} s per prompt")
+        found.append((layer, share.hits, share.of, seconds))
+    engine.profile = chosen
+    return found
+
+
+def _write(results: Results, folder: Path) -> None:
+    (folder / KEPT.name).write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=0))
+    drawn = pictures(results)
+    (folder / PICTURES.name).mkdir(parents=True, exist_ok=True)
+    for old in (folder / PICTURES.name).glob("*.svg"):
+        if old.name not in drawn:
+            old.unlink()
+    for name, svg in drawn.items():
+        (folder / PICTURES.name / name).write_text(svg, encoding="utf-8")
+    (folder / PAGE.name).write_text(page(results), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

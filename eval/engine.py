@@ -1,0 +1,131 @@
+"""One model in one worker, asked as the daemon asks it: answers, scores, sparse prompts."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from tokenizers import Tokenizer
+
+from bench.throwaway import MODEL
+from fleetd.engine.pool import EnginePool, PoolOptions
+from fleetd.engine.protocol import (
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Finished,
+    Generate,
+    Keep,
+    Loading,
+    Prefill,
+    Profile,
+    Sampling,
+    Score,
+    Scored,
+    TextPrompt,
+)
+from fleetd.models.folder import ModelFolder
+from fleetd.smart.document import Document
+from fleetd.smart.scores import SegmentScores, TokenScores, merge
+from fleetd.smart.text import Range
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """``tokens``: of the prompt that were computed; ``seconds``: until they were."""
+
+    text: str
+    tokens: int
+    seconds: float
+
+
+class Engine:
+    """Use as an async context manager. Greedy, one request at a time, nothing cached between prompts."""
+
+    def __init__(self, model: Path = MODEL) -> None:
+        self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        self._folder = ModelFolder(
+            name=model.name,
+            path=model,
+            source="folder",
+            revision=None,
+            config=json.loads((model / "config.json").read_text()),
+            weights_bytes=sum(file.stat().st_size for file in model.glob("*.safetensors")),
+            created_s=0.0,
+        )
+        self._pool = EnginePool(PoolOptions(prefix_cache_bytes=1))
+        self._ids = itertools.count()
+        #: Which heads find what; every score after the first uses it.
+        self.profile: Profile | None = None
+
+    def count(self, text: str) -> int:
+        """Tokens of ``text``."""
+        return len(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    async def answer(
+        self, asked: str | Sequence[dict[str, Any]], max_tokens: int, keep: Keep | None = None
+    ) -> Said:
+        """To a text or to messages.
+
+        Raises RuntimeError where ``keep`` was not followed, FleetError where the request failed.
+        """
+        request = Generate(
+            id=f"eval-{next(self._ids)}",
+            prompt=TextPrompt(asked) if isinstance(asked, str) else ChatPrompt(list(asked)),
+            sampling=Sampling(temperature=0.0),
+            max_tokens=max_tokens,
+            keep=keep,
+        )
+        said, tokens, seconds = "", 0, 0.0
+        async with aclosing(self._pool.stream(self._folder, request)) as events:
+            async for event in events:
+                match event:
+                    case Accepted():
+                        tokens = event.kept or event.prompt_tokens
+                        if keep is not None and event.dense_reason:
+                            raise RuntimeError(event.dense_reason)
+                    case Delta():
+                        said += event.text
+                    case Finished():
+                        seconds = event.timings.prefill_s
+                    case Loading() | Prefill() | _:
+                        pass
+        return Said(said, tokens, seconds)
+
+    async def scores(
+        self, document: Document, segments: int = 1, exit_layer: int = 0
+    ) -> tuple[TokenScores, float]:
+        """Scores of a document's tokens and the seconds they took; in parts of about the same length."""
+        size = len(document.text)
+        edges = [round(i * size / segments) for i in range(segments + 1)]
+        parts = [(0, 0)] if segments == 1 else list(itertools.pairwise(edges))
+        scored = [await self._scored(document, part, exit_layer) for part in parts]
+        return merge([SegmentScores.unpack(each.scores) for each in scored]), sum(s.seconds for s in scored)
+
+    async def _scored(self, document: Document, segment: Range, exit_layer: int) -> Scored:
+        score = Score(
+            id=f"eval-{next(self._ids)}",
+            text=document.text,
+            questions=list(document.questions),
+            segment=segment,
+            exit_layer=exit_layer,
+            profile=self.profile,
+        )
+        async with aclosing(self._pool.score(self._folder, score)) as events:
+            async for event in events:
+                if isinstance(event, Scored):
+                    self.profile = self.profile or event.profile
+                    return event
+        raise RuntimeError("the worker ended its scoring without scores")
+
+    async def __aenter__(self) -> Self:
+        await self._pool.load(self._folder)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._pool.close()

@@ -1,0 +1,254 @@
+"""What was found → docs/quality.md and its plots. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from eval import plots
+from eval.runs import Outcome, dense, form_names, kept, recall
+from eval.statistics import Share
+
+_HEAD = """\
+# Quality of smart prefill
+
+Written by `make eval`. What is dropped from a prompt may be what its answer needs; here is how often.
+
+Only answers that the model gives when it reads the whole prompt are counted: a share of 100 % means that
+nothing was lost by shortening. Behind each share stand its 95 % interval (Wilson) and the number of answers.
+*text* is the shortened prompt with its markers, *sparse* the same selection at its original places in the
+cache. For comparison, with the same budget: *words* selects by the question's words without a model,
+*random* keeps units at random, *truncated* the end of the prompt; what is always kept (the question, the
+head) is kept there too."""
+
+_ALWAYS = """\
+## What is always kept
+
+System prompts and tools, examples in front of a talk, the last user turn (of a long pasted text what asks at
+its ends), the first and the last tokens, tool calls, and whatever stands between `<fleet:keep>` and
+`</fleet:keep>`; the model never sees these marks. No message is left out, and what is left of a message is
+whole paragraphs, statements, values and rows: fences are closed, tables have their header, JSON can be
+parsed."""
+
+_NAMES = {
+    "single": "one needle",
+    "distractors": "one needle, three alike",
+    "needles4": "four needles",
+    "needles8": "eight needles",
+    "hop": "two hops",
+    "dialogue": "told turns ago",
+    "code": "a function's value",
+    "json": "a record in a tool's result",
+    "table": "a row of a table",
+    "aggregate": "about the whole text",
+    "verbatim": "word for word",
+}
+
+
+class Results(msgspec.Struct):
+    """Everything that a run found. Pairs are (hits, of)."""
+
+    command: str
+    date: str
+    machine: list[str]
+    model: str
+    quick: bool
+    seconds: float = 0.0
+    scored: bool = True
+    sparse: bool = True
+    outcomes: list[Outcome] = []
+    declined: dict[str, tuple[int, int]] = {}
+    layers: list[tuple[int, int, int, float]] = []
+    segments: list[tuple[int, int, int]] = []
+    profile: str = ""
+
+
+class Bar(msgspec.Struct, frozen=True):
+    """A promise: the share of some cells that must be reached."""
+
+    said: str
+    share: Share
+    least: float
+
+
+def bars(results: Results) -> list[Bar]:
+    found = []
+    ours = [form for form in ("text", "sparse") if any(form in o.forms for o in results.outcomes)]
+    lengths = sorted({o.tokens for o in results.outcomes if o.kind == "single"})
+    good = [n for n in lengths if dense(_one_ratio(results, "single", n)).value >= 0.9]
+    for tokens in sorted({*lengths[:1], *good[-1:]}):
+        for ratio, least in ((0.25, 0.97), (0.1, 0.90)):
+            for form in ours:
+                mine = _cell(results, "single", tokens, ratio)
+                if mine:
+                    said = f"One needle, {tokens} tokens, ratio {ratio}, {form}"
+                    found.append(Bar(said, recall(mine, form), least))
+    for form in ours:
+        mine = [o for o in results.outcomes if o.kind in ("needles4", "needles8") and o.ratio == 0.3]
+        if mine:
+            kinds = " and ".join(name for kind, name in _NAMES.items() if any(o.kind == kind for o in mine))
+            found.append(Bar(f"{kinds.capitalize()}, ratio 0.3, {form}", recall(mine, form), 0.95))
+    for kind in ("aggregate", "verbatim"):
+        if kind in results.declined:
+            said = f"Declined: {_NAMES[kind]}"
+            found.append(Bar(said, Share(*results.declined[kind]), 0.95))
+    return found
+
+
+def page(results: Results) -> str:
+    parts = [_HEAD, "\n".join(_summary(results)), "## By task\n\n" + "\n".join(_table(results))]
+    parts.append("## The gate\n\n" + "\n".join(_gate(results)))
+    if results.segments or results.layers:
+        parts.append("## The scorer\n\n" + "\n".join(_scorer(results)))
+    parts.append("\n".join(_plots(results)))
+    parts.append(_ALWAYS)
+    parts.append("## How\n\n" + "\n".join(_how(results)))
+    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+
+
+def pictures(results: Results) -> dict[str, str]:
+    """SVG by file name."""
+    found = {}
+    for name, kind, ratio in (("quality-length", "single", 0.25), ("quality-length-tenth", "single", 0.1)):
+        series = _over_length(results, kind, ratio)
+        if series:
+            title = f"One needle, ratio {ratio}: share of dense answers"
+            found[f"{name}.svg"] = plots.lines(title, "tokens", "recall", series)
+    series = _over_depth(results)
+    if series:
+        found["quality-depth.svg"] = plots.lines(
+            "One needle by its depth (all lengths, both ratios)", "depth of the needle", "recall", series
+        )
+    if results.layers:
+        points = [
+            (float(layer), Share(hits, of).value, *Share(hits, of).interval)
+            for layer, hits, of, _ in results.layers
+        ]
+        found["quality-layers.svg"] = plots.lines(
+            "Facts kept at ratio 0.1 by the layer that scoring ends at",
+            "layers run",
+            "facts kept",
+            {"kept": points},
+        )
+    return found
+
+
+def _summary(results: Results) -> Iterator[str]:
+    yield "| promised | bar | measured | |"
+    yield "|---|---|---|---|"
+    for bar in bars(results):
+        verdict = "pass" if bar.share.value >= bar.least else "**falls short**"
+        verdict = "quick look" if results.quick else verdict
+        yield f"| {bar.said} | ≥ {100 * bar.least:.0f} % | {bar.share} | {verdict} |"
+
+
+def _table(results: Results) -> Iterator[str]:
+    shown = form_names(results.outcomes)
+    yield (
+        "*kept* is the share of the tokens that selection keeps, *as text* what the shortened prompt has of "
+        "the whole one with its markers, *dense* the share that the whole prompt answers.\n"
+    )
+    yield f"| task | tokens | ratio | kept | as text | dense | facts kept | {' | '.join(shown)} |"
+    yield "|---|---|---|---|---|---|---|" + "---|" * len(shown)
+    for kind, tokens, ratio in sorted(
+        {(o.kind, o.tokens, o.ratio) for o in results.outcomes},
+        key=lambda cell: (list(_NAMES).index(cell[0]), cell[1], -(cell[2] or 9)),
+    ):
+        mine = _cell(results, kind, tokens, ratio)
+        answered = [o for o in mine if o.forms]
+        ratios = [o.kept_ratio for o in answered]
+        mean = f"{100 * sum(ratios) / len(ratios):.0f} %" if ratios else ""
+        shares = " | ".join(str(recall(mine, form)) for form in shown)
+        whole = sum(o.prompt_tokens for o in answered)
+        said = f"{100 * sum(o.text_tokens for o in answered) / whole:.0f} %" if whole else ""
+        yield (
+            f"| {_NAMES[kind]} | {tokens} | {ratio or 'adaptive'} | {mean} | {said} | {dense(mine)} "
+            f"| {kept(answered)} | {shares} |"
+        )
+
+
+def _gate(results: Results) -> Iterator[str]:
+    yield "Tasks that need all of the text are to be declined, and no others."
+    yield ""
+    yield "| task | declined |"
+    yield "|---|---|"
+    for kind, (hits, of) in results.declined.items():
+        yield f"| {_NAMES[kind]} | {Share(hits, of)} |"
+
+
+def _scorer(results: Results) -> Iterator[str]:
+    if results.profile:
+        yield f"{results.profile}\n"
+    if results.segments:
+        yield "Segments that are scored apart and merged; facts kept at ratio 0.1:\n"
+        yield "| segments | facts kept |"
+        yield "|---|---|"
+        for segments, hits, of in results.segments:
+            yield f"| {segments} | {Share(hits, of)} |"
+        yield ""
+    if results.layers:
+        yield "The layer at which scoring ends:\n"
+        yield "| layers run | facts kept | seconds per prompt |"
+        yield "|---|---|---|"
+        for layer, hits, of, seconds in results.layers:
+            yield f"| {layer} | {Share(hits, of)} | {seconds:.2f} |"
+
+
+def _plots(results: Results) -> Iterator[str]:
+    for name in pictures(results):
+        yield f"![{name.removesuffix('.svg')}](quality/{name})\n"
+
+
+def _how(results: Results) -> Iterator[str]:
+    yield (
+        "Haystacks are sentences of six genres from templates, places, names and a seed; two genres and all "
+        "seeds here were not used when weights were chosen. Each seed puts its fact at another depth. "
+        "Questions about a text end with how their answer begins, because a small model goes on from there, "
+        "where it would otherwise go on with the text; the others are conversations. "
+        "Answers are greedy; one counts if the answer stands in it as a word of its own. Lengths are those "
+        "of the haystack, in tokens of the model."
+    )
+    yield ""
+    if not results.scored:
+        yield "The worker did not score: selection went by the question's words alone.\n"
+    if not results.sparse:
+        yield "The worker did not take sparse prompts.\n"
+    quick = " (a quick look, not a measurement)" if results.quick else ""
+    minutes = f"{results.seconds / 60:.0f} minutes"
+    yield f"`{results.command}`, {results.date}, {minutes}{quick}, {results.model}.  "
+    yield "; ".join(results.machine) + "."
+
+
+def _cell(results: Results, kind: str, tokens: int, ratio: float) -> list[Outcome]:
+    return [o for o in results.outcomes if (o.kind, o.tokens, o.ratio) == (kind, tokens, ratio)]
+
+
+def _one_ratio(results: Results, kind: str, tokens: int) -> list[Outcome]:
+    """Each task once, though it ran at several ratios."""
+    mine = [o for o in results.outcomes if (o.kind, o.tokens) == (kind, tokens)]
+    return [o for o in mine if o.ratio == mine[0].ratio]
+
+
+def _over_length(results: Results, kind: str, ratio: float) -> dict[str, list[plots.Point]]:
+    lengths = sorted({o.tokens for o in results.outcomes if o.kind == kind and o.ratio == ratio})
+    found: dict[str, list[plots.Point]] = {}
+    for form in form_names([o for o in results.outcomes if o.kind == kind]):
+        shares = [(tokens, recall(_cell(results, kind, tokens, ratio), form)) for tokens in lengths]
+        found[form] = [(float(tokens), share.value, *share.interval) for tokens, share in shares if share.of]
+    return {form: points for form, points in found.items() if points}
+
+
+def _over_depth(results: Results, parts: int = 5) -> dict[str, list[plots.Point]]:
+    mine: Sequence[Outcome] = [o for o in results.outcomes if o.kind in ("single", "distractors") and o.ratio]
+    found: dict[str, list[plots.Point]] = {}
+    for form in form_names(mine):
+        points = []
+        for part in range(parts):
+            inside = [o for o in mine if part / parts <= o.depth < (part + 1) / parts]
+            share = recall(inside, form)
+            if share.of:
+                points.append(((part + 0.5) / parts, share.value, *share.interval))
+        if points:
+            found[form] = points
+    return found

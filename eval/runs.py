@@ -1,0 +1,220 @@
+"""Runs tasks in all forms; what is counted, and the tables that come of it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from eval import forms
+from eval.engine import Engine
+from eval.statistics import Share
+from eval.tasks import Task, task
+from fleetd.engine.protocol import Keep
+from fleetd.smart import elide
+from fleetd.smart.document import Document
+from fleetd.smart.scores import TokenScores
+from fleetd.smart.select import select
+from fleetd.smart.selection import Selection
+
+Log = Callable[[str], None]
+
+# Multiples of it modulo 1 are spread evenly, however many there are (Weyl's sequence).
+_GOLDEN = 0.618034
+
+
+class Cell(msgspec.Struct, frozen=True):
+    """A kind of task at one length and ratio; ratio 0 is what the scores call for."""
+
+    kind: str
+    tokens: int
+    ratio: float
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """One task. ``answers``: how many there are; ``dense``: how many of them the whole prompt gave.
+
+    ``forms``: of the dense ones, by form; ``kept``: facts that selection kept, of ``facts``. ``ratio``: what
+    it kept of the tokens, ``text_tokens`` what the text form has with its markers.
+    """
+
+    kind: str
+    tokens: int
+    ratio: float
+    depth: float
+    seed: int
+    answers: int
+    dense: int
+    forms: dict[str, int] = {}
+    kept: int = 0
+    facts: int = 0
+    kept_ratio: float = 0.0
+    prompt_tokens: int = 0
+    text_tokens: int = 0
+    declined: str = ""
+
+
+@dataclass(slots=True)
+class Runner:
+    """``sparse``: False where the engine cannot; ``scored``: False: by the question's words alone."""
+
+    engine: Engine
+    log: Log
+    sparse: bool = True
+    scored: bool = True
+
+    async def cell(
+        self,
+        kind: str,
+        tokens: int,
+        ratios: Sequence[float],
+        seeds: Sequence[int],
+        each: Callable[[list[Outcome]], None],
+    ) -> None:
+        """Every seed at every ratio; each seed at another depth. ``each`` gets all so far after every one."""
+        found: list[Outcome] = []
+        for i, seed in enumerate(seeds):
+            depth = (0.5 + i * _GOLDEN) % 1
+            found += await self.run(task(kind, seed, tokens, depth, self.engine.count), ratios)
+            each(found)
+        for ratio in ratios:
+            mine = [outcome for outcome in found if outcome.ratio == ratio]
+            shares = "  ".join(f"{form} {recall(mine, form)}" for form in form_names(mine))
+            self.log(f"{kind} {tokens} tokens, ratio {ratio or 'adaptive'}: dense {dense(mine)}  {shares}")
+
+    async def run(self, one: Task, ratios: Sequence[float]) -> list[Outcome]:
+        said = await self.engine.answer(one.text or one.messages, one.max_tokens)
+        right = self._right(one, said.text)
+        document = one.document
+        scores = (await self.engine.scores(document))[0] if right and self.scored else None
+        return [
+            await self._at(one, document, scores, ratio, right, said.tokens, baselines=ratio == ratios[0])
+            for ratio in ratios
+        ]
+
+    async def _at(
+        self,
+        one: Task,
+        document: Document,
+        scores: TokenScores | None,
+        ratio: float,
+        right: set[str],
+        prompt_tokens: int,
+        *,
+        baselines: bool,
+    ) -> Outcome:
+        head: dict[str, Any] = {
+            "kind": one.kind,
+            "tokens": one.tokens,
+            "ratio": ratio,
+            "depth": one.depth,
+            "seed": one.seed,
+            "answers": len(one.answers),
+            "dense": len(right),
+        }
+        if not right:
+            return Outcome(**head)
+        selection = forms.selected(document, scores, ratio)
+        chosen: dict[str, Selection] = {"text": selection}
+        if baselines:
+            chosen["words"] = forms.selected(document, None, ratio)
+            chosen["random"] = forms.at_random(document, ratio, one.seed)
+            chosen["truncated"] = forms.truncated(document, ratio)
+        hits: dict[str, int] = {}
+        text_tokens = 0
+        for name, each in chosen.items():
+            shortened: Any = (
+                elide.texts(document, each)[0] if one.text else elide.messages(document, each, one.messages)
+            )
+            said = await self.engine.answer(shortened, one.max_tokens)
+            hits[name] = len(right & self._right(one, said.text))
+            text_tokens = text_tokens or said.tokens
+        if self.sparse:
+            placed = forms.selected(document, scores, ratio, mode="sparse")
+            hits["sparse"] = await self._sparse(one, document, placed, right)
+        return Outcome(
+            **head,
+            forms=hits,
+            kept=len(one.facts) - len(lost(document, selection, one.facts)),
+            facts=len(one.facts),
+            kept_ratio=selection.ratio,
+            prompt_tokens=prompt_tokens,
+            text_tokens=text_tokens,
+            declined=selection.declined,
+        )
+
+    async def _sparse(self, one: Task, document: Document, selection: Selection, right: set[str]) -> int:
+        if selection.declined:
+            return len(right)
+        keep = Keep(
+            {i: list(kept) for i, kept in enumerate(selection.kept) if not selection.whole(document, i)}
+        )
+        said = await self.engine.answer(one.text or one.messages, one.max_tokens, keep)
+        return len(right & self._right(one, said.text))
+
+    @staticmethod
+    def _right(one: Task, said: str) -> set[str]:
+        return {answer for answer in one.answers if one.says(said, answer)}
+
+
+def lost(document: Document, selection: Selection, facts: Sequence[str]) -> list[str]:
+    """Facts of which not every character is kept."""
+    kept = "".join(
+        block.text[start:end] + "\0"
+        for block, ranges in zip(document.blocks, selection.kept, strict=True)
+        for start, end in ranges
+    )
+    return [fact for fact in facts if fact not in kept]
+
+
+# ---- Selection alone -----------------------------------------------------------------------------------
+
+
+async def selection_recall(
+    engine: Engine, tasks: Sequence[Task], ratio: float, *, segments: int = 1, exit_layer: int = 0
+) -> Share:
+    """Facts that selection keeps; no answer is generated."""
+    found = Share(0, 0)
+    for one in tasks:
+        document = one.document
+        scores, _ = await engine.scores(document, segments, exit_layer)
+        gone = lost(document, forms.selected(document, scores, ratio), one.facts)
+        found += Share(len(one.facts) - len(gone), len(one.facts))
+    return found
+
+
+def gate(count: Callable[[str], int], kinds: Sequence[str], seeds: Sequence[int]) -> dict[str, Share]:
+    """How often tasks of each kind are declined for what they ask."""
+    found: dict[str, Share] = defaultdict(lambda: Share(0, 0))
+    for kind in kinds:
+        for seed in seeds:
+            one = task(kind, seed, 600, 0.5, count)
+            declined = select(one.document, None, forms.policy(0.25)).declined
+            found[kind] += Share(int(declined.startswith("the task")), 1)
+    return dict(found)
+
+
+# ---- Counting ------------------------------------------------------------------------------------------
+
+
+def form_names(outcomes: Sequence[Outcome]) -> list[str]:
+    return [form for form in forms.FORMS if any(form in outcome.forms for outcome in outcomes)]
+
+
+def dense(outcomes: Sequence[Outcome]) -> Share:
+    """Answers that the whole prompt gave."""
+    return Share(sum(o.dense for o in outcomes), sum(o.answers for o in outcomes))
+
+
+def recall(outcomes: Sequence[Outcome], form: str) -> Share:
+    """Of the answers that the whole prompt gave, those that a form gave too."""
+    mine = [o for o in outcomes if form in o.forms]
+    return Share(sum(o.forms[form] for o in mine), sum(o.dense for o in mine))
+
+
+def kept(outcomes: Sequence[Outcome]) -> Share:
+    """Facts that selection kept."""
+    return Share(sum(o.kept for o in outcomes), sum(o.facts for o in outcomes))

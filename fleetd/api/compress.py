@@ -1,0 +1,186 @@
+"""POST /v1/compress: what smart prefill would keep of a prompt, as text, for any use.
+
+    prompt | messages ──► Document ──► scored, selected ──► the same with less in it, and which of it was kept
+
+Unlike a request that is answered, this one has nothing to fall back to: no compressor is an error here. That
+nothing should be left out is an answer: ``declined`` says why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from contextlib import aclosing
+from typing import Annotated, Any, Literal
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, Meta, UnsetType
+
+from fleetd import limits
+from fleetd.api import body as http_body
+from fleetd.api import requests, translate
+from fleetd.api.context import SERVICES
+from fleetd.api.services import view
+from fleetd.api.smart import line
+from fleetd.errors import Draining, FleetError, InvalidValue, NoMachine
+from fleetd.jobs.smart.compressing import Passage, Skip
+from fleetd.smart import elide
+from fleetd.smart.document import Document
+from fleetd.smart.policy import Policy, Ratio, Tokens, Wanted, resolve
+
+
+class CompressBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Either ``prompt`` or ``messages``. Fields that are left out have this machine's defaults.
+
+    ``question``: what a ``prompt`` is read for, where that does not stand in it. It is no part of the answer.
+    """
+
+    prompt: Annotated[str, Meta(min_length=1)] | None = None
+    messages: Annotated[list[requests.Message], Meta(min_length=1, max_length=limits.MESSAGES)] | None = None
+    question: str | None = None
+    compressor_model: Annotated[str, Meta(max_length=limits.MODEL_NAME_CHARS)] | None = None
+    target_ratio: Ratio | None = None
+    min_keep_tokens: Tokens | None = None
+    max_keep_tokens: Tokens | None = None
+    preserve_boundaries: bool | None = None
+    local_only: bool | None = None
+    user: str | None = None
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """What is kept of one message (of a prompt: index 0): character ranges [start, end) of its content."""
+
+    index: int
+    spans: list[tuple[int, int]]
+
+
+class CompressUsage(msgspec.Struct, frozen=True):
+    """Counted by the compressor. ``total_tokens``: what was read for it; 0 where it was known already."""
+
+    original_tokens: int
+    compressed_tokens: int
+    total_tokens: int
+
+
+class CompressTimings(msgspec.Struct, frozen=True):
+    score_ms: float
+    select_ms: float
+
+
+class Compression(msgspec.Struct, frozen=True, kw_only=True):
+    """``prompt`` or ``messages``, as was asked with; whole where ``declined`` says why."""
+
+    id: str
+    object: Literal["compression"] = "compression"
+    created: int
+    model: str
+    prompt: str | UnsetType = UNSET
+    messages: list[dict[str, Any]] | UnsetType = UNSET
+    kept: list[Kept]
+    declined: str
+    nodes: list[str]
+    usage: CompressUsage
+    timings: CompressTimings
+
+
+async def compress(request: web.Request) -> web.StreamResponse:
+    """Raises FleetError."""
+    services = request.app[SERVICES]
+    body = requests.decode(await http_body.read(request), CompressBody)
+    found, messages = await asyncio.to_thread(_document, body)
+    policy = _policy(body, services.smart_defaults)
+    if services.compressing is None or view(services.status()).draining:
+        raise Draining("The daemon is stopping and takes no new work.", hint="Retry in a moment.")
+    answer_id = f"compress-{uuid.uuid4().hex}"
+    bill = services.compressing.bill(answer_id)
+    passage = Passage(answer_id, found, found.estimated_tokens, policy, bill, bool(body.local_only))
+    refunded = "cancelled"
+    try:
+        async with aclosing(services.compressing.run(passage)) as steps:
+            async for _ in steps:
+                pass
+        refunded = ""
+    except Skip as skip:
+        refunded = skip.code
+        raise _why(skip, body) from None
+    except FleetError as error:
+        refunded = error.code
+        raise
+    finally:
+        bill.close(refunded)
+    reply = await asyncio.to_thread(_reply, answer_id, passage, messages, question=body.question is not None)
+    headers = {
+        "X-Fleet-Request": answer_id,
+        "X-SmartPrefill-Compressor": line(passage.compressor),
+        "X-SmartPrefill-Original-Tokens": str(reply.usage.original_tokens),
+        "X-SmartPrefill-Compressed-Tokens": str(reply.usage.compressed_tokens),
+    }
+    return web.Response(body=msgspec.json.encode(reply), content_type="application/json", headers=headers)
+
+
+def _document(body: CompressBody) -> tuple[Document, list[dict[str, Any]] | None]:
+    """What is to be cut, and the messages if it is messages."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidValue("Give either prompt or messages.", param="prompt")
+    if body.messages is not None:
+        if body.question is not None:
+            raise InvalidValue(
+                "question belongs to prompt.", hint="The last user message asks.", param="question"
+            )
+        messages = [translate.message(message, i) for i, message in enumerate(body.messages)]
+        return Document.of_messages(messages), messages
+    if body.question is None:
+        return Document.of_text(body.prompt or ""), None
+    texts = (body.prompt, body.question)
+    asked: list[dict[str, Any]] = [{"role": "user", "content": text} for text in texts]
+    return Document.of_messages(asked), None
+
+
+def _policy(body: CompressBody, defaults: Policy) -> Policy:
+    wanted = Wanted(
+        compressor_model=body.compressor_model,
+        target_ratio=body.target_ratio,
+        min_keep_tokens=body.min_keep_tokens,
+        max_keep_tokens=body.max_keep_tokens,
+        preserve_boundaries=body.preserve_boundaries,
+        min_prompt_tokens=0,
+        mode="text",
+    )
+    policy = resolve(wanted, defaults)
+    if policy is None:
+        raise InvalidValue("Nothing is to be compressed.")
+    return policy
+
+
+def _why(skip: Skip, body: CompressBody) -> FleetError:
+    if skip.code == "no_compressor":
+        return NoMachine(
+            skip.reason,
+            hint="`fleetctl models` lists what there is; `fleetctl models pull smollm2-135m` gets one.",
+            param="compressor_model" if body.compressor_model else None,
+        )
+    return NoMachine(skip.reason)
+
+
+def _reply(
+    answer_id: str, passage: Passage, messages: list[dict[str, Any]] | None, *, question: bool
+) -> Compression:
+    selection, found = passage.selection, passage.document
+    if selection is None:
+        raise NoMachine("Nobody selected anything.")
+    kept = [Kept(index, list(spans)) for index, spans in enumerate(selection.kept)]
+    texts = elide.texts(found, selection)
+    return Compression(
+        id=answer_id,
+        created=int(time.time()),
+        model=passage.compressor,
+        prompt=texts[0] if messages is None else UNSET,
+        messages=elide.messages(found, selection, messages) if messages is not None else UNSET,
+        kept=kept[:1] if question else kept,
+        declined=selection.declined,
+        nodes=list(passage.names),
+        usage=CompressUsage(selection.original_tokens, selection.kept_tokens, passage.scored_tokens),
+        timings=CompressTimings(round(passage.score_s * 1000, 3), round(passage.select_s * 1000, 3)),
+    )

@@ -1,0 +1,376 @@
+"""Answers being decoded: alone with drafts, or together, a token for each of them per step.
+
+    begin(answer) ──► alone, several tokens per pass      ◄──►   the batch      ──► finish | fail | leave
+                      (spec/verify.py, on its own cache)         (mlx-lm's BatchGenerator)
+
+An answer is decoded alone only where blocks of tokens give the bytes that the batch gives
+(``spec/probe.py``), so where it is decoded never shows in what it says. When a second one begins, it moves
+into the batch; when it is alone again and a source has a good draft, it moves back. What an answer that
+leaves has computed goes to the prefix cache.
+
+Everything runs on the compute thread. What goes wrong in one answer's text fails that answer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import BatchGenerator, StopSequences
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from fleetd.engine.answer import Answer
+from fleetd.engine.logprobs import Logprobs
+from fleetd.engine.memory import KvBudget
+from fleetd.engine.prefix import PrefixCache
+from fleetd.engine.protocol import FinishReason, Report
+from fleetd.engine.sampling import (
+    Choice,
+    LogitsProcessor,
+    Sampler,
+    SeededSampler,
+    make_processors,
+    make_sampler,
+)
+from fleetd.engine.smart.sparse_caches import rows
+from fleetd.engine.spec import rollback
+from fleetd.engine.spec.controller import Draft
+from fleetd.engine.spec.sources import Source
+from fleetd.engine.spec.speculation import Drafting, Speculation
+from fleetd.engine.spec.verify import Row
+
+# KV is promised to an answer in steps of this many tokens, as it grows: most answers are far shorter than
+# the context would allow, and promising all of that up front would let one chat fill the memory.
+GROWTH_TOKENS = 512
+# Moving costs a copy of the KV: no answer moves out of the batch before it was alone there for so many
+# tokens, nor into it for want of drafts before so many passes without any.
+SETTLED_TOKENS, IDLE_PASSES = 8, 32
+LEAST_DRAFTS = 2
+# Passes after which memory that MLX keeps for reuse is given back; as BatchGenerator has it.
+CLEAR_PASSES = 512
+
+
+@dataclass(slots=True)
+class _Running:
+    """``tokens``: prompt and answer. ``row`` while it is decoded alone, ``uid`` while it is in the batch."""
+
+    answer: Answer
+    tokens: list[int]
+    sampler: Sampler
+    processors: list[LogitsProcessor]
+    drafting: Drafting | None
+    row: Row | None = None
+    uid: int = -1
+    by_itself: int = 0  # tokens since it was alone in the batch
+
+
+@dataclass
+class Decoding:
+    """``finish`` and ``fail`` are told of each answer that ends here by itself, after it has left.
+
+    ``speculation`` is None where nothing is to be drafted.
+    """
+
+    model: Any
+    tokenizer: Any
+    max_streams: int
+    budget: KvBudget
+    prefix: PrefixCache
+    emit: Callable[[Report], None]
+    finish: Callable[[Answer, FinishReason], None]
+    fail: Callable[[Answer, Exception], None]
+    defaults: Choice = field(default_factory=Choice)
+    speculation: Speculation | None = None
+    steps: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._batch: dict[int, _Running] = {}
+        self._alone: _Running | None = None
+        # By request, of answers that run and of those that are still being prefilled.
+        self._sources: dict[str, list[Source]] = {}
+        self._ends = frozenset(int(t) for t in self.tokenizer.eos_token_ids)
+        self._empty = make_prompt_cache(self.model)
+        # A window's cache lies otherwise in a batch than alone: what has one does not come back from there.
+        self._may_return = all(type(layer) is KVCache for layer in self._empty)
+        self._stop_tokens = StopSequences([(t,) for t in sorted(self._ends)])
+        self._generator = BatchGenerator(
+            self.model,
+            completion_batch_size=self.max_streams,
+            prefill_batch_size=self.max_streams,
+            stream=mx.default_stream(mx.default_device()),
+        )
+
+    def __len__(self) -> int:
+        """Answers being decoded."""
+        return len(self._batch) + (self._alone is not None)
+
+    def close(self) -> None:
+        for request_id in list(self._sources):
+            self.detach(request_id)
+        self._generator.close()
+
+    # ---- sources of drafts from outside ----------------------------------------------------------------
+
+    def attach(self, request_id: str, source: Source) -> None:
+        """A further source of drafts for an answer that runs, or whose prompt is known here.
+
+        It is told of tokens that are committed from now on, and closed when the answer ends.
+        """
+        self._sources.setdefault(request_id, []).append(source)
+        if (running := self._running(request_id)) is not None and running.drafting is not None:
+            running.drafting.add(source)
+
+    def detach(self, request_id: str) -> None:
+        """The request has ended, however it did."""
+        for source in self._sources.pop(request_id, []):
+            source.close()
+
+    def text(self, request_id: str) -> list[int] | None:
+        """Prompt and answer so far of a running answer."""
+        running = self._running(request_id)
+        return None if running is None else list(running.tokens)
+
+    # ---- answers ---------------------------------------------------------------------------------------
+
+    def find(self, request_id: str) -> Answer | None:
+        running = self._running(request_id)
+        return None if running is None else running.answer
+
+    def begin(self, answer: Answer, tokens: list[int], cache: list[Any]) -> None:
+        """Decode on from ``tokens``, all but the last of which are in ``cache``, which is not written to."""
+        request = answer.prepared.request
+        running = _Running(
+            answer,
+            list(tokens),
+            make_sampler(request.sampling, self.defaults),
+            make_processors(request.sampling, self.defaults, len(tokens)),
+            # What is left of a prompt after a selection lies at other places than its positions say.
+            self.speculation.drafting(request) if self.speculation and answer.kept is None else None,
+        )
+        if running.drafting is not None:
+            for source in self._sources.get(answer.id, []):
+                running.drafting.add(source)
+        if not len(self) and running.drafting is not None and self._room(running, cache) > 1:
+            self._begin_alone(running, rollback.private(cache))
+        else:
+            self._insert(running, cache)
+
+    def turn(self) -> None:
+        """A token for every answer, or several for the only one."""
+        self._arrange()
+        if self._alone is not None:
+            self._turn_alone(self._alone)
+        elif self._batch:
+            self._turn_together()
+
+    def leave(self, answer: Answer) -> None:
+        """Take a running answer out; what it computed stays useful to a retry or a next turn."""
+        running = self._running(answer.id)
+        if running is None:
+            return
+        if running.row is not None:
+            tokens, cache = running.row.taken(answer.held)
+        else:
+            tokens, cache = self._out_of_batch(running)
+        self._left(running, tokens, cache)
+
+    def remember(self, answer: Answer, tokens: list[int], cache: list[Any]) -> None:
+        """Keep the KV of ``tokens`` for later prompts that begin with them, unless some are missing."""
+        if answer.kept is not None:
+            return
+        mx.eval([layer.state for layer in cache])
+        self.prefix.store(tokens, cache, answer.namespace)
+
+    def _running(self, request_id: str) -> _Running | None:
+        every = [*self._batch.values(), *([self._alone] if self._alone else [])]
+        return next((running for running in every if running.answer.id == request_id), None)
+
+    # ---- who is where ----------------------------------------------------------------------------------
+
+    def _arrange(self) -> None:
+        alone = self._alone
+        if alone is not None and alone.row is not None:
+            without = self.speculation is not None and self.speculation.computes_ahead
+            idle = without and alone.drafting is not None and alone.drafting.idle >= IDLE_PASSES
+            if self._batch or idle or self._room(alone, alone.row.cache) < 2:
+                self._alone, cache, alone.row = None, alone.row.cache, None
+                self._insert(alone, cache)
+        elif len(self._batch) == 1:
+            (only,) = self._batch.values()
+            if only.by_itself >= SETTLED_TOKENS and self._good_draft(only):
+                _, cache = self._out_of_batch(only)
+                # The batch has computed the last token; here that is what the next pass begins with.
+                rollback.take_back(cache, 1)
+                self._begin_alone(only, cache)
+        else:
+            for running in self._batch.values():
+                running.by_itself = 0
+
+    def _good_draft(self, running: _Running) -> bool:
+        """Whether a source has something that is worth moving out of the batch for."""
+        if running.drafting is None or not self._may_return or self._room(running, self._empty) < 2:
+            return False
+        answer = running.answer
+        most = answer.max_tokens - answer.generated - 1
+        return len(running.drafting.choose(running.tokens, most).tokens) >= LEAST_DRAFTS
+
+    def _insert(self, running: _Running, cache: list[Any]) -> None:
+        """Into the batch, which copies ``cache``."""
+        answer = running.answer
+        if isinstance(running.sampler, SeededSampler):
+            running.sampler.index = answer.generated
+        (running.uid,) = self._generator.insert(
+            [running.tokens[-1:]],
+            max_tokens=[answer.max_tokens - answer.generated],
+            caches=[rows(cache)],
+            all_tokens=[running.tokens[:-1]],
+            samplers=[running.sampler],
+            logits_processors=[running.processors],
+            stop_sequences=[self._stop_tokens],
+        )
+        running.by_itself = 0
+        self._batch[running.uid] = running
+
+    def _begin_alone(self, running: _Running, cache: list[Any]) -> None:
+        """``cache`` is the answer's own from now on."""
+        running.row = Row(
+            self.model,
+            running.tokens,
+            cache,
+            running.sampler,
+            running.processors,
+            running.answer.generated,
+        )
+        self._alone = running
+
+    def _out_of_batch(self, running: _Running) -> tuple[list[int], list[Any]]:
+        del self._batch[running.uid]
+        cache, tokens = self._generator.remove([running.uid], return_prompt_caches=True)[running.uid]
+        return tokens, cache
+
+    def _left(self, running: _Running, tokens: list[int], cache: list[Any]) -> None:
+        if running is self._alone:
+            self._alone, running.row = None, None
+        answer, drafting = running.answer, running.drafting
+        if drafting is not None:
+            answer.speculated = drafting.report
+            drafting.close()
+        if self.speculation is not None:
+            self.speculation.ended(answer.prepared.request, running.tokens[len(answer.prepared.tokens) :])
+        self.remember(answer, tokens, cache)
+
+    # ---- alone -----------------------------------------------------------------------------------------
+
+    def _room(self, running: _Running, cache: list[Any]) -> int:
+        """Tokens that one pass may have."""
+        if self.speculation is None:
+            return 0
+        return min(rollback.room(cache), self.speculation.verdict.context - len(running.tokens))
+
+    def _turn_alone(self, running: _Running) -> None:
+        answer, row, drafting = running.answer, running.row, running.drafting
+        if row is None or drafting is None:
+            return
+        begun = time.monotonic()
+        # No draft past the answer's end, nor past the memory that is promised.
+        most = min(answer.max_tokens - answer.generated - 1, answer.promised - answer.held)
+        draft: Draft = drafting.choose(running.tokens, min(most, self._room(running, row.cache) - 1))
+        chosen = row.advance(draft.tokens)
+        now = time.monotonic()
+        drafting.verified(draft, [c.token for c in chosen], now - begun)
+        self.steps += 1
+        if self.steps % CLEAR_PASSES == 0:
+            mx.clear_cache()
+        for one in chosen:
+            ended = one.token in self._ends
+            _count(answer, now)
+            try:
+                if not ended:
+                    self._show(answer, one.token, one.logprobs)
+            except Exception as error:
+                self.leave(answer)
+                self.fail(answer, error)
+                return
+            if ended or answer.text.stopped_by is not None:
+                self._end(answer, "stop")
+                return
+            if answer.generated >= answer.max_tokens:
+                self._end(answer, "length")
+                return
+        if not self._grow(answer):
+            full = self.budget.exhausted(answer.held)
+            self.leave(answer)
+            self.fail(answer, full)
+
+    def _end(self, answer: Answer, reason: FinishReason) -> None:
+        self.leave(answer)
+        self.finish(answer, reason)
+
+    # ---- together --------------------------------------------------------------------------------------
+
+    def _turn_together(self) -> None:
+        _, responses = self._generator.next()
+        now = time.monotonic()
+        self.steps += 1
+        # The batch may only change once all of its tokens are taken.
+        stopped: list[Answer] = []
+        broken: list[tuple[Answer, Exception]] = []
+        for response in responses:
+            running = self._batch[response.uid]
+            answer = running.answer
+            ended, left = response.finish_reason == "stop", response.finish_reason is not None
+            _count(answer, now)
+            running.tokens.append(response.token)
+            running.by_itself += 1
+            if running.drafting is not None:
+                running.drafting.came(response.token)
+            if left:
+                del self._batch[response.uid]
+                self._left(running, response.all_tokens, response.prompt_cache)
+            try:
+                if not ended:
+                    self._show(answer, response.token, response.logprobs)
+            except Exception as error:
+                if left:
+                    self.fail(answer, error)
+                else:
+                    broken.append((answer, error))
+                continue
+            if left:
+                self.finish(answer, "stop" if ended or answer.text.stopped_by else "length")
+            elif answer.text.stopped_by is not None:
+                stopped.append(answer)
+            elif not self._grow(answer):
+                broken.append((answer, self.budget.exhausted(answer.held)))
+        for answer in stopped:
+            self._end(answer, "stop")
+        for answer, reason in broken:
+            self.leave(answer)
+            self.fail(answer, reason)
+
+    def _show(self, answer: Answer, token: int, logprobs: mx.array) -> None:
+        entry = None
+        if isinstance(answer.logprobs, Logprobs):
+            entry = answer.logprobs.of(token, logprobs, answer.text.length)
+        for piece in answer.text.push(token, entry):
+            self.emit(piece)
+
+    def _grow(self, answer: Answer) -> bool:
+        """Promise more KV to an answer that has used what it was promised."""
+        if answer.held < answer.promised:
+            return True
+        more = min(answer.promised + GROWTH_TOKENS, answer.slots + answer.max_tokens)
+        if not self.budget.take(answer.id, more):
+            return False
+        answer.promised = more
+        return True
+
+
+def _count(answer: Answer, now: float) -> None:
+    if not answer.generated:
+        answer.first_s = now
+    answer.last_s = now
+    answer.generated += 1

@@ -1,0 +1,82 @@
+"""The compute thread's loop in a worker that has some of a model's layers: it only helps others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from fleetd import limits
+from fleetd.engine.inbox import Inbox, Stop
+from fleetd.engine.memory import KvBudget
+from fleetd.engine.protocol import Alone, Assist, Beat, Cancel, Failed, Follow, Report, Share
+from fleetd.engine.share.assists import Assists
+from fleetd.engine.share.sharable import Sharable
+from fleetd.engine.share.streams import Streams
+from fleetd.engine.turns import wait_s
+from fleetd.errors import ModelUnsupported
+
+
+@dataclass
+class HelperLoop:
+    """As ``scheduler.Scheduler``, without answers of its own."""
+
+    sharable: Sharable
+    context_tokens: int
+    budget: KvBudget
+    emit: Callable[[Report], None]
+    inbox: Inbox
+    streams: Streams
+    _beat_at: float = field(default=0.0, init=False)
+
+    def __post_init__(self) -> None:
+        self._assists = Assists(self.sharable, self.context_tokens, self.budget, self.streams, self.emit)
+
+    def tell(self, command: Share | Alone | Assist | Follow | Cancel) -> None:
+        self.inbox.put(command)
+
+    def stop(self) -> None:
+        self.inbox.put(Stop())
+
+    def run(self) -> None:
+        """Until ``stop``. What goes wrong in one assist fails that one."""
+        while self._receive():
+            self._assists.turn()
+            self._beat()
+        self._assists.close()
+        self.streams.close()
+
+    def _receive(self) -> bool:
+        for item in self.inbox.take(0.0 if self._assists.ready else wait_s(self._assists.dues_s)):
+            match item:
+                case Stop():
+                    return False
+                case Assist():
+                    self._assists.begin(item)
+                case Cancel(assist_id):
+                    self._assists.cancel(assist_id)
+                case Follow(follow_id):
+                    self.emit(
+                        Failed(follow_id, ModelUnsupported.code, "Some layers of a model draft nothing.")
+                    )
+                case _:
+                    pass  # answers, and word about them, are for workers that have the whole model
+        return True
+
+    def _beat(self) -> None:
+        now = time.monotonic()
+        if now < self._beat_at:
+            return
+        self._beat_at = now + limits.ENGINE_BEAT_S
+        self.streams.sweep()
+        self.emit(
+            Beat(
+                steps=self._assists.steps,
+                assisting=len(self._assists),
+                held_up=len(self._assists) > 0 and not self._assists.ready,
+                kv_bytes=self.budget.used_bytes,
+                memory_bytes=mx.get_active_memory(),
+            )
+        )

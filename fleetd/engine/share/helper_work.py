@@ -1,0 +1,198 @@
+"""What a helper computes of a shared prefill, and what it sends on.
+
+    layers: tokens or hidden states, chunk by chunk ─► own layers ─► hidden states to the next, rows to home
+    tokens: rows of all tokens before, layer by layer ─► cache ─► own tokens through the layer ─► rows of all
+            so far to the next, of the own ones to home
+
+No streams, no clock: ``assisting.Assisting`` has them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from fleetd.engine.share import kv, passes
+from fleetd.engine.share.frames import Frame, Head, Kind
+from fleetd.engine.share.kv import Inlet, Layout, Turns
+from fleetd.engine.share.outlet import Outlet
+from fleetd.engine.share.passes import LayerMajor
+from fleetd.engine.stage import Stage
+from fleetd.errors import ProtocolError
+from fleetd.plan.split import Split
+
+
+class _Helper:
+    """What both ways to split have in common. ``stage`` has the helper's layers, or more.
+
+    Each of them has besides: ``take(frame)`` is given what came; ``computable``: whether ``compute()``, one
+    bounded step, has what it needs; ``computed``: whether nothing is left; ``fraction``: how much is done.
+    """
+
+    def __init__(self, stage: Stage, layout: Layout, split: Split, place: int) -> None:
+        self.layout, self.split, self.place = layout, split, place
+        self.layers = split.layers_of(place)
+        self.stage = stage.part(self.layers.start, self.layers.stop)
+        self.empty = dict(zip(self.layers, self.stage.empty, strict=True))
+        self.tokens = split.tokens_of(place)
+        self.ids: Any = None
+        self.caches: dict[int, Any] = {}
+        self.inlets: dict[int, Inlet] = {}
+        # Layers whose cached prefix has not come yet.
+        self.lacking = set(self.layers) if split.cached else set()
+        self.turns = Turns(self.empty, split)
+
+    def allocate(self, *, arriving: bool) -> None:
+        """Make caches. ``arriving``: rows come from another machine even where no prefix is cached."""
+        for layer, cache in zip(self.layers, self.stage.make_caches(), strict=True):
+            shape = self.layout.layer(layer)
+            self.caches[layer] = cache if shape.window else kv.roomy(shape, self.tokens.stop)
+            if not shape.window and (arriving or self.split.cached):
+                self.inlets[layer] = Inlet(self.caches[layer])
+
+    def buffers(self, head: Head) -> list[memoryview]:
+        """Where a frame that is due goes. Called on a thread that reads."""
+        return kv.buffers(head, self.layout, self.inlets)
+
+    def take_tokens(self, frame: Frame) -> None:
+        self.ids = np.frombuffer(frame.buffers[0], dtype="<i4")
+        if self.stage.first == 0:
+            # An embedding does not look whether there is such a row.
+            vocabulary = self.stage.weights.embed_tokens.weight.shape[0]
+            if self.ids.min() < 0 or self.ids.max() >= vocabulary:
+                raise ProtocolError(f"On home came tokens that a vocabulary of {vocabulary} does not have.")
+
+    def take_prefix(self, frame: Frame) -> None:
+        layer = frame.head.layer
+        if frame.head.kind is Kind.STATE:
+            cache = kv.rotated(self.empty[layer], self.layout.layer(layer), frame)
+            self.turns.start(layer, cache)
+            self.caches[layer] = cache
+        else:
+            self.caches[layer].offset = self.split.cached
+        self.lacking.discard(layer)
+
+
+class LayersOfHelper(_Helper):
+    """Some layers on all new tokens."""
+
+    def __init__(self, stage: Stage, layout: Layout, split: Split, place: int) -> None:
+        super().__init__(stage, layout, split, place)
+        self._chunks = deque(split.chunks_of(place))
+        self._n_chunks = len(self._chunks)
+        self._hidden: deque[mx.array] = deque()
+        self.allocate(arriving=False)
+
+    def take(self, frame: Frame) -> None:
+        match frame.head.kind:
+            case Kind.TOKENS:
+                self.take_tokens(frame)
+            case Kind.HIDDEN:
+                self._hidden.append(kv.hidden_of(frame, self.layout))
+            case _:
+                self.take_prefix(frame)
+                self.inlets.pop(frame.head.layer, None)
+
+    @property
+    def computable(self) -> bool:
+        if not self._chunks or self.lacking:
+            return False
+        return bool(self._hidden) if self.place else self.ids is not None
+
+    @property
+    def computed(self) -> bool:
+        return not self._chunks
+
+    @property
+    def fraction(self) -> float:
+        return 1 - len(self._chunks) / self._n_chunks
+
+    def compute(self, home: Outlet, following: Outlet | None) -> None:
+        """The next chunk through the layers, and what came of it onto the streams."""
+        tokens = self._chunks.popleft()
+        hidden = (
+            self._hidden.popleft() if self.place else self.stage.embed(passes.tokens_of(self.ids, tokens))
+        )
+        caches = [self.caches[layer] for layer in self.layers]
+        out = passes.run(self.stage, hidden, caches)
+        rows = [
+            kv.copied(self.caches[layer], tokens.start, tokens.stop)
+            for layer in self.layers
+            if not self.layout.layer(layer).window
+        ]
+        mx.eval(rows)
+        passes.evaluate(caches, out)
+        mx.clear_cache()
+        # The next machine waits for this, and for the rows nobody yet.
+        if following is not None and out is not None:
+            following.hidden(out)
+        for keys, values in rows:
+            home.rows(keys, values)
+        if not self._chunks:
+            for layer in self.layers:
+                if self.layout.layer(layer).window:
+                    home.cache(self.caches[layer])
+
+
+class TokensOfHelper(_Helper):
+    """All layers on some of the tokens."""
+
+    def __init__(self, stage: Stage, layout: Layout, split: Split, place: int) -> None:
+        super().__init__(stage, layout, split, place)
+        self._major: LayerMajor | None = None
+        # Layers of which all tokens before this helper's are here, but for the cached ones.
+        self._came = 0 if place else split.layers
+        self.allocate(arriving=place > 0)
+
+    def take(self, frame: Frame) -> None:
+        head = frame.head
+        if head.kind is Kind.TOKENS:
+            self.take_tokens(frame)
+            self._major = LayerMajor(self.stage, self.ids, self.split.chunks_of(self.place))
+        elif head.layer in self.lacking:
+            self.take_prefix(frame)
+            if not self.place:
+                self.inlets.pop(head.layer, None)
+        else:
+            if head.kind is Kind.STATE:
+                self.caches[head.layer] = self.turns.taken(frame, self.layout.layer(head.layer))
+            else:
+                self.caches[head.layer].offset = self.tokens.start
+            self.inlets.pop(head.layer, None)
+            self._came += 1
+
+    @property
+    def computable(self) -> bool:
+        major = self._major
+        if major is None or major.finished:
+            return False
+        return not major.begins or (major.layer not in self.lacking and major.layer < self._came)
+
+    @property
+    def computed(self) -> bool:
+        return self._major is not None and self._major.finished
+
+    @property
+    def fraction(self) -> float:
+        return 0.0 if self._major is None else self._major.fraction
+
+    def compute(self, home: Outlet, following: Outlet | None) -> None:
+        """The next chunk through the next layer, and the layer onto the streams once it is whole."""
+        if self._major is None:
+            return
+        layer = self._major.layer
+        if self._major.step(self.caches[layer]):
+            # Only the streams need it now, and free it as they go.
+            cache = self.caches.pop(layer)
+            if following is not None:
+                following.cache(cache)
+            home.cache(cache)
+
+
+def helper_work(stage: Stage, layout: Layout, split: Split, place: int) -> LayersOfHelper | TokensOfHelper:
+    """The work of helper ``place`` of ``split``."""
+    kind = LayersOfHelper if split.kind == "layers" else TokensOfHelper
+    return kind(stage, layout, split, place)

@@ -1,0 +1,43 @@
+"""What a worker has of a model that can be shared between machines, and what sharing has to know of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from fleetd.engine.protocol import Arithmetic
+from fleetd.engine.share.fingerprint import arithmetic
+from fleetd.engine.share.kv import Layout
+from fleetd.engine.stage import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Sharable:
+    stage: Stage
+    layout: Layout
+    arithmetic: Arithmetic
+
+    @classmethod
+    def of(cls, stage: Stage, device: str, versions: dict[str, str]) -> Sharable:
+        """Costs about a short chunk of prefill: a fingerprint of every layer is computed."""
+        layout = Layout.of(stage)
+        found = arithmetic(
+            stage, layout, device=device, accelerator=accelerator_name(device), versions=versions
+        )
+        return cls(stage, layout, found)
+
+    @property
+    def any_chunks(self) -> bool:
+        """Whether the bytes are the same wherever a prompt is cut into chunks."""
+        return self.arithmetic.chunks == "any"
+
+
+def accelerator_name(device: str) -> str:
+    """Its make ("Apple M4 Pro"); of a CPU what decides how it rounds: architecture and instruction set."""
+    if device != "cpu":
+        return str(mx.device_info().get("device_name", device))
+    instructions = os.environ.get("MKL_CBWR", "").partition(",")[0]
+    return f"{platform.machine()} {instructions}".strip()

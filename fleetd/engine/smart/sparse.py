@@ -1,0 +1,178 @@
+"""Sparse prefill: only the kept tokens of a prompt are computed, each at its original position.
+
+    prompt    M tokens ── kept: N of them, ascending, the last one always
+    prefill   N - 1 tokens in chunks, rotated by their true positions
+    decode    in the same batch as dense answers: position M + i, slot N + i
+
+What a kept token attends to is the kept tokens before it: the result is that of a dense pass in which the
+keys of all others are masked. It is lossy and never becomes a part of a dense prompt's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from fleetd.engine.architectures import CUT
+from fleetd.engine.smart.rope import Offset, install
+from fleetd.engine.smart.sparse_caches import SparseKV, sparse_cache
+from fleetd.errors import ModelUnsupported
+
+# Always kept: the first token, on which attention rests where it finds nothing, and the prompt's end.
+HEAD_TOKENS = 1
+TAIL_TOKENS = 8
+# Of the checks at load: positions far enough apart that a wrong one cannot pass, one per token.
+_CHECK_POSITIONS = (0, 1, 2, 7, 30, 63, 64, 257, 500, 1023)
+# On a GPU another kernel may round otherwise; a wrong position is off by far more than this share.
+_GPU_ROUNDING = 0.03
+
+
+@dataclass(slots=True)
+class SparsePrefiller:
+    """As ``prefill.Prefiller``, over ``kept`` of ``tokens`` (indices, ascending, the last one included).
+
+    ``done`` counts kept tokens that are in ``cache``. Once nothing remains, ``cache`` can join a batch.
+    """
+
+    model: Any
+    tokens: list[int]
+    kept: list[int]
+    cache: list[Any]
+    done: int = 0
+
+    @classmethod
+    def begin(
+        cls, model: Any, tokens: list[int], kept: list[int], prefix: list[Any] | None = None, cached: int = 0
+    ) -> SparsePrefiller:
+        """``prefix`` holds the dense KV of the first ``cached`` tokens, all of which must be kept."""
+        if kept[:cached] != list(range(cached)) or cached >= len(kept):
+            raise ValueError("a cached prefix with dropped tokens")
+        caches = [sparse_cache(layer) for layer in prefix or make_prompt_cache(model)]
+        prefiller = cls(model, tokens, kept, caches, cached)
+        prefiller._land()
+        return prefiller
+
+    @property
+    def remaining(self) -> int:
+        return len(self.kept) - 1 - self.done
+
+    @property
+    def lead(self) -> int:
+        """Tokens before the first that is dropped: theirs is the KV of a dense prompt."""
+        return leading(self.kept)
+
+    def leading_cache(self) -> list[KVCache] | None:
+        """A dense cache of the ``lead`` first tokens, once they are computed; None where windows moved on."""
+        if self.done < self.lead or not all(isinstance(layer, SparseKV) for layer in self.cache):
+            return None
+        return [layer.first(self.lead) for layer in self.cache]
+
+    def step(self, chunk_tokens: int) -> int:
+        """Compute at most ``chunk_tokens`` more; returns how many."""
+        n = min(chunk_tokens, self.remaining)
+        if n <= 0:
+            return 0
+        where = self.kept[self.done : self.done + n]
+        for layer in self.cache:
+            layer.expect(where)
+        self.model(mx.array([[self.tokens[i] for i in where]]), cache=self.cache)
+        mx.eval([layer.state for layer in self.cache])
+        mx.clear_cache()
+        self.done += n
+        self._land()
+        return n
+
+    def _land(self) -> None:
+        if self.remaining == 0:
+            self.cache = [layer.finished(self.kept[-1]) for layer in self.cache]
+
+
+def leading(kept: Sequence[int]) -> int:
+    """How many tokens at the beginning are kept without a gap."""
+    return next((i for i, index in enumerate(kept) if i != index), len(kept))
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """A model whose prompts can be prefilled sparsely. ``tail`` tokens at a prompt's end are always kept."""
+
+    model: Any
+    tail: int
+
+    @classmethod
+    def of(cls, model: Any) -> Sparse:
+        """Wraps the ropes and checks on this device that positions are what they should be.
+
+        Raises:
+            ModelUnsupported: why it cannot; it still runs densely.
+        """
+        kind = model.args.model_type
+        if kind not in CUT:
+            raise ModelUnsupported(f"No test shows that a {kind} model can skip tokens of a prompt.")
+        empty = make_prompt_cache(model)
+        odd = {type(c).__name__ for c in empty} - {KVCache.__name__, RotatingKVCache.__name__}
+        if odd or any(getattr(c, "keep", 0) for c in empty):
+            kinds = ", ".join(sorted(odd)) or "window that pins tokens"
+            raise ModelUnsupported(f"A {kind} model keeps its context in a {kinds}.")
+        window = max((c.max_size for c in empty if isinstance(c, RotatingKVCache)), default=0)
+        try:
+            if not install(model):
+                raise ModelUnsupported(f"A {kind} model's layers have no rotary positions to set.")
+            _check(model)
+        except ModelUnsupported:
+            raise
+        except Exception as error:
+            raise ModelUnsupported(f"Setting positions failed ({type(error).__name__}: {error}).") from error
+        return cls(model, max(TAIL_TOKENS, window + 1 if window else 0))
+
+    def kept(self, wanted: Sequence[int], length: int) -> list[int]:
+        """``wanted`` of a prompt of ``length`` tokens and what is always kept, ascending."""
+        ends = {*range(min(HEAD_TOKENS, length)), *range(max(0, length - self.tail), length)}
+        return sorted(ends.union(wanted))
+
+
+def _check(model: Any) -> None:
+    """Each layer's rope gives a token at any position what it natively has there, and a prompt of which
+    everything is kept gives the logits that it has without any of this, the next token's too.
+
+    Raises ModelUnsupported.
+    """
+    tokens = mx.array([[1 + i % 7 for i in range(len(_CHECK_POSITIONS))]])
+    seen: dict[int, mx.array] = {}
+
+    def look(number: int, before: mx.array, _: mx.array) -> None:
+        seen.setdefault(number, before)
+
+    dense = make_prompt_cache(model)
+    expected = model(tokens, cache=dense)
+    sparse = [sparse_cache(layer) for layer in make_prompt_cache(model)]
+    n = tokens.shape[1]
+    for layer in sparse:
+        layer.expect(list(range(n)))
+        # As if there were gaps.
+        layer.offset = Offset(0, mx.arange(n), look)
+    _expect(model(tokens, cache=sparse), expected, "a prompt kept whole")
+    positions = mx.array(_CHECK_POSITIONS)
+    for rope in install(model):
+        if (x := seen.get(rope.layer)) is not None:
+            alone = [rope(x[:, :, i : i + 1], p) for i, p in enumerate(_CHECK_POSITIONS)]
+            _expect(rope(x, Offset(0, positions)), mx.concatenate(alone, axis=2), f"layer {rope.layer}")
+    # As the batch decodes it.
+    next_token = mx.array([[3]])
+    batches = [[c.merge([c]) for c in caches] for caches in (dense, [c.finished(n) for c in sparse])]
+    after = [model(next_token, cache=batch) for batch in batches]
+    _expect(after[1], after[0], "the token after it")
+
+
+def _expect(mine: mx.array, native: mx.array, what: str) -> None:
+    if mx.default_device() == mx.cpu:
+        same = bool(mx.array_equal(mine, native))
+    else:
+        off = mx.abs(mine.astype(mx.float32) - native.astype(mx.float32)).max()
+        same = bool(off <= _GPU_ROUNDING * mx.abs(native).max().astype(mx.float32))
+    if not same:
+        raise ModelUnsupported(f"Set positions do not give what native ones do ({what}).")

@@ -1,0 +1,84 @@
+"""What a pass over n tokens costs on this device with this model: measured, and kept up to date. Pure.
+
+Kept as the seconds of a plain step and, for each width that was measured, how many of those a pass takes:
+tv(n) / t1. Between widths it is a straight line. One curve serves all answers of a worker.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+
+# Of an error in the prediction this part is believed at once; machines hiccup.
+_BELIEVED = 0.2
+# A pass further off than this factor says more about the machine than about the width.
+_OFF = 3.0
+# Beyond the widest pass that was measured each further token is taken to cost as much as the last ones did,
+# and no less than this part of a step: rather tried in vain than never tried.
+_UNKNOWN = 0.05
+# With each plain step the curve goes this part of the way back to what was measured at first: one pass that
+# was held up must not stop all further ones for good.
+_FORGETS = 0.005
+
+
+class Costs:
+    """``seconds``: of one pass by the tokens in it; must have width 1."""
+
+    def __init__(self, seconds: Mapping[int, float]) -> None:
+        self.step_s = max(seconds[1], 1e-9)
+        self._widths = sorted(seconds)
+        # More tokens never take less time: where they seemed to, it was noise.
+        self._ratios: list[float] = []
+        for width in self._widths:
+            last = self._ratios[-1] if self._ratios else 1.0
+            self._ratios.append(max(last, seconds[width] / self.step_s) if width > 1 else 1.0)
+        # The curve as it was measured at first.
+        self._first = list(self._widths), list(self._ratios)
+
+    def ratio(self, width: int) -> float:
+        """tv(width) / t1."""
+        return _on_curve(self._widths, self._ratios, width)
+
+    def took(self, width: int, seconds: float) -> None:
+        """A pass was made. Plain steps correct the step, wider ones the ratio of their width."""
+        expected = self.step_s * self.ratio(width)
+        off = seconds / expected
+        if not 1 / _OFF < off < _OFF:
+            off = _OFF if off > 1 else 1 / _OFF
+        change = 1 + _BELIEVED * (off - 1)
+        if width == 1:
+            self.step_s *= change
+            for i, known in enumerate(self._widths):
+                self._ratios[i] += _FORGETS * (_on_curve(*self._first, known) - self._ratios[i])
+            return
+        value = max(1.0, self.ratio(width) * change)
+        at = bisect.bisect_left(self._widths, width)
+        if at < len(self._widths) and self._widths[at] == width:
+            self._ratios[at] = value
+        else:
+            self._widths.insert(at, width)
+            self._ratios.insert(at, value)
+        # Still a curve that does not fall: what was just seen is believed rather than its neighbours.
+        for i in range(at + 1, len(self._ratios)):
+            self._ratios[i] = max(self._ratios[i], value)
+        for i in range(1, at):
+            self._ratios[i] = min(self._ratios[i], value)
+
+    @property
+    def curve(self) -> dict[int, float]:
+        """Width → tv / t1, as it is known now."""
+        return dict(zip(self._widths, self._ratios, strict=True))
+
+
+def _on_curve(widths: Sequence[int], ratios: Sequence[float], width: int) -> float:
+    """Between two points on the line through them, beyond the last one on from there."""
+    at = bisect.bisect_left(widths, width)
+    if at == len(widths):
+        slope = _UNKNOWN
+        if at > 1:
+            slope = max(slope, (ratios[-1] - ratios[-2]) / (widths[-1] - widths[-2]))
+        return ratios[-1] + (width - widths[-1]) * slope
+    if widths[at] == width:
+        return ratios[at]
+    part = (width - widths[at - 1]) / (widths[at] - widths[at - 1])
+    return ratios[at - 1] + part * (ratios[at] - ratios[at - 1])

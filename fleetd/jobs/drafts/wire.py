@@ -1,0 +1,70 @@
+"""How a machine is asked to draft for an answer of another one: one request on their session.
+
+    → FOLLOW  Ask                     which model is to draft, and what its token ids must mean
+    ← b""*, Offer                     its engine is ready; where the answer's stream is expected
+    ← b""*, Done                      the text has ended
+
+The text itself and the drafts go from worker to worker (``engine/spec/draft_wire.py``). Errors and
+cancellation are the stream's own. All messages are bounded before they are decoded.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.errors import ProtocolError
+from fleetd.models import names
+from fleetd.p2p.probe import Invitation
+
+FOLLOW = "draft.follow"
+ALIVE = b""
+
+_Vocabulary = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-f]*$")]
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class Ask(msgspec.Struct, frozen=True):
+    """``id``: of the request, as the machine that answers has it. ``vocabulary``: its model's."""
+
+    model: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
+    digest: Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]*$")]
+    id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
+    vocabulary: _Vocabulary
+
+
+class Offer(msgspec.Struct, frozen=True):
+    vocabulary: _Vocabulary
+    invitation: Invitation
+
+
+class Done(msgspec.Struct, frozen=True):
+    """Tokens, as ``engine.protocol.Followed`` has them."""
+
+    drafted: _Count = 0
+    judged: _Count = 0
+    right: _Count = 0
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_T = TypeVar("_T")
+
+
+def encode(message: Ask | Offer | Done) -> bytes:
+    return _encode(message)
+
+
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """Raises ProtocolError for anything that is not one honest message of this kind."""
+    if len(body) > limits.SHARE_MESSAGE_BYTES:
+        raise ProtocolError(f"{kind.__name__} of {len(body)} bytes is over the limit.")
+    try:
+        message = msgspec.msgpack.decode(body, type=kind)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"A peer's {kind.__name__} cannot be read: {error}.") from None
+    if isinstance(message, Ask) and names.is_path(message.model):
+        raise ProtocolError("A peer asked for a model by a path on this machine.")
+    return message

@@ -1,0 +1,1 @@
+"""Shared prefill from the daemon's side: planned, agreed with helpers, watched, and helping others."""

@@ -1,0 +1,117 @@
+"""One prompt that was asked to be shortened, from the request to what is written down of it. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fleetd.engine.protocol import Delta, Event, Finished, Loading, ToolCall
+from fleetd.jobs.job import Exactness
+from fleetd.jobs.share.views import OptionView, Outcome, StepView, Trace
+from fleetd.jobs.smart.bill import Bill
+from fleetd.jobs.smart.compressing import Passage
+from fleetd.jobs.smart.views import Smartened
+from fleetd.plan.smart import SmartPlan
+
+THIS = "this"
+
+
+class Record:
+    """``told``: how it stands, for clients; it may change until the first token. ``bill`` is open until the
+    end: scores that were of no use are not paid for."""
+
+    def __init__(self, request_id: str, model: str, bill: Bill, at_s: float, arrived_s: float) -> None:
+        self.told = Smartened()
+        self.bill = bill
+        self.plan: SmartPlan | None = None
+        self.steps: list[StepView] = []
+        self._id, self._model = request_id, model
+        self.arrived_s = arrived_s
+        self._at_s = at_s
+        self._first_token_s: float | None = None
+        self._finished: Finished | None = None
+
+    def heard(self, passage: Passage) -> None:
+        """What was found out about the prompt, however far that came."""
+        self.plan, self.steps = passage.plan, passage.steps
+        selection = passage.selection
+        self.told = Smartened(
+            compressor=passage.compressor,
+            nodes=passage.names,
+            original_tokens=selection.original_tokens if selection else passage.tokens,
+            compressed_tokens=selection.kept_tokens if selection else 0,
+            scored_tokens=passage.scored_tokens,
+        )
+
+    def saw(self, event: Loading | Event, now_s: float) -> None:
+        if isinstance(event, Delta | ToolCall) and self._first_token_s is None:
+            self._first_token_s = now_s
+        if isinstance(event, Finished):
+            self._finished = event
+
+    def skip(self, code: str, reason: str, now_s: float) -> None:
+        """The prompt is read whole."""
+        score_s = self.told.score_s or now_s - self.arrived_s
+        self.told = msgspec.structs.replace(self.told, form="", code=code, reason=reason, score_s=score_s)
+
+    @property
+    def answering(self) -> bool:
+        return self._first_token_s is not None
+
+    @property
+    def exactness(self) -> Exactness:
+        return "lossy" if self.told.used else "exact"
+
+    @property
+    def outcome(self) -> Outcome:
+        if self._first_token_s is None and self._finished is None:
+            return "cancelled"
+        return "smart" if self.told.used else "local"
+
+    def trace(self) -> Trace | None:
+        """None where nothing was planned: the prompt was short, or nothing could score it."""
+        plan = self.plan
+        if plan is None:
+            return None
+        smart, dense = options(plan)
+        chosen, losers = (smart, [dense]) if self.told.used else (dense, [smart])
+        first_s = self._first_token_s
+        steps = list(self.steps)
+        if self._finished is not None:
+            steps.append(StepView("prefilled", self._finished.timings.prefill_s, machine=THIS))
+        return Trace(
+            id=self._id,
+            at_s=self._at_s,
+            model=self._model,
+            prompt_tokens=self.told.original_tokens,
+            cached_tokens=0,
+            chosen=chosen,
+            losers=losers,
+            steps=steps,
+            outcome=self.outcome,
+            exactness=self.exactness,
+            prefill_s=None if first_s is None else first_s - self.arrived_s,
+            ttft_s=None if first_s is None else first_s - self.arrived_s,
+            code=self.told.code,
+            reason=self.told.reason,
+        )
+
+
+def options(plan: SmartPlan, *, chosen: bool = False) -> tuple[OptionView, OptionView]:
+    """Scoring and reading the rest; and reading all of it."""
+    nodes = [*dict.fromkeys(part.scorer.name for part in plan.parts)]
+    if THIS in nodes:
+        nodes.remove(THIS)
+    smart = OptionView(
+        kind="smart",
+        nodes=[*nodes, THIS],
+        predicted_s=plan.predicted_s if plan.parts else None,
+        steps=[
+            StepView("scored", plan.score_s, machine=", ".join(nodes) or THIS),
+            StepView("prefilled", plan.prefill_s, machine=THIS),
+        ],
+        chosen=chosen and plan.worth_it,
+        code=plan.code,
+        reason=plan.reason,
+    )
+    dense = OptionView("local", [THIS], plan.dense_s or None, [StepView("prefilled", plan.dense_s)])
+    return smart, dense

@@ -1,0 +1,373 @@
+"""Smart prefill: a small model scores a long prompt, and what does not matter is not prefilled.
+
+    asked? ─► text long enough ─► who scores, is it worth it ─► scored ─► selected ─► text or sparse ─► runs
+       any "no", any failure, any delay ──────────────────────────────────────────► the whole prompt runs
+
+Smart prefill fails no request: whatever goes wrong, the prompt is read whole, and the reason is told. What a
+scorer did for nothing is not billed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import msgspec
+
+from fleetd.engine.protocol import Accepted, Event, Loading, Ready
+from fleetd.errors import EngineDied, FleetError
+from fleetd.jobs.job import Job, Planned
+from fleetd.jobs.placing import CHARS_PER_TOKEN, HERE, Choice, prompt_text
+from fleetd.jobs.share.views import OptionView, PlanView, Trace
+from fleetd.jobs.smart import prompts as smart_prompt
+from fleetd.jobs.smart.compressing import THIS, USUAL_RATIO, Compressing, Passage, Price, Skip
+from fleetd.jobs.smart.record import Record, options
+from fleetd.jobs.smart.views import Form
+from fleetd.observe import get_logger
+from fleetd.plan.affinity import Affinity, chain
+from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.smart import Asked
+from fleetd.smart.document import Document
+from fleetd.smart.history import History, still_serves
+from fleetd.smart.policy import Policy
+from fleetd.smart.select import select
+from fleetd.smart.selection import Selection
+
+log = get_logger("fleetd.smart")
+
+
+class Engine(Protocol):
+    @property
+    def facts(self) -> Ready | None: ...
+
+
+class Pool(Protocol):
+    def engine(self, folder: Any) -> Engine | None: ...
+    def loading(self, folder: Any) -> AsyncGenerator[Loading, None]: ...
+
+
+class Metrics(Protocol):
+    def smart(self, outcome: str, form: str, kept: int, dropped: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What answers: ``choice`` says where, ``folder`` is the model on this machine."""
+
+    name: str
+    folder: Any | None
+    choice: Choice
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The job as it is to run; its prompt is whole where ``record.told`` is not used."""
+
+    job: Job
+    record: Record
+
+
+class Smart:
+    """All prompts of one daemon that ask to be shortened.
+
+    Args:
+        dense_s: seconds that a model here would take with the help of others for so many tokens, of which so
+            many are cached; 0 where that is not known.
+    """
+
+    def __init__(
+        self,
+        compressing: Compressing,
+        pool: Pool,
+        metrics: Metrics,
+        record: Callable[[Trace], None],
+        *,
+        dense_s: Callable[[Any, int, int], float] = lambda folder, tokens, cached: 0.0,
+        monotonic: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.compressing = compressing
+        self._pool = pool
+        self._metrics = metrics
+        self._record = record
+        self._dense_s = dense_s
+        self._monotonic = monotonic
+        self._now = now
+        self._history = History()
+        self._compressor = ""
+        # What is in prefix caches, of conversations that asked for smart prefill.
+        self._affinity = Affinity()
+        self._key = os.urandom(16)
+
+    # ---- one request -------------------------------------------------------------------------------------
+
+    async def stream(
+        self,
+        job: Job,
+        policy: Policy,
+        target: Target,
+        arrived_s: float,
+        run: Callable[[Job], AsyncGenerator[Planned | Loading | Event, None]],
+    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        """The answer's events; each Planned says what came of the prompt.
+
+        Args:
+            run: runs a job, as often as it takes: the shortened one, and the whole one where that one fails.
+
+        Raises FleetError: why the whole prompt was not answered, or why an answer that had begun broke off.
+        """
+        prepared: Prepared | None = None
+        try:
+            async with aclosing(self.prepare(job, policy, target, arrived_s)) as steps:
+                async for step in steps:
+                    if isinstance(step, Prepared):
+                        prepared = step
+                    else:
+                        yield step
+            if prepared is None:
+                raise EngineDied("Nobody prepared the prompt.")
+            this, record = prepared.job, prepared.record
+            while True:
+                try:
+                    async with aclosing(self._told(record, run(this))) as events:
+                        async for event in events:
+                            yield event
+                except FleetError as error:
+                    if not self._failed(record, error):
+                        raise
+                    log.warning("smart.whole", request=job.request.id, code=error.code)
+                    this = self.whole(job)
+                else:
+                    return
+        finally:
+            if prepared is not None:
+                self._keep(prepared.record)
+
+    async def _told(
+        self, record: Record, events: AsyncGenerator[Planned | Loading | Event, None]
+    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        """The same events, each Planned with what came of the prompt; one more where that changes."""
+        planned: Planned | None = None
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, Planned):
+                    planned = event
+                    yield _labelled(planned, record)
+                    continue
+                record.saw(event, self._monotonic())
+                if isinstance(event, Accepted) and self._is_dense(record, event) and planned is not None:
+                    yield _labelled(planned, record)
+                yield event
+
+    async def prepare(
+        self, job: Job, policy: Policy, target: Target, arrived_s: float
+    ) -> AsyncGenerator[Loading | Prepared, None]:
+        """Progress, then the job as it is to run. Raises nothing but cancellation."""
+        bill = self.compressing.bill(job.request.id)
+        record = Record(job.request.id, target.name, bill, self._now(), arrived_s)
+        made: Job | None = None
+        ended = False
+        try:
+            async with aclosing(self._shorten(job, policy, target, record)) as steps:
+                async for step in steps:
+                    if isinstance(step, Loading):
+                        yield step
+                    else:
+                        made = step
+            ended = True
+        except Skip as skip:
+            record.skip(skip.code, skip.reason, self._monotonic())
+            ended = True
+        except FleetError as error:
+            record.skip(error.code, error.message, self._monotonic())
+            ended = True
+        except Exception as error:
+            # A bug here must not cost anybody an answer.
+            log.warning("smart.bug", type=type(error).__name__)
+            record.skip("failed", f"Internal error ({type(error).__name__}).", self._monotonic())
+            ended = True
+        finally:
+            if not ended:
+                bill.close("cancelled")
+        log.info("smart.prepared", request=job.request.id, form=record.told.form, code=record.told.code)
+        yield Prepared(made or self.whole(job), record)
+
+    @staticmethod
+    def whole(job: Job) -> Job:
+        """The same job with all of its prompt."""
+        return replace(job, request=smart_prompt.plain(job.request))
+
+    def _failed(self, record: Record, error: FleetError) -> bool:
+        """The shortened prompt could not be answered; True if the whole one is still to be tried."""
+        if not record.told.used or record.answering:
+            return False
+        record.skip(error.code, error.message, self._monotonic())
+        return True
+
+    async def _shorten(
+        self, job: Job, policy: Policy, target: Target, record: Record
+    ) -> AsyncGenerator[Loading | Job, None]:
+        # What takes longer the longer a prompt is, takes it in a thread.
+        found, tokens = await asyncio.to_thread(_document, job)
+        if tokens < policy.min_prompt_tokens:
+            raise _short(tokens, policy)
+        if target.choice.node_id == HERE and target.folder is not None:
+            # It has to be loaded anyway, and only then says which forms it takes; and loaded in this order,
+            # it is the compressor for which there may be no room.
+            async with aclosing(self._pool.loading(target.folder)) as steps:
+                async for progress in steps:
+                    yield progress
+        form = self._form(policy, found, target)
+        passage = Passage(job.request.id, found, tokens, policy, record.bill, not job.shareable)
+        passage.price = lambda tokens, ratio: self._price(job, target, tokens, ratio)
+        said = smart_prompt.said(job.request)
+        aged = self._history.find(said, policy)
+        if aged:
+            serves = await asyncio.to_thread(still_serves, found, aged)
+            passage.aged = aged if serves else {}
+        try:
+            if passage.aged and smart_prompt.fresh_tokens(found, passage.aged) < policy.min_prompt_tokens:
+                await asyncio.to_thread(self._go_on, passage)
+            else:
+                async with aclosing(self.compressing.run(passage)) as steps:
+                    async for progress in steps:
+                        yield progress
+        finally:
+            record.heard(passage)
+        self._check(job, passage)
+        make = smart_prompt.shortened if form == "text" else smart_prompt.sparse
+        request = await asyncio.to_thread(make, job.request, found, _selected(passage))
+        if passage.compressor:
+            self._compressor = passage.compressor
+        took_s = self._monotonic() - record.arrived_s
+        record.told = msgspec.structs.replace(record.told, form=form, score_s=took_s)
+        yield replace(job, request=request)
+
+    def _go_on(self, passage: Passage) -> None:
+        """The next turn of a conversation: what was decided stays, and what is new is short enough."""
+        whole = msgspec.structs.replace(passage.policy, target_ratio=1.0)
+        passage.selection = select(passage.document, None, whole, passage.aged)
+        passage.compressor = self._compressor
+
+    def _check(self, job: Job, passage: Passage) -> None:
+        """Whether something is left out, and something left. Raises Skip."""
+        found, selection, policy = passage.document, _selected(passage), passage.policy
+        if smart_prompt.is_empty(found, selection):
+            raise Skip("empty", "Nothing would be left of the prompt.")
+        if selection.original_tokens < policy.min_prompt_tokens:
+            raise _short(selection.original_tokens, policy)
+        self._history.keep(smart_prompt.said(job.request), policy, selection)
+        if selection.declined:
+            raise Skip("declined", selection.declined)
+        if all(selection.whole(found, index) for index in range(len(found.blocks))):
+            raise Skip("cached", "The conversation so far was read whole, and goes on so.")
+
+    def _is_dense(self, record: Record, event: Accepted) -> bool:
+        """The engine has the prompt; True if it turns out that it reads it whole."""
+        if record.told.form != "sparse" or event.kept:
+            return False
+        reason = event.dense_reason or "The machine that answers does not know sparse prefill."
+        record.skip("no_form", reason, self._monotonic())
+        return True
+
+    def finished(self, job: Job, node_id: str) -> None:
+        """It was answered there: the next turn of the conversation finds its beginning there."""
+        if job.request.keep is None:
+            self._affinity.computed(node_id, job.model, chain(prompt_text(job.request), self._key))
+
+    def _keep(self, record: Record) -> None:
+        """The answer has ended, in any way: write down what came of its prompt, and who is paid."""
+        told = record.told
+        record.bill.close(told.code)
+        kept = told.compressed_tokens if told.used else 0
+        self._metrics.smart(told.code or "used", told.form, kept, told.dropped_tokens)
+        if (trace := record.trace()) is not None:
+            self._record(trace)
+
+    # ---- for people --------------------------------------------------------------------------------------
+
+    async def plan(self, view: PlanView, ratio: float, folder: Any, policy: Policy) -> PlanView:
+        """The same ways to prefill a prompt, and smart prefill among them as if it had been asked for."""
+        priced = [option.predicted_s for option in view.options if option.predicted_s is not None]
+        target = self.compressing.speed_at(HERE, folder.name)
+        asked = Asked(view.prompt_tokens, ratio or USUAL_RATIO, target, dense_s=min(priced, default=0.0))
+        try:
+            if view.prompt_tokens < policy.min_prompt_tokens:
+                raise _short(view.prompt_tokens, policy)
+            plan = await self.compressing.options(Price(asked, folder.weights_bytes), policy)
+            smart, _ = options(plan, chosen=True)
+        except Skip as skip:
+            smart = OptionView("smart", [THIS], None, code=skip.code, reason=skip.reason)
+        if not smart.chosen:
+            return msgspec.structs.replace(view, options=[*view.options, smart])
+        others = [msgspec.structs.replace(option, chosen=False) for option in view.options]
+        return msgspec.structs.replace(view, options=[smart, *others])
+
+    # ---- how, and for what -------------------------------------------------------------------------------
+
+    def _form(self, policy: Policy, found: Document, target: Target) -> Form:
+        if policy.mode == "text":
+            return "text"
+        why_not = self._not_sparse(target)
+        if policy.mode == "sparse" and why_not:
+            raise Skip("no_form", f"{target.name} cannot prefill a part of a prompt: {why_not}")
+        if policy.mode == "sparse":
+            return "sparse"
+        # A conversation goes on: text is in the prefix cache when its next turn comes, sparse keys are not.
+        return "text" if why_not or smart_prompt.turns(found) else "sparse"
+
+    def _not_sparse(self, target: Target) -> str:
+        """Why the model that answers cannot leave tokens out; "" where it can."""
+        if target.choice.node_id != HERE:
+            return "it runs on another machine."
+        engine = self._pool.engine(target.folder) if target.folder is not None else None
+        if engine is None or engine.facts is None:
+            return "it is not loaded."
+        return engine.facts.sparse
+
+    def _price(self, job: Job, target: Target, tokens: int, ratio: float) -> Price:
+        """What reading all of it would take. Raises Skip where the most of it is cached."""
+        node_id = target.choice.node_id
+        links = chain(prompt_text(smart_prompt.plain(job.request)), self._key)
+        cached = self._affinity.cached_chars(node_id, job.model, links) // CHARS_PER_TOKEN
+        weights_bytes = getattr(target.folder, "weights_bytes", 0)
+        speed = self.compressing.speed_at(node_id, target.name)
+        if speed is None:
+            return Price(Asked(tokens, ratio, None), weights_bytes)
+        new = range(min(cached, tokens), tokens)
+        dense_s = speed.total(1.0, new, MEASURED_TOKENS)
+        helped_s = self._dense_s(target.folder, tokens, new.start) if node_id == HERE else 0.0
+        if helped_s > 0:
+            dense_s = min(dense_s, helped_s)
+        return Price(Asked(tokens, ratio, speed, dense_s=dense_s), weights_bytes)
+
+
+def _labelled(planned: Planned, record: Record) -> Planned:
+    exactness = "lossy" if record.told.used else planned.exactness
+    return msgspec.structs.replace(planned, exactness=exactness, smart=record.told)
+
+
+def _selected(passage: Passage) -> Selection:
+    if passage.selection is None:
+        raise Skip("empty", "Nothing would be left of the prompt.")
+    return passage.selection
+
+
+def _document(job: Job) -> tuple[Document, int]:
+    """And about how many tokens it has."""
+    if job.request.echo:
+        raise Skip("echo", "The prompt is to be echoed, so it is read whole.")
+    found = smart_prompt.document(job.request)
+    if found is None:
+        raise Skip("token_prompt", "A prompt of token ids has no text that could be cut.")
+    return found, found.estimated_tokens
+
+
+def _short(tokens: int, policy: Policy) -> Skip:
+    least = policy.min_prompt_tokens
+    return Skip("short", f"The prompt has about {tokens} tokens; smart prefill begins at {least}.")

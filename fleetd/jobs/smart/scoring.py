@@ -1,0 +1,237 @@
+"""Scores one prompt: its segments side by side on several machines, one after another on each.
+
+    plan ─► cut ─► machine 1: segment, segment ─┐
+                   machine 2: segment          ─┴─► all Scored, in the order of the text
+
+A machine that fails is not asked again for this prompt; what it left goes to the others, cheapest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
+from fleetd.errors import EngineDied, FleetError, PeerError, PeerLost, ProtocolError
+from fleetd.jobs.placing import HERE
+from fleetd.jobs.remote import Stream, said_by
+from fleetd.jobs.smart import wire
+from fleetd.jobs.together import together
+from fleetd.observe import get_logger
+from fleetd.plan.smart import Scorer, Segments
+
+log = get_logger("fleetd.smart")
+
+Steps = AsyncGenerator[Loading | Prefill | Scored, None]
+
+
+class Pool(Protocol):
+    def score(self, folder: Any, score: Score, *, evict: bool) -> Steps: ...
+
+
+class Others(Protocol):
+    def request(self, node_id: str, method: str, body: bytes) -> Stream: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Compressor:
+    """A model that scores. ``folder``: it on this machine, None where only others have it."""
+
+    name: str
+    digest: str = ""
+    folder: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is to be scored: a text, and which characters of it ask."""
+
+    id: str
+    text: str
+    questions: Sequence[tuple[int, int]]
+
+
+@dataclass(slots=True)
+class Ran:
+    """What one machine did for a prompt: from question to scores, and what its engine says it computed."""
+
+    scorer: Scorer
+    tokens: int = 0
+    seconds: float = 0.0
+    computed_s: float = 0.0
+    error: FleetError | None = None
+
+
+@dataclass(slots=True)
+class Work:
+    """A prompt being scored: what is known of it so far. ``profile``: of all segments, or None at first."""
+
+    question: Question
+    compressor: Compressor
+    profile: Profile | None = None
+    ran: dict[str, Ran] = field(default_factory=dict)
+    loading: Loading | None = None
+    _done: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+
+    def saw(self, segment: tuple[int, int], event: Loading | Prefill) -> None:
+        if isinstance(event, Prefill):
+            self.loading = None
+            self._done[segment] = (event.done, event.total)
+        else:
+            self.loading = event
+
+    @property
+    def progress(self) -> Loading:
+        if self.loading is not None:
+            return self.loading
+        done = sum(done for done, _ in self._done.values())
+        total = sum(total for _, total in self._done.values())
+        return Loading(f"scoring the prompt with {self.compressor.name}", done, total)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(ran.scorer.name for ran in self.ran.values() if ran.tokens)
+
+
+class Scoring:
+    """Args:
+    others: None for a machine that has none.
+    """
+
+    def __init__(self, pool: Pool, others: Others | None, *, monotonic: Callable[[], float]) -> None:
+        self._pool = pool
+        self._others = others
+        self._monotonic = monotonic
+
+    async def run(self, work: Work, parts: Sequence[Segments], able: Sequence[Scorer]) -> list[Scored]:
+        """All segments' scores, in the order of the text.
+
+        Args:
+            able: everybody who could score, cheapest first; the machines of ``parts`` are among them.
+
+        Raises FleetError: the last machine's that was tried. Cancelling it cancels all the work everywhere.
+        """
+        planned = [(part.scorer, cut(work.question.text, part)) for part in parts]
+        found: list[list[Scored]] = [[] for _ in planned]
+        if work.profile is None and sum(len(segments) for _, segments in planned) > 1:
+            # Scores merge only where the same heads gave them, and these the first segment finds.
+            found[0] += await self._part(work, planned[0][0], planned[0][1][:1], able)
+        rest = [
+            self._part(work, scorer, segments[len(known) :], able)
+            for (scorer, segments), known in zip(planned, found, strict=True)
+        ]
+        for known, more in zip(found, await together(*rest), strict=True):
+            known += more
+        return [scored for part in found for scored in part]
+
+    async def _part(
+        self, work: Work, first: Scorer, segments: Sequence[tuple[int, int]], able: Sequence[Scorer]
+    ) -> list[Scored]:
+        found: list[Scored] = []
+        last: FleetError | None = None
+        for scorer in (first, *(other for other in able if other.node_id != first.node_id)):
+            ran = work.ran.setdefault(scorer.node_id, Ran(scorer))
+            if ran.error is not None:
+                last = last or ran.error
+                continue
+            try:
+                while len(found) < len(segments):
+                    found.append(await self._segment(work, ran, segments[len(found)]))
+            except FleetError as error:
+                ran.error = last = error
+                log.warning(
+                    "smart.scorer_failed", request=work.question.id, node=scorer.name, code=error.code
+                )
+            else:
+                return found
+        raise last or EngineDied("No machine is left that could score the prompt.")
+
+    async def _segment(self, work: Work, ran: Ran, segment: tuple[int, int]) -> Scored:
+        question = work.question
+        score = Score(
+            f"{question.id}.score{segment[0]}",
+            question.text,
+            list(question.questions),
+            segment=segment,
+            profile=work.profile,
+        )
+        began_s = self._monotonic()
+        async with aclosing(self._steps(work.compressor, ran.scorer, score)) as steps:
+            async for step in steps:
+                if isinstance(step, Scored):
+                    ran.tokens += step.tokens
+                    ran.seconds += self._monotonic() - began_s
+                    ran.computed_s += step.seconds
+                    work.profile = work.profile or step.profile
+                    return step
+                work.saw(segment, step)
+        raise EngineDied("The engine ended its scoring without scores.")
+
+    def _steps(self, compressor: Compressor, scorer: Scorer, score: Score) -> Steps:
+        if scorer.node_id == HERE:
+            # What answers is loaded already, and idle: it must not make room for what scores.
+            return self._pool.score(compressor.folder, score, evict=False)
+        if self._others is None:
+            raise PeerLost(f"{scorer.name} is not there any more.")
+        return elsewhere(self._others, scorer, wire.Ask(compressor.name, compressor.digest, score))
+
+
+async def elsewhere(others: Others, scorer: Scorer, ask: wire.Ask) -> Steps:
+    """Have a segment scored on another machine. Raises FleetError, naming it."""
+    stream = others.request(scorer.node_id, wire.SCORE, wire.encode(ask))
+    ended = False
+    try:
+        stream.end()
+        while True:
+            try:
+                async with asyncio.timeout(limits.JOB_SILENCE_S):
+                    body = await stream.receive()
+            except TimeoutError:
+                raise PeerLost(f"No sign of the scores for {limits.JOB_SILENCE_S:.0f} s.") from None
+            if body is None:
+                ended = True
+                raise ProtocolError("It ended the scoring without scores.")
+            if body == wire.ALIVE:
+                continue
+            event = wire.decode_event(body)
+            if isinstance(event, Scored):
+                ended = True
+                yield msgspec.structs.replace(event, id=ask.score.id)
+                return
+            yield event
+    except PeerError as error:
+        raise said_by(scorer.name, error) from error
+    finally:
+        if not ended:
+            stream.cancel()
+
+
+def cut(text: str, part: Segments) -> list[tuple[int, int]]:
+    """A part's segments as ranges of the text: whole lines where lines end near, else whole words.
+
+    (0, 0) stands for the whole text, as ``Score`` has it.
+    """
+    if part.first <= 0 and part.last >= 1 and part.count == 1:
+        return [(0, 0)]
+    shares = [part.first + (part.last - part.first) * n / part.count for n in range(part.count + 1)]
+    edges = [_edge(text, round(len(text) * share)) for share in shares]
+    return [(first, last) for first, last in itertools.pairwise(edges) if last > first]
+
+
+def _edge(text: str, at: int) -> int:
+    """The same for neighbours, so that segments touch."""
+    if at <= 0 or at >= len(text):
+        return max(0, min(at, len(text)))
+    reach = 400
+    for gap in ("\n", " "):
+        found = text.rfind(gap, max(0, at - reach), at)
+        if found >= 0:
+            return found + 1
+    return at

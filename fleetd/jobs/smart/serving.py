@@ -1,0 +1,109 @@
+"""Scoring prompts of other machines: what a member may ask for, and the bounds of it.
+
+    Ask ──► digest on this machine's own card? room? ──► the engine scores a segment ──► Scored
+
+Nothing that is loaded gives way for it. When the machine that asked is gone, the work ends with its stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any, Protocol
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.protocol import Scored, Timings, Usage
+from fleetd.errors import Draining, EngineDied, FleetError, ModelNotFound, Overloaded
+from fleetd.jobs.remote import Stream, drained, own_id
+from fleetd.jobs.smart import wire
+from fleetd.jobs.smart.scoring import Pool
+from fleetd.jobs.together import beating
+from fleetd.ledger import Ledger, Reservation
+from fleetd.observe import get_logger
+from fleetd.p2p.cards import Card
+
+log = get_logger("fleetd.smart")
+
+
+class Models(Protocol):
+    def resolve(self, ref: str) -> Any: ...
+
+
+class ScoreServer:
+    """The handler of ``smart_wire.SCORE``.
+
+    Args:
+        own_card: what this machine has told others; only what it shows may be asked for.
+        node: this machine, for the ledger.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        models: Models,
+        ledger: Ledger,
+        own_card: Callable[[], Card],
+        *,
+        draining: Callable[[], bool],
+        node: str = "this",
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._pool = pool
+        self._models = models
+        self._ledger = ledger
+        self._own_card = own_card
+        self._draining = draining
+        self._node = node
+        self._now = now
+        self._running = 0
+
+    async def __call__(self, peer: str, body: bytes, stream: Stream) -> None:
+        """Raises FleetError: what the other side is told."""
+        ask = wire.decode_ask(body)
+        if self._draining():
+            raise Draining("This machine is stopping and takes no new work.")
+        if self._running >= limits.SMART_SERVED:
+            raise Overloaded(f"This machine scores {limits.SMART_SERVED} prompts of others already.")
+        self._running += 1
+        outcome = "cancelled"
+        try:
+            await self._score(ask, stream)
+            outcome = "done"
+        except FleetError as error:
+            outcome = error.code
+            raise
+        finally:
+            self._running -= 1
+            log.info("score.served", peer=peer[:7], request=ask.score.id, outcome=outcome)
+
+    async def _score(self, ask: wire.Ask, stream: Stream) -> None:
+        name = next((m.name for m in self._own_card().models if m.digest == ask.digest), None)
+        if name is None:
+            raise ModelNotFound(f"This machine does not have these files of {ask.model} (any more).")
+        folder = await asyncio.to_thread(self._models.resolve, name)
+        score = msgspec.structs.replace(ask.score, id=own_id(ask.score.id))
+        row = Reservation(score.id, name, self._node, "score", self._now())
+        await self._ledger.reserve(row)
+        scored: Scored | None = None
+        try:
+            async with (
+                aclosing(self._pool.score(folder, score, evict=False)) as steps,
+                aclosing(beating(steps, limits.JOB_ALIVE_S)) as beats,
+            ):
+                async for step in beats:
+                    stream.send(wire.ALIVE if step is None else wire.encode(step))
+                    if isinstance(step, Scored):
+                        scored = step
+                        break
+            if scored is None:
+                raise EngineDied("The engine ended its scoring without scores.")
+            await drained(stream)
+        except BaseException as error:
+            code = error.code if isinstance(error, FleetError) else "cancelled"
+            self._ledger.refund(row, code)
+            raise
+        self._ledger.settle(row, Usage(scored.tokens), Timings(prefill_s=scored.seconds), "stop")

@@ -1,0 +1,367 @@
+"""Answers that are drafted for are, bit for bit, those of plain decoding: text, usage, reasons, logprobs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import speculating
+import tiny_architectures
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_model
+from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
+
+from fleetd.engine import decoding, scheduler
+from fleetd.engine.memory import KvBudget
+from fleetd.engine.protocol import Cancel, Failed, Sampling, Speculate
+from fleetd.engine.spec.probe import Verdict
+from fleetd.engine.spec.suffix import Past
+from fleetd.models.folder import ModelFolder
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+VOCAB = tiny_architectures.VOCAB
+PROMPT = [(7 * i + 3) % 64 for i in range(50)]
+SAMPLED = Sampling(temperature=0.7, seed=11, top_p=0.9, top_k=50)
+PENALISED = Sampling(temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.3, logit_bias={9: 1.5})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chain_path: Path) -> Any:
+    return load_tokenizer(chain_path)
+
+
+@pytest.fixture
+def llama() -> Any:
+    return tiny_architectures.tiny("llama", num_hidden_layers=2)
+
+
+@pytest.fixture
+def chain(chain_path: Path) -> Any:
+    return load_model(chain_path)[0]
+
+
+def spec(mode: Any = "on", **changes: Any) -> Any:
+    return speculating.speculation(VOCAB, mode, **changes)
+
+
+def one(model: Any, tokenizer: Any, speculation: Any, *sources: Any, **fields: Any) -> Run:
+    run = Run(model, tokenizer, speculation)
+    run.submit("r", PROMPT, *sources, **{"max_tokens": 60, **fields})
+    run.finish()
+    return run
+
+
+SOURCES: dict[str, Callable[[list[int]], list[Scripted]]] = {
+    "perfect": lambda whole: [perfect(whole)],
+    "one right": lambda whole: [right_for(whole, 1)],
+    "all but the last right": lambda whole: [right_for(whole, 14)],
+    "always wrong": lambda whole: [right_for(whole, 0)],
+    "random": lambda whole: [guessing(VOCAB, 3)],
+    "lying": lambda whole: [lying(VOCAB, 3)],
+    "lookup and suffix": lambda whole: [],
+    "all at once": lambda whole: [right_for(whole, 2), guessing(VOCAB, 5), lying(VOCAB, 6)],
+}
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("kind", SOURCES)
+def test_any_source_gives_the_plain_answer(llama: Any, tokenizer: Any, kind: str, sampling: Sampling) -> None:
+    plain = one(llama, tokenizer, None, sampling=sampling, top_logprobs=2)
+    sources = SOURCES[kind](plain.tokens["r"])
+    run = one(llama, tokenizer, spec(), *sources, sampling=sampling, top_logprobs=2)
+    assert run.said("r") == plain.said("r")
+    assert all(source.closed for source in sources)
+    report = run.finished("r").speculation
+    if kind == "perfect":
+        assert report is not None
+        assert report.accepted == report.drafted
+        assert report.tokens / report.passes > 5
+        assert sources[0].told == run.tokens["r"][len(PROMPT) :] or len(sources[0].told) == 60
+    if kind == "always wrong" and report is not None:
+        assert report.sources.get("scripted", report).accepted <= 3
+
+
+@pytest.mark.parametrize("mode", ["auto", "on", "off"])
+def test_every_mode_gives_the_plain_answer(llama: Any, tokenizer: Any, mode: str) -> None:
+    plain = one(llama, tokenizer, None, max_tokens=120)
+    run = one(llama, tokenizer, spec(mode), max_tokens=120)
+    assert run.said("r") == plain.said("r")
+    assert (run.finished("r").speculation is None) or mode != "off"
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5, 6, 15, 16, 17, 18, 33])
+def test_max_tokens_anywhere_in_a_block(llama: Any, tokenizer: Any, limit: int) -> None:
+    plain = one(llama, tokenizer, None, max_tokens=60).tokens["r"]
+    run = one(llama, tokenizer, spec(), perfect(plain), max_tokens=limit)
+    assert run.said("r") == one(llama, tokenizer, None, max_tokens=limit).said("r")
+    assert run.finished("r").usage.completion_tokens == limit
+
+
+def test_no_draft_goes_past_the_answers_end(llama: Any, tokenizer: Any) -> None:
+    widths: list[int] = []
+    plain = one(llama, tokenizer, None).tokens["r"]
+    run = Run(llama, tokenizer, spec())
+    run.submit("r", PROMPT, perfect(plain), max_tokens=20)
+    while not run.decoding._alone:
+        run.turn()
+    row = run.decoding._alone.row
+    assert row is not None
+    while run.decoding._alone:
+        widths.append(len(row.tokens))
+        run.turn()
+        assert len(row.tokens) <= len(PROMPT) + 20
+    run.finish()
+
+
+def text(tokenizer: Any, marker: str) -> list[int]:
+    return list(tokenizer.encode("xyz" + marker))
+
+
+@pytest.mark.parametrize("marker", ["<hello>", "<utf8>", "<cutoff>", "<ponder>", "<weather>"])
+@pytest.mark.parametrize("stop", [[], ["STOP"], ["o"], ["par", "rld"]])
+def test_ends_and_stop_strings_inside_a_block(
+    chain: Any, tokenizer: Any, marker: str, stop: list[str]
+) -> None:
+    prompt = text(tokenizer, marker)
+    plain = Run(chain, tokenizer)
+    plain.submit("r", prompt, stop=stop, top_logprobs=1)
+    plain.finish()
+    for source in (perfect(plain.tokens["r"] + [0] * 20), right_for(plain.tokens["r"], 2)):
+        run = Run(chain, tokenizer, speculating.speculation(512))
+        run.submit("r", prompt, source, stop=stop, top_logprobs=1)
+        run.finish()
+        assert run.said("r") == plain.said("r")
+
+
+def test_what_an_answer_computed_serves_the_next_prompt(llama: Any, tokenizer: Any) -> None:
+    plain, run = Run(llama, tokenizer), Run(llama, tokenizer, spec())
+    plain.submit("a", PROMPT, max_tokens=40)
+    plain.finish()
+    whole = plain.tokens["a"]
+    run.submit("a", PROMPT, right_for(whole, 3), max_tokens=40)
+    run.finish()
+    for side in (plain, run):
+        side.submit("b", [*whole[:80], 5, 6], max_tokens=20)
+        side.finish()
+    assert run.finished("b").usage.cached_tokens == plain.finished("b").usage.cached_tokens == 80
+    assert run.said("b") == plain.said("b")
+
+
+@pytest.mark.parametrize(("seed", "mode"), [(0, "on"), (1, "on"), (2, "auto")])
+def test_answers_that_come_and_go_are_what_they_are_alone(
+    llama: Any, tokenizer: Any, seed: int, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In and out of the batch at any moment, with good and bad sources, greedy and sampled."""
+    monkeypatch.setattr(decoding, "SETTLED_TOKENS", 2)
+    monkeypatch.setattr(decoding, "IDLE_PASSES", 3)
+    dice = random.Random(seed)
+    asked: dict[str, tuple[list[int], dict[str, Any]]] = {}
+    run = Run(llama, tokenizer, spec(mode, computes_ahead=seed % 2 == 0))
+    moves = {"in": 0, "out": 0}
+    insert, alone = run.decoding._insert, run.decoding._begin_alone
+
+    def counted(name: str, function: Any) -> Any:
+        def call(running: Any, cache: Any) -> None:
+            moves[name] += running.answer.generated > 0
+            function(running, cache)
+
+        return call
+
+    monkeypatch.setattr(run.decoding, "_insert", counted("in", insert))
+    monkeypatch.setattr(run.decoding, "_begin_alone", counted("out", alone))
+    for i in range(6):
+        prompt = PROMPT[: dice.randint(20, 50)]
+        fields = {
+            "sampling": dice.choice([GREEDY, PENALISED, Sampling(temperature=0.9, seed=i)]),
+            "max_tokens": dice.choice([1, 5, 25, 35]),
+            "top_logprobs": dice.choice([None, 1]),
+        }
+        asked[f"r{i}"] = prompt, fields
+        sources = [dice.choice([lying(VOCAB, i), guessing(VOCAB, i)])] if dice.random() < 0.5 else []
+        run.submit(f"r{i}", prompt, *sources, **fields)
+        for _ in range(dice.randint(0, 15)):
+            run.turn()
+    run.finish()
+    for name, (prompt, fields) in asked.items():
+        plain = Run(llama, tokenizer)
+        plain.submit(name, prompt, **fields)
+        plain.finish()
+        # Who came earlier may have left something in the prefix cache: that is all that may differ.
+        assert [e[:-1] if hasattr(e[1], "cached_tokens") else e for e in run.said(name)][:-1] == (
+            plain.said(name)[:-1]
+        )
+        assert run.finished(name).reason == plain.finished(name).reason
+        assert run.finished(name).usage.completion_tokens == plain.finished(name).usage.completion_tokens
+    assert moves["in"] + moves["out"] > 0
+
+
+def test_back_out_of_the_batch_once_it_is_alone_and_a_draft_is_good(llama: Any, tokenizer: Any) -> None:
+    plain = Run(llama, tokenizer)
+    plain.submit("long", PROMPT, max_tokens=100)
+    plain.finish()
+    run = Run(llama, tokenizer, spec())
+    run.submit("long", PROMPT, perfect(plain.tokens["long"]), max_tokens=100)
+    while not run.decoding._alone:
+        run.turn()
+    run.submit("short", PROMPT[:20], max_tokens=3)
+    while not run.decoding._batch:
+        run.turn()
+    assert run.decoding._alone is None
+    while run.decoding._batch:
+        run.turn()
+    assert run.decoding._alone is not None
+    run.finish()
+    assert run.said("long") == plain.said("long")
+
+
+def test_cancelled_between_blocks_and_what_was_computed_is_right(llama: Any, tokenizer: Any) -> None:
+    plain = one(llama, tokenizer, None, max_tokens=60)
+    for turns in range(1, 6):
+        run = Run(llama, tokenizer, spec())
+        source = right_for(plain.tokens["r"], 4)
+        run.submit("r", PROMPT, source, max_tokens=60)
+        for _ in range(turns):
+            run.turn()
+        run.scheduler.tell(Cancel("r"))
+        run.finish()
+        assert run.finished("r").reason == "cancelled"
+        assert source.closed
+        run.submit("again", PROMPT, max_tokens=60)
+        run.finish()
+        assert [e[:3] for e in run.said("again")[:-1]] == [e[:3] for e in plain.said("r")[:-1]]
+
+
+def test_a_window_that_fills_up_moves_the_answer_into_the_batch(tokenizer: Any) -> None:
+    model = tiny_architectures.tiny("gemma3_text")
+    plain, run = Run(model, tokenizer), Run(model, tokenizer, spec())
+    for side in (plain, run):
+        side.submit("r", PROMPT[:10], max_tokens=60)
+    plain.finish()
+    while not run.decoding._alone:
+        run.turn()
+    while run.decoding._alone:
+        run.turn()
+    assert run.decoding._batch
+    run.finish()
+    assert [e[0] for e in run.said("r")] == [e[0] for e in plain.said("r")]
+
+
+def test_no_further_than_the_probe_went(llama: Any, tokenizer: Any) -> None:
+    plain = one(llama, tokenizer, None).tokens["r"]
+    verdict = Verdict(8, len(PROMPT) + 20, "exact: for the test", {1: 1.0})
+    run = Run(llama, tokenizer, spec(verdict=verdict))
+    run.submit("r", PROMPT, perfect(plain), max_tokens=60)
+    while not run.decoding._alone:
+        run.turn()
+    row = run.decoding._alone.row
+    run.finish()
+    assert row is not None
+    assert len(row.tokens) <= len(PROMPT) + 20 + 60
+    assert rows_alone(run) <= len(PROMPT) + 20
+    report = run.finished("r").speculation
+    assert report is not None
+    assert report.width == 8
+
+
+def rows_alone(run: Run) -> int:
+    report = run.finished("r").speculation
+    assert report is not None
+    return len(PROMPT) + report.tokens
+
+
+def test_an_answer_that_cannot_grow_fails_where_the_plain_one_does(
+    llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (decoding, scheduler):
+        monkeypatch.setattr(module, "GROWTH_TOKENS", 32)
+    ends = []
+    for speculation in (None, spec()):
+        run = Run(llama, tokenizer, speculation, budget=KvBudget.of(110 * 1024, 1024))
+        run.submit("r", PROMPT, max_tokens=70)
+        run.finish()
+        ends.append(run.said("r"))
+    assert ends[0] == ends[1]
+    for speculation in (None, spec()):
+        run = Run(llama, tokenizer, speculation, budget=KvBudget.of(240 * 1024, 1024))
+        for name in ("a", "b"):
+            run.submit(name, PROMPT, max_tokens=180)
+        run.finish()
+        ends.append([run.said(name) for name in ("a", "b")])
+        assert sum(isinstance(e, Failed) for name in ("a", "b") for e in run.said(name)) == 1
+    assert [len(x) for x in ends[2]] == [len(x) for x in ends[3]]
+
+
+def test_a_request_may_choose_or_refuse(llama: Any, tokenizer: Any) -> None:
+    plain = one(llama, tokenizer, None, max_tokens=100)
+    refused = one(llama, tokenizer, spec(), max_tokens=100, speculate=Speculate(enabled=False))
+    assert refused.finished("r").speculation is None
+    only = one(llama, tokenizer, spec(), max_tokens=100, speculate=Speculate(sources=["lookup"], width=3))
+    report = only.finished("r").speculation
+    assert report is not None
+    assert report.width == 3
+    assert set(report.sources) == {"lookup"}
+    assert refused.said("r") == only.said("r") == plain.said("r")
+
+
+def test_past_answers_help_where_they_are_remembered(llama: Any, tokenizer: Any) -> None:
+    accepted = []
+    for past in (None, Past(1 << 20)):
+        run = Run(llama, tokenizer, spec(past=past), prefix=decoding.PrefixCache(0))
+        for name in ("a", "b"):
+            run.submit(name, PROMPT, sampling=SAMPLED, speculate=Speculate(sources=["suffix"]), max_tokens=60)
+            run.finish()
+        assert run.said("a") == run.said("b")
+        report = run.finished("b").speculation
+        accepted.append(report.accepted if report else 0)
+    assert accepted[1] > max(30, accepted[0])
+
+
+def test_a_source_may_come_while_the_answer_runs(llama: Any, tokenizer: Any) -> None:
+    whole = one(llama, tokenizer, None).tokens["r"]
+    run = Run(llama, tokenizer, spec())
+    run.submit("r", PROMPT, max_tokens=60, speculate=Speculate(sources=["scripted"]))
+    while run.decoding.text("r") is None:
+        run.turn()
+    before = run.decoding.text("r")
+    assert before is not None
+    source = perfect(whole)
+    run.decoding.attach("r", source)
+    run.finish()
+    assert len(source.told) == 60 - (len(before) - len(PROMPT))
+    assert source.closed
+    report = run.finished("r").speculation
+    assert report is not None
+    assert report.accepted > 40
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(20))
+def test_two_hundred_real_prompts(part: int, embedded_model: ModelFolder) -> None:
+    """The embedded model, texts of this repository cut anywhere, 128 tokens each."""
+    from fleetd.engine import cpu
+
+    path = embedded_model.path
+    model, tokenizer = load_model(path)[0], load_tokenizer(path)
+    cpu.to_float32(model)
+    mx.eval(model.parameters())
+    dice = random.Random(part)
+    root = Path(__file__).parents[2]
+    files = [f for folder in ("docs", "fleetd", "bench") for f in sorted((root / folder).rglob("*.[mp][dy]"))]
+    vocab = model.args.vocab_size
+    for i in range(10):
+        sampling = Sampling(temperature=0.7, seed=3) if i % 5 == 4 else GREEDY
+        source = dice.choice(files).read_text(encoding="utf-8")
+        at = dice.randrange(max(1, len(source) - 1200))
+        prompt = list(tokenizer.encode(source[at : at + dice.randint(40, 1200)])) or [1]
+        plain = Run(model, tokenizer)
+        plain.submit("r", prompt, max_tokens=128, sampling=sampling)
+        plain.finish()
+        run = Run(model, tokenizer, speculating.speculation(vocab, dice.choice(["on", "auto"])))
+        sources = [dice.choice([right_for(plain.tokens["r"], 3), guessing(vocab, i), lying(vocab, i)])]
+        run.submit("r", prompt, *sources[: i % 2], max_tokens=128, sampling=sampling)
+        run.finish()
+        assert run.said("r") == plain.said("r"), i

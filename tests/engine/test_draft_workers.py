@@ -1,0 +1,216 @@
+"""Workers that draft for each other: real processes and sockets; only the daemons are played here.
+
+Whatever the drafter is and whatever befalls it, the answer is the one that its model gives alone, to the bit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafting import Tamper, answer, drafted, drafted_by_hand, following
+from drafts import LIES, Oracle
+from mlx_lm.utils import load_model
+from msgspec.structs import replace
+from sharing import Told, prompt, resources, settle, workers, write
+
+from fleetd import limits
+from fleetd.engine.protocol import Cancel, Follow, Followed, Generate, Speculate
+from fleetd.engine.share.frames import Head
+from fleetd.engine.spec.drafter import Drafter, DraftModel
+from fleetd.engine.supervisor import EngineProcess
+from fleetd.errors import InvalidValue, Overloaded, PeerLost
+
+pytestmark = pytest.mark.one_loop
+TOKENS = 40
+TRIES = 20
+ONLY = Speculate(sources=["drafter"])
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Random weights of another shape, with the same vocabulary."""
+    return write(tmp_path_factory.mktemp("other"), num_hidden_layers=1)
+
+
+def request(name: str, seed: int = 5, *, tokens: int = 300, **fields: Any) -> Generate:
+    return prompt(name, tokens, seed, **{"max_tokens": TOKENS, "speculate": ONLY, **fields})
+
+
+async def plain(home: EngineProcess, asked: Generate) -> list[Any]:
+    """The numbers of the same request without any drafts."""
+    alone = replace(asked, id=f"{asked.id} plain", shared=False, speculate=Speculate(enabled=False))
+    return (await answer(home, alone)).numbers
+
+
+def accepted(told: Told) -> int:
+    found = told.finished.speculation
+    return found.sources["drafter"].accepted if found is not None else 0
+
+
+def go_on(engine: EngineProcess) -> None:
+    if engine.pid is not None:
+        os.kill(engine.pid, signal.SIGCONT)
+
+
+def free(*engines: EngineProcess) -> bool:
+    """As last told."""
+    return all(engine.status.kv_bytes == engine.status.assisting == 0 for engine in engines)
+
+
+async def test_drafts_of_every_quality_give_the_same_bytes(model: Path, other: Path) -> None:
+    """Of the same model, and of one that knows nothing."""
+    async with workers(model, 2, speculation="on") as (home, good), workers(other, 1) as (bad,):
+        assert home.facts is not None
+        assert good.facts is not None
+        assert bad.facts is not None
+        assert home.facts.vocabulary == good.facts.vocabulary == bad.facts.vocabulary != ""
+        for seed, drafter in enumerate((good, bad)):
+            asked = request(f"r{seed}", seed)
+            told, followed = await drafted(home, drafter, asked)
+            assert told.numbers == await plain(home, asked)
+            (account,) = followed.of(Followed)
+            assert account.drafted > 0
+            assert account.judged > 0
+        # Nobody waits for a drafter, so on a busy machine an answer may be over before its drafts come.
+        for seed in range(2, 2 + TRIES):
+            asked = request(f"r{seed}", seed)
+            told, followed = await drafted(home, good, asked)
+            assert told.numbers == await plain(home, asked)
+            if accepted(told) > 0:
+                break
+        assert accepted(told) > 0
+        assert followed.of(Followed)[0].right > 0
+        # Two at once go into the batch, where drafts wait; both are as they would be alone.
+        first, second = request("first", 8), request("second", 9)
+        both = await asyncio.gather(drafted(home, good, first), drafted(home, bad, second))
+        for (told, _), asked in zip(both, (first, second), strict=True):
+            assert told.numbers == await plain(home, asked)
+        # A second turn is drafted from what is left of the first.
+        before = good.status.prefix_hits
+        again = replace(request("r0", 0), id="again")
+        told, _ = await drafted(home, good, again)
+        assert told.numbers == await plain(home, again)
+        await settle(lambda: free(home, good, bad) and good.status.prefix_hits > before)
+        await _lose(home, good, bad)
+
+
+async def _lose(home: EngineProcess, stopped: EngineProcess, killed: EngineProcess) -> None:
+    """A drafter that is late, stalls or dies costs its drafts."""
+    assert killed.pid is not None
+    assert stopped.pid is not None
+    faults: list[tuple[EngineProcess, Callable[[], None], float]] = [
+        (stopped, lambda: None, 0.05),
+        (stopped, partial(os.kill, stopped.pid, signal.SIGSTOP), 0.0),
+        (killed, partial(os.kill, killed.pid, signal.SIGKILL), 0.0),
+    ]
+    for seed, (drafter, fault, delay_s) in enumerate(faults, 20):
+        asked = request(f"r{seed}", seed, max_tokens=3 * TOKENS)
+        expected = await plain(home, asked)
+        async with asyncio.timeout(60):
+            # A stopped process does not see the stream end, and the answer does not wait for it.
+            told, _ = await drafted(
+                home, drafter, asked, delay_s=delay_s, begun=fault, ended=partial(go_on, stopped)
+            )
+        assert told.error is None
+        assert told.numbers == expected
+    await settle(lambda: free(home, stopped))
+
+
+@dataclass
+class Known:
+    """What the model says after a prompt."""
+
+    text: list[int]
+
+    def __call__(self, text: Sequence[int]) -> int:
+        return self.text[len(text)] if len(text) < len(self.text) else 1
+
+
+async def test_every_lie_and_breaks_at_every_stage(model: Path, on_cpu: None) -> None:
+    """``test_draft_source`` has them all, step by step; here they meet a worker."""
+    network, _ = load_model(model)
+    # Without a prefix cache every prompt is kept waiting until there are drafts.
+    async with workers(model, 1, speculation="on", prefix_cache_bytes=1) as (home,):
+        asked = request("r", 3, tokens=260, max_tokens=24)
+        expected = await plain(home, asked)
+        learning = DraftModel(network)
+        told, _ = await drafted_by_hand(home, learning, asked)
+        assert (told.numbers, accepted(told) > 0) == (expected, True)
+        known, before = Known(learning._text), resources(home)
+        sent = 0
+
+        def from_then(step: int, tamper: Tamper, head: Head, payload: bytes) -> list[tuple[Head, bytes]]:
+            nonlocal sent
+            sent += 1
+            return tamper(head, payload) if sent > step else [(head, payload)]
+
+        for lie, tamper in LIES.items():
+            sent = 0
+            named = replace(asked, id=lie)
+            told, _ = await drafted_by_hand(home, Oracle(known), named, partial(from_then, 20, tamper))
+            assert told.numbers == expected, lie
+            assert sent > 20
+
+        def until(last: int, drafter: Drafter) -> None:
+            if drafter.drafted >= last:
+                raise PeerLost("cut")
+            drafter.step(64)
+
+        for last in (0, 1, 40):
+            told, broke = await drafted_by_hand(
+                home, Oracle(known), replace(asked, id=f"r{last}"), turn=partial(until, last)
+            )
+            assert told.numbers == expected, last
+            assert isinstance(broke, PeerLost)
+        await settle(lambda: free(home))
+        assert resources(home)[0] <= before[0]
+
+
+async def test_ending_either_side_leaves_nothing_behind(model: Path) -> None:
+    async with workers(model, 2, speculation="on") as (home, drafter):
+        await drafted(home, drafter, request("warm"))
+        await settle(lambda: free(home, drafter))
+        before = resources(home), resources(drafter)
+        for number in range(2):
+            # The answer: the drafter notices by its stream.
+            asked = request(f"answer{number}", number, max_tokens=3000)
+            cancel = partial(home._tell, Cancel(asked.id))
+            told, followed = await drafted(home, drafter, asked, begun=cancel)
+            assert told.finished.reason == "cancelled"
+            assert followed.of(Followed)
+            # The follow: the answer goes on.
+            asked = request(f"follow{number}", number)
+            told, _ = await drafted(home, drafter, asked, leave=True)
+            assert told.numbers == await plain(home, asked)
+        await settle(lambda: free(home, drafter))
+        assert resources(home)[0] <= before[0][0]
+        assert resources(drafter)[0] <= before[1][0]
+        await _refused(drafter)
+
+
+async def _refused(drafter: EngineProcess) -> None:
+    """Follows that make no sense, or are too many."""
+    async with following(drafter, Follow("r")) as (first, _):
+        assert first.error is None
+        async with following(drafter, Follow("r")) as (second, _):
+            assert isinstance(second.error, InvalidValue)
+        async with contextlib.AsyncExitStack() as stack:
+            names = [f"r{number}" for number in range(limits.FOLLOWS)]
+            found = [await stack.enter_async_context(following(drafter, Follow(name))) for name in names]
+            assert [told.error for told, _ in found[:-1]] == [None] * (limits.FOLLOWS - 1)
+            assert isinstance(found[-1][0].error, Overloaded)
+    await settle(lambda: free(drafter))

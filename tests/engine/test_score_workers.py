@@ -1,0 +1,72 @@
+"""Scoring as the daemon sees it: a real worker, beside answers, cancelled, killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import aclosing
+
+import pytest
+from asking import ask, run
+
+from fleetd.engine.pool import EnginePool
+from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
+from fleetd.errors import BadRequest, EngineDied, InvalidValue
+from fleetd.models.folder import ModelFolder
+from fleetd.smart.scores import SegmentScores, merge
+
+TEXT = "abc def " * 300 + "which?"
+SCORE = Score("s", TEXT, [(2400, 2406)], profile=Profile([(0, 0)], 1))
+
+
+async def scored(pool: EnginePool, folder: ModelFolder, score: Score) -> list[Loading | Prefill | Scored]:
+    async with asyncio.timeout(60):
+        return [event async for event in pool.score(folder, score)]
+
+
+async def test_a_text_is_scored_beside_an_answer(pool: EnginePool, chain: ModelFolder) -> None:
+    await pool.load(chain)
+    answer, events = await asyncio.gather(run(pool, chain, ask("<hello>")), scored(pool, chain, SCORE))
+    assert answer.text == "Hello there, world!"
+    *progress, last = events
+    assert isinstance(last, Scored)
+    assert [type(event) for event in progress] == [Prefill] * len(progress)
+    assert progress
+    found = merge([SegmentScores.unpack(last.scores)])
+    assert (found.starts[0], found.ends[-1]) == (0, 2400)
+    assert last.seconds > 0
+    with pytest.raises(InvalidValue, match="head"):
+        await scored(pool, chain, Score("s", TEXT, profile=Profile([(99, 0)], 100)))
+    with pytest.raises(BadRequest):
+        await scored(pool, chain, Score("s", "", profile=SCORE.profile))
+
+
+async def test_a_worker_that_dies_is_told(pool: EnginePool, chain: ModelFolder) -> None:
+    await pool.load(chain)
+    (status,) = pool.status()
+    assert status.pid is not None
+
+    async def killed_in_the_middle() -> None:
+        async with asyncio.timeout(60), aclosing(pool.score(chain, SCORE)) as events:
+            async for event in events:
+                if isinstance(event, Prefill):
+                    os.kill(status.pid or 0, signal.SIGKILL)
+
+    with pytest.raises(EngineDied):
+        await killed_in_the_middle()
+
+
+async def test_closing_cancels(pool: EnginePool, chain: ModelFolder) -> None:
+    await pool.load(chain)
+    long = Score("s", TEXT * 50, [], profile=SCORE.profile)
+    async with aclosing(pool.score(chain, long)) as events:
+        async for event in events:
+            assert isinstance(event, Prefill)
+            break
+    answer = await run(pool, chain, ask("<hello>"))
+    assert answer.text == "Hello there, world!"
+    async with asyncio.timeout(30):
+        # A beat tells it.
+        while pool.status()[0].kv_bytes or pool.status()[0].assisting:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)

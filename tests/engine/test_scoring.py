@@ -1,0 +1,395 @@
+"""Scores are a model's own attention, whatever the architecture and wherever a text is cut; and they find."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from tiny_architectures import VOCAB, tiny
+
+from fleetd.engine.memory import KvBudget
+from fleetd.engine.protocol import Accepted, Failed, Finished, Prefill, Profile, Report, Score, Scored
+from fleetd.engine.smart.layout import HEAD_TOKENS, Pass, lay_out
+from fleetd.engine.smart.looking import Looking, Sight, logits_of
+from fleetd.engine.smart.needles import needles
+from fleetd.engine.smart.profile import Tried, choose, settled
+from fleetd.engine.smart.scoring import Scoring
+from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, ModelUnsupported
+from fleetd.smart.scores import SegmentScores, log_sum_exp, merge
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+TOKENS = [int(t) for t in np.random.default_rng(3).integers(1, VOCAB, 90)]
+# Layers with full attention; the others see a window only.
+FULL = {
+    "llama": [0, 1, 2, 3],
+    "qwen3": [0, 1, 2, 3],
+    "gemma": [0, 1, 2, 3],
+    "olmo2": [0, 1, 2, 3],
+    "phi3": [0, 1, 2, 3],
+    "glm4": [0, 1, 2, 3],
+    "mistral": [1, 3],
+    "gemma3_text": [1, 3],
+    "smollm3": [0, 1, 2, 3],
+}
+PASS = Pass(TOKENS, own=4, count=70, asking=10, first=0)
+A = npt.NDArray[Any]
+
+
+def looked(
+    sight: Sight, work: Pass, layers: list[int], *, rotated: bool, chunk: int, ahead: int = 0
+) -> Looking:
+    looking = Looking(sight, work, {n: sight.key_heads(n) for n in layers}, rotated, ahead)
+    while not looking.finished:
+        looking.step(chunk)
+    return looking
+
+
+def attention_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[A, A, float]]:
+    """Queries, keys and scale that mlx-lm's own attention computes from TOKENS, layer by layer."""
+    seen: list[tuple[A, A, float]] = []
+    attention = mx.fast.scaled_dot_product_attention
+
+    def spy(q: mx.array, k: mx.array, v: mx.array, *, scale: float, **rest: Any) -> mx.array:
+        seen.append((np.array(q[0]), np.array(k[0]), scale))
+        return attention(q, k, v, scale=scale, **rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mx.fast, "scaled_dot_product_attention", spy)
+        mx.eval(model(mx.array(TOKENS)[None]))
+    return dict(enumerate(seen))
+
+
+@pytest.mark.parametrize("architecture", sorted(FULL))
+@pytest.mark.parametrize("chunk", [90, 13])
+def test_rotated_logits_are_attentions_own(
+    architecture: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(architecture)
+    whole = attention_of(model, monkeypatch)
+    sight = Sight.of(model)
+    assert sorted(sight.scales) == FULL[architecture]
+    looking = looked(sight, PASS, FULL[architecture], rotated=True, chunk=chunk)
+    for layer in FULL[architecture]:
+        q, k, scale = whole[layer]
+        assert sight.scales[layer] == pytest.approx(scale)
+        np.testing.assert_allclose(looking.queries[layer], q[:, -10:], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(looking.keys[layer], k[:, 4:74], rtol=1e-3, atol=1e-4)
+    # Looking changes nothing of the model.
+    again = attention_of(model, monkeypatch)
+    np.testing.assert_array_equal(again[3][0], whole[3][0])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+def test_before_the_rotation_it_is_the_projection_and_its_norm(architecture: str) -> None:
+    """The first layer by hand: what a port that forgets q_norm gets wrong."""
+    model = tiny(architecture)
+    layer = model.model.layers[0]
+    x = np.array(model.model.embed_tokens.weight)[TOKENS]
+
+    def rms(rows: A, norm: Any) -> A:
+        return rows / np.sqrt((rows**2).mean(-1, keepdims=True) + norm.eps) * np.array(norm.weight)
+
+    x = rms(x, layer.input_layernorm)
+
+    def heads(projection: str, norm: str) -> A:
+        rows = x @ np.array(layer.self_attn[projection].weight).T
+        rows = rows.reshape(len(TOKENS), -1, 32).transpose(1, 0, 2)
+        return rms(rows, layer.self_attn[norm]) if norm in layer.self_attn else rows
+
+    sight = Sight.of(model)
+    looking = looked(sight, PASS, [0], rotated=False, chunk=32)
+    np.testing.assert_allclose(looking.queries[0], heads("q_proj", "q_norm")[:, -10:], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(looking.keys[0], heads("k_proj", "k_norm")[:, 4:74], rtol=1e-3, atol=1e-4)
+    # Rotating it afterwards gives what attention sees.
+    rotated = looked(sight, PASS, [0], rotated=True, chunk=32)
+    np.testing.assert_allclose(sight.rotated(0, looking.keys[0], 4), rotated.keys[0], rtol=1e-4, atol=1e-5)
+
+
+def test_the_cut_of_a_pass_changes_no_byte() -> None:
+    sight = Sight.of(tiny("qwen3"))
+    whole, cut = (looked(sight, PASS, [0, 2], rotated=True, chunk=chunk) for chunk in (90, 7))
+    for layer in (0, 2):
+        np.testing.assert_array_equal(whole.queries[layer], cut.queries[layer])
+        np.testing.assert_array_equal(whole.keys[layer], cut.keys[layer])
+
+
+def test_later_layers_are_not_run() -> None:
+    model = tiny("llama")
+    sight = Sight.of(model)
+    before = looked(sight, PASS, [1], rotated=True, chunk=40)
+    # Whatever would be computed behind the second layer's keys cannot be called any more.
+    for layer in model.model.layers[1:]:
+        layer.mlp = SimpleNamespace()
+    after = looked(sight, PASS, [1], rotated=True, chunk=40)
+    np.testing.assert_array_equal(before.queries[1], after.queries[1])
+    with pytest.raises(TypeError):
+        looked(sight, PASS, [2], rotated=True, chunk=40)
+
+
+def test_looking_ahead_adds_the_answers_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    looking = looked(Sight.of(model), PASS, [1], rotated=True, chunk=32, ahead=3)
+    answer: list[int] = []
+    for _ in range(3):
+        answer.append(int(mx.argmax(model(mx.array([*TOKENS, *answer])[None])[0, -1])))
+    monkeypatch.setattr("test_scoring.TOKENS", [*TOKENS, *answer])
+    q, _, _ = attention_of(model, monkeypatch)[1]
+    assert looking.queries[1].shape[1] == 13
+    np.testing.assert_allclose(looking.queries[1], q[:, -13:], rtol=1e-3, atol=1e-4)
+    stopped = looked(Sight.of(model, [answer[0]]), PASS, [1], rotated=True, chunk=32, ahead=3)
+    assert stopped.queries[1].shape[1] == 10
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "kimi_k2"])
+def test_attention_that_shows_no_keys_is_refused(architecture: str) -> None:
+    with pytest.raises(ModelUnsupported, match="looked into"):
+        Sight.of(tiny(architecture, n_routed_experts=None))
+
+
+def test_first_layer_scores_of_segments_are_one_passs() -> None:
+    """In the first layer a key is its token's own, so nothing is lost by cutting but the question's place."""
+    sight = Sight.of(tiny("llama"))
+    head, text, question = TOKENS[:8], TOKENS[8:80], TOKENS[80:]
+
+    def segment(first: int, end: int) -> SegmentScores:
+        before = head if first else []
+        own = [*head, *text[:end]] if first == 0 else text[first:end]
+        work = Pass([*before, *own, *question], len(before), len(own), len(question), 0)
+        looking = looked(sight, work, [0], rotated=False, chunk=32)
+        logits = [
+            logits_of(q, looking.keys[0][h // 2], sight.scales[0]) for h, q in enumerate(looking.queries[0])
+        ]
+        starts = np.arange(len(own), dtype=np.int32) + (8 + first if first else 0)
+        return SegmentScores.of_logits(starts, starts + 1, np.stack(logits))
+
+    whole = merge([segment(0, 72)])
+    cut = merge([segment(40, 72), segment(0, 20), segment(20, 40)])
+    np.testing.assert_array_equal(cut.starts, whole.starts)
+    np.testing.assert_allclose(cut.values, whole.values, rtol=1e-4)
+
+
+# ---- Which tokens are computed ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chain_path: Path) -> Any:
+    return load_tokenizer(chain_path)
+
+
+def test_a_pass_is_head_segment_question(tokenizer: Any) -> None:
+    text = "".join(chr(97 + n % 26) for n in range(1000)) + "WHO"
+    laid = lay_out(Score("s", text, [(1000, 1003)], segment=(600, 800)), tokenizer, 4096)
+    (work,) = laid.passes
+    said = [tokenizer.decode([token]) for token in work.tokens]
+    assert "".join(said) == text[:HEAD_TOKENS] + text[600:800] + "\n\n" + "WHO"
+    assert (work.own, work.count, work.asking) == (HEAD_TOKENS, 200, 3)
+    assert laid.starts.tolist() == list(range(600, 800))
+    assert laid.ends.tolist() == list(range(601, 801))
+
+
+def test_segments_share_no_token_and_leave_none_out(tokenizer: Any) -> None:
+    text = "some words, é and 😀 too, " * 30
+    edges = [0, 1, 20, 333, len(text)]
+    found = [
+        lay_out(Score("s", text, [(len(text) - 9, len(text))], segment=part), tokenizer, 4096)
+        for part in itertools.pairwise(edges)
+    ]
+    whole = lay_out(Score("s", text, [(len(text) - 9, len(text))]), tokenizer, 4096)
+    assert [s for part in found for s in part.starts.tolist()] == whole.starts.tolist()
+
+
+def test_what_is_longer_than_a_pass_is_cut_evenly(tokenizer: Any) -> None:
+    text = "x" * 3000
+    laid = lay_out(Score("s", text, [(2990, 3000)]), tokenizer, 1024)
+    assert len(laid.passes) == 4
+    assert all(len(each.tokens) <= 1024 for each in laid.passes)
+    assert sum(each.count for each in laid.passes) == 2990
+    assert max(each.count for each in laid.passes) - min(each.count for each in laid.passes) <= 1
+
+
+def test_without_a_question_the_end_asks(tokenizer: Any) -> None:
+    laid = lay_out(Score("s", "x" * 500), tokenizer, 4096)
+    assert (laid.passes[0].count, laid.passes[0].asking) == (436, 64)
+
+
+@pytest.mark.parametrize(
+    ("request_", "error"),
+    [
+        (Score("s", "abc", [(0, 9)]), InvalidValue),
+        (Score("s", "abc", [(2, 1)]), InvalidValue),
+        (Score("s", "", []), BadRequest),
+        (Score("s", "abc", [(0, 3)]), BadRequest),
+        (Score("s", "abc" * 50, [(0, 3)], look_ahead=60), ContextLengthExceeded),
+    ],
+)
+def test_what_cannot_be_scored_is_refused(tokenizer: Any, request_: Score, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        lay_out(request_, tokenizer, 64)
+
+
+# ---- Which heads are asked -------------------------------------------------------------------------------
+
+
+def tried(*attention: list[float], answer: int = 50) -> Tried:
+    found = np.full((len(attention), 200), 1e-4, np.float32)
+    for head, weights in enumerate(attention):
+        for place, weight in enumerate(weights):
+            found[head, answer + 20 * place] = weight
+    return Tried(found, np.arange(200) == answer)
+
+
+def test_the_earliest_layer_that_is_good_enough() -> None:
+    blind, good, late = [0.0, 1.0, 0.5], [1.0, 0.2], [1.0]
+    curve = choose(
+        [0, 0, 1, 1, 2], [tried(blind, blind, blind, good, late), tried(blind, blind, blind, good, late)]
+    )
+    assert [choice.found for choice in curve] == [0.0, 1.0, 1.0]
+    assert settled(curve).heads == [(1, 1)]
+    assert settled(curve).exit_layer == 2
+
+
+def test_needles_are_where_they_say() -> None:
+    for needle in needles(12, 10):
+        assert needle.text[needle.start : needle.end].endswith(".")
+        assert needle.text.count(needle.text[needle.start : needle.end]) == 1
+    assert needles(3, 10) == needles(3, 10)
+    assert len({needle.question for needle in needles(12, 10)}) > 10
+
+
+# ---- Turns -----------------------------------------------------------------------------------------------
+
+
+class Bench:
+    def __init__(self, tokenizer: Any, **options: Any) -> None:
+        self.events: list[Report] = []
+        self.model = tiny("llama", vocab_size=len(tokenizer))
+        self.tokenizer = tokenizer
+        settings = {"budget": KvBudget.of(1 << 30, 4096), **options}
+        self.budget = settings["budget"]
+        self.scoring = Scoring(self.model, tokenizer, 2048, self.budget, self.events.append)
+
+    def begin(self, name: str, text: str = "lorem ipsum " * 60 + "dolor?", **fields: Any) -> None:
+        request = Score(name, text, [(len(text) - 6, len(text))], **fields)
+        self.scoring.begin(lay_out(request, self.tokenizer, 2048))
+
+    def run(self) -> None:
+        while self.scoring.ready:
+            self.scoring.turn(256)
+
+    def of(self, name: str) -> list[Report]:
+        return [event for event in self.events if getattr(event, "id", "") == name]
+
+
+PROFILE = Profile([(1, 0), (1, 3), (2, 1)], 3, True)
+
+
+@pytest.fixture
+def bench(tokenizer: Any) -> Bench:
+    return Bench(tokenizer)
+
+
+def test_one_text(bench: Bench) -> None:
+    bench.begin("a", profile=PROFILE)
+    assert bench.budget.used_bytes > 0
+    bench.run()
+    accepted, *progress, scored = bench.of("a")
+    assert isinstance(accepted, Accepted)
+    assert isinstance(scored, Scored)
+    assert [p.done for p in progress if isinstance(p, Prefill)] == [256, 512, accepted.prompt_tokens]
+    assert scored.tokens == accepted.prompt_tokens
+    assert scored.profile == PROFILE
+    found = SegmentScores.unpack(scored.scores)
+    assert found.log_sums.shape == (3, 6)
+    assert merge([found]).values.shape == (720,)
+    assert bench.budget.used_bytes == 0
+
+
+def test_scores_are_softmaxes_of_the_chosen_heads(bench: Bench) -> None:
+    """Against all heads' queries and keys of one pass, put together by hand."""
+    bench.begin("a", profile=PROFILE)
+    bench.run()
+    laid = lay_out(Score("a", "lorem ipsum " * 60 + "dolor?", [(720, 726)]), bench.tokenizer, 2048)
+    looking = looked(Sight.of(bench.model), laid.passes[0], [1, 2], rotated=True, chunk=99)
+    every = np.stack(
+        [
+            looking.queries[layer][head] @ looking.keys[layer][head // 2].T / np.sqrt(32)
+            for layer, head in PROFILE.heads
+        ]
+    )
+    scored = bench.of("a")[-1]
+    assert isinstance(scored, Scored)
+    found = SegmentScores.unpack(scored.scores)
+    np.testing.assert_allclose(found.log_sums, log_sum_exp(every.astype(np.float32)), rtol=1e-4)
+    best = np.take_along_axis(every.reshape(18, -1).T, found.pairs.astype(np.int64), axis=1)
+    np.testing.assert_allclose(found.logits, best, rtol=1e-3, atol=1e-4)
+
+
+def test_two_texts_in_turns_and_the_same_again(bench: Bench) -> None:
+    bench.begin("a", profile=PROFILE)
+    bench.begin("b", profile=PROFILE)
+    bench.run()
+    order = [event.id for event in bench.events if isinstance(event, Prefill)]
+    assert order == ["a", "b"] * 3
+    a, b = bench.of("a")[-1], bench.of("b")[-1]
+    assert isinstance(a, Scored)
+    assert isinstance(b, Scored)
+    assert a.scores == b.scores
+
+
+def test_an_earlier_exit_asks_fewer_heads(bench: Bench) -> None:
+    bench.begin("a", profile=PROFILE, exit_layer=2)
+    bench.run()
+    scored = bench.of("a")[-1]
+    assert isinstance(scored, Scored)
+    assert scored.scores.heads == 2
+
+
+def test_cancelled_in_the_middle(bench: Bench) -> None:
+    bench.begin("a", profile=PROFILE)
+    bench.scoring.turn(64)
+    assert bench.scoring.cancel("a")
+    assert not bench.scoring.cancel("a")
+    assert bench.of("a")[-1] == Finished("a", "cancelled")
+    assert (bench.scoring.ready, bench.budget.used_bytes) == (False, 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"profile": Profile([(9, 0)], 10)}, "invalid_value"),
+        ({"profile": Profile([(1, 4)], 3)}, "invalid_value"),
+        ({"profile": Profile([(2, 0)], 2)}, "invalid_value"),
+    ],
+)
+def test_a_foreign_profile_is_refused(bench: Bench, fields: dict[str, Any], code: str) -> None:
+    bench.begin("a", **fields)
+    (failed,) = bench.of("a")
+    assert isinstance(failed, Failed)
+    assert failed.code == InvalidValue.code
+    assert bench.budget.used_bytes == 0
+
+
+def test_what_does_not_fit_is_refused(tokenizer: Any) -> None:
+    bench = Bench(tokenizer, budget=KvBudget.of(1000, 4096))
+    bench.begin("a", profile=PROFILE)
+    (failed,) = bench.of("a")
+    assert isinstance(failed, Failed)
+    assert failed.code == "out_of_memory"
+
+
+def test_a_model_that_looks_nothing_up_says_so(bench: Bench) -> None:
+    """A random model finds no needles: it is told with figures, and nothing is left behind."""
+    bench.begin("a")
+    bench.run()
+    failed = bench.of("a")[-1]
+    assert isinstance(failed, Failed)
+    assert failed.code == ModelUnsupported.code
+    assert "sentences" in failed.message
+    assert bench.budget.used_bytes == 0

@@ -1,0 +1,247 @@
+"""Sparse answers through the scheduler: what is told and kept for others, and that nobody else notices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from tiny_architectures import tiny
+
+from fleetd.engine.chunks import FixedChunks
+from fleetd.engine.memory import KvBudget
+from fleetd.engine.prefix import PrefixCache
+from fleetd.engine.prompts import Prepared
+from fleetd.engine.protocol import (
+    Accepted,
+    Cancel,
+    Delta,
+    Failed,
+    Finished,
+    Generate,
+    Keep,
+    Prefill,
+    Report,
+    Sampling,
+    TokenPrompt,
+)
+from fleetd.engine.scheduler import Scheduler
+from fleetd.engine.smart.sparse import TAIL_TOKENS, Sparse
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+VOCAB = 512
+
+
+def prompt(n: int, key: int = 1) -> list[int]:
+    tokens: list[int] = mx.random.randint(0, 256, (n,), key=mx.random.key(key)).tolist()
+    return tokens
+
+
+class Bench:
+    """A scheduler of a random llama that is turned by hand."""
+
+    def __init__(self, chain_path: Path, **options: Any) -> None:
+        self.events: list[Report] = []
+        model = tiny("llama", vocab_size=VOCAB)
+        settings: dict[str, Any] = {
+            "context_tokens": 1024,
+            "chunks": FixedChunks(48, 16),
+            "max_streams": 4,
+            "budget": KvBudget.of(1 << 30, 1024),
+            "prefix": PrefixCache(1 << 30),
+            "sparse": Sparse.of(model),
+            **options,
+        }
+        self.scheduler = Scheduler(
+            model=model, tokenizer=load_tokenizer(chain_path), emit=self.events.append, **settings
+        )
+
+    def submit(self, name: str, tokens: list[int], kept: list[int] | None = None, **fields: Any) -> None:
+        """``kept`` stands for what was found of a Keep."""
+        request = Generate(
+            name,
+            TokenPrompt(tokens),
+            sampling=Sampling(temperature=0.0),
+            top_logprobs=2,
+            **{"max_tokens": 8, "keep": None if kept is None else Keep({}), **fields},
+        )
+        self.scheduler.inbox.put(Prepared(request, tokens, kept=kept))
+
+    def turn(self, times: int = 1) -> None:
+        for _ in range(times):
+            assert self.scheduler.turn()
+
+    def finish(self, *names: str) -> None:
+        ended: set[str] = set()
+        for _ in range(500):
+            self.turn()
+            ended = {e.id for e in self.events if isinstance(e, Finished | Failed)}
+            if ended.issuperset(names):
+                return
+        pytest.fail(f"only {ended} ended")
+
+    def one(self, name: str, kind: Any) -> Any:
+        (event,) = self.all(name, kind)
+        return event
+
+    def all(self, name: str, kind: Any) -> list[Any]:
+        return [e for e in self.events if isinstance(e, kind) and e.id == name]
+
+    def said(self, name: str) -> list[Any]:
+        """Its tokens and their probabilities, to the bit."""
+        return [entry for delta in self.all(name, Delta) for entry in delta.logprobs or []]
+
+
+@pytest.fixture
+def bench(chain_path: Path) -> Bench:
+    return Bench(chain_path)
+
+
+LONG = prompt(300)
+KEPT = [*range(40), *range(100, 160), *range(280, 300)]
+
+
+def test_what_is_told(bench: Bench) -> None:
+    bench.submit("a", LONG, KEPT)
+    bench.finish("a")
+    accepted = bench.one("a", Accepted)
+    assert (accepted.prompt_tokens, accepted.kept, accepted.dense_reason) == (300, len(KEPT), "")
+    progress = bench.all("a", Prefill)
+    assert [p.total for p in progress] == [len(KEPT)] * len(progress)
+    # The last token is computed by the first step of decoding.
+    assert progress[-1].done == len(KEPT) - 1
+    usage = bench.one("a", Finished).usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (300, 8)
+
+
+def test_dense_and_sparse_ones_at_once_say_what_they_say_alone(chain_path: Path) -> None:
+    asked: dict[str, tuple[list[int], list[int] | None]] = {
+        "dense": (prompt(90, 2), None),
+        "sparse": (LONG, KEPT),
+        "same but dense": (LONG, None),
+        "other": (prompt(200, 3), [*range(10), *range(150, 200)]),
+    }
+    together = Bench(chain_path)
+    for name, (tokens, kept) in asked.items():
+        together.submit(name, tokens, kept)
+        together.turn(2)
+    together.finish(*asked)
+    for name, (tokens, kept) in asked.items():
+        alone = Bench(chain_path)
+        alone.submit(name, tokens, kept)
+        alone.finish(name)
+        # One of them says its end before its limit.
+        assert len(alone.said(name)) > 4
+        assert together.said(name) == alone.said(name)
+    assert together.said("sparse") != together.said("same but dense")
+    assert together.scheduler.budget.used_bytes == 0
+
+
+# ---- The prefix cache ------------------------------------------------------------------------------------
+
+
+def test_a_dense_beginning_serves_a_sparse_prompt_and_none_of_it_is_lost(chain_path: Path) -> None:
+    """A hit that is longer than what is kept without a gap counts only up to the gap."""
+    cold = Bench(chain_path)
+    cold.submit("a", LONG, KEPT)
+    cold.finish("a")
+    warm = Bench(chain_path)
+    warm.submit("before", LONG)
+    warm.finish("before")
+    warm.submit("a", LONG, KEPT)
+    warm.finish("a")
+    assert warm.one("a", Finished).usage.cached_tokens == 40
+    assert warm.all("a", Prefill)[0].cached == 40
+    assert warm.said("a") == cold.said("a")
+
+
+def test_nothing_sparse_is_found_by_anybody(bench: Bench, chain_path: Path) -> None:
+    bench.submit("a", LONG, KEPT)
+    bench.submit("cancelled", prompt(299, 9), [*range(5), *range(90, 299)])
+    bench.turn(6)
+    bench.scheduler.inbox.put(Cancel("cancelled"))
+    bench.finish("a", "cancelled")
+    # What has no gap before it is as dense as any: that alone is kept.
+    assert [len(entry.tokens) for entry in bench.scheduler.prefix._entries.values()] == [40]
+    cold = Bench(chain_path)
+    for one in (bench, cold):
+        one.submit("again", LONG)
+        one.finish("again")
+    assert bench.one("again", Finished).usage.cached_tokens == 40
+    assert bench.said("again") == cold.said("again")
+
+
+@pytest.mark.parametrize("dense", [True, False])
+def test_a_second_turn_after_a_sparse_first_is_right(bench: Bench, chain_path: Path, dense: bool) -> None:
+    bench.submit("first", LONG, KEPT)
+    bench.finish("first")
+    turn = [*LONG, *prompt(60, 5)]
+    kept = None if dense else [*KEPT, *range(300, 360)]
+    cold = Bench(chain_path)
+    for one in (bench, cold):
+        one.submit("second", turn, kept)
+        one.finish("second")
+    assert bench.one("second", Finished).usage.cached_tokens == 40
+    assert bench.said("second") == cold.said("second")
+
+
+# ---- Bounds ----------------------------------------------------------------------------------------------
+
+
+def test_memory_is_promised_for_what_is_kept(chain_path: Path) -> None:
+    bench = Bench(chain_path, budget=KvBudget.of(200 * 1024, 1024))
+    bench.submit("dense", LONG)
+    bench.submit("sparse", LONG, KEPT)
+    bench.turn()
+    assert bench.one("dense", Failed).code == "out_of_memory"
+    assert bench.scheduler.budget.used_bytes == (len(KEPT) + 8) * 1024
+    bench.finish("sparse")
+    assert bench.one("sparse", Finished).reason == "length"
+
+
+def test_the_context_holds_all_of_a_prompt(bench: Bench) -> None:
+    """Positions go on from its true length, and the model knows no position beyond its context."""
+    bench.submit("long", prompt(1024), list(range(20)))
+    bench.submit("nearly", prompt(1021), list(range(20)), max_tokens=None)
+    bench.finish("long", "nearly")
+    assert bench.one("long", Failed).code == "context_length_exceeded"
+    assert bench.one("nearly", Finished).usage.completion_tokens == 3
+
+
+def test_the_end_of_a_prompt_is_always_kept(bench: Bench) -> None:
+    bench.submit("a", LONG, [])
+    bench.finish("a")
+    assert bench.one("a", Accepted).kept == 1 + TAIL_TOKENS
+    assert len(bench.said("a")) == 8
+
+
+def test_what_is_prefilled_whole_says_why(chain_path: Path) -> None:
+    bench = Bench(chain_path)
+    bench.submit("echo", LONG, KEPT, echo=True)
+    bench.submit("all", prompt(20), list(range(19)))
+    none = Bench(chain_path, sparse=None)
+    none.submit("none", LONG, KEPT)
+    for one, name, why in ((bench, "echo", "echoed"), (bench, "all", "Nothing"), (none, "none", "whole")):
+        one.finish(name)
+        accepted = one.one(name, Accepted)
+        assert accepted.kept == 0
+        assert why in accepted.dense_reason
+        assert one.one(name, Finished).reason == "length"
+
+
+def test_a_sparse_prompt_does_not_wait_for_helpers(bench: Bench) -> None:
+    bench.submit("a", LONG, KEPT, shared=True)
+    bench.finish("a")
+    assert not bench.one("a", Accepted).waits
+
+
+def test_positions_are_the_true_ones(bench: Bench) -> None:
+    """The same kept tokens as a prompt of their own, without the gaps, give something else."""
+    bench.submit("sparse", LONG, KEPT)
+    bench.submit("short", [LONG[i] for i in KEPT])
+    bench.finish("sparse", "short")
+    mine, theirs = ([entry.logprob for entry in bench.said(name)[:1]] for name in ("sparse", "short"))
+    assert not np.allclose(mine, theirs, rtol=1e-6)

@@ -1,0 +1,47 @@
+"""A run from task to outcome, with an engine that answers what it is shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from eval.engine import Said
+from eval.runs import Outcome, Runner, recall
+from fleetd.engine.protocol import Keep
+from fleetd.smart.text import estimate_tokens
+
+
+class Reader:
+    """Says all that it is shown; of sparse prompts it is shown the kept characters."""
+
+    def count(self, text: str) -> int:
+        return estimate_tokens(text)
+
+    async def answer(
+        self, asked: str | list[dict[str, Any]], max_tokens: int, keep: Keep | None = None
+    ) -> Said:
+        texts = [asked] if isinstance(asked, str) else [str(message["content"]) for message in asked]
+        if keep is not None:
+            parts = {i: keep.parts.get(i, [(0, len(text))]) for i, text in enumerate(texts)}
+            texts = [" ".join(text[a:b] for a, b in parts[i]) for i, text in enumerate(texts)]
+        said = "\n".join(texts)
+        return Said(said, estimate_tokens(said), 0.0)
+
+
+@pytest.mark.parametrize("kind", ["single", "needles4", "hop", "json", "code", "dialogue", "table"])
+async def test_what_is_kept_is_what_is_answered(kind: str) -> None:
+    seen: list[list[Outcome]] = []
+    logged: list[str] = []
+    runner = Runner(Reader(), logged.append, scored=False)  # type: ignore[arg-type]
+    await runner.cell(kind, 800, (0.3, 0.0), range(3), seen.append)
+    found = seen[-1]
+    assert len(found) == 6
+    assert len({outcome.depth for outcome in found}) == 3
+    assert all(outcome.dense == outcome.answers for outcome in found)
+    first = [outcome for outcome in found if outcome.ratio == 0.3]
+    assert set(first[0].forms) == {"text", "words", "random", "truncated", "sparse"}
+    assert recall(first, "text").value >= 0.9
+    assert recall(first, "text").value > recall(first, "truncated").value
+    assert all(outcome.text_tokens < outcome.prompt_tokens / 2 for outcome in first)
+    assert len(logged) == 2

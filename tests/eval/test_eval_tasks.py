@@ -1,0 +1,131 @@
+"""What the quality harness asks, and how it counts."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from eval import forms, plots, report
+from eval.runs import Outcome, dense, gate, kept, lost, recall
+from eval.statistics import Share
+from eval.tasks import KINDS, task
+from fleetd.smart.elide import messages
+from fleetd.smart.text import estimate_tokens
+
+WHOLE = ("aggregate", "verbatim")
+PARTS = [kind for kind in KINDS if kind not in WHOLE]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", [0, 10_001])
+def test_a_task_follows_from_its_seed_and_holds_its_answer(kind: str, seed: int) -> None:
+    one = task(kind, seed, 800, 0.5, estimate_tokens)
+    assert one == task(kind, seed, 800, 0.5, estimate_tokens)
+    assert one != task(kind, seed + 1, 800, 0.5, estimate_tokens)
+    text = one.document.text
+    assert all(text.count(fact) == 1 for fact in one.facts)
+    assert all(answer in text for answer in one.answers)
+    # What is asked does not say it.
+    assert not any(answer in one.document.text.splitlines()[-1] for answer in one.answers)
+    assert 500 < estimate_tokens(text) < 1600
+    assert bool(one.facts) != one.whole
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_words_alone_find_the_fact_at_a_quarter(kind: str) -> None:
+    """The weakest selection, with a third in hand: a bar that a broken part of it does not pass."""
+    gone = facts = 0
+    for seed in range(8):
+        one = task(kind, seed, 1000, (seed + 0.5) / 8, estimate_tokens, tuning=True)
+        document = one.document
+        gone += len(lost(document, forms.selected(document, None, 0.3), one.facts))
+        facts += len(one.facts)
+    assert gone <= 0.15 * facts
+
+
+def test_the_gate_keeps_its_bar() -> None:
+    for kind, share in gate(
+        estimate_tokens, ("aggregate", "verbatim", "single", "hop", "code"), range(40)
+    ).items():
+        assert share.value >= 0.95 if kind in WHOLE else share.value <= 0.05, (kind, str(share))
+
+
+def test_a_shortened_tool_result_parses_and_keeps_its_call() -> None:
+    one = task("json", 3, 1000, 0.4, estimate_tokens)
+    document = one.document
+    shortened = messages(document, forms.selected(document, None, 0.2), one.messages)
+    assert shortened[1] == one.messages[1]
+    people = json.loads(str(shortened[2]["content"]))["people"]
+    assert int(one.answers[0]) in [person["locker"] for person in people if isinstance(person, dict)]
+
+
+def test_an_answer_is_a_word_of_its_own() -> None:
+    one = task("single", 1, 100, 0.5, estimate_tokens)
+    assert one.says("It is 48,213.", "48213")
+    assert one.says("The Plum, of course", "plum")
+    assert not one.says("148213", "48213")
+
+
+def test_baselines_use_the_same_budget_and_keep_the_question() -> None:
+    one = task("single", 5, 1000, 0.5, estimate_tokens)
+    document = one.document
+    for selection in (forms.at_random(document, 0.25, 1), forms.truncated(document, 0.25)):
+        assert 0.15 < selection.ratio <= 0.26
+        assert selection.kept[-1][-1][1] == len(document.blocks[-1].text)
+
+
+def test_intervals() -> None:
+    # Wilson (1927), as R's prop.test without correction has it.
+    assert Share(8, 10).interval == (pytest.approx(0.4902, abs=1e-3), pytest.approx(0.9433, abs=1e-3))
+    assert Share(0, 20).interval[0] == 0
+    assert Share(20, 20).interval == (pytest.approx(0.8389, abs=1e-3), 1.0)
+    assert math.isnan(Share(0, 0).value)
+    assert str(Share(0, 0)) == "none"
+
+
+def outcome(ratio: float, said: int, dense: int = 1, tokens: int = 1000) -> Outcome:
+    return Outcome("single", tokens, ratio, 0.5, 0, 1, dense, {"text": said} if dense else {}, said, 1, ratio)
+
+
+def test_only_what_the_whole_prompt_answers_is_counted() -> None:
+    found = [outcome(0.25, 1), outcome(0.25, 0), outcome(0.25, 0, dense=0)]
+    assert dense(found) == Share(2, 3)
+    assert recall(found, "text") == Share(1, 2)
+    assert kept(found[:2]) == Share(1, 2)
+
+
+def test_the_page_says_what_falls_short() -> None:
+    found = [outcome(0.25, 1) for _ in range(20)] + [outcome(0.1, i % 2) for i in range(20)]
+    results = report.Results(
+        command="python -m eval",
+        date="2026-01-01",
+        machine=["a machine"],
+        model="m",
+        seconds=60.0,
+        quick=False,
+        scored=True,
+        sparse=False,
+        outcomes=found,
+        declined={"aggregate": (39, 40)},
+    )
+    page = report.page(results)
+    assert "| One needle, 1000 tokens, ratio 0.25, text | ≥ 97 % | 100.0 % (84 to 100, n=20) | pass |" in page
+    assert (
+        "| One needle, 1000 tokens, ratio 0.1, text | ≥ 90 % | 50.0 % (30 to 70, n=20) | **falls short** |"
+        in page
+    )
+    assert "Declined: about the whole text | ≥ 95 % | 97.5 %" in page
+    assert "`python -m eval`" in page
+    results.quick = True
+    assert "falls short" not in report.page(results)
+
+
+def test_a_plot_is_small_and_holds_every_point() -> None:
+    points = [(float(x), 0.9, 0.8, 1.0) for x in (1000, 2000, 4000)]
+    svg = plots.lines("A <title>", "x", "y", {"text": points, "sparse": points})
+    assert svg.count("<circle") == 6
+    assert "A &lt;title&gt;" in svg
+    assert len(svg) < 10_000
+    assert plots.lines("t", "x", "y", {}) == ""

@@ -1,0 +1,112 @@
+"""One machine drafts for another, both real daemons: the text is the same, and nothing is left behind."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import chain_model
+import psutil
+import pytest
+from live_daemon import LiveDaemon, until
+from live_fleet import LiveFleet, answer, body, frozen, heard, said
+
+pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(180)]
+
+TARGET, SMALL = "target", "small"
+TOKENS = 300
+COUNTED = " ".join(str(1 + number % chain_model.ENDLESS) for number in range(TOKENS))
+WITHIN_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def pair(short_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveFleet]:
+    """alpha answers, beta has a model that drafts for alpha's."""
+    folder = tmp_path_factory.mktemp("drafting")
+    models = {name: chain_model.build(folder / name) for name in (TARGET, SMALL)}
+    settings = {"FLEETD_SPECULATION_DRAFT_MODEL": SMALL, "FLEETD_SPECULATION_DRAFT_ON": "peers"}
+    with LiveFleet(
+        short_dir / "drafting",
+        {"alpha": [models[TARGET]], "beta": [models[SMALL]]},
+        settings={"alpha": settings},
+    ) as fleet:
+        fleet.until_usable()
+        fleet.load("alpha", TARGET, seen_by="beta")
+        fleet.load("beta", SMALL, seen_by="alpha")
+        yield fleet
+
+
+def count(daemon: LiveDaemon, metric: str) -> float:
+    lines = daemon.control("GET", "/metrics").splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(metric))
+
+
+def ask(daemon: LiveDaemon, **fields: Any) -> tuple[str, str]:
+    """The text, and how exact it is."""
+    status, headers, got = answer(daemon, body(TARGET, "<count>", max_tokens=TOKENS, **fields))
+    assert status == 200, got
+    return got["choices"][0]["message"]["content"], headers["X-Fleet-Exactness"]
+
+
+def free(daemon: LiveDaemon) -> bool:
+    """As its workers last told."""
+    return all(not engine["assisting"] and not engine["kv_bytes"] for engine in daemon.status()["engines"])
+
+
+def descriptors(daemon: LiveDaemon) -> int:
+    process = psutil.Process(daemon.process.pid)
+    return sum(each.num_fds() for each in (process, *process.children()))
+
+
+def worker(daemon: LiveDaemon, model: str) -> psutil.Process:
+    (pid,) = [engine["pid"] for engine in daemon.status()["engines"] if engine["model"] == model]
+    return psutil.Process(pid)
+
+
+def test_a_peer_drafts_and_the_text_is_the_models_own(pair: LiveFleet) -> None:
+    alpha, beta = pair["alpha"], pair["beta"]
+    assert ask(alpha) == (COUNTED, "exact")
+    until(lambda: count(beta, 'fleetd_drafts_served_total{outcome="done"}') == 1, WITHIN_S)
+    until(lambda: count(alpha, 'fleetd_drafters_total{outcome="done",where="peer"}') == 1, WITHIN_S)
+    until(lambda: free(beta) and free(alpha), WITHIN_S)
+    before = descriptors(alpha), descriptors(beta)
+    for _ in range(3):
+        assert ask(alpha) == (COUNTED, "exact")
+    until(lambda: free(beta) and free(alpha), WITHIN_S)
+    until(lambda: descriptors(alpha) <= before[0] and descriptors(beta) <= before[1], WITHIN_S)
+
+
+def test_what_has_to_stay_is_not_drafted_for_elsewhere(pair: LiveFleet) -> None:
+    before = count(pair["beta"], "fleetd_drafts_served_total")
+    assert ask(pair["alpha"], local_only=True) == (COUNTED, "exact")
+    assert ask(pair["alpha"]) == (COUNTED, "exact")
+    until(lambda: count(pair["beta"], "fleetd_drafts_served_total") > before, WITHIN_S)
+    assert count(pair["beta"], "fleetd_drafts_served_total") == before + 1
+
+
+def test_a_client_that_leaves_frees_the_drafter(pair: LiveFleet) -> None:
+    with heard(pair["alpha"], TARGET, "<count>", max_tokens=3000) as stream:
+        for _ in zip(range(20), stream.events(), strict=False):
+            pass
+    until(lambda: free(pair["beta"]) and free(pair["alpha"]), WITHIN_S)
+
+
+def test_a_drafter_that_stops_or_dies_costs_its_drafts(pair: LiveFleet) -> None:
+    alpha, beta = pair["alpha"], pair["beta"]
+    with heard(alpha, TARGET, "<count>", max_tokens=TOKENS) as stream:
+        text = "".join(map(said, itertools.islice(stream.events(), 20)))
+        with frozen(beta):
+            text += stream.text()
+    assert text == COUNTED
+    pair.until_usable()
+    with heard(alpha, TARGET, "<count>", max_tokens=TOKENS) as stream:
+        text = "".join(map(said, itertools.islice(stream.events(), 20)))
+        worker(beta, SMALL).kill()
+        text += stream.text()
+    assert text == COUNTED
+    until(lambda: free(alpha), WITHIN_S)
+    # And with nobody to ask.
+    pair["beta"].kill()
+    assert ask(alpha) == (COUNTED, "exact")

@@ -1,0 +1,146 @@
+"""Whether scoring a prompt pays, who does it, and what it says when it does not."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetd import limits
+from fleetd.plan.costs import Link, Speed
+from fleetd.plan.smart import AROUND_TOKENS, Asked, Scorer, plan
+
+N = 8000
+TARGET = Speed(1 / 500)
+SMALL = Speed(1 / 8000)
+
+
+def scorer(node_id: str = "", speed: Speed = SMALL, **fields: object) -> Scorer:
+    return Scorer(node_id, node_id or "this", speed, **fields)  # type: ignore[arg-type]
+
+
+def asked(ratio: float = 0.2, tokens: int = N, target: Speed = TARGET) -> Asked:
+    return Asked(tokens, ratio, target, dense_s=target.total(1.0, range(tokens), 256))
+
+
+def test_a_scorer_of_a_sixteenth_of_the_cost_pays() -> None:
+    found = plan(asked(), [scorer()])
+    assert found.worth_it
+    assert found.predicted_s == pytest.approx(found.score_s + found.prefill_s)
+    assert found.dense_s / found.predicted_s > 3
+    assert found.score_s < 0.25 * found.predicted_s
+    assert [(part.first, part.last, part.count) for part in found.parts] == [(0.0, 1.0, 1)]
+
+
+def test_the_price_is_the_formula() -> None:
+    """1 / (rho + q) where nothing is quadratic: speeds of SpecPrefill's section 4."""
+    found = plan(asked(), [scorer(share=1.0)])
+    rho = (N + AROUND_TOKENS) / N * SMALL.token_s / TARGET.token_s
+    assert found.dense_s / found.predicted_s == pytest.approx(1 / (rho + 0.2), rel=0.01)
+
+
+def test_attention_shrinks_with_the_square() -> None:
+    quadratic = Speed(1e-6, context_s=1e-6)
+    found = plan(asked(target=quadratic), [scorer(speed=Speed(1e-9))])
+    assert found.prefill_s / found.dense_s == pytest.approx(0.04, rel=0.05)
+
+
+@pytest.mark.parametrize(("share", "code"), [(0.8, "slower"), (0.7, "margin")])
+def test_what_would_not_pay_is_declined_with_the_figures(share: float, code: str) -> None:
+    found = plan(asked(0.25), [scorer(speed=TARGET, share=share)])
+    assert found.code == code
+    assert f"{found.dense_s:.2f} s" in found.reason
+    assert f"{found.score_s:.2f} s" in found.reason
+
+
+def test_what_nobody_measured_is_not_declined() -> None:
+    assert plan(asked(), [scorer(speed=Speed(1.0), measured=False)]).worth_it
+    assert plan(Asked(N, 0.2, None), [scorer(speed=Speed(1.0))]).worth_it
+
+
+def test_nobody_to_score_is_said() -> None:
+    assert plan(asked(), []).code == "no_scorer"
+
+
+def test_two_machines_halve_the_scoring_of_a_long_prompt() -> None:
+    one = plan(asked(tokens=32_000), [scorer("a")])
+    two = plan(asked(tokens=32_000), [scorer("a"), scorer("b", link=Link(1e9, 0.001))])
+    assert len(two.parts) == 2
+    assert one.score_s / two.score_s > 1.8
+
+
+def test_a_second_machine_that_gains_little_is_left_alone() -> None:
+    slow = scorer("b", Speed(1 / 200), link=Link(1e6, 0.1))
+    assert [part.scorer.node_id for part in plan(asked(), [scorer("a"), slow]).parts] == ["a"]
+
+
+def test_a_faster_machine_gets_more_of_the_text() -> None:
+    found = plan(asked(tokens=64_000), [scorer("a"), scorer("b", SMALL.times(2))])
+    first, second = found.parts
+    assert first.scorer.node_id == "a"
+    assert first.last - first.first > 1.7 * (second.last - second.first)
+    times = [part.seconds(64_000) for part in found.parts]
+    assert max(times) / min(times) < 1.2
+
+
+def test_small_machines_are_taken_first() -> None:
+    large, tiny = scorer("a", tier="large"), scorer("b", SMALL.times(1.1), tier="tiny")
+    assert [part.scorer.node_id for part in plan(asked(), [large, tiny]).parts] == ["b"]
+    too_slow = scorer("b", SMALL.times(9), tier="tiny")
+    assert [part.scorer.node_id for part in plan(asked(), [large, too_slow]).parts] == ["a"]
+
+
+def test_a_machine_that_computes_something_else_counts_for_less() -> None:
+    busy, idle = scorer("a", running=4), scorer("b")
+    assert plan(asked(), [busy, idle]).parts[0].scorer.node_id == "b"
+
+
+def test_no_model_reads_more_than_its_context_at_once() -> None:
+    (part,) = plan(asked(tokens=30_000), [scorer(context_tokens=8192)]).parts
+    assert part.count == 4
+    (part,) = plan(asked(tokens=8192 - AROUND_TOKENS), [scorer(context_tokens=8192)]).parts
+    assert part.count == 1
+
+
+def test_segments_have_a_bound() -> None:
+    (part,) = plan(asked(tokens=10**7), [scorer(context_tokens=4096)]).parts
+    assert part.count == limits.SMART_SEGMENTS
+
+
+speeds = st.builds(Speed, st.floats(1e-6, 1e-1), st.floats(0, 1e-6), st.floats(0, 1e-2))
+scorers = st.lists(
+    st.builds(
+        Scorer,
+        st.text("abcdef", min_size=1, max_size=4),
+        st.just("x"),
+        speeds,
+        st.floats(0.1, 1.0),
+        st.none() | st.builds(Link, st.floats(1, 1e9), st.floats(0, 1)),
+        st.sampled_from(["tiny", "small", "standard", "large", ""]),
+        st.floats(0, 30),
+        st.integers(0, 9),
+        st.integers(0, 100_000),
+    ),
+    max_size=6,
+    unique_by=lambda s: s.node_id,
+)
+
+
+@given(scorers, st.integers(1, 200_000), st.floats(0.01, 1.0), st.randoms())
+def test_parts_tile_the_text_whatever_the_order(
+    able: list[Scorer], tokens: int, ratio: float, draw: object
+) -> None:
+    found = plan(asked(ratio, tokens), able)
+    shuffled = list(able)
+    draw.shuffle(shuffled)  # type: ignore[attr-defined]
+    assert plan(asked(ratio, tokens), shuffled) == found
+    if not able:
+        return
+    assert found.parts[0].first == 0
+    assert found.parts[-1].last == 1
+    assert all(a.last == b.first for a, b in itertools.pairwise(found.parts))
+    assert len(found.parts) <= limits.SMART_SCORERS
+    assert found.score_s > 0
+    assert bool(found.reason) == bool(found.code)

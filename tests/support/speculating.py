@@ -1,0 +1,156 @@
+"""A scheduler turned by hand whose answers are drafted for, and sources that are right, wrong, or worse."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleetd.engine.chunks import FixedChunks
+from fleetd.engine.memory import KvBudget
+from fleetd.engine.prefix import PrefixCache
+from fleetd.engine.prompts import Prepared
+from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Report, Sampling, TokenPrompt
+from fleetd.engine.scheduler import Scheduler
+from fleetd.engine.spec import rollback
+from fleetd.engine.spec.probe import Verdict
+from fleetd.engine.spec.sources import Source
+from fleetd.engine.spec.speculation import Mode, Speculation
+
+GREEDY = Sampling(temperature=0.0)
+EXACT = Verdict(16, rollback.ANY, "exact: for the test", {1: 1.0, 16: 1.5})
+
+
+def speculation(vocab_size: int, mode: Mode = "on", **changes: Any) -> Speculation:
+    return Speculation(changes.pop("verdict", EXACT), vocab_size, mode, **changes)
+
+
+class Run:
+    """Requests through a scheduler of their own; ``speculation`` None is plain decoding."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, speculation: Speculation | None = None, **options: Any
+    ) -> None:
+        self.events: list[Report] = []
+        # Prompt and answer of each, as far as it was seen between turns.
+        self.tokens: dict[str, list[int]] = {}
+        settings: dict[str, Any] = {
+            "context_tokens": 2048,
+            "chunks": FixedChunks(64, 32),
+            "max_streams": 4,
+            "budget": KvBudget.of(1 << 30, 1024),
+            "prefix": PrefixCache(1 << 30),
+            **options,
+        }
+        self.scheduler = Scheduler(
+            model=model,
+            tokenizer=tokenizer,
+            emit=self.events.append,
+            speculation=speculation,
+            **settings,
+        )
+        self.decoding = self.scheduler._decoding
+
+    def submit(self, name: str, tokens: Sequence[int], *sources: Source, **fields: Any) -> None:
+        request = Generate(name, TokenPrompt(list(tokens)), **{"sampling": GREEDY, **fields})
+        self.scheduler.inbox.put(Prepared(request, list(tokens)))
+        for source in sources:
+            self.decoding.attach(name, source)
+
+    @property
+    def busy(self) -> bool:
+        s = self.scheduler
+        return bool(s._waiting or s._prefilling or len(s._decoding) or not s.inbox.empty())
+
+    def turn(self) -> None:
+        if not self.busy:
+            return  # it would wait for something to arrive
+        assert self.scheduler.turn()
+        for running in (*self.decoding._batch.values(), self.decoding._alone):
+            if running is not None:
+                self.tokens[running.answer.id] = list(running.tokens)
+
+    def finish(self, turns: int = 3000) -> None:
+        s = self.scheduler
+        for _ in range(turns):
+            if not self.busy:
+                break
+            self.turn()
+        assert len(self.decoding) == 0
+        assert s.budget.used_bytes == 0
+        assert self.decoding._sources == {}
+
+    def said(self, name: str) -> list[Any]:
+        """All that a client could tell apart, bit for bit; only times are left out."""
+        out: list[Any] = []
+        for event in self.events:
+            if isinstance(event, Delta) and event.id == name:
+                out.append((event.text, event.channel, event.tokens, event.logprobs))
+            elif isinstance(event, Finished) and event.id == name:
+                out.append((event.reason, event.usage, event.stop))
+            elif isinstance(event, Failed) and event.id == name:
+                out.append(event)
+        return out
+
+    def finished(self, name: str) -> Finished:
+        return next(e for e in self.events if isinstance(e, Finished) and e.id == name)
+
+
+@dataclass
+class Scripted:
+    """A source that says what ``say`` makes of the text and the width."""
+
+    say: Callable[[Sequence[int], int], list[int]]
+    name: str = "scripted"
+    told: list[int] = field(default_factory=list)
+    closed: bool = False
+
+    def propose(self, tokens: Sequence[int], width: int) -> list[int]:
+        return self.say(tokens, width)
+
+    def committed(self, tokens: Sequence[int]) -> None:
+        self.told += tokens
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def perfect(whole: Sequence[int]) -> Scripted:
+    """Knows prompt and answer."""
+    return Scripted(lambda tokens, width: list(whole[len(tokens) : len(tokens) + width]))
+
+
+def right_for(whole: Sequence[int], count: int) -> Scripted:
+    """Right for ``count`` tokens, then wrong by one, every time."""
+
+    def say(tokens: Sequence[int], width: int) -> list[int]:
+        rest = list(whole[len(tokens) : len(tokens) + width])
+        return rest[:count] + [(token + 1) % 256 for token in rest[count:]]
+
+    return Scripted(say)
+
+
+def guessing(vocab_size: int, seed: int) -> Scripted:
+    dice = random.Random(seed)
+    return Scripted(lambda tokens, width: [dice.randrange(vocab_size) for _ in range(dice.randint(0, width))])
+
+
+def lying(vocab_size: int, seed: int) -> Scripted:
+    """Sends what it must not: ids that do not exist, far too many tokens, or an exception."""
+    dice = random.Random(seed)
+
+    def say(tokens: Sequence[int], width: int) -> list[int]:
+        match dice.randrange(5):
+            case 0:
+                return [-1, vocab_size, 1 << 40]
+            case 1:
+                return [0] * (50 * width + 50)
+            case 2:
+                return [tokens[-1]] * width
+            case 3 if dice.random() < 0.1:
+                raise RuntimeError("a source that breaks")
+            case _:
+                return []
+
+    return Scripted(say)
