@@ -35,10 +35,10 @@ def pipeline(machines: int, steps: int) -> float:
 
 
 def error(trace: Trace) -> float | None:
-    """By what share of the actual time the prediction was off; None where there is nothing to compare."""
+    """Predicted over actual time, less 1: below 0 it took longer. None where there is nothing to compare."""
     if trace.outcome != "shared" or not trace.prefill_s or trace.chosen.predicted_s is None:
         return None
-    return abs(trace.chosen.predicted_s / trace.prefill_s - 1)
+    return trace.chosen.predicted_s / trace.prefill_s - 1
 
 
 def step_s(trace: Trace, name: str, machine: str) -> float:

@@ -28,7 +28,8 @@ LENGTHS = (500, 1000, 2000, 4000)
 SHARES = (1.0, SLOW)
 # A first look that finds a cell slower than this is not believed before it was repeated.
 _SUSPECT = 1.01
-_WINDOW_LENGTH, _WINDOW_TOKENS = 1000, 48
+# An answer of some seconds: pings and news of load are told by the second, whatever else goes on.
+_WINDOW_LENGTH, _WINDOW_TOKENS = 1000, 320
 
 
 @dataclass
@@ -120,7 +121,7 @@ def _figures(seen: _Seen) -> list[Figure]:
         return []
     worst = max(seen.cells, key=lambda cell: cell.value)
     spread = [cell for cell in seen.cells if cell.distributed]
-    errors = [off for cell in seen.cells for off in cell.errors]
+    errors = [abs(off) for cell in seen.cells for off in cell.errors]
     cells = [cell.value for cell in seen.cells]
     figures = [
         Figure(
@@ -157,8 +158,12 @@ def _how(seen: _Seen, runs: int) -> str:
     ]
     said += [f"Not run: {why}." for why in seen.not_run]
     rows = "\n".join(
-        f"| {cell.title} | {cell.value:.2f} | {len(cell.slower)} | {'; '.join(dict.fromkeys(cell.how))} |"
+        f"| {cell.title} | {cell.value:.2f} | {len(cell.slower)} | {'; '.join(dict.fromkeys(cell.how))} "
+        f"| {', '.join(f'{off:+.0%}' for off in cell.errors)} |"
         for cell in seen.cells
     )
-    said.append(f"| prompt, link, helper | over alone | pairs | chosen |\n|---|---|---|---|\n{rows}")
+    said.append(
+        "| prompt, link, helper | over alone | pairs | chosen | prediction off |\n"
+        f"|---|---|---|---|---|\n{rows}"
+    )
     return "\n\n".join(said)

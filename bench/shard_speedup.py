@@ -9,7 +9,7 @@ from functools import cache
 
 from bench import prompts
 from bench.figures import Figure, Measured, alternated, at_least, at_most
-from bench.shard_ceiling import ceiling, error, step_s
+from bench.shard_ceiling import ceiling, step_s
 from bench.shard_machines import HELPER, HOME, Asked, Machines
 from bench.throwaway import MODEL
 
@@ -37,7 +37,6 @@ class _Both:
     decode: list[float] = field(default_factory=list)
     same: list[float] = field(default_factory=list)
     connections: list[int] = field(default_factory=list)
-    errors: list[float] = field(default_factory=list)
 
 
 def measure(runs: int) -> Measured:
@@ -76,8 +75,6 @@ def _one(machines: Machines, run: int, length: int, seen: _Seen, both: _Both) ->
     if shared.shared and shared.trace is not None:
         seen.exposed.append(step_s(shared.trace, _HANDED_OFF, "this") / shared.ttft_s)
         both.decode.append(shared.heard.rate / alone.heard.rate)
-        off = error(shared.trace)
-        both.errors += [] if off is None else [off]
 
 
 def _together(machines: Machines, run: int) -> float:

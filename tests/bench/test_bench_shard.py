@@ -37,7 +37,7 @@ def test_what_is_not_split_has_no_ceiling() -> None:
 
 
 def test_a_prediction_is_off_by_a_share_of_what_happened() -> None:
-    assert error(trace()) == pytest.approx(0.2)
+    assert error(trace()) == pytest.approx(-0.2)
     assert error(trace(prefill_s=3.2)) == pytest.approx(0.25)
 
 
