@@ -120,7 +120,7 @@ class _Measuring:
         found_s = 0.0
         for context in CONTEXTS:
             fits = context + n <= self._context_tokens and self._fits(BEHIND * self._chunks[n])
-            cache = _made_up(self._short, context) if fits else None
+            cache = _made_up(self._short, context, n) if fits else None
             if cache is None:
                 break
             behind_s = self._run(n, cache)
@@ -156,17 +156,21 @@ class _Measuring:
         return self._clock() - self._begun_s + expected_s <= share * self._budget_s
 
 
-def _made_up(like: list[Any], context: int) -> list[Any] | None:
-    """A cache with a context that nobody computed; None where that is more than rows, or too large."""
+def _made_up(like: list[Any], context: int, more: int) -> list[Any] | None:
+    """A cache with a context that nobody computed, and room for ``more`` tokens: to grow is to copy all rows,
+    which prompts pay for every few chunks, and this one would seem to pay every time.
+
+    None where a cache is more than rows, or too large.
+    """
     if any(type(layer) is not KVCache or layer.keys is None for layer in like):
         return None
     rows = sum((layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2] for layer in like)
-    if rows * context > CONTEXT_BYTES:
+    if rows * (context + more) > CONTEXT_BYTES:
         return None
     cache = []
     for layer in like:
         made = KVCache()
-        shapes = [(1, part.shape[1], context, part.shape[3]) for part in (layer.keys, layer.values)]
+        shapes = [(1, part.shape[1], context + more, part.shape[3]) for part in (layer.keys, layer.values)]
         made.keys, made.values = (mx.ones(shape, layer.keys.dtype) for shape in shapes)
         made.offset = context
         cache.append(made)
