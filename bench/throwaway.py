@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -166,6 +167,12 @@ class Heard:
     def rate(self) -> float:
         """Tokens per second from the first to the last."""
         return (self.count - 1) / (self.text_s[-1] - self.text_s[0])
+
+    @property
+    def steady_rate(self) -> float:
+        """Pieces of text per second by the usual gap between two: a moment in which the machine did something
+        else does not show."""
+        return 1 / statistics.median(b - a for a, b in itertools.pairwise(self.text_s))
 
     @property
     def gap_s(self) -> float:

@@ -11,7 +11,7 @@ import msgspec
 
 from eval import forms
 from eval.engine import Engine
-from eval.statistics import Share
+from eval.statistics import Ratio, Share
 from eval.tasks import Task, task
 from fleetd.engine.protocol import Keep
 from fleetd.smart import elide
@@ -37,8 +37,8 @@ class Cell(msgspec.Struct, frozen=True):
 class Outcome(msgspec.Struct, frozen=True):
     """One task. ``answers``: how many there are; ``dense``: how many of them the whole prompt gave.
 
-    ``forms``: of the dense ones, by form; ``kept``: facts that selection kept, of ``facts``. ``ratio``: what
-    it kept of the tokens, ``text_tokens`` what the text form has with its markers.
+    ``forms``: of the dense ones, by form; ``gave``: of all, by form. ``kept``: facts that selection kept, of
+    ``facts``. ``ratio``: what it kept of the tokens, ``text_tokens`` what the text form has with its markers.
     """
 
     kind: str
@@ -49,6 +49,7 @@ class Outcome(msgspec.Struct, frozen=True):
     answers: int
     dense: int
     forms: dict[str, int] = {}
+    gave: dict[str, int] = {}
     kept: int = 0
     facts: int = 0
     kept_ratio: float = 0.0
@@ -89,7 +90,8 @@ class Runner:
         said = await self.engine.answer(one.text or one.messages, one.max_tokens)
         right = self._right(one, said.text)
         document = one.document
-        scores = (await self.engine.scores(document))[0] if right and self.scored else None
+        asked = bool(right) or len(one.answers) > 1
+        scores = (await self.engine.scores(document))[0] if asked and self.scored else None
         return [
             await self._at(one, document, scores, ratio, right, said.tokens, baselines=ratio == ratios[0])
             for ratio in ratios
@@ -115,7 +117,7 @@ class Runner:
             "answers": len(one.answers),
             "dense": len(right),
         }
-        if not right:
+        if not right and len(one.answers) == 1:
             return Outcome(**head)
         selection = forms.selected(document, scores, ratio)
         chosen: dict[str, Selection] = {"text": selection}
@@ -123,21 +125,22 @@ class Runner:
             chosen["words"] = forms.selected(document, None, ratio)
             chosen["random"] = forms.at_random(document, ratio, one.seed)
             chosen["truncated"] = forms.truncated(document, ratio)
-        hits: dict[str, int] = {}
+        gave: dict[str, set[str]] = {}
         text_tokens = 0
         for name, each in chosen.items():
             shortened: Any = (
                 elide.texts(document, each)[0] if one.text else elide.messages(document, each, one.messages)
             )
             said = await self.engine.answer(shortened, one.max_tokens)
-            hits[name] = len(right & self._right(one, said.text))
+            gave[name] = self._right(one, said.text)
             text_tokens = text_tokens or said.tokens
         if self.sparse:
             placed = forms.selected(document, scores, ratio, mode="sparse")
-            hits["sparse"] = await self._sparse(one, document, placed, right)
+            gave["sparse"] = await self._sparse(one, document, placed, right)
         return Outcome(
             **head,
-            forms=hits,
+            forms={form: len(right & answers) for form, answers in gave.items()},
+            gave={form: len(answers) for form, answers in gave.items()},
             kept=len(one.facts) - len(lost(document, selection, one.facts)),
             facts=len(one.facts),
             kept_ratio=selection.ratio,
@@ -146,14 +149,16 @@ class Runner:
             declined=selection.declined,
         )
 
-    async def _sparse(self, one: Task, document: Document, selection: Selection, right: set[str]) -> int:
+    async def _sparse(
+        self, one: Task, document: Document, selection: Selection, right: set[str]
+    ) -> set[str]:
         if selection.declined:
-            return len(right)
+            return right
         keep = Keep(
             {i: list(kept) for i, kept in enumerate(selection.kept) if not selection.whole(document, i)}
         )
         said = await self.engine.answer(one.text or one.messages, one.max_tokens, keep)
-        return len(right & self._right(one, said.text))
+        return self._right(one, said.text)
 
     @staticmethod
     def _right(one: Task, said: str) -> set[str]:
@@ -213,6 +218,16 @@ def recall(outcomes: Sequence[Outcome], form: str) -> Share:
     """Of the answers that the whole prompt gave, those that a form gave too."""
     mine = [o for o in outcomes if form in o.forms]
     return Share(sum(o.forms[form] for o in mine), sum(o.dense for o in mine))
+
+
+def compared(outcomes: Sequence[Outcome], form: str) -> Ratio:
+    """All answers that a form gave, over all that the whole prompt gave.
+
+    For tasks of which the whole prompt gives some answers: which ones is chance, and a form that gives others
+    in their place has lost nothing.
+    """
+    mine = [o for o in outcomes if form in o.gave]
+    return Ratio.of_pairs([(o.gave[form], o.dense) for o in mine])
 
 
 def kept(outcomes: Sequence[Outcome]) -> Share:

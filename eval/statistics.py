@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 _Z = 1.96  # 95 %
@@ -37,3 +39,37 @@ class Share:
             return "none"
         low, high = self.interval
         return f"{100 * self.value:.1f} % ({100 * low:.0f} to {100 * high:.0f}, n={self.of})"
+
+
+_RESAMPLED = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """One sum over another one, of ``of`` cases, and the interval of the bootstrap over cases (Efron 1979)."""
+
+    value: float
+    interval: tuple[float, float]
+    of: int
+
+    @classmethod
+    def of_pairs(cls, pairs: Sequence[tuple[float, float]]) -> Ratio:
+        """Deterministic. Samples in which the second sum is 0 are left out."""
+        chance = random.Random(0)
+        found = []
+        for _ in range(_RESAMPLED if pairs else 0):
+            sample = chance.choices(pairs, k=len(pairs))
+            if below := sum(b for _, b in sample):
+                found.append(sum(a for a, _ in sample) / below)
+        below = sum(b for _, b in pairs)
+        value = sum(a for a, _ in pairs) / below if below else math.nan
+        if not found:
+            return cls(value, (0.0, math.inf), len(pairs))
+        found.sort()
+        return cls(value, (found[int(0.025 * len(found))], found[int(0.975 * len(found))]), len(pairs))
+
+    def __str__(self) -> str:
+        if math.isnan(self.value):
+            return "none"
+        low, high = self.interval
+        return f"{100 * self.value:.1f} % ({100 * low:.0f} to {100 * high:.0f}, n={self.of} prompts)"

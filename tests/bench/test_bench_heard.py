@@ -12,6 +12,10 @@ def test_the_rate_runs_from_the_first_token_to_the_last() -> None:
     assert heard.rate == 2.0  # four steps in two seconds, although two tokens came in one piece
 
 
+def test_one_long_pause_does_not_change_the_steady_rate() -> None:
+    assert Heard(0.0, 0.01, text_s=[1.0, 1.5, 2.0, 5.0, 5.5]).steady_rate == 2.0
+
+
 @pytest.mark.parametrize(
     ("headers_s", "byte_s", "gap_s"),
     [(0.5, [1.0, 1.25], 0.5), (0.25, [0.5, 4.5, 5.0], 4.0), (3.0, [3.0], 3.0)],

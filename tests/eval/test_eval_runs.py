@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from eval.engine import Said
-from eval.runs import Outcome, Runner, recall
+from eval.runs import Outcome, Runner, compared, recall
+from eval.statistics import Ratio
 from fleetd.engine.protocol import Keep
 from fleetd.smart.text import estimate_tokens
 
@@ -45,3 +46,20 @@ async def test_what_is_kept_is_what_is_answered(kind: str) -> None:
     assert recall(first, "text").value > recall(first, "truncated").value
     assert all(outcome.text_tokens < outcome.prompt_tokens / 2 for outcome in first)
     assert len(logged) == 2
+
+
+def test_of_several_answers_others_in_their_place_are_no_loss() -> None:
+    lost = Outcome("needles4", 800, 0.3, 0.5, 1, answers=4, dense=2, forms={"text": 1}, gave={"text": 2})
+    found = Outcome("needles4", 800, 0.3, 0.5, 2, answers=4, dense=0, forms={"text": 0}, gave={"text": 1})
+    assert recall([lost], "text").value == 0.5
+    assert compared([lost], "text").value == 1
+    assert compared([lost, found], "text").value == 1.5
+    assert compared([lost], "sparse").of == 0
+
+
+def test_a_ratio_s_interval_is_of_its_cases() -> None:
+    ratio = Ratio.of_pairs([(2, 4), (4, 4), (3, 4), (4, 4)])
+    assert ratio.value == 13 / 16
+    assert 0.5 <= ratio.interval[0] < ratio.value < ratio.interval[1] <= 1
+    assert ratio == Ratio.of_pairs([(2, 4), (4, 4), (3, 4), (4, 4)])
+    assert str(Ratio.of_pairs([])) == "none"
