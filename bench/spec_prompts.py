@@ -24,6 +24,18 @@ def save_settings(path, settings):
             file.write(f"{key} = {settings[key]}\\n")
 '''
 
+# A small model has to be shown that all of the code is to come again: by itself it makes up a shorter one.
+_EXAMPLE = """def total(prices):
+    sum = 0
+    for price in prices:
+        sum += price
+    return sum
+"""
+_SHOWN = (
+    f"Here is a Python function:\n\n```python\n{_EXAMPLE}```\n\nHere is the same function again, with `sum` "
+    f"renamed to `amount`:\n\n```python\n{_EXAMPLE.replace('sum', 'amount')}```\n\n"
+)
+
 _LOG = "\n".join(
     f"2025-03-04 12:{minute:02d}:{second:02d} INFO worker[{worker}] request finished status=200 "
     f"path=/api/v1/items duration_ms={40 + worker}"
@@ -41,7 +53,7 @@ _PASSAGE = (
 # What is asked, and the words that the answer follows.
 REPETITIVE: dict[str, str] = {
     "rewrite this code with one change": (
-        f"Here is a Python module:\n\n```python\n{_CODE}```\n\nHere is the same module again, with "
+        f"{_SHOWN}Here is a Python module:\n\n```python\n{_CODE}```\n\nHere is the same module again, with "
         f"`settings` renamed to `options` in the first function only:\n\n```python\n"
     ),
     "continue this log": f"{_LOG}\n",
