@@ -347,7 +347,7 @@ class Smart:
         new = range(min(cached, tokens), tokens)
         dense_s = speed.total(1.0, new, MEASURED_TOKENS)
         helped_s = kept_s = 0.0
-        if node_id == HERE:
+        if node_id == HERE and job.shareable:
             helped_s = self._best_s(target.folder, tokens, new.start, 0)
             kept_s = self._kept_s(target.folder, form, tokens, ratio)
         if helped_s > 0:
