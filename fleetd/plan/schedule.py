@@ -165,8 +165,8 @@ class Chain:
         prompt, all_bytes, slowest_s = self._prompt, 0.0, 0.0
         for helper, share in zip(self._helpers, shares, strict=True):
             # Where tokens are left out, each of the others comes with its position.
-            n_bytes = _TOKEN_BYTES * prompt.tokens * (2 if prompt.span else 1)
-            n_bytes += prompt.kv_bytes_per_token * prompt.cached * share
+            token_bytes = _TOKEN_BYTES * (2 if prompt.span else 1)
+            n_bytes = token_bytes * prompt.tokens + prompt.kv_bytes_per_token * prompt.cached * share
             all_bytes += n_bytes
             slowest_s = max(slowest_s, helper.link.seconds(n_bytes) + helper.link.one_way_s)
         return max(slowest_s, self._port.seconds(all_bytes))
