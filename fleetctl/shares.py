@@ -94,7 +94,10 @@ class Speculation(msgspec.Struct, frozen=True):
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """``prefill_s``: what ``chosen.predicted_s`` predicts. ``ttft_s`` counts from the request's arrival."""
+    """``prefill_s``: what ``chosen.predicted_s`` predicts. ``ttft_s`` counts from the request's arrival.
+
+    ``kept_tokens``: of the prompt's, those that were prefilled, where some were left out; else 0.
+    """
 
     id: str = ""
     at_s: float = 0.0
@@ -112,6 +115,7 @@ class Trace(msgspec.Struct, frozen=True):
     reason: str = ""
     verified_tokens: int = 0
     speculation: Speculation | None = None
+    kept_tokens: int = 0
 
 
 class Traces(msgspec.Struct, frozen=True):
@@ -123,9 +127,10 @@ def local_s(options: Sequence[Option]) -> float | None:
     return next((option.predicted_s for option in options if option.kind == "local"), None)
 
 
-def prompt(tokens: int, cached: int) -> str:
+def prompt(tokens: int, cached: int, kept: int = 0) -> str:
+    read = f", {count(kept)} of them kept" if kept else ""
     known = f", {count(cached)} of them known already" if cached else ""
-    return f"{count(tokens)} tokens{known}"
+    return f"{count(tokens)} tokens{read}{known}"
 
 
 def deviation(actual_s: float | None, predicted_s: float | None) -> str:

@@ -40,14 +40,19 @@ def command(session: Session, request: str | None, last: int) -> None:
         found = _fetch(client, last=last)
         session.emit(found, lambda: listing(read(found, Traces).traces, terminal_width()))
         return
-    one = _find(client, request)
-    session.emit(one, lambda: page(read({"traces": [one]}, Traces).traces[0], terminal_width()))
+    found = _find(client, request)
+    pages = read({"traces": found}, Traces).traces
+    session.emit(
+        found[0] if len(found) == 1 else {"traces": found},
+        lambda: "\n\n".join(page(trace, terminal_width()) for trace in pages),
+    )
 
 
-def _find(client: Client, request: str) -> Any:
-    """The only trace whose id has that in it. Raises NotFound, InvalidValue.
+def _find(client: Client, request: str) -> list[Any]:
+    """The traces of the only answer whose id has that in it. Raises NotFound, InvalidValue.
 
-    Each answer to a request has an id of its own, and one that came from another machine is longer there.
+    Each answer to a request has an id of its own, and one that came from another machine is longer there. One
+    whose prompt was shortened first and then read together with others has two traces.
     """
     known = _fetch(client, last=limits.TRACES).get("traces", [])
     found = [trace for trace in known if request in str(trace.get("id"))]
@@ -57,10 +62,11 @@ def _find(client: Client, request: str) -> Any:
             hint=f"The newest {limits.TRACES} are kept, of requests that others could have helped with: "
             "`fleetctl trace` lists them.",
         )
-    if len(found) > 1:
-        ids = ", ".join(one_line(str(trace.get("id"))) for trace in found[:5])
-        raise InvalidValue(f"Several requests are called like that: {ids}.", hint="Give more of it.")
-    return found[0]
+    ids = list(dict.fromkeys(one_line(str(trace.get("id"))) for trace in found))
+    if len(ids) > 1:
+        several = ", ".join(ids[:5])
+        raise InvalidValue(f"Several requests are called like that: {several}.", hint="Give more of it.")
+    return found
 
 
 def _fetch(client: Client, *, last: int) -> Any:

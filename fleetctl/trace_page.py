@@ -35,7 +35,7 @@ def listing(traces: Sequence[Trace], width: int | None) -> str:
         Column("WHEN", [_when(trace.at_s) for trace in traces], 7),
         Column("REQUEST", [one_line(trace.id[-SHORT_ID_CHARS:]) for trace in traces], 8),
         Column("MODEL", [_model(trace.model, cut=cut) for trace in traces], 1),
-        Column("TOKENS", [count(trace.prompt_tokens) for trace in traces], 6, right=True),
+        Column("TOKENS", [_tokens(trace) for trace in traces], 6, right=True),
         Column("CACHED", [count(trace.cached_tokens) for trace in traces], 2, right=True),
         Column("PLAN", [_plan(trace, cut=cut) for trace in traces], 9),
         Column("PLANNED", [brief(trace.chosen.predicted_s) for trace in traces], 4, right=True),
@@ -61,7 +61,7 @@ def page(trace: Trace, width: int | None) -> str:
     facts = [
         ("request", f"{one_line(trace.id)} · {_date(trace.at_s)}"),
         ("model", one_line(trace.model)),
-        ("prompt", prompt(trace.prompt_tokens, trace.cached_tokens)),
+        ("prompt", prompt(trace.prompt_tokens, trace.cached_tokens, trace.kept_tokens)),
         ("plan", chosen.division),
         ("outcome", _outcome(trace)),
         ("prefill", _prefill(trace)),
@@ -124,6 +124,12 @@ def _plan(trace: Trace, *, cut: bool) -> str:
         return f"{kind}: {', '.join(helpers)}"
     others = f" +{len(helpers) - 1}" if helpers[1:] else ""
     return f"{kind}: {shortened(helpers[0], _HELPER_CHARS)}{others}"
+
+
+def _tokens(trace: Trace) -> str:
+    """In a list: those that were prefilled first, where others were left out."""
+    kept = f"{count(trace.kept_tokens)} of " if trace.kept_tokens else ""
+    return kept + count(trace.prompt_tokens)
 
 
 def _model(name: str, *, cut: bool) -> str:

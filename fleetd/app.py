@@ -133,7 +133,7 @@ class Daemon:
             self._pool,
             self._metrics,
             self._traces.record,
-            dense_s=self._sharing.dense_s if self._sharing else lambda folder, tokens, cached: 0.0,
+            best_s=self._sharing.best_s if self._sharing else lambda folder, tokens, cached, kept: 0.0,
         )
         self._drafting = Drafting(
             self._fleet,

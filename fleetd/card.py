@@ -206,6 +206,7 @@ class CardMaker:
             part_last=helping.last_layer if helping is not None else 0,
             dtype=dtype,
             arithmetic=arithmetic,
+            sparse=holder is not None and holder.shares_sparse,
             exactness=engine.speculation[: limits.CARD_TEXT_CHARS] if engine and state == "loaded" else "",
         )
 

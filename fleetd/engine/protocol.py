@@ -124,7 +124,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``top_logprobs`` None reports no logprobs, 0 only the chosen token's, n also the n best.
     ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
     ``shared``: once it is Accepted, the prompt waits for Share or Alone before it is prefilled.
-    ``keep``: prefill only this of it, where the worker can; then it is not shared.
+    ``keep``: prefill only this of it, where the worker can.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
@@ -266,6 +266,8 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
     layers: list[bytes] = []
     # "any", or "same": whether chunks may be cut elsewhere than by the other machine.
     chunks: Literal["any", "same"] = "same"
+    # Why prompts of which tokens are left out are not shared; "" where they are. Older versions do not say.
+    sparse: str = "It shares whole prompts only."
 
     @property
     def text(self) -> str:

@@ -58,7 +58,7 @@ from fleetd.engine.share.sharing import SharedPrefill
 from fleetd.engine.share.streams import Streams
 from fleetd.engine.smart.layout import Layout
 from fleetd.engine.smart.scoring import Scoring
-from fleetd.engine.smart.sparse import Sparse, SparsePrefiller, leading
+from fleetd.engine.smart.sparse import Sparse, SparsePrefiller, leading, leading_cache
 from fleetd.engine.spec.draft_wire import DRAFTS
 from fleetd.engine.spec.follows import Follows
 from fleetd.engine.spec.remote_source import RemoteSource
@@ -383,8 +383,8 @@ class Scheduler:
         answer.prefiller = None
         if request.echo:
             self._echo(answer)
-        if isinstance(prefiller, SparsePrefiller):
-            self._remember_leading(prefiller)
+        if answer.kept is not None:
+            self._remember_leading(answer, answer.kept, cache)
         else:
             self._decoding.remember(answer, prefiller.tokens[:-1], cache)
         if answer.max_tokens <= 0:
@@ -392,12 +392,12 @@ class Scheduler:
             return
         self._decoding.begin(answer, prefiller.tokens, cache)
 
-    def _remember_leading(self, prefiller: SparsePrefiller) -> None:
+    def _remember_leading(self, answer: Answer, kept: list[int], cache: list[Any]) -> None:
         """Keep what a sparse prompt has in common with a dense one: the system prompt, as a rule."""
-        dense = prefiller.leading_cache()
+        dense = leading_cache(kept, cache)
         if dense is not None:
             mx.eval([layer.state for layer in dense])
-            self.prefix.store(prefiller.tokens[: prefiller.lead], dense)
+            self.prefix.store(answer.prepared.tokens[: leading(kept)], dense, answer.namespace)
 
     def _echo(self, answer: Answer) -> None:
         text = self.tokenizer.decode(answer.prepared.tokens)

@@ -78,6 +78,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     prefill_context_s: float
     prefill_fixed_s: float
     arithmetic: str
+    shares_sparse: bool
     speculation: str
     part_of: str
     first_layer: int
@@ -390,6 +391,7 @@ class EngineProcess:
             prefill_context_s=facts.prefill_context_s if facts else 0.0,
             prefill_fixed_s=facts.prefill_fixed_s if facts else 0.0,
             arithmetic=facts.arithmetic.text if facts and facts.arithmetic else "",
+            shares_sparse=bool(facts and facts.arithmetic and not facts.arithmetic.sparse),
             speculation=facts.speculation if facts else "",
             part_of=self.settings.part_of,
             first_layer=self.settings.first_layer,

@@ -33,13 +33,15 @@ class Gauges(Protocol):
 class Flight:
     """One request from its arrival to its end; ``running`` once the engine works on it, waiting before.
 
-    ``shared``: other machines computed some of its prefill.
+    ``shared``: other machines computed some of its prefill. ``kept``: of its prompt's tokens, those that are
+    prefilled, where some are left out; else 0.
     """
 
     def __init__(self, model: str, gauges: Gauges, now_s: float) -> None:
         self.model = model
         self.running = False
         self.shared = False
+        self.kept = 0
         self.finished: Finished | None = None
         self._gauges = gauges
         self._arrived_s = now_s
@@ -55,7 +57,7 @@ class Flight:
     def see(self, event: Loading | Event, now_s: float) -> None:
         match event:
             case Accepted():
-                self._prompt_tokens = event.prompt_tokens
+                self._prompt_tokens, self.kept = event.prompt_tokens, event.kept
             case Prefill():
                 self._cached_tokens = max(self._cached_tokens, event.cached)
                 self._run(now_s)

@@ -428,7 +428,7 @@ class Runner:
                     self._metrics.speculated(flight.finished.speculation)
                 self._speeds.ran(
                     flight.model,
-                    prompt_tokens=usage.prompt_tokens,
+                    prompt_tokens=flight.kept or usage.prompt_tokens,
                     cached_tokens=usage.cached_tokens,
                     completion_tokens=usage.completion_tokens,
                     prefill_s=timings.prefill_s,

@@ -38,7 +38,8 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
 
     Where it is not loaded, layers [``part_first``, ``part_last``) of it may be, to help others; (0, 0): none.
     ``kv_budget_bytes``: for keys and values of what is loaded. ``exactness``: the probe's verdict, whether
-    drafts can be verified there without changing a byte (``engine.protocol.Ready.speculation``).
+    drafts can be verified there without changing a byte (``engine.protocol.Ready.speculation``). ``sparse``:
+    what is loaded helps with prompts of which tokens are left out.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
@@ -61,6 +62,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     dtype: Text = ""
     arithmetic: Text = ""
     exactness: Text = ""
+    sparse: bool = False
 
 
 class MachineFacts(msgspec.Struct, frozen=True, omit_defaults=True):

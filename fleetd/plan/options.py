@@ -21,6 +21,7 @@ Code = Literal[
     "unusable",
     "other_files",
     "dtype",
+    "sparse",
     "versions",
     "draining",
     "failed",
@@ -50,6 +51,7 @@ class Machine:
     ``load_s``: until the model would be loaded, where it is not. ``room_bytes``: for this prompt's keys and
     values, and for the weights where they are not loaded. ``running``: what else computes there. ``exact``:
     its bytes would be those of the machine that answers. ``modelled``: nobody measured ``speed``.
+    ``sparse``: it helps with prompts of which tokens are left out.
     ``first_token_s``: of the machine that answers, what the prompt's last token takes, which it decodes.
     ``held``: the only layers [first, last) that are loaded; None where all are, or none. ``refusal``: why it
     is out, whatever it could do.
@@ -68,6 +70,7 @@ class Machine:
     held: Part | None = None
     refusal: Refusal | None = None
     first_token_s: float = 0.0
+    sparse: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +124,7 @@ _SENTENCES: dict[Code, str] = {
     "private": "{name} may not see prompts.",
     "other_files": "{name} has no model with these files.",
     "dtype": "{name} computes in another precision.",
+    "sparse": "{name} helps with whole prompts only.",
     "versions": "{name} runs another version of the engine.",
     "draining": "{name} is stopping.",
     "failed": "{name} failed to help a short while ago.",

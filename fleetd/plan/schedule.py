@@ -39,8 +39,9 @@ class Prompt:
     ``tokens`` and ``cached`` as ``Split`` has them: the prompt without its last token, and how much of that
     is in the prefix cache. Bytes over all layers: of a token's keys and values; of its hidden state; of the
     weights, and ``outside_bytes`` of those that belong to no layer. ``chunk``: how many tokens at a time
-    would be computed alone; with ``exact_chunks`` no other size will do. ``unshareable``: why nobody can
-    help, "" where they can.
+    would be computed alone; with ``exact_chunks`` no other size will do. ``span``: as ``Split`` has it, where
+    tokens are left out; only those that are kept cost anything. ``unshareable``: why nobody can help, ""
+    where they can.
     """
 
     tokens: int
@@ -50,6 +51,7 @@ class Prompt:
     hidden_bytes: int
     chunk: int
     exact_chunks: bool = False
+    span: int = 0
     unshareable: str = ""
     weights_bytes: int = 0
     outside_bytes: int = 0
@@ -162,7 +164,9 @@ class Chain:
         """The tokens, and the rows of those that are cached, to everybody at once."""
         prompt, all_bytes, slowest_s = self._prompt, 0.0, 0.0
         for helper, share in zip(self._helpers, shares, strict=True):
-            n_bytes = _TOKEN_BYTES * prompt.tokens + prompt.kv_bytes_per_token * prompt.cached * share
+            # Where tokens are left out, each of the others comes with its position.
+            token_bytes = _TOKEN_BYTES * (2 if prompt.span else 1)
+            n_bytes = token_bytes * prompt.tokens + prompt.kv_bytes_per_token * prompt.cached * share
             all_bytes += n_bytes
             slowest_s = max(slowest_s, helper.link.seconds(n_bytes) + helper.link.one_way_s)
         return max(slowest_s, self._port.seconds(all_bytes))

@@ -106,6 +106,8 @@ def _refusal(prompt: Prompt, machine: Machine) -> Refusal | None:
         return machine.refusal
     if machine.link is None:
         return refusal("unusable", machine.name)
+    if prompt.span and not machine.sparse:
+        return refusal("sparse", machine.name)
     if new < limits.SHARE_LEAST_TOKENS:
         least = limits.SHARE_LEAST_TOKENS
         return Refusal("short", f"{new} new tokens are computed sooner than shared; {least} are the least.")
@@ -177,6 +179,7 @@ def _option(kind: Kind, prompt: Prompt, home: Machine, chain: Sequence[Machine],
             cached=prompt.cached,
             tokens=prompt.tokens,
             chunk=found.chunk,
+            span=prompt.span,
         )
     )
     cold = {

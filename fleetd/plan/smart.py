@@ -70,7 +70,8 @@ class Asked:
     """A prompt of ``tokens``, of which ``ratio`` shall be kept.
 
     ``target``: the machine and model that answer, None where nobody knows their speed. ``dense_s``: the best
-    way without dropping anything, what is cached already counted; 0 where unknown.
+    way without dropping anything, what is cached already counted, and ``kept_s`` the best way of reading what
+    is kept, with others' help; 0 where unknown.
     """
 
     tokens: int
@@ -78,6 +79,7 @@ class Asked:
     target: Speed | None
     chunk: int = MEASURED_TOKENS
     dense_s: float = 0.0
+    kept_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +152,8 @@ def _prefill_s(asked: Asked) -> float:
     """Of what is kept: its tokens see each other only."""
     if asked.target is None:
         return 0.0
-    return asked.target.total(1.0, range(math.ceil(asked.tokens * asked.ratio)), asked.chunk)
+    alone_s = asked.target.total(1.0, range(math.ceil(asked.tokens * asked.ratio)), asked.chunk)
+    return min(alone_s, asked.kept_s) if asked.kept_s > 0 else alone_s
 
 
 def _best(tokens: int, able: Sequence[Scorer]) -> tuple[float, tuple[Segments, ...]]:

@@ -29,6 +29,10 @@ class Split(msgspec.Struct, frozen=True):
 
     The part of the last machine, which answers, may be empty: then all of the prefill is done elsewhere.
     New tokens are [cached, tokens); ``tokens`` is the prompt without its last one, which decoding computes.
+
+    Where a part of the prompt is left out, only those that are kept are counted, by their rows in the caches.
+    ``span`` is then what ``tokens`` would be of the whole prompt, and each token travels with its position,
+    which is below that. 0: all are kept, and a token's row is its position.
     """
 
     kind: Kind
@@ -37,6 +41,12 @@ class Split(msgspec.Struct, frozen=True):
     cached: _Count
     tokens: _Count
     chunk: Annotated[int, Meta(ge=1, le=2**20)]
+    span: _Count = 0
+
+    @property
+    def token_bytes(self) -> int:
+        """An id, and the position where it has one of its own: int32 each."""
+        return 8 if self.span else 4
 
     @property
     def machines(self) -> int:
@@ -53,7 +63,7 @@ class Split(msgspec.Struct, frozen=True):
         return range(self.cuts[machine], self.cuts[machine + 1])
 
     def tokens_of(self, machine: int) -> range:
-        """Positions that a machine computes."""
+        """Tokens that a machine computes, by their rows."""
         if self.kind == "layers":
             return range(self.cached, self.tokens)
         return range(self.cuts[machine], self.cuts[machine + 1])
@@ -72,6 +82,8 @@ def checked(split: Split) -> Split:
         raise InvalidValue(f"{split.kind} cut at {split.cuts} do not divide {first} to {last}.")
     if split.cached >= split.tokens:
         raise InvalidValue("Nothing of this prompt is left to prefill.")
+    if split.span and split.span <= split.tokens:
+        raise InvalidValue(f"{split.tokens} tokens of {split.span} are kept: nothing is left out.")
     inner = split.cuts[:-1] if split.kind == "tokens" else ()
     if any((cut - split.cached) % split.chunk and cut != split.tokens for cut in inner):
         raise InvalidValue(f"Tokens cut at {split.cuts} are not cut between chunks of {split.chunk}.")

@@ -196,6 +196,25 @@ def test_a_part_that_two_have_names_neither(run: Run, tracing: FakeDaemon) -> No
     assert f"Several requests are called like that: {SHARED['id']}-0, {SHARED['id']}-1." in done.stderr
 
 
+def test_a_prompt_that_was_shortened_and_then_shared_has_two_pages(run: Run, tracing: FakeDaemon) -> None:
+    smart = {**SHARED, "chosen": {**SHARED["chosen"], "kind": "smart"}, "outcome": "smart"}
+    shared = {**SHARED, "kept_tokens": 1200, "exactness": "lossy"}
+    tracing.on("GET", "/fleet/v1/traces", Reply({"traces": [smart, shared]}))
+    done = run("trace", SHARED["id"], home=tracing.home)
+    assert done.stdout == f"{shown(smart, None)}\n\n{shown(shared, None)}\n"
+    assert json.loads(run("trace", SHARED["id"], "--json", home=tracing.home).stdout) == {
+        "traces": [smart, shared]
+    }
+
+
+def test_of_a_prompt_in_part_it_says_how_much_was_read() -> None:
+    sparse = {**SHARED, "kept_tokens": 1200, "exactness": "lossy"}
+    said = shown(sparse)
+    assert "prompt       4,000 tokens, 1,200 of them kept\n" in said
+    assert "shared as planned · lossy" in said
+    assert re.split("  +", listed([sparse], None)[1])[3] == "1,200 of 4,000"
+
+
 @pytest.mark.parametrize("request_id", ["nobody-knows-it", "111", ""])
 def test_a_request_without_a_trace(run: Run, tracing: FakeDaemon, request_id: str) -> None:
     done = run("trace", request_id, home=tracing.home)

@@ -55,6 +55,7 @@ ARITHMETIC = Arithmetic(
     {"mlx": "1", "mlx-lm": "1"},
     layers=[bytes([n]) * 8 for n in range(LAYERS)],
     chunks="any",
+    sparse="",
 )
 FACTS = Ready(
     architecture="llama",
@@ -211,6 +212,7 @@ class FakeHomePool:
     cached: int = 0
     exact: bool = True
     tokens: int = 4096
+    kept: int = 0
     text: str = "hello"
     requests: list[Generate] = field(default_factory=list)
     left: int = 0
@@ -225,7 +227,7 @@ class FakeHomePool:
         done = False
         try:
             waits = self.waits and request.shared
-            yield Accepted(request.id, self.tokens, self.cached, 256, waits, self.exact)
+            yield Accepted(request.id, self.tokens, self.cached, 256, waits, self.exact, self.kept)
             if waits:
                 async for event in self._prefilled(request.id):
                     yield event
@@ -262,6 +264,7 @@ def own_card(name: str, **model: Any) -> Card:
         "state": "loaded",
         "memory_bytes": 1000,
         "prefill_tok_s": 100.0,
+        "sparse": True,
     }
     return Card(name, 1, 1, name=name, models=[ModelCard("m", **fields | model)], available_bytes=1 << 30)
 

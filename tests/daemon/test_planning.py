@@ -59,6 +59,13 @@ def test_some_layers_are_a_help_without_a_load() -> None:
     assert helper(card(part_last=14)).held is None
 
 
+def test_only_what_is_loaded_says_that_it_cannot_leave_tokens_out() -> None:
+    assert not helper(card(sparse=False)).sparse
+    assert not helper(card(sparse=False, state="installed", part_last=14)).sparse
+    assert helper(card(sparse=False, state="installed")).sparse
+    assert helper(card()).sparse
+
+
 @pytest.mark.parametrize("part", [(3, 3), (5, 2)], ids=str)
 def test_layers_on_a_hostile_card_that_are_none_help_nobody(part: tuple[int, int]) -> None:
     first, last = part

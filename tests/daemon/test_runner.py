@@ -408,6 +408,17 @@ async def test_a_shared_answer_is_this_machines_own_and_teaches_no_speed(
     assert speeds.of("m").prefill_tok_s == 0
 
 
+async def test_tokens_that_are_left_out_teach_no_speed(make_runner: Make) -> None:
+    taught = []
+    for tokens, kept in ((1000, 0), (9000, 1000)):
+        usage = Usage(prompt_tokens=tokens, completion_tokens=1)
+        finished = Finished("r1", "stop", usage, Timings(queue_s=0.1, prefill_s=1.0, decode_s=0.0))
+        speeds, pool = SpeedBook(), FakePool([Accepted("r1", tokens, kept=kept), finished])
+        await collect(make_runner(pool, FakeModels(), speeds=speeds), job())
+        taught.append(speeds.of("m").prefill_tok_s)
+    assert taught[0] == taught[1] > 0
+
+
 async def test_a_helper_that_fails_is_a_fallback_of_the_plan(make_runner: Make, metrics: Metrics) -> None:
     moved = Planned("local", ("this",), "exact", "studio: it went away.")
     sharing = FakeSharing([HELPED, answer()[0], moved, *answer()[1:]])

@@ -244,6 +244,27 @@ async def test_sparse_where_it_cannot_be_done_is_not_done(home: Any) -> None:
     assert this.pool.asked == [chat()]
 
 
+@pytest.mark.parametrize("form", ["sparse", "text"])
+async def test_what_is_kept_is_priced_with_the_help_of_others(home: Any, form: Any) -> None:
+    this = home(sparse="", kept=20)
+    this.speeds.seed("m", 500.0, 20.0)
+    asked: list[tuple[int, int]] = []
+
+    def best_s(_folder: Any, tokens: int, _cached: int, kept: int) -> float:
+        asked.append((tokens, kept))
+        return 0.0
+
+    this.smart._best_s = best_s
+    assert (await this.told(chat(), replace(ASKED, mode=form))).form == form
+    (whole, all_of_it), (tokens, kept) = asked
+    assert all_of_it == 0
+    if form == "sparse":
+        assert tokens == whole > 2 * kept > 0
+    else:
+        assert kept == 0
+        assert whole > 2 * tokens > 0
+
+
 # ---- Falling through -------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from tiny_architectures import VOCAB, WINDOW, tiny
 
 from fleetd.engine.architectures import CUT
 from fleetd.engine.prefill import Prefiller
-from fleetd.engine.smart.sparse import Sparse, SparsePrefiller
+from fleetd.engine.smart.sparse import Sparse, SparsePrefiller, leading, leading_cache
 from fleetd.engine.smart.sparse_caches import SparseKV, SparseWindow, rows, sparse_cache
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -141,10 +141,10 @@ def test_a_dense_prefix_is_taken_over_and_given_back() -> None:
     for prefiller in (alone, after):
         while prefiller.step(7):
             pass
-        assert prefiller.lead == 30
-    leading = alone.leading_cache()
-    assert leading is not None
-    for mine, theirs, native, given in zip(alone.cache, after.cache, dense.cache, leading, strict=True):
+    assert leading(kept) == 30
+    given_back = leading_cache(kept, alone.cache)
+    assert given_back is not None
+    for mine, theirs, native, given in zip(alone.cache, after.cache, dense.cache, given_back, strict=True):
         assert all(map(mx.array_equal, mine.keys_and_values(), theirs.keys_and_values()))
         assert type(given) is KVCache
         assert given.offset == 30

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,18 @@ from sharing import (
 )
 
 from fleetd import limits
-from fleetd.engine.protocol import Accepted, Alone, Assist, Assisted, Delta, Generate, Prefill, Share
+from fleetd.engine.protocol import (
+    Accepted,
+    Alone,
+    Assist,
+    Assisted,
+    Delta,
+    Generate,
+    Keep,
+    Prefill,
+    Share,
+    TextPrompt,
+)
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, InvalidValue, OutOfMemory, Overloaded, PeerError
 from fleetd.plan.split import Split
@@ -51,6 +63,7 @@ async def alone(engine: EngineProcess, request: Generate) -> list[Any]:
         request.sampling,
         request.max_tokens,
         top_logprobs=request.top_logprobs,
+        keep=request.keep,
     )
     async for event in engine.stream(request):
         told.events.append(event)
@@ -111,8 +124,36 @@ async def test_a_shared_prefill_gives_the_answer_of_this_machine_alone(model: Pa
         told = await again.run("tokens")
         assert (await again.wait()).cached == told.finished.usage.cached_tokens == 600
         assert told.numbers == await alone(helpers[1], again.request)
+        for kind, fault in (("layers", False), ("tokens", False), ("layers", True)):
+            await _share_in_part(home, helpers[0], kind, given_up=fault)
         await settle(lambda: idle(home, *helpers))
         assert [resources(engine) for engine in (home, *helpers)] == before
+
+
+async def _share_in_part(home: EngineProcess, helper: EngineProcess, kind: str, *, given_up: bool) -> None:
+    """A prompt of which tokens are left out, also one whose helper is given up midway."""
+    name = f"in part {kind} {given_up}"
+    text = "".join(random.Random(name).choices("abcdefgh", k=1500))
+    keep = Keep({0: [(0, 300), (500, 1100), (1450, 1500)]})
+    request = prompt(name, 0, prompt=TextPrompt(text), keep=keep)
+    sharing = Sharing(home, [helper], request)
+    await sharing.begin(kind, hold_after=MIDWAY_BYTES if given_up else None)
+    if given_up:
+        await sharing.held()
+        home.alone(request.id, "helper0 left the fleet")
+    await sharing.tasks[0]
+    told, accepted = sharing.told, await sharing.wait()
+    assert (accepted.waits, accepted.prompt_tokens, accepted.kept) == (True, 1500, 950)
+    assert told.error is None
+    assert told.shared.code == ("peer_unreachable" if given_up else "")
+    assert (told.shared.verified > accepted.cached) == given_up
+    assert told.numbers == await alone(helper, request)
+    assert told.of(Prefill)[-1].done == told.of(Prefill)[-1].total - 1 == 949
+    await sharing.end()
+    # What comes before the first gap is known from then on, to whole prompts as well.
+    whole = Sharing(home, [], prompt(f"{name} whole", 0, prompt=TextPrompt(text), shared=False))
+    await whole.end()
+    assert whole.told.finished.usage.cached_tokens == 300
 
 
 async def test_three_prompts_at_once_while_another_answer_runs(model: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -45,6 +46,13 @@ def test_attention_shrinks_with_the_square() -> None:
     quadratic = Speed(1e-6, context_s=1e-6)
     found = plan(asked(target=quadratic), [scorer(speed=Speed(1e-9))])
     assert found.prefill_s / found.dense_s == pytest.approx(0.04, rel=0.05)
+
+
+def test_what_is_kept_may_be_read_with_others_too() -> None:
+    alone = plan(asked(), [scorer()])
+    for kept_s, prefill_s in ((alone.prefill_s / 2, alone.prefill_s / 2), (1e6, alone.prefill_s)):
+        found = plan(replace(asked(), kept_s=kept_s), [scorer()])
+        assert (found.prefill_s, found.score_s) == (prefill_s, alone.score_s)
 
 
 @pytest.mark.parametrize(("share", "code"), [(0.8, "slower"), (0.7, "margin")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,6 +21,7 @@ from fleetd.engine.share.assisting import Assisting
 from fleetd.engine.share.fingerprint import any_chunks
 from fleetd.engine.share.kv import Layout, private
 from fleetd.engine.share.sharing import SharedPrefill
+from fleetd.engine.smart.sparse import SparsePrefiller
 from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError
 from fleetd.plan.split import Split
@@ -31,6 +33,15 @@ LAYERS = 4
 def prompt(n: int) -> tuple[int, ...]:
     """``n`` random tokens, the last of which is left to decoding."""
     return tuple(mx.random.randint(0, VOCAB, (n,), key=mx.random.key(3)).tolist())
+
+
+def kept_of(split: Split) -> list[int] | None:
+    """Which tokens of its prompt a split is of, as that many indices, the last one included; None for all."""
+    if not split.span:
+        return None
+    free = range(split.cached + 3, split.span)
+    drawn = random.Random(7).sample(free, split.tokens - split.cached - 3)
+    return [*range(split.cached + 3), *sorted(drawn), split.span]
 
 
 def as_bytes(array: mx.array) -> bytes:
@@ -90,7 +101,8 @@ class Run:
 
     def __post_init__(self) -> None:
         split = self.split
-        self.tokens = list(prompt(split.tokens + 1))
+        self.tokens = list(prompt((split.span or split.tokens) + 1))
+        self.kept = kept_of(split)
         self.streams = Streams(split.helpers, tampers=self.tampers)
         self.streams.events.fatal = self.fatal
         stage, layout = staged(self.model)
@@ -101,6 +113,7 @@ class Run:
             prefix_of(self.model, self.tokens, split.cached),
             Share("a", split, self.predicted_s, self.exact),
             self.streams.of(-1),
+            kept=self.kept,
             any_chunks=any_chunks(stage, layout, self.device),
             clock=self.clock,
         )
@@ -149,32 +162,43 @@ class Run:
         self.home.close()
         return self.home
 
-    def local(self, caches: Any = None, done: int = 0) -> Prefiller:
+    def local(self, caches: Any = None, done: int = 0) -> Prefiller | SparsePrefiller:
         """The same prompt here alone, from what is given on, with the same chunks."""
+        begin = SparsePrefiller.begin if caches is None else SparsePrefiller.after
         if caches is None:
             caches, done = prefix_of(self.model, self.tokens, self.split.cached), self.split.cached
+        if self.kept is not None:
+            alone = begin(self.model, self.tokens, self.kept, caches, done)
+            while alone.step(self.split.chunk):
+                pass
+            return alone
         return prefilled(self.model, self.tokens, self.split.chunk, caches, done)
 
     def check(self, cache: list[Any]) -> None:
         """``cache`` has the bytes of local prefill, and so has what is decoded from it."""
         expected, logits = local(self)
         assert_same_caches(cache, expected, self.split.tokens)
-        last = mx.array([self.tokens[-1:]])
-        assert as_bytes(self.model(last, cache=cache)) == logits, "logits differ"
+        assert self.decoded(cache) == logits, "logits differ"
+
+    def decoded(self, cache: list[Any]) -> bytes:
+        """The logits of the prompt's last token, which ``cache`` then holds, too."""
+        if self.kept is not None:  # its position comes with the batch
+            cache = [layer.merge([layer]) for layer in cache]
+        return as_bytes(self.model(mx.array([self.tokens[-1:]]), cache=cache))
 
 
 # By model and by what decides the bytes.
-_known: dict[tuple[int, int, int, int], tuple[Any, list[Any], bytes]] = {}
+_known: dict[tuple[int, int, int, int, int], tuple[Any, list[Any], bytes]] = {}
 
 
 def local(run: Run) -> tuple[list[Any], bytes]:
     """The caches of the prompt prefilled here alone, and the logits of its last token."""
     split = run.split
-    key = (id(run.model), split.cached, split.tokens, split.chunk)
+    key = (id(run.model), split.cached, split.tokens, split.chunk, split.span)
     if key not in _known:
         cache = run.local().cache
-        logits = run.model(mx.array([run.tokens[-1:]]), cache=[private(layer) for layer in cache])
-        _known[key] = run.model, cache, as_bytes(logits)  # the model kept: its id stays its own
+        logits = run.decoded([private(layer) for layer in cache])
+        _known[key] = run.model, cache, logits  # the model kept: its id stays its own
     return _known[key][1:]
 
 
@@ -182,6 +206,7 @@ def assert_same_caches(mine: list[Any], theirs: list[Any], tokens: int) -> None:
     for layer, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         assert type(a) is type(b)
         assert a.offset == b.offset == tokens
+        assert getattr(a, "ahead", 0) == getattr(b, "ahead", 0)
         if isinstance(a, RotatingKVCache):
             assert (a._idx, a.keep, a.max_size) == (b._idx, b.keep, b.max_size)
         assert a.keys.dtype == b.keys.dtype

@@ -59,23 +59,25 @@ def prompt(request_id: str, tokens: int, seed: int = 5, **fields: Any) -> Genera
     """A request for a shared prefill of random tokens; its answer's logprobs depend on all of them."""
     drawn = random.Random(seed).choices(range(300), k=tokens)
     settings: dict[str, Any] = {
+        "prompt": TokenPrompt(drawn),
         "sampling": GREEDY,
         "max_tokens": 4,
         "top_logprobs": 2,
         "shared": True,
         **fields,
     }
-    return Generate(request_id, TokenPrompt(drawn), **settings)
+    return Generate(request_id, **settings)
 
 
 def split_of(kind: str, accepted: Accepted, cuts: Sequence[float] = (0.5,), chunk: int = CHUNK) -> Split:
     """Cut at these fractions of the layers, or of the new tokens (at chunk boundaries)."""
-    tokens, cached = accepted.prompt_tokens - 1, accepted.cached
+    tokens, cached = (accepted.kept or accepted.prompt_tokens) - 1, accepted.cached
+    span = accepted.prompt_tokens - 1 if accepted.kept else 0
     if kind == "layers":
         inner = [round(LAYERS * cut) for cut in cuts]
-        return Split("layers", (0, *inner, LAYERS), LAYERS, cached, tokens, chunk)
+        return Split("layers", (0, *inner, LAYERS), LAYERS, cached, tokens, chunk, span)
     inner = [cached + round((tokens - cached) * cut / chunk) * chunk for cut in cuts]
-    return Split("tokens", (cached, *inner, tokens), LAYERS, cached, tokens, chunk)
+    return Split("tokens", (cached, *inner, tokens), LAYERS, cached, tokens, chunk, span)
 
 
 @asynccontextmanager

@@ -80,8 +80,10 @@ class Assists:
                 f"Layers {layers.start} to {layers.stop} were asked for; "
                 f"here are {stage.first} to {stage.last}."
             )
-        if split.tokens > self.context_tokens:
-            raise InvalidValue(f"{split.tokens} tokens do not fit a context of {self.context_tokens}.")
+        if (longest := max(split.tokens, split.span)) > self.context_tokens:
+            raise InvalidValue(f"{longest} tokens do not fit a context of {self.context_tokens}.")
+        if split.span and (why := self.sharable.arithmetic.sparse):
+            raise ModelUnsupported(f"Tokens cannot be left out of a prompt here. {why}", param="sparse")
         if any(task.command.id == command.id for task in self._tasks):
             raise InvalidValue("A part of this prompt is being computed already.")
         if len(self._tasks) >= limits.ASSISTS:

@@ -44,7 +44,7 @@ class Sizes(Protocol):
 
 def to_helper(split: Split, place: int, sizes: Sizes) -> Iterator[Head]:
     """From home to helper ``place``."""
-    yield Head(Kind.TOKENS, 0, 0, split.tokens, (4 * split.tokens, 0))
+    yield Head(Kind.TOKENS, 0, 0, split.tokens, (split.token_bytes * split.tokens, 0))
     if split.cached:
         for layer in split.layers_of(place):
             yield _kept(layer, 0, split.cached, sizes)
@@ -96,11 +96,11 @@ def _kept(layer: int, start: int, stop: int, sizes: Sizes) -> Head:
 
 
 def prefixes(split: Split, tokens: bytes) -> dict[int, bytes]:
-    """For every end of a frame the hash of the tokens before it; ``tokens`` are int32, little endian."""
+    """For every end of a frame the hash of the tokens before it; ``tokens`` as a TOKENS frame has them."""
     ends = {split.cached, split.tokens}
     for machine in range(split.machines):
         ends.update(chunk.stop for chunk in split.chunks_of(machine))
-    return prefix_hashes(tokens, sorted(ends))
+    return prefix_hashes(tokens, sorted(ends), width=split.token_bytes)
 
 
 # ---- The two ends ----------------------------------------------------------------------------------------

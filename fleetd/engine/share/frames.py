@@ -21,7 +21,7 @@ from fleetd.errors import ProtocolError
 
 
 class Kind(IntEnum):
-    # The prompt's tokens, int32 (count,).
+    # The prompt's tokens, int32 (count,); where some are left out, each with its position, int32 (count, 2).
     TOKENS = 1
     # Keys (heads, count, key width) and values (heads, count, value width) of one layer's tokens.
     ROWS = 2
@@ -45,7 +45,8 @@ NO_PREFIX = bytes(8)
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """``start`` and ``count`` are tokens of the prompt; ``sizes`` the bytes of the payload's two parts.
+    """``start`` and ``count`` are tokens, as the split counts them; ``sizes`` the bytes of the payload's two
+    parts.
 
     A STATE's ``start`` is 0 and its ``count`` all tokens that its cache has seen; ``index`` is where the
     cache writes next. ``prefix`` is ``plan.split.prefix_hashes`` at ``start + count``.

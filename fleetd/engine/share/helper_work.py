@@ -13,13 +13,13 @@ from collections import deque
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 
 from fleetd.engine.share import kv, passes
 from fleetd.engine.share.frames import Frame, Head, Kind
 from fleetd.engine.share.kv import Inlet, Layout, Turns
 from fleetd.engine.share.outlet import Outlet
 from fleetd.engine.share.passes import LayerMajor
+from fleetd.engine.share.slots import Slots
 from fleetd.engine.stage import Stage
 from fleetd.errors import ProtocolError
 from fleetd.plan.split import Split
@@ -38,7 +38,7 @@ class _Helper:
         self.stage = stage.part(self.layers.start, self.layers.stop)
         self.empty = dict(zip(self.layers, self.stage.empty, strict=True))
         self.tokens = split.tokens_of(place)
-        self.ids: Any = None
+        self.slots: Slots | None = None
         self.caches: dict[int, Any] = {}
         self.inlets: dict[int, Inlet] = {}
         # Layers whose cached prefix has not come yet.
@@ -49,7 +49,9 @@ class _Helper:
         """Make caches. ``arriving``: rows come from another machine even where no prefix is cached."""
         for layer, cache in zip(self.layers, self.stage.make_caches(), strict=True):
             shape = self.layout.layer(layer)
-            self.caches[layer] = cache if shape.window else kv.roomy(shape, self.tokens.stop)
+            if not shape.window:
+                cache = kv.roomy(shape, self.tokens.stop, sparse=bool(self.split.span))
+            self.caches[layer] = cache
             if not shape.window and (arriving or self.split.cached):
                 self.inlets[layer] = Inlet(self.caches[layer])
 
@@ -57,13 +59,14 @@ class _Helper:
         """Where a frame that is due goes. Called on a thread that reads."""
         return kv.buffers(head, self.layout, self.inlets)
 
-    def take_tokens(self, frame: Frame) -> None:
-        self.ids = np.frombuffer(frame.buffers[0], dtype="<i4")
+    def take_tokens(self, frame: Frame) -> Slots:
+        self.slots = slots = Slots.arrived(frame.buffers[0], self.split)
         if self.stage.first == 0:
             # An embedding does not look whether there is such a row.
             vocabulary = self.stage.weights.embed_tokens.weight.shape[0]
-            if self.ids.min() < 0 or self.ids.max() >= vocabulary:
+            if slots.ids.min() < 0 or slots.ids.max() >= vocabulary:
                 raise ProtocolError(f"On home came tokens that a vocabulary of {vocabulary} does not have.")
+        return slots
 
     def take_prefix(self, frame: Frame) -> None:
         layer = frame.head.layer
@@ -98,9 +101,9 @@ class LayersOfHelper(_Helper):
 
     @property
     def computable(self) -> bool:
-        if not self._chunks or self.lacking:
+        if not self._chunks or self.lacking or self.slots is None:
             return False
-        return bool(self._hidden) if self.place else self.ids is not None
+        return bool(self._hidden) if self.place else True
 
     @property
     def computed(self) -> bool:
@@ -112,12 +115,12 @@ class LayersOfHelper(_Helper):
 
     def compute(self, home: Outlet, following: Outlet | None) -> None:
         """The next chunk through the layers, and what came of it onto the streams."""
+        if self.slots is None:
+            return
         tokens = self._chunks.popleft()
-        hidden = (
-            self._hidden.popleft() if self.place else self.stage.embed(passes.tokens_of(self.ids, tokens))
-        )
+        hidden = self._hidden.popleft() if self.place else self.stage.embed(self.slots.tokens(tokens))
         caches = [self.caches[layer] for layer in self.layers]
-        out = passes.run(self.stage, hidden, caches)
+        out = passes.run(self.stage, hidden, caches, self.slots.where(tokens))
         rows = [
             kv.copied(self.caches[layer], tokens.start, tokens.stop)
             for layer in self.layers
@@ -150,8 +153,8 @@ class TokensOfHelper(_Helper):
     def take(self, frame: Frame) -> None:
         head = frame.head
         if head.kind is Kind.TOKENS:
-            self.take_tokens(frame)
-            self._major = LayerMajor(self.stage, self.ids, self.split.chunks_of(self.place))
+            slots = self.take_tokens(frame)
+            self._major = LayerMajor(self.stage, slots, self.split.chunks_of(self.place))
         elif head.layer in self.lacking:
             self.take_prefix(frame)
             if not self.place:

@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import RotatingKVCache
 
 from fleetd import limits
 from fleetd.engine.share import kv, passes
 from fleetd.engine.share.frames import Frame, Head, Kind
 from fleetd.engine.share.kv import Inlet, Layout, Turn, Turns
+from fleetd.engine.share.slots import Slots
 from fleetd.engine.share.spot_check import Pair, Probe
 from fleetd.engine.stage import Stage
 from fleetd.plan.split import Split
@@ -38,9 +39,9 @@ class _Home:
     """
 
     def __init__(
-        self, stage: Stage, layout: Layout, split: Split, ids: Any, prefix: Sequence[Any] | None
+        self, stage: Stage, layout: Layout, split: Split, slots: Slots, prefix: Sequence[Any] | None
     ) -> None:
-        self.stage, self.layout, self.split, self.ids = stage, layout, split, ids
+        self.stage, self.layout, self.split, self.slots = stage, layout, split, slots
         self.prefix = list(prefix) if prefix is not None else stage.make_caches()
         self.caches: list[Any] = [None] * split.layers
         self.inlets: dict[int, Inlet] = {}
@@ -55,7 +56,7 @@ class _Home:
         """A cache to compute with or to be written into, holding the cached prefix."""
         prefix = self.prefix[layer]
         if not self.layout.layer(layer).window:
-            cache = kv.roomy(self.layout.layer(layer), tokens, prefix)
+            cache = kv.roomy(self.layout.layer(layer), tokens, prefix, sparse=bool(self.split.span))
             # From now on the prefix is in there; kept twice it would take twice the memory.
             self.prefix[layer] = None
             return cache
@@ -63,7 +64,7 @@ class _Home:
 
     def before(self, layer: int, tokens: int) -> Any:
         """A cache of the first ``tokens`` to be added to. Only these are copied then, not all the room."""
-        short = KVCache()
+        short = kv.empty(sparse=bool(self.split.span))
         if tokens:
             short.keys = self.caches[layer].keys[..., :tokens, :]
             short.values = self.caches[layer].values[..., :tokens, :]
@@ -82,7 +83,9 @@ class _Home:
         if done == self.split.tokens:
             return self.caches
         if not done:
-            return self.stage.make_caches()
+            return (
+                [kv.empty(sparse=True) for _ in self.caches] if self.split.span else self.stage.make_caches()
+            )
         return [
             self.prefix[layer] if self.layout.layer(layer).window else kv.until(cache, done)
             for layer, cache in enumerate(self.caches)
@@ -93,7 +96,7 @@ class _Home:
         count = min(len(tokens), self.split.chunk, limits.SHARE_SPOT_TOKENS)
         first = range(tokens.start, tokens.start + count)
         parts = [self.stage.part(layer, layer + 1) for layer in layers]
-        return Probe.of(place, parts, passes.tokens_of(self.ids, first))
+        return Probe.of(place, parts, self.slots, first)
 
     def rows(self, cache: Any, start: int, count: int) -> Pair | None:
         """Keys and values of tokens [start, start + count), where the cache still has them."""
@@ -109,12 +112,13 @@ class LayersAtHome(_Home):
     """The last layers here, chunk after chunk; the rows of all others arrive."""
 
     def __init__(
-        self, stage: Stage, layout: Layout, split: Split, ids: Any, prefix: Sequence[Any] | None
+        self, stage: Stage, layout: Layout, split: Split, slots: Slots, prefix: Sequence[Any] | None
     ) -> None:
-        super().__init__(stage, layout, split, ids, prefix)
+        super().__init__(stage, layout, split, slots, prefix)
         self._own = split.layers_of(split.helpers)
         self._part = stage.part(self._own.start, self._own.stop) if self._own else None
-        self._chunks = len(split.chunks_of(split.helpers))
+        self._where = [slots.where(chunk) for chunk in split.chunks_of(split.helpers)]
+        self._chunks = len(self._where)
         self._hidden: deque[mx.array] = deque()
         self._begin: mx.array | None = None
         self._computed = 0
@@ -161,7 +165,7 @@ class LayersAtHome(_Home):
         if self._part is None:
             return
         caches = self.caches[self._own.start :]
-        passes.run(self._part, self._hidden.popleft(), caches)
+        passes.run(self._part, self._hidden.popleft(), caches, self._where[self._computed])
         passes.evaluate(caches)
         mx.clear_cache()
         self._computed += 1
@@ -235,10 +239,10 @@ class TokensAtHome(_Home):
     """The last tokens here, layer after layer; the rows of all tokens before them arrive."""
 
     def __init__(
-        self, stage: Stage, layout: Layout, split: Split, ids: Any, prefix: Sequence[Any] | None
+        self, stage: Stage, layout: Layout, split: Split, slots: Slots, prefix: Sequence[Any] | None
     ) -> None:
-        super().__init__(stage, layout, split, ids, prefix)
-        self._major = passes.LayerMajor(stage, ids, split.chunks_of(split.helpers))
+        super().__init__(stage, layout, split, slots, prefix)
+        self._major = passes.LayerMajor(stage, slots, split.chunks_of(split.helpers))
         self._cut = split.tokens_of(split.helpers).start
         # Layers that came of each helper, in order.
         self._came = [0] * split.helpers
@@ -331,13 +335,13 @@ class TokensAtHome(_Home):
 
 
 def home_work(
-    stage: Stage, layout: Layout, split: Split, ids: Any, prefix: Sequence[Any] | None
+    stage: Stage, layout: Layout, split: Split, slots: Slots, prefix: Sequence[Any] | None
 ) -> LayersAtHome | TokensAtHome:
     """The work of ``split``'s last machine.
 
     Args:
-        ids: int32 (T,), all of the split's tokens.
+        slots: all of the split's tokens.
         prefix: private caches of the cached ones.
     """
     kind = LayersAtHome if split.kind == "layers" else TokensAtHome
-    return kind(stage, layout, split, ids, prefix)
+    return kind(stage, layout, split, slots, prefix)

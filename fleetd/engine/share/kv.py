@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
 from fleetd.engine.share.frames import Frame, Head, Kind
+from fleetd.engine.smart.sparse_caches import SparseKV
 from fleetd.engine.stage import Stage
 from fleetd.errors import ProtocolError
 from fleetd.plan.split import Split, chunks
@@ -133,10 +134,15 @@ def private(cache: Any) -> Any:
 # ---- Caches with a row per token -------------------------------------------------------------------------
 
 
-def roomy(shape: LayerShape, tokens: int, prefix: KVCache | None = None) -> KVCache:
+def empty(*, sparse: bool) -> KVCache:
+    """``sparse``: for tokens at positions of their own."""
+    return SparseKV() if sparse else KVCache()
+
+
+def roomy(shape: LayerShape, tokens: int, prefix: KVCache | None = None, *, sparse: bool = False) -> KVCache:
     """A cache with room for ``tokens`` in the steps in which mlx-lm makes room, ``prefix`` copied into it."""
     room = -(-max(tokens, 1) // KVCache.step) * KVCache.step
-    cache = KVCache()
+    cache = empty(sparse=sparse)
     cache.keys = mx.zeros((1, shape.heads, room, shape.key_width), shape.dtype)
     cache.values = mx.zeros((1, shape.heads, room, shape.value_width), shape.dtype)
     if prefix is not None and prefix.offset:

@@ -24,9 +24,9 @@ class Outlet:
     def backlog(self) -> int:
         return self._pipe.backlog
 
-    def tokens(self, ids: Any) -> None:
-        """int32 (T,)."""
-        self._send(self._out.next(), [memoryview(ids).cast("B")])
+    def tokens(self, payload: Any) -> None:
+        """``slots.Slots.payload``."""
+        self._send(self._out.next(), [memoryview(payload).cast("B")])
 
     def hidden(self, hidden: mx.array) -> None:
         """(1, T, width), evaluated."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from fleetd.engine.share.slots import Slots
 from fleetd.engine.stage import Stage
 
 
@@ -38,13 +39,16 @@ class _OnlyRows:
         raise _EnoughError
 
 
-def tokens_of(ids: Any, tokens: range) -> mx.array:
-    """(1, T) of a prompt's ids, int32 (N,)."""
-    return mx.array(ids[tokens.start : tokens.stop])[None]
+def run(
+    part: Stage, hidden: mx.array, caches: Sequence[Any], where: Sequence[int] | None = None
+) -> mx.array | None:
+    """Hidden states (1, T, D) through ``part``; None after the model's last layer. Nothing is evaluated.
 
-
-def run(part: Stage, hidden: mx.array, caches: Sequence[Any]) -> mx.array | None:
-    """Hidden states (1, T, D) through ``part``; None after the model's last layer. Nothing is evaluated."""
+    ``where``: the tokens' positions, if these are not the next ones of their caches.
+    """
+    if where is not None:
+        for cache in caches:
+            cache.expect(where)
     if part.last < part.total:
         return part.run(hidden, list(caches))
     try:
@@ -62,15 +66,16 @@ class LayerMajor:
     """All layers of ``stage`` on the chunks of a slice of the prompt, one layer and chunk at a time.
 
     Args:
-        ids: the prompt's, int32 (N,).
+        slots: of the prompt.
         chunks: of the slice; may be none.
     """
 
-    def __init__(self, stage: Stage, ids: Any, chunks: Sequence[range]) -> None:
+    def __init__(self, stage: Stage, slots: Slots, chunks: Sequence[range]) -> None:
         self.parts = [stage.part(layer, layer + 1) for layer in range(stage.first, stage.last)]
         self.layer = 0
         self.chunk = 0
-        self._hidden = [stage.embed(tokens_of(ids, chunk)) for chunk in chunks]
+        self._hidden = [stage.embed(slots.tokens(chunk)) for chunk in chunks]
+        self._where = [slots.where(chunk) for chunk in chunks]
 
     @property
     def begins(self) -> bool:
@@ -89,7 +94,7 @@ class LayerMajor:
 
     def step(self, cache: Any) -> bool:
         """The next chunk through the next layer, whose cache this is. True if that ends the layer."""
-        out = run(self.parts[self.layer], self._hidden[self.chunk], [cache])
+        out = run(self.parts[self.layer], self._hidden[self.chunk], [cache], self._where[self.chunk])
         evaluate([cache], out)
         if out is not None:
             self._hidden[self.chunk] = out

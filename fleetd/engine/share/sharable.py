@@ -7,11 +7,15 @@ import platform
 from dataclasses import dataclass
 
 import mlx.core as mx
+import msgspec
 
+from fleetd import limits
 from fleetd.engine.protocol import Arithmetic
-from fleetd.engine.share.fingerprint import arithmetic
+from fleetd.engine.share.fingerprint import arithmetic, probe
 from fleetd.engine.share.kv import Layout
+from fleetd.engine.smart import sparse
 from fleetd.engine.stage import Stage
+from fleetd.errors import ModelUnsupported
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,17 +26,30 @@ class Sharable:
 
     @classmethod
     def of(cls, stage: Stage, device: str, versions: dict[str, str]) -> Sharable:
-        """Costs about a short chunk of prefill: a fingerprint of every layer is computed."""
+        """Costs about a short chunk of prefill: a fingerprint of every layer is computed. Wraps its ropes."""
         layout = Layout.of(stage)
         found = arithmetic(
             stage, layout, device=device, accelerator=accelerator_name(device), versions=versions
         )
-        return cls(stage, layout, found)
+        return cls(stage, layout, msgspec.structs.replace(found, sparse=_not_sparse(stage, layout)))
 
     @property
     def any_chunks(self) -> bool:
         """Whether the bytes are the same wherever a prompt is cut into chunks."""
         return self.arithmetic.chunks == "any"
+
+
+def _not_sparse(stage: Stage, layout: Layout) -> str:
+    """Why these layers help with whole prompts only; "" where tokens may be left out."""
+    if layout.rotates(range(stage.first, stage.last)):
+        # Their rows are sent as they lie, which while there are gaps says nothing of positions.
+        return "It has sliding windows, which are shared for whole prompts only."
+    hidden = probe(layout)
+    try:
+        sparse.check(stage.weights, lambda at, caches: stage.run(hidden[:, at], caches), stage.make_caches)
+    except ModelUnsupported as error:
+        return error.message[: limits.CARD_TEXT_CHARS]
+    return ""
 
 
 def accelerator_name(device: str) -> str:

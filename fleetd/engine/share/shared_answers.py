@@ -26,6 +26,7 @@ from fleetd.engine.protocol import Accepted, Report, Share, Shared, StepTime
 from fleetd.engine.share.sharable import Sharable
 from fleetd.engine.share.sharing import SharedPrefill
 from fleetd.engine.share.streams import Streams, home_streams
+from fleetd.engine.smart.sparse import SparsePrefiller, leading
 from fleetd.errors import EngineError, FleetError, InvalidValue, PeerUnreachable
 
 
@@ -44,21 +45,29 @@ class SharedAnswers:
         request, tokens = answer.prepared.request, answer.prepared.tokens
         # The prompt's own probabilities need every hidden state after the last layer, here.
         scored = request.echo and answer.logprobs is not None
-        # Of a sparse one little is left to compute, at positions that a split does not tell.
-        if not request.shared or self.sharable is None or scored or answer.kept is not None:
+        if not request.shared or self.sharable is None or scored:
             return False
-        hit = self.prefix.fetch(tokens, DENSE, PLAN)
-        short = len(tokens) - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS
+        # The KV of a token rests on all tokens before it: what follows a gap is in no dense cache.
+        whole = tokens if answer.kept is None else tokens[: leading(answer.kept) + 1]
+        hit = self.prefix.fetch(whole, DENSE, PLAN)
+        short = answer.slots - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS
         # A short one with numbers of others in its prefix is told of all the same: it is not exact.
         if short and hit.namespace == DENSE:
             return False
         answer.hit = hit
         answer.undecided = Undecided(self.sharable, time.monotonic() + 2 * limits.SHARE_SETUP_S)
         answer.started_s = time.monotonic()
-        exact = hit.namespace == DENSE
-        why = answer.dense_reason
         self.emit(
-            Accepted(answer.id, len(tokens), hit.tokens, chunk, waits=True, exact=exact, dense_reason=why)
+            Accepted(
+                answer.id,
+                len(tokens),
+                hit.tokens,
+                chunk,
+                waits=True,
+                exact=hit.namespace == DENSE,
+                kept=len(answer.kept or ()),
+                dense_reason=answer.dense_reason,
+            )
         )
         return True
 
@@ -109,7 +118,12 @@ class SharedAnswers:
             verified, caches = shared.verified
             steps = shared.steps
             shared.close()
-            answer.prefiller = Prefiller(self.model, answer.prepared.tokens, caches, verified)
+            tokens, kept = answer.prepared.tokens, answer.kept
+            answer.prefiller = (
+                Prefiller(self.model, tokens, caches, verified)
+                if kept is None
+                else SparsePrefiller.after(self.model, tokens, kept, caches, verified)
+            )
             if verified == answer.cached and answer.hit is not None:
                 answer.namespace = answer.hit.namespace
         else:
@@ -135,8 +149,11 @@ class SharedAnswers:
     def _begin_alone(self, answer: Answer) -> None:
         hit = self._take_hit(answer)
         answer.namespace = hit.namespace
-        answer.prefiller = Prefiller(
-            self.model, answer.prepared.tokens, hit.cache or make_prompt_cache(self.model), hit.tokens
+        tokens, kept = answer.prepared.tokens, answer.kept
+        answer.prefiller = (
+            Prefiller(self.model, tokens, hit.cache or make_prompt_cache(self.model), hit.tokens)
+            if kept is None
+            else SparsePrefiller.begin(self.model, tokens, kept, hit.cache, hit.tokens)
         )
 
     def _begin(self, answer: Answer, share: Share, sharable: Sharable) -> None:
@@ -151,6 +168,7 @@ class SharedAnswers:
                 hit.cache,
                 share,
                 self.streams.connect(answer.id),
+                kept=answer.kept,
                 any_chunks=sharable.any_chunks,
             )
         except Exception as error:

@@ -16,8 +16,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from fleetd import limits
 from fleetd.engine.protocol import Share, StepTime
 from fleetd.engine.share import due
@@ -27,6 +25,7 @@ from fleetd.engine.share.home_work import home_work
 from fleetd.engine.share.kv import Layout
 from fleetd.engine.share.outlet import Outlet
 from fleetd.engine.share.share_times import HomeTimes
+from fleetd.engine.share.slots import Slots
 from fleetd.engine.share.spot_check import SpotCheck
 from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError, InvalidValue, PeerLate, from_code
@@ -39,6 +38,8 @@ class SharedPrefill:
     Args:
         stage: all layers of the model; ``layout`` is ``Layout.of`` it.
         prefix: private caches of the first ``share.split.cached`` tokens; None where that is 0.
+        kept: indices of the tokens that are computed, ascending, the last one included; None for all. From
+            here on only these are counted, as ``sparse.SparsePrefiller`` does.
         connect: opens this share's streams. Its pipes wake the scheduler, which then asks ``ready`` again.
         any_chunks: whether this machine's bytes are the same wherever a prompt is cut into chunks
             (``Arithmetic.chunks``).
@@ -57,19 +58,25 @@ class SharedPrefill:
         share: Share,
         connect: Connect,
         *,
+        kept: Sequence[int] | None = None,
         any_chunks: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         split = checked(share.split)
-        if (split.tokens, split.layers) != (len(tokens) - 1, stage.total):
-            raise InvalidValue(f"{split} is not for {len(tokens)} tokens and {stage.total} layers.")
+        slots = Slots.of(tokens, kept)
+        span = 0 if kept is None else len(tokens) - 1
+        if (split.tokens, split.span, split.layers) != (len(slots.ids), span, stage.total):
+            raise InvalidValue(
+                f"{split} is not for {len(slots.ids) + 1} of {len(tokens)} tokens and {stage.total} layers."
+            )
+        if kept is not None and layout.rotates(range(stage.total)):
+            raise InvalidValue("A prompt of which tokens are left out is not shared where windows slide.")
         if bool(split.cached) != bool(prefix):
             raise InvalidValue(f"{split} counts on a cached prefix that is not there, or not on one that is.")
         self.tokens = tokens
         self._predicted_s, self._split, self._clock = share.predicted_s, split, clock
-        ids = np.array(tokens[:-1], dtype="<i4")
-        self._work = home_work(stage, layout, split, ids, prefix)
-        self._hashes = due.prefixes(split, ids.tobytes())
+        self._work = home_work(stage, layout, split, slots, prefix)
+        self._hashes = due.prefixes(split, slots.payload.tobytes())
         self._error: FleetError | None = None
         self._finished = False
         self._closed = False
@@ -79,7 +86,7 @@ class SharedPrefill:
         self._incoming: dict[str, Incoming] = {}
         self._check = SpotCheck(self._work.probes(), self._work, exact=share.exact and any_chunks)
         try:
-            self._open(connect, layout, ids, prefix)
+            self._open(connect, layout, slots, prefix)
             self._work.allocate()
         except BaseException:
             self.close()
@@ -96,7 +103,10 @@ class SharedPrefill:
     @property
     def cache(self) -> list[Any]:
         """One per layer, of ``done`` tokens, like those of a prefill here."""
-        return self._work.caches_at(self.done)
+        caches = self._work.caches_at(self.done)
+        if self._split.span and self.remaining == 0:
+            return [layer.finished(self._split.span) for layer in caches]
+        return caches
 
     @property
     def verified(self) -> tuple[int, list[Any]]:
@@ -217,16 +227,16 @@ class SharedPrefill:
 
     # ---- streams ---------------------------------------------------------------------------------------
 
-    def _open(self, connect: Connect, layout: Layout, ids: Any, prefix: Sequence[Any] | None) -> None:
+    def _open(self, connect: Connect, layout: Layout, slots: Slots, prefix: Sequence[Any] | None) -> None:
         """Open all streams, and send the helpers what they need: they begin while room is made here."""
-        split = self._split
+        split, payload = self._split, slots.payload
         for place in range(split.helpers):
             name = f"helper{place}"
             incoming = Incoming(name, due.to_home(split, place, layout), layout, self._buffers)
             self._incoming[name] = incoming
             pipe = self._pipes[name] = connect(name, incoming.place)
             out = Outlet(pipe, due.to_helper(split, place, layout), self._hashes)
-            out.tokens(ids)
+            out.tokens(payload)
             if prefix is not None and split.cached:
                 for layer in split.layers_of(place):
                     out.cache(prefix[layer])

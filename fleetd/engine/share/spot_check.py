@@ -17,6 +17,7 @@ import numpy as np
 
 from fleetd import limits
 from fleetd.engine.share import kv, passes
+from fleetd.engine.share.slots import Slots
 from fleetd.engine.stage import Stage
 from fleetd.errors import PeerWrong
 
@@ -44,19 +45,20 @@ class Received(Protocol):
 
 @dataclass
 class Probe:
-    """The first tokens of one helper's slice, (1, n), through the single layers ``parts``."""
+    """The first tokens of one helper's slice through the single layers ``parts``; ``hidden`` is (1, n, D)."""
 
     place: int
     parts: Sequence[Stage]
     hidden: mx.array
     count: int
+    where: Sequence[int] | None = None
     rows: list[Pair] = field(default_factory=list)
     # Layers that are compared.
     settled: int = 0
 
     @classmethod
-    def of(cls, place: int, parts: Sequence[Stage], tokens: mx.array) -> Probe:
-        return cls(place, parts, parts[0].embed(tokens), tokens.shape[1])
+    def of(cls, place: int, parts: Sequence[Stage], slots: Slots, first: range) -> Probe:
+        return cls(place, parts, parts[0].embed(slots.tokens(first)), len(first), slots.where(first))
 
     @property
     def computed(self) -> bool:
@@ -68,7 +70,7 @@ class Probe:
 
     def step(self, cache: Any) -> None:
         """The next layer, after the tokens that ``cache`` holds."""
-        out = passes.run(self.parts[len(self.rows)], self.hidden, [cache])
+        out = passes.run(self.parts[len(self.rows)], self.hidden, [cache], self.where)
         # Where a cache rotates as where it does not, the newest rows end where it writes next.
         end = getattr(cache, "_idx", cache.offset)
         rows = kv.copied(cache, end - self.count, end)

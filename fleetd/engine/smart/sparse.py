@@ -10,7 +10,7 @@ keys of all others are masked. It is lossy and never becomes a part of a dense p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from fleetd.engine.architectures import CUT
-from fleetd.engine.smart.rope import Offset, install
+from fleetd.engine.smart.rope import Offset, PosRoPE, install
 from fleetd.engine.smart.sparse_caches import SparseKV, sparse_cache
 from fleetd.errors import ModelUnsupported
 
@@ -27,6 +27,8 @@ HEAD_TOKENS = 1
 TAIL_TOKENS = 8
 # Of the checks at load: positions far enough apart that a wrong one cannot pass, one per token.
 _CHECK_POSITIONS = (0, 1, 2, 7, 30, 63, 64, 257, 500, 1023)
+# With the one after them.
+CHECK_TOKENS = len(_CHECK_POSITIONS) + 1
 # On a GPU another kernel may round otherwise; a wrong position is off by far more than this share.
 _GPU_ROUNDING = 0.03
 
@@ -52,24 +54,20 @@ class SparsePrefiller:
         if kept[:cached] != list(range(cached)) or cached >= len(kept):
             raise ValueError("a cached prefix with dropped tokens")
         caches = [sparse_cache(layer) for layer in prefix or make_prompt_cache(model)]
-        prefiller = cls(model, tokens, kept, caches, cached)
+        return cls.after(model, tokens, kept, caches, cached)
+
+    @classmethod
+    def after(
+        cls, model: Any, tokens: list[int], kept: list[int], caches: list[Any], done: int
+    ) -> SparsePrefiller:
+        """``caches`` are sparse ones of the first ``done`` kept tokens."""
+        prefiller = cls(model, tokens, kept, caches, done)
         prefiller._land()
         return prefiller
 
     @property
     def remaining(self) -> int:
         return len(self.kept) - 1 - self.done
-
-    @property
-    def lead(self) -> int:
-        """Tokens before the first that is dropped: theirs is the KV of a dense prompt."""
-        return leading(self.kept)
-
-    def leading_cache(self) -> list[KVCache] | None:
-        """A dense cache of the ``lead`` first tokens, once they are computed; None where windows moved on."""
-        if self.done < self.lead or not all(isinstance(layer, SparseKV) for layer in self.cache):
-            return None
-        return [layer.first(self.lead) for layer in self.cache]
 
     def step(self, chunk_tokens: int) -> int:
         """Compute at most ``chunk_tokens`` more; returns how many."""
@@ -96,6 +94,13 @@ def leading(kept: Sequence[int]) -> int:
     return next((i for i, index in enumerate(kept) if i != index), len(kept))
 
 
+def leading_cache(kept: Sequence[int], cache: Sequence[Any]) -> list[KVCache] | None:
+    """A dense cache of the ``leading`` tokens, from that of all; None where windows moved on."""
+    if not all(isinstance(layer, SparseKV) for layer in cache):
+        return None
+    return [layer.first(leading(kept)) for layer in cache]
+
+
 @dataclass(frozen=True, slots=True)
 class Sparse:
     """A model whose prompts can be prefilled sparsely. ``tail`` tokens at a prompt's end are always kept."""
@@ -119,14 +124,8 @@ class Sparse:
             kinds = ", ".join(sorted(odd)) or "window that pins tokens"
             raise ModelUnsupported(f"A {kind} model keeps its context in a {kinds}.")
         window = max((c.max_size for c in empty if isinstance(c, RotatingKVCache)), default=0)
-        try:
-            if not install(model):
-                raise ModelUnsupported(f"A {kind} model's layers have no rotary positions to set.")
-            _check(model)
-        except ModelUnsupported:
-            raise
-        except Exception as error:
-            raise ModelUnsupported(f"Setting positions failed ({type(error).__name__}: {error}).") from error
+        tokens = mx.array([[1 + i % 7 for i in range(CHECK_TOKENS)]])
+        check(model, lambda at, caches: model(tokens[:, at], cache=caches), lambda: make_prompt_cache(model))
         return cls(model, max(TAIL_TOKENS, window + 1 if window else 0))
 
     def kept(self, wanted: Sequence[int], length: int) -> list[int]:
@@ -135,36 +134,57 @@ class Sparse:
         return sorted(ends.union(wanted))
 
 
-def _check(model: Any) -> None:
+def check(
+    layered: Any, run: Callable[[slice, list[Any]], mx.array], empty: Callable[[], Sequence[Any]]
+) -> None:
     """Each layer's rope gives a token at any position what it natively has there, and a prompt of which
-    everything is kept gives the logits that it has without any of this, the next token's too.
+    everything is kept gives what it gives without any of this, the next token too.
+
+    Args:
+        layered: has the ``layers``, whose ropes are wrapped.
+        run: computes a slice of some ``CHECK_TOKENS`` tokens with caches like ``empty``'s.
 
     Raises ModelUnsupported.
     """
-    tokens = mx.array([[1 + i % 7 for i in range(len(_CHECK_POSITIONS))]])
+    try:
+        ropes = install(layered)
+        if not ropes:
+            raise ModelUnsupported("Its layers have no rotary positions to set.")
+        _check(ropes, run, empty)
+    except ModelUnsupported:
+        raise
+    except Exception as error:
+        raise ModelUnsupported(f"Setting positions failed ({type(error).__name__}: {error}).") from error
+
+
+def _check(
+    ropes: Sequence[PosRoPE],
+    run: Callable[[slice, list[Any]], mx.array],
+    empty: Callable[[], Sequence[Any]],
+) -> None:
     seen: dict[int, mx.array] = {}
 
     def look(number: int, before: mx.array, _: mx.array) -> None:
         seen.setdefault(number, before)
 
-    dense = make_prompt_cache(model)
-    expected = model(tokens, cache=dense)
-    sparse = [sparse_cache(layer) for layer in make_prompt_cache(model)]
-    n = tokens.shape[1]
+    n = len(_CHECK_POSITIONS)
+    prompt, next_token = slice(0, n), slice(n, n + 1)
+    dense = list(empty())
+    expected = run(prompt, dense)
+    sparse = [sparse_cache(layer) for layer in empty()]
     for layer in sparse:
         layer.expect(list(range(n)))
         # As if there were gaps.
         layer.offset = Offset(0, mx.arange(n), look)
-    _expect(model(tokens, cache=sparse), expected, "a prompt kept whole")
+    _expect(run(prompt, sparse), expected, "a prompt kept whole")
     positions = mx.array(_CHECK_POSITIONS)
-    for rope in install(model):
+    for rope in ropes:
         if (x := seen.get(rope.layer)) is not None:
             alone = [rope(x[:, :, i : i + 1], p) for i, p in enumerate(_CHECK_POSITIONS)]
             _expect(rope(x, Offset(0, positions)), mx.concatenate(alone, axis=2), f"layer {rope.layer}")
     # As the batch decodes it.
-    next_token = mx.array([[3]])
     batches = [[c.merge([c]) for c in caches] for caches in (dense, [c.finished(n) for c in sparse])]
-    after = [model(next_token, cache=batch) for batch in batches]
+    after = [run(next_token, batch) for batch in batches]
     _expect(after[1], after[0], "the token after it")
 
 

@@ -124,8 +124,10 @@ class Agreement:
             helper.offer = offer = wire.decode(await word(helper.stream), wire.Offer)
             if (offer.input is None) != (helper.place == 0):
                 raise ProtocolError(f"{helper.name} expects streams that this split does not have.")
-            layers = terms.split.layers_of(helper.place)
-            return compare(terms.arithmetic, offer.arithmetic, layers, own_chunks=terms.own_chunks)
+            layers, sparse = terms.split.layers_of(helper.place), bool(terms.split.span)
+            return compare(
+                terms.arithmetic, offer.arithmetic, layers, own_chunks=terms.own_chunks, sparse=sparse
+            )
 
     async def _connect(self) -> None:
         split = self._terms.split

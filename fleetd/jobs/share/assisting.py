@@ -122,7 +122,7 @@ class Assists:
             if facts is None or facts.arithmetic is None:
                 raise EngineDied(f"The engine for {folder.name} has just ended.")
             checked_split(split, layers=facts.layers, context_tokens=facts.context_tokens, place=place)
-            compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True)
+            compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True, sparse=bool(split.span))
             job = own_id(ask.id)
             async with aclosing(engine.assist(Assist(job, split, place))) as events:
                 if not isinstance(await anext(events, None), Accepted):

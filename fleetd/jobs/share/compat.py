@@ -14,18 +14,23 @@ from fleetd.errors import Incompatible, InvalidValue, ProtocolError
 from fleetd.plan.split import Split, checked
 
 
-def compare(home: Arithmetic, helper: Arithmetic, layers: range, *, own_chunks: bool) -> bool:
+def compare(
+    home: Arithmetic, helper: Arithmetic, layers: range, *, own_chunks: bool, sparse: bool = False
+) -> bool:
     """Whether what the helper makes of ``layers`` is exactly what home would.
 
     Args:
         layers: those that the helper is to compute.
         own_chunks: the split cuts the prompt into chunks where home alone would.
+        sparse: tokens of the prompt are left out.
 
     Raises Incompatible, naming the field, where the helper's rows would be of no use.
     """
     _same("dtype", home.dtype, helper.dtype)
     # Between its versions a model's very graph may differ, where no fingerprint of one layer shows it.
     _same("mlx-lm", home.versions.get("mlx-lm", ""), helper.versions.get("mlx-lm", ""))
+    if sparse and helper.sparse:
+        raise Incompatible(f"The helper cannot leave out tokens of a prompt. {helper.sparse}", param="sparse")
     missing = [layer for layer in layers if _of(helper, layer) is None]
     if missing:
         raise Incompatible(f"Layer {missing[0]} is not among those that the helper holds.", param="layers")
@@ -57,8 +62,8 @@ def checked_split(split: Split, *, layers: int, context_tokens: int, place: int 
         raise ProtocolError(f"A split that makes no sense: {error.message}") from None
     if split.layers != layers:
         raise ProtocolError(f"A split of {split.layers} layers; the model has {layers}.")
-    if split.tokens >= context_tokens:
-        raise ProtocolError(f"A split of {split.tokens} tokens; the model takes {context_tokens}.")
+    if (longest := max(split.tokens, split.span)) >= context_tokens:
+        raise ProtocolError(f"A split of {longest} tokens; the model takes {context_tokens}.")
     if place is not None and not 0 <= place < split.helpers:
         raise ProtocolError(f"Place {place} is none of the {split.helpers} helpers'.")
     return split

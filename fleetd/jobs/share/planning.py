@@ -25,13 +25,19 @@ COMPUTED = "computed"
 _PACE_MOST = 10.0
 
 
-def prompt(tokens: int, cached: int, chunk: int, facts: Ready) -> Prompt:
-    """Of a prompt of so many tokens, the last of which is left to decoding."""
+def prompt(tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0) -> Prompt:
+    """Of a prompt of so many tokens, the last of which is left to decoding.
+
+    Args:
+        kept: of these, those that are computed, where not all are.
+    """
     arithmetic = facts.arithmetic
     unshareable = facts.unshareable
     if arithmetic is None:
         unshareable = unshareable or "The engine has not said how it computes."
-    prefilled = max(0, tokens - 1)
+    elif kept:
+        unshareable = unshareable or arithmetic.sparse
+    prefilled = max(0, (kept or tokens) - 1)
     return Prompt(
         tokens=prefilled,
         cached=min(cached, prefilled),
@@ -40,6 +46,7 @@ def prompt(tokens: int, cached: int, chunk: int, facts: Ready) -> Prompt:
         hidden_bytes=facts.hidden_bytes,
         chunk=max(1, chunk),
         exact_chunks=arithmetic is None or arithmetic.chunks == "same",
+        span=tokens - 1 if kept else 0,
         unshareable=unshareable,
         weights_bytes=facts.weights_bytes,
         outside_bytes=facts.outside_bytes,
@@ -93,6 +100,8 @@ def helper(member: Member, own: ModelCard, facts: Ready, pace: float = 1.0, pena
         exact=bool(known.arithmetic) and known.arithmetic == own.arithmetic,
         modelled=is_modelled,
         held=part if known.state != "loaded" else None,
+        # What is not loaded has not said.
+        sparse=known.sparse or not loaded,
         refusal=_refusal(member, held, facts, penalty),
     )
 

@@ -88,6 +88,8 @@ class Record:
         """Of the state that the answer rests on: what was cached, and what helpers had a part in."""
         if self._accepted is None:
             return "exact"
+        if self._accepted.kept:
+            return "lossy"
         if not self._accepted.exact:
             return "plan"
         if self._exact is None or self._exact:
@@ -117,6 +119,7 @@ class Record:
             model=self._model,
             prompt_tokens=self._accepted.prompt_tokens,
             cached_tokens=self._accepted.cached,
+            kept_tokens=self._accepted.kept,
             chosen=chosen,
             losers=losers,
             steps=[

@@ -183,12 +183,15 @@ class Sharing:
         choice = self.choose(own, tokens, question.cached, MEASURED_TOKENS, engine.facts)
         return PlanView(folder.name, tokens, min(question.cached, tokens), planning.views(choice))
 
-    def dense_s(self, folder: Any, tokens: int, cached: int) -> float:
-        """Seconds that the best way of computing such a prompt here would take; 0 where nobody knows."""
+    def best_s(self, folder: Any, tokens: int, cached: int, kept: int = 0) -> float:
+        """Seconds that the best way of computing such a prompt here would take; 0 where nobody knows.
+
+        ``kept``: of its tokens, those that are computed, where not all are.
+        """
         engine, own = self.pool.engine(folder), self.held(folder.name)
         if self._local_only or engine is None or engine.facts is None or own is None:
             return 0.0
-        return self.choose(own, tokens, cached, MEASURED_TOKENS, engine.facts).best.predicted_s
+        return self.choose(own, tokens, cached, MEASURED_TOKENS, engine.facts, kept).best.predicted_s
 
     # ---- for prompts -------------------------------------------------------------------------------------
 
@@ -196,9 +199,12 @@ class Sharing:
         """The model on this machine, once its files are hashed."""
         return next((m for m in self._own_card().models if m.name == name and m.digest), None)
 
-    def choose(self, own: ModelCard, tokens: int, cached: int, chunk: int, facts: Ready) -> Choice:
+    def choose(
+        self, own: ModelCard, tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0
+    ) -> Choice:
+        """``kept``: of the tokens, those that are computed, where not all are."""
         here, *helpers = map(partial(self._paced, own), self.machines(own, facts))
-        asked = planning.prompt(tokens, cached, chunk, facts)
+        asked = planning.prompt(tokens, cached, chunk, facts, kept)
         return planning.choose(asked, here, helpers, self._previous.get(own.name))
 
     def machines(self, own: ModelCard, facts: Ready) -> list[PlannedMachine]:
@@ -309,7 +315,7 @@ class _Prompt:
             engine.alone(accepted.id)
             return self._alone
         tokens = (accepted.prompt_tokens, accepted.cached, accepted.chunk)
-        choice = self._sharing.choose(own, *tokens, facts)
+        choice = self._sharing.choose(own, *tokens, facts, accepted.kept)
         self.record.decided(choice, accepted, self._sharing.monotonic())
         split = choice.best.split
         if split is None or facts.arithmetic is None:

@@ -78,6 +78,7 @@ class Trace(msgspec.Struct, frozen=True):
 
     ``prefill_s``: from the decision to the first token, to be held against ``chosen.predicted_s``.
     ``ttft_s``: from the request's arrival, so with queueing and tokenizing. Both None if no token came.
+    ``kept_tokens``: of the prompt's, those that were prefilled, where some were left out; else 0.
     ``code`` and ``reason``: why it was not done as chosen. ``speculation``: what drafts did for the answer.
     """
 
@@ -97,6 +98,7 @@ class Trace(msgspec.Struct, frozen=True):
     reason: str = ""
     verified_tokens: int = 0
     speculation: Speculated | None = None
+    kept_tokens: int = 0
 
 
 class TracesView(msgspec.Struct, frozen=True):

@@ -125,7 +125,8 @@ def _check_name(model: str) -> None:
 
 def _check_arithmetic(arithmetic: Arithmetic) -> None:
     """Its struct is the worker's too, which needs no bounds."""
-    texts = [arithmetic.accelerator, arithmetic.dtype, *arithmetic.versions, *arithmetic.versions.values()]
+    texts = [arithmetic.accelerator, arithmetic.dtype, arithmetic.sparse]
+    texts += [*arithmetic.versions, *arithmetic.versions.values()]
     if (
         len(arithmetic.versions) > _VERSIONS
         or any(len(text) > limits.CARD_TEXT_CHARS for text in texts)

@@ -10,6 +10,7 @@ scorer did for nothing is not billed.
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -21,7 +22,7 @@ import msgspec
 
 from fleetd.engine.protocol import Accepted, Event, Loading, Ready
 from fleetd.errors import EngineDied, FleetError
-from fleetd.jobs.job import Job, Planned
+from fleetd.jobs.job import LOCAL, Job, Planned
 from fleetd.jobs.placing import CHARS_PER_TOKEN, HERE, Choice, prompt_text
 from fleetd.jobs.share.views import OptionView, PlanView, Trace
 from fleetd.jobs.smart import prompts as smart_prompt
@@ -76,8 +77,8 @@ class Smart:
     """All prompts of one daemon that ask to be shortened.
 
     Args:
-        dense_s: seconds that a model here would take with the help of others for so many tokens, of which so
-            many are cached; 0 where that is not known.
+        best_s: seconds that a model here would take with the help of others for so many tokens, of which so
+            many are cached and, unless that is 0, only so many kept; 0 where that is not known.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Smart:
         metrics: Metrics,
         record: Callable[[Trace], None],
         *,
-        dense_s: Callable[[Any, int, int], float] = lambda folder, tokens, cached: 0.0,
+        best_s: Callable[[Any, int, int, int], float] = lambda folder, tokens, cached, kept: 0.0,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -95,7 +96,7 @@ class Smart:
         self._pool = pool
         self._metrics = metrics
         self._record = record
-        self._dense_s = dense_s
+        self._best_s = best_s
         self._monotonic = monotonic
         self._now = now
         self._history = History()
@@ -224,7 +225,7 @@ class Smart:
                     yield progress
         form = self._form(policy, found, target)
         passage = Passage(job.request.id, found, tokens, policy, record.bill, not job.shareable)
-        passage.price = lambda tokens, ratio: self._price(job, target, tokens, ratio)
+        passage.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
         said = smart_prompt.said(job.request)
         aged = self._history.find(said, policy)
         if aged:
@@ -295,7 +296,11 @@ class Smart:
         """The same ways to prefill a prompt, and smart prefill among them as if it had been asked for."""
         priced = [option.predicted_s for option in view.options if option.predicted_s is not None]
         target = self.compressing.speed_at(HERE, folder.name)
-        asked = Asked(view.prompt_tokens, ratio or USUAL_RATIO, target, dense_s=min(priced, default=0.0))
+        ratio = ratio or USUAL_RATIO
+        whole = policy.mode == "text" or self._not_sparse(Target(folder.name, folder, Choice(HERE, LOCAL)))
+        kept_s = self._kept_s(folder, "text" if whole else "sparse", view.prompt_tokens, ratio)
+        dense_s = min(priced, default=0.0)
+        asked = Asked(view.prompt_tokens, ratio, target, dense_s=dense_s, kept_s=kept_s)
         try:
             if view.prompt_tokens < policy.min_prompt_tokens:
                 raise _short(view.prompt_tokens, policy)
@@ -330,7 +335,7 @@ class Smart:
             return "it is not loaded."
         return engine.facts.sparse
 
-    def _price(self, job: Job, target: Target, tokens: int, ratio: float) -> Price:
+    def _price(self, job: Job, target: Target, form: Form, tokens: int, ratio: float) -> Price:
         """What reading all of it would take. Raises Skip where the most of it is cached."""
         node_id = target.choice.node_id
         links = chain(prompt_text(smart_prompt.plain(job.request)), self._key)
@@ -341,10 +346,20 @@ class Smart:
             return Price(Asked(tokens, ratio, None), weights_bytes)
         new = range(min(cached, tokens), tokens)
         dense_s = speed.total(1.0, new, MEASURED_TOKENS)
-        helped_s = self._dense_s(target.folder, tokens, new.start) if node_id == HERE else 0.0
+        helped_s = kept_s = 0.0
+        if node_id == HERE and job.shareable:
+            helped_s = self._best_s(target.folder, tokens, new.start, 0)
+            kept_s = self._kept_s(target.folder, form, tokens, ratio)
         if helped_s > 0:
             dense_s = min(dense_s, helped_s)
-        return Price(Asked(tokens, ratio, speed, dense_s=dense_s), weights_bytes)
+        return Price(Asked(tokens, ratio, speed, dense_s=dense_s, kept_s=kept_s), weights_bytes)
+
+    def _kept_s(self, folder: Any, form: Form, tokens: int, ratio: float) -> float:
+        """What reading the rest takes with the help of others, 0 where nobody knows."""
+        kept = math.ceil(tokens * ratio)
+        if form == "sparse" and kept < tokens:
+            return self._best_s(folder, tokens, 0, kept)
+        return self._best_s(folder, kept, 0, 0)
 
 
 def _labelled(planned: Planned, record: Record) -> Planned:
