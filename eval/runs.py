@@ -149,9 +149,7 @@ class Runner:
             declined=selection.declined,
         )
 
-    async def _sparse(
-        self, one: Task, document: Document, selection: Selection, right: set[str]
-    ) -> set[str]:
+    async def _sparse(self, one: Task, document: Document, selection: Selection, right: set[str]) -> set[str]:
         if selection.declined:
             return right
         keep = Keep(

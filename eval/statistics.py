@@ -46,7 +46,7 @@ _RESAMPLED = 2000
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """One sum over another one, of ``of`` cases, and the interval of the bootstrap over cases (Efron 1979)."""
+    """One sum over another, of ``of`` cases, and the interval of the bootstrap over cases (Efron 1979)."""
 
     value: float
     interval: tuple[float, float]
