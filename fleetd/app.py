@@ -119,7 +119,7 @@ class Daemon:
             Path(config.models.dir).expanduser().absolute() if config.models.dir else home.models,
             hub_cache=Path(config.models.hub_cache).expanduser() if config.models.hub_cache else None,
         )
-        self._pool = pool or EnginePool(_pool_options(config), record_path=self._models.record_path)
+        self._pool = pool or EnginePool(_pool_options(config, home), record_path=self._models.record_path)
         self._metrics = Metrics(__version__, engines=self._pool.status, peers=self._peers)
         self._node = Node(_node_settings(config, home)) if config.fleet.enabled else None
         self._fleet = Fleet(self._node, local_only=config.fleet.local_only) if self._node else None
@@ -434,7 +434,7 @@ def _node_settings(config: Config, home: Home) -> NodeSettings:
     )
 
 
-def _pool_options(config: Config) -> PoolOptions:
+def _pool_options(config: Config, home: Home) -> PoolOptions:
     engine = config.engine
     return PoolOptions(
         device=engine.device,
@@ -446,6 +446,7 @@ def _pool_options(config: Config) -> PoolOptions:
         prefix_cache_bytes=engine.prefix_cache_bytes,
         speculation=config.speculation.mode,
         remember_answers=config.speculation.remember,
+        cache=str(home.cache),
         idle_unload_s=float(engine.idle_unload_s),
     )
 
