@@ -126,6 +126,17 @@ class Daemon:
         copies = Copies(self._node, self._models, self._own_card) if self._node else None
         self._speeds = SpeedBook()
         self._traces = Traces(self._store)
+        self._drafting = Drafting(
+            self._fleet,
+            self._pool,
+            self._models,
+            self._metrics,
+            model=config.speculation.draft_model,
+            where=config.speculation.draft_on,
+            record=self._traces.record,
+            local_only=config.fleet.local_only,
+            remembers=config.speculation.remember,
+        )
         self._sharing = self._sharer(self._fleet) if self._fleet else None
         self._compressing = self._compressor()
         self._smart = Smart(
@@ -134,15 +145,7 @@ class Daemon:
             self._metrics,
             self._traces.record,
             dense_s=self._sharing.dense_s if self._sharing else lambda folder, tokens, cached: 0.0,
-        )
-        self._drafting = Drafting(
-            self._fleet,
-            self._pool,
-            self._models,
-            self._metrics,
-            model=config.speculation.draft_model,
-            where=config.speculation.draft_on,
-            local_only=config.fleet.local_only,
+            drafter=self._drafting.drafter,
         )
         self._runner = Runner(
             pool=self._pool,
@@ -166,7 +169,13 @@ class Daemon:
     def _sharer(self, fleet: Fleet) -> Sharing:
         local_only = self._config.fleet.local_only
         return Sharing(
-            fleet, self._pool, self._own_card, self._traces.record, self._metrics, local_only=local_only
+            fleet,
+            self._pool,
+            self._own_card,
+            self._traces.record,
+            self._metrics,
+            drafter=self._drafting.drafter,
+            local_only=local_only,
         )
 
     def _compressor(self) -> Compressing:
@@ -342,6 +351,7 @@ class Daemon:
                 smart_defaults=self._config.smart_prefill.policy,
                 compressing=self._compressing,
                 smart_plan=self._smart.plan,
+                draft_plan=self._drafting.plan,
             )
         )
         local = make_runner(app, trusted=True)

@@ -147,6 +147,8 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         last_layer=layers,
         unshareable=unshareable,
         speculation=verdict.text,
+        speculation_width=verdict.width,
+        speculation_context=verdict.context,
         sparse=dense_reason,
         arithmetic=sharable.arithmetic if sharable else None,
         vocabulary=vocabulary_of(tokenizer),

@@ -285,7 +285,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     three are what the whole model would take at the pace of these.
     ``unshareable``: why no other machine can help this model; "" where they can.
     ``speculation``: the probe's verdict, whether drafts can be verified without changing a byte; it begins
-    with "exact", "declined" or "off".
+    with "exact", "declined" or "off". ``speculation_width``: tokens of one pass that it holds for, 1 where it
+    does not; ``speculation_context``: in texts of up to so many tokens.
     ``sparse``: why a Keep is not followed here; "" where it is.
     """
 
@@ -315,6 +316,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     last_layer: int = 0
     unshareable: str = ""
     speculation: str = "off: this worker answers nothing by itself"
+    speculation_width: int = 1
+    speculation_context: int = 0
     sparse: str = "This worker answers nothing by itself."
     arithmetic: Arithmetic | None = None
     # Equal where two models mean the same by every token id: a hash of the tokenizer's vocabulary.

@@ -313,6 +313,7 @@ class Runner:
     async def _source(
         self, job: Job, located: _Located, choice: Choice, arrived_s: float
     ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        traced = self._smart is not None and job.smart is not None
         if choice.node_id != HERE and self._placing is not None:
             others, node_id = self._placing.others, choice.node_id
             events = remote.run(
@@ -323,12 +324,14 @@ class Runner:
                 choice.planned,
             )
         elif (sharing := self._sharing) and located.folder and sharing.possible(job, located.folder):
+            traced = True
             events = sharing.stream(job, located.folder, choice.planned, arrived_s)
         else:
             yield choice.planned
             events = self._events(located.ref, located.folder, job.request)
         if choice.node_id == HERE and located.folder is not None and self._drafting is not None:
-            events = self._drafting.stream(job, located.folder, events)
+            since_s = None if traced else arrived_s
+            events = self._drafting.stream(job, located.folder, events, traced_since_s=since_s)
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, Failed):
