@@ -153,6 +153,11 @@ class Metrics:
         self._drafts_served = counter(
             "fleetd_drafts_served", "Answers of other machines that were drafted for here.", "outcome"
         )
+        self._pasts = counter(
+            "fleetd_past_answers",
+            "Past answers told to machines that remember them (sent), and those of others (taken, dropped).",
+            "fate",
+        )
         self._peers = Gauge("fleetd_peers", "Paired machines.", ["state"], registry=registry)
         self._rtt = Gauge("fleetd_peer_rtt_seconds", "Round trip to a peer.", ["peer"], registry=registry)
         self._auth = counter("fleetd_auth_failures", "Requests refused before any work.", "reason")
@@ -237,6 +242,10 @@ class Metrics:
         """As ``assist``."""
         known = outcome in ("done", "cancelled") or outcome in BY_CODE
         self._drafts_served.labels(outcome if known else _OTHER).inc()
+
+    def past(self, fate: str) -> None:
+        """ "sent", "taken" or "dropped"."""
+        self._pasts.labels(fate).inc()
 
     def auth_failure(self, reason: str) -> None:
         self._auth.labels(reason if reason in _AUTH_FAILURES else _OTHER).inc()
