@@ -1,4 +1,5 @@
-"""`fleetctl plan`: the ways in which a prompt could be prefilled, with their prices; nothing is computed."""
+"""`fleetctl plan`: the ways in which a prompt could be prefilled, with their prices, and the drafts of its
+answer; nothing is computed."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def command(
     """Show how a prompt would be prefilled, here or with others, and why not otherwise.
 
     The prompt is the text in FILE (- is stdin), or any one with --tokens. Nothing is computed: these are the
-    prices by which a request would be placed now. `fleetctl trace` shows what came of past ones.
+    prices by which a request would be placed now, and who would draft for its answer. `fleetctl trace` shows
+    what came of past ones.
     """
     if (file is None) == (tokens is None):
         raise click.UsageError("Give a FILE (- is stdin) or --tokens.")
@@ -74,6 +76,8 @@ def render(plan: Plan, width: int | None, *, estimated: bool = False) -> str:
     chosen = next((option for option in plan.options if option.chosen), None)
     if chosen is not None and chosen.steps:
         parts.append("\n".join([wrapped(f"* {chosen.division}", width), *_steps(chosen.steps, width)]))
+    if plan.drafts is not None:
+        parts.append(wrapped(plan.drafts.line, width))
     return "\n\n".join(parts)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from fleetctl.text import count, one_line
+from fleetctl.text import clause, count, one_line
 
 THIS = "this"
 
@@ -62,11 +62,45 @@ class Option(msgspec.Struct, frozen=True):
         return f"{kind}: {who}" + (f", in chunks of {count(self.chunk)} tokens" if self.chunk else "")
 
 
+class Drafts(msgspec.Struct, frozen=True):
+    """Who would guess ahead for an answer; without ``sources`` nobody, and ``reason`` says why."""
+
+    verdict: str = ""
+    sources: list[str] = []
+    width: int = 1
+    draft_model: str = ""
+    drafters: list[str] = []
+    remembers: bool = False
+    reason: str = ""
+
+    @property
+    def line(self) -> str:
+        if not self.sources:
+            return f"Drafts: none, {clause(self.reason) or 'nobody guesses'}."
+        words = {"lookup": "prompt lookup", "suffix": "suffix", "drafter": self._drafter}
+        if self.remembers:
+            words["suffix"] = "suffix with past answers"
+        named = ", ".join(words.get(source) or one_line(source) for source in self.sources)
+        missing = ""
+        if self.draft_model and not self.drafters:
+            missing = f" No machine can draft with {one_line(self.draft_model)} now."
+        return (
+            f"Drafts: {named}; up to {self.width} tokens per pass. Verdict: {clause(self.verdict)}.{missing}"
+        )
+
+    @property
+    def _drafter(self) -> str:
+        first, *others = [one_line(machine) for machine in self.drafters] or [THIS]
+        instead = f" (else {', '.join(others)})" if others else ""
+        return f"{one_line(self.draft_model)} on {first}{instead}"
+
+
 class Plan(msgspec.Struct, frozen=True):
     model: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     options: list[Option] = []
+    drafts: Drafts | None = None
 
     @property
     def local_s(self) -> float | None:
@@ -93,6 +127,13 @@ class Speculation(msgspec.Struct, frozen=True):
     sources: dict[str, Guessed] = {}
 
 
+class Drafter(msgspec.Struct, frozen=True):
+    """Whose drafts an answer was given."""
+
+    model: str = ""
+    machine: str = ""
+
+
 class Trace(msgspec.Struct, frozen=True):
     """``prefill_s``: what ``chosen.predicted_s`` predicts. ``ttft_s`` counts from the request's arrival.
 
@@ -116,6 +157,7 @@ class Trace(msgspec.Struct, frozen=True):
     verified_tokens: int = 0
     speculation: Speculation | None = None
     kept_tokens: int = 0
+    drafter: Drafter | None = None
 
 
 class Traces(msgspec.Struct, frozen=True):

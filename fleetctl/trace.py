@@ -31,9 +31,9 @@ from fleetd.errors import InvalidValue, NotFound
 def command(session: Session, request: str | None, last: int) -> None:
     """Show how past prefills went, against what was planned; with a REQUEST each step of it.
 
-    Listed are requests that other machines could have helped with, newest first, on the machine that
-    answered. REQUEST is an id as X-Fleet-Request gives it, or a part of it, as the list shows it. Prompts
-    and answers are never recorded.
+    Listed are requests that other machines could have helped with, or that a model drafted for, newest
+    first, on the machine that answered. REQUEST is an id as X-Fleet-Request gives it, or a part of it, as
+    the list shows it. Prompts and answers are never recorded.
     """
     client = session.client()
     if request is None:

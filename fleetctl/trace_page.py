@@ -9,7 +9,7 @@ import click
 
 from fleetctl.columns import Column, drawn, fitted, shortened
 from fleetctl.options_table import options_table
-from fleetctl.shares import THIS, Speculation, Step, Trace, deviation, local_s, prompt
+from fleetctl.shares import THIS, Drafter, Speculation, Step, Trace, deviation, local_s, prompt
 from fleetctl.text import brief, clause, count, one_line, size, wrapped
 
 # The end of a request's id, which tells it from the others in a list.
@@ -69,7 +69,9 @@ def page(trace: Trace, width: int | None) -> str:
     if trace.ttft_s is not None:
         facts.append(("first token", f"{brief(trace.ttft_s)} after the request came"))
     if trace.speculation is not None:
-        facts.append(("drafts", _drafts(trace.speculation)))
+        facts.append(("drafts", _drafts(trace.speculation, trace.drafter)))
+    elif trace.drafter is not None:
+        facts.append(("drafts", f"{_named(trace.drafter)} was asked; none of its drafts was verified"))
     parts = ["\n".join(_fact(name, value, width) for name, value in facts)]
     if chosen.steps or trace.steps:
         parts.append("\n".join(_steps(chosen.steps, trace.steps, width)))
@@ -79,15 +81,33 @@ def page(trace: Trace, width: int | None) -> str:
     return "\n\n".join(parts)
 
 
-def _drafts(told: Speculation) -> str:
+def _drafts(told: Speculation, drafter: Drafter | None) -> str:
     """What came of them, source by source, and what that did."""
     by_source = ", ".join(
-        f"{one_line(source)} {count(found.accepted)} of {count(found.drafted)}"
+        f"{_source(source, drafter)} {_share(found.accepted, found.drafted)} in {_passes(found.passes)}"
         for source, found in sorted(told.sources.items())
     )
     per_pass = f"{told.tokens / told.passes:.2f} tokens per pass" if told.passes else "no pass"
     word = "saved" if told.saved_s >= 0 else "lost"
     return f"right: {by_source}; {per_pass} of up to {told.width}; {word} {brief(abs(told.saved_s))}"
+
+
+def _source(name: str, drafter: Drafter | None) -> str:
+    """As figures call it; of another worker's drafts also whose they are."""
+    return f"drafter ({_named(drafter)})" if name == "drafter" and drafter is not None else one_line(name)
+
+
+def _named(drafter: Drafter) -> str:
+    return f"{one_line(drafter.model)} on {one_line(drafter.machine)}"
+
+
+def _share(part: int, whole: int) -> str:
+    percent = f" ({100 * part / whole:.0f} %)" if whole else ""
+    return f"{count(part)} of {count(whole)}{percent}"
+
+
+def _passes(number: int) -> str:
+    return f"{count(number)} pass" + ("" if number == 1 else "es")
 
 
 def _fact(name: str, value: str, width: int | None) -> str:

@@ -39,6 +39,7 @@ from fleetd.jobs import remote, wire
 from fleetd.jobs.copies import Copies
 from fleetd.jobs.drafts import wire as drafting_wire
 from fleetd.jobs.drafts.drafting import Drafting
+from fleetd.jobs.drafts.pasts import Pasts
 from fleetd.jobs.drafts.serving import Drafters
 from fleetd.jobs.placing import Placing
 from fleetd.jobs.runner import Runner
@@ -119,13 +120,25 @@ class Daemon:
             Path(config.models.dir).expanduser().absolute() if config.models.dir else home.models,
             hub_cache=Path(config.models.hub_cache).expanduser() if config.models.hub_cache else None,
         )
-        self._pool = pool or EnginePool(_pool_options(config), record_path=self._models.record_path)
+        self._pool = pool or EnginePool(_pool_options(config, home), record_path=self._models.record_path)
         self._metrics = Metrics(__version__, engines=self._pool.status, peers=self._peers)
         self._node = Node(_node_settings(config, home)) if config.fleet.enabled else None
         self._fleet = Fleet(self._node, local_only=config.fleet.local_only) if self._node else None
         copies = Copies(self._node, self._models, self._own_card) if self._node else None
         self._speeds = SpeedBook()
         self._traces = Traces(self._store)
+        self._drafting = Drafting(
+            self._fleet,
+            self._pool,
+            self._models,
+            self._metrics,
+            model=config.speculation.draft_model,
+            where=config.speculation.draft_on,
+            record=self._traces.record,
+            local_only=config.fleet.local_only,
+            remembers=config.speculation.remember,
+        )
+        self._pasts = self._remembering(self._fleet) if self._fleet and config.speculation.remember else None
         self._sharing = self._sharer(self._fleet) if self._fleet else None
         self._compressing = self._compressor()
         self._smart = Smart(
@@ -134,15 +147,7 @@ class Daemon:
             self._metrics,
             self._traces.record,
             best_s=self._sharing.best_s if self._sharing else lambda folder, tokens, cached, kept: 0.0,
-        )
-        self._drafting = Drafting(
-            self._fleet,
-            self._pool,
-            self._models,
-            self._metrics,
-            model=config.speculation.draft_model,
-            where=config.speculation.draft_on,
-            local_only=config.fleet.local_only,
+            drafter=self._drafting.drafter,
         )
         self._runner = Runner(
             pool=self._pool,
@@ -158,6 +163,7 @@ class Daemon:
             sharing=self._sharing,
             smart=self._smart,
             drafting=self._drafting,
+            pasts=self._pasts,
             speeds=self._speeds,
         )
         self._assists = self._serve_peers(self._node) if self._node else None
@@ -166,7 +172,19 @@ class Daemon:
     def _sharer(self, fleet: Fleet) -> Sharing:
         local_only = self._config.fleet.local_only
         return Sharing(
-            fleet, self._pool, self._own_card, self._traces.record, self._metrics, local_only=local_only
+            fleet,
+            self._pool,
+            self._own_card,
+            self._traces.record,
+            self._metrics,
+            drafter=self._drafting.drafter,
+            local_only=local_only,
+        )
+
+    def _remembering(self, fleet: Fleet) -> Pasts:
+        local_only = self._config.fleet.local_only
+        return Pasts(
+            fleet, self._pool, self._models, self._own_card, self._metrics.past, local_only=local_only
         )
 
     def _compressor(self) -> Compressing:
@@ -211,6 +229,9 @@ class Daemon:
             finished=self._metrics.drafted_for,
         )
         node.handle(drafting_wire.FOLLOW, drafters)
+        # Those who do not remember have told others so; who sends answers all the same is not answered.
+        if self._pasts is not None:
+            node.handle(drafting_wire.REMEMBER, self._pasts)
         node.handle(share_wire.ASSIST, assists.assist)
         node.handle(share_wire.WARM, assists.warm)
         return assists
@@ -296,6 +317,7 @@ class Daemon:
             max_streams=self._config.engine.max_streams,
             publish=node.publish,
             speeds=self._speeds,
+            remembers=self._pasts is not None,
             memory_fraction=self._config.engine.memory_fraction,
             max_memory_bytes=self._config.engine.max_memory_bytes,
         )
@@ -342,6 +364,7 @@ class Daemon:
                 smart_defaults=self._config.smart_prefill.policy,
                 compressing=self._compressing,
                 smart_plan=self._smart.plan,
+                draft_plan=self._drafting.plan,
             )
         )
         local = make_runner(app, trusted=True)
@@ -406,7 +429,7 @@ class Daemon:
 
     async def _end_engines(self) -> None:
         await self._runner.abandon()
-        for work in (self._sharing, self._assists, self._drafting):
+        for work in (self._sharing, self._assists, self._drafting, self._pasts):
             if work is not None:
                 await work.close()
         within_s = limits.STOP_S / 2 if self._hurry.is_set() else 2 * limits.ENGINE_STOP_S
@@ -434,7 +457,7 @@ def _node_settings(config: Config, home: Home) -> NodeSettings:
     )
 
 
-def _pool_options(config: Config) -> PoolOptions:
+def _pool_options(config: Config, home: Home) -> PoolOptions:
     engine = config.engine
     return PoolOptions(
         device=engine.device,
@@ -446,6 +469,7 @@ def _pool_options(config: Config) -> PoolOptions:
         prefix_cache_bytes=engine.prefix_cache_bytes,
         speculation=config.speculation.mode,
         remember_answers=config.speculation.remember,
+        cache=str(home.cache),
         idle_unload_s=float(engine.idle_unload_s),
     )
 

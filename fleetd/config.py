@@ -219,7 +219,10 @@ class Speculation(msgspec.Struct, frozen=True):
     ] = "auto"
     remember: Annotated[
         bool,
-        Meta(description="Keeps past answers in memory, as token ids, to draft from; gone with the worker."),
+        Meta(
+            description="Keeps past answers in memory, as token ids, to draft from, and exchanges them with "
+            "machines of the fleet that do the same; gone with the worker."
+        ),
     ] = False
     draft_model: Annotated[
         str,

@@ -29,6 +29,7 @@ _AUTH_FAILURES = frozenset({"token", "host", "origin", "user", "fetch_site"})
 _OTHER = "other"
 # As ``engine.spec`` calls them.
 _SOURCES = frozenset({"suffix", "lookup", "drafter"})
+_SPEC_WIDTHS = (2, 3, 4, 6, 8, 12, limits.SPEC_WIDTH)
 
 
 class EngineFigures(Protocol):
@@ -134,6 +135,13 @@ class Metrics:
         )
         self._spec_passes = counter("fleetd_spec_passes", "Passes of answers decoded with drafts.")
         self._spec_pass_tokens = counter("fleetd_spec_pass_tokens", "Tokens that those passes gave.")
+        self._spec_width = Histogram(
+            "fleetd_spec_width",
+            "Tokens of a pass that verified drafts, the one that was due included: of each answer the mean.",
+            ["source"],
+            buckets=_SPEC_WIDTHS,
+            registry=registry,
+        )
         self._spec_saved = Gauge(
             "fleetd_spec_saved_seconds",
             "Time that drafts saved, by the measured cost of plain steps; below 0 they lost it.",
@@ -144,6 +152,11 @@ class Metrics:
         )
         self._drafts_served = counter(
             "fleetd_drafts_served", "Answers of other machines that were drafted for here.", "outcome"
+        )
+        self._pasts = counter(
+            "fleetd_past_answers",
+            "Past answers told to machines that remember them (sent), and those of others (taken, dropped).",
+            "fate",
         )
         self._peers = Gauge("fleetd_peers", "Paired machines.", ["state"], registry=registry)
         self._rtt = Gauge("fleetd_peer_rtt_seconds", "Round trip to a peer.", ["peer"], registry=registry)
@@ -214,6 +227,8 @@ class Metrics:
             label = source if source in _SOURCES else _OTHER
             self._spec_tokens.labels(label, "accepted").inc(counts.accepted)
             self._spec_tokens.labels(label, "rejected").inc(max(0, counts.drafted - counts.accepted))
+            if counts.passes:
+                self._spec_width.labels(label).observe(1 + counts.drafted / counts.passes)
         self._spec_passes.inc(told.passes)
         self._spec_pass_tokens.inc(told.tokens)
         self._spec_saved.inc(told.saved_s)
@@ -227,6 +242,10 @@ class Metrics:
         """As ``assist``."""
         known = outcome in ("done", "cancelled") or outcome in BY_CODE
         self._drafts_served.labels(outcome if known else _OTHER).inc()
+
+    def past(self, fate: str) -> None:
+        """ "sent", "taken" or "dropped"."""
+        self._pasts.labels(fate).inc()
 
     def auth_failure(self, reason: str) -> None:
         self._auth.labels(reason if reason in _AUTH_FAILURES else _OTHER).inc()

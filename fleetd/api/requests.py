@@ -118,6 +118,38 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="rol
     refusal: str | None = None
 
 
+class Drafts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The object form of ``speculate``. Drafts change how soon an answer comes, and nothing of it."""
+
+    enabled: bool = True
+    sources: Annotated[
+        Annotated[list[Literal["suffix", "lookup", "drafter"]], Meta(max_length=3)] | None,
+        Meta(
+            description="Who may guess ahead: the answer's own text (suffix, lookup) or another model "
+            "(drafter). By default all that there are.",
+        ),
+    ] = None
+    width: Annotated[
+        int,
+        Meta(ge=0, le=limits.SPEC_WIDTH, description="Most tokens of one pass; 0 leaves it to what pays."),
+    ] = 0
+    key: Annotated[
+        str,
+        Meta(
+            max_length=limits.SPEC_KEY_CHARS,
+            description="Where past answers are remembered, this one is drafted from, and remembered for, "
+            "those of the same key only.",
+        ),
+    ] = ""
+    draft_model: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS, pattern="^[^/~]")] | None,
+        Meta(
+            description="The model that drafts, on this machine or a peer: a small one of the same family. "
+            "By default the one that the settings name."
+        ),
+    ] = None
+
+
 Message = SystemMessage | DeveloperMessage | UserMessage | ToolMessage | AssistantMessage
 
 
@@ -149,6 +181,10 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     smart_prefill: Annotated[
         bool | Wanted | None,
         Meta(description="Leaves out what a small model finds does not matter. Lossy, and labelled so."),
+    ] = None
+    speculate: Annotated[
+        bool | Drafts | None,
+        Meta(description="How tokens are guessed ahead and verified. The answer is the same without it."),
     ] = None
 
 

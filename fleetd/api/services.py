@@ -121,6 +121,7 @@ class Services:
     smart_defaults: what smart prefill does where a request leaves it open.
     compressing: shortens a prompt for its own sake.
     smart_plan: the same ways as ``plan`` tells, and smart prefill with a share of the tokens among them.
+    draft_plan: the same, and how an answer by that model would be drafted for.
     """
 
     runner: Runner
@@ -143,6 +144,7 @@ class Services:
     smart_defaults: Policy = field(default_factory=Policy)
     compressing: Compressor | None = None
     smart_plan: Callable[[PlanView, float, Any, Policy], Awaitable[PlanView]] | None = None
+    draft_plan: Callable[[PlanView, Any], Awaitable[PlanView]] | None = None
 
 
 class EngineView(msgspec.Struct, frozen=True):

@@ -32,6 +32,8 @@ async def plan(request: web.Request) -> web.StreamResponse:
     view = services.plan(question, folder)
     if question.smart is not None and services.smart_plan is not None:
         view = await services.smart_plan(view, question.smart, folder, services.smart_defaults)
+    if services.draft_plan is not None:
+        view = await services.draft_plan(view, folder)
     return json(view)
 
 

@@ -31,6 +31,7 @@ from fleetd.engine.protocol import (
     Generate,
     Prompt,
     Sampling,
+    Speculate,
     TextPrompt,
     TokenPrompt,
 )
@@ -68,6 +69,7 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
             max_tokens=limit,
             stop=_stop(body),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            speculate=_speculate(body),
         )
         for i in range(body.n or 1)
     ]
@@ -101,6 +103,7 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
             stop=_stop(body),
             top_logprobs=body.logprobs,
             echo=bool(body.echo),
+            speculate=_speculate(body),
         )
         for p, prompt in enumerate(prompts)
         for i in range(n)
@@ -125,6 +128,18 @@ def _sampling(body: Common, choice: int) -> Sampling:
         seed=None if body.seed is None else (body.seed + choice) & _SEED_MASK,
         logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
     )
+
+
+def _speculate(body: Common) -> Speculate | None:
+    """None: as the settings have it."""
+    match body.speculate:
+        case None:
+            return None
+        case bool(enabled):
+            return Speculate(enabled)
+        case asked:
+            sources = None if asked.sources is None else list[str](asked.sources)
+            return Speculate(asked.enabled, sources, asked.width, asked.key, asked.draft_model or "")
 
 
 def _stop(body: Common) -> list[str]:

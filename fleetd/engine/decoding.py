@@ -22,6 +22,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from fleetd import limits
 from fleetd.engine.answer import Answer
 from fleetd.engine.logprobs import Logprobs
 from fleetd.engine.memory import KvBudget
@@ -258,8 +259,11 @@ class Decoding:
         if drafting is not None:
             answer.speculated = drafting.report
             drafting.close()
+        request, said = answer.prepared.request, running.tokens[len(answer.prepared.tokens) :]
+        if request.ids:
+            answer.ids = said[: limits.PAST_TOKENS]
         if self.speculation is not None:
-            self.speculation.ended(answer.prepared.request, running.tokens[len(answer.prepared.tokens) :])
+            self.speculation.ended(request, said)
         self.remember(answer, tokens, cache)
 
     # ---- alone -----------------------------------------------------------------------------------------

@@ -25,12 +25,14 @@ from fleetd.engine.memory import WORKING_BYTES, admit_weights
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import Choice
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.share.sharable import Sharable
+from fleetd.engine.share.sharable import Sharable, accelerator_name
 from fleetd.engine.smart.sparse import Sparse
 from fleetd.engine.spec.probe import Plan, Verdict, probe
+from fleetd.engine.spec.verdicts import Basis, Verdicts
 from fleetd.engine.spec.vocabulary import vocabulary_of
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.models import digest as digests
 from fleetd.models.verify import verify
 
 Device = Literal["cpu", "metal", "cuda"]
@@ -145,6 +147,8 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         last_layer=layers,
         unshareable=unshareable,
         speculation=verdict.text,
+        speculation_width=verdict.width,
+        speculation_context=verdict.context,
         sparse=dense_reason,
         arithmetic=sharable.arithmetic if sharable else None,
         vocabulary=vocabulary_of(tokenizer),
@@ -180,8 +184,22 @@ def _verdict(
         return Verdict(text="off: speculation.mode is off")
     if device == "cpu" and not cpu.exact():
         return Verdict(text="declined: without MKL a CPU's numbers depend on how many are computed at once")
-    plan = Plan.of(device, 1 / decode_tok_s)
-    return probe(model, vocab_size=vocabulary, context_tokens=context, plan=plan)
+    step_s = 1 / decode_tok_s
+    kept, basis = _kept(settings, device)
+    if (known := kept.find(basis)) is not None:
+        return known.at_pace(step_s)
+    plan = Plan.of(device, step_s)
+    found = probe(model, vocab_size=vocabulary, context_tokens=context, plan=plan)
+    kept.keep(basis, found)
+    return found
+
+
+def _kept(settings: WorkerSettings, device: Device) -> tuple[Verdicts, Basis]:
+    """Where this model's verdict is, if it is kept, and what it would have to rest on."""
+    record = Path(settings.record) if settings.record else None
+    digest = digests.remembered(Path(settings.path), record) if settings.cache else ""
+    basis = Basis.now(digest, device, accelerator_name(device), versions())
+    return Verdicts(Path(settings.cache)), basis
 
 
 def verified_config(settings: WorkerSettings, report: Callable[[Loading], None]) -> dict[str, Any]:

@@ -38,6 +38,7 @@ class PoolOptions:
     prefix_cache_bytes: int = 0
     speculation: str = "auto"
     remember_answers: bool = False
+    cache: str = ""
     idle_unload_s: float = 1800.0
 
 
@@ -280,6 +281,7 @@ class EnginePool:
             prefix_cache_bytes=o.prefix_cache_bytes,
             speculation=o.speculation,  # type: ignore[arg-type]  # validated by config
             remember_answers=o.remember_answers,
+            cache=o.cache,
             first_layer=wanted.first,
             last_layer=wanted.last,
             part_of=folder.name if wanted.last else "",

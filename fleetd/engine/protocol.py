@@ -4,7 +4,8 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 ``u32 length (big endian) | MessagePack``. Both ends are the same installation, so there is no version field;
 unknown tags are a bug and raise.
 
-    daemon → worker   Generate, Share | Alone (where Generate asked for it), Assist, Score, Cancel, Shutdown
+    daemon → worker   Generate, Share | Alone (where Generate asked for it), Assist, Score, Remember, Cancel,
+                      Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
                       Accepted, Prefill*, Shared?, (Delta | ToolCall)*, Finished | Failed
                       for each Assist: Accepted, Assisted | Failed
@@ -125,6 +126,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
     ``shared``: once it is Accepted, the prompt waits for Share or Alone before it is prefilled.
     ``keep``: prefill only this of it, where the worker can.
+    ``ids``: Finished tells the answer's tokens.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
@@ -138,6 +140,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     keep: Keep | None = None
     # None: as the settings have it.
     speculate: Speculate | None = None
+    ids: bool = False
 
 
 class Share(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
@@ -221,6 +224,14 @@ class Follow(msgspec.Struct, frozen=True, tag="follow", omit_defaults=True):
     ahead: Annotated[int, Meta(ge=1, le=limits.DRAFT_AHEAD)] = limits.DRAFT_AHEAD
 
 
+class Remember(msgspec.Struct, frozen=True, tag="remember"):
+    """An answer that this model gave on another machine, to draft from; nothing comes back. ``key``: as
+    ``engine.spec.suffix.past_key`` makes it."""
+
+    key: str
+    tokens: list[Natural]
+
+
 class StreamTag(msgspec.Struct, frozen=True):
     """What a socket that is handed to a worker is for: ``job`` is the id of a Share, an Assist, a Follow,
     or of an answer, for its drafts."""
@@ -287,7 +298,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     three are what the whole model would take at the pace of these.
     ``unshareable``: why no other machine can help this model; "" where they can.
     ``speculation``: the probe's verdict, whether drafts can be verified without changing a byte; it begins
-    with "exact", "declined" or "off".
+    with "exact", "declined" or "off". ``speculation_width``: tokens of one pass that it holds for, 1 where it
+    does not; ``speculation_context``: in texts of up to so many tokens.
     ``sparse``: why a Keep is not followed here; "" where it is.
     """
 
@@ -317,6 +329,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     last_layer: int = 0
     unshareable: str = ""
     speculation: str = "off: this worker answers nothing by itself"
+    speculation_width: int = 1
+    speculation_context: int = 0
     sparse: str = "This worker answers nothing by itself."
     arithmetic: Arithmetic | None = None
     # Equal where two models mean the same by every token id: a hash of the tokenizer's vocabulary.
@@ -493,7 +507,10 @@ FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
-    """The last message of a request that went well (or was cancelled). ``stop`` names the stop string hit."""
+    """The last message of a request that went well (or was cancelled). ``stop`` names the stop string hit.
+
+    ``ids``: the answer's first ``limits.PAST_TOKENS`` tokens, where Generate asked for them.
+    """
 
     id: str
     reason: FinishReason
@@ -502,6 +519,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     stop: str | None = None
     # None where no draft was verified.
     speculation: Speculated | None = None
+    ids: list[int] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", omit_defaults=True):
@@ -534,7 +552,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     memory_bytes: int = 0
 
 
-Command = Generate | Share | Alone | Assist | Follow | Score | Cancel | Shutdown
+Command = Generate | Share | Alone | Assist | Follow | Score | Remember | Cancel | Shutdown
 Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted | Scored | Followed
 Report = Loading | Ready | LoadFailed | Beat | Event
 

@@ -47,6 +47,7 @@ from fleetd.engine.protocol import (
     FinishReason,
     Follow,
     Prefill,
+    Remember,
     Report,
     Share,
 )
@@ -130,7 +131,7 @@ class Scheduler:
 
     # ---- from other threads --------------------------------------------------------------------------
 
-    def tell(self, command: Share | Alone | Assist | Follow | Cancel) -> None:
+    def tell(self, command: Share | Alone | Assist | Follow | Remember | Cancel) -> None:
         self.inbox.put(command)
 
     def stop(self) -> None:
@@ -161,6 +162,8 @@ class Scheduler:
         self._scoring.turn(self.chunks.size(shared=bool(self._decoding)))
         self._follows.turn(self.chunks.size(shared=bool(self._decoding)))
         self._decoding.turn()
+        if self._learns and not self._busy and self.speculation is not None:
+            self.speculation.learn()
         return True
 
     def _close(self) -> None:
@@ -179,10 +182,14 @@ class Scheduler:
         others = self._assists.ready or self._follows.ready or self._scoring.ready
         return bool(self._decoding) or others or any(a.ready for a in self._prefilling)
 
+    @property
+    def _learns(self) -> bool:
+        return self.speculation is not None and self.speculation.learns
+
     def _receive(self) -> bool:
         dues_s = [self._shared.due_s(answer) for answer in self._prefilling]
         dues_s += [*self._assists.dues_s, *self._follows.dues_s]
-        for item in self.inbox.take(0.0 if self._busy else wait_s(dues_s)):
+        for item in self.inbox.take(0.0 if self._busy or self._learns else wait_s(dues_s)):
             match item:
                 case Stop():
                     return False
@@ -196,6 +203,9 @@ class Scheduler:
                     self._scoring.begin(item)
                 case Follow():
                     self._follows.begin(item)
+                case Remember():
+                    if self.speculation is not None:
+                        self.speculation.remember(item)
                 case Prepared():
                     self._arrived(item)
         return True

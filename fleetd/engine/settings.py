@@ -27,6 +27,8 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     prefix_cache_bytes: int = 0
     # Whether drafts are verified: where that pays, wherever there are some, or never.
     speculation: Literal["auto", "on", "off"] = "auto"
+    # The home's cache folder, for what need not be found out at every load; "" keeps nothing.
+    cache: str = ""
     # Past answers are kept as token ids, to draft from.
     remember_answers: bool = False
     # Layers [first, last) only, for a worker that helps others and answers nothing itself; (0, 0) is all.

@@ -37,6 +37,7 @@ from fleetd.engine.protocol import (
     Follow,
     Generate,
     LoadFailed,
+    Remember,
     Report,
     Score,
     Share,
@@ -149,7 +150,7 @@ class Front:
                                 self._preparing[request_id] = True
                                 continue
                         self._compute.tell(command)
-                    case Share() | Alone() | Assist() | Follow():
+                    case Share() | Alone() | Assist() | Follow() | Remember():
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()

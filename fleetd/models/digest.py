@@ -65,6 +65,20 @@ def digest(folder: ModelFolder, record: Path, own: Path | None = None) -> ModelD
     )
 
 
+def remembered(path: Path, record: Path | None) -> str:
+    """The digest of a model folder if that takes no hashing, "" otherwise; ``record`` as for ``records``."""
+    files = manifest.part_files(path)
+    for file in (record, path / manifest.FILE_NAME):
+        try:
+            known = manifest.load(file) if file is not None else None
+        except ModelCorrupt:
+            continue
+        found = {f.name: known.files[f.name] for f in files if f.name in known.files} if known else {}
+        if found and all(f.name in found and found[f.name].matches(f.stat()) for f in files):
+            return of_records(found, frozenset(weight.name for weight in weight_files(path))).hex
+    return ""
+
+
 def records(folder: ModelFolder, record: Path, own: Path | None = None) -> dict[str, manifest.FileRecord]:
     """Hash what neither the folder's ``own`` manifest nor ``record`` (a cache, kept current) remembers."""
     try:

@@ -19,10 +19,9 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fleetd import limits
+from fleetd import durable, limits
 from fleetd.errors import FleetError, IdentityRefused
 from fleetd.observe import get_logger
-from fleetd.p2p import durable
 from fleetd.p2p.keys import (
     certificate_for,
     display_id,

@@ -14,9 +14,8 @@ from pathlib import Path
 
 import msgspec
 
-from fleetd import limits
+from fleetd import durable, limits
 from fleetd.errors import RosterRefused
-from fleetd.p2p import durable
 from fleetd.p2p.record import Record
 
 _MAGIC = b"fleetd roster 1\n"

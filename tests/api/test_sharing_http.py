@@ -8,12 +8,21 @@ from typing import Any
 
 import pytest
 from api_fakes import MODEL, FakeFolder, serve, serve_unix, services, speak
+from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.api.no_fleet import NoFleet
 from fleetd.engine.protocol import Accepted, Event, Loading
 from fleetd.jobs.job import Job, Planned
-from fleetd.jobs.share.views import OptionView, PlanQuestion, PlanView, StepView, Trace, TracesView
+from fleetd.jobs.share.views import (
+    DraftsView,
+    OptionView,
+    PlanQuestion,
+    PlanView,
+    StepView,
+    Trace,
+    TracesView,
+)
 
 CHOSEN = OptionView("layers", ["studio", "this"], 1.5, [StepView("computed", 1.0)], True, cuts=[0, 20, 30])
 LOSER = OptionView("local", ["this"], 3.0, code="slower", reason="3.00 s: 100 % slower.")
@@ -72,6 +81,17 @@ async def test_questions_that_make_no_sense(tmp_path: Path, body: dict[str, Any]
     planner = FakePlanner()
     assert (await call(tmp_path, planner, "POST", "plan", body))[0] == status
     assert planner.asked == []
+
+
+async def test_a_plan_says_who_would_draft(tmp_path: Path) -> None:
+    async def drafts(view: PlanView, folder: FakeFolder) -> PlanView:
+        return replace(view, drafts=DraftsView(f"exact: {folder.name}", ["lookup"], 16))
+
+    made = services(plan=FakePlanner().plan, draft_plan=drafts)
+    async with serve_unix(made, tmp_path / "s") as site, site.client(headers={}) as session:
+        async with session.post("/fleet/v1/plan", json={"tokens": 9}) as response:
+            found = await response.json()
+    assert found["drafts"] == {"verdict": f"exact: {MODEL}", "sources": ["lookup"], "width": 16}
 
 
 async def test_a_daemon_that_keeps_to_itself_has_no_plans(tmp_path: Path) -> None:

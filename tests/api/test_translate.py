@@ -9,7 +9,7 @@ from test_requests import chat, completion
 
 from fleetd import limits
 from fleetd.api import translate
-from fleetd.engine.protocol import ChatPrompt, Generate, Sampling, TextPrompt, TokenPrompt
+from fleetd.engine.protocol import ChatPrompt, Generate, Sampling, Speculate, TextPrompt, TokenPrompt
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -47,6 +47,45 @@ def messages(*given: dict[str, Any]) -> list[dict[str, Any]]:
 def test_sampling(fields: dict[str, Any], expected: Sampling) -> None:
     assert one(**fields).sampling == expected
     assert translate.completion(completion(**fields), "r")[0].sampling == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        (True, Speculate()),
+        (False, Speculate(enabled=False)),
+        ({}, Speculate()),
+        ({"enabled": False}, Speculate(enabled=False)),
+        ({"sources": ["lookup"], "width": 4}, Speculate(sources=["lookup"], width=4)),
+        ({"sources": []}, Speculate(sources=[])),
+        ({"key": "me", "draft_model": "org/small"}, Speculate(key="me", draft_model="org/small")),
+    ],
+    ids=str,
+)
+def test_how_drafts_are_used(given: Any, expected: Speculate | None) -> None:
+    assert one(speculate=given).speculate == expected
+    assert translate.completion(completion(speculate=given), "r")[0].speculate == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"widht": 4}, "speculate"),
+        ({"width": limits.SPEC_WIDTH + 1}, "speculate.width"),
+        ({"width": -1}, "speculate.width"),
+        ({"sources": ["n-gram"]}, "speculate.sources[0]"),
+        ({"key": "x" * (limits.SPEC_KEY_CHARS + 1)}, "speculate.key"),
+        ({"draft_model": "/etc/model"}, "speculate.draft_model"),
+        ({"draft_model": "~/model"}, "speculate.draft_model"),
+        ("yes", "speculate"),
+    ],
+    ids=str,
+)
+def test_wishes_about_drafts_that_nobody_can_follow(given: Any, param: str) -> None:
+    with pytest.raises(InvalidValue) as refused:
+        chat(speculate=given)
+    assert refused.value.param == param
 
 
 def test_each_choice_has_its_own_id_and_the_next_seed() -> None:

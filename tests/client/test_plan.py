@@ -35,6 +35,7 @@ def page(value: dict[str, Any], width: int | None = 80) -> str:
         (client_side.Step, views.StepView),
         (client_side.Option, views.OptionView),
         (client_side.Plan, views.PlanView),
+        (client_side.Drafts, views.DraftsView),
     ],
 )
 def test_every_field_shown_is_one_that_the_daemon_sends(
@@ -71,6 +72,38 @@ def test_candidates_with_their_prices_and_why_not() -> None:
         "  computed            0.90 s\n"
         "  exposed hand-off     36 ms"
     )
+
+
+@pytest.mark.parametrize(
+    ("drafts", "said"),
+    [
+        (
+            {"sources": ["suffix", "lookup"], "width": 16},
+            "Drafts: suffix, prompt lookup; up to 16 tokens per pass. Verdict: exact: for the test.",
+        ),
+        (
+            {
+                "sources": ["drafter", "suffix", "lookup"],
+                "width": 4,
+                "draft_model": "small",
+                "drafters": ["studio", "this"],
+                "remembers": True,
+            },
+            "Drafts: small on studio (else this), suffix with past answers, prompt lookup; up to 4 tokens "
+            "per pass. Verdict: exact: for the test.",
+        ),
+        (
+            {"sources": ["suffix", "lookup"], "width": 8, "draft_model": "small"},
+            "Drafts: suffix, prompt lookup; up to 8 tokens per pass. Verdict: exact: for the test. No "
+            "machine can draft with small now.",
+        ),
+        ({"reason": "declined: its kernels differ"}, "Drafts: none, declined: its kernels differ."),
+    ],
+)
+def test_who_would_draft_for_the_answer(drafts: dict[str, Any], said: str) -> None:
+    found = page({**PLAN, "drafts": {"verdict": "exact: for the test", **drafts}}, None)
+    assert found.split("\n\n")[-1] == said
+    assert "Drafts" not in page(PLAN)
 
 
 def test_a_narrow_terminal_keeps_the_plans_and_their_prices() -> None:

@@ -236,6 +236,16 @@ def test_what_drafts_did_is_told_source_by_source(saved_s: float, said: str) -> 
     told = Speculated(
         16, 20, 12, 30, 42, saved_s, {"lookup": SourceCounts(8, 5, 2), "drafter": SourceCounts(12, 7, 3)}
     )
-    found = shown({**SHARED, "speculation": msgspec.to_builtins(told)}, None)
-    assert f"right: drafter 7 of 12, lookup 5 of 8; 1.40 tokens per pass of up to 16; {said}" in found
+    drafted = {**SHARED, "speculation": msgspec.to_builtins(told)}
+    lookup, rest = "lookup 5 of 8 (62 %) in 2 passes", f"1.40 tokens per pass of up to 16; {said}"
+    assert f"right: drafter 7 of 12 (58 %) in 3 passes, {lookup}; {rest}" in shown(drafted, None)
+    drafted["drafter"] = {"model": "small", "machine": "studio"}
+    assert f"right: drafter (small on studio) 7 of 12 (58 %) in 3 passes, {lookup}; {rest}" in shown(
+        drafted, None
+    )
     assert "drafts" not in shown(SHARED)
+
+
+def test_a_drafter_that_came_too_late_is_named_all_the_same() -> None:
+    found = shown({**SHARED, "drafter": {"model": "small", "machine": "studio"}}, None)
+    assert "drafts       small on studio was asked; none of its drafts was verified" in found

@@ -30,8 +30,11 @@ from fleetd.engine.protocol import (
     Follow,
     Followed,
     Generate,
+    Prefill,
     Ready,
+    SourceCounts,
     Speculate,
+    Speculated,
     StreamTag,
 )
 from fleetd.errors import (
@@ -48,6 +51,7 @@ from fleetd.jobs.drafts.drafting import Candidate, Drafting, check_vocabulary
 from fleetd.jobs.drafts.serving import Drafters
 from fleetd.jobs.job import Job
 from fleetd.jobs.placing import Machine as Member
+from fleetd.jobs.share.views import DrafterView, DraftsView, PlanView, Trace
 from fleetd.jobs.ways import Ways
 from fleetd.p2p.cards import Card, ModelCard
 from fleetd.p2p.node import Node
@@ -58,7 +62,13 @@ TARGET = FakeFolder("m")
 
 
 def facts(vocabulary: str = WORDS) -> Ready:
-    return replace(FACTS, vocabulary=vocabulary, speculation="exact: blocks of up to 16 tokens")
+    return replace(
+        FACTS,
+        vocabulary=vocabulary,
+        speculation="exact: blocks of up to 16 tokens",
+        speculation_width=16,
+        speculation_context=4096,
+    )
 
 
 @dataclass
@@ -288,7 +298,9 @@ async def test_a_request_may_name_who_drafts(named: str, found: str) -> None:
 async def test_an_engine_that_cannot_verify_drafts_gets_none() -> None:
     async with home_of() as home:
         assert home.pool.home is not None
-        home.pool.home.facts = replace(facts(), speculation="declined: its kernels differ")
+        home.pool.home.facts = replace(
+            facts(), speculation="declined: its kernels differ", speculation_width=1
+        )
         home.ending.set()
         await home.answer(job())
         assert not home.pool.small.follows
@@ -353,8 +365,9 @@ async def test_no_drafter_where_none_is_wanted() -> None:
         assert home.drafting.begin(job(), TARGET) is None
         home.pool.home = engine
     async with home_of() as home:
-        assert home.drafting.candidates(job(), SMALL, SMALL) == []  # not for itself
-        assert home.drafting.candidates(job(), "m", SMALL) == [Candidate("", "this machine", SMALL)]
+        assert home.drafting.candidates(SMALL, SMALL, shareable=True) == []  # not for itself
+        here = [Candidate("", "this machine", SMALL)]
+        assert home.drafting.candidates("m", SMALL, shareable=True) == here
 
 
 # ---- on another machine ----------------------------------------------------------------------------------
@@ -468,7 +481,8 @@ def seen(name: str, *, rtt_s: float = 0.001, running: int = 0, sees: bool = True
 
 def order(found: list[Any], where: Any = "auto", this: Job | None = None, **options: Any) -> list[str]:
     drafting = Drafting(Seen(found), None, Models(), None, model=SMALL, where=where, **options)  # type: ignore[arg-type]
-    return [candidate.name for candidate in drafting.candidates(this or job(), "m", SMALL)]
+    shareable = (this or job()).shareable
+    return [candidate.name for candidate in drafting.candidates("m", SMALL, shareable=shareable)]
 
 
 def test_a_near_idle_peer_with_the_model_loaded_comes_before_this_machine() -> None:
@@ -487,6 +501,91 @@ def test_nobody_is_sent_a_text_that_it_must_not_see() -> None:
     assert order([seen("peer")], this=job(local_only=True)) == ["this machine"]
     # What came from a peer was allowed to leave it.
     assert order([seen("peer")], this=job(local_only=True, origin="peer")) == ["peer", "this machine"]
+
+
+# ---- for people ------------------------------------------------------------------------------------------
+
+
+async def planned(home: Home, tokens: int = 100) -> DraftsView:
+    view = await home.drafting.plan(PlanView("m", tokens, 0, []), TARGET)
+    assert view.drafts is not None
+    return view.drafts
+
+
+async def test_a_plan_names_sources_width_and_verdict() -> None:
+    verdict = "exact: blocks of up to 16 tokens"
+    async with home_of(model="", remembers=True) as home:
+        assert await planned(home) == DraftsView(verdict, ["suffix", "lookup"], 16, remembers=True)
+        late = await planned(home, 4095)
+        assert (late.sources, late.width) == ([], 1)
+        assert "up to 4096 tokens of context" in late.reason
+        assert home.pool.home is not None
+        home.pool.home.facts = replace(facts(), speculation="declined: x", speculation_width=1)
+        assert await planned(home) == DraftsView("declined: x", reason="declined: x")
+        home.pool.home.facts = None
+        nothing = PlanView("m", 1, 0, [])
+        assert await home.drafting.plan(nothing, TARGET) == nothing
+
+
+async def test_a_plan_names_who_would_draft() -> None:
+    async with home_of() as home:
+        home.drafting.partners = Seen([seen("far", rtt_s=0.2), seen("near")])  # type: ignore[assignment]
+        found = await planned(home)
+        assert (found.draft_model, found.drafters) == (SMALL, ["near", "this", "far"])
+        assert found.sources == ["drafter", "suffix", "lookup"]
+    async with home_of(missing=True) as home:
+        found = await planned(home)
+        assert (found.draft_model, found.drafters, found.sources) == (SMALL, [], ["suffix", "lookup"])
+    async with home_of(model="m") as home:
+        assert (await planned(home)).drafters == []  # no model drafts for itself
+    assert home.pool.used == 0
+
+
+async def test_an_answer_says_who_drafts_for_it_while_it_runs() -> None:
+    async with home_of() as home:
+        answer = asyncio.create_task(home.answer(job()))
+        assert home.drafting.drafter("r1") is None
+        await home.pool.small.stream_of()
+        assert home.pool.home is not None
+        await home.pool.home.stream_of()
+        while home.drafting.drafter("r1") is None:  # noqa: ASYNC110  (set in the turn after that)
+            await asyncio.sleep(0)
+        assert home.drafting.drafter("r1") == DrafterView(SMALL, "this")
+        home.ending.set()
+        await answer
+        assert home.drafting.drafter("r1") is None
+
+
+async def test_an_answer_that_was_drafted_for_leaves_a_trace() -> None:
+    """One that nobody else writes down: its prompt was too short to be shared."""
+    told = Speculated(16, 8, 4, 5, 9, 0.1, {"drafter": SourceCounts(8, 4, 2)})
+    traces: list[Trace] = []
+    async with home_of(record=traces.append) as home:
+
+        async def events(*, drafted: bool) -> AsyncGenerator[Event, None]:
+            yield Accepted("r1", 9)
+            yield Prefill("r1", 5, 9, cached=5)
+            if drafted:
+                while home.drafting.drafter("r1") is None:  # noqa: ASYNC110  (nothing announces it)
+                    await asyncio.sleep(0.001)
+            yield Delta("r1", "hello")
+            yield Finished("r1", "stop", speculation=told)
+
+        async def run(since_s: float | None, *, drafted: bool = True, model: str = SMALL) -> None:
+            home.drafting._model = model
+            stream = home.drafting.stream(job(), TARGET, events(drafted=drafted), traced_since_s=since_s)
+            assert len([event async for event in stream]) == 4
+
+        await run(None)
+        await run(1.0, drafted=False, model="")
+        assert traces == []
+        await run(home.drafting.monotonic())
+    (trace,) = traces
+    assert (trace.id, trace.model, trace.prompt_tokens, trace.cached_tokens) == ("r1", "m", 9, 5)
+    assert (trace.outcome, trace.chosen.kind, trace.losers) == ("local", "local", [])
+    assert (trace.drafter, trace.speculation) == (DrafterView(SMALL, "this"), told)
+    assert trace.ttft_s is not None
+    assert trace.ttft_s < WITHIN_S
 
 
 # ---- on the wire -----------------------------------------------------------------------------------------

@@ -162,6 +162,9 @@ def test_drafts_are_counted_by_sources_that_are_known() -> None:
     assert value(metrics, "fleetd_spec_passes_total") == 10
     assert value(metrics, "fleetd_spec_pass_tokens_total") == 15
     assert value(metrics, "fleetd_spec_saved_seconds") == -0.5
+    # Four drafts a pass, and the token that was due.
+    assert value(metrics, "fleetd_spec_width_sum", source="lookup") == 5
+    assert value(metrics, "fleetd_spec_width_count", source="other") == 1
 
 
 def test_how_drafters_end_is_counted() -> None:

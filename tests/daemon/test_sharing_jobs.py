@@ -33,7 +33,7 @@ from fleetd.jobs.job import LOCAL, Job, Planned
 from fleetd.jobs.share import planning, wire
 from fleetd.jobs.share.agreement import Agreement
 from fleetd.jobs.share.sharing import Sharing
-from fleetd.jobs.share.views import PlanQuestion, Trace
+from fleetd.jobs.share.views import DrafterView, PlanQuestion, Trace
 from fleetd.metrics import Metrics
 from fleetd.p2p.node import Node
 
@@ -92,6 +92,15 @@ async def home_with(
         finally:
             await sharing.close()
             engine.close()
+
+
+async def test_a_trace_names_who_drafted(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        home.sharing._drafter = {"r1": DrafterView("small", "studio")}.get
+        await home.ask()
+        trace = await home.trace()
+        assert trace.drafter == DrafterView("small", "studio")
+        assert trace.chosen.kind != "local"
 
 
 # ---- whether it is asked at all --------------------------------------------------------------------------

@@ -73,9 +73,23 @@ def test_a_peer_drafts_and_the_text_is_the_models_own(pair: LiveFleet) -> None:
     until(lambda: free(beta) and free(alpha), WITHIN_S)
     before = descriptors(alpha), descriptors(beta)
     for _ in range(3):
-        assert ask(alpha) == (COUNTED, "exact")
+        assert ask(alpha, speculate={"sources": ["drafter"], "draft_model": SMALL}) == (COUNTED, "exact")
     until(lambda: free(beta) and free(alpha), WITHIN_S)
+    _people_are_told(alpha)
     until(lambda: descriptors(alpha) <= before[0] and descriptors(beta) <= before[1], WITHIN_S)
+
+
+def _people_are_told(alpha: LiveDaemon) -> None:
+    """Who would draft for an answer, and who has drafted for the last one."""
+    planned = alpha.control("POST", "/fleet/v1/plan", {"model": TARGET, "tokens": 100})["drafts"]
+    assert (planned["draft_model"], planned["drafters"]) == (SMALL, ["beta"])
+    assert planned["sources"] == ["drafter", "suffix", "lookup"]
+    assert planned["width"] > 1
+    trace = alpha.control("GET", "/fleet/v1/traces?last=1")["traces"][0]
+    assert trace["drafter"] == {"model": SMALL, "machine": "beta"}
+    counts = trace["speculation"]["sources"]["drafter"]
+    assert counts["passes"] > 0
+    assert counts["accepted"] <= counts["drafted"]
 
 
 def test_what_has_to_stay_is_not_drafted_for_elsewhere(pair: LiveFleet) -> None:

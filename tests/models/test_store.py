@@ -14,7 +14,7 @@ from model_files import make_folder
 
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
 from fleetd.limits import GIB
-from fleetd.models import catalog, hub_cache, manifest
+from fleetd.models import catalog, digest, hub_cache, manifest
 from fleetd.models.store import ModelStore
 
 # ---- Catalog ---------------------------------------------------------------------------------------------
@@ -290,3 +290,20 @@ def test_damaged_digest_cache_is_made_again(store: ModelStore, tmp_path: Path) -
     first = store.digest(folder)
     store.record_path(folder).write_text("{")
     assert store.digest(folder) == first
+
+
+def test_a_digest_is_remembered_only_while_no_file_has_changed(
+    store: ModelStore, installed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = store.resolve(str(make_folder(tmp_path / "m")))
+    record = store.record_path(folder)
+    assert digest.remembered(folder.path, record) == ""
+    whole = str(store.digest(folder))
+    own = str(store.digest(store.resolve("own")))
+    monkeypatch.setattr(manifest, "hash_file", lambda path, progress: pytest.fail(f"hashed {path}"))
+    assert digest.remembered(folder.path, record) == whole
+    assert digest.remembered(installed, None) == own
+    (folder.path / "tokenizer.json").touch()
+    assert digest.remembered(folder.path, record) == ""
+    record.write_text("{")
+    assert digest.remembered(folder.path, record) == ""

@@ -25,9 +25,9 @@ from hypothesis import strategies as st
 from machines import machine
 from structlog.testing import capture_logs
 
-from fleetd import limits
+from fleetd import durable, limits
 from fleetd.errors import ConfigError, DiskFull, Forbidden, IdentityRefused
-from fleetd.p2p import durable, keys, proquint
+from fleetd.p2p import keys, proquint
 from fleetd.p2p.identity import Identity
 from fleetd.p2p.keys import ALPHABET, display_id, node_id, parse_node_id, short_id
 

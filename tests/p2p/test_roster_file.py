@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 from machines import machine
 
-from fleetd import limits
+from fleetd import durable, limits
 from fleetd.errors import ConfigError, DiskFull, Forbidden, RosterRefused
-from fleetd.p2p import durable
 from fleetd.p2p.record import Record
 from fleetd.p2p.roster import Roster
 from fleetd.p2p.roster_file import RosterFile

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -42,6 +42,8 @@ KERNEL_STEPS = 16
 # take minutes, and what it says does not matter.
 COMPUTED, COMPUTED_MOST = 32, 256
 MADE_UP_BYTES = 512 * limits.MIB
+# Raised when a verdict of before would not be one any more: other comparisons, other arithmetic.
+PROBE_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,12 @@ class Verdict:
     @property
     def exact(self) -> bool:
         return self.width > 1
+
+    def at_pace(self, step_s: float) -> Verdict:
+        """The same where a single step takes so long now: what wider passes take is known as shares of it."""
+        if not (before_s := self.seconds.get(1)):
+            return self
+        return replace(self, seconds={n: s * step_s / before_s for n, s in self.seconds.items()})
 
 
 def probe(

@@ -16,17 +16,23 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, aclosing
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
-from fleetd.engine.protocol import Accepted, Event, Follow, Followed, Ready, StreamTag
+import msgspec
+
+from fleetd.engine.protocol import Accepted, Event, Follow, Followed, Loading, Ready, StreamTag
 from fleetd.errors import EngineDied, FleetError, Incompatible, ModelNotFound, PeerError
-from fleetd.jobs.drafts import wire
+from fleetd.jobs.drafts import planning, wire
+from fleetd.jobs.drafts.planning import DRAFTER
 from fleetd.jobs.held import Models
-from fleetd.jobs.job import Job
+from fleetd.jobs.job import Job, Planned
 from fleetd.jobs.placing import Machine, canonical
 from fleetd.jobs.remote import Stream, own_id, said_by
 from fleetd.jobs.share.agreement import word
 from fleetd.jobs.share.penalties import Penalties
+from fleetd.jobs.share.planning import THIS
+from fleetd.jobs.share.record import Record
+from fleetd.jobs.share.views import DrafterView, PlanView, Trace
 from fleetd.models import names
 from fleetd.observe import get_logger
 from fleetd.p2p.cards import ModelCard
@@ -37,9 +43,6 @@ log = get_logger("fleetd.drafting")
 
 # The stream's name, which the workers know as ``engine.spec.draft_wire.DRAFTS``.
 DRAFTS = "drafts"
-# What a request calls such drafts, and how the verdict of an engine that can verify them begins.
-_SOURCE, _EXACT = "drafter", "exact"
-_Event = TypeVar("_Event")
 Where = Literal["auto", "here", "peers"]
 # Tokens ahead of the text where drafter and verifier share one accelerator: there is no round trip to hide,
 # and what is drafted in vain takes its time from the verifier.
@@ -96,7 +99,9 @@ class Drafting:
     """Args:
     partners: None for a machine without a fleet.
     model: what drafts where a request does not say; "" for nobody.
+    record: keeps what came of an answer (``traces.Traces.record``).
     local_only: by the settings, no prompt leaves this machine.
+    remembers: workers here draft from past answers as well.
     """
 
     def __init__(
@@ -108,8 +113,11 @@ class Drafting:
         *,
         model: str = "",
         where: Where = "auto",
+        record: Callable[[Trace], None] = lambda trace: None,
         local_only: bool = False,
+        remembers: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self.partners = partners
         self.pool = pool
@@ -119,7 +127,12 @@ class Drafting:
         self._models = models
         self._model = model
         self._where = where
+        self._record = record
         self._local_only = local_only
+        self._remembers = remembers
+        self._now = now
+        # Of answers that run, by request.
+        self._answers: dict[str, Drafts] = {}
         self._running: set[asyncio.Task[None]] = set()
 
     def begin(self, job: Job, folder: Any) -> Drafts | None:
@@ -139,7 +152,7 @@ class Drafting:
         """The model that is to draft; "" for none."""
         request, how = job.request, job.request.speculate
         few = request.max_tokens is not None and request.max_tokens < _LEAST_TOKENS
-        refused = how is not None and not (how.enabled and _SOURCE in (how.sources or [_SOURCE]))
+        refused = how is not None and not (how.enabled and DRAFTER in (how.sources or [DRAFTER]))
         # What is left of a prompt after a selection is decoded without drafts.
         if few or refused or request.keep is not None:
             return ""
@@ -148,21 +161,78 @@ class Drafting:
         return "" if names.is_path(named) else canonical(named or self._model)
 
     async def stream(
-        self, job: Job, folder: Any, events: AsyncGenerator[_Event, None]
-    ) -> AsyncGenerator[_Event, None]:
-        """The answer's events as they are, with a drafter from its Accepted to its end."""
+        self,
+        job: Job,
+        folder: Any,
+        events: AsyncGenerator[Planned | Loading | Event, None],
+        *,
+        traced_since_s: float | None = None,
+    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        """The answer's events as they are, with a drafter from its Accepted to its end.
+
+        Args:
+            traced_since_s: when the request came, on ``monotonic``, where nobody else writes down what comes
+                of it: then an answer that was drafted for leaves a trace.
+        """
         drafts: Drafts | None = None
+        record: Record | None = None
+        if traced_since_s is not None:
+            record = Record(job.request.id, folder.name, self._now(), traced_since_s)
         try:
             async with aclosing(events) as each:
                 async for event in each:
                     if isinstance(event, Accepted) and drafts is None:
                         drafts = self.begin(job, folder)
+                        if drafts is not None:
+                            self._answers[job.request.id] = drafts
+                    if record is not None and not isinstance(event, Planned):
+                        record.saw(event, self.monotonic())
                     yield event
+        except FleetError as error:
+            if record is not None:
+                record.failed(error)
+            raise
         finally:
+            if record is not None:
+                record.drafted(self.drafter(job.request.id))
+                if (trace := record.trace(())) is not None:
+                    self._record(trace)
             if drafts is not None:
+                self._answers.pop(job.request.id, None)
                 drafts.close()
 
-    def candidates(self, job: Job, target: str, model: str) -> list[Candidate]:
+    # ---- for people --------------------------------------------------------------------------------------
+
+    def drafter(self, request_id: str) -> DrafterView | None:
+        """Who drafts for an answer that runs."""
+        drafts = self._answers.get(request_id)
+        found = drafts.drafter if drafts is not None else None
+        return DrafterView(found.model, found.name if found.node_id else THIS) if found is not None else None
+
+    async def plan(self, view: PlanView, folder: Any) -> PlanView:
+        """The same, and how the answer would be drafted for. Nothing is loaded for that."""
+        engine = self.pool.engine(folder)
+        facts = engine.facts if engine is not None else None
+        if facts is None:
+            return view
+        model = canonical(self._model) if facts.vocabulary else ""
+        drafters = [
+            candidate.name if candidate.node_id else THIS
+            for candidate in (self.candidates(folder.name, model, shareable=True) if model else ())
+            if candidate.node_id or await self._is_here(model, besides=folder.name)
+        ]
+        drafts = planning.view(facts, view.prompt_tokens, model, drafters, remembers=self._remembers)
+        return msgspec.structs.replace(view, drafts=drafts)
+
+    async def _is_here(self, model: str, *, besides: str) -> bool:
+        try:
+            return bool((await self.resolve(model)).name != besides)
+        except FleetError:
+            return False
+
+    # ---- who is asked ------------------------------------------------------------------------------------
+
+    def candidates(self, target: str, model: str, *, shareable: bool) -> list[Candidate]:
         """Who to ask, in this order.
 
         A machine that has the model loaded, is near and has nothing else to do comes first: its drafts take
@@ -171,13 +241,15 @@ class Drafting:
         here = [Candidate("", "this machine", model)] if model != target else []
         if self._where == "here":
             return here
-        peers = sorted(self._peers(job, model), key=lambda found: found[0])
+        peers = sorted(self._peers(model, shareable=shareable), key=lambda found: found[0])
         first = [candidate for (busy, far, cold, _), candidate in peers if not (busy or far or cold)]
         rest = [candidate for _, candidate in peers if candidate not in first]
         return [*first, *rest] if self._where == "peers" else [*first, *here, *rest]
 
-    def _peers(self, job: Job, model: str) -> Iterable[tuple[tuple[bool, bool, bool, float], Candidate]]:
-        if self.partners is None or self._local_only or not job.shareable:
+    def _peers(
+        self, model: str, *, shareable: bool
+    ) -> Iterable[tuple[tuple[bool, bool, bool, float], Candidate]]:
+        if self.partners is None or self._local_only or not shareable:
             return
         now_s = self.monotonic()
         for machine in self.partners.machines():
@@ -229,9 +301,10 @@ class Drafts:
 
     async def _run(self) -> None:
         facts = self._engine.facts
-        if facts is None or not facts.vocabulary or not facts.speculation.startswith(_EXACT):
+        if facts is None or not facts.vocabulary or facts.speculation_width < 2:
             return
-        for candidate in self._drafting.candidates(self._job, self._target, self._model):
+        shareable = self._job.shareable
+        for candidate in self._drafting.candidates(self._target, self._model, shareable=shareable):
             outcome = "cancelled"
             try:
                 await (self._there if candidate.node_id else self._here)(candidate, facts.vocabulary)

@@ -1,11 +1,18 @@
-"""How a machine is asked to draft for an answer of another one: one request on their session.
+"""What machines say to each other about drafts, each a request of its own on their session.
+
+One is asked to draft for another one's answer:
 
     → FOLLOW  Ask                     which model is to draft, and what its token ids must mean
     ← b""*, Offer                     its engine is ready; where the answer's stream is expected
     ← b""*, Done                      the text has ended
 
-The text itself and the drafts go from worker to worker (``engine/spec/draft_wire.py``). Errors and
-cancellation are the stream's own. All messages are bounded before they are decoded.
+The text itself and the drafts go from worker to worker (``engine/spec/draft_wire.py``).
+
+And how machines that remember past answers tell each other theirs:
+
+    → REMEMBER  Past                  a finished answer's tokens; nothing comes back
+
+Errors and cancellation are the stream's own. All messages are bounded before they are decoded.
 """
 
 from __future__ import annotations
@@ -21,6 +28,7 @@ from fleetd.models import names
 from fleetd.p2p.probe import Invitation
 
 FOLLOW = "draft.follow"
+REMEMBER = "draft.remember"
 ALIVE = b""
 
 _Vocabulary = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-f]*$")]
@@ -49,11 +57,22 @@ class Done(msgspec.Struct, frozen=True):
     right: _Count = 0
 
 
+class Past(msgspec.Struct, frozen=True):
+    """An answer that the model of this digest gave; no prompt and no text. ``key``: the hash of the request's
+    own (``engine.spec.suffix.past_key``)."""
+
+    digest: Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]*$")]
+    key: Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]*$")]
+    tokens: Annotated[
+        list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(min_length=1, max_length=limits.PAST_TOKENS)
+    ]
+
+
 _encode = msgspec.msgpack.Encoder().encode
 _T = TypeVar("_T")
 
 
-def encode(message: Ask | Offer | Done) -> bytes:
+def encode(message: Ask | Offer | Done | Past) -> bytes:
     return _encode(message)
 
 

@@ -11,6 +11,7 @@ from fleetd.engine.protocol import (
     Event,
     Finished,
     Loading,
+    Prefill,
     Shared,
     Speculated,
     StepTime,
@@ -19,7 +20,7 @@ from fleetd.engine.protocol import (
 from fleetd.errors import FleetError
 from fleetd.jobs.job import Exactness
 from fleetd.jobs.share import planning
-from fleetd.jobs.share.views import Outcome, StepView, Trace
+from fleetd.jobs.share.views import DrafterView, OptionView, Outcome, StepView, Trace
 from fleetd.plan.sharing import Choice
 
 # A helper's name, and what it did by its own account.
@@ -35,10 +36,12 @@ class Record:
         self._at_s, self._arrived_s = at_s, arrived_s
         self._choice: Choice | None = None
         self._accepted: Accepted | None = None
+        self._cached = 0
         self._decided_s = arrived_s
         self._first_token_s: float | None = None
         self._finished = self._failed = False
         self._speculation: Speculated | None = None
+        self._drafter: DrafterView | None = None
         # None until all helpers have agreed; then whether their bytes are this machine's own.
         self._exact: bool | None = None
         self._shared: Shared | None = None
@@ -47,6 +50,7 @@ class Record:
 
     def decided(self, choice: Choice, accepted: Accepted, now_s: float) -> None:
         self._choice, self._accepted, self._decided_s = choice, accepted, now_s
+        self._cached = accepted.cached
 
     def agreed(self, exact: bool) -> None:
         self._exact = exact
@@ -63,16 +67,29 @@ class Record:
             self.code, self.reason = shared.code, shared.reason
 
     def saw(self, event: Loading | Event, now_s: float) -> None:
+        if isinstance(event, Accepted) and self._accepted is None:
+            self._accepted, self._decided_s = event, now_s
+        if isinstance(event, Prefill) and self._choice is None:
+            self._cached = event.cached
         if isinstance(event, Delta | ToolCall) and self._first_token_s is None:
             self._first_token_s = now_s
         if isinstance(event, Finished):
             self._finished, self._speculation = True, event.speculation
+
+    def drafted(self, drafter: DrafterView | None) -> None:
+        """Whose drafts the answer was given."""
+        self._drafter = drafter
 
     def failed(self, error: FleetError) -> None:
         self._failed = True
         self.code, self.reason = self.code or error.code, self.reason or error.message
 
     # ---- what came of it -----------------------------------------------------------------------------------
+
+    @property
+    def planned(self) -> bool:
+        """Whether it was decided how others help with the prompt."""
+        return self._choice is not None
 
     @property
     def went_well(self) -> bool:
@@ -107,10 +124,12 @@ class Record:
         return "shared" if self.went_well else "fallback"
 
     def trace(self, accounts: Iterable[Account]) -> Trace | None:
-        """None for a prompt that ended before anything was decided."""
-        if self._choice is None or self._accepted is None:
+        """None where there was nothing to decide, and nobody drafted for the answer either."""
+        if self._accepted is None or (self._choice is None and self._drafter is None):
             return None
-        chosen, *losers = planning.views(self._choice, limits.TRACE_LOSERS)
+        chosen, losers = OptionView("local", [planning.THIS], None, chosen=True), list[OptionView]()
+        if self._choice is not None:
+            chosen, *losers = planning.views(self._choice, limits.TRACE_LOSERS)
         own: Account = (planning.THIS, self.steps)
         first_s = self._first_token_s
         return Trace(
@@ -118,7 +137,7 @@ class Record:
             at_s=self._at_s,
             model=self._model,
             prompt_tokens=self._accepted.prompt_tokens,
-            cached_tokens=self._accepted.cached,
+            cached_tokens=self._cached,
             kept_tokens=self._accepted.kept,
             chosen=chosen,
             losers=losers,
@@ -135,4 +154,5 @@ class Record:
             reason=self.reason,
             verified_tokens=self._shared.verified if self._shared is not None else 0,
             speculation=self._speculation,
+            drafter=self._drafter,
         )

@@ -23,7 +23,17 @@ from typing import Any, Protocol
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Ready, Share, Shared, StepTime
+from fleetd.engine.protocol import (
+    Accepted,
+    Event,
+    Finished,
+    Generate,
+    Loading,
+    Ready,
+    Share,
+    Shared,
+    StepTime,
+)
 from fleetd.errors import ContextLengthExceeded, EngineError, FleetError, ModelNotFound, PeerError, from_code
 from fleetd.jobs.job import LOCAL, Job, PlanKind, Planned
 from fleetd.jobs.placing import CHARS_PER_TOKEN, Machine, prompt_text
@@ -32,7 +42,7 @@ from fleetd.jobs.share.agreement import Agreement, Terms
 from fleetd.jobs.share.penalties import Penalties
 from fleetd.jobs.share.planning import Part
 from fleetd.jobs.share.record import Account, Record
-from fleetd.jobs.share.views import PlanQuestion, PlanView, Trace
+from fleetd.jobs.share.views import DrafterView, PlanQuestion, PlanView, Trace
 from fleetd.observe import get_logger
 from fleetd.p2p.cards import Card, ModelCard
 from fleetd.plan.costs import MEASURED_TOKENS
@@ -82,6 +92,7 @@ class Sharing:
     """Args:
     own_card: what this machine tells others of itself now.
     record: keeps what came of a prompt (``traces.Traces.record``).
+    drafter: who drafts for an answer that runs (``drafts.drafting.Drafting.drafter``).
     local_only: by the settings, no prompt leaves this machine.
     """
 
@@ -93,6 +104,7 @@ class Sharing:
         record: Callable[[Trace], None],
         metrics: Metrics,
         *,
+        drafter: Callable[[str], DrafterView | None] = lambda request_id: None,
         local_only: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -106,6 +118,7 @@ class Sharing:
         self.paces = Paces()
         self._own_card = own_card
         self._record = record
+        self._drafter = drafter
         self._local_only = local_only
         # By model: what its last prompt got, which the next one keeps where two ways are alike.
         self._previous: dict[str, Option] = {}
@@ -151,6 +164,8 @@ class Sharing:
                     if isinstance(event, Accepted):
                         yield await prompt.decide(event)
                     prompt.record.saw(event, self.monotonic())
+                    if isinstance(event, Finished):
+                        prompt.record.drafted(self._drafter(event.id))
                     yield event
         except FleetError as error:
             prompt.record.failed(error)
@@ -256,7 +271,9 @@ class Sharing:
 
     def keep(self, record: Record, steps: Iterable[Account]) -> None:
         if (trace := record.trace(steps)) is not None:
-            self.metrics.share(trace.chosen.kind, trace.outcome, sum(step.n_bytes for step in trace.steps))
+            if record.planned:
+                n_bytes = sum(step.n_bytes for step in trace.steps)
+                self.metrics.share(trace.chosen.kind, trace.outcome, n_bytes)
             self._record(trace)
 
     def blame(self, shared: Agreement) -> None:

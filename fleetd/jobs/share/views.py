@@ -64,6 +64,24 @@ class OptionView(msgspec.Struct, frozen=True):
     chunk: int = 0
 
 
+class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the answer would be drafted for on this machine, if it is decoded alone and its prompt read whole.
+
+    ``sources``: who guesses, preferred ones first; where there are none, ``reason`` says why. ``width``: most
+    tokens of one pass; an answer's acceptance and the cost of passes may leave fewer. ``verdict``: of the
+    probe. ``draft_model`` drafts on the first of the machines ``drafters`` that can. ``remembers``: past
+    answers are drafted from as well.
+    """
+
+    verdict: str
+    sources: list[str] = []
+    width: int = 1
+    draft_model: str = ""
+    drafters: list[str] = []
+    remembers: bool = False
+    reason: str = ""
+
+
 class PlanView(msgspec.Struct, frozen=True):
     """The answer of POST /fleet/v1/plan: the chosen option first, then the others, cheapest first."""
 
@@ -71,15 +89,24 @@ class PlanView(msgspec.Struct, frozen=True):
     prompt_tokens: int
     cached_tokens: int
     options: list[OptionView]
+    drafts: DraftsView | None = None
+
+
+class DrafterView(msgspec.Struct, frozen=True):
+    """Who drafted for an answer: a model, and the machine on which it did."""
+
+    model: str
+    machine: str
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """One request whose prefill others could have helped with: what was planned and what came of it.
+    """One request that others helped with, or could have: what was planned and what came of it.
 
     ``prefill_s``: from the decision to the first token, to be held against ``chosen.predicted_s``.
     ``ttft_s``: from the request's arrival, so with queueing and tokenizing. Both None if no token came.
     ``kept_tokens``: of the prompt's, those that were prefilled, where some were left out; else 0.
-    ``code`` and ``reason``: why it was not done as chosen. ``speculation``: what drafts did for the answer.
+    ``code`` and ``reason``: why it was not done as chosen. ``speculation``: what drafts did for the answer;
+    ``drafter``: whose those of the source "drafter" are.
     """
 
     id: str
@@ -99,6 +126,7 @@ class Trace(msgspec.Struct, frozen=True):
     verified_tokens: int = 0
     speculation: Speculated | None = None
     kept_tokens: int = 0
+    drafter: DrafterView | None = None
 
 
 class TracesView(msgspec.Struct, frozen=True):

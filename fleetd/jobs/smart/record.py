@@ -6,7 +6,7 @@ import msgspec
 
 from fleetd.engine.protocol import Delta, Event, Finished, Loading, ToolCall
 from fleetd.jobs.job import Exactness
-from fleetd.jobs.share.views import OptionView, Outcome, StepView, Trace
+from fleetd.jobs.share.views import DrafterView, OptionView, Outcome, StepView, Trace
 from fleetd.jobs.smart.bill import Bill
 from fleetd.jobs.smart.compressing import Passage
 from fleetd.jobs.smart.views import Smartened
@@ -29,6 +29,7 @@ class Record:
         self._at_s = at_s
         self._first_token_s: float | None = None
         self._finished: Finished | None = None
+        self._drafter: DrafterView | None = None
 
     def heard(self, passage: Passage) -> None:
         """What was found out about the prompt, however far that came."""
@@ -47,6 +48,10 @@ class Record:
             self._first_token_s = now_s
         if isinstance(event, Finished):
             self._finished = event
+
+    def drafted(self, drafter: DrafterView | None) -> None:
+        """Whose drafts the answer was given."""
+        self._drafter = drafter
 
     def skip(self, code: str, reason: str, now_s: float) -> None:
         """The prompt is read whole."""
@@ -93,6 +98,8 @@ class Record:
             ttft_s=None if first_s is None else first_s - self.arrived_s,
             code=self.told.code,
             reason=self.told.reason,
+            speculation=self._finished.speculation if self._finished is not None else None,
+            drafter=self._drafter,
         )
 
 

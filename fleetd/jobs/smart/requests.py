@@ -20,11 +20,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from fleetd.engine.protocol import Accepted, Event, Loading, Ready
+from fleetd.engine.protocol import Accepted, Event, Finished, Loading, Ready
 from fleetd.errors import EngineDied, FleetError
 from fleetd.jobs.job import LOCAL, Job, Planned
 from fleetd.jobs.placing import CHARS_PER_TOKEN, HERE, Choice, prompt_text
-from fleetd.jobs.share.views import OptionView, PlanView, Trace
+from fleetd.jobs.share.views import DrafterView, OptionView, PlanView, Trace
 from fleetd.jobs.smart import prompts as smart_prompt
 from fleetd.jobs.smart.compressing import THIS, USUAL_RATIO, Compressing, Passage, Price, Skip
 from fleetd.jobs.smart.record import Record, options
@@ -79,6 +79,7 @@ class Smart:
     Args:
         best_s: seconds that a model here would take with the help of others for so many tokens, of which so
             many are cached and, unless that is 0, only so many kept; 0 where that is not known.
+        drafter: who drafts for an answer that runs (``drafts.drafting.Drafting.drafter``).
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Smart:
         record: Callable[[Trace], None],
         *,
         best_s: Callable[[Any, int, int, int], float] = lambda folder, tokens, cached, kept: 0.0,
+        drafter: Callable[[str], DrafterView | None] = lambda request_id: None,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -97,6 +99,7 @@ class Smart:
         self._metrics = metrics
         self._record = record
         self._best_s = best_s
+        self._drafter = drafter
         self._monotonic = monotonic
         self._now = now
         self._history = History()
@@ -161,6 +164,8 @@ class Smart:
                     yield _labelled(planned, record)
                     continue
                 record.saw(event, self._monotonic())
+                if isinstance(event, Finished):
+                    record.drafted(self._drafter(event.id))
                 if isinstance(event, Accepted) and self._is_dense(record, event) and planned is not None:
                     yield _labelled(planned, record)
                 yield event
