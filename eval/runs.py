@@ -49,13 +49,13 @@ class Outcome(msgspec.Struct, frozen=True):
     answers: int
     dense: int
     forms: dict[str, int] = {}
-    gave: dict[str, int] = {}
     kept: int = 0
     facts: int = 0
     kept_ratio: float = 0.0
     prompt_tokens: int = 0
     text_tokens: int = 0
     declined: str = ""
+    gave: dict[str, int] = {}
 
 
 @dataclass(slots=True)
