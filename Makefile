@@ -60,8 +60,8 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# Tests of whole daemons, and of machines that meet, wait for others much of the time: the rest runs beside them.
-WAITING = tests/live tests/p2p tests/models
+# Tests of whole daemons and programs, and of machines that meet, wait much of the time: the rest runs beside them.
+WAITING = tests/live tests/p2p tests/models tests/client
 test: lint
 	@trap 'kill $$waiting 2>/dev/null || true' EXIT; \
 	$(BIN)/python -m pytest -q -p no:cacheprovider $(WAITING) > .waiting-tests.log 2>&1 & waiting=$$!; \
