@@ -7,7 +7,7 @@ from bench.figures import Measured
 from bench.shard_machines import why_none
 
 TITLE = "Shared prefill"
-RUNS, QUICK_RUNS = 3, 1
+RUNS, QUICK_RUNS = 5, 1
 
 
 def measure(runs: int) -> Measured:

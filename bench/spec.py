@@ -10,7 +10,7 @@ from bench.figures import Figure, Measured, alternated, at_least, at_most, ratio
 from bench.throwaway import MODEL
 
 TITLE = "Speculative decoding"
-RUNS, QUICK_RUNS = 5, 1
+RUNS, QUICK_RUNS = 3, 1
 TOKENS = 128
 # As in the published loss.
 PUBLISHED_TOKENS = 48
