@@ -16,7 +16,6 @@ Everything here runs on one thread. Requests and commands arrive through a queue
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +28,7 @@ from fleetd import limits
 from fleetd.engine.answer import Answer
 from fleetd.engine.chunks import Chunks
 from fleetd.engine.decoding import GROWTH_TOKENS, Decoding
+from fleetd.engine.failures import failed
 from fleetd.engine.inbox import Inbox, Stop
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.memory import KvBudget
@@ -43,7 +43,6 @@ from fleetd.engine.protocol import (
     Cancel,
     ChatPrompt,
     Delta,
-    Failed,
     FinishReason,
     Follow,
     Prefill,
@@ -66,7 +65,7 @@ from fleetd.engine.spec.remote_source import RemoteSource
 from fleetd.engine.spec.speculation import Speculation
 from fleetd.engine.text import AnswerText
 from fleetd.engine.turns import wait_s
-from fleetd.errors import ContextLengthExceeded, EngineError, FleetError
+from fleetd.errors import ContextLengthExceeded
 
 # Turns after which a waiting prompt goes before shorter ones that came later.
 PATIENCE_TURNS = 16
@@ -468,10 +467,7 @@ class Scheduler:
         self.budget.give_back(answer.id)
 
     def _failed(self, request_id: str, error: Exception) -> None:
-        if not isinstance(error, FleetError):
-            traceback.print_exception(error)
-            error = EngineError(f"The answer could not be computed ({type(error).__name__}).")
-        self.emit(Failed(request_id, error.code, error.message, error.hint, error.param))
+        self.emit(failed(request_id, error, "The answer could not be computed"))
 
     def _beat(self) -> None:
         now = time.monotonic()

@@ -28,6 +28,21 @@ class Stream(Protocol):
     def cancel(self, error: FleetError | None = None) -> None: ...
 
 
+async def heard(stream: Stream, of: str = "life") -> bytes | None:
+    """The next message that says more than that the other side is alive; None at the end.
+
+    Raises PeerLost for silence, of what: ``of``.
+    """
+    while True:
+        try:
+            async with asyncio.timeout(limits.JOB_SILENCE_S):
+                body = await stream.receive()
+        except TimeoutError:
+            raise PeerLost(f"No sign of {of} for {limits.JOB_SILENCE_S:.0f} s.") from None
+        if body != wire.ALIVE:
+            return body
+
+
 async def run(
     request: Callable[[str, bytes], Stream], job: Job, model: str, digest: str, planned: Planned
 ) -> AsyncGenerator[Planned | Loading | Event, None]:
@@ -48,16 +63,10 @@ async def run(
     try:
         stream.end()
         while True:
-            try:
-                async with asyncio.timeout(limits.JOB_SILENCE_S):
-                    body = await stream.receive()
-            except TimeoutError:
-                raise PeerLost(f"No sign of the job for {limits.JOB_SILENCE_S:.0f} s.") from None
+            body = await heard(stream, "the job")
             if body is None:
                 ended = True
                 raise ProtocolError("A peer ended an answer without finishing it.")
-            if body == wire.ALIVE:
-                continue
             event = wire.decode_event(body)
             if isinstance(event, wire.Where):
                 nodes = (planned.nodes[0], *event.helpers)

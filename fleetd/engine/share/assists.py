@@ -6,18 +6,18 @@ Nothing of one outlives its end: not its memory, not its streams.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from fleetd import limits
+from fleetd.engine.failures import failed
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.protocol import Accepted, Assist, Assisted, Failed, Finished, Report
+from fleetd.engine.protocol import Accepted, Assist, Assisted, Finished, Report
 from fleetd.engine.share.assisting import Assisting
 from fleetd.engine.share.sharable import Sharable
 from fleetd.engine.share.streams import Streams, helper_streams
 from fleetd.engine.turns import can_step
-from fleetd.errors import EngineError, FleetError, InvalidValue, ModelUnsupported, Overloaded, PeerLost
+from fleetd.errors import FleetError, InvalidValue, ModelUnsupported, Overloaded, PeerLost
 from fleetd.plan.split import checked
 
 
@@ -146,10 +146,7 @@ class Assists:
         self._told(task.command.id, error)
 
     def _told(self, assist_id: str, error: Exception) -> None:
-        if not isinstance(error, FleetError):
-            traceback.print_exception(error)
-            error = EngineError(f"This part of a prompt could not be computed ({type(error).__name__}).")
-        self.emit(Failed(assist_id, error.code, error.message, error.hint, error.param))
+        self.emit(failed(assist_id, error, "This part of a prompt could not be computed"))
 
     def _end(self, task: _Task) -> None:
         self._tasks.remove(task)

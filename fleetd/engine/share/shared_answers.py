@@ -11,7 +11,6 @@ However it ends, the prompt goes on.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
 from fleetd.engine.answer import Answer, Undecided
+from fleetd.engine.failures import typed
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix import DENSE, PLAN, Hit, PrefixCache
 from fleetd.engine.protocol import Accepted, Report, Share, Shared, StepTime
@@ -27,7 +27,7 @@ from fleetd.engine.share.sharable import Sharable
 from fleetd.engine.share.sharing import SharedPrefill
 from fleetd.engine.share.streams import Streams, home_streams
 from fleetd.engine.smart.sparse import SparsePrefiller, leading
-from fleetd.errors import EngineError, FleetError, InvalidValue, PeerUnreachable
+from fleetd.errors import InvalidValue, PeerUnreachable
 
 
 @dataclass
@@ -109,9 +109,7 @@ class SharedAnswers:
 
     def give_up(self, answer: Answer, error: Exception) -> None:
         """Go on alone, from what is verified."""
-        if not isinstance(error, FleetError):
-            traceback.print_exception(error)
-            error = EngineError(f"Sharing the prompt failed ({type(error).__name__}).")
+        known = typed(error, "Sharing the prompt failed")
         shared = answer.prefiller
         steps: list[StepTime] = []
         if isinstance(shared, SharedPrefill):
@@ -130,7 +128,7 @@ class SharedAnswers:
             self._begin_alone(answer)
             verified = answer.cached
         self.streams.drop(answer.id)
-        self.emit(Shared(answer.id, steps, error.code, error.message, verified))
+        self.emit(Shared(answer.id, steps, known.code, known.message, verified))
 
     def finish(self, answer: Answer, shared: SharedPrefill) -> None:
         """Say how it went, and let the helpers go."""

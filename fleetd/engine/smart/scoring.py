@@ -9,7 +9,6 @@ Nothing of a text outlives its end; what is kept of the model is which of its he
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from fleetd import limits
+from fleetd.engine.failures import failed
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.protocol import Accepted, Failed, Finished, Prefill, Profile, Report, Scored
+from fleetd.engine.protocol import Accepted, Finished, Prefill, Profile, Report, Scored
 from fleetd.engine.smart.layout import Layout
 from fleetd.engine.smart.looking import Looking, Sight, logits_of
 from fleetd.engine.smart.profile import Profiling
-from fleetd.errors import EngineError, FleetError, InvalidValue, Overloaded
+from fleetd.errors import InvalidValue, Overloaded
 from fleetd.smart.scores import SegmentScores, join
 
 
@@ -163,10 +163,7 @@ class Scoring:
             self.emit(Scored(task.id, scores, profile, task.computed, seconds, task.profile_s))
 
     def _told(self, request_id: str, error: Exception) -> None:
-        if not isinstance(error, FleetError):
-            traceback.print_exception(error)
-            error = EngineError(f"The text could not be scored ({type(error).__name__}).")
-        self.emit(Failed(request_id, error.code, error.message, error.hint, error.param))
+        self.emit(failed(request_id, error, "The text could not be scored"))
 
     def _end(self, task: _Task) -> None:
         self._tasks.remove(task)

@@ -9,7 +9,6 @@ conversation.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,15 +18,16 @@ import mlx.core as mx
 
 from fleetd import limits
 from fleetd.engine.decoding import GROWTH_TOKENS
+from fleetd.engine.failures import failed
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix import DENSE, PrefixCache
-from fleetd.engine.protocol import Accepted, Failed, Finished, Follow, Followed, Report
+from fleetd.engine.protocol import Accepted, Finished, Follow, Followed, Report
 from fleetd.engine.share.streams import Streams
 from fleetd.engine.spec.draft_wire import DRAFTS
 from fleetd.engine.spec.drafter import Drafter, DraftModel
 from fleetd.engine.spec.lookahead import Lookahead
 from fleetd.engine.turns import can_step
-from fleetd.errors import EngineError, FleetError, InvalidValue, Overloaded, PeerLost
+from fleetd.errors import InvalidValue, Overloaded, PeerLost
 
 # Read in blocks whose rounding is nobody else's: good enough to guess from, and for nothing that is exact.
 GUESSED = "guessed"
@@ -160,10 +160,7 @@ class Follows:
         self._told(task.command.id, error)
 
     def _told(self, follow_id: str, error: Exception) -> None:
-        if not isinstance(error, FleetError):
-            traceback.print_exception(error)
-            error = EngineError(f"Nothing could be drafted ({type(error).__name__}).")
-        self.emit(Failed(follow_id, error.code, error.message, error.hint, error.param))
+        self.emit(failed(follow_id, error, "Nothing could be drafted"))
 
     def _end(self, task: _Task) -> None:
         self._tasks.remove(task)

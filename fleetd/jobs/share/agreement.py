@@ -19,7 +19,7 @@ from typing import Any, Protocol
 from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime, StreamTag
 from fleetd.errors import FleetError, PeerLost, ProtocolError
-from fleetd.jobs.remote import Stream, said_by
+from fleetd.jobs.remote import Stream, heard, said_by
 from fleetd.jobs.share import wire
 from fleetd.jobs.share.compat import compare
 from fleetd.jobs.together import together
@@ -195,13 +195,6 @@ def _blaming(helper: Helper) -> Iterator[None]:
 
 async def word(stream: Stream) -> bytes:
     """The next message that says more than that it is alive. Raises PeerLost for silence."""
-    while True:
-        try:
-            async with asyncio.timeout(limits.JOB_SILENCE_S):
-                body = await stream.receive()
-        except TimeoutError:
-            raise PeerLost(f"No sign of life for {limits.JOB_SILENCE_S:.0f} s.") from None
-        if body is None:
-            raise ProtocolError("It ended its help without having done it.")
-        if body != wire.ALIVE:
-            return body
+    if (body := await heard(stream)) is None:
+        raise ProtocolError("It ended its help without having done it.")
+    return body

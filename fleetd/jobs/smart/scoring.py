@@ -8,7 +8,6 @@ A machine that fails is not asked again for this prompt; what it left goes to th
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
@@ -17,11 +16,10 @@ from typing import Any, Protocol
 
 import msgspec
 
-from fleetd import limits
 from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
 from fleetd.errors import EngineDied, FleetError, PeerError, PeerLost, ProtocolError
 from fleetd.jobs.placing import HERE
-from fleetd.jobs.remote import Stream, said_by
+from fleetd.jobs.remote import Stream, heard, said_by
 from fleetd.jobs.smart import wire
 from fleetd.jobs.together import together
 from fleetd.observe import get_logger
@@ -190,16 +188,10 @@ async def elsewhere(others: Others, scorer: Scorer, ask: wire.Ask) -> Steps:
     try:
         stream.end()
         while True:
-            try:
-                async with asyncio.timeout(limits.JOB_SILENCE_S):
-                    body = await stream.receive()
-            except TimeoutError:
-                raise PeerLost(f"No sign of the scores for {limits.JOB_SILENCE_S:.0f} s.") from None
+            body = await heard(stream, "the scores")
             if body is None:
                 ended = True
                 raise ProtocolError("It ended the scoring without scores.")
-            if body == wire.ALIVE:
-                continue
             event = wire.decode_event(body)
             if isinstance(event, Scored):
                 ended = True

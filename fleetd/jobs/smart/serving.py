@@ -7,17 +7,16 @@ Nothing that is loaded gives way for it. When the machine that asked is gone, th
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from contextlib import aclosing
-from typing import Any, Protocol
 
 import msgspec
 
 from fleetd import limits
 from fleetd.engine.protocol import Scored, Timings, Usage
-from fleetd.errors import Draining, EngineDied, FleetError, ModelNotFound, Overloaded
+from fleetd.errors import Draining, EngineDied, FleetError, Overloaded
+from fleetd.jobs.held import Models, holding
 from fleetd.jobs.remote import Stream, drained, own_id
 from fleetd.jobs.smart import wire
 from fleetd.jobs.smart.scoring import Pool
@@ -27,10 +26,6 @@ from fleetd.observe import get_logger
 from fleetd.p2p.cards import Card
 
 log = get_logger("fleetd.smart")
-
-
-class Models(Protocol):
-    def resolve(self, ref: str) -> Any: ...
 
 
 class ScoreServer:
@@ -81,12 +76,9 @@ class ScoreServer:
             log.info("score.served", peer=peer[:7], request=ask.score.id, outcome=outcome)
 
     async def _score(self, ask: wire.Ask, stream: Stream) -> None:
-        name = next((m.name for m in self._own_card().models if m.digest == ask.digest), None)
-        if name is None:
-            raise ModelNotFound(f"This machine does not have these files of {ask.model} (any more).")
-        folder = await asyncio.to_thread(self._models.resolve, name)
+        folder = await holding(self._models, self._own_card(), ask.model, ask.digest)
         score = msgspec.structs.replace(ask.score, id=own_id(ask.score.id))
-        row = Reservation(score.id, name, self._node, "score", self._now())
+        row = Reservation(score.id, folder.name, self._node, "score", self._now())
         await self._ledger.reserve(row)
         scored: Scored | None = None
         try:
