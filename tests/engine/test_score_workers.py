@@ -18,6 +18,8 @@ from fleetd.smart.scores import SegmentScores, merge
 
 TEXT = "abc def " * 300 + "which?"
 SCORE = Score("s", TEXT, [(2400, 2406)], profile=Profile([(0, 0)], 1))
+# Takes long enough that nothing sent after its first progress can come too late.
+LONG = Score("s", TEXT * 50, profile=SCORE.profile)
 
 
 async def scored(pool: EnginePool, folder: ModelFolder, score: Score) -> list[Loading | Prefill | Scored]:
@@ -48,7 +50,7 @@ async def test_a_worker_that_dies_is_told(pool: EnginePool, chain: ModelFolder) 
     assert status.pid is not None
 
     async def killed_in_the_middle() -> None:
-        async with asyncio.timeout(60), aclosing(pool.score(chain, SCORE)) as events:
+        async with asyncio.timeout(60), aclosing(pool.score(chain, LONG)) as events:
             async for event in events:
                 if isinstance(event, Prefill):
                     os.kill(status.pid or 0, signal.SIGKILL)
@@ -59,8 +61,7 @@ async def test_a_worker_that_dies_is_told(pool: EnginePool, chain: ModelFolder) 
 
 async def test_closing_cancels(pool: EnginePool, chain: ModelFolder) -> None:
     await pool.load(chain)
-    long = Score("s", TEXT * 50, [], profile=SCORE.profile)
-    async with aclosing(pool.score(chain, long)) as events:
+    async with aclosing(pool.score(chain, LONG)) as events:
         async for event in events:
             assert isinstance(event, Prefill)
             break
