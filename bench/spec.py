@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from bench import prompts, spec_prompts
@@ -20,15 +21,17 @@ _PAIRS = ("plain", "auto")
 def measure(runs: int) -> Measured:
     """Raises RuntimeError where two sides say different things: then nothing is worth measuring."""
     with Child("spec_child", str(MODEL)) as child:
-        child.ask(mode="plain", tokens=[1, 2, 3], max_tokens=8)
+        child.ask(mode="plain", prompts=[[1, 2, 3]], max_tokens=8)
         seen = _Seen(child)
         for run in range(runs):
             for name, words in spec_prompts.REPETITIVE.items():
-                seen.pair(run, name, words)
+                seen.pair(run, name, [words])
+            for name, several in spec_prompts.TOGETHER.items():
+                seen.pair(run, name, several)
             openings = spec_prompts.FREE if runs > QUICK_RUNS else spec_prompts.FREE[:3]
             for temperature in (0.0, 0.8):
                 for words in openings:
-                    seen.pair(run, f"free text {temperature}", words, temperature)
+                    seen.pair(run, f"free text {temperature}", [words], temperature)
             seen.published(run)
             seen.idle(run)
         return Measured(seen.figures(), _HOW)
@@ -51,23 +54,23 @@ class _Seen:
         self._held: list[float] = []
         self._verdict: dict[str, Any] = {}
 
-    def pair(self, run: int, name: str, words: str, temperature: float = 0.0) -> None:
+    def pair(self, run: int, name: str, words: Sequence[str], temperature: float = 0.0) -> None:
         said: dict[str, dict[str, Any]] = {}
         for mode in alternated(run, _PAIRS):
             said[mode] = self._ask(mode, words, TOKENS, temperature)
             self._rates.setdefault((name, mode), []).append(said[mode]["rate"])
-        plain, auto = said["plain"], said["auto"]
-        if (plain["text"], plain["logprobs"]) != (auto["text"], auto["logprobs"]):
-            raise RuntimeError(f"{name}: drafts changed the answer to {words[-40:]!r}")
-        self._per_pass.setdefault(name, []).append(auto["tokens"] / auto["passes"])
-        if auto["drafted"]:
-            self._acceptance.setdefault(name, []).append(auto["accepted"] / auto["drafted"])
+        for asked, plain, auto in zip(words, said["plain"]["answers"], said["auto"]["answers"], strict=True):
+            if (plain["text"], plain["logprobs"]) != (auto["text"], auto["logprobs"]):
+                raise RuntimeError(f"{name}: drafts changed the answer to {asked[-40:]!r}")
+            self._per_pass.setdefault(name, []).append(auto["tokens"] / auto["passes"])
+            if auto["drafted"]:
+                self._acceptance.setdefault(name, []).append(auto["accepted"] / auto["drafted"])
 
     def published(self, run: int) -> None:
         words = spec_prompts.FREE[4]
         rates: dict[str, float] = {}
         for mode in alternated(run, ("plain", "published", "auto")):
-            said = self._ask(mode, words, PUBLISHED_TOKENS)
+            said = self._ask(mode, [words], PUBLISHED_TOKENS)
             rates[mode] = said["rate"]
             if mode == "published":
                 self._their_tokens.append(2 * said["tokens"] / said["passes"])
@@ -93,6 +96,10 @@ class _Seen:
                 f"{100 * _mean(self._acceptance.get(name, [0.0])):.0f} % of drafts accepted"
             )
             figures.append(Figure(f"Decode, {name}, times plain", "x", rates, at_least(1.6), note=note))
+        figures += [
+            Figure(f"Decode, {name}, times plain in a batch", "x", self._ratios(name), at_least(0.98))
+            for name in spec_prompts.TOGETHER
+        ]
         for kind, temperature in (("greedy", 0.0), ("sampled at 0.8", 0.8)):
             name = f"free text {temperature}"
             figures.append(
@@ -126,10 +133,10 @@ class _Seen:
             Figure("Decode, plain", "tok/s", self._plain, note=f"tv(n)/t1 of n tokens in a pass: {curve}"),
         ]
 
-    def _ask(self, mode: str, words: str, tokens: int, temperature: float = 0.0) -> dict[str, Any]:
+    def _ask(self, mode: str, words: Sequence[str], tokens: int, temperature: float = 0.0) -> dict[str, Any]:
         return self._child.ask(
             mode=mode,
-            tokens=prompts.encoded(MODEL, words),
+            prompts=[prompts.encoded(MODEL, each) for each in words],
             max_tokens=tokens,
             temperature=temperature,
         )
@@ -144,8 +151,9 @@ def _mean(values: list[float]) -> float:
 
 _HOW = (
     f"One process with the engine's own scheduler and the default model, {TOKENS} tokens per answer; each "
-    "prompt plain and with drafts in turn, from the first to the last pass. Sources are the local ones: "
-    "prompt lookup and the suffix automaton. Text and log-probabilities of both sides are compared and are "
+    "prompt plain and with drafts in turn, from the first to the last pass; of several at once all their "
+    "tokens, from when each has its first. Sources are the local ones: prompt lookup and the suffix "
+    "automaton. Text and log-probabilities of both sides are compared and are "
     "equal, or nothing is reported. The cost of looking for drafts is timed by itself, over 2000 tokens "
     "without any repetition: it is too small to be seen in the difference of two answers."
 )

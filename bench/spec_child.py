@@ -56,7 +56,7 @@ class _Runs:
             case "verdict":
                 return self._verdict()
             case "published":
-                return published(self._loaded.model, question["tokens"], question["max_tokens"])
+                return published(self._loaded.model, question["prompts"][0], question["max_tokens"])
             case "idle":
                 return self._idle(question["tokens"], question["answer"])
             case mode:
@@ -83,11 +83,12 @@ class _Runs:
         }
 
     def _decode(self, question: dict[str, Any], speculation: Any) -> dict[str, Any]:
+        """All prompts at the same time; the rate is that of all tokens once each has its first."""
         from fleetd.engine.chunks import FixedChunks
         from fleetd.engine.memory import KvBudget
         from fleetd.engine.prefix import PrefixCache
         from fleetd.engine.prompts import Prepared
-        from fleetd.engine.protocol import Delta, Finished, Generate, Sampling, TokenPrompt
+        from fleetd.engine.protocol import Generate, Sampling, TokenPrompt
         from fleetd.engine.scheduler import Scheduler
 
         events: list[Any] = []
@@ -102,29 +103,31 @@ class _Runs:
             emit=events.append,
             speculation=speculation,
         )
-        tokens = question["tokens"]
+        prompts: list[list[int]] = question["prompts"]
         sampling = Sampling(temperature=question.get("temperature", 0.0), seed=1)
-        request = Generate(
-            "r", TokenPrompt(tokens), sampling, max_tokens=question["max_tokens"], top_logprobs=0
-        )
-        scheduler.inbox.put(Prepared(request, tokens))
+        for i, tokens in enumerate(prompts):
+            request = Generate(
+                str(i), TokenPrompt(tokens), sampling, max_tokens=question["max_tokens"], top_logprobs=0
+            )
+            scheduler.inbox.put(Prepared(request, tokens))
+
+        def came(i: int) -> int:
+            if (done := _finished(events, str(i))) is not None:
+                return int(done.usage.completion_tokens)
+            return len(scheduler._decoding.text(str(i)) or prompts[i]) - len(prompts[i])
+
         # A pass may give several tokens at once: what the first one gave came before the clock started.
         marks: list[tuple[float, int]] = []
-        while not any(isinstance(event, Finished) for event in events):
+        while not marks or marks[-1][1] < question["max_tokens"] * len(prompts):
             scheduler.turn()
-            came = len(scheduler._decoding.text("r") or ()) - len(tokens)
-            if came > (marks[-1][1] if marks else 0):
-                marks.append((time.perf_counter(), came))
-        (finished,) = (event for event in events if isinstance(event, Finished))
-        found = finished.speculation
+            counts = [came(i) for i in range(len(prompts))]
+            if min(counts) and sum(counts) > (marks[-1][1] if marks else 0):
+                marks.append((time.perf_counter(), sum(counts)))
+            if all(_finished(events, str(i)) for i in range(len(prompts))):
+                break
         return {
             "rate": (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0]),
-            "tokens": finished.usage.completion_tokens,
-            "text": "".join(event.text for event in events if isinstance(event, Delta)),
-            "logprobs": [p.logprob for e in events if isinstance(e, Delta) for p in e.logprobs or []],
-            "passes": found.passes if found else finished.usage.completion_tokens,
-            "drafted": found.drafted if found else 0,
-            "accepted": found.accepted if found else 0,
+            "answers": [_answer(events, str(i)) for i in range(len(prompts))],
         }
 
     def _idle(self, prompt: list[int], answer: list[int]) -> dict[str, Any]:
@@ -148,6 +151,29 @@ class _Runs:
             text.append(token)
         took_s = time.perf_counter() - begun
         return {"each_s": took_s / len(answer), "held_bytes": held}
+
+
+def _finished(events: Sequence[Any], request_id: str) -> Any:
+    """How an answer ended; None while it has not."""
+    from fleetd.engine.protocol import Finished
+
+    return next((e for e in events if isinstance(e, Finished) and e.id == request_id), None)
+
+
+def _answer(events: Sequence[Any], request_id: str) -> dict[str, Any]:
+    from fleetd.engine.protocol import Delta
+
+    finished = _finished(events, request_id)
+    deltas = [event for event in events if isinstance(event, Delta) and event.id == request_id]
+    found = finished.speculation
+    return {
+        "tokens": finished.usage.completion_tokens,
+        "text": "".join(delta.text for delta in deltas),
+        "logprobs": [p.logprob for delta in deltas for p in delta.logprobs or []],
+        "passes": found.passes if found else finished.usage.completion_tokens,
+        "drafted": found.drafted if found else 0,
+        "accepted": found.accepted if found else 0,
+    }
 
 
 def _ready(source: Any, text: Sequence[int]) -> bool:

@@ -64,3 +64,9 @@ REPETITIVE: dict[str, str] = {
 }
 
 FREE = prompts.OPENINGS
+
+# Answers that run at the same time.
+TOGETHER: dict[str, tuple[str, ...]] = {
+    "the three of them at once": tuple(REPETITIVE.values()),
+    "a log and free text at once": (REPETITIVE["continue this log"], FREE[0]),
+}

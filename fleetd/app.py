@@ -207,7 +207,7 @@ class Daemon:
             self._models,
             self._own_card,
             draining=lambda: self._runner.draining,
-            finished=self._metrics.assist,
+            finished=self._metrics.served,
         )
         node.handle(wire.RUN, remote.Server(self._runner.run, self._has))
         node.handle(
@@ -218,6 +218,7 @@ class Daemon:
                 self._ledger,
                 self._own_card,
                 draining=lambda: self._runner.draining,
+                finished=self._metrics.served,
             ),
         )
         drafters = Drafters(
@@ -226,7 +227,7 @@ class Daemon:
             self._models,
             self._own_card,
             draining=lambda: self._runner.draining,
-            finished=self._metrics.drafted_for,
+            finished=self._metrics.served,
         )
         node.handle(drafting_wire.FOLLOW, drafters)
         # Those who do not remember have told others so; who sends answers all the same is not answered.

@@ -244,8 +244,9 @@ SPEC_PROBE_S = 0.5
 # The same where kernels are chosen by size: no further context is probed after this long, and blocks are not
 # used beyond those that were.
 SPEC_PROBE_KERNELS_S = 10.0
-# A verdict on the disk: what it rests on, some dozen variables of the environment among it, and 16 widths.
-SPEC_VERDICT_BYTES = 64 * KIB
+# A finding on the disk: what it rests on, some dozen variables of the environment among it, and 16 widths or
+# heads.
+FINDING_BYTES = 64 * KIB
 
 # ---- Fleet: drafts from another worker -------------------------------------------------------------------
 # Texts that one worker drafts for at once: each holds KV, and they slow each other.

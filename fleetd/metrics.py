@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from fleetd import limits
 from fleetd.engine.protocol import Speculated, Timings, Usage
 from fleetd.errors import BY_CODE
+from fleetd.jobs.served import Kind
 from fleetd.jobs.smart.views import SKIPS
 
 # Prometheus's own buckets end at 10 s; a long prompt on one machine takes minutes to its first token.
@@ -126,7 +127,12 @@ class Metrics:
         self._smart_tokens = counter(
             "fleetd_smart_tokens", "Tokens of prompts that were shortened, by the compressor's count.", "fate"
         )
-        self._assists = counter("fleetd_assist", "Parts of others' prompts computed here.", "outcome")
+        self._served = counter(
+            "fleetd_served",
+            "Work for other machines' requests: parts of prompts (assist), drafts, scores.",
+            "kind",
+            "outcome",
+        )
         self._spec_tokens = counter(
             "fleetd_spec_tokens",
             "Tokens that drafts guessed, by source and what came of them.",
@@ -149,9 +155,6 @@ class Metrics:
         )
         self._drafters = counter(
             "fleetd_drafters", "Drafters that answers here were given, and how it ended.", "where", "outcome"
-        )
-        self._drafts_served = counter(
-            "fleetd_drafts_served", "Answers of other machines that were drafted for here.", "outcome"
         )
         self._pasts = counter(
             "fleetd_past_answers",
@@ -216,10 +219,10 @@ class Metrics:
         self._smart_tokens.labels("kept").inc(kept)
         self._smart_tokens.labels("dropped").inc(dropped)
 
-    def assist(self, outcome: str) -> None:
-        """ "done", "cancelled" or an error's code."""
+    def served(self, kind: Kind, outcome: str) -> None:
+        """Outcome: "done", "cancelled" or an error's code."""
         known = outcome in ("done", "cancelled") or outcome in BY_CODE
-        self._assists.labels(outcome if known else _OTHER).inc()
+        self._served.labels(kind, outcome if known else _OTHER).inc()
 
     def speculated(self, told: Speculated) -> None:
         """An answer that was decoded here, with drafts."""
@@ -237,11 +240,6 @@ class Metrics:
         """Where: "here" or "peer"; outcome: "done", "cancelled" or an error's code."""
         known = outcome in ("done", "cancelled") or outcome in BY_CODE
         self._drafters.labels(where, outcome if known else _OTHER).inc()
-
-    def drafted_for(self, outcome: str) -> None:
-        """As ``assist``."""
-        known = outcome in ("done", "cancelled") or outcome in BY_CODE
-        self._drafts_served.labels(outcome if known else _OTHER).inc()
 
     def past(self, fate: str) -> None:
         """ "sent", "taken" or "dropped"."""

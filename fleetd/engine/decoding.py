@@ -1,12 +1,13 @@
-"""Answers being decoded: alone with drafts, or together, a token for each of them per step.
+"""Answers being decoded: each by itself with drafts, or together, a token for each of them per step.
 
-    begin(answer) ──► alone, several tokens per pass      ◄──►   the batch      ──► finish | fail | leave
-                      (spec/verify.py, on its own cache)         (mlx-lm's BatchGenerator)
+    begin(answer) ──► apart: a pass each, of several      ◄──►   the batch      ──► finish | fail | leave
+                      tokens, on caches of their own             (mlx-lm's BatchGenerator)
+                      (spec/verify.py)
 
-An answer is decoded alone only where blocks of tokens give the bytes that the batch gives
-(``spec/probe.py``), so where it is decoded never shows in what it says. When a second one begins, it moves
-into the batch; when it is alone again and a source has a good draft, it moves back. What an answer that
-leaves has computed goes to the prefix cache.
+Answers are decoded apart only where blocks of tokens give the bytes that the batch gives (``spec/probe.py``),
+so where they are decoded never shows in what they say. One that begins finds nobody or joins the batch, and
+whoever is apart joins it there; they move apart again when all of them have good drafts and all of them gain
+(``spec/rounds.py``). What an answer that leaves has computed goes to the prefix cache.
 
 Everything runs on the compute thread. What goes wrong in one answer's text fails that answer.
 """
@@ -14,7 +15,7 @@ Everything runs on the compute thread. What goes wrong in one answer's text fail
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,24 +40,25 @@ from fleetd.engine.sampling import (
 from fleetd.engine.smart.sparse_caches import rows
 from fleetd.engine.spec import rollback
 from fleetd.engine.spec.controller import Draft
+from fleetd.engine.spec.rounds import Rounds
 from fleetd.engine.spec.sources import Source
 from fleetd.engine.spec.speculation import Drafting, Speculation
-from fleetd.engine.spec.verify import Row
+from fleetd.engine.spec.verify import Chosen, Row
 
 # KV is promised to an answer in steps of this many tokens, as it grows: most answers are far shorter than
 # the context would allow, and promising all of that up front would let one chat fill the memory.
 GROWTH_TOKENS = 512
-# Moving costs a copy of the KV: no answer moves out of the batch before it was alone there for so many
-# tokens, nor into it for want of drafts before so many passes without any.
+# Moving costs a copy of the KV: nobody moves out of the batch before so many steps with the same answers in
+# it, nor into it for want of drafts before so many passes without any.
 SETTLED_TOKENS, IDLE_PASSES = 8, 32
 LEAST_DRAFTS = 2
 # Passes after which memory that MLX keeps for reuse is given back; as BatchGenerator has it.
 CLEAR_PASSES = 512
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
-    """``tokens``: prompt and answer. ``row`` while it is decoded alone, ``uid`` while it is in the batch."""
+    """``tokens``: prompt and answer. ``row`` while it is decoded apart, ``uid`` while it is in the batch."""
 
     answer: Answer
     tokens: list[int]
@@ -65,7 +67,17 @@ class _Running:
     drafting: Drafting | None
     row: Row | None = None
     uid: int = -1
-    by_itself: int = 0  # tokens since it was alone in the batch
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What one answer's pass gave, in ``seconds``."""
+
+    running: _Running
+    drafting: Drafting
+    draft: Draft
+    chosen: list[Chosen]
+    seconds: float
 
 
 @dataclass
@@ -89,12 +101,15 @@ class Decoding:
 
     def __post_init__(self) -> None:
         self._batch: dict[int, _Running] = {}
-        self._alone: _Running | None = None
+        self._apart: list[_Running] = []
+        # Steps of the batch since it changed.
+        self._settled = 0
+        self._rounds = Rounds()
         # By request, of answers that run and of those that are still being prefilled.
         self._sources: dict[str, list[Source]] = {}
         self._ends = frozenset(int(t) for t in self.tokenizer.eos_token_ids)
         self._empty = make_prompt_cache(self.model)
-        # A window's cache lies otherwise in a batch than alone: what has one does not come back from there.
+        # A window's cache lies otherwise in a batch than apart: what has one does not come back from there.
         self._may_return = all(type(layer) is KVCache for layer in self._empty)
         self._stop_tokens = StopSequences([(t,) for t in sorted(self._ends)])
         self._generator = BatchGenerator(
@@ -106,7 +121,7 @@ class Decoding:
 
     def __len__(self) -> int:
         """Answers being decoded."""
-        return len(self._batch) + (self._alone is not None)
+        return len(self._batch) + len(self._apart)
 
     def close(self) -> None:
         for request_id in list(self._sources):
@@ -155,15 +170,15 @@ class Decoding:
             for source in self._sources.get(answer.id, []):
                 running.drafting.add(source)
         if not len(self) and running.drafting is not None and self._room(running, cache) > 1:
-            self._begin_alone(running, rollback.private(cache))
+            self._begin_apart(running, rollback.private(cache))
         else:
             self._insert(running, cache)
 
     def turn(self) -> None:
-        """A token for every answer, or several for the only one."""
+        """A token for every answer, or several."""
         self._arrange()
-        if self._alone is not None:
-            self._turn_alone(self._alone)
+        if self._apart:
+            self._turn_apart()
         elif self._batch:
             self._turn_together()
 
@@ -186,37 +201,51 @@ class Decoding:
         self.prefix.store(tokens, cache, answer.namespace)
 
     def _running(self, request_id: str) -> _Running | None:
-        every = [*self._batch.values(), *([self._alone] if self._alone else [])]
+        every = [*self._batch.values(), *self._apart]
         return next((running for running in every if running.answer.id == request_id), None)
 
     # ---- who is where ----------------------------------------------------------------------------------
 
     def _arrange(self) -> None:
-        alone = self._alone
-        if alone is not None and alone.row is not None:
-            without = self.speculation is not None and self.speculation.computes_ahead
-            idle = without and alone.drafting is not None and alone.drafting.idle >= IDLE_PASSES
-            if self._batch or idle or self._room(alone, alone.row.cache) < 2:
-                self._alone, cache, alone.row = None, alone.row.cache, None
-                self._insert(alone, cache)
-        elif len(self._batch) == 1:
-            (only,) = self._batch.values()
-            if only.by_itself >= SETTLED_TOKENS and self._good_draft(only):
-                _, cache = self._out_of_batch(only)
+        """Everybody apart, or everybody in the batch."""
+        if self._apart and (self._batch or self._joins()):
+            self._rounds.ended()
+            rows = [(running, running.row.cache) for running in self._apart if running.row is not None]
+            self._apart = []
+            for running, cache in rows:
+                running.row = None
+                self._insert(running, cache)
+        elif self._batch and self._settled >= SETTLED_TOKENS and self._parts():
+            for running in list(self._batch.values()):
+                _, cache = self._out_of_batch(running)
                 # The batch has computed the last token; here that is what the next pass begins with.
                 rollback.take_back(cache, 1)
-                self._begin_alone(only, cache)
-        else:
-            for running in self._batch.values():
-                running.by_itself = 0
+                self._begin_apart(running, cache)
 
-    def _good_draft(self, running: _Running) -> bool:
-        """Whether a source has something that is worth moving out of the batch for."""
-        if running.drafting is None or not self._may_return or self._room(running, self._empty) < 2:
+    def _joins(self) -> bool:
+        """Whether those who are apart are better off in the batch."""
+        if any(running.row is None or self._room(running, running.row.cache) < 2 for running in self._apart):
+            return True
+        if len(self._apart) > 1:
+            return self._rounds.losing
+        (alone,) = self._apart
+        without = self.speculation is not None and self.speculation.computes_ahead
+        return without and alone.drafting is not None and alone.drafting.idle >= IDLE_PASSES
+
+    def _parts(self) -> bool:
+        """Whether those who are in the batch are better off apart: drafts of all must be worth the move."""
+        if not self._may_return or (len(self._batch) > 1 and self._rounds.resting):
             return False
-        answer = running.answer
-        most = answer.max_tokens - answer.generated - 1
-        return len(running.drafting.choose(running.tokens, most).tokens) >= LEAST_DRAFTS
+        promises = []
+        for running in self._batch.values():
+            drafting = running.drafting
+            if drafting is None or self._room(running, self._empty) < 2:
+                return False
+            draft = drafting.choose(running.tokens, running.answer.max_tokens - running.answer.generated - 1)
+            if len(draft.tokens) < LEAST_DRAFTS:
+                return False
+            promises.append(drafting.promise(draft))
+        return len(promises) == 1 or self._rounds.worth(promises)
 
     def _insert(self, running: _Running, cache: list[Any]) -> None:
         """Into the batch, which copies ``cache``."""
@@ -232,10 +261,10 @@ class Decoding:
             logits_processors=[running.processors],
             stop_sequences=[self._stop_tokens],
         )
-        running.by_itself = 0
         self._batch[running.uid] = running
+        self._settled = 0
 
-    def _begin_alone(self, running: _Running, cache: list[Any]) -> None:
+    def _begin_apart(self, running: _Running, cache: list[Any]) -> None:
         """``cache`` is the answer's own from now on."""
         running.row = Row(
             self.model,
@@ -245,16 +274,18 @@ class Decoding:
             running.processors,
             running.answer.generated,
         )
-        self._alone = running
+        self._apart.append(running)
 
     def _out_of_batch(self, running: _Running) -> tuple[list[int], list[Any]]:
         del self._batch[running.uid]
+        self._settled = 0
         cache, tokens = self._generator.remove([running.uid], return_prompt_caches=True)[running.uid]
         return tokens, cache
 
     def _left(self, running: _Running, tokens: list[int], cache: list[Any]) -> None:
-        if running is self._alone:
-            self._alone, running.row = None, None
+        if running in self._apart:
+            self._apart.remove(running)
+            running.row = None
         answer, drafting = running.answer, running.drafting
         if drafting is not None:
             answer.speculated = drafting.report
@@ -266,7 +297,7 @@ class Decoding:
             self.speculation.ended(request, said)
         self.remember(answer, tokens, cache)
 
-    # ---- alone -----------------------------------------------------------------------------------------
+    # ---- apart -----------------------------------------------------------------------------------------
 
     def _room(self, running: _Running, cache: list[Any]) -> int:
         """Tokens that one pass may have."""
@@ -274,20 +305,37 @@ class Decoding:
             return 0
         return min(rollback.room(cache), self.speculation.verdict.context - len(running.tokens))
 
-    def _turn_alone(self, running: _Running) -> None:
-        answer, row, drafting = running.answer, running.row, running.drafting
-        if row is None or drafting is None:
-            return
+    def _turn_apart(self) -> None:
+        """A pass for each; what it says is shown when all have had theirs, as of a batch."""
         begun = time.monotonic()
+        passes = [
+            self._pass(running, running.row, running.drafting)
+            for running in self._apart
+            if running.row is not None and running.drafting is not None
+        ]
+        now = time.monotonic()
+        step_s = None
+        if len(passes) > 1:
+            self._rounds.took({p.running.answer.id: len(p.chosen) for p in passes}, now - begun)
+            step_s = self._rounds.step_s(len(passes))
+        for p in passes:
+            saved_s = None if step_s is None else len(p.chosen) * step_s - (now - begun)
+            p.drafting.verified(p.draft, [c.token for c in p.chosen], p.seconds, saved_s)
+            self._said(p.running.answer, p.chosen, now)
+
+    def _pass(self, running: _Running, row: Row, drafting: Drafting) -> _Pass:
+        begun = time.monotonic()
+        answer = running.answer
         # No draft past the answer's end, nor past the memory that is promised.
         most = min(answer.max_tokens - answer.generated - 1, answer.promised - answer.held)
-        draft: Draft = drafting.choose(running.tokens, min(most, self._room(running, row.cache) - 1))
+        draft = drafting.choose(running.tokens, min(most, self._room(running, row.cache) - 1))
         chosen = row.advance(draft.tokens)
-        now = time.monotonic()
-        drafting.verified(draft, [c.token for c in chosen], now - begun)
         self.steps += 1
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
+        return _Pass(running, drafting, draft, chosen, time.monotonic() - begun)
+
+    def _said(self, answer: Answer, chosen: Sequence[Chosen], now: float) -> None:
         for one in chosen:
             ended = one.token in self._ends
             _count(answer, now)
@@ -316,9 +364,14 @@ class Decoding:
     # ---- together --------------------------------------------------------------------------------------
 
     def _turn_together(self) -> None:
+        begun = time.monotonic()
         _, responses = self._generator.next()
         now = time.monotonic()
         self.steps += 1
+        # The first step of a batch that has changed also builds its caches.
+        if self._settled and len(responses) == len(self._batch):
+            self._rounds.stepped(len(responses), now - begun)
+        self._settled += 1
         # The batch may only change once all of its tokens are taken.
         stopped: list[Answer] = []
         broken: list[tuple[Answer, Exception]] = []
@@ -328,11 +381,11 @@ class Decoding:
             ended, left = response.finish_reason == "stop", response.finish_reason is not None
             _count(answer, now)
             running.tokens.append(response.token)
-            running.by_itself += 1
             if running.drafting is not None:
                 running.drafting.came(response.token)
             if left:
                 del self._batch[response.uid]
+                self._settled = 0
                 self._left(running, response.all_tokens, response.prompt_cache)
             try:
                 if not ended:

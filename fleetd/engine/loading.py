@@ -21,11 +21,13 @@ from mlx_lm.utils import load_config, load_model
 from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.calibrate import calibrate
+from fleetd.engine.findings import Finding
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
-from fleetd.engine.protocol import Loading, Ready
+from fleetd.engine.protocol import Loading, Profile, Ready
 from fleetd.engine.sampling import Choice
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.share.sharable import Sharable, accelerator_name
+from fleetd.engine.smart.profile import Basis as ProfileBasis
 from fleetd.engine.smart.sparse import Sparse
 from fleetd.engine.spec.probe import Plan, Verdict, probe
 from fleetd.engine.spec.verdicts import Basis, Verdicts
@@ -59,6 +61,7 @@ class Loaded:
     sharable: Sharable | None
     # None where prompts must be prefilled whole.
     sparse: Sparse | None
+    profile: Finding[Profile]
 
 
 def pick_device(wanted: str) -> Device:
@@ -119,7 +122,8 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         context_tokens=context,
         budget_s=limits.CALIBRATE_S,
     )
-    verdict = _verdict(model, settings, device, vocabulary, context, speeds.decode_tok_s)
+    digest = _digest(settings)
+    verdict = _verdict(model, settings, digest, device, vocabulary, context, speeds.decode_tok_s)
     weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
     left = max(0, usable - weights - WORKING_BYTES)
     prefix_bytes = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
@@ -153,7 +157,10 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         arithmetic=sharable.arithmetic if sharable else None,
         vocabulary=vocabulary_of(tokenizer),
     )
-    return Loaded(model, tokenizer, facts, prefix_bytes, _defaults(path), together, verdict, sharable, sparse)
+    profile = ProfileBasis(digest, versions()).finding(Path(settings.cache))
+    return Loaded(
+        model, tokenizer, facts, prefix_bytes, _defaults(path), together, verdict, sharable, sparse, profile
+    )
 
 
 def versions() -> dict[str, str]:
@@ -178,14 +185,21 @@ def _sparse(model: Any) -> tuple[Sparse | None, str]:
 
 
 def _verdict(
-    model: Any, settings: WorkerSettings, device: Device, vocabulary: int, context: int, decode_tok_s: float
+    model: Any,
+    settings: WorkerSettings,
+    digest: str,
+    device: Device,
+    vocabulary: int,
+    context: int,
+    decode_tok_s: float,
 ) -> Verdict:
     if settings.speculation == "off":
         return Verdict(text="off: speculation.mode is off")
     if device == "cpu" and not cpu.exact():
         return Verdict(text="declined: without MKL a CPU's numbers depend on how many are computed at once")
     step_s = 1 / decode_tok_s
-    kept, basis = _kept(settings, device)
+    kept = Verdicts(Path(settings.cache))
+    basis = Basis.now(digest, device, accelerator_name(device), versions())
     if (known := kept.find(basis)) is not None:
         return known.at_pace(step_s)
     plan = Plan.of(device, step_s)
@@ -194,12 +208,10 @@ def _verdict(
     return found
 
 
-def _kept(settings: WorkerSettings, device: Device) -> tuple[Verdicts, Basis]:
-    """Where this model's verdict is, if it is kept, and what it would have to rest on."""
+def _digest(settings: WorkerSettings) -> str:
+    """The model's, to find again what is kept of it; "" where nothing is."""
     record = Path(settings.record) if settings.record else None
-    digest = digests.remembered(Path(settings.path), record) if settings.cache else ""
-    basis = Basis.now(digest, device, accelerator_name(device), versions())
-    return Verdicts(Path(settings.cache)), basis
+    return digests.remembered(Path(settings.path), record) if settings.cache else ""
 
 
 def verified_config(settings: WorkerSettings, report: Callable[[Loading], None]) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from fleetd.engine.answer import Answer
 from fleetd.engine.chunks import Chunks
 from fleetd.engine.decoding import GROWTH_TOKENS, Decoding
 from fleetd.engine.failures import failed
+from fleetd.engine.findings import Finding
 from fleetd.engine.inbox import Inbox, Stop
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.memory import KvBudget
@@ -46,6 +47,7 @@ from fleetd.engine.protocol import (
     FinishReason,
     Follow,
     Prefill,
+    Profile,
     Remember,
     Report,
     Share,
@@ -76,7 +78,7 @@ class Scheduler:
     """See the module. ``context_tokens`` bounds prompt plus answer; ``sharable`` is None where no machine can
     help another with ``model``, ``sparse`` where all of a prompt must be computed. ``vocab_size``: token ids
     that the model can take; 0 where it neither drafts nor takes drafts from others. ``drafts`` holds streams
-    of drafts, ``streams`` all others."""
+    of drafts, ``streams`` all others; ``profile`` is where that of the model is found again."""
 
     model: Any
     tokenizer: Any
@@ -94,13 +96,16 @@ class Scheduler:
     speculation: Speculation | None = None
     vocab_size: int = 0
     drafts: Streams | None = None
+    profile: Finding[Profile] | None = None
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         streams = Streams(self.inbox.wake) if self.streams is None else self.streams
         self._shared = SharedAnswers(self.model, self.sharable, self.prefix, streams, self.emit)
         self._assists = Assists(self.sharable, self.context_tokens, self.budget, streams, self.emit)
-        self._scoring = Scoring(self.model, self.tokenizer, self.context_tokens, self.budget, self.emit)
+        self._scoring = Scoring(
+            self.model, self.tokenizer, self.context_tokens, self.budget, self.emit, self.profile
+        )
         self._waiting: list[Answer] = []
         self._prefilling: list[Answer] = []
         self._decoding = Decoding(

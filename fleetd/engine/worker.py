@@ -292,6 +292,7 @@ def _start(
             streams=streams,
             vocab_size=facts.vocab_size,
             drafts=drafts,
+            profile=loaded.profile,
         )
     ready.set()
 

@@ -14,7 +14,7 @@ import contextlib
 import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Annotated, Any, Protocol
+from typing import Annotated, Protocol
 
 import msgspec
 from msgspec import Meta
@@ -23,11 +23,12 @@ from fleetd import limits
 from fleetd.errors import (
     DiskFull,
     FleetError,
-    ModelNotFound,
     Overloaded,
     PeerUnreachable,
     ProtocolError,
 )
+from fleetd.jobs.held import holding
+from fleetd.jobs.messages import Digest, encode
 from fleetd.jobs.placing import canonical
 from fleetd.jobs.ways import Ways, invitation
 from fleetd.models import copy_client
@@ -39,6 +40,7 @@ from fleetd.models.store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.p2p import probe
 from fleetd.p2p.cards import Card, ModelCard
+from fleetd.p2p.messages import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.transport import Stream
 
@@ -49,16 +51,20 @@ _ATTEMPTS = 3
 # Stages of a copy that are the other machine's as well.
 _ON_THE_WAY = ("connecting", "copying")
 
-_Digest = Annotated[str, Meta(min_length=64, max_length=64)]
-
 
 class Wanted(msgspec.Struct, frozen=True):
-    digest: _Digest
+    digest: Digest
 
 
 class Order(msgspec.Struct, frozen=True):
-    digest: _Digest
+    digest: Digest
     needs: Annotated[list[Need], Meta(max_length=limits.COPY_FILES)]
+
+
+# Each raises ProtocolError.
+_read_wanted: Callable[[bytes], Wanted] = reader(Wanted, "A peer's wish for a model")
+_read_order: Callable[[bytes], Order] = reader(Order, "A peer's order of a model")
+_read_offer: Callable[[bytes], Offer] = reader(Offer, "A peer's offer of a model")
 
 
 class Source(Protocol):
@@ -135,16 +141,12 @@ class Copies:
     async def _copy(self, node_id: str, model: ModelCard) -> AsyncGenerator[PullProgress, None]:
         name = self._node.name_of(node_id)
         log.info("copy.begins", peer=name, model=model.name)
-        body = msgspec.msgpack.encode(Wanted(model.digest))
-        offer = _decoded(
-            await self._node.ask(node_id, MODEL_OFFER, body, within_s=limits.COPY_OFFER_S), Offer
-        )
+        body = encode(Wanted(model.digest))
+        offer = _read_offer(await self._node.ask(node_id, MODEL_OFFER, body, within_s=limits.COPY_OFFER_S))
         opened: list[Stream] = []
 
         async def connect(needs: list[Need]) -> tuple[socket.socket, bytes]:
-            stream = self._node.request(
-                node_id, MODEL_SEND, msgspec.msgpack.encode(Order(model.digest, needs))
-            )
+            stream = self._node.request(node_id, MODEL_SEND, encode(Order(model.digest, needs)))
             opened.append(stream)
             try:
                 async with asyncio.timeout(limits.COPY_OFFER_S):
@@ -172,33 +174,23 @@ class Copies:
     # ---- serving -----------------------------------------------------------------------------------------
 
     async def _offer(self, _peer: str, body: bytes, stream: Stream) -> None:
-        folder = await self._holding(_decoded(body, Wanted).digest)
-        stream.send(msgspec.msgpack.encode(await asyncio.to_thread(offer_of, self._models, folder)))
+        folder = await self._holding(_read_wanted(body).digest)
+        stream.send(encode(await asyncio.to_thread(offer_of, self._models, folder)))
 
     async def _send(self, peer: str, body: bytes, stream: Stream) -> None:
-        order = _decoded(body, Order)
+        order = _read_order(body)
         if self._given >= limits.COPIES_GIVEN:
             raise Overloaded(f"This machine gives {limits.COPIES_GIVEN} copies already.")
         self._given += 1
         try:
             folder = await self._holding(order.digest)
             with self._ways.expect() as expected:
-                stream.send(msgspec.msgpack.encode(invitation(expected)))
+                stream.send(encode(invitation(expected)))
                 log.info("copy.serving", peer=self._node.name_of(peer), model=folder.name)
                 await copy_client.send(folder.path, order.needs, await expected.socket(), expected.key)
         finally:
             self._given -= 1
 
     async def _holding(self, digest: str) -> ModelFolder:
-        """The folder that this machine's card shows with this digest."""
-        name = next((m.name for m in self._own_card().models if m.digest == digest), None)
-        if name is None:
-            raise ModelNotFound("This machine does not have these files (any more).")
-        return await asyncio.to_thread(self._models.resolve, name)
-
-
-def _decoded(body: bytes, kind: Any) -> Any:
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"A peer's message about a model cannot be read: {error}.") from None
+        folder: ModelFolder = await holding(self._models, self._own_card(), "that model", digest)
+        return folder

@@ -15,6 +15,7 @@ from fleetd.engine.protocol import Assisted, Event, Failed, Finished, Followed, 
 from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError, from_code
 from fleetd.jobs import wire
 from fleetd.jobs.job import Job, Planned
+from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.together import beating
 
 
@@ -39,7 +40,7 @@ async def heard(stream: Stream, of: str = "life") -> bytes | None:
                 body = await stream.receive()
         except TimeoutError:
             raise PeerLost(f"No sign of {of} for {limits.JOB_SILENCE_S:.0f} s.") from None
-        if body != wire.ALIVE:
+        if body != ALIVE:
             return body
 
 
@@ -109,7 +110,7 @@ class Server:
         async with aclosing(self._run(job)) as run, aclosing(beating(run, limits.JOB_ALIVE_S)) as events:
             async for event in events:
                 if event is None:
-                    stream.send(wire.ALIVE)
+                    stream.send(ALIVE)
                 elif isinstance(event, Planned):
                     exact = event.exactness == "exact"
                     if asked.where and (event.shared or event.reason or not exact):

@@ -9,6 +9,7 @@ Where comes only to who asked for it, as earlier versions do not know it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated
 
 import msgspec
@@ -27,10 +28,10 @@ from fleetd.engine.protocol import (
     ToolCall,
 )
 from fleetd.errors import ProtocolError
-from fleetd.models import names
+from fleetd.jobs import messages
+from fleetd.p2p.messages import reader
 
 RUN = "job.run"
-ALIVE = b""
 
 _Name = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 
@@ -55,41 +56,27 @@ class Run(msgspec.Struct, frozen=True, omit_defaults=True):
     ``where``: whoever asks wants to be told who helps.
     """
 
-    model: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
+    model: messages.ModelName
     request: Generate
     route: Annotated[str, Meta(max_length=32)]
     digest: Annotated[str, Meta(max_length=64)] = ""
     where: bool = False
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_run = msgspec.msgpack.Decoder(Run).decode
-_event = msgspec.msgpack.Decoder(JobEvent).decode
-_BROKEN = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+_read_run: Callable[[bytes], Run] = reader(Run, "A peer's job")
+# Raises ProtocolError.
+decode_event: Callable[[bytes], JobEvent] = reader(JobEvent, "A peer's event")
 
 
 def encode(message: Run | JobEvent) -> bytes:
-    return _encode(message)
+    return messages.encode(message)
 
 
 def decode_run(body: bytes) -> Run:
     """Raises ProtocolError, also for what only this machine's own user may ask for."""
-    try:
-        run = _run(body)
-    except _BROKEN as error:
-        raise ProtocolError(f"A peer sent a job that cannot be read: {error}.") from None
-    if names.is_path(run.model):
-        raise ProtocolError("A peer asked for a model by a path on this machine.")
+    run = _read_run(body)
+    messages.check_name(run.model)
     prompt = run.request.prompt
     if isinstance(prompt, ChatPrompt) and RESERVED_TEMPLATE_KWARGS & prompt.template_kwargs.keys():
         raise ProtocolError("A peer sent a chat template of its own.")
     return run
-
-
-def decode_event(body: bytes) -> JobEvent:
-    """Raises ProtocolError."""
-    try:
-        found: JobEvent = _event(body)
-    except _BROKEN as error:
-        raise ProtocolError(f"A peer sent an event that cannot be read: {error}.") from None
-    return found

@@ -7,7 +7,7 @@ sequence with every card it sends. Age is measured on the receiver's monotonic c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeVar
 
@@ -16,6 +16,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.errors import ProtocolError
+from fleetd.p2p.messages import reader
 
 State = Literal["installed", "loading", "loaded"]
 # A machine that is asked to do more takes what is loaded first, so that is what a crowded card keeps.
@@ -112,7 +113,7 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
 # ---- On the wire -----------------------------------------------------------------------------------------
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Card).decode
+_read: Callable[[bytes], Card] = reader(Card, "A card", limits.CARD_BYTES)
 # What the headers of the card and of its models grow by when there are many.
 _HEADERS_BYTES = 5
 
@@ -140,12 +141,7 @@ def encode(card: Card) -> bytes:
 
 def decode(body: bytes) -> Card:
     """Fields that this version does not know are ignored. Raises ProtocolError."""
-    if len(body) > limits.CARD_BYTES:
-        raise ProtocolError(f"A card of {len(body)} bytes is over the limit of {limits.CARD_BYTES}.")
-    try:
-        return _decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"A card cannot be read: {error}.") from None
+    return _read(body)
 
 
 def _fitting(struct: S) -> S:

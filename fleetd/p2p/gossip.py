@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.errors import ProtocolError
+from fleetd.p2p.messages import reader
 from fleetd.p2p.roster import Record
 from fleetd.p2p.sightings import is_plausible
 
@@ -26,10 +26,14 @@ class Told(msgspec.Struct, frozen=True, array_like=True):
     port: Annotated[int, Meta(ge=1, le=65535)]
 
 
-_BROKEN = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _encode = msgspec.msgpack.Encoder().encode
-_record_list = msgspec.msgpack.Decoder(Annotated[list[Record], Meta(max_length=limits.ROSTER_RECORDS)]).decode
-_told_list = msgspec.msgpack.Decoder(Annotated[list[Told], Meta(max_length=limits.ADDRESSES_TOLD)]).decode
+# Both raise ProtocolError.
+read_records: Callable[[bytes], list[Record]] = reader(
+    Annotated[list[Record], Meta(max_length=limits.ROSTER_RECORDS)], "A peer's roster"
+)
+read_told: Callable[[bytes], list[Told]] = reader(
+    Annotated[list[Told], Meta(max_length=limits.ADDRESSES_TOLD)], "A peer's list of addresses"
+)
 
 
 # ---- Roster ----------------------------------------------------------------------------------------------
@@ -61,30 +65,12 @@ def roster_batches(records: Iterable[Record], signers: Iterable[str]) -> list[by
     return found
 
 
-def read_records(body: bytes) -> list[Record]:
-    """Raises ProtocolError."""
-    try:
-        found: list[Record] = _record_list(body)
-    except _BROKEN as error:
-        raise ProtocolError(f"A peer sent a roster that cannot be read: {error}.") from None
-    return found
-
-
 # ---- Addresses -------------------------------------------------------------------------------------------
 
 
 def write_told(told: list[Told]) -> bytes:
     """As many as may be told at once."""
     return _encode(told[: limits.ADDRESSES_TOLD])
-
-
-def read_told(body: bytes) -> list[Told]:
-    """Raises ProtocolError."""
-    try:
-        found: list[Told] = _told_list(body)
-    except _BROKEN as error:
-        raise ProtocolError(f"A peer sent addresses that cannot be read: {error}.") from None
-    return found
 
 
 def can_be_told(host: str, way: tuple[str, int] | None) -> bool:

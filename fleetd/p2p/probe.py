@@ -27,6 +27,7 @@ from fleetd.limits import KIB, MIB
 from fleetd.observe import get_logger
 from fleetd.p2p import bulk
 from fleetd.p2p.mesh import Address
+from fleetd.p2p.messages import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.transport import Stream
 from fleetd.sealed.stream import SealedReceiver, SealedSender
@@ -50,16 +51,9 @@ class Invitation(msgspec.Struct, frozen=True, array_like=True):
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
 
 
-_decode = msgspec.msgpack.Decoder(Invitation).decode
+# Raises ProtocolError.
+invitation: Callable[[bytes], Invitation] = reader(Invitation, "A peer's invitation")
 _T = TypeVar("_T")
-
-
-def invitation(body: bytes) -> Invitation:
-    """Raises ProtocolError."""
-    try:
-        return _decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"A peer's invitation cannot be read: {error}.") from None
 
 
 class Prober:

@@ -111,7 +111,7 @@ class Machines:
                 machine,
                 lambda machine=machine: machine.card,  # type: ignore[misc]
                 draining=lambda: False,
-                finished=self.outcomes.append,
+                finished=lambda _kind, outcome: self.outcomes.append(outcome),
             )
             self.assists.append(assists)
 
@@ -264,7 +264,7 @@ class Machines:
     async def quiet(self) -> None:
         """Until nothing is left of what happened, anywhere."""
         await settled(lambda: self.runner.counts.running == 0, "no request is left")
-        await settled(lambda: not any(each._running for each in self.assists), "no assist is left")
+        await settled(lambda: not any(each._served.running for each in self.assists), "no assist is left")
         await settled(lambda: not self.sharing._background, "no share is left in the background")
         await settled(lambda: self.wire.count("stream") == 0, "all streams are closed")
         pairs = len(self.wire.fronts) // 2

@@ -21,7 +21,7 @@ from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Delta, Finished, Generate, TokenPrompt
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
-from fleetd.jobs.share import wire as share_wire
+from fleetd.jobs.messages import ALIVE
 from fleetd.p2p.cards import Card, ModelCard
 from fleetd.p2p.node import Node
 from fleetd.store import Store
@@ -66,7 +66,7 @@ class Tapped:
         self._stream, self._point, self._sends, self._gets = stream, point, sends, gets
 
     def send(self, body: bytes) -> None:
-        if body != share_wire.ALIVE and self._sends:
+        if body != ALIVE and self._sends:
             self._point(self._sends.pop(0))
         self._stream.send(body)
 

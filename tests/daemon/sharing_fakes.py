@@ -285,7 +285,7 @@ class HelperMachine:
             FakeModels(),
             lambda: self.card,
             draining=lambda: self.draining,
-            finished=self.outcomes.append,
+            finished=lambda _kind, outcome: self.outcomes.append(outcome),
         )
         node.handle(wire.ASSIST, self.assists.assist)
         node.handle(wire.WARM, self.assists.warm)

@@ -38,6 +38,7 @@ from fleetd.errors import (
     PeerUnreachable,
     ProtocolError,
 )
+from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.share import wire
 from fleetd.jobs.share.agreement import Agreement, Terms
 from fleetd.p2p.node import Node
@@ -251,7 +252,7 @@ async def test_a_helper_that_only_computes_is_alive(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(stream, "receive", heard)
         watching = asyncio.create_task(agreement.watch())
         for _ in range(5):
-            assert await beats.get() == wire.ALIVE
+            assert await beats.get() == ALIVE
         assert not watching.done()
         helpers[0].engine.end.set()
         await watching

@@ -167,7 +167,7 @@ class Machine:
             Models(),
             lambda: self.card,
             draining=lambda: self.draining,
-            finished=self.outcomes.append,
+            finished=lambda _kind, outcome: self.outcomes.append(outcome),
         )
         node.handle(wire.FOLLOW, serve)
 

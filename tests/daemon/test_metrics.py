@@ -171,7 +171,7 @@ def test_how_drafters_end_is_counted() -> None:
     metrics = Metrics("0")
     for outcome in ("done", "peer_lost", "a stranger's"):
         metrics.drafter("peer", outcome)
-        metrics.drafted_for(outcome)
+        metrics.served("draft", outcome)
     for outcome in ("done", "peer_lost", "other"):
         assert value(metrics, "fleetd_drafters_total", where="peer", outcome=outcome) == 1
-        assert value(metrics, "fleetd_drafts_served_total", outcome=outcome) == 1
+        assert value(metrics, "fleetd_served_total", kind="draft", outcome=outcome) == 1

@@ -25,6 +25,7 @@ from fleetd.errors import (
 )
 from fleetd.jobs import remote, wire
 from fleetd.jobs.job import LOCAL, Job, Planned
+from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.placing import Machine, Placing, alike
 from fleetd.jobs.runner import Runner
 from fleetd.ledger import Ledger
@@ -266,7 +267,7 @@ async def test_failures_before_the_first_token_are_not_seen(make: Make, failure:
 async def test_a_silent_machine_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "JOB_SILENCE_S", 0.05)
     others = FakeOthers(
-        machine("first", faster=3.0), machine("second"), first=[[wire.ALIVE, None]], second=[WHOLE]
+        machine("first", faster=3.0), machine("second"), first=[[ALIVE, None]], second=[WHOLE]
     )
     assert (await collect(make(others).run(job())))[-1] == answer()[-1]
     assert others.streams[0].cancelled
@@ -347,7 +348,7 @@ async def test_the_serving_end_says_that_it_is_alive(make: Make, monkeypatch: py
         remote.Server(runner.run, has)("peer", wire.encode(wire.Run("big", job().request, "chat")), stream)
     )
     await stream.enough.wait()
-    assert stream.sent[:3] == [wire.ALIVE] * 3
+    assert stream.sent[:3] == [ALIVE] * 3
     gate.set()
     await task
     assert wire.decode_event(stream.sent[-1]) == answer()[-1]

@@ -18,6 +18,7 @@ from fleetd import limits
 from fleetd.engine.protocol import Finished, Loading, Prefill, Score
 from fleetd.errors import Draining, EngineDied, FleetError, ModelNotFound, Overloaded, PeerLost, ProtocolError
 from fleetd.jobs.job import Job, Planned
+from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.placing import Machine
 from fleetd.jobs.runner import Runner
 from fleetd.jobs.smart import wire
@@ -314,7 +315,7 @@ async def ask(mini: Mini, asked: Score, digest: str = DIGEST, model: str = SMOL)
     found = []
     async with asyncio.timeout(WITHIN_S):
         while (body := await pipe.receive()) is not None:
-            if body != wire.ALIVE:
+            if body != ALIVE:
                 found.append(wire.decode_event(body))
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from fleetd.engine import decoding, scheduler
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.protocol import Cancel, Failed, Remember, Sampling, Speculate
 from fleetd.engine.spec.probe import Verdict
+from fleetd.engine.spec.rounds import Promise, Rounds
 from fleetd.engine.spec.suffix import Past, past_key
 from fleetd.models.folder import ModelFolder
 
@@ -107,11 +108,12 @@ def test_no_draft_goes_past_the_answers_end(llama: Any, tokenizer: Any) -> None:
     plain = one(llama, tokenizer, None).tokens["r"]
     run = Run(llama, tokenizer, spec())
     run.submit("r", PROMPT, perfect(plain), max_tokens=20)
-    while not run.decoding._alone:
+    while not run.decoding._apart:
         run.turn()
-    row = run.decoding._alone.row
+    (running,) = run.decoding._apart
+    row = running.row
     assert row is not None
-    while run.decoding._alone:
+    while run.decoding._apart:
         widths.append(len(row.tokens))
         run.turn()
         assert len(row.tokens) <= len(PROMPT) + 20
@@ -152,7 +154,27 @@ def test_what_an_answer_computed_serves_the_next_prompt(llama: Any, tokenizer: A
     assert run.said("b") == plain.said("b")
 
 
-@pytest.mark.parametrize(("seed", "mode"), [(0, "on"), (1, "on"), (2, "auto")])
+class DiceRounds(Rounds):
+    """Moves several answers at once in and out of the batch by chance."""
+
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__()
+        self.dice = dice
+        self.rounds = 0
+
+    def worth(self, promises: Sequence[Promise]) -> bool:
+        return self.dice.random() < 0.7
+
+    def took(self, emitted: Mapping[str, int], seconds: float) -> None:
+        self.rounds += 1
+        super().took(emitted, seconds)
+
+    @property
+    def losing(self) -> bool:
+        return self.dice.random() < 0.2
+
+
+@pytest.mark.parametrize(("seed", "mode"), [(0, "on"), (1, "on"), (2, "auto"), (3, "on"), (4, "auto")])
 def test_answers_that_come_and_go_are_what_they_are_alone(
     llama: Any, tokenizer: Any, seed: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,8 +184,9 @@ def test_answers_that_come_and_go_are_what_they_are_alone(
     dice = random.Random(seed)
     asked: dict[str, tuple[list[int], dict[str, Any]]] = {}
     run = Run(llama, tokenizer, spec(mode, computes_ahead=seed % 2 == 0))
+    run.decoding._rounds = rounds = DiceRounds(dice)
     moves = {"in": 0, "out": 0}
-    insert, alone = run.decoding._insert, run.decoding._begin_alone
+    insert, apart = run.decoding._insert, run.decoding._begin_apart
 
     def counted(name: str, function: Any) -> Any:
         def call(running: Any, cache: Any) -> None:
@@ -173,7 +196,7 @@ def test_answers_that_come_and_go_are_what_they_are_alone(
         return call
 
     monkeypatch.setattr(run.decoding, "_insert", counted("in", insert))
-    monkeypatch.setattr(run.decoding, "_begin_alone", counted("out", alone))
+    monkeypatch.setattr(run.decoding, "_begin_apart", counted("out", apart))
     for i in range(6):
         prompt = PROMPT[: dice.randint(20, 50)]
         fields = {
@@ -182,7 +205,9 @@ def test_answers_that_come_and_go_are_what_they_are_alone(
             "top_logprobs": dice.choice([None, 1]),
         }
         asked[f"r{i}"] = prompt, fields
-        sources = [dice.choice([lying(VOCAB, i), guessing(VOCAB, i)])] if dice.random() < 0.5 else []
+        # All have drafts, as they must to be drafted for side by side, or half of them.
+        drafted = mode == "on" or dice.random() < 0.5
+        sources = [dice.choice([lying(VOCAB, i), guessing(VOCAB, i)])] if drafted else []
         run.submit(f"r{i}", prompt, *sources, **fields)
         for _ in range(dice.randint(0, 15)):
             run.turn()
@@ -198,6 +223,37 @@ def test_answers_that_come_and_go_are_what_they_are_alone(
         assert run.finished(name).reason == plain.finished(name).reason
         assert run.finished(name).usage.completion_tokens == plain.finished(name).usage.completion_tokens
     assert moves["in"] + moves["out"] > 0
+    if mode == "on":
+        assert rounds.rounds > 0
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+def test_several_at_once_are_drafted_for_where_all_gain(
+    llama: Any, tokenizer: Any, sampling: Sampling, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A perfect source, one that is right for a while, and the answer's own text: three at once."""
+    prompts = {"a": PROMPT, "b": PROMPT[:30], "c": PROMPT[:40] + PROMPT[:25]}
+    plain = Run(llama, tokenizer)
+    for name, prompt in prompts.items():
+        plain.submit(name, prompt, sampling=sampling, max_tokens=90, top_logprobs=1)
+    plain.finish()
+    run = Run(llama, tokenizer, spec())
+    monkeypatch.setattr(run.decoding._rounds, "step_s", lambda size: 100.0 * size)
+    sources = {
+        "a": perfect(plain.tokens["a"]),
+        "b": right_for(plain.tokens["b"], 5),
+        "c": perfect(plain.tokens["c"]),
+    }
+    for name, prompt in prompts.items():
+        run.submit(name, prompt, sources[name], sampling=sampling, max_tokens=90, top_logprobs=1)
+    while len(run.decoding._apart) < len(prompts):
+        run.turn()
+    run.finish()
+    for name in prompts:
+        assert run.said(name) == plain.said(name)
+        report = run.finished(name).speculation
+        assert report is not None
+        assert report.saved_s > 0
 
 
 def test_back_out_of_the_batch_once_it_is_alone_and_a_draft_is_good(llama: Any, tokenizer: Any) -> None:
@@ -206,15 +262,15 @@ def test_back_out_of_the_batch_once_it_is_alone_and_a_draft_is_good(llama: Any, 
     plain.finish()
     run = Run(llama, tokenizer, spec())
     run.submit("long", PROMPT, perfect(plain.tokens["long"]), max_tokens=100)
-    while not run.decoding._alone:
+    while not run.decoding._apart:
         run.turn()
     run.submit("short", PROMPT[:20], max_tokens=3)
     while not run.decoding._batch:
         run.turn()
-    assert run.decoding._alone is None
+    assert not run.decoding._apart
     while run.decoding._batch:
         run.turn()
-    assert run.decoding._alone is not None
+    assert run.decoding._apart
     run.finish()
     assert run.said("long") == plain.said("long")
 
@@ -242,9 +298,9 @@ def test_a_window_that_fills_up_moves_the_answer_into_the_batch(tokenizer: Any) 
     for side in (plain, run):
         side.submit("r", PROMPT[:10], max_tokens=60)
     plain.finish()
-    while not run.decoding._alone:
+    while not run.decoding._apart:
         run.turn()
-    while run.decoding._alone:
+    while run.decoding._apart:
         run.turn()
     assert run.decoding._batch
     run.finish()
@@ -256,9 +312,10 @@ def test_no_further_than_the_probe_went(llama: Any, tokenizer: Any) -> None:
     verdict = Verdict(8, len(PROMPT) + 20, "exact: for the test", {1: 1.0})
     run = Run(llama, tokenizer, spec(verdict=verdict))
     run.submit("r", PROMPT, perfect(plain), max_tokens=60)
-    while not run.decoding._alone:
+    while not run.decoding._apart:
         run.turn()
-    row = run.decoding._alone.row
+    (running,) = run.decoding._apart
+    row = running.row
     run.finish()
     assert row is not None
     assert len(row.tokens) <= len(PROMPT) + 20 + 60

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -16,10 +17,11 @@ from tiny_architectures import VOCAB, tiny
 
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.protocol import Accepted, Failed, Finished, Prefill, Profile, Report, Score, Scored
+from fleetd.engine.smart import profile as profiles
 from fleetd.engine.smart.layout import HEAD_TOKENS, Pass, lay_out
 from fleetd.engine.smart.looking import Looking, Sight, logits_of
 from fleetd.engine.smart.needles import needles
-from fleetd.engine.smart.profile import Tried, choose, settled
+from fleetd.engine.smart.profile import Basis, Tried, choose, settled
 from fleetd.engine.smart.scoring import Scoring
 from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, ModelUnsupported
 from fleetd.smart.scores import SegmentScores, log_sum_exp, merge
@@ -273,7 +275,9 @@ class Bench:
         self.tokenizer = tokenizer
         settings = {"budget": KvBudget.of(1 << 30, 4096), **options}
         self.budget = settings["budget"]
-        self.scoring = Scoring(self.model, tokenizer, 2048, self.budget, self.events.append)
+        self.scoring = Scoring(
+            self.model, tokenizer, 2048, self.budget, self.events.append, settings.get("kept")
+        )
 
     def begin(self, name: str, text: str = "lorem ipsum " * 60 + "dolor?", **fields: Any) -> None:
         request = Score(name, text, [(len(text) - 6, len(text))], **fields)
@@ -393,3 +397,41 @@ def test_a_model_that_looks_nothing_up_says_so(bench: Bench) -> None:
     assert failed.code == ModelUnsupported.code
     assert "sentences" in failed.message
     assert bench.budget.used_bytes == 0
+
+
+def test_a_profile_is_found_once_on_a_machine(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random model is taken to find enough; what is kept is used by the next load, without a search."""
+    monkeypatch.setattr(profiles, "LEAST_FOUND", 0.0)
+    basis = Basis("ab" * 32, {"mlx": "1"})
+    searched: list[float] = []
+    for kept in (basis, basis, msgspec.structs.replace(basis, versions={"mlx": "2"})):
+        bench = Bench(tokenizer, kept=kept.finding(tmp_path))
+        bench.begin("a")
+        bench.run()
+        scored = bench.of("a")[-1]
+        assert isinstance(scored, Scored)
+        searched.append(scored.profile_s)
+    assert searched[0] > 0
+    assert searched[1] == 0
+    assert searched[2] > 0
+
+
+@pytest.mark.parametrize("heads", [[(99, 0)], [(1, 99)], [(3, 0)]], ids=str)
+def test_a_kept_profile_that_is_not_this_models_is_not_used(
+    tokenizer: Any, tmp_path: Path, heads: list[tuple[int, int]]
+) -> None:
+    finding = Basis("ab" * 32, {}).finding(tmp_path)
+    finding.keep(Profile(heads, 3, True))
+    bench = Bench(tokenizer, kept=finding)
+    bench.begin("a")
+    bench.run()
+    assert isinstance(bench.of("a")[-1], Failed)  # a search was made, and found nothing in a random model
+
+
+def test_without_a_digest_nothing_is_kept(tmp_path: Path) -> None:
+    finding = Basis("", {}).finding(tmp_path)
+    finding.keep(PROFILE)
+    assert finding.find() is None
+    assert list(tmp_path.iterdir()) == []

@@ -68,7 +68,7 @@ def worker(daemon: LiveDaemon, model: str) -> psutil.Process:
 def test_a_peer_drafts_and_the_text_is_the_models_own(pair: LiveFleet) -> None:
     alpha, beta = pair["alpha"], pair["beta"]
     assert ask(alpha) == (COUNTED, "exact")
-    until(lambda: count(beta, 'fleetd_drafts_served_total{outcome="done"}') == 1, WITHIN_S)
+    until(lambda: count(beta, 'fleetd_served_total{kind="draft",outcome="done"}') == 1, WITHIN_S)
     until(lambda: count(alpha, 'fleetd_drafters_total{outcome="done",where="peer"}') == 1, WITHIN_S)
     until(lambda: free(beta) and free(alpha), WITHIN_S)
     before = descriptors(alpha), descriptors(beta)
@@ -93,11 +93,11 @@ def _people_are_told(alpha: LiveDaemon) -> None:
 
 
 def test_what_has_to_stay_is_not_drafted_for_elsewhere(pair: LiveFleet) -> None:
-    before = count(pair["beta"], "fleetd_drafts_served_total")
+    before = count(pair["beta"], 'fleetd_served_total{kind="draft"')
     assert ask(pair["alpha"], local_only=True) == (COUNTED, "exact")
     assert ask(pair["alpha"]) == (COUNTED, "exact")
-    until(lambda: count(pair["beta"], "fleetd_drafts_served_total") > before, WITHIN_S)
-    assert count(pair["beta"], "fleetd_drafts_served_total") == before + 1
+    until(lambda: count(pair["beta"], 'fleetd_served_total{kind="draft"') > before, WITHIN_S)
+    assert count(pair["beta"], 'fleetd_served_total{kind="draft"') == before + 1
 
 
 def test_a_client_that_leaves_frees_the_drafter(pair: LiveFleet) -> None:

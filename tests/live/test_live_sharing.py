@@ -113,7 +113,7 @@ def test_a_shared_answer_is_the_answer_of_one_machine(ready: LiveFleet) -> None:
     assert essence(got) == essence(there)
     shown = ready[home].control("GET", "/metrics")
     assert f'fleetd_share_total{{kind="{trace["chosen"]["kind"]}",outcome="shared"}} 1.0' in shown
-    assert 'fleetd_assist_total{outcome="done"} 1.0' in ready[helper].control("GET", "/metrics")
+    assert 'fleetd_served_total{kind="assist",outcome="done"} 1.0' in ready[helper].control("GET", "/metrics")
 
 
 def test_a_plan_is_shown_before_it_is_needed(ready: LiveFleet) -> None:

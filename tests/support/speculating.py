@@ -67,9 +67,8 @@ class Run:
         if not self.busy:
             return  # it would wait for something to arrive
         assert self.scheduler.turn()
-        for running in (*self.decoding._batch.values(), self.decoding._alone):
-            if running is not None:
-                self.tokens[running.answer.id] = list(running.tokens)
+        for running in (*self.decoding._batch.values(), *self.decoding._apart):
+            self.tokens[running.answer.id] = list(running.tokens)
 
     def finish(self, turns: int = 3000) -> None:
         s = self.scheduler

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
-from fleetd import limits
+from fleetd import __version__, limits
+from fleetd.engine.findings import Finding
 from fleetd.engine.protocol import Profile, Score
 from fleetd.engine.smart.layout import lay_out
 from fleetd.engine.smart.looking import Looking, Sight, logits_of
@@ -23,12 +26,15 @@ from fleetd.engine.smart.needles import Needle, needles
 from fleetd.errors import ModelUnsupported
 from fleetd.smart.scores import F32, POOL, log_sum_exp, pooled
 
+_FOLDER = "profiles"
 NEEDLES, SENTENCES = 12, 36
 # RoPE prefers what is near, and a made-up text is short: each is asked as it is, and once more with the
 # question rotated as if it stood this much further away, within half of the context.
 FAR_TOKENS = 4096
 # Queries and keys are compared as attention itself compares them.
 ROTATED = True
+# Goes up with whatever makes another profile of the same model.
+PROFILE_VERSION = 1
 # Layers that are tried: what is found in the last third would save little, and costs most to try.
 TRIED = 2 / 3
 # An answer is found if the middle one of its tokens is among this share of all tokens.
@@ -40,6 +46,19 @@ LEAST_FOUND = 0.5
 _FEWER, _WORSE = 0.05, 0.25
 # Heads that are that much worse than the best one, by the same measure, add more noise than they find.
 _MUCH_WORSE = 0.7
+
+
+class Basis(msgspec.Struct, frozen=True):
+    """What a kept profile rests on. ``digest`` is the model's, "" where nobody knows it."""
+
+    digest: str
+    versions: dict[str, str]
+    fleetd: str = __version__
+    profile: int = PROFILE_VERSION
+
+    def finding(self, cache: Path) -> Finding[Profile]:
+        """Where it is kept. ``cache``: the home's folder for what can be found out again."""
+        return Finding(cache / _FOLDER / f"{self.digest[:32]}.json" if self.digest else None, self, Profile)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,15 @@
     Score ─► layout (prompt thread) ─► begin: memory ─► [find the profile] ─► passes ─► Scored
 
 A step is a chunk of a text, as in prefill, so that running answers wait for no more than they do there.
-Nothing of a text outlives its end; what is kept of the model is which of its heads find what is asked for.
+Nothing of a text outlives its end; what is kept of the model is which of its heads find what is asked for,
+also for the next load.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +19,7 @@ import numpy as np
 
 from fleetd import limits
 from fleetd.engine.failures import failed
+from fleetd.engine.findings import Finding
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.protocol import Accepted, Finished, Prefill, Profile, Report, Scored
 from fleetd.engine.smart.layout import Layout
@@ -43,13 +46,17 @@ class _Task:
 
 @dataclass
 class Scoring:
-    """``model`` and ``tokenizer`` are a whole model's; nothing is done to them before the first text."""
+    """``model`` and ``tokenizer`` are a whole model's; nothing is done to them before the first text.
+
+    ``kept`` is where the model's profile is found again; None where it is not kept.
+    """
 
     model: Any
     tokenizer: Any
     context_tokens: int
     budget: KvBudget
     emit: Callable[[Report], None]
+    kept: Finding[Profile] | None = None
     # Forward passes, for the proof of progress.
     steps: int = field(default=0, init=False)
     _tasks: list[_Task] = field(default_factory=list, init=False)
@@ -77,13 +84,21 @@ class Scoring:
             self._sight = self._sight or Sight.of(self.model, self.tokenizer.eos_token_ids)
             if request.profile is not None:
                 _check(request.profile, self._sight)
-            profile = request.profile or self._profile
+            profile = request.profile or self._known(self._sight)
             self.budget.lend(request.id, self._bytes(self._sight, layout, profile))
         except Exception as error:
             self._told(request.id, error)
             return
         self._tasks.append(_Task(layout, profile))
         self.emit(Accepted(request.id, layout.tokens))
+
+    def _known(self, sight: Sight) -> Profile | None:
+        """The model's own profile, if it was found now or at an earlier load."""
+        if self._profile is None and self.kept is not None and (kept := self.kept.find()) is not None:
+            with suppress(InvalidValue):
+                _check(kept, sight)
+                self._profile = kept
+        return self._profile
 
     def _bytes(self, sight: Sight, layout: Layout, profile: Profile | None) -> int:
         """The longest pass's KV, and the keys that all passes are scored by."""
@@ -136,6 +151,8 @@ class Scoring:
                 if not self._profiling.finished:
                     return
                 self._profile = self._profiling.profile()
+                if self.kept is not None:
+                    self.kept.keep(self._profile)
             except Exception:
                 self._profiling = None
                 raise

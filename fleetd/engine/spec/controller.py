@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fleetd.engine.spec.costs import Costs
+from fleetd.engine.spec.rounds import Promise
 
 # A wider pass has to promise this much more than a plain step: the promise is an estimate.
 MARGIN = 1.05
@@ -96,8 +97,19 @@ class Controller:
                 best, gain = Draft(name, tuple(tokens[:width])), found
         return best
 
-    def verified(self, draft: Draft, emitted: Sequence[int], seconds: float) -> None:
-        """The pass over ``draft`` gave ``emitted`` tokens, one more than were right, in ``seconds``."""
+    def promise(self, draft: Draft) -> Promise:
+        """What the pass over ``draft`` is expected to bring."""
+        acceptance = self._record(draft.source).acceptance if draft.tokens else 0.0
+        tokens = sum(acceptance**k for k in range(len(draft.tokens) + 1))
+        return Promise(tokens, self.costs.ratio(1 + len(draft.tokens)) * self.costs.step_s)
+
+    def verified(
+        self, draft: Draft, emitted: Sequence[int], seconds: float, saved_s: float | None = None
+    ) -> None:
+        """The pass over ``draft`` gave ``emitted`` tokens, one more than were right, in ``seconds``.
+
+        ``saved_s`` where plain decoding would not have been a step per token: in a batch.
+        """
         step_s = self.costs.step_s
         self.costs.took(1 + len(draft.tokens), seconds)
         self.came(emitted)
@@ -109,9 +121,9 @@ class Controller:
         record.drafted += len(draft.tokens)
         record.accepted += len(emitted) - 1
         record.passes += 1
-        saved_s = len(emitted) * step_s - seconds
-        self.saved_s += saved_s
-        self._window = [*self._window[1 - WINDOW :], (seconds, saved_s)]
+        alone_s = len(emitted) * step_s - seconds
+        self.saved_s += alone_s if saved_s is None else saved_s
+        self._window = [*self._window[1 - WINDOW :], (seconds, alone_s)]
         if len(self._window) == WINDOW and not self.always:
             spent_s, won_s = (sum(parts) for parts in zip(*self._window, strict=True))
             if won_s < -LOSS * spent_s:

@@ -19,6 +19,7 @@ from fleetd.engine.spec.controller import Controller, Draft
 from fleetd.engine.spec.costs import Costs
 from fleetd.engine.spec.lookup import PromptLookup
 from fleetd.engine.spec.probe import Verdict
+from fleetd.engine.spec.rounds import Promise
 from fleetd.engine.spec.sources import Source
 from fleetd.engine.spec.suffix import Past, SuffixSource, past_key
 
@@ -106,8 +107,15 @@ class Drafting:
         self.idle = 0 if draft.tokens else self.idle + 1
         return draft
 
-    def verified(self, draft: Draft, emitted: Sequence[int], seconds: float) -> None:
-        self.controller.verified(draft, emitted, seconds)
+    def promise(self, draft: Draft) -> Promise:
+        """What the pass over ``draft`` is expected to bring."""
+        return self.controller.promise(draft)
+
+    def verified(
+        self, draft: Draft, emitted: Sequence[int], seconds: float, saved_s: float | None = None
+    ) -> None:
+        """``Controller.verified``, and the sources are told."""
+        self.controller.verified(draft, emitted, seconds, saved_s)
         self._committed(emitted)
 
     def came(self, token: int) -> None:

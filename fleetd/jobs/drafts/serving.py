@@ -14,18 +14,16 @@ from typing import Protocol
 
 from fleetd import limits
 from fleetd.engine.protocol import Follow, StreamTag
-from fleetd.errors import Draining, FleetError, Overloaded
 from fleetd.jobs.drafts import wire
 from fleetd.jobs.drafts.drafting import DRAFTS, Pool, accepted, check_vocabulary, ended
 from fleetd.jobs.held import Models, holding
+from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.remote import Stream, own_id
+from fleetd.jobs.served import Finished, Served
 from fleetd.jobs.together import beating
 from fleetd.jobs.ways import invitation
-from fleetd.observe import get_logger
 from fleetd.p2p.bulk import Expected
 from fleetd.p2p.cards import Card
-
-log = get_logger("fleetd.drafting")
 
 
 class Meeting(Protocol):
@@ -39,7 +37,7 @@ class Drafters:
 
     Args:
         own_card: what this machine has told others; only what it shows may be asked for.
-        finished: told how each ended: "done", "cancelled" or an error's code.
+        finished: told how each ended (``Served``).
     """
 
     def __init__(
@@ -50,41 +48,27 @@ class Drafters:
         own_card: Callable[[], Card],
         *,
         draining: Callable[[], bool],
-        finished: Callable[[str], None] = lambda outcome: None,
+        finished: Finished = lambda kind, outcome: None,
     ) -> None:
         self._meeting = meeting
         self._pool = pool
         self._models = models
         self._own_card = own_card
-        self._draining = draining
-        self._finished = finished
-        self._running = 0
+        self._served = Served(
+            "draft", limits.FOLLOWS, f"drafts for {limits.FOLLOWS} texts", draining, finished
+        )
 
     async def __call__(self, peer: str, body: bytes, stream: Stream) -> None:
         """Raises FleetError: what the other side is told."""
         ask = wire.decode(body, wire.Ask)
-        if self._draining():
-            raise Draining("This machine is stopping and takes no new work.")
-        if self._running >= limits.FOLLOWS:
-            raise Overloaded(f"This machine drafts for {limits.FOLLOWS} texts already.")
-        self._running += 1
-        outcome = "cancelled"
-        try:
+        with self._served.visit(peer, ask.id) as visit:
             async with (
                 aclosing(self._follow(ask)) as said,
                 aclosing(beating(said, limits.JOB_ALIVE_S)) as beats,
             ):
                 async for message in beats:
-                    stream.send(wire.ALIVE if message is None else wire.encode(message))
-                    if isinstance(message, wire.Done):
-                        outcome = "done"  # whoever reads it may be gone before this ends
-        except FleetError as error:
-            outcome = error.code
-            raise
-        finally:
-            self._running -= 1
-            self._finished(outcome)
-            log.info("drafting.ended", peer=peer[:7], request=ask.id, outcome=outcome)
+                    stream.send(ALIVE if message is None else wire.encode(message))
+                    visit.done = isinstance(message, wire.Done)
 
     async def _follow(self, ask: wire.Ask) -> AsyncGenerator[wire.Offer | wire.Done, None]:
         folder = await holding(self._models, self._own_card(), ask.model, ask.digest)

@@ -17,19 +17,20 @@ Errors and cancellation are the stream's own. All messages are bounded before th
 
 from __future__ import annotations
 
-from typing import Annotated, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.errors import ProtocolError
-from fleetd.models import names
+from fleetd.jobs import messages
+from fleetd.jobs.messages import Digest, ModelName, RequestId
+from fleetd.p2p.messages import reader
 from fleetd.p2p.probe import Invitation
 
 FOLLOW = "draft.follow"
 REMEMBER = "draft.remember"
-ALIVE = b""
 
 _Vocabulary = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-f]*$")]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -38,9 +39,9 @@ _Count = Annotated[int, Meta(ge=0, le=2**53)]
 class Ask(msgspec.Struct, frozen=True):
     """``id``: of the request, as the machine that answers has it. ``vocabulary``: its model's."""
 
-    model: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
-    digest: Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]*$")]
-    id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
+    model: ModelName
+    digest: Digest
+    id: RequestId
     vocabulary: _Vocabulary
 
 
@@ -61,29 +62,27 @@ class Past(msgspec.Struct, frozen=True):
     """An answer that the model of this digest gave; no prompt and no text. ``key``: the hash of the request's
     own (``engine.spec.suffix.past_key``)."""
 
-    digest: Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]*$")]
+    digest: Digest
     key: Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]*$")]
     tokens: Annotated[
         list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(min_length=1, max_length=limits.PAST_TOKENS)
     ]
 
 
-_encode = msgspec.msgpack.Encoder().encode
 _T = TypeVar("_T")
+_readers: dict[type, Callable[[bytes], Any]] = {
+    kind: reader(kind, f"A peer's {kind.__name__}", limits.SHARE_MESSAGE_BYTES)
+    for kind in (Ask, Offer, Done, Past)
+}
 
 
 def encode(message: Ask | Offer | Done | Past) -> bytes:
-    return _encode(message)
+    return messages.encode(message)
 
 
 def decode(body: bytes, kind: type[_T]) -> _T:
     """Raises ProtocolError for anything that is not one honest message of this kind."""
-    if len(body) > limits.SHARE_MESSAGE_BYTES:
-        raise ProtocolError(f"{kind.__name__} of {len(body)} bytes is over the limit.")
-    try:
-        message = msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"A peer's {kind.__name__} cannot be read: {error}.") from None
-    if isinstance(message, Ask) and names.is_path(message.model):
-        raise ProtocolError("A peer asked for a model by a path on this machine.")
+    message: _T = _readers[kind](body)
+    if isinstance(message, Ask):
+        messages.check_name(message.model)
     return message

@@ -16,9 +16,11 @@ from typing import Any, Protocol
 
 from fleetd import limits
 from fleetd.engine.protocol import Accepted, Arithmetic, Assist, Assisted, Event, Ready, StreamTag
-from fleetd.errors import Draining, EngineDied, FleetError, Overloaded, PeerLost, ProtocolError
+from fleetd.errors import EngineDied, FleetError, Overloaded, PeerLost, ProtocolError
 from fleetd.jobs.held import Models, holding
+from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.remote import Stream, own_id
+from fleetd.jobs.served import Finished, Served
 from fleetd.jobs.share import wire
 from fleetd.jobs.share.compat import checked_split, compare
 from fleetd.jobs.together import beating, together
@@ -66,7 +68,7 @@ class Assists:
 
     Args:
         own_card: what this machine has told others; only what it shows may be asked for.
-        finished: told how each ended: "done", or an error's code.
+        finished: told how each ended (``Served``).
     """
 
     def __init__(
@@ -77,15 +79,15 @@ class Assists:
         own_card: Callable[[], Card],
         *,
         draining: Callable[[], bool],
-        finished: Callable[[str], None] = lambda outcome: None,
+        finished: Finished = lambda kind, outcome: None,
     ) -> None:
         self._meeting = meeting
         self._pool = pool
         self._models = models
         self._own_card = own_card
-        self._draining = draining
-        self._finished = finished
-        self._running = 0
+        self._served = Served(
+            "assist", limits.ASSISTS, f"helps with {limits.ASSISTS} prompts", draining, finished
+        )
         self._warming: asyncio.Task[None] | None = None
         # Models that could not be loaded for others, and until when that is not tried again.
         self._unloadable_s: dict[str, float] = {}
@@ -93,21 +95,8 @@ class Assists:
     async def assist(self, peer: str, body: bytes, stream: Stream) -> None:
         """Compute one part of a prompt. Raises FleetError: what the other side is told."""
         ask = wire.decode(body, wire.Ask)
-        self._admit()
-        if self._running >= limits.ASSISTS:
-            raise Overloaded(f"This machine helps with {limits.ASSISTS} prompts already.")
-        self._running += 1
-        outcome = "cancelled"
-        try:
+        with self._served.visit(peer, ask.id):
             await self._assist(ask, stream)
-            outcome = "done"
-        except FleetError as error:
-            outcome = error.code
-            raise
-        finally:
-            self._running -= 1
-            self._finished(outcome)
-            log.info("assist.ended", peer=peer[:7], request=ask.id, outcome=outcome)
 
     async def _assist(self, ask: wire.Ask, stream: Stream) -> None:
         folder = await holding(self._models, self._own_card(), ask.model, ask.digest)
@@ -169,7 +158,7 @@ class Assists:
         Answered at once; one at a time, and nothing that is loaded gives way.
         """
         asked = wire.decode(body, wire.Warm)
-        self._admit()
+        self._served.admit()
         if self._warming is not None and not self._warming.done():
             raise Overloaded("This machine is loading a model already.")
         folder = await holding(self._models, self._own_card(), asked.model, asked.digest)
@@ -178,7 +167,7 @@ class Assists:
                 raise Overloaded(f"This machine has layers {part[0]} to {part[1]} of {folder.name} already.")
             self._check_room(asked, folder.name)
             self._warming = asyncio.create_task(self._load(folder, asked.first, asked.last))
-        stream.send(wire.ALIVE)
+        stream.send(ALIVE)
 
     def _check_room(self, asked: wire.Warm, name: str) -> None:
         """What is loaded and idle is for this machine's own next prompt: it does not give way."""
@@ -206,12 +195,6 @@ class Assists:
             self._warming.cancel()
             await asyncio.wait({self._warming})
 
-    # ---- whether -----------------------------------------------------------------------------------------
-
-    def _admit(self) -> None:
-        if self._draining():
-            raise Draining("This machine is stopping and takes no new work.")
-
 
 async def _go(stream: Stream) -> wire.Go:
     # Whoever asked has given up long before, if it has not said so by then.
@@ -229,7 +212,7 @@ async def _finish(events: AsyncGenerator[Event, None], stream: Stream) -> None:
     async with aclosing(beating(events, limits.JOB_ALIVE_S)) as beats:
         async for event in beats:
             if event is None:
-                stream.send(wire.ALIVE)
+                stream.send(ALIVE)
             elif isinstance(event, Assisted):
                 stream.send(wire.encode(wire.Done(event.steps[: limits.SHARE_STEPS])))
                 return

@@ -13,6 +13,7 @@ Errors and cancellation are the stream's own. All messages are bounded before th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -21,19 +22,18 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime
 from fleetd.errors import ProtocolError
-from fleetd.models import names
+from fleetd.jobs import messages
+from fleetd.jobs.messages import Digest, ModelName, RequestId
+from fleetd.p2p.messages import reader
 from fleetd.p2p.probe import Invitation
 from fleetd.plan.split import Split
 
 ASSIST, WARM = "shard.assist", "shard.warm"
-ALIVE = b""
 
 _FINGERPRINT_BYTES = 8
 _VERSIONS = 16
 _STEP_SECONDS = 1e9
 
-_Model = Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
-_Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]*$")]
 _Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
 _Node = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 
@@ -41,11 +41,11 @@ _Node = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 class Ask(msgspec.Struct, frozen=True):
     """``id``: of the request, as home has it. ``arithmetic``: home's."""
 
-    model: _Model
-    digest: _Digest
+    model: ModelName
+    digest: Digest
     split: Split
     place: Annotated[int, Meta(ge=0, lt=limits.SHARE_MACHINES - 1)]
-    id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
+    id: RequestId
     arithmetic: Arithmetic
 
 
@@ -74,33 +74,30 @@ class Done(msgspec.Struct, frozen=True):
 class Warm(msgspec.Struct, frozen=True):
     """Layers [``first``, ``last``), where there is no room for all; (0, 0) is the whole model."""
 
-    model: _Model
-    digest: _Digest
+    model: ModelName
+    digest: Digest
     first: _Layer = 0
     last: _Layer = 0
 
 
 _Message = Ask | Offer | Go | Done | Warm
-_encode = msgspec.msgpack.Encoder().encode
 _T = TypeVar("_T")
+_readers: dict[type, Callable[[bytes], Any]] = {
+    kind: reader(kind, f"A peer's {kind.__name__}", limits.SHARE_MESSAGE_BYTES)
+    for kind in (Ask, Offer, Go, Done, Warm)
+}
 
 
 def encode(message: _Message) -> bytes:
-    return _encode(message)
+    return messages.encode(message)
 
 
 def decode(body: bytes, kind: type[_T]) -> _T:
     """Raises ProtocolError for anything that is not one honest message of this kind."""
-    word = kind.__name__
-    if len(body) > limits.SHARE_MESSAGE_BYTES:
-        raise ProtocolError(f"{word} of {len(body)} bytes is over the limit of {limits.SHARE_MESSAGE_BYTES}.")
-    try:
-        message: Any = msgspec.msgpack.decode(body, type=kind)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"A peer's {word} cannot be read: {error}.") from None
+    message: Any = _readers[kind](body)
     match message:
         case Ask(model, _, _, _, _, arithmetic):
-            _check_name(model)
+            messages.check_name(model)
             _check_arithmetic(arithmetic)
         case Offer(arithmetic):
             _check_arithmetic(arithmetic)
@@ -110,17 +107,13 @@ def decode(body: bytes, kind: type[_T]) -> _T:
             for step in steps:
                 _check_step(step)
         case Warm(model, _, first, last):
-            _check_name(model)
+            messages.check_name(model)
             if not first < last and (first, last) != (0, 0):
                 raise ProtocolError(f"A peer asked for layers {first} to {last}, which are none.")
         case _:
             pass
-    return message  # type: ignore[no-any-return]  # msgspec made it of this kind
-
-
-def _check_name(model: str) -> None:
-    if names.is_path(model):
-        raise ProtocolError("A peer asked for a model by a path on this machine.")
+    found: _T = message
+    return found
 
 
 def _check_arithmetic(arithmetic: Arithmetic) -> None:

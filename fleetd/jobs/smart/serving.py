@@ -15,17 +15,16 @@ import msgspec
 
 from fleetd import limits
 from fleetd.engine.protocol import Scored, Timings, Usage
-from fleetd.errors import Draining, EngineDied, FleetError, Overloaded
+from fleetd.errors import EngineDied, FleetError
 from fleetd.jobs.held import Models, holding
+from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.remote import Stream, drained, own_id
+from fleetd.jobs.served import Finished, Served
 from fleetd.jobs.smart import wire
 from fleetd.jobs.smart.scoring import Pool
 from fleetd.jobs.together import beating
 from fleetd.ledger import Ledger, Reservation
-from fleetd.observe import get_logger
 from fleetd.p2p.cards import Card
-
-log = get_logger("fleetd.smart")
 
 
 class ScoreServer:
@@ -33,6 +32,7 @@ class ScoreServer:
 
     Args:
         own_card: what this machine has told others; only what it shows may be asked for.
+        finished: told how each ended (``Served``).
         node: this machine, for the ledger.
     """
 
@@ -44,6 +44,7 @@ class ScoreServer:
         own_card: Callable[[], Card],
         *,
         draining: Callable[[], bool],
+        finished: Finished = lambda kind, outcome: None,
         node: str = "this",
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -51,29 +52,17 @@ class ScoreServer:
         self._models = models
         self._ledger = ledger
         self._own_card = own_card
-        self._draining = draining
         self._node = node
         self._now = now
-        self._running = 0
+        self._served = Served(
+            "score", limits.SMART_SERVED, f"scores {limits.SMART_SERVED} prompts", draining, finished
+        )
 
     async def __call__(self, peer: str, body: bytes, stream: Stream) -> None:
         """Raises FleetError: what the other side is told."""
         ask = wire.decode_ask(body)
-        if self._draining():
-            raise Draining("This machine is stopping and takes no new work.")
-        if self._running >= limits.SMART_SERVED:
-            raise Overloaded(f"This machine scores {limits.SMART_SERVED} prompts of others already.")
-        self._running += 1
-        outcome = "cancelled"
-        try:
+        with self._served.visit(peer, ask.score.id):
             await self._score(ask, stream)
-            outcome = "done"
-        except FleetError as error:
-            outcome = error.code
-            raise
-        finally:
-            self._running -= 1
-            log.info("score.served", peer=peer[:7], request=ask.score.id, outcome=outcome)
 
     async def _score(self, ask: wire.Ask, stream: Stream) -> None:
         folder = await holding(self._models, self._own_card(), ask.model, ask.digest)
@@ -87,7 +76,7 @@ class ScoreServer:
                 aclosing(beating(steps, limits.JOB_ALIVE_S)) as beats,
             ):
                 async for step in beats:
-                    stream.send(wire.ALIVE if step is None else wire.encode(step))
+                    stream.send(ALIVE if step is None else wire.encode(step))
                     if isinstance(step, Scored):
                         scored = step
                         break

@@ -9,46 +9,43 @@ are bounded before they are decoded, and scores are checked before anything is r
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
 
 import msgspec
-from msgspec import Meta
 
 from fleetd import limits
 from fleetd.engine.protocol import Loading, Prefill, Score, Scored
 from fleetd.errors import ProtocolError
-from fleetd.models import names
+from fleetd.jobs import messages
+from fleetd.jobs.messages import Digest, ModelName
+from fleetd.p2p.messages import reader
 
 SCORE = "smart.score"
-ALIVE = b""
 
 ScoreEvent = Loading | Prefill | Scored
 
 
 class Ask(msgspec.Struct, frozen=True):
-    model: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
-    digest: Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]*$")]
+    model: ModelName
+    digest: Digest
     score: Score
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_ask = msgspec.msgpack.Decoder(Ask).decode
-_event = msgspec.msgpack.Decoder(ScoreEvent).decode
-_BROKEN = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
+_read_ask: Callable[[bytes], Ask] = reader(Ask, "A peer's wish for scores")
+# Raises ProtocolError.
+decode_event: Callable[[bytes], ScoreEvent] = reader(
+    ScoreEvent, "A peer's word about scores", limits.SMART_SCORES_BYTES
+)
 
 
 def encode(message: Ask | ScoreEvent) -> bytes:
-    return _encode(message)
+    return messages.encode(message)
 
 
 def decode_ask(body: bytes) -> Ask:
     """Raises ProtocolError, also for ranges that are not in the text."""
-    try:
-        ask = _ask(body)
-    except _BROKEN as error:
-        raise ProtocolError(f"A peer asked for scores in a way that cannot be read: {error}.") from None
-    if names.is_path(ask.model):
-        raise ProtocolError("A peer asked for a model by a path on this machine.")
+    ask = _read_ask(body)
+    messages.check_name(ask.model)
     score = ask.score
     chars = len(score.text)
     ranges = [*score.questions, score.segment]
@@ -57,14 +54,3 @@ def decode_ask(body: bytes) -> Ask:
     if not 0 <= score.look_ahead <= limits.SMART_LOOK_AHEAD:
         raise ProtocolError(f"A peer asked to look {score.look_ahead} tokens ahead.")
     return ask
-
-
-def decode_event(body: bytes) -> ScoreEvent:
-    """Raises ProtocolError."""
-    if len(body) > limits.SMART_SCORES_BYTES:
-        raise ProtocolError(f"Scores of {len(body)} bytes are over the limit of {limits.SMART_SCORES_BYTES}.")
-    try:
-        found: ScoreEvent = _event(body)
-    except _BROKEN as error:
-        raise ProtocolError(f"A peer sent scores that cannot be read: {error}.") from None
-    return found

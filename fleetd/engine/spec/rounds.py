@@ -1,0 +1,103 @@
+"""Whether answers that run at the same time are decoded one by one with drafts, or together without. Pure.
+
+A batch of n gives every answer a token per step of s(n) seconds. One by one, answer i gets E_i tokens per
+round of c_1 + … + c_n seconds, c_i being the pass that verifies its drafts. Nobody is to lose by it, so
+rounds are worth it where
+
+    min E_i · s(n) > MARGIN · (c_1 + … + c_n)
+
+s(n) is never assumed: it is what steps of n have taken here. Rounds in which somebody has lost end, and are
+not tried again before a rest, each time twice as long unless everybody had gained until then.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+# Moving in and out of a batch copies KV, and expectations are estimates.
+MARGIN = 1.25
+# Steps that a batch's time is the median of, and rounds that are looked back on.
+STEPS, WINDOW = 8, 4
+# Steps before it is looked at again: looking costs a little for every answer.
+PAUSE = 8
+# Steps of the first rest and of the longest.
+REST, LONGEST_REST = 32, 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    """What the next pass of one answer is expected to bring: ``tokens``, at least 1, and its seconds."""
+
+    tokens: float
+    seconds: float
+
+
+@dataclass
+class Rounds:
+    """Of one worker. ``stepped`` after each step of a batch, ``took`` after each round, ``ended`` after the
+    last one."""
+
+    _steps: defaultdict[int, deque[float]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=STEPS))
+    )
+    _window: deque[tuple[float, dict[str, int]]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    _gained_s: dict[str, float] = field(default_factory=dict)
+    _rest: int = 0
+    _next_rest: int = REST
+
+    def stepped(self, size: int, seconds: float) -> None:
+        """A batch of ``size`` made a step."""
+        self._steps[size].append(seconds)
+        self._rest = max(0, self._rest - 1)
+
+    def step_s(self, size: int) -> float | None:
+        """s(n); None until it was measured often enough."""
+        steps = self._steps.get(size, ())
+        return statistics.median(steps) if len(steps) == STEPS else None
+
+    @property
+    def resting(self) -> bool:
+        return self._rest > 0
+
+    def worth(self, promises: Sequence[Promise]) -> bool:
+        """Whether everybody would gain. If not, that is not worth asking for some steps."""
+        step_s = self.step_s(len(promises))
+        if step_s is None or self.resting:
+            return False
+        round_s = sum(promise.seconds for promise in promises)
+        worth = min(promise.tokens for promise in promises) * step_s > MARGIN * round_s
+        if not worth:
+            self._rest = PAUSE
+        return worth
+
+    def took(self, emitted: Mapping[str, int], seconds: float) -> None:
+        """A round is over: the tokens of each answer, by its id."""
+        if self._window and self._window[-1][1].keys() != emitted.keys():
+            self._window.clear()
+        self._window.append((seconds, dict(emitted)))
+        if (step_s := self.step_s(len(emitted))) is not None:
+            for answer, tokens in emitted.items():
+                self._gained_s[answer] = self._gained_s.get(answer, 0.0) + tokens * step_s - seconds
+
+    @property
+    def losing(self) -> bool:
+        """Whether somebody would have had more of the batch lately."""
+        if len(self._window) < WINDOW:
+            return False
+        seconds = sum(each for each, _ in self._window)
+        step_s = self.step_s(len(self._window[-1][1]))
+        fewest = min(sum(said[answer] for _, said in self._window) for answer in self._window[-1][1])
+        return step_s is None or fewest * step_s < seconds
+
+    def ended(self) -> None:
+        """Back in the batch. Nothing where there were no rounds."""
+        if not self._gained_s:
+            return
+        gained = min(self._gained_s.values()) > 0
+        self._rest = REST if gained else self._next_rest
+        self._next_rest = REST if gained else min(2 * self._next_rest, LONGEST_REST)
+        self._window.clear()
+        self._gained_s.clear()
