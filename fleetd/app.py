@@ -43,6 +43,7 @@ from fleetd.jobs.drafts.pasts import Pasts
 from fleetd.jobs.drafts.serving import Drafters
 from fleetd.jobs.placing import Placing
 from fleetd.jobs.runner import Runner
+from fleetd.jobs.served import Host
 from fleetd.jobs.share import wire as share_wire
 from fleetd.jobs.share.assisting import Assists
 from fleetd.jobs.share.sharing import Sharing
@@ -201,35 +202,17 @@ class Daemon:
 
     def _serve_peers(self, node: Node) -> Assists:
         """What members may ask of this machine, besides copies."""
-        assists = Assists(
-            Ways(node),
-            self._pool,
+        host = Host(
             self._models,
             self._own_card,
             draining=lambda: self._runner.draining,
             finished=self._metrics.served,
         )
+        ways = Ways(node)
+        assists = Assists(ways, self._pool, host)
         node.handle(wire.RUN, remote.Server(self._runner.run, self._has))
-        node.handle(
-            smart_wire.SCORE,
-            ScoreServer(
-                self._pool,
-                self._models,
-                self._ledger,
-                self._own_card,
-                draining=lambda: self._runner.draining,
-                finished=self._metrics.served,
-            ),
-        )
-        drafters = Drafters(
-            Ways(node),
-            self._pool,
-            self._models,
-            self._own_card,
-            draining=lambda: self._runner.draining,
-            finished=self._metrics.served,
-        )
-        node.handle(drafting_wire.FOLLOW, drafters)
+        node.handle(smart_wire.SCORE, ScoreServer(self._pool, host, self._ledger))
+        node.handle(drafting_wire.FOLLOW, Drafters(ways, self._pool, host))
         # Those who do not remember have told others so; who sends answers all the same is not answered.
         if self._pasts is not None:
             node.handle(drafting_wire.REMEMBER, self._pasts)

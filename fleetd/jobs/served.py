@@ -1,19 +1,43 @@
-"""Requests of one kind that other machines make here: how many at once, and how each ended."""
+"""This machine as others may use it: what it shows them, how many requests it takes, and how each ended."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from fleetd.errors import Draining, FleetError, Overloaded
+from fleetd.jobs.held import Models, holding
 from fleetd.observe import get_logger
+from fleetd.p2p.cards import Card
 
 log = get_logger("fleetd.serving")
 
 Kind = Literal["assist", "draft", "score"]
 Finished = Callable[[Kind, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """``own_card``: what this machine has told others; only models that it shows may be asked for.
+
+    ``finished`` is told the kind of each request and how it ended: "done", "cancelled" or an error's code.
+    """
+
+    models: Models
+    own_card: Callable[[], Card]
+    draining: Callable[[], bool]
+    finished: Finished = lambda kind, outcome: None
+
+    async def holding(self, model: str, digest: str) -> Any:
+        """``held.holding``."""
+        return await holding(self.models, self.own_card(), model, digest)
+
+    def admit(self) -> None:
+        """Raises Draining."""
+        if self.draining():
+            raise Draining("This machine is stopping and takes no new work.")
 
 
 @dataclass(slots=True)
@@ -25,27 +49,18 @@ class Visit:
 
 @dataclass
 class Served:
-    """``kind`` names it in the log; ``most`` at once, and what is said to the next: "helps with 2 prompts".
+    """Requests of one kind: ``most`` at once, and what is said to the next: "helps with 2 prompts"."""
 
-    ``finished`` is told the kind and how each ended: "done", "cancelled" or an error's code.
-    """
-
+    host: Host
     kind: Kind
     most: int
     busy: str
-    draining: Callable[[], bool]
-    finished: Finished = lambda kind, outcome: None
     running: int = field(default=0, init=False)
-
-    def admit(self) -> None:
-        """Raises Draining."""
-        if self.draining():
-            raise Draining("This machine is stopping and takes no new work.")
 
     @contextmanager
     def visit(self, peer: str, request_id: str) -> Iterator[Visit]:
         """Around the whole request. Raises Draining, Overloaded."""
-        self.admit()
+        self.host.admit()
         if self.running >= self.most:
             raise Overloaded(f"This machine {self.busy} already.")
         self.running += 1
@@ -59,5 +74,5 @@ class Served:
         finally:
             self.running -= 1
             outcome = failure or ("done" if visit.done else "cancelled")
-            self.finished(self.kind, outcome)
+            self.host.finished(self.kind, outcome)
             log.info("served", kind=self.kind, peer=peer[:7], request=request_id, outcome=outcome)

@@ -52,6 +52,7 @@ from fleetd.engine.supervisor import EngineProcess
 from fleetd.jobs.job import Job
 from fleetd.jobs.placing import Machine as Member
 from fleetd.jobs.runner import Runner
+from fleetd.jobs.served import Host
 from fleetd.jobs.share import sharing as sharing_module
 from fleetd.jobs.share import wire as share_wire
 from fleetd.jobs.share.assisting import Assists
@@ -105,14 +106,13 @@ class Machines:
 
     def _serve(self) -> None:
         for machine in self.helpers:
-            assists = Assists(
-                Ways(machine.node),
-                machine.pool,
+            host = Host(
                 machine,
                 lambda machine=machine: machine.card,  # type: ignore[misc]
                 draining=lambda: False,
                 finished=lambda _kind, outcome: self.outcomes.append(outcome),
             )
+            assists = Assists(Ways(machine.node), machine.pool, host)
             self.assists.append(assists)
 
             async def assist(

@@ -38,6 +38,7 @@ from fleetd.engine.protocol import (
 from fleetd.errors import FleetError
 from fleetd.jobs.placing import Machine
 from fleetd.jobs.remote import Stream
+from fleetd.jobs.served import Host
 from fleetd.jobs.share import wire
 from fleetd.jobs.share.assisting import Assists
 from fleetd.jobs.ways import Ways
@@ -279,14 +280,13 @@ class HelperMachine:
         self.draining = False
         self.outcomes: list[str] = []
         self.card = own_card(node.name)
-        self.assists = Assists(
-            Ways(node),
-            self.pool,
+        host = Host(
             FakeModels(),
             lambda: self.card,
             draining=lambda: self.draining,
             finished=lambda _kind, outcome: self.outcomes.append(outcome),
         )
+        self.assists = Assists(Ways(node), self.pool, host)
         node.handle(wire.ASSIST, self.assists.assist)
         node.handle(wire.WARM, self.assists.warm)
 

@@ -192,6 +192,14 @@ async def test_one_refusal_ends_the_others_work(tmp_path: Path) -> None:
         agreeing(home, FakeEngine(), helpers, terms(split(2))) as agreement,
     ):
         helpers[1].card = own_card("helper1", digest="e" * 64)
+
+        async def refused(peer: str, body: bytes, stream: Any) -> None:
+            # A request that is taken back before anybody has looked at it ends in no way at all.
+            while not helpers[0].engine.assists:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await helpers[1].assists.assist(peer, body, stream)
+
+        helpers[1].node.handle(wire.ASSIST, refused)
         with pytest.raises(ModelNotFound):
             await agreement.reach()
         assert [type(helper.failed) for helper in agreement.helpers] == [type(None), ModelNotFound]

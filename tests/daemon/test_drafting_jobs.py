@@ -51,6 +51,7 @@ from fleetd.jobs.drafts.drafting import Candidate, Drafting, check_vocabulary
 from fleetd.jobs.drafts.serving import Drafters
 from fleetd.jobs.job import Job
 from fleetd.jobs.placing import Machine as Member
+from fleetd.jobs.served import Host
 from fleetd.jobs.share.views import DrafterView, DraftsView, PlanView, Trace
 from fleetd.jobs.ways import Ways
 from fleetd.p2p.cards import Card, ModelCard
@@ -161,15 +162,13 @@ class Machine:
         self.card = card(node.name)
         self.draining = False
         self.outcomes: list[str] = []
-        serve = Drafters(
-            Ways(node),
-            self.pool,
+        host = Host(
             Models(),
             lambda: self.card,
             draining=lambda: self.draining,
             finished=lambda _kind, outcome: self.outcomes.append(outcome),
         )
-        node.handle(wire.FOLLOW, serve)
+        node.handle(wire.FOLLOW, Drafters(Ways(node), self.pool, host))
 
     @property
     def node_id(self) -> str:

@@ -21,6 +21,7 @@ from fleetd.jobs.job import Job, Planned
 from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.placing import Machine
 from fleetd.jobs.runner import Runner
+from fleetd.jobs.served import Host
 from fleetd.jobs.smart import wire
 from fleetd.jobs.smart.compressing import Compressing
 from fleetd.jobs.smart.requests import Smart
@@ -110,9 +111,8 @@ class Mini:
     @property
     def server(self) -> ScoreServer:
         models = SmartModels([SMOL])
-        return ScoreServer(
-            self.pool, models, self.ledger, lambda: card(self.name), draining=lambda: self.draining
-        )
+        host = Host(models, lambda: card(self.name), draining=lambda: self.draining)
+        return ScoreServer(self.pool, host, self.ledger)
 
     def open(self, body: bytes) -> Pipe:
         async def serve(pipe: Pipe) -> None:

@@ -8,7 +8,7 @@ The request's stream is the life of it: when the machine that asked is gone, so 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager, aclosing
 from typing import Protocol
 
@@ -16,14 +16,12 @@ from fleetd import limits
 from fleetd.engine.protocol import Follow, StreamTag
 from fleetd.jobs.drafts import wire
 from fleetd.jobs.drafts.drafting import DRAFTS, Pool, accepted, check_vocabulary, ended
-from fleetd.jobs.held import Models, holding
 from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.remote import Stream, own_id
-from fleetd.jobs.served import Finished, Served
+from fleetd.jobs.served import Host, Served
 from fleetd.jobs.together import beating
 from fleetd.jobs.ways import invitation
 from fleetd.p2p.bulk import Expected
-from fleetd.p2p.cards import Card
 
 
 class Meeting(Protocol):
@@ -33,30 +31,18 @@ class Meeting(Protocol):
 
 
 class Drafters:
-    """The handler of ``drafting_wire.FOLLOW``.
-
-    Args:
-        own_card: what this machine has told others; only what it shows may be asked for.
-        finished: told how each ended (``Served``).
-    """
+    """The handler of ``wire.FOLLOW``."""
 
     def __init__(
         self,
         meeting: Meeting,
         pool: Pool,
-        models: Models,
-        own_card: Callable[[], Card],
-        *,
-        draining: Callable[[], bool],
-        finished: Finished = lambda kind, outcome: None,
+        host: Host,
     ) -> None:
         self._meeting = meeting
         self._pool = pool
-        self._models = models
-        self._own_card = own_card
-        self._served = Served(
-            "draft", limits.FOLLOWS, f"drafts for {limits.FOLLOWS} texts", draining, finished
-        )
+        self._host = host
+        self._served = Served(host, "draft", limits.FOLLOWS, f"drafts for {limits.FOLLOWS} texts")
 
     async def __call__(self, peer: str, body: bytes, stream: Stream) -> None:
         """Raises FleetError: what the other side is told."""
@@ -68,10 +54,10 @@ class Drafters:
             ):
                 async for message in beats:
                     stream.send(ALIVE if message is None else wire.encode(message))
-                    visit.done = isinstance(message, wire.Done)
+                    visit.done = visit.done or isinstance(message, wire.Done)
 
     async def _follow(self, ask: wire.Ask) -> AsyncGenerator[wire.Offer | wire.Done, None]:
-        folder = await holding(self._models, self._own_card(), ask.model, ask.digest)
+        folder = await self._host.holding(ask.model, ask.digest)
         async with self._pool.assisting(folder, 0, 0) as engine:
             check_vocabulary(engine.facts, ask.vocabulary)
             follow = Follow(own_id(ask.id))

@@ -10,24 +10,22 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, aclosing
 from typing import Any, Protocol
 
 from fleetd import limits
 from fleetd.engine.protocol import Accepted, Arithmetic, Assist, Assisted, Event, Ready, StreamTag
 from fleetd.errors import EngineDied, FleetError, Overloaded, PeerLost, ProtocolError
-from fleetd.jobs.held import Models, holding
 from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.remote import Stream, own_id
-from fleetd.jobs.served import Finished, Served
+from fleetd.jobs.served import Host, Served
 from fleetd.jobs.share import wire
 from fleetd.jobs.share.compat import checked_split, compare
 from fleetd.jobs.together import beating, together
 from fleetd.jobs.ways import invitation
 from fleetd.observe import get_logger
 from fleetd.p2p.bulk import Expected
-from fleetd.p2p.cards import Card
 from fleetd.p2p.probe import Invitation
 
 log = get_logger("fleetd.assisting")
@@ -64,30 +62,18 @@ class Meeting(Protocol):
 
 
 class Assists:
-    """The handlers of ``share_wire.ASSIST`` and ``WARM``.
-
-    Args:
-        own_card: what this machine has told others; only what it shows may be asked for.
-        finished: told how each ended (``Served``).
-    """
+    """The handlers of ``wire.ASSIST`` and ``WARM``."""
 
     def __init__(
         self,
         meeting: Meeting,
         pool: Pool,
-        models: Models,
-        own_card: Callable[[], Card],
-        *,
-        draining: Callable[[], bool],
-        finished: Finished = lambda kind, outcome: None,
+        host: Host,
     ) -> None:
         self._meeting = meeting
         self._pool = pool
-        self._models = models
-        self._own_card = own_card
-        self._served = Served(
-            "assist", limits.ASSISTS, f"helps with {limits.ASSISTS} prompts", draining, finished
-        )
+        self._host = host
+        self._served = Served(host, "assist", limits.ASSISTS, f"helps with {limits.ASSISTS} prompts")
         self._warming: asyncio.Task[None] | None = None
         # Models that could not be loaded for others, and until when that is not tried again.
         self._unloadable_s: dict[str, float] = {}
@@ -99,7 +85,7 @@ class Assists:
             await self._assist(ask, stream)
 
     async def _assist(self, ask: wire.Ask, stream: Stream) -> None:
-        folder = await holding(self._models, self._own_card(), ask.model, ask.digest)
+        folder = await self._host.holding(ask.model, ask.digest)
         split, place = ask.split, ask.place
         # Before an engine is asked for, whose own figures are checked below: these must make sense at all.
         checked_split(split, layers=split.layers, context_tokens=folder.context_tokens, place=place)
@@ -158,10 +144,10 @@ class Assists:
         Answered at once; one at a time, and nothing that is loaded gives way.
         """
         asked = wire.decode(body, wire.Warm)
-        self._served.admit()
+        self._host.admit()
         if self._warming is not None and not self._warming.done():
             raise Overloaded("This machine is loading a model already.")
-        folder = await holding(self._models, self._own_card(), asked.model, asked.digest)
+        folder = await self._host.holding(asked.model, asked.digest)
         if not self._pool.holds(folder, asked.first, asked.last):
             if (part := self._pool.part(folder)) is not None:
                 raise Overloaded(f"This machine has layers {part[0]} to {part[1]} of {folder.name} already.")
@@ -174,7 +160,7 @@ class Assists:
         if asyncio.get_running_loop().time() < self._unloadable_s.get(name, float("-inf")):
             raise Overloaded(f"{asked.model} could not be loaded on this machine a short while ago.")
         # What some layers need, only their worker finds out; it takes no more than is free either.
-        card = self._own_card()
+        card = self._host.own_card()
         needed = next((model.memory_bytes for model in card.models if model.digest == asked.digest), 0)
         if not asked.last and needed > (card.usable_bytes or card.available_bytes):
             raise Overloaded(f"{asked.model} needs more memory than is free on this machine now.")

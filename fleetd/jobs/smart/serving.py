@@ -16,47 +16,33 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.protocol import Scored, Timings, Usage
 from fleetd.errors import EngineDied, FleetError
-from fleetd.jobs.held import Models, holding
 from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.remote import Stream, drained, own_id
-from fleetd.jobs.served import Finished, Served
+from fleetd.jobs.served import Host, Served
 from fleetd.jobs.smart import wire
 from fleetd.jobs.smart.scoring import Pool
 from fleetd.jobs.together import beating
 from fleetd.ledger import Ledger, Reservation
-from fleetd.p2p.cards import Card
 
 
 class ScoreServer:
-    """The handler of ``smart_wire.SCORE``.
-
-    Args:
-        own_card: what this machine has told others; only what it shows may be asked for.
-        finished: told how each ended (``Served``).
-        node: this machine, for the ledger.
-    """
+    """The handler of ``wire.SCORE``. ``node``: this machine, for the ledger."""
 
     def __init__(
         self,
         pool: Pool,
-        models: Models,
+        host: Host,
         ledger: Ledger,
-        own_card: Callable[[], Card],
         *,
-        draining: Callable[[], bool],
-        finished: Finished = lambda kind, outcome: None,
         node: str = "this",
         now: Callable[[], float] = time.time,
     ) -> None:
         self._pool = pool
-        self._models = models
+        self._host = host
         self._ledger = ledger
-        self._own_card = own_card
         self._node = node
         self._now = now
-        self._served = Served(
-            "score", limits.SMART_SERVED, f"scores {limits.SMART_SERVED} prompts", draining, finished
-        )
+        self._served = Served(host, "score", limits.SMART_SERVED, f"scores {limits.SMART_SERVED} prompts")
 
     async def __call__(self, peer: str, body: bytes, stream: Stream) -> None:
         """Raises FleetError: what the other side is told."""
@@ -65,7 +51,7 @@ class ScoreServer:
             await self._score(ask, stream)
 
     async def _score(self, ask: wire.Ask, stream: Stream) -> None:
-        folder = await holding(self._models, self._own_card(), ask.model, ask.digest)
+        folder = await self._host.holding(ask.model, ask.digest)
         score = msgspec.structs.replace(ask.score, id=own_id(ask.score.id))
         row = Reservation(score.id, folder.name, self._node, "score", self._now())
         await self._ledger.reserve(row)
