@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from bench import prompts, smart_scorers
+from bench import prompts
 from bench.figures import Figure, Measured, alternated, at_least, at_most, ratios
 from bench.throwaway import MODEL, Daemon
 from fleetd.models.catalog import DEFAULT_MODEL
@@ -69,8 +69,7 @@ def measure(runs: int) -> Measured:
             scorer_s = _ask(daemon, DEFAULT_MODEL, 300 + run, length, smart=False)[0]
             seen.cost.append(seen.dense_s[-1] / scorer_s)
             _off(daemon, seen, run)
-    figures = [*_figures(seen, length), *smart_scorers.measure(runs, length)]
-    return Measured(figures, _HOW.format(length=length, ratio=RATIO, mode=seen.mode))
+    return Measured(_figures(seen, length), _HOW.format(length=length, ratio=RATIO, mode=seen.mode))
 
 
 def _note(seen: _Seen, first_s: float, told: dict[str, Any]) -> None:
@@ -195,6 +194,5 @@ _HOW = (
     "its own; `target_ratio` {ratio}, which came out as the form {mode}. The time to the first token is a "
     "client's, over HTTP, with everything in it: scoring, selection, prefill of what is kept. The formula is "
     "1 / (rho + (1-q) k + q k^2): rho the scorer's time over the dense one, k the share that is kept, q "
-    "attention's share of the dense time, from two lengths. Side by side are two workers with a core each, "
-    "and the text's two halves."
+    "attention's share of the dense time, from two lengths."
 )

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterable
 
 from fleetd import limits
-from fleetd.p2p.events import Event, Opened, Requested
+from fleetd.errors import FleetError
+from fleetd.p2p.events import Cancelled, Closed, Event, Opened, Requested
 from fleetd.p2p.frames import Frame, FrameBuffer, Hello, encode
 from fleetd.p2p.session import Session, SessionState
 from fleetd.p2p.states import StreamState
@@ -137,3 +138,18 @@ def pieces(data: bytes, cuts: Iterable[int]) -> list[bytes]:
     """The stream cut at these places."""
     at = sorted({0, len(data), *(cut % (len(data) + 1) for cut in cuts)})
     return [data[a:b] for a, b in itertools.pairwise(at)]
+
+
+def closed_with(events: list[Event], kind: type[FleetError]) -> FleetError:
+    """The error of the last event, which must be of exactly this kind."""
+    last = events[-1]
+    assert isinstance(last, Closed)
+    assert type(last.error) is kind
+    return last.error
+
+
+def cancelled_with(events: list[Event], stream: int, kind: type[FleetError]) -> FleetError:
+    (event,) = [e for e in events if isinstance(e, Cancelled)]
+    assert event.stream == stream
+    assert type(event.error) is kind
+    return event.error

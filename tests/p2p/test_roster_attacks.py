@@ -1,0 +1,169 @@
+"""Rosters and machines that lie: no record makes a member, or keeps one out, that should not."""
+
+from __future__ import annotations
+
+import itertools
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rosters import A, B, C, D, E, exchange, names, said
+
+from fleetd.errors import RosterRefused
+from fleetd.p2p.record import SEQUENCE_MAX, Record
+from fleetd.p2p.roster import Roster
+
+
+def test_entry_by_a_stranger_is_refused() -> None:
+    roster = Roster(A, [said(A, B)])
+    merged = roster.merge([said(D, E), said(D, A), said(E, D)])
+    assert (merged.changed, len(merged.refused)) == (False, 3)
+    assert "nobody vouches" in str(merged.refused[0])
+    assert names(roster) == "b"
+    assert len(roster.records()) == 1
+
+
+def test_tombstone_by_a_stranger_is_refused() -> None:
+    roster = Roster(A, [said(A, B)])
+    merged = roster.merge([said(D, B, 9, removed=True), said(D, A, 9, removed=True)])
+    assert (merged.changed, len(merged.refused)) == (False, 2)
+    assert names(roster) == "b"
+    assert roster.removed_by is None
+
+
+def test_stranger_naming_a_member_as_signer_is_refused() -> None:
+    """Two keys on one id: the id is the signer's, the signature another key's."""
+    roster = Roster(A, [said(A, B)])
+    forged = msgspec.structs.replace(said(D, E), signer=B.node_id)
+    resigned = msgspec.structs.replace(forged, signature=D.sign(forged.signed_bytes()))
+    merged = roster.merge([forged, resigned])
+    assert (merged.changed, len(merged.refused)) == (False, 2)
+    assert "does not bear its signature" in str(merged.refused[1])
+
+
+def test_two_keys_on_one_id_are_refused() -> None:
+    """A certificate with a member's name and key, signed by another key, cannot stand in for the member's."""
+    stolen = D.certificate.replace(
+        D.key.public_key().public_bytes_raw(), B.key.public_key().public_bytes_raw()
+    )
+    assert stolen != D.certificate
+    roster = Roster(A, [said(A, B), said(A, C)])
+    draft = Record(stolen, "b", C.node_id, 9, False, True, b"")
+    merged = roster.merge([msgspec.structs.replace(draft, signature=C.sign(draft.signed_bytes()))])
+    assert (merged.changed, len(merged.refused)) == (False, 1)
+    assert roster.members[B.node_id].certificate == B.certificate
+
+
+def test_old_tombstone_replayed_after_readmission_changes_nothing() -> None:
+    roster = Roster(A)
+    roster.admit(B.certificate, "b", True)
+    (tombstone,) = roster.remove(B.node_id)
+    roster.admit(B.certificate, "b", True)
+    kept = roster.records()
+    assert roster.merge([tombstone]).changed is False
+    assert names(roster) == "b"
+    assert roster.records() == kept
+
+
+def test_old_entry_replayed_after_removal_changes_nothing() -> None:
+    a, b = Roster(A), Roster(B)
+    entry = a.admit(B.certificate, "b", True)
+    b.join(A.certificate, "a", True, a.records())
+    a.remove(B.node_id)
+    a.merge([entry, *b.records()])
+    assert names(a) == ""
+
+
+def test_two_words_with_one_number_are_a_removal() -> None:
+    for name in "abcdefgh":  # not whichever signature happens to be greater
+        words = [said(B, C, 5, name=name), said(B, C, 5, removed=True)]
+        for order in (words, words[::-1]):
+            roster = Roster(A, [said(A, B)])
+            for word in order:
+                roster.merge([word])
+            assert names(roster) == "b"
+
+
+def test_name_that_takes_over_a_terminal_is_refused() -> None:
+    roster = Roster(A, [said(A, B)])
+    merged = roster.merge([said(B, C, name="\x1b]0;owned\x07")])
+    assert (merged.changed, len(merged.refused)) == (False, 1)
+    assert "\x1b" not in str(merged.refused[0])
+
+
+def test_removed_machine_cannot_add_a_friend() -> None:
+    a = Roster(A, [said(A, B), said(A, C)])
+    a.remove(B.node_id)
+    a.merge([said(B, D, 7), said(B, B, 99), said(D, B, 99), said(D, E, 99), said(B, A, 99)])
+    assert names(a) == "c"
+    assert a.removed_by is None
+
+
+def test_removed_machines_friend_is_not_adopted_by_others() -> None:
+    """The removal and the friend arrive together: there was never a time when the friend belonged."""
+    a = Roster(A, [said(A, B), said(A, C)])
+    a.merge([said(B, D, 7), said(C, B, 2, removed=True)])
+    assert names(a) == "c"
+
+
+def test_adopting_does_not_outrun_a_removal() -> None:
+    """c is adopted by a and then by e, while d, who has heard of neither, removes it."""
+    everything = [said(one, other) for one, other in itertools.permutations((A, B, D, E), 2)]
+    everything += [said(B, C), said(C, B)]
+    a, d, e = Roster(A, everything), Roster(D, everything), Roster(E, everything)
+    a.remove(B.node_id)
+    e.merge(a.records())
+    e.remove(A.node_id)
+    assert names(e) == "cd"
+    d.remove(C.node_id)
+    exchange(d, e)
+    assert (names(d), names(e)) == ("e", "d")
+
+
+def test_jump_to_the_last_number_does_not_make_anybody_unremovable() -> None:
+    roster = Roster(A, [said(A, B), said(A, C)])
+    roster.merge([said(B, C, SEQUENCE_MAX)])
+    with pytest.raises(RosterRefused, match="last sequence number"):
+        roster.allow_prompts(C.node_id, False)
+    roster.remove(C.node_id)
+    assert names(roster) == "b"
+    with pytest.raises(RosterRefused, match="last sequence number"):
+        roster.admit(C.certificate, "c", True)
+
+
+# A flipped bit may make a certificate's serial number negative, which its parser remarks on first.
+@pytest.mark.filterwarnings("ignore:Parsed a serial number")
+@pytest.mark.parametrize("field", Record.__struct_fields__)
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_flipped_bit_in_each_field_is_refused(field: str, data: st.DataObject) -> None:
+    roster = Roster(A, [said(A, B)])
+    right = said(B, C, 5, name="name")
+    value = getattr(right, field)
+    wrong: object
+    match value:
+        case bool():
+            wrong = not value
+        case int():
+            wrong = value ^ 1 << data.draw(st.integers(0, 62))
+        case str():
+            at = data.draw(st.integers(0, len(value) - 1))
+            wrong = value[:at] + chr(ord(value[at]) ^ 1 << data.draw(st.integers(0, 4))) + value[at + 1 :]
+        case bytes():
+            bit = data.draw(st.integers(0, len(value) * 8 - 1))
+            flipped = bytearray(value)
+            flipped[bit // 8] ^= 1 << bit % 8
+            wrong = bytes(flipped)
+    merged = roster.merge([msgspec.structs.replace(right, **{field: wrong})])
+    assert (merged.changed, len(merged.refused)) == (False, 1)
+    assert roster.merge([right]).changed
+
+
+def test_a_signature_for_another_purpose_is_not_a_record() -> None:
+    roster = Roster(A, [said(A, B)])
+    draft = said(B, C)
+    bare = msgspec.msgpack.encode(
+        (draft.certificate, draft.name, draft.signer, draft.sequence, draft.removed, draft.sees_prompts)
+    )
+    assert roster.merge([msgspec.structs.replace(draft, signature=B.sign(bare))]).refused
