@@ -11,6 +11,7 @@ import datetime
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from eval.statistics import Share
 from eval.tasks import task
 from fleetd.engine.protocol import Keep
 from fleetd.errors import FleetError
+from fleetd.machine import cores
 
 PAGE = ROOT / "docs" / "quality.md"
 PICTURES = ROOT / "docs" / "quality"
@@ -102,8 +104,13 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
         results.seconds = before_s + time.monotonic() - begun
         _write(results, folder)
 
-    async with Engine() as engine:
+    async with AsyncExitStack() as stack:
+        # Decoding gains little from a second thread, and answers are many: a worker for each core.
+        engines = [await stack.enter_async_context(Engine(threads=1)) for _ in range(cores())]
+        engine = engines[0]
         results.scored, results.sparse = await _abilities(engine)
+        for other in engines[1:]:
+            other.profile = engine.profile
         if engine.profile is not None:
             heads, layers = len(engine.profile.heads), engine.profile.exit_layer
             results.profile = f"{heads} heads of the model are asked, in its first {layers} layers."
@@ -112,7 +119,7 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
             declined = gate(engine.count, GATE_KINDS, range(FIRST_SEED, FIRST_SEED + count))
             results.declined = {kind: (share.hits, share.of) for kind, share in declined.items()}
             step()
-        runner = Runner(engine, print, sparse=results.sparse, scored=results.scored)
+        runner = Runner(engines, print, sparse=results.sparse, scored=results.scored)
         for kind, tokens, ratios, full, few in PLAN:
             count = few if results.quick else max(1, round(part * full))
             if f"{kind}-{tokens}" in names and count:

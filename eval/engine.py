@@ -45,9 +45,12 @@ class Said:
 
 
 class Engine:
-    """Use as an async context manager. Greedy, one request at a time, nothing cached between prompts."""
+    """Use as an async context manager. Greedy, one request at a time, nothing cached between prompts.
 
-    def __init__(self, model: Path = MODEL) -> None:
+    ``threads`` that compute; 0 for a thread per core. No answer depends on it.
+    """
+
+    def __init__(self, model: Path = MODEL, threads: int = 0) -> None:
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
         self._folder = ModelFolder(
             name=model.name,
@@ -58,7 +61,7 @@ class Engine:
             weights_bytes=sum(file.stat().st_size for file in model.glob("*.safetensors")),
             created_s=0.0,
         )
-        self._pool = EnginePool(PoolOptions(prefix_cache_bytes=1))
+        self._pool = EnginePool(PoolOptions(prefix_cache_bytes=1, threads=threads))
         self._ids = itertools.count()
         #: Which heads find what; every score after the first uses it.
         self.profile: Profile | None = None

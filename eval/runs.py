@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ Log = Callable[[str], None]
 
 # Multiples of it modulo 1 are spread evenly, however many there are (Weyl's sequence).
 _GOLDEN = 0.618034
+# Tasks of which one is also answered from what people do without a selection: no bar is about that.
+BASELINES_EVERY = 3
 
 
 class Cell(msgspec.Struct, frozen=True):
@@ -60,9 +63,10 @@ class Outcome(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Runner:
-    """``sparse``: False where the engine cannot; ``scored``: False: by the question's words alone."""
+    """Each engine does a task at a time. ``sparse``: False where they cannot; ``scored``: False: by the
+    question's words alone."""
 
-    engine: Engine
+    engines: Sequence[Engine]
     log: Log
     sparse: bool = True
     scored: bool = True
@@ -76,29 +80,49 @@ class Runner:
         each: Callable[[list[Outcome]], None],
     ) -> None:
         """Every seed at every ratio; each seed at another depth. ``each`` gets all so far after every one."""
-        found: list[Outcome] = []
-        for i, seed in enumerate(seeds):
-            depth = (0.5 + i * _GOLDEN) % 1
-            found += await self.run(task(kind, seed, tokens, depth, self.engine.count), ratios)
-            each(found)
+        done: dict[int, list[Outcome]] = {}
+        left = iter(enumerate(seeds))
+
+        async def work(engine: Engine) -> None:
+            for i, seed in left:
+                depth = (0.5 + i * _GOLDEN) % 1
+                one = task(kind, seed, tokens, depth, engine.count)
+                done[i] = await self.run(engine, one, ratios, baselines=i % BASELINES_EVERY == 0)
+                each([outcome for i in sorted(done) for outcome in done[i]])
+
+        await asyncio.gather(*(work(engine) for engine in self.engines))
+        found = [outcome for i in sorted(done) for outcome in done[i]]
         for ratio in ratios:
             mine = [outcome for outcome in found if outcome.ratio == ratio]
             shares = "  ".join(f"{form} {recall(mine, form)}" for form in form_names(mine))
             self.log(f"{kind} {tokens} tokens, ratio {ratio or 'adaptive'}: dense {dense(mine)}  {shares}")
 
-    async def run(self, one: Task, ratios: Sequence[float]) -> list[Outcome]:
-        said = await self.engine.answer(one.text or one.messages, one.max_tokens)
+    async def run(
+        self, engine: Engine, one: Task, ratios: Sequence[float], *, baselines: bool
+    ) -> list[Outcome]:
+        """``baselines`` at the first ratio."""
+        said = await engine.answer(one.text or one.messages, one.max_tokens)
         right = self._right(one, said.text)
         document = one.document
         asked = bool(right) or len(one.answers) > 1
-        scores = (await self.engine.scores(document))[0] if asked and self.scored else None
+        scores = (await engine.scores(document))[0] if asked and self.scored else None
         return [
-            await self._at(one, document, scores, ratio, right, said.tokens, baselines=ratio == ratios[0])
+            await self._at(
+                engine,
+                one,
+                document,
+                scores,
+                ratio,
+                right,
+                said.tokens,
+                baselines=baselines and ratio == ratios[0],
+            )
             for ratio in ratios
         ]
 
     async def _at(
         self,
+        engine: Engine,
         one: Task,
         document: Document,
         scores: TokenScores | None,
@@ -131,12 +155,12 @@ class Runner:
             shortened: Any = (
                 elide.texts(document, each)[0] if one.text else elide.messages(document, each, one.messages)
             )
-            said = await self.engine.answer(shortened, one.max_tokens)
+            said = await engine.answer(shortened, one.max_tokens)
             gave[name] = self._right(one, said.text)
             text_tokens = text_tokens or said.tokens
         if self.sparse:
             placed = forms.selected(document, scores, ratio, mode="sparse")
-            gave["sparse"] = await self._sparse(one, document, placed, right)
+            gave["sparse"] = await self._sparse(engine, one, document, placed, right)
         return Outcome(
             **head,
             forms={form: len(right & answers) for form, answers in gave.items()},
@@ -149,13 +173,15 @@ class Runner:
             declined=selection.declined,
         )
 
-    async def _sparse(self, one: Task, document: Document, selection: Selection, right: set[str]) -> set[str]:
+    async def _sparse(
+        self, engine: Engine, one: Task, document: Document, selection: Selection, right: set[str]
+    ) -> set[str]:
         if selection.declined:
             return right
         keep = Keep(
             {i: list(kept) for i, kept in enumerate(selection.kept) if not selection.whole(document, i)}
         )
-        said = await self.engine.answer(one.text or one.messages, one.max_tokens, keep)
+        said = await engine.answer(one.text or one.messages, one.max_tokens, keep)
         return self._right(one, said.text)
 
     @staticmethod

@@ -58,7 +58,7 @@ class Prober:
         self._cgroup = list(_cgroup_folders(root))
         self._platform = f"{platform.system()} {platform.release()} {platform.machine()}"
         self._hostname = hardware_facts.short_host(platform.node())
-        self._cores = _cores()
+        self._cores = cores()
         self._accelerator = _accelerator(root)
         self._product, self._cpu, self._gpu = "", "", ""
         self._fast_cores = self._wired_limit_bytes = 0
@@ -104,7 +104,8 @@ class Prober:
         )
 
 
-def _cores() -> int:
+def cores() -> int:
+    """That this process may use."""
     # Absent on macOS, which has no CPU affinity.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1

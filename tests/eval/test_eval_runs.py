@@ -34,7 +34,7 @@ class Reader:
 async def test_what_is_kept_is_what_is_answered(kind: str) -> None:
     seen: list[list[Outcome]] = []
     logged: list[str] = []
-    runner = Runner(Reader(), logged.append, scored=False)  # type: ignore[arg-type]
+    runner = Runner([Reader(), Reader()], logged.append, scored=False)  # type: ignore[list-item]
     await runner.cell(kind, 800, (0.3, 0.0), range(3), seen.append)
     found = seen[-1]
     assert len(found) == 6
@@ -42,6 +42,8 @@ async def test_what_is_kept_is_what_is_answered(kind: str) -> None:
     assert all(outcome.dense == outcome.answers for outcome in found)
     first = [outcome for outcome in found if outcome.ratio == 0.3]
     assert set(first[0].forms) == {"text", "words", "random", "truncated", "sparse"}
+    assert set(first[1].forms) == {"text", "sparse"}
+    assert [outcome.seed for outcome in first] == [0, 1, 2]
     assert recall(first, "text").value >= 0.9
     assert recall(first, "text").value > recall(first, "truncated").value
     assert all(outcome.text_tokens < outcome.prompt_tokens / 2 for outcome in first)

@@ -18,6 +18,7 @@ from msgspec import Meta
 from fleetd import __version__, limits
 from fleetd.engine.findings import Finding
 from fleetd.engine.spec.probe import PROBE_VERSION, Verdict
+from fleetd.machine import cores
 
 _FOLDER = "verdicts"
 # Variables by which BLAS and MLX choose their kernels, and how many threads share them.
@@ -52,7 +53,7 @@ class Basis(msgspec.Struct, frozen=True):
     ) -> Basis:
         """Of this process, as it would compute."""
         chosen = {name: value for name, value in environ.items() if name.startswith(_PREFIXES)}
-        return cls(digest, device, accelerator, platform.platform(), versions, chosen, _cores())
+        return cls(digest, device, accelerator, platform.platform(), versions, chosen, cores())
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -81,7 +82,3 @@ class Verdicts:
     def _finding(self, basis: Basis) -> Finding[_Kept]:
         name = f"{basis.digest[:32]}-{basis.device}.json"
         return Finding(self._folder / name if basis.digest else None, basis, _Kept)
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
