@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_f
 from fleetd import limits
 from fleetd.engine import decoding, scheduler
 from fleetd.engine.memory import KvBudget
+from fleetd.engine.prefix import PrefixCache
 from fleetd.engine.protocol import Cancel, Failed, Remember, Sampling, Speculate
 from fleetd.engine.spec.probe import Verdict
 from fleetd.engine.spec.rounds import Promise, Rounds
@@ -445,7 +446,8 @@ def test_a_source_may_come_while_the_answer_runs(llama: Any, tokenizer: Any) -> 
 @pytest.mark.long
 @pytest.mark.parametrize("part", range(20))
 def test_two_hundred_real_prompts(part: int, embedded_model: ModelFolder) -> None:
-    """The embedded model, texts of this repository cut anywhere, 128 tokens each."""
+    """The embedded model, texts of this repository cut anywhere, 128 tokens each: plain in one batch, each
+    alone with drafts, and, of one part in five, several at once with drafts."""
     from fleetd.engine import cpu
 
     path = embedded_model.path
@@ -456,16 +458,29 @@ def test_two_hundred_real_prompts(part: int, embedded_model: ModelFolder) -> Non
     root = Path(__file__).parents[2]
     files = [f for folder in ("docs", "fleetd", "bench") for f in sorted((root / folder).rglob("*.[mp][dy]"))]
     vocab = model.args.vocab_size
+    asked: dict[str, tuple[list[int], Sampling]] = {}
     for i in range(10):
-        sampling = Sampling(temperature=0.7, seed=3) if i % 5 == 4 else GREEDY
         source = dice.choice(files).read_text(encoding="utf-8")
         at = dice.randrange(max(1, len(source) - 1200))
         prompt = list(tokenizer.encode(source[at : at + dice.randint(40, 1200)])) or [1]
-        plain = Run(model, tokenizer)
-        plain.submit("r", prompt, max_tokens=128, sampling=sampling)
-        plain.finish()
-        run = Run(model, tokenizer, speculating.speculation(vocab, dice.choice(["on", "auto"])))
-        sources = [dice.choice([right_for(plain.tokens["r"], 3), guessing(vocab, i), lying(vocab, i)])]
-        run.submit("r", prompt, *sources[: i % 2], max_tokens=128, sampling=sampling)
+        asked[f"r{i}"] = prompt, Sampling(temperature=0.7, seed=3) if i % 5 == 4 else GREEDY
+
+    def answered(names: Iterable[str], speculation: Any, *, drafted: bool) -> Run:
+        run = Run(model, tokenizer, speculation, max_streams=10, prefix=PrefixCache(0))
+        run.decoding._rounds = DiceRounds(dice)
+        for i, name in enumerate(names):
+            whole = plain.tokens[name] if drafted else []
+            source = dice.choice([right_for(whole, 3), guessing(vocab, i), lying(vocab, i)])
+            prompt, sampling = asked[name]
+            run.submit(name, prompt, *([source] if drafted else []), max_tokens=128, sampling=sampling)
         run.finish()
-        assert run.said("r") == plain.said("r"), i
+        return run
+
+    plain = answered(asked, None, drafted=False)
+    for i, name in enumerate(asked):
+        speculation = speculating.speculation(vocab, dice.choice(["on", "auto"]))
+        assert answered([name], speculation, drafted=i % 2 == 1).said(name) == plain.said(name), name
+    if part % 5 == 0:
+        together = answered(asked, speculating.speculation(vocab), drafted=True)
+        assert {name: together.said(name) for name in asked} == {name: plain.said(name) for name in asked}
+        assert together.decoding._rounds.rounds > 0
