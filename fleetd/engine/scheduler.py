@@ -183,7 +183,7 @@ class Scheduler:
     @property
     def _busy(self) -> bool:
         """Whether there is something to compute now."""
-        others = self._assists.ready or self._follows.ready or self._scoring.ready
+        others = self._assists.visits.ready or self._follows.visits.ready or self._scoring.ready
         return bool(self._decoding) or others or any(a.ready for a in self._prefilling)
 
     @property
@@ -192,7 +192,7 @@ class Scheduler:
 
     def _receive(self) -> bool:
         dues_s = [self._shared.due_s(answer) for answer in self._prefilling]
-        dues_s += [*self._assists.dues_s, *self._follows.dues_s]
+        dues_s += [*self._assists.visits.dues_s, *self._follows.visits.dues_s]
         for item in self.inbox.take(0.0 if self._busy or self._learns else wait_s(dues_s)):
             match item:
                 case Stop():

@@ -49,7 +49,8 @@ class HelperLoop:
         self.streams.close()
 
     def _receive(self) -> bool:
-        for item in self.inbox.take(0.0 if self._assists.ready else wait_s(self._assists.dues_s)):
+        visits = self._assists.visits
+        for item in self.inbox.take(0.0 if visits.ready else wait_s(visits.dues_s)):
             match item:
                 case Stop():
                     return False
@@ -75,7 +76,7 @@ class HelperLoop:
             Beat(
                 steps=self._assists.steps,
                 assisting=len(self._assists),
-                held_up=len(self._assists) > 0 and not self._assists.ready,
+                held_up=len(self._assists) > 0 and not self._assists.visits.ready,
                 kv_bytes=self.budget.used_bytes,
                 memory_bytes=mx.get_active_memory(),
             )
