@@ -74,25 +74,27 @@ def main() -> int:
     file = args.out / KEPT.name
     found = msgspec.json.decode(file.read_bytes(), type=Results) if file.exists() else None
     if args.render:
-        _write(found or _nothing(args.quick, args.share), args.out)
+        if found is None:
+            parser.error(f"there is no {file} yet")
+        _write(found, args.out)
     else:
-        results = (
-            found if found and args.names and found.quick == args.quick else _nothing(args.quick, args.share)
-        )
+        goes_on = found is not None and args.names and found.quick == args.quick
+        results = _results(args, found if goes_on else None)
         asyncio.run(_measure(results, args.names or STEPS, args.share, args.out))
     print(f"wrote {args.out / PAGE.name}")
     return 0
 
 
-def _nothing(quick: bool, part: float) -> Results:
-    share = "" if part == 1 else f" --share {part:g}"
-    return Results(
-        command=f"python -m eval{' --quick' if quick else ''}{share}",
-        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        machine=machine.describe(),
-        model=MODEL.name,
-        quick=quick,
-    )
+def _results(args: argparse.Namespace, earlier: Results | None) -> Results:
+    """Where what this run finds is put: to what earlier ones found, or by itself."""
+    options = [*args.names, *(["--quick"] if args.quick else [])]
+    options += [] if args.share == 1 else [f"--share {args.share:g}"]
+    command = " ".join(["python -m eval", *options])
+    now = datetime.datetime.now(datetime.UTC).date().isoformat()
+    results = earlier or Results([], now, [], MODEL.name, args.quick)
+    results.commands = [*(known for known in results.commands if known != command), command]
+    results.date, results.machine = now, machine.describe()
+    return results
 
 
 async def _measure(results: Results, names: Sequence[str], part: float, folder: Path) -> None:

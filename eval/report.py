@@ -51,9 +51,10 @@ _NAMES = {
 
 
 class Results(msgspec.Struct):
-    """Everything that a run found. Pairs are (hits, of)."""
+    """Everything that was found. Pairs are (hits, of). ``commands``: of which a later one may have replaced
+    what an earlier one found; ``date`` and ``machine`` are the last one's."""
 
-    command: str
+    commands: list[str]
     date: str
     machine: list[str]
     model: str
@@ -220,7 +221,8 @@ def _how(results: Results) -> Iterator[str]:
         yield "The worker did not take sparse prompts.\n"
     quick = " (a quick look, not a measurement)" if results.quick else ""
     minutes = f"{results.seconds / 60:.0f} minutes"
-    yield f"`{results.command}`, {results.date}, {minutes}{quick}, {results.model}.  "
+    commands = ", ".join(f"`{command}`" for command in results.commands)
+    yield f"{commands}, {results.date}, {minutes}{quick}, {results.model}.  "
     yield "; ".join(results.machine) + "."
 
 

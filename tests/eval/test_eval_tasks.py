@@ -99,7 +99,7 @@ def test_only_what_the_whole_prompt_answers_is_counted() -> None:
 def test_the_page_says_what_falls_short() -> None:
     found = [outcome(0.25, 1) for _ in range(20)] + [outcome(0.1, i % 2) for i in range(20)]
     results = report.Results(
-        command="python -m eval",
+        commands=["python -m eval"],
         date="2026-01-01",
         machine=["a machine"],
         model="m",
