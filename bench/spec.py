@@ -160,7 +160,7 @@ def _mean(values: list[float]) -> float:
 _HOW = (
     f"One process with the engine's own scheduler and the default model, {TOKENS} tokens per answer; each "
     "prompt plain and with drafts in turn, from the first to the last pass; of several at once all their "
-    "tokens, from when each has its first. Sources are the local ones: prompt lookup and the suffix "
+    "tokens, from the first of any. Sources are the local ones: prompt lookup and the suffix "
     "automaton. Text and log-probabilities of both sides are compared and are "
     "equal, or nothing is reported. The cost of looking for drafts is timed by itself, over 2000 tokens "
     "without any repetition: it is too small to be seen in the difference of two answers."

@@ -83,7 +83,7 @@ class _Runs:
         }
 
     def _decode(self, question: dict[str, Any], speculation: Any) -> dict[str, Any]:
-        """All prompts at the same time; the rate is that of all tokens once each has its first."""
+        """All prompts at the same time; the rate is that of all their tokens, from the first of any."""
         from fleetd.engine.chunks import FixedChunks
         from fleetd.engine.memory import KvBudget
         from fleetd.engine.prefix import PrefixCache
@@ -121,7 +121,7 @@ class _Runs:
         while not marks or marks[-1][1] < question["max_tokens"] * len(prompts):
             scheduler.turn()
             counts = [came(i) for i in range(len(prompts))]
-            if min(counts) and sum(counts) > (marks[-1][1] if marks else 0):
+            if sum(counts) > (marks[-1][1] if marks else 0):
                 marks.append((time.perf_counter(), sum(counts)))
             if all(_finished(events, str(i)) for i in range(len(prompts))):
                 break
