@@ -33,12 +33,7 @@ class Meeting(Protocol):
 class Drafters:
     """The handler of ``wire.FOLLOW``."""
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        pool: Pool,
-        host: Host,
-    ) -> None:
+    def __init__(self, meeting: Meeting, pool: Pool, host: Host) -> None:
         self._meeting = meeting
         self._pool = pool
         self._host = host

@@ -64,12 +64,7 @@ class Meeting(Protocol):
 class Assists:
     """The handlers of ``wire.ASSIST`` and ``WARM``."""
 
-    def __init__(
-        self,
-        meeting: Meeting,
-        pool: Pool,
-        host: Host,
-    ) -> None:
+    def __init__(self, meeting: Meeting, pool: Pool, host: Host) -> None:
         self._meeting = meeting
         self._pool = pool
         self._host = host
