@@ -32,6 +32,7 @@ from bench import (
 )
 from bench.child import ROOT
 from bench.figures import Result
+from bench.throwaway import fetch_model
 
 FAMILIES: dict[str, ModuleType] = {
     "demo": demo,
@@ -69,6 +70,8 @@ def main() -> int:
     names = args.names or [name for name in FAMILIES if name not in ON_REQUEST]
     # Told to stop, unwind: daemons and children are ended and their folders removed on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if not args.render and set(names) != ON_REQUEST:
+        fetch_model()
     failed = [] if args.render else [name for name in names if not _run(name, args.quick, args.runs)]
     PAGE.write_text(
         table.page({name: family.TITLE for name, family in FAMILIES.items()}, results.load(KEPT)),

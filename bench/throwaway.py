@@ -21,7 +21,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from bench.child import ROOT
+from fleetd.models import pull
 from fleetd.models.catalog import DEFAULT_MODEL
+from fleetd.models.store import ModelStore
 
 MODELS = ROOT / ".cache" / "models"
 MODEL = MODELS / DEFAULT_MODEL
@@ -32,6 +34,11 @@ _STOP_S = 20.0
 _ANSWER_S = 600.0
 _CONTROL_S = 10.0
 _POLL_S = 0.002
+
+
+def fetch_model() -> None:
+    """Download the default model into ``MODELS``, the first time. Call it before reading ``MODEL``."""
+    pull.pull(DEFAULT_MODEL, ModelStore(MODELS), lambda progress: None)
 
 
 class Daemon:

@@ -18,7 +18,7 @@ import msgspec
 
 from bench import machine
 from bench.child import ROOT
-from bench.throwaway import MODEL
+from bench.throwaway import MODEL, fetch_model
 from eval import forms
 from eval.engine import Engine
 from eval.report import Results, page, pictures
@@ -78,6 +78,7 @@ def main() -> int:
             parser.error(f"there is no {file} yet")
         _write(found, args.out)
     else:
+        fetch_model()
         goes_on = found is not None and args.names and found.quick == args.quick
         results = _results(args, found if goes_on else None)
         asyncio.run(_measure(results, args.names or STEPS, args.share, args.out))

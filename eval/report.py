@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from eval import plots
-from eval.runs import Outcome, compared, dense, form_names, kept, recall
+from eval.runs import Outcome, compared, dense, form_names, kept, recall, unbroken
 from eval.statistics import Ratio, Share
 
 _HEAD = """\
@@ -152,24 +152,26 @@ def _table(results: Results) -> Iterator[str]:
     shown = form_names(results.outcomes)
     yield (
         "*kept* is the share of the tokens that selection keeps, *as text* what the shortened prompt has of "
-        "the whole one with its markers, *dense* the share that the whole prompt answers.\n"
+        "the whole one with its markers, *dense* the share that the whole prompt answers. *Facts kept* and "
+        "*intact* are of all prompts, answered or not: a conversation is intact if its calls, roles and "
+        "names are as they were, what was JSON can be parsed, and fences are closed.\n"
     )
-    yield f"| task | tokens | ratio | kept | as text | dense | facts kept | {' | '.join(shown)} |"
-    yield "|---|---|---|---|---|---|---|" + "---|" * len(shown)
+    yield f"| task | tokens | ratio | kept | as text | dense | facts kept | intact | {' | '.join(shown)} |"
+    yield "|---|---|---|---|---|---|---|---|" + "---|" * len(shown)
     for kind, tokens, ratio in sorted(
         {(o.kind, o.tokens, o.ratio) for o in results.outcomes},
         key=lambda cell: (list(_NAMES).index(cell[0]), cell[1], -(cell[2] or 9)),
     ):
         mine = _cell(results, kind, tokens, ratio)
         answered = [o for o in mine if o.forms]
-        ratios = [o.kept_ratio for o in answered]
+        ratios = [o.kept_ratio for o in mine if o.facts]
         mean = f"{100 * sum(ratios) / len(ratios):.0f} %" if ratios else ""
         shares = " | ".join(str(recall(mine, form)) for form in shown)
         whole = sum(o.prompt_tokens for o in answered)
         said = f"{100 * sum(o.text_tokens for o in answered) / whole:.0f} %" if whole else ""
         yield (
             f"| {_NAMES[kind]} | {tokens} | {ratio or 'adaptive'} | {mean} | {said} | {dense(mine)} "
-            f"| {kept(answered)} | {shares} |"
+            f"| {kept(mine)} | {unbroken(mine)} | {shares} |"
         )
 
 

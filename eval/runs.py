@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,19 +30,12 @@ _GOLDEN = 0.618034
 BASELINES_EVERY = 3
 
 
-class Cell(msgspec.Struct, frozen=True):
-    """A kind of task at one length and ratio; ratio 0 is what the scores call for."""
-
-    kind: str
-    tokens: int
-    ratio: float
-
-
 class Outcome(msgspec.Struct, frozen=True):
     """One task. ``answers``: how many there are; ``dense``: how many of them the whole prompt gave.
 
     ``forms``: of the dense ones, by form; ``gave``: of all, by form. ``kept``: facts that selection kept, of
-    ``facts``. ``ratio``: what it kept of the tokens, ``text_tokens`` what the text form has with its markers.
+    ``facts``. ``kept_ratio``: what it kept of the tokens, ``text_tokens`` what the text form has with its
+    markers. ``intact``: of messages, whether what could be parsed still can; None of a text.
     """
 
     kind: str
@@ -59,6 +53,7 @@ class Outcome(msgspec.Struct, frozen=True):
     text_tokens: int = 0
     declined: str = ""
     gave: dict[str, int] = {}
+    intact: bool | None = None
 
 
 @dataclass(slots=True)
@@ -104,8 +99,7 @@ class Runner:
         said = await engine.answer(one.text or one.messages, one.max_tokens)
         right = self._right(one, said.text)
         document = one.document
-        asked = bool(right) or len(one.answers) > 1
-        scores = (await engine.scores(document))[0] if asked and self.scored else None
+        scores = (await engine.scores(document))[0] if self.scored else None
         return [
             await self._at(
                 engine,
@@ -132,18 +126,24 @@ class Runner:
         *,
         baselines: bool,
     ) -> Outcome:
-        head: dict[str, Any] = {
-            "kind": one.kind,
-            "tokens": one.tokens,
-            "ratio": ratio,
-            "depth": one.depth,
-            "seed": one.seed,
-            "answers": len(one.answers),
-            "dense": len(right),
-        }
-        if not right and len(one.answers) == 1:
-            return Outcome(**head)
         selection = forms.selected(document, scores, ratio)
+        found = Outcome(
+            one.kind,
+            one.tokens,
+            ratio,
+            one.depth,
+            one.seed,
+            answers=len(one.answers),
+            dense=len(right),
+            kept=len(one.facts) - len(lost(document, selection, one.facts)),
+            facts=len(one.facts),
+            kept_ratio=selection.ratio,
+            prompt_tokens=prompt_tokens,
+            declined=selection.declined,
+            intact=None if one.text else intact(one.messages, _shortened(one, document, selection)),
+        )
+        if not right and len(one.answers) == 1:
+            return found
         chosen: dict[str, Selection] = {"text": selection}
         if baselines:
             chosen["words"] = forms.selected(document, None, ratio)
@@ -152,25 +152,17 @@ class Runner:
         gave: dict[str, set[str]] = {}
         text_tokens = 0
         for name, each in chosen.items():
-            shortened: Any = (
-                elide.texts(document, each)[0] if one.text else elide.messages(document, each, one.messages)
-            )
-            said = await engine.answer(shortened, one.max_tokens)
+            said = await engine.answer(_shortened(one, document, each), one.max_tokens)
             gave[name] = self._right(one, said.text)
             text_tokens = text_tokens or said.tokens
         if self.sparse:
             placed = forms.selected(document, scores, ratio, mode="sparse")
             gave["sparse"] = await self._sparse(engine, one, document, placed, right)
-        return Outcome(
-            **head,
+        return msgspec.structs.replace(
+            found,
             forms={form: len(right & answers) for form, answers in gave.items()},
             gave={form: len(answers) for form, answers in gave.items()},
-            kept=len(one.facts) - len(lost(document, selection, one.facts)),
-            facts=len(one.facts),
-            kept_ratio=selection.ratio,
-            prompt_tokens=prompt_tokens,
             text_tokens=text_tokens,
-            declined=selection.declined,
         )
 
     async def _sparse(
@@ -187,6 +179,30 @@ class Runner:
     @staticmethod
     def _right(one: Task, said: str) -> set[str]:
         return {answer for answer in one.answers if one.says(said, answer)}
+
+
+def _shortened(one: Task, document: Document, selection: Selection) -> Any:
+    return (
+        elide.texts(document, selection)[0] if one.text else elide.messages(document, selection, one.messages)
+    )
+
+
+def intact(original: Sequence[Mapping[str, Any]], shortened: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether messages are what they were but for their contents, and contents that were JSON still are."""
+    return len(original) == len(shortened) and all(
+        {**before, "content": None} == {**after, "content": None}
+        and (not _parses(before["content"]) or _parses(after["content"]))
+        and before["content"].count("```") % 2 == after["content"].count("```") % 2
+        for before, after in zip(original, shortened, strict=True)
+    )
+
+
+def _parses(text: str) -> bool:
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    return True
 
 
 def lost(document: Document, selection: Selection, facts: Sequence[str]) -> list[str]:
@@ -252,6 +268,12 @@ def compared(outcomes: Sequence[Outcome], form: str) -> Ratio:
     """
     mine = [o for o in outcomes if form in o.gave]
     return Ratio.of_pairs([(o.gave[form], o.dense) for o in mine])
+
+
+def unbroken(outcomes: Sequence[Outcome]) -> Share:
+    """Conversations that are still what they were but for what is missing."""
+    known = [o.intact for o in outcomes if o.intact is not None]
+    return Share(sum(known), len(known))
 
 
 def kept(outcomes: Sequence[Outcome]) -> Share:

@@ -11,6 +11,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 
+from bench.throwaway import fetch_model
 from eval import forms
 from eval.engine import Engine
 from eval.runs import lost
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=6, help="of each kind of task")
     parser.add_argument("--tokens", type=int, default=1200)
     args = parser.parse_args()
+    fetch_model()
     scored = asyncio.run(_scored(args.seeds, args.tokens))
     print(f"{'attention':>9} {'half':>5}  " + "  ".join(f"{kind:>11}" for kind in KINDS) + "  all")
     for attention, half in itertools.product(ATTENTION, HALF):

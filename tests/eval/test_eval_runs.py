@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from eval.engine import Said
-from eval.runs import Outcome, Runner, compared, recall
+from eval.runs import Outcome, Runner, compared, intact, recall
 from eval.statistics import Ratio
 from fleetd.engine.protocol import Keep
 from fleetd.smart.text import estimate_tokens
@@ -65,3 +65,18 @@ def test_a_ratio_s_interval_is_of_its_cases() -> None:
     assert 0.5 <= ratio.interval[0] < ratio.value < ratio.interval[1] <= 1
     assert ratio == Ratio.of_pairs([(2, 4), (4, 4), (3, 4), (4, 4)])
     assert str(Ratio.of_pairs([])) == "none"
+
+
+def test_a_conversation_is_intact_if_only_contents_are_shorter() -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"id": "1"}]}
+    told = {"role": "tool", "tool_call_id": "1", "content": '{"rows": [1, 2]}'}
+    code = {"role": "user", "content": "```\na\nb\n```\nSo?"}
+    whole = [call, told, code]
+    assert intact(whole, whole)
+    assert intact(
+        whole, [call, {**told, "content": '{"rows": ["less"]}'}, {**code, "content": "```\na\n```\nSo?"}]
+    )
+    assert not intact(whole, [call, {**told, "content": '{"rows": [1,'}, code])
+    assert not intact(whole, [call, told, {**code, "content": "```\na\nSo?"}])
+    assert not intact(whole, [{**call, "tool_calls": []}, told, code])
+    assert not intact(whole, whole[1:])
