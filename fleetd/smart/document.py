@@ -15,18 +15,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetd.smart.text import Range, estimate_tokens, lines, merged, sentences
+from fleetd.smart.text import PARAGRAPH_END, Range, estimate_tokens, lines, merged, sentences
 
-# Text between these is always kept; models never see the markers.
-MARK_OPEN, MARK_CLOSE = "<fleet:keep>", "</fleet:keep>"
-# A marker alone on its line takes the line with it.
+# Text between these is always kept; models never see them. One alone on its line takes the line with it.
 _MARK = re.compile(r"(?m)^[ \t]*</?fleet:keep>[ \t]*\n|</?fleet:keep>")
+# Only a client says what is to be kept: in a tool's result, or an answer, markers are text like any other.
+_MARKING = ("text", "user", "system", "developer")
 
 # A last user turn over both of these is what is asked about, not the question: pasted with it.
 _BLOB_TOKENS, _BLOB_SHARE = 256, 0.2
 # What is taken for the question at either end of such a turn, in characters.
 _HEAD_CHARS, _TAIL_CHARS = 240, 480
-_PARAGRAPH_END = re.compile(r"\n[ \t]*\n\s*")
 _FENCE_LINE = re.compile(r"[ \t]*(?:```|~~~)")
 # What shows that a sentence asks for something.
 _ASKS = re.compile(
@@ -90,6 +89,14 @@ class Document:
         return "\n".join(self.text[start:end] for start, end in self.questions)
 
     @property
+    def task(self) -> str:
+        """What of the question says what is to be done: of a long turn its ends, the rest is pasted there."""
+        question = self.question
+        if estimate_tokens(question) <= _BLOB_TOKENS:
+            return question
+        return "\n".join(question[start:end] for start, end in question_ranges(question))
+
+    @property
     def estimated_tokens(self) -> int:
         return estimate_tokens(self.text)
 
@@ -129,10 +136,8 @@ def unmark(text: str) -> tuple[str, tuple[Range, ...]]:
 def unmarked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The same messages without markers: what a model gets if nothing is dropped."""
     return [
-        {**message, "content": unmark(content)[0]}
-        if isinstance(content := message.get("content"), str)
-        else dict(message)
-        for message in messages
+        {**message, "content": block.text} if isinstance(message.get("content"), str) else dict(message)
+        for message, block in ((message, _block(message)) for message in messages)
     ]
 
 
@@ -153,10 +158,10 @@ def question_ranges(text: str) -> list[Range]:
         return []
     head, tail = _head(text, stripped), _tail(text, stripped)
     if head[1] >= tail[0]:
-        return [(0, stripped)]
+        return [(head[0], stripped)]
     asking = [part for part in (head, tail) if _asks(text, part)]
     # A text may begin with "Please write soon"; an instruction stands by itself.
-    if len(asking) == 2 and not _PARAGRAPH_END.match(text, head[1]):
+    if len(asking) == 2 and not PARAGRAPH_END.match(text, head[1]):
         return [tail]
     return asking or [tail]
 
@@ -164,16 +169,16 @@ def question_ranges(text: str) -> list[Range]:
 def _head(text: str, end: int) -> Range:
     """The first paragraph if it is short, else the first sentence."""
     first = len(text) - len(text.lstrip())
-    gap = _PARAGRAPH_END.search(text, first, end)
+    gap = PARAGRAPH_END.search(text, first, end)
     stop = gap.start() if gap else end
     if stop - first > _HEAD_CHARS:
         stop = min(sentences(text, first, stop)[0][1], first + _HEAD_CHARS)
-    return 0, stop
+    return first, stop
 
 
 def _tail(text: str, end: int) -> Range:
     """The last paragraph if it is short, else the last sentences."""
-    gaps = [match.end() for match in _PARAGRAPH_END.finditer(text, max(0, end - 2 * _TAIL_CHARS), end)]
+    gaps = [match.end() for match in PARAGRAPH_END.finditer(text, max(0, end - 2 * _TAIL_CHARS), end)]
     start = gaps[-1] if gaps else 0
     if end - start <= _TAIL_CHARS:
         return start, end
@@ -194,6 +199,8 @@ def _asks(text: str, part: Range) -> bool:
 
 def _block(message: Mapping[str, Any]) -> Block:
     content, name = message.get("content"), message.get("name")
-    text, marked = unmark(content) if isinstance(content, str) else ("", ())
+    role = str(message.get("role", "user"))
+    text = content if isinstance(content, str) else ""
+    text, marked = unmark(text) if role in _MARKING else (text, ())
     example = isinstance(name, str) and name.startswith("example")
-    return Block(text, str(message.get("role", "user")), marked, example)
+    return Block(text, role, marked, example)

@@ -66,7 +66,7 @@ def elided(text: str, kept: Sequence[Range], *, boundaries: bool = True) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Text that is said, or a gap and how it is to be marked: line, code or row."""
+    """Text that is said, or a gap and how it is to be marked: line, code, row or json."""
 
     said: str
     gap: Range | None = None
@@ -96,7 +96,8 @@ class _Ranges:
 def _region(text: str, region: Region, ranges: _Ranges) -> Iterator[_Part]:
     span = (region.start, region.end)
     if not ranges.within(span):
-        yield _Part("", span)
+        # Between the records of JSON Lines, a line that can be parsed too.
+        yield _Part("", span, "json" if region.kind == "json" else "line")
     elif ranges.all_of(span):
         yield _Part(text[slice(*span)])
     elif region.kind == "fence":
@@ -156,6 +157,8 @@ def _gap(before: str, part: _Part, text: str) -> str:
     said = marker(estimate_tokens(dropped))
     if part.style == "row":
         said = f"| {said} |"
+    elif part.style == "json":
+        said = json.dumps(said)
     elif part.style == "code":
         first = next((line for a, b in lines(text, start, end) if (line := text[a:b]).strip()), "")
         said = first[: len(first) - len(first.lstrip())] + said

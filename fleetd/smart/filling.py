@@ -18,6 +18,8 @@ MARKER_TOKENS = 9
 _MARKED = 0.33
 # Shorter gaps are closed first of all: they are hardly worth their line.
 _GAP_TOKENS = 12
+# More than this has only a piece that could not be cut.
+_LONG_TOKENS = 256
 # Of the free budget; the rest is for the neighbours of the best pieces, which are this share.
 _BY_SCORE, _NEIGHBOURED = 0.8, 0.1
 
@@ -48,6 +50,11 @@ class Kept:
     @property
     def pieces(self) -> list[Piece]:
         return [self._all[i] for i in sorted(self.indexes)]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text form: what is kept, and its gaps."""
+        return self.tokens + self._marker * self._gaps
 
     def fits(self, piece: Piece, room: float) -> bool:
         """Whether tokens and lines for gaps, these up to a share of it, are within ``room`` with a piece."""
@@ -80,6 +87,13 @@ class Kept:
             if 0 <= at < len(self._all) and self._all[at].block == piece.block:
                 yield self._all[at]
 
+    def close_for_nothing(self) -> None:
+        """Keep what is no longer than the line that would say that it is not."""
+        for run in list(self.gaps()):
+            if sum(piece.tokens for piece in run) <= self._marker:
+                for piece in run:
+                    self.add(piece)
+
     def gaps(self) -> Iterator[list[Piece]]:
         """Runs of dropped pieces of one block."""
         run: list[Piece] = []
@@ -102,20 +116,29 @@ class Kept:
         return beside not in self.indexes and beside not in added
 
 
-def fill(kept: Kept, order: Sequence[Piece], room: int) -> None:
+def fill(kept: Kept, order: Sequence[Piece], room: int, *, least: int = 0, strict: bool = False) -> None:
     """Add pieces in ``order`` while they fit, and what belongs to the best of them.
 
-    The very first is added even if it does not fit: there is no point in all the rest without it.
+    The very first is added even where what is always kept leaves no room: there is no point in all the rest
+    without it. Not if ``strict``, nor if it is a line as long as a text. At least ``least`` tokens are kept,
+    as far as pieces have them.
     """
-    for first in order[:1]:
-        kept.add(first)
+    first = [] if strict else [piece for piece in order[:1] if piece.tokens <= max(room, _LONG_TOKENS)]
+    for piece in first:
+        kept.add(piece)
     used = kept.used(room)
-    taken = [*order[:1], *_take(kept, order, used + _BY_SCORE * (room - used))]
+    taken = [*first, *_take(kept, order, used + _BY_SCORE * (room - used))]
     best = taken[: max(1, int(_NEIGHBOURED * len(taken)))]
     _take(kept, [beside for piece in best for beside in kept.beside(piece)], room)
     _close(kept, room)
     _take(kept, order, room)
     _close(kept, room)
+    for piece in order:
+        if kept.tokens >= least:
+            break
+        if piece.index not in kept.indexes:
+            kept.add(piece)
+    kept.close_for_nothing()
 
 
 def _close(kept: Kept, room: int) -> None:

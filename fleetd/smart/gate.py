@@ -20,6 +20,7 @@ _WHOLE = (
     "(?:text|document|passage|article|report|story|conversation|transcript|chat|log|file|code|function|class|list"
     "|table|data|paper|chapter|book|e-?mails?|thread|notes|above|following|this|it|everything|all|each|every)"
 )
+_CODE = "(?:code|function|class|method|file|script|module|program|snippet|component)"
 _LISTED = "(?:table|list|log|rows|numbers|values|entries|items|orders|sales|amounts|prices|records|lines)"
 _EXTREME = (
     "(?:highest|lowest|largest|smallest|biggest|longest|shortest|oldest|youngest|most|fewest|best|worst|earliest"
@@ -31,6 +32,8 @@ def _any(*patterns: str) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns), re.IGNORECASE)
 
 
+# Where a word is something to be done: "document it", and not "the document".
+_DO = r"(?:^\W*|[.!?:;\n]\s?|\b(?:please|kindly|and|then|to|you|must|should|now|just|also)\s+)"
 _SUMMARISE = _any(
     r"\bsummar(?:y|i[sz]e|i[sz]ing|ies)\b",
     r"\btl;?dr\b|\b(?:overview|outline|gist|recap|condense)\b|\babstract of\b",
@@ -39,6 +42,8 @@ _SUMMARISE = _any(
     r"\bwhat (?:is|was) (?:this|the) (?:whole |entire )?(?:text|document|passage|article|story|conversation"
     r"|log|report|chapter|book|paper) (?:mainly )?about\b",
     r"\bzusammenfass\w*|\bfass\w* .{0,60}\bzusammen\b|\br[\u00e9e]sum\w+|\bresum[ei]\w*",
+    r"\b(?:describe|explain|tell me) what (?:happens|happened)\b|\bwhat (?:happens|happened) in (?:this|the) "
+    rf"{_WHOLE}\b",
     r"\briassum\w+|\bsamenvatt\w*",
     r"\u603b\u7ed3|\u6982\u62ec|\u6458\u8981|\u8981\u7d04",
 )
@@ -48,6 +53,7 @@ _COUNT = _any(
     r"|(?:are|were) (?:there|listed|mentioned|in)|contain|appear|occur|of (?:the|these|them|all)|entries"
     r"|lines|rows|records|errors|names|words|sentences)\b",
     rf"\bhow many\b.{{0,60}}\bin (?:the|this) {_WHOLE}\b",
+    r"\bhow many\b.{0,60}\b(?:have|had|has|with|without) (?:no|an?|more|less|fewer|at (?:least|most))\b",
     r"\b(?:total|sum|average|mean|median|maximum|minimum)\b"
     rf".{{0,40}}\b(?:all|each|every|entire|whole|across|over(?:all)?|listed|the {_LISTED})\b",
     r"\b(?:total|grand total|sum|average|mean|median) (?:number|amount|of|price|cost|value|score|quantity)\b",
@@ -66,16 +72,29 @@ _COMPARE = _any(
     rf"\b(?:who|what) (?:has|have|had|is|was) the (?:\w+ )?{_EXTREME}\b",
     r"\bin (?:chronological )?order\b(?! to\b)|\bchronological\w*\b|\btimeline\b",
     r"\bfrom (?:first|beginning|start) to (?:last|end)\b",
+    rf"{_DO}list (?:the|all|every|what|which|who|any)\b",
+    r"\b(?:which|what) (?:\w+ ){0,2}\w+s (?:are|were|have been) "
+    r"(?:mentioned|listed|named|described|discussed)\b",
+    r"\b(?:what|who|which) (?:are|were) (?:all|the \w+ of (?:all|every|each))\b",
     r"\bvergleiche\b|\bcomparez?\b|\bcompara\b",
 )
-# Where a word is something to be done: "document it", and not "the document".
-_DO = r"(?:^\W*|[.!?:;\n]\s*|\b(?:please|kindly|and|then|to|you|must|should|now|just|also)\s+)"
 _VERBATIM = _any(
     r"\bverbatim\b|\b(?:word|letter)[- ]for[- ](?:word|letter)\b|\bline by line\b",
     r"\bexact (?:text|words?|wording|code|copy|contents?|quote|lines?|implementation|definition|source)\b",
     r"\b(?:exactly|precisely) as (?:it|they|written|in|given|shown)\b|\bwithout (?:any )?changes\b",
     r"\bquote\b.{0,60}\bexactly\b|\bexactly\b.{0,20}\bquote\b",
     rf"{_DO}(?:quote|translate|proof-?read|paraphrase|rephrase|reword|transcribe|refactor)\b",
+    # What is to be done to code needs all of it; "the code of the vault" is none.
+    rf"{_DO}(?:fix|optimi[sz]e|simplify|improve|add|write|implement|generate|create|rename|replace|remove"
+    r"|explain|describe|test|change|modify|update|find the bugs?)"
+    rf"\b.{{0,60}}?\b(?:this|the|my|that|these|above|following) (?:\w+ ){{0,2}}?{_CODE}s?\b"
+    r"(?! (?:of|to|for|does|is)\b)",
+    rf"\bwhat(?:'s| is| does)\b.{{0,20}}\b(?:wrong with|this) (?:\w+ )?{_CODE}\b",
+    r"\b(?:show|print|display|output) (?:me )?(?:the |this )?"
+    r"(?:function|class|method|paragraph|section|clause)\b",
+    r"\bsays? exactly\b|\bexactly says?\b|\bsay\b.{0,20}\bexactly\b|\bshorten\b",
+    r"\b(?:turn|make) (?:this|it|the (?:text|above|following|code|list|table)) "
+    r"(?:into|shorter|longer|simpler|clearer|better|more|less)\b",
     r"\b\u00fcbersetz\w*|\btradui\w+|\btraduc\w+",
     r"\b(?:fix|correct) (?:the |all |any )?(?:grammar|spelling|typos?|mistakes|errors|bugs?)\b",
     rf"{_DO}(?:rewrite|reformat|format|convert|port|repeat|recite|copy|reproduce|print|echo|edit|improve"
@@ -85,12 +104,13 @@ _VERBATIM = _any(
     r"(?:full|whole|entire|complete|original) \w+",
     r"\bw\u00f6rtlich\b|\bmot \u00e0 mot\b|\btextualmente\b|\u7ffb\u8bd1|\u7ffb\u8b6f|\u9010\u5b57",
 )
-_INTENTS = (
-    ("verbatim", _VERBATIM, "the task needs the text as it is (quote, rewrite, translate)"),
-    ("summarise", _SUMMARISE, "the task is about the whole text (summarise)"),
-    ("count", _COUNT, "the task is about the whole text (count, total)"),
-    ("compare", _COMPARE, "the task is about the whole text (compare, list all)"),
-)
+_INTENTS = {"verbatim": _VERBATIM, "summarise": _SUMMARISE, "count": _COUNT, "compare": _COMPARE}
+_REASONS = {
+    "verbatim": "the task needs the text as it is (quote, rewrite, translate)",
+    "summarise": "the task is about the whole text (summarise)",
+    "count": "the task is about the whole text (count, total)",
+    "compare": "the task is about the whole text (compare, list all)",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +121,16 @@ class Verdict:
     at_least: float = 0.0
 
 
-def judge(question: str, attention: Sequence[float] | None, relevance: Sequence[float]) -> Verdict:
+def judge(task: str, attention: Sequence[float] | None, relevance: Sequence[float]) -> Verdict:
     """
     Args:
+        task: what of the question says what is to be done.
         attention: how much each unit that could be dropped matters, None where nothing was scored.
         relevance: the same by the question's words.
     """
-    for _, pattern, reason in _INTENTS:
-        if pattern.search(question):
-            return Verdict(reason)
+    found = intent(task)
+    if found:
+        return Verdict(_REASONS[found])
     if attention is None:
         if relevance and max(relevance) <= 0:
             return Verdict("no word of the question stands in the text, and nothing was scored")
@@ -119,9 +140,11 @@ def judge(question: str, attention: Sequence[float] | None, relevance: Sequence[
     return Verdict()
 
 
-def intent(question: str) -> str:
+def intent(task: str) -> str:
     """verbatim, summarise, count or compare; "" for a question about a part of the text."""
-    return next((name for name, pattern, _ in _INTENTS if pattern.search(question)), "")
+    # Runs of spaces as one: patterns take time that grows with the square of theirs.
+    said = "\n".join(" ".join(line.split()) for line in task.splitlines() if line.strip())
+    return next((name for name, pattern in _INTENTS.items() if pattern.search(said)), "")
 
 
 def spread(values: Sequence[float]) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -24,12 +24,17 @@ from fleetd.smart.policy import Policy
 from fleetd.smart.selection import Selection
 from fleetd.smart.text import Range, sentences
 
-# Blocks by their index, and what is kept of each.
-Aged = dict[int, tuple[Range, ...]]
-
 _ENCODE = msgspec.json.Encoder(order="deterministic").encode
 # How much better than all that is kept a dropped sentence must fit the question to be wanted back.
 _WANTED_BACK = 1.5
+
+
+class Aged(dict[int, tuple[Range, ...]]):
+    """Blocks by their index, and what is kept of each. ``compressor``: by whose scores, "" where by none."""
+
+    def __init__(self, kept: Sequence[tuple[Range, ...]] = (), compressor: str = "") -> None:
+        super().__init__(enumerate(kept))
+        self.compressor = compressor
 
 
 class History:
@@ -40,7 +45,7 @@ class History:
     ) -> None:
         self._entries = entries
         self._ranges = ranges
-        self._known: OrderedDict[bytes, tuple[tuple[Range, ...], ...]] = OrderedDict()
+        self._known: OrderedDict[bytes, Aged] = OrderedDict()
         self._weight = 0
 
     def __len__(self) -> int:
@@ -50,26 +55,32 @@ class History:
         """What was decided about the longest known beginning of ``messages``; {} where none is known."""
         keys = _keys(messages, policy)
         for count in range(len(keys), 0, -1):
-            kept = self._known.get(keys[count - 1])
-            if kept is not None:
+            known = self._known.get(keys[count - 1])
+            if known is not None:
                 self._known.move_to_end(keys[count - 1])
-                return dict(enumerate(kept))
-        return {}
+                return known
+        return Aged()
 
-    def keep(self, messages: Sequence[Mapping[str, Any]], policy: Policy, selection: Selection) -> None:
+    def keep(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        policy: Policy,
+        selection: Selection,
+        compressor: str = "",
+    ) -> None:
         """Remember a decision about all of ``messages``, also one to drop nothing."""
         weight = _weight(selection.kept)
         if not messages or weight > self._ranges:
             return
         key = _keys(messages, policy)[-1]
-        self._weight -= _weight(self._known.pop(key, ()))
-        self._known[key] = selection.kept
+        self._weight -= _weight(self._known.pop(key, Aged()).values())
+        self._known[key] = Aged(selection.kept, compressor)
         self._weight += weight
         while len(self._known) > self._entries or self._weight > self._ranges:
-            self._weight -= _weight(self._known.popitem(last=False)[1])
+            self._weight -= _weight(self._known.popitem(last=False)[1].values())
 
 
-def still_serves(document: Document, aged: Aged) -> bool:
+def still_serves(document: Document, aged: Mapping[int, Sequence[Range]]) -> bool:
     """Whether what is kept of aged blocks will do for this question, as far as its words tell."""
     kept: list[str] = []
     dropped: list[str] = []
@@ -99,5 +110,5 @@ def _keys(messages: Sequence[Mapping[str, Any]], policy: Policy) -> list[bytes]:
     return keys
 
 
-def _weight(kept: Sequence[Sequence[Range]]) -> int:
+def _weight(kept: Iterable[Sequence[Range]]) -> int:
     return sum(1 + len(ranges) for ranges in kept)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from fleetd.smart.document import Document
+from fleetd.smart.document import Block, Document
 from fleetd.smart.text import Range, estimate_tokens, merged
 
 # Models lean on the first tokens whatever they say, and go on from the last ones: an answer of one token is
@@ -20,7 +20,9 @@ _TAIL_SHARE, _TAIL_CHARS = 0.12, (48, 2048)
 _CHARS_PER_TOKEN = 4
 
 # Examples are short, alternate, and stand between the system prompt and the talk itself.
-_EXAMPLE_TOKENS, _EXAMPLES, _EXAMPLES_SHARE = 128, 16, 0.1
+_EXAMPLE_TOKENS, _EXAMPLES = 128, 16
+# Of the prompt, and of the budget.
+_EXAMPLES_SHARE, _EXAMPLES_BUDGET = 0.1, 0.5
 _CONTROL = re.compile(
     r"<\|[\w-]{1,32}\|>[^\n<]{0,32}\n?|</?s>|\[/?INST\]|<</?SYS>>|<(?:start|end)_of_turn>\w*\n?"
 )
@@ -28,13 +30,13 @@ _CONTROL = re.compile(
 
 def pins(document: Document, budget_tokens: float) -> list[Range]:
     """Ranges of the document's text; sorted, disjoint. They may have more tokens than the budget."""
-    return merged([*_always(document), *_ends(document, budget_tokens)])
+    return merged([*_always(document, budget_tokens), *_ends(document, budget_tokens)])
 
 
-def _always(document: Document) -> Iterator[Range]:
+def _always(document: Document, budget_tokens: float) -> Iterator[Range]:
     yield from document.questions
     last_user = max((i for i, block in enumerate(document.blocks) if block.role == "user"), default=-1)
-    examples = _examples(document, last_user)
+    examples = _examples(document, last_user, budget_tokens)
     for i, block in enumerate(document.blocks):
         if block.role in ("system", "developer") or block.example or i in examples:
             yield document.flat(i, (0, len(block.text)))
@@ -45,19 +47,27 @@ def _always(document: Document) -> Iterator[Range]:
                 yield document.flat(i, match.span())
 
 
-def _examples(document: Document, last_user: int) -> set[int]:
+def _examples(document: Document, last_user: int, budget_tokens: float) -> set[int]:
     """Blocks of short exchanges right behind the system prompt, if something longer follows them."""
     found: list[int] = []
     blocks = document.blocks
     first = next((i for i, block in enumerate(blocks) if block.role not in ("system", "developer")), 0)
     for i in range(first, min(last_user, len(blocks) - 1), 2):
         pair = blocks[i : i + 2]
-        short = all(0 < estimate_tokens(block.text) <= _EXAMPLE_TOKENS for block in pair)
-        if [block.role for block in pair] != ["user", "assistant"] or not short or len(found) >= _EXAMPLES:
+        if [block.role for block in pair] != ["user", "assistant"] or not all(map(_short, pair)):
             break
         found += (i, i + 1)
+    following = blocks[found[-1] + 1 :] if found else ()
+    # Else it is the talk itself, in short turns.
+    if len(found) > _EXAMPLES or all(map(_short, following[:2])):
+        return set()
     tokens = sum(estimate_tokens(blocks[i].text) for i in found)
-    return set(found) if tokens <= _EXAMPLES_SHARE * document.estimated_tokens else set()
+    most = min(_EXAMPLES_SHARE * document.estimated_tokens, _EXAMPLES_BUDGET * budget_tokens)
+    return set(found) if tokens <= most else set()
+
+
+def _short(block: Block) -> bool:
+    return 0 < estimate_tokens(block.text) <= _EXAMPLE_TOKENS
 
 
 def _ends(document: Document, budget_tokens: float) -> Iterator[Range]:

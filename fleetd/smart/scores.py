@@ -31,10 +31,14 @@ F32 = npt.NDArray[np.float32]
 
 # Pairs that are kept of each token. Two decide; the others are for a merge that weighs the pairs anew.
 PAIRS = 16
+# A token's part of ``SegmentScores``.
+TOKEN_BYTES = 2 * 4 + PAIRS * (2 + 4)
 # Tokens that a score is averaged over: a name is several tokens, and what it is about stands beside it.
 POOL = 13
 # Tokens whose pairs are sorted at a time.
 _BLOCK = 1024
+# What rounding may put a logit above the logarithm of a sum that it is part of.
+_ROUNDING = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +60,12 @@ class SegmentScores:
     def of_logits(cls, starts: I32, ends: I32, logits: F32) -> SegmentScores:
         """From all logits (H, Q, N). Equal ones are kept in the order of the pairs."""
         heads, queries, n = logits.shape
-        log_sums = log_sum_exp(logits)
+        # A head at a time, and a block of tokens: all at once would be as much memory again, several times.
+        log_sums = np.stack([log_sum_exp(each) for each in logits])
         flat = logits.reshape(heads * queries, n)
         keep = min(PAIRS, heads * queries)
         pairs = np.empty((n, keep), np.uint16)
         kept = np.empty((n, keep), np.float32)
-        # A block of tokens at a time: all of them at once would be as much memory again, several times.
         for at in range(0, n, _BLOCK):
             block = np.ascontiguousarray((flat[:, at : at + _BLOCK] - log_sums.reshape(-1, 1)).T)
             best = np.sort(np.argpartition(-block, keep - 1, axis=1)[:, :keep], axis=1)
@@ -74,6 +78,10 @@ class SegmentScores:
     @property
     def queries(self) -> int:
         return int(self.log_sums.shape[1])
+
+    def within(self, start: int, end: int) -> bool:
+        """Whether all tokens start in characters [start, end)."""
+        return bool(((start <= self.starts) & (self.starts < end)).all())
 
     def packed(self) -> PackedScores:
         heads, queries = self.log_sums.shape
@@ -96,7 +104,7 @@ class SegmentScores:
         n, of_all = len(starts), packed.heads * packed.queries
         if packed.heads < 1 or packed.queries < 1 or len(log_sums) != of_all or len(ends) != n:
             raise ValueError("scores whose parts have different lengths")
-        if n == 0 or len(pairs) != len(logits) or len(pairs) % n or len(pairs) > n * of_all:
+        if n == 0 or not n <= len(pairs) == len(logits) <= n * of_all or len(pairs) % n:
             raise ValueError("scores without tokens, or with pairs that are not a row per token")
         if not (np.isfinite(logits).all() and np.isfinite(log_sums).all()):
             raise ValueError("scores that are no numbers")
@@ -104,9 +112,13 @@ class SegmentScores:
             (pairs >= of_all).any()
             or (starts < 0).any()
             or (ends < starts).any()
-            or (np.diff(starts) < 0).any()
+            or _falls(starts)
+            or _falls(ends)
         ):
             raise ValueError("scores of tokens or pairs that cannot be")
+        # A probability above 1 cannot be, and a huge one would overflow what it is added to.
+        if (logits > log_sums[pairs] + _ROUNDING).any():
+            raise ValueError("scores of which one is more than the sum of all")
         return cls(
             starts.astype(np.int32),
             ends.astype(np.int32),

@@ -15,6 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 from fleetd.smart.anchors import relevance
 from fleetd.smart.budget import budget
 from fleetd.smart.document import Document
@@ -22,7 +24,7 @@ from fleetd.smart.filling import MARKER_TOKENS, Kept, Piece, fill
 from fleetd.smart.gate import judge
 from fleetd.smart.pins import pins
 from fleetd.smart.policy import Policy
-from fleetd.smart.selection import Selection, by_block, everything
+from fleetd.smart.selection import Selection, by_block, everything, holes
 from fleetd.smart.text import Range, estimate_tokens
 from fleetd.smart.units import MOST_CHARS, units
 
@@ -82,6 +84,7 @@ def select(
             tokens + aged_tokens,
             sum(piece.tokens for piece in kept) + old,
             boundaries=policy.preserve_boundaries,
+            marked_tokens=MARKER_TOKENS * holes(document, ranges),
         )
 
     def decline(reason: str) -> Selection:
@@ -101,16 +104,17 @@ def select(
     costs = [piece.tokens for piece in free]
     attention = None if scores is None else [_attention(piece, pieces, meter) for piece in free]
     by_words = relevance(document.question, [_context(piece, pieces, document.text) for piece in free])
-    verdict = judge(document.question, attention, by_words)
+    verdict = judge(document.task, attention, by_words)
     if verdict.declined:
         return decline(verdict.declined)
     if kept.tokens > _NEARLY_ALL * tokens:
         return decline(f"{kept.tokens} of {tokens} tokens are always kept")
-    room = budget(policy, tokens, kept.tokens, costs, attention, verdict.at_least)
+    bounded = _left(policy, old)
+    room = budget(bounded, tokens, kept.tokens, costs, attention, verdict.at_least)
     order = _order(free, attention, by_words, weights)
-    fill(kept, order, room)
-    if kept.tokens > _NEARLY_ALL * tokens:
-        return decline(f"{kept.tokens} of {tokens} tokens matter")
+    fill(kept, order, room, least=bounded.min_keep_tokens, strict=policy.max_keep_tokens > 0)
+    if kept.length > _NEARLY_ALL * tokens:
+        return decline(f"{kept.tokens} of {tokens} tokens matter, and what is left out would be marked")
     return done(kept.pieces)
 
 
@@ -189,6 +193,12 @@ def _pieces(
             frames = tuple(first + frame for frame in unit.frames)
             found.append(Piece(len(found), index, unit, span, meter.tokens(span), frames))
     return found
+
+
+def _left(policy: Policy, old: int) -> Policy:
+    """Bounds in tokens are those of the whole prompt: less what earlier turns decided to keep of it."""
+    most = max(1, policy.max_keep_tokens - old) if policy.max_keep_tokens else 0
+    return replace(policy, min_keep_tokens=max(0, policy.min_keep_tokens - old), max_keep_tokens=most)
 
 
 def _unit_chars(policy: Policy, tokens: int) -> int:

@@ -14,7 +14,8 @@ class Selection:
     """Which characters of each block are kept: sorted, disjoint ranges that do not touch, a tuple per block.
 
     ``declined``: why nothing was dropped; "" where something was. ``boundaries``: units were kept whole.
-    Tokens are the scorer's, or estimates where nothing was scored.
+    Tokens are the scorer's, or estimates where nothing was scored; ``marked_tokens``: of the lines that say
+    in the text form what is missing.
     """
 
     kept: tuple[tuple[Range, ...], ...]
@@ -22,6 +23,12 @@ class Selection:
     kept_tokens: int
     declined: str = ""
     boundaries: bool = True
+    marked_tokens: int = 0
+
+    @property
+    def text_tokens(self) -> int:
+        """Of the text form, about."""
+        return self.kept_tokens + self.marked_tokens
 
     @property
     def ratio(self) -> float:
@@ -31,11 +38,6 @@ class Selection:
     def whole(self, document: Document, block: int) -> bool:
         text = document.blocks[block].text
         return not text or self.kept[block] == ((0, len(text)),)
-
-    @property
-    def parts(self) -> dict[int, list[Range]]:
-        """Kept ranges by message, as ``Keep`` wants them."""
-        return {i: list(ranges) for i, ranges in enumerate(self.kept)}
 
 
 def everything(document: Document, tokens: int, reason: str) -> Selection:
@@ -52,3 +54,12 @@ def by_block(document: Document, flat: Sequence[Range]) -> tuple[tuple[Range, ..
         first = document.starts[block]
         found[block].append((start - first, min(end - first, len(document.blocks[block].text))))
     return tuple(tuple(merged(ranges)) for ranges in found)
+
+
+def holes(document: Document, kept: Sequence[Sequence[Range]]) -> int:
+    """How many lines the text form has for what is dropped."""
+    found = 0
+    for block, ranges in zip(document.blocks, kept, strict=True):
+        edges = [0, *(edge for span in ranges for edge in span), len(block.text)]
+        found += sum(edges[i] < edges[i + 1] for i in range(0, len(edges), 2))
+    return found

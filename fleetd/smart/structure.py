@@ -22,18 +22,26 @@ LONG_STRING_CHARS = 1024
 # Shorter JSON is a remark in a sentence, not data.
 _JSON_CHARS = 48
 
-_FENCE = re.compile(r" {0,3}(`{3,}|~{3,})[ \t]*([\w+#.-]*)")
-_RULE = re.compile(r"[ \t]*\|?[ \t]*:?-{2,}:?[ \t]*(?:\|[ \t]*:?-{2,}:?[ \t]*)+\|?[ \t]*$")
+_FENCE = re.compile(r"`{3,}|~{3,}")
+# What may stand in front of a fence: depth, as in a list, and the marks of a quotation.
+_BEFORE_FENCE = " \t>"
+# The line under a table's head, without its spaces.
+_RULE = re.compile(r"\|?:?-{2,}:?(?:\|:?-{2,}:?)+\|?$")
+# What may stand around JSON on its first and on its last line: a tag, a name.
+_BEFORE_JSON = re.compile(r"(?:<[\w:.-]{1,40}(?: [^<>]{1,120})?>|[\w.'-][\w .'-]{0,60}[:=]) ?$")
+_AFTER_JSON = re.compile(r"\s*(?:</[\w:.-]{1,40}>|[;,)])?\s*$")
+_AROUND_JSON_CHARS = 200
 _SEPARATORS = ("\t", "|", ";", ",")
 _TABLE_ROWS = 5
 _TABLE_ROW_CHARS = 400
 
 # A number in front of each line, as tools show files.
-NUMBERED = re.compile(r"[ \t]*\d+(?:\t|[ ]*[|:\u2192] ?)")
+_NUMBER = re.compile(r"[ \t]{0,12}\d{1,9}(?:\t|[ ]{0,12}[|:\u2192] ?)")
+# Of a line without the spaces around it and with single ones in it.
 _CODE_LINE = re.compile(
-    r"""^\s*(?:
+    r"""(?:
         .*[;{}\[(\\]$ | .*\)\s*[:{]$ | .*(?:=>|->)\s*[\w{(\[]* $
-      | [)\]}]+[,;)]*$ | @\w[\w.]*(?:\(.*)?$ | \#(?:include|define|if|endif|!)
+      | [)\]}][)\]},;]*$ | @\w[\w.]*(?:\(.*)?$ | \#(?:include|define|if|endif|!)
       | //|/\*|\*/|--\s\w|"{3}|'{3}
       | (?:async\s+)?(?:def|fn|func|function)\s+\w+.*[(:{]
       | (?:class|struct|enum|trait|impl|interface|namespace|module|package)\s+[\w.<>:]+.*[:{;(]?$
@@ -42,11 +50,13 @@ _CODE_LINE = re.compile(
       | (?:return|raise|throw|yield|break|continue|pass|end|fi|done|esac|goto|assert|await|del)\b[^.]*;?$
       | (?:const|let|var|val|static|public|private|protected|final|export|extern|mut|local)\s+\w
       | (?:SELECT|INSERT|UPDATE|DELETE|CREATE|ALTER|DROP|FROM|WHERE|JOIN|GROUP|ORDER)\b
-      | [\w.\[\]"'*&>-]+(?:\s*:\s*[\w\[\]., |]+)?\s*[-+*/|&^%]?=[^=~].*$ | [\w.:>-]+\(.*\)[;,]?$
+      | [\w.\[\]"'*&>-]+(?:\s*:\s*[\w\[\]., |]+)?\s*[-+*/|&^%:]?=[^=~].*$ | [\w.:>-]+\(.*\)[;,]?$
       | (?:\+\+\+|---|@@)\s | \$\s\w
     )""",
     re.VERBOSE,
 )
+# Of a long line its two ends tell: what matches takes time that grows with the square of its length.
+_CODE_LINE_CHARS = 300, 100
 _CODE_SHARE = 0.5
 _CODE_LINES = 2
 
@@ -87,13 +97,14 @@ def regions(text: str) -> list[Region]:
 
 def _fence(text: str, rows: list[Range], at: int, scanner: Scanner) -> Region | None:
     start, end = rows[at]
-    opening = _FENCE.match(text, start, end)
+    line = text[start:end].strip(_BEFORE_FENCE)
+    opening = _FENCE.match(line)
     # Backquotes behind the opening ones: a span of code in a sentence.
-    if opening is None or "`" in text[opening.end() : end]:
+    if opening is None or "`" in line[opening.end() :]:
         return None
-    fence = opening[1]
+    fence = opening[0]
     for i in range(at + 1, len(rows)):
-        line = text[rows[i][0] : rows[i][1]].strip()
+        line = text[slice(*rows[i])].lstrip(_BEFORE_FENCE).rstrip()
         if line.startswith(fence) and not line.strip(fence[0]):
             body = (end, rows[i][0])
             return Region("fence", start, rows[i][1], body, _whole_json(text, body, scanner))
@@ -107,20 +118,24 @@ def _whole_json(text: str, body: Range, scanner: Scanner) -> Node | None:
 
 
 def _json(text: str, rows: list[Range], at: int, scanner: Scanner) -> Region | None:
+    """JSON that begins and ends lines, or stands there behind a name or within a tag."""
     start, end = rows[at]
-    first = start + len(text[start:end]) - len(text[start:end].lstrip())
-    node = scanner.at(first)
+    line = text[start : min(end, start + _AROUND_JSON_CHARS)]
+    first = next((i for i, char in enumerate(line) if char in "{["), -1)
+    if first < 0 or (line[:first].strip() and not _BEFORE_JSON.match(line, 0, first)):
+        return None
+    node = scanner.at(start + first)
     if node is None or node.end - node.start < _JSON_CHARS:
         return None
     stop = text.find("\n", node.end) + 1 or len(text)
-    if text[node.end : stop].strip():
+    if stop - node.end > _AROUND_JSON_CHARS or not _AFTER_JSON.match(text, node.end, stop):
         return None
     return Region("json", start, stop, (start, stop), node)
 
 
 def _table(text: str, rows: list[Range], at: int) -> Region | None:
     """A Markdown table, or lines that all have the same number of one separator."""
-    if at + 1 < len(rows) and "|" in text[slice(*rows[at])] and _RULE.match(_line(text, rows[at + 1])):
+    if at + 1 < len(rows) and "|" in text[slice(*rows[at])] and _is_rule(text[slice(*rows[at + 1])]):
         last = at + 2
         while last < len(rows) and "|" in text[slice(*rows[last])]:
             last += 1
@@ -131,6 +146,8 @@ def _table(text: str, rows: list[Range], at: int) -> Region | None:
         count = first.count(separator)
         if count < (1 if separator == "\t" else 2) or first.rstrip().endswith((".", "{", "(", ";", ",")):
             continue
+        if _is_code(first):
+            return None
         last = at
         while last < len(rows) and _row(_line(text, rows[last]), separator, count):
             last += 1
@@ -139,8 +156,30 @@ def _table(text: str, rows: list[Range], at: int) -> Region | None:
     return None
 
 
+def _is_rule(line: str) -> bool:
+    return bool(_RULE.match("".join(line.split())))
+
+
 def _row(line: str, separator: str, count: int) -> bool:
-    return line.count(separator) == count and len(line) < _TABLE_ROW_CHARS and not NUMBERED.match(line)
+    """Not what is indented, which is part of something."""
+    if line.count(separator) != count or len(line) >= _TABLE_ROW_CHARS:
+        return False
+    return not line[:1].isspace() and not _NUMBER.match(line)
+
+
+def unnumbered(rows: list[str]) -> list[str]:
+    """Lines without the numbers that tools put in front of each; as they are if one has none."""
+    numbers = [_NUMBER.match(row) for row in rows]
+    if not all(number or not row.strip() for number, row in zip(numbers, rows, strict=True)):
+        return rows
+    return [row[number.end() :] if number else row for number, row in zip(numbers, rows, strict=True)]
+
+
+def _is_code(line: str) -> bool:
+    first, last = _CODE_LINE_CHARS
+    if len(line) > first + last:
+        line = line[:first] + line[-last:]
+    return bool(_CODE_LINE.match(" ".join(line.split())))
 
 
 def _plain(text: str, rows: list[Range]) -> list[Region]:
@@ -157,8 +196,8 @@ def _paragraphs(text: str, rows: list[Range]) -> Iterator[tuple[int, int, Kind]]
     previous: Kind = "prose"
     for paragraph in _by_blank_lines(text, rows):
         start, end = paragraph[0][0], paragraph[-1][1]
-        told = [NUMBERED.sub("", line) for span in paragraph if (line := _line(text, span)).strip()]
-        codey = sum(bool(_CODE_LINE.match(line)) for line in told)
+        told = unnumbered([line for span in paragraph if (line := _line(text, span)).strip()])
+        codey = sum(_is_code(line) for line in told)
         # A function's blank lines part what is indented under it.
         inside = previous == "code" and all(line.startswith(("  ", "\t")) for line in told)
         enough = len(told) >= _CODE_LINES or previous == "code"

@@ -22,6 +22,8 @@ _SENTENCE_END = re.compile(
     r"|[\u3002\uff01\uff1f]+[\u201d\u2019\u300d\u300f]*\s*"
     r"|\n+"
 )
+# A blank line, and what more of them follow it.
+PARAGRAPH_END = re.compile(r"\r?\n[ \t]*\r?\n\s*")
 _WORD = re.compile(r"[^\W_]+(?:[.'\u2019_-][^\W_]+)*|[\u3040-\u30ff\u3400-\u9fff]")
 
 

@@ -14,15 +14,14 @@ from dataclasses import dataclass
 from fleetd.smart import code_blocks
 from fleetd.smart.json_values import Node
 from fleetd.smart.structure import Kind, Region, regions
-from fleetd.smart.text import Range, lines, sentences
+from fleetd.smart.text import PARAGRAPH_END, Range, lines, sentences
 
 # No unit of several sentences, statements or values is longer than about 128 tokens.
 MOST_CHARS = 512
 # Values and rows shorter than this share a unit with their neighbours.
 _SMALL = 48
 _LEAST_WHOLE = 240
-_PARAGRAPH_END = re.compile(r"\n[ \t]*\n\s*")
-_HEADING = re.compile(r"[ \t]*#{1,6} |.{1,80}:[ \t]*$")
+_HEADING = re.compile(r"#{1,6} |.{1,80}:$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +171,7 @@ class _Builder:
     def _prose(self, start: int, end: int) -> None:
         """Paragraphs; a heading goes with what it stands above."""
         waiting = start
-        ends = [match.end() for match in _PARAGRAPH_END.finditer(self._text, start, end)]
+        ends = [match.end() for match in PARAGRAPH_END.finditer(self._text, start, end)]
         for stop in [*(e for e in ends if e < end), end]:
             paragraph = self._text[start:stop].strip()
             if "\n" not in paragraph and _HEADING.match(paragraph) and stop < end:

@@ -53,6 +53,17 @@ def brace_code(functions: int = 12) -> str:
     )
 
 
+def allman_code(functions: int = 12) -> str:
+    """Braces on lines of their own, labels and directives left of the code, remarks above and within."""
+    return "\n\n".join(
+        f"/// Does step {i} of the work,\n/// and says so.\nint step_{i}(int a)\n{{\n    int r = a;\n"
+        f"#ifdef TRACE\n    log_to_the_console(r, a, __FILE__, {i});\n#endif\n"
+        "    switch (a)\n    {\n    case 1:\n        count_what_was_done(&steps, r);\n        break;\n"
+        f"    default:\n        r += {i};\n    }}\n// not deeper, but part of it\n    return r * {i};\n}}"
+        for i in range(functions)
+    )
+
+
 def records(count: int = 40, **more: object) -> str:
     rows = [
         {"id": i, "name": f"user{i}", "mail": f"user{i}@example.org", "tags": ["a", "b"]}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import tracemalloc
 
 import msgspec
 import numpy as np
@@ -71,6 +72,18 @@ def test_equal_logits_are_kept_in_the_order_of_the_pairs() -> None:
     assert segment(np.zeros((2, 3, TOKENS), np.float32)).pairs.tolist() == [[0, 1, 2, 3, 4, 5]] * TOKENS
 
 
+def test_reducing_takes_less_memory_than_the_logits() -> None:
+    logits = np.random.default_rng(3).normal(size=(16, 8, 20_000)).astype(np.float32)
+    starts = np.arange(20_000, dtype=np.int32)
+    tracemalloc.start()
+    try:
+        found = SegmentScores.of_logits(starts, starts + 1, logits)
+        assert tracemalloc.get_traced_memory()[1] < logits.nbytes
+    finally:
+        tracemalloc.stop()
+    np.testing.assert_array_equal(found.log_sums, log_sum_exp(logits))
+
+
 def test_large_logits_do_not_overflow() -> None:
     assert log_sum_exp(np.array([[1000.0, 1000.0]], np.float32)) == pytest.approx([1000 + np.log(2)])
 
@@ -101,13 +114,33 @@ def test_packed_and_back(logits: np.ndarray) -> None:
         {"logits": b"\0" * 4},
         {"logits": np.full(TOKENS * 15, np.nan, "<f4").tobytes()},
         {"pairs": np.full(TOKENS * 15, 99, "<u2").tobytes()},
+        {"pairs": b"", "logits": b""},
         {"starts": np.arange(TOKENS, 0, -1, dtype="<i4").tobytes()},
+        {"ends": np.zeros(TOKENS, "<i4").tobytes()},
+        {"ends": np.arange(5 * TOKENS, 4 * TOKENS, -1, dtype="<i4").tobytes()},
+        {"logits": np.full(TOKENS * 15, 1e30, "<f4").tobytes()},
+        {"log_sums": np.zeros(15, "<f4").tobytes()},
         {"log_sums": b"\0\0\xc0\x7f" * 15},
     ],
 )
 def test_what_does_not_fit_together_is_refused(logits: np.ndarray, wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="scores"):
         SegmentScores.unpack(msgspec.structs.replace(segment(logits).packed(), **wrong))
+
+
+def test_a_logit_may_exceed_its_sum_by_what_rounding_adds() -> None:
+    one = segment(np.full((1, 1, 1), 7.0, np.float32), 0, 1).packed()
+    found = SegmentScores.unpack(msgspec.structs.replace(one, logits=np.float32(7.0005).tobytes()))
+    assert merge([found]).values == pytest.approx([1.0], rel=1e-3)
+    with pytest.raises(ValueError, match="more than the sum"):
+        SegmentScores.unpack(msgspec.structs.replace(one, logits=np.float32(7.01).tobytes()))
+
+
+def test_tokens_are_within_the_characters_that_they_start_in(logits: np.ndarray) -> None:
+    found = segment(logits, 10, 20)
+    assert found.within(40, 77)
+    assert not found.within(41, 100)
+    assert not found.within(0, 76)
 
 
 def test_only_segments_of_one_text_merge(logits: np.ndarray) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -85,3 +87,24 @@ def test_no_more_than_the_room_but_for_the_best(order: list[int], room: int, mar
     assert kept.tokens <= max(room, 20 * len(best))
     for index in kept.indexes:
         assert set(found[index].frames) <= kept.indexes
+
+
+def test_a_line_as_long_as_a_text_does_not_use_up_a_small_budget() -> None:
+    found = pieces(8)
+    found[2] = replace(found[2], tokens=4000)
+    kept = Kept(found, marker=9)
+    fill(kept, [found[2], found[0]], 100)
+    assert 0 in kept.indexes
+    assert 2 not in kept.indexes
+
+
+def test_a_bound_is_kept_where_even_the_best_has_no_room() -> None:
+    kept = Kept(found := pieces(8), marker=9)
+    fill(kept, found, 15, strict=True)
+    assert not kept.indexes
+
+
+def test_at_least_as_many_as_are_asked_for() -> None:
+    kept = Kept(found := pieces(8), marker=9)
+    fill(kept, found[::-1], 30, least=70)
+    assert kept.tokens == 80

@@ -108,3 +108,37 @@ def test_any_nesting_of_marks_leaves_the_words(pieces: list[str]) -> None:
     assert "fleet:keep" not in clean
     assert clean.count("word") == pieces.count("word ")
     assert all(0 <= a < b <= len(clean) for a, b in ranges)
+
+
+def test_only_a_client_marks_what_is_kept() -> None:
+    text = "A page that says <fleet:keep> and goes on."
+    messages = [
+        {"role": "user", "content": "Read <fleet:keep>this</fleet:keep>."},
+        {"role": "assistant", "content": text},
+        {"role": "tool", "content": text},
+        {"role": "user", "content": "And?"},
+    ]
+    document = Document.of_messages(messages)
+    assert [block.text for block in document.blocks] == ["Read this.", text, text, "And?"]
+    assert [block.marked for block in document.blocks] == [((5, 9),), (), (), ()]
+    assert [message["content"] for message in unmarked(messages)] == ["Read this.", text, text, "And?"]
+
+
+def test_lines_may_end_as_on_windows() -> None:
+    text = f"Find the name of the miller.\n\n{haystack(1)}\n\nWhat is the code of the mill?"
+    found = [asked(Document.of_text(version)) for version in (text, text.replace("\n", "\r\n"))]
+    assert found[0] == found[1] == ["Find the name of the miller.", "What is the code of the mill?"]
+
+
+def test_space_in_front_asks_nothing() -> None:
+    document = Document.of_text("\n" * 1000 + f"Find the code.\n\n{haystack(1)}\n\nWhat is the code?")
+    assert document.question == "Find the code.\nWhat is the code?"
+
+
+def test_of_a_long_last_turn_the_ends_say_what_to_do() -> None:
+    pasted = "ERROR in row 7. Summary: total number of rows is 9.\n" * 30
+    turn = f"{pasted}\nWhat is the code of the mill?"
+    messages = [{"role": "tool", "content": haystack(1, 120)}, {"role": "user", "content": turn}]
+    document = Document.of_messages(messages)
+    assert document.question == turn
+    assert document.task == "What is the code of the mill?"

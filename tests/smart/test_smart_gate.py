@@ -40,6 +40,13 @@ On which port does this service listen?
 Which review did it get from Marta?
 Is there a copy of this contract in the archive?
 Wie lautet der Code des alten Lagers?
+Explain the code of the vault to me.
+Find the code of the harbour office.
+What happened to the ferry?
+How many rooms does the summer house have today?
+Which keys were left at the desk?
+Write the number of the locker.
+What is the name of the file?
 """.strip().splitlines()
 WHOLE = {
     "summarise": """
@@ -51,6 +58,8 @@ TL;DR
 Give an overview of the report.
 Write the gist in two sentences.
 Fasse den Text zusammen.
+Describe what happened in the story.
+What happens in this chapter?
 """,
     "count": """
 How many different towns are mentioned?
@@ -64,6 +73,7 @@ How many of the users have no mail address?
 What is the total number of records?
 What is the most common colour?
 Add up the amounts.
+How many customers have no address?
 """,
     "compare": """
 List all towns in the text.
@@ -75,6 +85,10 @@ What are the differences between the first and the last chapter?
 Put the events in chronological order.
 Find all contradictions in the report.
 Show all the names mentioned in the text.
+List the towns mentioned in the text.
+Which towns are mentioned?
+What are all the codes?
+What are the names of all employees?
 """,
     "verbatim": """
 Quote the function compute_7 exactly.
@@ -93,6 +107,18 @@ Review the following code.
 Continue the story.
 Convert this file to TypeScript.
 Copy the code of handler_9 verbatim.
+Fix this function.
+Add type hints to this file.
+Optimise the code.
+Write unit tests for this class.
+Explain this code.
+Find the bug in this code.
+Rename handler to worker in the code above.
+Show me the function compute_7.
+What does clause 4 say exactly?
+Turn this into a table.
+Make this shorter.
+What's wrong with this function?
 """,
 }
 
@@ -115,6 +141,12 @@ def test_the_text_itself_may_say_count() -> None:
         LOOKUPS[0], [0.9, 0.1], relevance(LOOKUPS[0], ["Count all the errors.", "The harbour office."])
     )
     assert not verdict.declined
+
+
+def test_runs_of_spaces_take_no_longer() -> None:
+    """One pattern that looked for spaces again from each of them would take minutes here."""
+    assert intent("\n" * 200_000 + LOOKUPS[0]) == ""
+    assert intent("Please" + " " * 200_000 + "summarise it.") == "summarise"
 
 
 def test_spread_attention_and_no_word_in_common_keep_more() -> None:

@@ -14,6 +14,7 @@ from fleetd.smart.pins import pins
 from fleetd.smart.policy import Policy, Wanted, resolve
 from fleetd.smart.scores import TokenScores
 from fleetd.smart.select import select
+from fleetd.smart.text import estimate_tokens
 from fleetd.smart.units import MOST_CHARS
 
 NEEDLE = "The secret code of the harbour office is 48213."
@@ -117,9 +118,83 @@ def test_bounds_in_tokens_go_over_the_ratio() -> None:
     document = hidden()
     total = document.estimated_tokens
     least = select(document, None, policy(0.05, min_keep_tokens=total // 2))
-    assert total * 0.4 < least.kept_tokens <= total // 2
+    assert total // 2 <= least.kept_tokens <= total // 2 + MOST_CHARS / 4
     most = select(document, None, policy(0.5, max_keep_tokens=200))
     assert 100 < most.kept_tokens <= 200
+
+
+def test_a_minimum_is_kept_of_many_short_messages_too() -> None:
+    document = Document.of_messages([*talk(100, sentences=3), {"role": "user", "content": QUESTION}])
+    selection = select(document, None, policy(0.1, min_keep_tokens=1000))
+    assert selection.kept_tokens >= 1000
+    assert not selection.declined
+
+
+def test_a_maximum_holds_for_a_line_that_cannot_be_cut_and_over_turns() -> None:
+    line = "the harbour office has " + "x = f(secret, code); " * 2000
+    text = f"{haystack(1)}\n\n```c\n{line}\n```\n\n{NEEDLE}\n\n{haystack(2)}\n\n{QUESTION}"
+    document = Document.of_text(text)
+    found = scores(document, [place(document, "x = f(secret, code)")])
+    assert select(document, found, policy(0.5, max_keep_tokens=300)).kept_tokens <= 300
+    told, asked = (
+        {"role": "tool", "content": f"{haystack(1)} {NEEDLE}\n\n{haystack(2)}"},
+        {"role": "user", "content": QUESTION},
+    )
+    first = select(Document.of_messages([told, asked]), None, policy(0.5, max_keep_tokens=300))
+    later = Document.of_messages([told, asked, told, asked])
+    second = select(later, None, policy(0.5, max_keep_tokens=300), dict(enumerate(first.kept)))
+    always = estimate_tokens(QUESTION) + MOST_CHARS / 4
+    assert second.kept_tokens <= 300 + always
+
+
+def talk(turns: int, sentences: int = 2) -> list[dict[str, object]]:
+    """Turns of made-up prose; the needle is in one of them, far from the beginning."""
+    roles = ("user", "assistant")
+    said = [prose(i, sentences) for i in range(2 * turns)]
+    said[turns] += f" {NEEDLE}"
+    return [{"role": roles[i % 2], "content": text} for i, text in enumerate(said)]
+
+
+@pytest.mark.parametrize("ratio", [0.1, 0.25])
+@pytest.mark.parametrize("turns", [20, 150])
+def test_the_text_form_is_as_long_as_is_said(turns: int, ratio: float) -> None:
+    """With its lines for what is missing, of which a talk of many turns has many."""
+    messages = [*talk(turns), {"role": "user", "content": QUESTION}]
+    document = Document.of_messages(messages)
+    selection = select(document, None, policy(ratio))
+    text = "\n".join(elide.texts(document, selection))
+    assert not selection.declined
+    assert estimate_tokens(text) < 0.9 * document.estimated_tokens
+    assert selection.text_tokens == pytest.approx(estimate_tokens(text), rel=0.15)
+
+
+def test_what_is_shorter_than_the_line_that_says_it_is_missing_is_kept() -> None:
+    roles, says = ("user", "assistant"), ("Is it fine?", "Yes, it is.")
+    short = [{"role": roles[i % 2], "content": says[i % 2]} for i in range(600)]
+    short[300] = {"role": "user", "content": NEEDLE}
+    document = Document.of_messages([*short, {"role": "user", "content": QUESTION}])
+    assert "matter" in select(document, None, policy(0.25)).declined
+    # Where nothing is marked, as in the cache, it can go.
+    assert not select(document, None, policy(0.25, mode="sparse")).declined
+
+
+def test_a_talk_in_short_turns_is_no_series_of_examples() -> None:
+    document = Document.of_messages([*talk(100), {"role": "user", "content": QUESTION}])
+    selection = select(document, None, policy(0.1))
+    assert not all(selection.whole(document, i) for i in range(16))
+
+
+def test_records_on_lines_stay_records() -> None:
+    lines = [json.dumps({"id": i, "town": f"Town{i}", "note": prose(i, 2)}) for i in range(40)]
+    messages = [
+        {"role": "tool", "content": "\n".join(lines)},
+        {"role": "user", "content": "What does the note of Town17 say?"},
+    ]
+    document = Document.of_messages(messages)
+    said = elide.texts(document, select(document, None, policy(0.2)))[0]
+    found = [json.loads(line) for line in said.splitlines()]
+    assert [row for row in found if isinstance(row, dict) and row["id"] == 17]
+    assert len(found) < 20
 
 
 # ---- What is kept --------------------------------------------------------------------------------------
