@@ -154,6 +154,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         speculation_width=verdict.width,
         speculation_context=verdict.context,
         sparse=dense_reason,
+        sparse_tail=sparse.tail if sparse else 0,
         arithmetic=sharable.arithmetic if sharable else None,
         vocabulary=vocabulary_of(tokenizer),
     )

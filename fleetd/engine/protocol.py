@@ -46,6 +46,8 @@ Seed = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=limits.STOP_STRING_CHARS)]
 StopList = Annotated[list[StopString], Meta(max_length=limits.STOP_STRINGS)]
 Logprobs = Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS)]
+# The bounds also keep out NaN, which no comparison would find.
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 
 # Arguments of a chat template that the engine sets itself; one of them is the template.
 RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -300,7 +302,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     ``speculation``: the probe's verdict, whether drafts can be verified without changing a byte; it begins
     with "exact", "declined" or "off". ``speculation_width``: tokens of one pass that it holds for, 1 where it
     does not; ``speculation_context``: in texts of up to so many tokens.
-    ``sparse``: why a Keep is not followed here; "" where it is.
+    ``sparse``: why a Keep is not followed here; "" where it is, and then ``sparse_tail`` tokens at a prompt's
+    end are computed whatever it keeps.
     """
 
     architecture: str
@@ -332,6 +335,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     speculation_width: int = 1
     speculation_context: int = 0
     sparse: str = "This worker answers nothing by itself."
+    sparse_tail: int = 0
     arithmetic: Arithmetic | None = None
     # Equal where two models mean the same by every token id: a hash of the tokenizer's vocabulary.
     vocabulary: str = ""
@@ -409,9 +413,9 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
     id: str
     scores: PackedScores
     profile: Profile
-    tokens: int
-    seconds: float
-    profile_s: float = 0.0
+    tokens: Natural
+    seconds: Seconds
+    profile_s: Seconds = 0.0
 
 
 class Followed(msgspec.Struct, frozen=True, tag="followed", omit_defaults=True):

@@ -8,13 +8,26 @@ import signal
 from contextlib import aclosing
 
 import pytest
-from asking import ask, run
+from asking import GREEDY, ask, run
 
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
+from fleetd.engine.protocol import (
+    Accepted,
+    ChatPrompt,
+    Generate,
+    Keep,
+    Loading,
+    Prefill,
+    Profile,
+    Score,
+    Scored,
+)
 from fleetd.errors import BadRequest, EngineDied, InvalidValue
 from fleetd.models.folder import ModelFolder
+from fleetd.smart.document import Document
+from fleetd.smart.policy import Policy
 from fleetd.smart.scores import SegmentScores, merge
+from fleetd.smart.select import select
 
 TEXT = "abc def " * 300 + "which?"
 SCORE = Score("s", TEXT, [(2400, 2406)], profile=Profile([(0, 0)], 1))
@@ -71,3 +84,44 @@ async def test_closing_cancels(pool: EnginePool, chain: ModelFolder) -> None:
         # A beat tells it.
         while pool.status()[0].kv_bytes or pool.status()[0].assisting:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+@pytest.mark.one_loop
+async def test_one_familys_scores_choose_another_familys_tokens(
+    pool: EnginePool, chain: ModelFolder, embedded_model: ModelFolder
+) -> None:
+    """A scorer of 49,152 words, and a target whose tokens are bytes: characters are what they share."""
+    needle = "The secret code of the café is 48213 🔑."
+    towns = ("Zürich", "Łódź", "Kraków", "Nîmes", "大阪")
+    lines = [f"In {towns[n % 5]} the market was open and people came." for n in range(50)]
+    lines.insert(30, needle)
+    messages = [
+        {"role": "user", "content": "\n".join(lines)},
+        {"role": "assistant", "content": "Noted."},
+        {"role": "user", "content": "What is the secret code of the café? <hello>"},
+    ]
+    document = Document.of_messages(messages)
+    some = Profile([(2, 0), (5, 3)], 6)
+    (last,) = [
+        event
+        for event in await scored(
+            pool, embedded_model, Score("s", document.text, list(document.questions), profile=some)
+        )
+        if isinstance(event, Scored)
+    ]
+    tokens = merge([SegmentScores.unpack(last.scores)])
+    selection = select(document, tokens, Policy(enabled=True, target_ratio=0.2, mode="sparse"))
+    kept = "".join(document.blocks[0].text[a:b] for a, b in selection.kept[0])
+    assert needle in kept
+    keep = Keep({i: list(spans) for i, spans in enumerate(selection.kept)})
+    answer = await run(pool, chain, Generate("g", ChatPrompt(messages), GREEDY, keep=keep))
+    (accepted,) = [event for event in answer.events if isinstance(event, Accepted)]
+    dropped = len(document.text.encode()) - sum(
+        len(block.text[a:b].encode())
+        for block, spans in zip(document.blocks, selection.kept, strict=True)
+        for a, b in spans
+    )
+    # Each line feed between two blocks is nobody's.
+    assert accepted.prompt_tokens - accepted.kept == dropped - (len(messages) - 1)
+    assert accepted.kept < 0.4 * accepted.prompt_tokens
+    assert answer.text == "Hello there, world!"

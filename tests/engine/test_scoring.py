@@ -18,6 +18,7 @@ from tiny_architectures import VOCAB, tiny
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.protocol import Accepted, Failed, Finished, Prefill, Profile, Report, Score, Scored
 from fleetd.engine.smart import profile as profiles
+from fleetd.engine.smart import scoring
 from fleetd.engine.smart.layout import HEAD_TOKENS, Pass, lay_out
 from fleetd.engine.smart.looking import Looking, Sight, logits_of
 from fleetd.engine.smart.needles import needles
@@ -145,8 +146,6 @@ def test_looking_ahead_adds_the_answers_queries(monkeypatch: pytest.MonkeyPatch)
     q, _, _ = attention_of(model, monkeypatch)[1]
     assert looking.queries[1].shape[1] == 13
     np.testing.assert_allclose(looking.queries[1], q[:, -13:], rtol=1e-3, atol=1e-4)
-    stopped = looked(Sight.of(model, [answer[0]]), PASS, [1], rotated=True, chunk=32, ahead=3)
-    assert stopped.queries[1].shape[1] == 10
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "kimi_k2"])
@@ -205,6 +204,47 @@ def test_segments_share_no_token_and_leave_none_out(tokenizer: Any) -> None:
     ]
     whole = lay_out(Score("s", text, [(len(text) - 9, len(text))]), tokenizer, 4096)
     assert [s for part in found for s in part.starts.tolist()] == whole.starts.tolist()
+
+
+# In bytes as in BPE of bytes, a character is several tokens that all start at it.
+JAPANESE = "東京🗼は日本の首都です。寿司🍣とé、ラーメン🍜が人気です😀。" * 30
+
+
+@pytest.mark.parametrize("context", [200, 513, 1024])
+def test_no_cut_parts_the_tokens_of_a_character(tokenizer: Any, context: int) -> None:
+    asks = [(len(JAPANESE) - 9, len(JAPANESE))]
+    edges = [0, 1, 333, 600, len(JAPANESE)]
+    found = []
+    for segment in [(0, 0), *itertools.pairwise(edges)]:
+        laid = lay_out(Score("s", JAPANESE, asks, segment=segment), tokenizer, context)
+        assert all(len(each.tokens) <= context for each in laid.passes)
+        assert [each.first for each in laid.passes[1:]] == [p.first + p.count for p in laid.passes[:-1]]
+        found.append([laid.starts[p.first : p.first + p.count] for p in laid.passes])
+    whole, *parts = [[each.tolist() for each in passes] for passes in found]
+    assert len(whole) > 2
+    for passes in (whole, list(itertools.chain(*parts))):
+        assert all(a[-1] < b[0] for a, b in itertools.pairwise(passes))
+    assert list(itertools.chain(*whole)) == list(itertools.chain(*itertools.chain(*parts)))
+
+
+class OneCharacter:
+    """A tokenizer that makes 100 tokens of a text's first character."""
+
+    is_fast = True
+
+    def __call__(self, text: str, **_: Any) -> dict[str, Any]:
+        spans = [(0, 1)] * 100 + [(at, at + 1) for at in range(1, len(text))]
+        return {"input_ids": [1] * len(spans), "offset_mapping": spans}
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [1] * len(text)
+
+
+def test_a_character_that_no_pass_holds_is_refused() -> None:
+    request = Score("s", "ab?", [(2, 3)])
+    assert len(lay_out(request, OneCharacter(), 256).passes) == 1
+    with pytest.raises(ContextLengthExceeded, match="character"):
+        lay_out(request, OneCharacter(), 64)
 
 
 def test_what_is_longer_than_a_pass_is_cut_evenly(tokenizer: Any) -> None:
@@ -273,15 +313,15 @@ class Bench:
         self.events: list[Report] = []
         self.model = tiny("llama", vocab_size=len(tokenizer))
         self.tokenizer = tokenizer
-        settings = {"budget": KvBudget.of(1 << 30, 4096), **options}
-        self.budget = settings["budget"]
+        settings = {"budget": KvBudget.of(1 << 30, 4096), "context": 2048, **options}
+        self.budget, self.context = settings["budget"], settings["context"]
         self.scoring = Scoring(
-            self.model, tokenizer, 2048, self.budget, self.events.append, settings.get("kept")
+            self.model, tokenizer, self.context, self.budget, self.events.append, settings.get("kept")
         )
 
     def begin(self, name: str, text: str = "lorem ipsum " * 60 + "dolor?", **fields: Any) -> None:
         request = Score(name, text, [(len(text) - 6, len(text))], **fields)
-        self.scoring.begin(lay_out(request, self.tokenizer, 2048))
+        self.scoring.begin(lay_out(request, self.tokenizer, self.context))
 
     def run(self) -> None:
         while self.scoring.ready:
@@ -333,6 +373,38 @@ def test_scores_are_softmaxes_of_the_chosen_heads(bench: Bench) -> None:
     np.testing.assert_allclose(found.log_sums, log_sum_exp(every.astype(np.float32)), rtol=1e-4)
     best = np.take_along_axis(every.reshape(18, -1).T, found.pairs.astype(np.int64), axis=1)
     np.testing.assert_allclose(found.logits, best, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["lorem ipsum " * 60 + "dolor?", JAPANESE], ids=["latin", "japanese"])
+@pytest.mark.parametrize("ahead", [0, 3])
+def test_several_passes_are_joined(tokenizer: Any, text: str, ahead: int) -> None:
+    bench = Bench(tokenizer, context=600)
+    bench.begin("a", text, profile=PROFILE, look_ahead=ahead)
+    bench.run()
+    laid = lay_out(Score("a", text, [(len(text) - 6, len(text))]), tokenizer, 600)
+    scored = bench.of("a")[-1]
+    assert isinstance(scored, Scored)
+    found = SegmentScores.unpack(scored.scores)
+    assert len(laid.passes) > 1
+    assert found.queries == laid.passes[0].asking + ahead
+    assert found.starts.tolist() == laid.starts.tolist()
+
+
+def test_what_fails_at_the_end_is_told_too(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(_: Any) -> None:
+        raise ValueError
+
+    monkeypatch.setattr(scoring, "join", fails)
+    bench.begin("a", profile=PROFILE)
+    bench.run()
+    assert isinstance(bench.of("a")[-1], Failed)
+    assert bench.budget.used_bytes == 0
+
+
+def test_logits_are_reserved_where_they_are_more_than_the_cache(tokenizer: Any) -> None:
+    bench = Bench(tokenizer, budget=KvBudget.of(1 << 30, 4))
+    bench.begin("a", profile=PROFILE)
+    assert bench.budget.used_bytes > 720 * 3 * 6 * 4  # tokens, heads, queries, f32
 
 
 def test_two_texts_in_turns_and_the_same_again(bench: Bench) -> None:
@@ -397,6 +469,25 @@ def test_a_model_that_looks_nothing_up_says_so(bench: Bench) -> None:
     assert failed.code == ModelUnsupported.code
     assert "sentences" in failed.message
     assert bench.budget.used_bytes == 0
+
+
+def test_a_model_that_looks_nothing_up_is_searched_once(tokenizer: Any, tmp_path: Path) -> None:
+    """For all that wait for it, and for what comes later, also after another load."""
+    basis = Basis("ab" * 32, {})
+    bench = Bench(tokenizer, kept=basis.finding(tmp_path))
+    bench.begin("a")
+    bench.begin("b")
+    bench.run()
+    bench.begin("c")
+    later = Bench(tokenizer, kept=basis.finding(tmp_path))
+    later.begin("d")
+    assert (bench.scoring.ready, later.scoring.ready) == (False, False)
+    (c,), (d,) = bench.of("c"), later.of("d")
+    told = [bench.of("a")[-1], bench.of("b")[-1], c, d]
+    assert [msgspec.structs.replace(each, id="a") for each in told] == [told[0]] * 4
+    assert isinstance(c, Failed)
+    assert c.code == ModelUnsupported.code
+    assert (bench.budget.used_bytes, later.budget.used_bytes) == (0, 0)
 
 
 def test_a_profile_is_found_once_on_a_machine(

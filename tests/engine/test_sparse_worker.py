@@ -7,6 +7,7 @@ from asking import GREEDY, run
 
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, ChatPrompt, Generate, Keep
+from fleetd.engine.smart.sparse import TAIL_TOKENS
 from fleetd.models.folder import ModelFolder
 
 
@@ -32,4 +33,4 @@ async def test_a_worker_follows_a_keep_or_says_why_not(pool: EnginePool, chain: 
     assert "plain text" in accepted.dense_reason
     engine = pool.engine(chain)
     assert engine is not None
-    assert engine.facts.sparse == ""
+    assert (engine.facts.sparse, engine.facts.sparse_tail) == ("", TAIL_TOKENS)

@@ -56,14 +56,14 @@ class Layout:
         return sum(len(each.tokens) for each in self.passes)
 
 
-def lay_out(request: Score, tokenizer: Any, context_tokens: int, span: int = 0) -> Layout:
-    """Tokenize and cut into passes of at most ``span`` tokens (0: the context). Runs outside the compute
-    thread. The whole text is tokenized wherever the segment lies, so that every token is in one segment only.
+def lay_out(request: Score, tokenizer: Any, context_tokens: int) -> Layout:
+    """Tokenize and cut into passes that the context holds. Runs outside the compute thread. The whole text is
+    tokenized wherever the segment lies, so that every token is in one segment only.
 
     Raises:
         InvalidValue: ranges that are not in the text.
         BadRequest: there is nothing to score, or nothing that asks.
-        ContextLengthExceeded: a context that holds neither a question nor a text.
+        ContextLengthExceeded: a context that does not hold a question and some of the text.
         ModelUnsupported: a tokenizer that does not tell where its tokens lie.
     """
     chars, (first, last) = len(request.text), request.segment
@@ -76,7 +76,7 @@ def lay_out(request: Score, tokenizer: Any, context_tokens: int, span: int = 0) 
     question = ids[asks][-QUESTION_TOKENS:].tolist()
     if not len(own) or not question:
         raise BadRequest("The text has no token to score, or none that asks.", param="text")
-    most = min(context_tokens, span or context_tokens) - request.look_ahead
+    most = context_tokens - request.look_ahead
     question = question[-max(1, most // 8) :]
     opening = _opening(tokenizer)
     closing = _ids(tokenizer, _SEPARATOR) + question
@@ -86,7 +86,7 @@ def lay_out(request: Score, tokenizer: Any, context_tokens: int, span: int = 0) 
         raise ContextLengthExceeded(f"A context of {context_tokens} tokens is too short for scoring.")
     asking = min(len(question), limits.SCORE_QUERIES)
     passes = []
-    for at, end in itertools.pairwise(_cuts(len(own), room)):
+    for at, end in itertools.pairwise(_cuts(starts[own], room)):
         piece = own[at:end]
         before = head[head < piece[0]]
         tokens = [*opening, *ids[before].tolist(), *ids[piece].tolist(), *closing]
@@ -94,10 +94,17 @@ def lay_out(request: Score, tokenizer: Any, context_tokens: int, span: int = 0) 
     return Layout(request, starts[own], ends[own], passes)
 
 
-def _cuts(n: int, room: int) -> list[int]:
-    """Where ``n`` tokens are cut into as few pieces as fit, of about the same length."""
-    pieces = -(-n // room)
-    return [n * piece // pieces for piece in range(pieces + 1)]
+def _cuts(starts: I32, room: int) -> list[int]:
+    """Where tokens are cut into as few pieces as fit, of about the same length. Those that start together are
+    parts of one character, and stay together: nothing could tell their order once they are apart."""
+    n = len(starts)
+    fewest = -(-n // room)
+    for pieces in range(fewest, 2 * fewest + 1):
+        even = n * np.arange(1, pieces) // pieces
+        cuts = np.unique([0, *np.searchsorted(starts, starts[even]), n])
+        if np.diff(cuts).max() <= room:
+            return [int(at) for at in cuts]
+    raise ContextLengthExceeded(f"A pass has room for {room} tokens, too few for a character of this text.")
 
 
 def _asking(starts: I32, ends: I32, questions: Sequence[tuple[int, int]]) -> Any:

@@ -39,10 +39,9 @@ class Sight:
     scales: dict[int, float]
     heads: dict[int, tuple[int, int]]
     ropes: dict[int, PosRoPE]
-    eos: frozenset[int]
 
     @classmethod
-    def of(cls, model: Any, eos: Collection[int] = ()) -> Sight:
+    def of(cls, model: Any) -> Sight:
         """Wraps the model's ropes where nobody has yet.
 
         Raises:
@@ -60,7 +59,7 @@ class Sight:
             )
         scales = {number: _scale(stage.weights.layers[number]) for number in heads}
         shown = {number: lone[number] for number in heads}
-        return cls(stage, scales, heads, shown, frozenset(int(token) for token in eos))
+        return cls(stage, scales, heads, shown)
 
     def query_heads(self, layer: int) -> int:
         return self.heads[layer][0]
@@ -82,7 +81,8 @@ class Looking:
     """One pass, begun. ``layers``: what of each is kept: which of its key heads.
 
     Afterwards ``keys[layer]`` (kept heads, scored tokens, D) and ``queries[layer]`` (all query heads, asking
-    tokens and those looked ahead, D), f32, rotated or not.
+    tokens and those looked ahead, D), f32, rotated or not. What is looked ahead does not stop where an answer
+    ends: scores of several passes are joined only where equally many queries gave them.
     """
 
     sight: Sight
@@ -119,8 +119,6 @@ class Looking:
             tokens = self._answer[-1:]
         self._compute(self._stage, tokens)
         self.done += len(tokens)
-        if self._answer and self._answer[-1] in self.sight.eos:
-            self.look_ahead = self.done - len(self.work.tokens)
         if self.finished:
             self._finish()
         return len(tokens)
@@ -168,11 +166,13 @@ class Looking:
         return k[0, mx.array(list(self.layers[layer])), first : max(first, end)].astype(mx.float32)
 
     def _finish(self) -> None:
+        # First, as the copies below, and the logits after them, are to take the room of these.
+        self._caches.clear()
+        mx.clear_cache()
         self.queries = {layer: np.concatenate(rows, axis=1) for layer, rows in self._queries.items()}
         self.keys = {layer: np.concatenate(rows, axis=1) for layer, rows in self._keys.items()}
         self._queries.clear()
         self._keys.clear()
-        self._caches.clear()
 
 
 def logits_of(queries: F32, keys: F32, scale: float) -> F32:

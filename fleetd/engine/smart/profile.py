@@ -12,18 +12,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from fleetd import __version__, limits
 from fleetd.engine.findings import Finding
-from fleetd.engine.protocol import Profile, Score
+from fleetd.engine.protocol import Natural, Profile, Score
 from fleetd.engine.smart.layout import lay_out
 from fleetd.engine.smart.looking import Looking, Sight, logits_of
 from fleetd.engine.smart.needles import Needle, needles
-from fleetd.errors import ModelUnsupported
 from fleetd.smart.scores import F32, POOL, log_sum_exp, pooled
 
 _FOLDER = "profiles"
@@ -48,6 +48,12 @@ _FEWER, _WORSE = 0.05, 0.25
 _MUCH_WORSE = 0.7
 
 
+class _Kept(Profile, frozen=True):
+    """A profile on the disk: without heads where the model looks nothing up."""
+
+    heads: Annotated[list[tuple[Natural, Natural]], Meta(max_length=limits.SCORE_HEADS)]
+
+
 class Basis(msgspec.Struct, frozen=True):
     """What a kept profile rests on. ``digest`` is the model's, "" where nobody knows it."""
 
@@ -58,7 +64,7 @@ class Basis(msgspec.Struct, frozen=True):
 
     def finding(self, cache: Path) -> Finding[Profile]:
         """Where it is kept. ``cache``: the home's folder for what can be found out again."""
-        return Finding(cache / _FOLDER / f"{self.digest[:32]}.json" if self.digest else None, self, Profile)
+        return Finding(cache / _FOLDER / f"{self.digest[:32]}.json" if self.digest else None, self, _Kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,12 +196,7 @@ class Profiling:
         return choose([layer for layer in self.layers for _ in range(heads[layer])], self.tried)
 
     def profile(self) -> Profile:
-        """Once it is finished. Raises ModelUnsupported where no heads find enough."""
+        """Once it is finished; without heads where they find too little: such a model cannot score."""
         found = settled(self.curve())
-        if found.found < LEAST_FOUND:
-            raise ModelUnsupported(
-                f"This model's attention finds {found.found:.0%} of sentences that answer a question; "
-                f"scoring needs {LEAST_FOUND:.0%}.",
-                hint="Choose another model for scoring.",
-            )
-        return Profile(found.heads, found.exit_layer, self.rotated)
+        heads = found.heads if found.found >= LEAST_FOUND else []
+        return Profile(heads, found.exit_layer, self.rotated)

@@ -4,7 +4,7 @@
 
 A step is a chunk of a text, as in prefill, so that running answers wait for no more than they do there.
 Nothing of a text outlives its end; what is kept of the model is which of its heads find what is asked for,
-also for the next load.
+or that none do, also for the next load.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from fleetd.engine.memory import KvBudget
 from fleetd.engine.protocol import Accepted, Finished, Prefill, Profile, Report, Scored
 from fleetd.engine.smart.layout import Layout
 from fleetd.engine.smart.looking import Looking, Sight, logits_of
-from fleetd.engine.smart.profile import Profiling
-from fleetd.errors import InvalidValue, Overloaded
-from fleetd.smart.scores import SegmentScores, join
+from fleetd.engine.smart.profile import LEAST_FOUND, Profiling
+from fleetd.errors import InvalidValue, ModelUnsupported, Overloaded
+from fleetd.smart.scores import TOKEN_BYTES, SegmentScores, join
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class Scoring:
                 raise Overloaded(f"{limits.SCORES} texts are being scored already.")
             if any(task.id == request.id for task in self._tasks):
                 raise InvalidValue("This text is being scored already.")
-            self._sight = self._sight or Sight.of(self.model, self.tokenizer.eos_token_ids)
+            self._sight = self._sight or Sight.of(self.model)
             if request.profile is not None:
                 _check(request.profile, self._sight)
             profile = request.profile or self._known(self._sight)
@@ -93,15 +93,24 @@ class Scoring:
         self.emit(Accepted(request.id, layout.tokens))
 
     def _known(self, sight: Sight) -> Profile | None:
-        """The model's own profile, if it was found now or at an earlier load."""
+        """The model's own profile, if it was found now or at an earlier load.
+
+        Raises ModelUnsupported where it was found that there is none.
+        """
         if self._profile is None and self.kept is not None and (kept := self.kept.find()) is not None:
             with suppress(InvalidValue):
                 _check(kept, sight)
                 self._profile = kept
+        if self._profile is not None and not self._profile.heads:
+            raise ModelUnsupported(
+                f"This model's attention finds fewer than {LEAST_FOUND:.0%} of sentences that answer a "
+                "question: too few for scoring.",
+                hint="Choose another model for scoring.",
+            )
         return self._profile
 
     def _bytes(self, sight: Sight, layout: Layout, profile: Profile | None) -> int:
-        """The longest pass's KV, and the keys that all passes are scored by."""
+        """The longest pass: its keys, and beside them its KV or, later, its logits. Of all: what is found."""
         request, total = layout.request, sight.stage.total
         layers = total if profile is None or request.look_ahead else profile.exit_layer
         longest = max(len(each.tokens) for each in layout.passes) + request.look_ahead
@@ -110,7 +119,11 @@ class Scoring:
         most = max(each.count for each in layout.passes)
         # A key is half of a head's part of a cache, which may hold 16 bits where a key here has 32.
         keys = heads * per_layer / min(held for _, held in sight.heads.values())
-        return int(longest * layers * per_layer + most * keys)
+        asking = max(each.asking for each in layout.passes) + request.look_ahead
+        # In f32; one head's are there twice more while they are summed up.
+        logits = most * asking * (heads + 2) * 4
+        found = len(layout.starts) * TOKEN_BYTES
+        return int(most * keys + max(longest * layers * per_layer, logits) + found)
 
     def cancel(self, request_id: str) -> bool:
         """False where it is none of these."""
@@ -157,7 +170,7 @@ class Scoring:
                 self._profiling = None
                 raise
             self._profiling = None
-        task.profile = self._profile
+        task.profile = self._known(sight)
 
     def _step(self, task: _Task, sight: Sight, profile: Profile, chunk_tokens: int) -> None:
         layout = task.layout
@@ -174,9 +187,9 @@ class Scoring:
         task.looking = None
         task.found.append(_scores(sight, layout, looking, heads))
         if len(task.found) == len(layout.passes):
+            scores = join(task.found).packed()
             self._end(task)
             seconds = time.monotonic() - task.begun_s
-            scores = join(task.found).packed()
             self.emit(Scored(task.id, scores, profile, task.computed, seconds, task.profile_s))
 
     def _told(self, request_id: str, error: Exception) -> None:
@@ -216,10 +229,11 @@ def _key_heads(sight: Sight, layer: int, heads: Iterable[tuple[int, int]]) -> li
 
 def _scores(sight: Sight, layout: Layout, looking: Looking, heads: list[tuple[int, int]]) -> SegmentScores:
     """The logits of a finished pass, head by head in the order of the profile."""
-    found = []
-    for layer, head in heads:
+    work = looking.work
+    logits = np.empty((len(heads), work.asking + looking.look_ahead, work.count), np.float32)
+    for row, (layer, head) in zip(logits, heads, strict=True):
         queries, keys = sight.heads[layer]
         key = looking.layers[layer].index(head * keys // queries)
-        found.append(logits_of(looking.queries[layer][head], looking.keys[layer][key], sight.scales[layer]))
-    own = slice(looking.work.first, looking.work.first + looking.work.count)
-    return SegmentScores.of_logits(layout.starts[own], layout.ends[own], np.stack(found))
+        row[:] = logits_of(looking.queries[layer][head], looking.keys[layer][key], sight.scales[layer])
+    own = slice(work.first, work.first + work.count)
+    return SegmentScores.of_logits(layout.starts[own], layout.ends[own], logits)
