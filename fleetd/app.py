@@ -50,6 +50,7 @@ from fleetd.jobs.share.sharing import Sharing
 from fleetd.jobs.smart import wire as smart_wire
 from fleetd.jobs.smart.compressing import Compressing
 from fleetd.jobs.smart.requests import Smart
+from fleetd.jobs.smart.scorers import Scorers
 from fleetd.jobs.smart.scoring import Scoring
 from fleetd.jobs.smart.serving import ScoreServer
 from fleetd.jobs.traces import Traces
@@ -189,16 +190,16 @@ class Daemon:
         )
 
     def _compressor(self) -> Compressing:
-        return Compressing(
-            Scoring(self._pool, self._fleet, monotonic=time.monotonic),
+        scorers = Scorers(
             self._pool,
             self._models,
-            self._ledger,
             self._speeds,
             fleet=self._fleet,
-            own_models=lambda: self._card.card().models if self._card is not None else (),
+            own_card=lambda: self._card.card() if self._card is not None else None,
             local_only=self._config.fleet.local_only,
         )
+        scoring = Scoring(self._pool, self._fleet, monotonic=time.monotonic)
+        return Compressing(scoring, scorers, self._ledger)
 
     def _serve_peers(self, node: Node) -> Assists:
         """What members may ask of this machine, besides copies."""

@@ -293,7 +293,8 @@ SMART_LOOK_AHEAD = 64
 SCORE_HEADS = 16
 # The question's last tokens whose queries count: the smart prefill papers take 8 to 64.
 SCORE_QUERIES = 64
-# Prompts that one worker scores at once, each a step in its turn; more wait for each other in the daemon.
+# Prompts that one worker scores at once, each a step in its turn; more are refused, and read whole where no
+# other machine scores them.
 SCORES = 4
 # Prompts of others that one machine scores at once: each holds a layer's keys for all of its tokens.
 SMART_SERVED = 2

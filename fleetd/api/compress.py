@@ -25,7 +25,8 @@ from fleetd.api.context import SERVICES
 from fleetd.api.services import view
 from fleetd.api.smart import line
 from fleetd.errors import Draining, FleetError, InvalidValue, NoMachine
-from fleetd.jobs.smart.compressing import Passage, Skip
+from fleetd.jobs.smart.compressing import Passage
+from fleetd.jobs.smart.views import Skip
 from fleetd.smart import elide
 from fleetd.smart.document import Document
 from fleetd.smart.policy import Policy, Ratio, Tokens, Wanted, resolve
@@ -50,14 +51,20 @@ class CompressBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Kept(msgspec.Struct, frozen=True):
-    """What is kept of one message (of a prompt: index 0): character ranges [start, end) of its content."""
+    """What is kept of one message (of a prompt: index 0): character ranges [start, end) of its text.
+
+    Of the text without the marks of what is to be kept; content in parts is their texts, joined.
+    """
 
     index: int
     spans: list[tuple[int, int]]
 
 
 class CompressUsage(msgspec.Struct, frozen=True):
-    """Counted by the compressor. ``total_tokens``: what was read for it; 0 where it was known already."""
+    """Counted by the compressor; in ``compressed_tokens`` are also the lines that mark gaps.
+
+    ``total_tokens``: what was read for it; 0 where it was known already.
+    """
 
     original_tokens: int
     compressed_tokens: int
@@ -181,6 +188,6 @@ def _reply(
         kept=kept[:1] if question else kept,
         declined=selection.declined,
         nodes=list(passage.names),
-        usage=CompressUsage(selection.original_tokens, selection.kept_tokens, passage.scored_tokens),
+        usage=CompressUsage(selection.original_tokens, selection.text_tokens, passage.scored_tokens),
         timings=CompressTimings(round(passage.score_s * 1000, 3), round(passage.select_s * 1000, 3)),
     )

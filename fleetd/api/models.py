@@ -13,10 +13,8 @@ from fleetd.api.context import SERVICES
 from fleetd.api.objects import ModelDetails, ModelList, ModelObject, ModelPlace
 from fleetd.api.services import Folder, Services, view
 from fleetd.errors import ModelNotFound
-from fleetd.jobs.job import LOCAL
+from fleetd.jobs.job import THIS
 from fleetd.models.catalog import find
-
-THIS = LOCAL.nodes[0]
 
 
 async def index(request: web.Request) -> web.StreamResponse:

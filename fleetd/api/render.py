@@ -70,7 +70,10 @@ class Tally:
         """Of one choice."""
         told = self.told.of(index)
         smart = told if told.code or told.used else None
-        return timing_report(event.usage, event.timings, smart=smart, drafts=[event.speculation])
+        left_out = _not_computed(told)
+        return timing_report(
+            event.usage, event.timings, smart=smart, left_out=left_out, drafts=[event.speculation]
+        )
 
     def timings(self) -> o.TimingReport:
         """Choices run side by side: tokens add up, times are the longest."""
@@ -88,8 +91,14 @@ class Tally:
             ),
             streams=max(1, len(finished)),
             smart=self.told.slowest,
+            left_out=sum(_not_computed(self.told.of(index)) for index in self._finished),
             drafts=[event.speculation for event in finished],
         )
+
+
+def _not_computed(told: Smartened) -> int:
+    """Tokens of a choice's prompt that the engine has and does not prefill."""
+    return told.dropped_tokens if told.form == "sparse" else 0
 
 
 def timing_report(
@@ -98,13 +107,13 @@ def timing_report(
     *,
     streams: int = 1,
     smart: Smartened | None = None,
+    left_out: int = 0,
     drafts: Sequence[Speculated | None] = (),
 ) -> o.TimingReport:
     """``decode_s`` runs from the first to the last token, so the first token of each stream is not in it.
 
-    ``smart``: what smart prefill took, where it was asked for. Tokens that were left out are not computed.
+    ``smart``: what smart prefill took, where it was asked for. ``left_out``: tokens that were not computed.
     """
-    left_out = smart.dropped_tokens if smart is not None and smart.form == "sparse" else 0
     prefilled = max(0, usage.prompt_tokens - usage.cached_tokens - left_out)
     stepped = max(0, usage.completion_tokens - streams)
     told = [each for each in drafts if each is not None]

@@ -69,4 +69,6 @@ class Planned(msgspec.Struct, frozen=True):
         return self.nodes[:-1] if self.shared else ()
 
 
-LOCAL = Planned("local", ("this",), "exact")
+# What a machine is called in what it says of itself.
+THIS = "this"
+LOCAL = Planned("local", (THIS,), "exact")

@@ -93,7 +93,7 @@ class Segments:
 
     def seconds(self, tokens: int) -> float:
         """Of a text of so many tokens."""
-        return self.scorer.seconds(round(tokens * (self.last - self.first)), self.count)
+        return self.scorer.seconds(math.ceil(tokens * (self.last - self.first)), self.count)
 
 
 @dataclass(frozen=True, slots=True)

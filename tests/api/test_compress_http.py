@@ -8,7 +8,7 @@ import pytest
 from api_fakes import MODEL, FakeCompressing, serve, services, status
 
 from fleetd.errors import EngineDied
-from fleetd.jobs.smart.compressing import Skip
+from fleetd.jobs.smart.views import Skip
 
 TEXT = "".join(f"line {n}\n" for n in range(10))
 

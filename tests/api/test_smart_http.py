@@ -165,6 +165,13 @@ async def test_tokens_that_were_not_computed_make_no_speed() -> None:
     assert sparse["timings"]["prompt_n"] == 0
 
 
+async def test_each_choice_computes_its_own_prompt() -> None:
+    plain = json.loads((await asked(Told(), n=2))[2])
+    few = structs.replace(SPARSE, original_tokens=2, compressed_tokens=1)
+    sparse = json.loads((await asked(Told(few), n=2, smart_prefill=True))[2])
+    assert sparse["timings"]["prompt_n"] == plain["timings"]["prompt_n"] - 2 > 0
+
+
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("route", ROUTES)
 async def test_why_nothing_was_left_out_is_told(route: str, stream: bool) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from daemon_fakes import FakePool
+from msgspec.structs import replace
 
 from fleetd.engine.protocol import (
     Accepted,
@@ -87,18 +88,45 @@ def scored(score: Score, like: str = "safe") -> Scored:
     return Scored(score.id, packed, PROFILE, n, 0.01)
 
 
+def spoiled(honest: Scored, how: str) -> Scored:
+    """The same as a machine tells it that is broken, or lies."""
+    packed = honest.scores
+    starts, ends = (struct.unpack(f"<{len(part) // 4}i", part) for part in (packed.starts, packed.ends))
+    match how:
+        case "garbage":
+            packed = PackedScores(1, 1, b"", b"", packed.pairs, b"", b"")
+        case "elsewhere":
+            away = 10**6
+            packed = replace(
+                packed,
+                starts=struct.pack(f"<{len(starts)}i", *(start + away for start in starts)),
+                ends=struct.pack(f"<{len(ends)}i", *(end + away for end in ends)),
+            )
+        case "one":
+            packed = PackedScores(
+                1, 1, packed.starts[:4], packed.ends[:4], packed.pairs[:2], packed.logits[:4], packed.log_sums
+            )
+        case "heads":
+            return replace(honest, profile=Profile(heads=[(0, 0), (0, 1)], exit_layer=1))
+    return replace(honest, scores=packed)
+
+
 @dataclass
 class ScoringPool(FakePool):
-    """Answers with ``script`` whatever it is asked, and scores; ``trouble`` happens instead, once per entry.
+    """Answers with ``script`` whatever it is asked, and scores.
 
-    ``sparse``: why tokens cannot be left out; "" where they can.
+    ``trouble`` happens instead, once per entry: an error, an event to wait for, "nothing", or how the scores
+    are ``spoiled``; ``after`` the same by the number of the segment, from 1 on. ``sparse``: why tokens cannot
+    be left out; "" where they can, but for the last ``tail``.
     """
 
     asked: list[Generate] = field(default_factory=list)
     scores: list[Score] = field(default_factory=list)
     trouble: list[BaseException | asyncio.Event | str] = field(default_factory=list)
+    after: dict[int, BaseException] = field(default_factory=dict)
     answers: list[BaseException | None] = field(default_factory=list)
     sparse: str = "it has no such ropes."
+    tail: int = 8
     kept: int = 0
     cancelled_scores: int = 0
     loaded: list[str] = field(default_factory=lambda: ["m", "smollm2-135m"])
@@ -120,7 +148,7 @@ class ScoringPool(FakePool):
     ) -> AsyncGenerator[Loading | Prefill | Scored, None]:
         assert not evict
         self.scores.append(score)
-        trouble = self.trouble.pop(0) if self.trouble else None
+        trouble = self.trouble.pop(0) if self.trouble else self.after.get(len(self.scores))
         try:
             yield Prefill(score.id, 1, 2)
             if isinstance(trouble, BaseException):
@@ -130,11 +158,8 @@ class ScoringPool(FakePool):
             if trouble == "nothing":
                 return
             found = scored(score)
-            if trouble == "garbage":
-                packed = found.scores
-                found = Scored(
-                    score.id, PackedScores(1, 1, b"", b"", packed.pairs, b"", b""), PROFILE, 1, 0.1
-                )
+            if isinstance(trouble, str):
+                found = spoiled(found, trouble)
             yield found
         except (GeneratorExit, asyncio.CancelledError):
             self.cancelled_scores += 1
@@ -145,12 +170,13 @@ class ScoringPool(FakePool):
         yield Loading("reading")  # what makes it a generator
 
     def engine(self, folder: Any) -> Any:
-        return SmartEngine(SmartFacts(self.sparse)) if folder.name in self.loaded else None
+        return SmartEngine(SmartFacts(self.sparse, self.tail)) if folder.name in self.loaded else None
 
 
 @dataclass(frozen=True)
 class SmartFacts:
     sparse: str
+    sparse_tail: int
 
 
 @dataclass(frozen=True)

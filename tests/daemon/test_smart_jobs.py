@@ -23,18 +23,22 @@ from smart_fakes import (
 
 from fleetd import limits
 from fleetd.engine.protocol import ChatPrompt, Finished, Generate, TextPrompt, TokenPrompt
-from fleetd.errors import EngineDied, EngineStalled, OutOfMemory
+from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
 from fleetd.jobs.job import Job, Planned
 from fleetd.jobs.runner import Runner
 from fleetd.jobs.share.views import OptionView, PlanView, Trace
-from fleetd.jobs.smart.compressing import Compressing
+from fleetd.jobs.smart import compressing
+from fleetd.jobs.smart.compressing import USUAL_RATIO, Compressing, kept_share
 from fleetd.jobs.smart.requests import Smart
+from fleetd.jobs.smart.scorers import Scorers
 from fleetd.jobs.smart.scoring import Scoring
 from fleetd.jobs.smart.views import Smartened
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.plan.speeds import SpeedBook
 from fleetd.smart.policy import Policy
+from fleetd.smart.selection import Selection
+from fleetd.smart.text import estimate_tokens
 from fleetd.store import Store
 
 WITHIN_S = 20.0
@@ -82,7 +86,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
         pool, models, speeds = ScoringPool(**fields), SmartModels(), SpeedBook()
         traces: list[Trace] = []
         scoring = Scoring(pool, None, monotonic=time.monotonic)
-        compressing = Compressing(scoring, pool, models, ledger, speeds)
+        compressing = Compressing(scoring, Scorers(pool, models, speeds), ledger)
         smart = Smart(compressing, pool, metrics, traces.append)
         runner = Runner(
             pool=pool,
@@ -130,6 +134,21 @@ async def test_what_matters_reaches_the_engine_and_little_else(home: Any, reques
     ]
     assert this.shown('fleetd_smart_total{mode="text",outcome="used"} 1.0')
     assert this.shown(f'fleetd_smart_tokens_total{{fate="kept"}} {float(told.compressed_tokens)}')
+
+
+async def test_lines_that_say_what_is_missing_are_counted(home: Any) -> None:
+    this = home()
+    turns = [
+        {"role": ("user", "assistant")[n % 2], "content": haystack(8, 3).replace(NEEDLE, f"Well {n}.")}
+        for n in range(20)
+    ]
+    request = Generate("r1", ChatPrompt([*turns, *messages()[1:]]))
+    told = await this.told(request, replace(ASKED, mode="text"))
+    (sent,) = this.pool.asked
+    lines = text_of(sent).count("tokens omitted")
+    assert lines > 10
+    share = told.compressed_tokens / told.original_tokens
+    assert share == pytest.approx(estimate_tokens(text_of(sent)) / estimate_tokens(text_of(request)), rel=0.2)
 
 
 async def test_a_prompt_that_does_not_ask_is_untouched(home: Any) -> None:
@@ -199,6 +218,26 @@ async def test_the_next_turn_begins_as_the_one_before_it_did(home: Any) -> None:
     assert told.compressed_tokens < 0.5 * told.original_tokens
 
 
+async def test_the_next_turn_is_labelled_with_the_compressor_of_its_conversation(home: Any) -> None:
+    this = home()
+    await this.told(chat())
+    this.models.names = ["m", "qwen3-0.6b"]
+    assert (await this.told(chat(f"Another log.\n\n{haystack()}"))).compressor == "qwen3-0.6b"
+    answered = [{"role": "assistant", "content": "4711"}, {"role": "user", "content": "Say the code again."}]
+    told = await this.told(Generate("r2", ChatPrompt([*messages(), *answered])))
+    assert told.compressor == "smollm2-135m"
+
+
+async def test_a_prompt_of_which_nothing_would_be_left_is_read_whole(
+    home: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = Selection(((), (), ()), 4000, 0)
+    monkeypatch.setattr(compressing, "select", lambda *args: empty)
+    this = home()
+    assert (await this.told(chat())).code == "empty"
+    assert this.pool.asked == [chat()]
+
+
 async def test_a_turn_after_a_sparse_one_is_text(home: Any) -> None:
     this = home(sparse="", kept=20)
     assert (await this.told(chat())).form == "sparse"
@@ -235,6 +274,61 @@ async def test_an_engine_that_reads_all_of_it_after_all_is_told_so(home: Any) ->
     told = await this.told(chat())
     assert (told.form, told.code) == ("", "no_form")
     assert this.rows()[1][2:4] == ("refunded", "no_form")
+
+
+async def test_what_the_engine_keeps_is_what_is_told(home: Any) -> None:
+    """It always keeps more than was selected: a sliding window, what the template writes."""
+    this = home(sparse="", kept=20)
+    told = await this.told(chat())
+    assert (told.original_tokens, told.compressed_tokens) == (50, 20)
+
+
+async def test_a_window_that_is_always_kept_is_priced(home: Any) -> None:
+    this = home(sparse="", tail=5000, kept=20)
+    this.speeds.seed("m", 500.0, 20.0)
+    this.speeds.seed("smollm2-135m", 2000.0, 20.0)
+    local = OptionView("local", ["this"], 8.0, chosen=True)
+    view = PlanView("m", 4000, 0, [local])
+    plans = {
+        mode: await this.smart.plan(view, 0.2, this.models.resolve("m"), replace(ASKED, mode=mode))
+        for mode in ("text", "auto")
+    }
+    assert plans["auto"] == plans["text"]
+    # Sparse, it would be all of the prompt.
+    assert (await this.told(chat())).form == "text"
+    told = await this.told(chat(f"Another log.\n\n{haystack()}"), replace(ASKED, mode="sparse"))
+    assert told.code == "slower"
+
+
+@pytest.mark.parametrize(
+    ("bounds", "code"),
+    [({}, ""), ({"min_keep_tokens": 100_000}, "slower")],
+)
+async def test_what_has_to_be_kept_is_priced(home: Any, bounds: dict[str, int], code: str) -> None:
+    this = home()
+    this.speeds.seed("m", 500.0, 20.0)
+    this.speeds.seed("smollm2-135m", 3000.0, 20.0)
+    assert (await this.told(chat(), replace(ASKED, **bounds))).code == code
+    local = OptionView("local", ["this"], 8.0, chosen=True)
+    view = await this.smart.plan(
+        PlanView("m", 4000, 0, [local]), 0.2, this.models.resolve("m"), replace(ASKED, **bounds)
+    )
+    (smart,) = [option for option in view.options if option.kind == "smart"]
+    assert smart.code == code
+
+
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    [
+        (Policy(), USUAL_RATIO),
+        (Policy(target_ratio=0.2), 0.2),
+        (Policy(target_ratio=0.2, min_keep_tokens=500), 0.5),
+        (Policy(target_ratio=0.2, max_keep_tokens=100), 0.1),
+        (Policy(target_ratio=0.2, min_keep_tokens=5000), 1.0),
+    ],
+)
+def test_the_bounds_of_a_policy_decide_what_is_kept(policy: Policy, share: float) -> None:
+    assert kept_share(policy, 1000) == pytest.approx(share)
 
 
 async def test_sparse_where_it_cannot_be_done_is_not_done(home: Any) -> None:
@@ -300,6 +394,53 @@ async def test_scoring_that_takes_too_long_is_given_up(home: Any, monkeypatch: p
     assert (await this.told(chat())).code == "timeout"
     assert this.pool.cancelled_scores == 1
     assert this.pool.asked == [chat()]
+
+
+async def test_choices_wait_once_for_scoring_that_takes_too_long(
+    home: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SMART_SCORE_S", 0.5)
+    this = home(trouble=[asyncio.Event()])
+    told = await asyncio.gather(*(this.told(chat(request_id=f"r{n}")) for n in range(4)))
+    assert [each.code for each in told] == ["timeout"] * 4
+    assert len(this.pool.scores) == this.pool.cancelled_scores == 1
+    assert [row[2:4] for row in this.rows() if row[0] == "score"] == [("refunded", "timeout")]
+
+
+async def test_the_next_request_does_not_lose_the_time_again(
+    home: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SMART_SCORE_S", 0.1)
+    this = home(trouble=[asyncio.Event()])
+    assert (await this.told(chat())).code == "timeout"
+    assert (await this.told(chat())).code == "no_compressor"
+    assert len(this.pool.scores) == 1
+    # It is tried anew once that has passed.
+    monkeypatch.setattr(limits, "SHARE_PENALTY_S", 0.0)
+    this = home(trouble=[asyncio.Event()])
+    assert (await this.told(chat())).code == "timeout"
+    monkeypatch.setattr(limits, "SMART_SCORE_S", WITHIN_S)
+    assert (await this.told(chat())).used
+
+
+async def test_more_prompts_than_can_be_scored_at_once_are_all_answered(home: Any) -> None:
+    gate = asyncio.Event()
+    busy = [Overloaded(f"{limits.SCORES} texts are being scored already.")] * 2
+    this = home(trouble=[*[gate] * limits.SCORES, *busy])
+    asked = [
+        asyncio.create_task(this.told(chat(haystack(200, at=n), request_id=f"r{n}")))
+        for n in range(limits.SCORES + len(busy))
+    ]
+    async with asyncio.timeout(WITHIN_S):
+        while len(this.pool.scores) < len(asked):  # noqa: ASYNC110  (a fake's figure)
+            await asyncio.sleep(0.01)
+    gate.set()
+    told = await asyncio.gather(*asked)
+    assert sorted(each.code for each in told) == [*[""] * limits.SCORES, "overloaded", "overloaded"]
+    states = [row[2] for row in this.rows() if row[0] == "score"]
+    assert sorted(states) == ["refunded"] * 2 + ["settled"] * limits.SCORES
+    # Who was busy did not fail.
+    assert (await this.told(chat(haystack(220)))).used
 
 
 async def test_without_a_compressor_all_of_it_is_read(home: Any) -> None:

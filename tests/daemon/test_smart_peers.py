@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import struct
 import time
 from collections.abc import Callable, Iterable
@@ -11,12 +12,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
-from smart_fakes import NEEDLE, PROFILE, ScoringPool, SmartModels, chat, haystack, scored
+from smart_fakes import NEEDLE, PROFILE, QUESTION, ScoringPool, SmartModels, chat, haystack, scored
 
 from fleetd import limits
-from fleetd.engine.protocol import Finished, Loading, Prefill, Score
-from fleetd.errors import Draining, EngineDied, FleetError, ModelNotFound, Overloaded, PeerLost, ProtocolError
+from fleetd.engine.protocol import ChatPrompt, Finished, Loading, Prefill, Score
+from fleetd.errors import (
+    Draining,
+    EngineDied,
+    FleetError,
+    InvalidValue,
+    ModelNotFound,
+    ModelUnsupported,
+    Overloaded,
+    PeerLost,
+    ProtocolError,
+)
 from fleetd.jobs.job import Job, Planned
 from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.placing import Machine
@@ -25,7 +38,8 @@ from fleetd.jobs.served import Host
 from fleetd.jobs.smart import wire
 from fleetd.jobs.smart.compressing import Compressing
 from fleetd.jobs.smart.requests import Smart
-from fleetd.jobs.smart.scoring import Scoring, cut
+from fleetd.jobs.smart.scorers import Scorers
+from fleetd.jobs.smart.scoring import Question, Scoring, cut
 from fleetd.jobs.smart.serving import ScoreServer
 from fleetd.jobs.smart.views import Smartened
 from fleetd.ledger import Ledger
@@ -93,7 +107,7 @@ def card(node_id: str, tier: str = "tiny", **fields: Any) -> Card:
 
 @dataclass
 class Mini:
-    """A small machine. ``trouble``: what happens instead of scores, or "silent", "garbage"."""
+    """A small machine."""
 
     name: str
     ledger: Ledger
@@ -102,11 +116,13 @@ class Mini:
     reach: str = USABLE
     silent: bool = False
     draining: bool = False
+    context_tokens: int = 100_000
     pipes: list[Pipe] = field(default_factory=list)
 
     @property
     def machine(self) -> Machine:
-        return Machine(card(self.name), self.name, self.reach, self.sees_prompts, 0.001, 1e9)
+        shown = card(self.name, context_tokens=self.context_tokens)
+        return Machine(shown, self.name, self.reach, self.sees_prompts, 0.001, 1e9)
 
     @property
     def server(self) -> ScoreServer:
@@ -142,9 +158,10 @@ class Home:
     pool: ScoringPool
     minis: list[Mini]
     store: Store
+    speeds: SpeedBook
 
-    async def told(self, policy: Policy = ASKED, **fields: Any) -> Smartened:
-        job = Job("m", chat(), **{"origin": "socket", "route": "chat", "smart": policy, **fields})
+    async def told(self, policy: Policy = ASKED, *, text: str | None = None, **fields: Any) -> Smartened:
+        job = Job("m", chat(text), **{"origin": "socket", "route": "chat", "smart": policy, **fields})
         async with asyncio.timeout(WITHIN_S):
             events = [event async for event in self.runner.run(job)]
         assert isinstance(events[-1], Finished)
@@ -163,23 +180,18 @@ class Home:
 
 @pytest.fixture
 def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
-    def make(*names: str, compressor_here: bool = False) -> Home:
+    def make(*names: str, compressor_here: bool = False, own: Card | None = None) -> Home:
         minis = [Mini(name, ledger) for name in names]
         pool, speeds = ScoringPool(), SpeedBook()
         speeds.seed("m", 100.0, 100.0)
         speeds.seed(SMOL, 500.0, 100.0)
-        models = SmartModels(["m", SMOL] if compressor_here else ["m"])
+        models = SmartModels(["m", SMOL] if own is not None or compressor_here else ["m"])
         others = Neighbours(minis)
-        own = [ModelCard(SMOL, digest=DIGEST)] if compressor_here else []
-        compressing = Compressing(
-            Scoring(pool, others, monotonic=time.monotonic),
-            pool,
-            models,
-            ledger,
-            speeds,
-            fleet=others,
-            own_models=lambda: own,
-        )
+        if compressor_here:
+            own = Card("me", 1, 1, models=[ModelCard(SMOL, digest=DIGEST)])
+        scorers = Scorers(pool, models, speeds, fleet=others, own_card=lambda: own)
+        scoring = Scoring(pool, others, monotonic=time.monotonic)
+        compressing = Compressing(scoring, scorers, ledger)
         smart = Smart(compressing, pool, metrics, lambda trace: None)
         runner = Runner(
             pool=pool,
@@ -191,7 +203,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
             smart=smart,
             speeds=speeds,
         )
-        return Home(runner, pool, minis, store)
+        return Home(runner, pool, minis, store, speeds)
 
     return make
 
@@ -266,11 +278,115 @@ async def test_a_silent_machine_is_given_up_and_the_prompt_read_whole(
     assert this.pool.asked == [chat()]
 
 
-async def test_scores_that_do_not_fit_are_a_failure_like_any_other(home: Any) -> None:
+SPOILED = ["garbage", "elsewhere", "one", "heads"]
+
+
+@pytest.mark.parametrize("how", SPOILED)
+async def test_attack_scores_that_do_not_fit_are_a_failure_like_any_other(home: Any, how: str) -> None:
     this = home("mini")
-    this.minis[0].pool.trouble = ["garbage"]
-    assert (await this.told()).code == "protocol_error"
+    this.minis[0].pool.trouble = [how]
+    told = await this.told()
+    assert told.code == "protocol_error"
+    assert told.reason.startswith("mini: ")
     assert this.pool.asked == [chat()]
+    assert (await this.told()).code == "no_compressor"
+
+
+@pytest.mark.parametrize("how", SPOILED)
+async def test_attack_for_scores_that_do_not_fit_the_next_one_scores(home: Any, how: str) -> None:
+    this = home("mini", compressor_here=True)
+    this.minis[0].pool.trouble = [how]
+    told = await this.told()
+    assert (told.form, told.nodes) == ("text", ("this",))
+    assert this.nodes() == {"mini": "refunded", "this": "settled"}
+    # And it is not asked again at once.
+    await this.told(text=haystack(220))
+    assert len(this.minis[0].pipes) == 1
+
+
+async def test_attack_heads_that_somebody_made_up_are_forgotten(home: Any) -> None:
+    """Or every other machine would refuse them until this one starts anew."""
+    this = home("mini", "air")
+    await this.told()
+    for mini in this.minis:
+        mini.pool.trouble = [InvalidValue("Layer 99 of this model has no head 7 that could be asked.")]
+    assert (await this.told(text=haystack(220))).code == "invalid_value"
+    # What was read whole is cached: another text.
+    assert (await this.told(text=f"Another log.\n\n{haystack(240)}")).used
+    profiles = [score.profile for mini in this.minis for score in mini.pool.scores]
+    # Found by the first one, refused by both, found once more.
+    assert profiles.count(None) == 2
+
+
+async def test_a_machine_that_refuses_is_named_and_not_held_against_it(home: Any) -> None:
+    this = home("mini")
+    this.minis[0].pool.trouble = [Overloaded("This machine scores 2 prompts already.")]
+    told = await this.told()
+    assert (told.code, told.reason) == ("overloaded", "mini: This machine scores 2 prompts already.")
+    assert (await this.told(text=f"Another log.\n\n{haystack()}")).used
+
+
+async def test_a_model_that_cannot_score_is_tried_once(home: Any) -> None:
+    this = home("mini", "air", compressor_here=True)
+    for pool in (this.pool, *(mini.pool for mini in this.minis)):
+        pool.trouble = [ModelUnsupported("Its attention finds 3% of what is asked for.")]
+    assert (await this.told()).code == "model_unsupported"
+    told = await this.told()
+    assert told.code == "no_compressor"
+    named = await this.told(replace(ASKED, compressor_model=SMOL))
+    assert SMOL in named.reason
+    assert len(this.pool.scores) + sum(len(mini.pool.scores) for mini in this.minis) == 1
+
+
+async def test_who_is_not_done_in_time_is_left_out_for_a_while(
+    home: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    this = home("mini", "air")
+    for mini in this.minis:
+        mini.pool.trouble = [asyncio.Event()]
+    monkeypatch.setattr(limits, "SMART_SCORE_S", 0.1)
+    assert (await this.told()).code == "timeout"
+    (slow,) = [mini for mini in this.minis if mini.pipes]
+    (other,) = [mini for mini in this.minis if not mini.pipes]
+    other.pool.trouble = []
+    monkeypatch.setattr(limits, "SMART_SCORE_S", WITHIN_S)
+    told = await this.told()
+    assert told.nodes == (other.name,)
+    assert len(slow.pipes) == 1
+
+
+async def test_who_did_its_part_does_not_pay_for_another_that_is_lost(home: Any) -> None:
+    """Lost in the middle of several segments; and no row is settled twice."""
+    this = home("mini", "air")
+    for mini in this.minis:
+        mini.context_tokens = 1500
+    # One finds the heads and goes on; the other goes away after one segment.
+    first, second = this.minis
+    second.pool.after = {2: PeerLost("It went away.")}
+    told = await this.told()
+    assert told.used
+    assert NEEDLE in this.sent
+    assert len(second.pool.scores) == 2
+    assert this.nodes() == {first.name: "settled", second.name: "refunded"}
+    select = "SELECT COUNT(*) FROM usage WHERE request_id LIKE 'r1.score_'"
+    assert this.store.call(lambda db: db.execute(select).fetchone()) == (2,)
+
+
+@pytest.mark.parametrize(
+    ("own", "nodes"),
+    [
+        ({"machine": MachineFacts(tier="large", cores=2)}, {"mini"}),
+        ({"machine": MachineFacts(tier="tiny", cores=2)}, {"this", "mini"}),
+        ({"machine": MachineFacts(tier="tiny", cores=2), "running": 20}, {"mini"}),
+    ],
+)
+async def test_this_machine_is_taken_for_what_its_card_says(
+    home: Any, own: dict[str, Any], nodes: set[str]
+) -> None:
+    """Small machines score first, and what computes something else counts for less."""
+    this = home("mini", own=Card("me", 1, 1, models=[ModelCard(SMOL, digest=DIGEST)], **own))
+    this.speeds.seed(SMOL, 2200.0, 100.0)
+    assert set((await this.told()).nodes) == nodes
 
 
 async def test_one_that_failed_is_left_out_for_a_while(home: Any) -> None:
@@ -294,13 +410,58 @@ def test_segments_tile_the_text_at_the_ends_of_lines() -> None:
     text = haystack()
     scorer = Scorer("", "this", Speed(1.0))
     parts = [Segments(scorer, 0.0, 0.4, 2), Segments(scorer, 0.4, 1.0, 3)]
-    found = [segment for part in parts for segment in cut(text, part)]
+    question = Question("r1", text, [])
+    found = [segment for part in parts for segment in cut(question, part)]
     assert found[0][0] == 0
     assert found[-1][1] == len(text)
     assert all(a[1] == b[0] for a, b in itertools.pairwise(found))
     assert all(text[start - 1] == "\n" for start, _ in found[1:])
-    assert cut(text, Segments(scorer, 0.0, 1.0)) == [(0, 0)]
-    assert cut("x" * 50, Segments(scorer, 0.0, 1.0, 4))[-1][1] == 50
+    assert cut(question, Segments(scorer, 0.0, 1.0)) == [(0, 0)]
+    assert cut(Question("r1", "x" * 50, []), Segments(scorer, 0.0, 1.0, 4))[-1][1] == 50
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("ab \n"), st.integers(1, 300), st.booleans()), max_size=12),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+)
+def test_no_segment_is_all_question(pieces: list[tuple[str, int, bool]], counts: list[int]) -> None:
+    text, questions, own = "", [], 0
+    for letter, many, asks in pieces:
+        if asks:
+            questions.append((len(text), len(text) + many))
+        elif letter.strip():
+            own += many
+        text += letter * many
+    question, scorer = Question("r1", text, questions), Scorer("", "this", Speed(1.0))
+    parts = [
+        Segments(scorer, n / len(counts), (n + 1) / len(counts), count) for n, count in enumerate(counts)
+    ]
+    found = [segment for part in parts for segment in cut(question, part)]
+    if found == [(0, 0)]:
+        return
+    kept = ["".join(text[a:b] for a, b in question.own(*segment)) for segment in found]
+    assert all(piece.strip() for piece in kept)
+    # Nothing that is to be scored is lost, or scored twice.
+    assert sum(len("".join(piece.split())) for piece in kept) == own
+    assert all(a[1] <= b[0] for a, b in itertools.pairwise(found))
+
+
+async def test_a_long_question_at_the_end_is_nobodys_segment(home: Any) -> None:
+    """A last user turn of a fifth of the text is all question: it is cut by what is to be scored."""
+    this = home("mini", "air")
+    for mini in this.minis:
+        mini.context_tokens = 1200
+    question = " ".join([QUESTION, *["Mind the weather and the harbour, please."] * 70])
+    sent = [{"role": "user", "content": haystack()}, {"role": "user", "content": question}]
+    job = Job("m", replace(chat(), prompt=ChatPrompt(sent)), "socket", "chat", smart=ASKED)
+    async with asyncio.timeout(WITHIN_S):
+        events = [event async for event in this.runner.run(job)]
+    told = [event.smart for event in events if isinstance(event, Planned)][-1]
+    assert told is not None
+    assert told.used, told
+    asked = [score for mini in this.minis for score in mini.pool.scores]
+    assert max(end for _, end in (score.segment for score in asked)) > len(haystack())
+    assert all(scored(score).tokens > 100 for score in asked)
 
 
 # ---- The machine that is asked ---------------------------------------------------------------------------
@@ -368,6 +529,23 @@ async def test_attack_scores_without_end() -> None:
         wire.decode_event(b"\xc1")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": -1},
+        {"tokens": 2**62},
+        {"seconds": math.nan},
+        {"seconds": math.inf},
+        {"seconds": -1.0},
+        {"profile_s": 1e300},
+    ],
+)
+def test_attack_figures_that_cannot_be(change: dict[str, Any]) -> None:
+    """They would go to the ledger, to traces and to prices."""
+    with pytest.raises(ProtocolError):
+        wire.decode_event(wire.encode(replace(scored(score()), **change)))
+
+
 async def test_a_stopping_machine_takes_no_new_work(ledger: Ledger) -> None:
     with pytest.raises(Draining):
         await ask(Mini("mini", ledger, draining=True), score())
@@ -396,11 +574,10 @@ async def test_a_machine_that_answers_elsewhere_is_priced_by_its_own_account(
 ) -> None:
     mini = Mini("mini", ledger)
     pool, others = ScoringPool(), Neighbours([mini])
-    scoring = Scoring(pool, others, monotonic=time.monotonic)
-    compressing = Compressing(scoring, pool, SmartModels(["m"]), ledger, SpeedBook(), fleet=others)
-    speed = compressing.speed_at("mini", SMOL)
+    scorers = Scorers(pool, SmartModels(["m"]), SpeedBook(), fleet=others)
+    speed = scorers.speed_at("mini", SMOL)
     assert speed is not None
     assert speed.total(1.0, range(2000), 256) == pytest.approx(1.0, rel=0.01)
-    assert compressing.speed_at("mini", "other") is None
-    assert compressing.speed_at("air", SMOL) is None
-    assert compressing.speed_at("", "m") is None
+    assert scorers.speed_at("mini", "other") is None
+    assert scorers.speed_at("air", SMOL) is None
+    assert scorers.speed_at("", "m") is None

@@ -28,8 +28,9 @@ Meet = Literal["remembered", "static", "mdns", "unknown"]
 USABLE_S = 20.0
 VERB_S = 30.0
 LOOPBACK = "127.0.0.1"
-# Below what systems hand out by themselves, so that nobody takes a port between its choice and its use.
-_PORTS = range(20_000, 30_000)
+# Below what systems hand out by themselves, so that nobody takes a port between its choice and its use; and
+# none is chosen twice.
+_PORTS = iter(random.SystemRandom().sample(range(20_000, 30_000), 10_000))
 
 
 class LiveFleet:
@@ -209,11 +210,11 @@ def _link(source: str, target: str) -> None:
 
 
 def free_port() -> int:
-    for port in random.sample(_PORTS, 100):
+    for port in _PORTS:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind((LOOPBACK, port))
             return port
-    raise RuntimeError("of a hundred ports none is free")
+    raise RuntimeError("of all ports none is free any more")
 
 
 # ---- Asking ----------------------------------------------------------------------------------------------

@@ -76,6 +76,17 @@ def test_the_needle_is_found_in_what_is_left(loaded: LiveDaemon, mode: str) -> N
     assert reply["timings"]["score_ms"] > 0
 
 
+def test_the_next_turn_finds_the_shortened_one_in_the_cache(loaded: LiveDaemon) -> None:
+    body = asked(smart_prefill={"target_ratio": 0.15, "mode": "text", "compressor_model": SMOL})
+    headers, first = post(loaded, "/v1/chat/completions", body)
+    body["messages"] += [first["choices"][0]["message"], {"role": "user", "content": "Say it again, please."}]
+    _, second = post(loaded, "/v1/chat/completions", body)
+    assert second["smart_prefill"]["mode"] == "text"
+    cached = second["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert cached > 0.8 * int(headers["x-smartprefill-compressed-tokens"])
+    assert second["timings"]["prompt_n"] < 200
+
+
 def test_a_short_prompt_is_read_whole_and_says_why(loaded: LiveDaemon) -> None:
     body = asked(smart_prefill=True)
     del body["messages"][1]
@@ -122,3 +133,19 @@ def test_a_text_is_scored_by_the_machine_that_has_a_compressor(live_models: Path
         assert [row["requests"] - row["failed"] for row in rows if row["model"] == SMOL] == [1]
         _, refused = post(fleet["alpha"], "/v1/compress", {**body, "local_only": True}, status=503)
         assert refused["error"]["code"] == "no_machine"
+
+
+@pytest.mark.long
+def test_two_machines_score_a_text_in_two_segments(live_models: Path, short_dir: Path) -> None:
+    machines = {name: [live_models / SMOL] for name in ("beta", "gamma")} | {"alpha": [live_models / "chain"]}
+    with LiveFleet(short_dir / "segments", machines) as fleet:
+        fleet.until_usable()
+        for name in ("beta", "gamma"):
+            fleet.load(name, SMOL, seen_by="alpha")
+        body = {"prompt": haystack(), "question": QUESTION, "target_ratio": 0.15}
+        _, together = post(fleet["alpha"], "/v1/compress", body)
+        assert sorted(together["nodes"]) == ["beta", "gamma"]
+        _, alone = post(fleet["beta"], "/v1/compress", {**body, "local_only": True})
+        for reply in (together, alone):
+            assert NEEDLE in reply["prompt"]
+        assert together["usage"]["original_tokens"] == alone["usage"]["original_tokens"]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import random
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fleetd import limits
@@ -136,6 +137,7 @@ scorers = st.lists(
 )
 
 
+@example([scorer("a", Speed(1 / 16)), scorer("b", Speed(1 / 16))], 1, 1.0, random.Random(0))
 @given(scorers, st.integers(1, 200_000), st.floats(0.01, 1.0), st.randoms())
 def test_parts_tile_the_text_whatever_the_order(
     able: list[Scorer], tokens: int, ratio: float, draw: object

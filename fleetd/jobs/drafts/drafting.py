@@ -25,12 +25,11 @@ from fleetd.errors import EngineDied, FleetError, Incompatible, ModelNotFound, P
 from fleetd.jobs.drafts import planning, wire
 from fleetd.jobs.drafts.planning import DRAFTER
 from fleetd.jobs.held import Models
-from fleetd.jobs.job import Job, Planned
+from fleetd.jobs.job import THIS, Job, Planned
 from fleetd.jobs.placing import Machine, canonical
 from fleetd.jobs.remote import Stream, own_id, said_by
 from fleetd.jobs.share.agreement import word
 from fleetd.jobs.share.penalties import Penalties
-from fleetd.jobs.share.planning import THIS
 from fleetd.jobs.share.record import Record
 from fleetd.jobs.share.views import DrafterView, PlanView, Trace
 from fleetd.models import names

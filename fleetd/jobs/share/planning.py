@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Ready
+from fleetd.jobs.job import THIS
 from fleetd.jobs.placing import Machine as Member
 from fleetd.jobs.share.views import OptionView, StepView
 from fleetd.p2p.cards import Card, ModelCard
@@ -18,7 +19,6 @@ from fleetd.plan.costs import Link, Speed, modelled
 from fleetd.plan.route import USABLE
 from fleetd.plan.sharing import Choice, Machine, Option, Prompt, Refusal, refusal
 
-THIS = "this"
 # Workers' own word for the step in which they compute.
 COMPUTED = "computed"
 # Beyond this, what one machine takes says nothing about others.

@@ -18,7 +18,7 @@ from fleetd.engine.protocol import (
     ToolCall,
 )
 from fleetd.errors import FleetError
-from fleetd.jobs.job import Exactness
+from fleetd.jobs.job import THIS, Exactness
 from fleetd.jobs.share import planning
 from fleetd.jobs.share.views import DrafterView, OptionView, Outcome, StepView, Trace
 from fleetd.plan.sharing import Choice
@@ -127,10 +127,10 @@ class Record:
         """None where there was nothing to decide, and nobody drafted for the answer either."""
         if self._accepted is None or (self._choice is None and self._drafter is None):
             return None
-        chosen, losers = OptionView("local", [planning.THIS], None, chosen=True), list[OptionView]()
+        chosen, losers = OptionView("local", [THIS], None, chosen=True), list[OptionView]()
         if self._choice is not None:
             chosen, *losers = planning.views(self._choice, limits.TRACE_LOSERS)
-        own: Account = (planning.THIS, self.steps)
+        own: Account = (THIS, self.steps)
         first_s = self._first_token_s
         return Trace(
             id=self._id,

@@ -35,7 +35,7 @@ from fleetd.engine.protocol import (
     StepTime,
 )
 from fleetd.errors import ContextLengthExceeded, EngineError, FleetError, ModelNotFound, PeerError, from_code
-from fleetd.jobs.job import LOCAL, Job, PlanKind, Planned
+from fleetd.jobs.job import LOCAL, THIS, Job, PlanKind, Planned
 from fleetd.jobs.placing import CHARS_PER_TOKEN, Machine, prompt_text
 from fleetd.jobs.share import agreement, planning, wire
 from fleetd.jobs.share.agreement import Agreement, Terms
@@ -362,7 +362,7 @@ class _Prompt:
             exact = await agreed.reach(within_s)
             engine.share(Share(terms.id, terms.split, _left_s(option), exact))
             self.record.agreed(exact)
-            names = (*option.names, planning.THIS)
+            names = (*option.names, THIS)
             self._planned.set_result(Planned(_kind(option), names, self.record.exactness))
             await agreed.watch()
         except FleetError as error:

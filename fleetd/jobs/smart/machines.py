@@ -12,7 +12,7 @@ from typing import Any
 
 from fleetd.jobs.placing import HERE, Machine, canonical
 from fleetd.jobs.smart.scoring import Compressor
-from fleetd.p2p.cards import ModelCard
+from fleetd.p2p.cards import MachineFacts, ModelCard
 from fleetd.plan import hardware
 from fleetd.plan.costs import Link, Speed, modelled
 from fleetd.plan.route import USABLE
@@ -37,6 +37,11 @@ class Holder:
     running: int = 0
     folder: Any = None
 
+    @property
+    def key(self) -> str:
+        """As ``Compressor.key``."""
+        return self.model.digest or self.model.name
+
 
 def holders(machines: Iterable[Machine]) -> list[Holder]:
     """Models of other machines that may see prompts and can be reached."""
@@ -45,14 +50,17 @@ def holders(machines: Iterable[Machine]) -> list[Holder]:
         card = machine.card
         if not machine.sees_prompts or machine.reach != USABLE or card.draining:
             continue
-        facts = card.machine
-        chip = hardware.hardware_of(facts.chip, facts.accelerator, facts.cores)
+        chip = chip_of(card.machine)
         link = Link(machine.bytes_per_s, machine.rtt_s)
         found += [
-            Holder(card.node_id, machine.name, model, facts.tier, chip, link, card.running)
+            Holder(card.node_id, machine.name, model, card.machine.tier, chip, link, card.running)
             for model in card.models
         ]
     return found
+
+
+def chip_of(facts: MachineFacts) -> hardware.Hardware:
+    return hardware.hardware_of(facts.chip, facts.accelerator, facts.cores)
 
 
 def choose(named: str, found: Sequence[Holder], target_bytes: int) -> list[Holder]:

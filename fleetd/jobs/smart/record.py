@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from fleetd.engine.protocol import Delta, Event, Finished, Loading, ToolCall
-from fleetd.jobs.job import Exactness
+from fleetd.engine.protocol import Accepted, Delta, Event, Finished, Loading, ToolCall
+from fleetd.jobs.job import THIS, Exactness
 from fleetd.jobs.share.views import DrafterView, OptionView, Outcome, StepView, Trace
 from fleetd.jobs.smart.bill import Bill
 from fleetd.jobs.smart.compressing import Passage
-from fleetd.jobs.smart.views import Smartened
+from fleetd.jobs.smart.views import Form, Smartened
 from fleetd.plan.smart import SmartPlan
-
-THIS = "this"
+from fleetd.smart.selection import Selection
 
 
 class Record:
@@ -43,11 +42,31 @@ class Record:
             scored_tokens=passage.scored_tokens,
         )
 
+    def made(self, form: Form, selection: Selection, now_s: float) -> None:
+        """The prompt has its form; as text it has lines that say what is missing."""
+        self.told = msgspec.structs.replace(
+            self.told,
+            form=form,
+            compressed_tokens=selection.text_tokens if form == "text" else selection.kept_tokens,
+            score_s=now_s - self.arrived_s,
+        )
+
     def saw(self, event: Loading | Event, now_s: float) -> None:
         if isinstance(event, Delta | ToolCall) and self._first_token_s is None:
             self._first_token_s = now_s
         if isinstance(event, Finished):
             self._finished = event
+
+    def accepted(self, event: Accepted) -> bool:
+        """What a sparse prompt comes to in the engine, which also keeps what it cannot do without.
+
+        False where that was told already.
+        """
+        before = self.told
+        self.told = msgspec.structs.replace(
+            before, original_tokens=event.prompt_tokens, compressed_tokens=event.kept
+        )
+        return self.told != before
 
     def drafted(self, drafter: DrafterView | None) -> None:
         """Whose drafts the answer was given."""

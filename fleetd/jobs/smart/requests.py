@@ -22,19 +22,19 @@ import msgspec
 
 from fleetd.engine.protocol import Accepted, Event, Finished, Loading, Ready
 from fleetd.errors import EngineDied, FleetError
-from fleetd.jobs.job import LOCAL, Job, Planned
+from fleetd.jobs.job import LOCAL, THIS, Job, Planned
 from fleetd.jobs.placing import CHARS_PER_TOKEN, HERE, Choice, prompt_text
 from fleetd.jobs.share.views import DrafterView, OptionView, PlanView, Trace
 from fleetd.jobs.smart import prompts as smart_prompt
-from fleetd.jobs.smart.compressing import THIS, USUAL_RATIO, Compressing, Passage, Price, Skip
+from fleetd.jobs.smart.compressing import Compressing, Passage, Price, kept_share
 from fleetd.jobs.smart.record import Record, options
-from fleetd.jobs.smart.views import Form
+from fleetd.jobs.smart.views import Form, Skip
 from fleetd.observe import get_logger
 from fleetd.plan.affinity import Affinity, chain
 from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.smart import Asked
 from fleetd.smart.document import Document
-from fleetd.smart.history import History, still_serves
+from fleetd.smart.history import Aged, History, still_serves
 from fleetd.smart.policy import Policy
 from fleetd.smart.select import select
 from fleetd.smart.selection import Selection
@@ -103,7 +103,6 @@ class Smart:
         self._monotonic = monotonic
         self._now = now
         self._history = History()
-        self._compressor = ""
         # What is in prefix caches, of conversations that asked for smart prefill.
         self._affinity = Affinity()
         self._key = os.urandom(16)
@@ -166,7 +165,7 @@ class Smart:
                 record.saw(event, self._monotonic())
                 if isinstance(event, Finished):
                     record.drafted(self._drafter(event.id))
-                if isinstance(event, Accepted) and self._is_dense(record, event) and planned is not None:
+                if isinstance(event, Accepted) and self._changed(record, event) and planned is not None:
                     yield _labelled(planned, record)
                 yield event
 
@@ -228,55 +227,52 @@ class Smart:
             async with aclosing(self._pool.loading(target.folder)) as steps:
                 async for progress in steps:
                     yield progress
-        form = self._form(policy, found, target)
-        passage = Passage(job.request.id, found, tokens, policy, record.bill, not job.shareable)
+        form = self._form(policy, smart_prompt.turns(found), target, tokens)
+        chosen = msgspec.structs.replace(policy, mode=form)
+        passage = Passage(job.request.id, found, tokens, chosen, record.bill, not job.shareable)
         passage.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
         said = smart_prompt.said(job.request)
         aged = self._history.find(said, policy)
-        if aged:
-            serves = await asyncio.to_thread(still_serves, found, aged)
-            passage.aged = aged if serves else {}
+        if aged and not await asyncio.to_thread(still_serves, found, aged):
+            aged = Aged()
+        passage.aged = aged
         try:
-            if passage.aged and smart_prompt.fresh_tokens(found, passage.aged) < policy.min_prompt_tokens:
-                await asyncio.to_thread(self._go_on, passage)
+            if aged and smart_prompt.fresh_tokens(found, aged) < policy.min_prompt_tokens:
+                await asyncio.to_thread(_go_on, passage, aged)
             else:
                 async with aclosing(self.compressing.run(passage)) as steps:
                     async for progress in steps:
                         yield progress
         finally:
             record.heard(passage)
-        self._check(job, passage)
+        self._check(job, passage, policy)
         make = smart_prompt.shortened if form == "text" else smart_prompt.sparse
         request = await asyncio.to_thread(make, job.request, found, _selected(passage))
-        if passage.compressor:
-            self._compressor = passage.compressor
-        took_s = self._monotonic() - record.arrived_s
-        record.told = msgspec.structs.replace(record.told, form=form, score_s=took_s)
+        record.made(form, _selected(passage), self._monotonic())
         yield replace(job, request=request)
 
-    def _go_on(self, passage: Passage) -> None:
-        """The next turn of a conversation: what was decided stays, and what is new is short enough."""
-        whole = msgspec.structs.replace(passage.policy, target_ratio=1.0)
-        passage.selection = select(passage.document, None, whole, passage.aged)
-        passage.compressor = self._compressor
+    def _check(self, job: Job, passage: Passage, policy: Policy) -> None:
+        """Whether something is left out, and something left. Raises Skip.
 
-    def _check(self, job: Job, passage: Passage) -> None:
-        """Whether something is left out, and something left. Raises Skip."""
-        found, selection, policy = passage.document, _selected(passage), passage.policy
+        A conversation is remembered by what was asked for, whichever form that became.
+        """
+        found, selection = passage.document, _selected(passage)
         if smart_prompt.is_empty(found, selection):
             raise Skip("empty", "Nothing would be left of the prompt.")
         if selection.original_tokens < policy.min_prompt_tokens:
             raise _short(selection.original_tokens, policy)
-        self._history.keep(smart_prompt.said(job.request), policy, selection)
+        self._history.keep(smart_prompt.said(job.request), policy, selection, passage.compressor)
         if selection.declined:
             raise Skip("declined", selection.declined)
         if all(selection.whole(found, index) for index in range(len(found.blocks))):
             raise Skip("cached", "The conversation so far was read whole, and goes on so.")
 
-    def _is_dense(self, record: Record, event: Accepted) -> bool:
-        """The engine has the prompt; True if it turns out that it reads it whole."""
-        if record.told.form != "sparse" or event.kept:
+    def _changed(self, record: Record, event: Accepted) -> bool:
+        """The engine has the prompt; True if it says more of it than was told."""
+        if record.told.form != "sparse":
             return False
+        if event.kept:
+            return record.accepted(event)
         reason = event.dense_reason or "The machine that answers does not know sparse prefill."
         record.skip("no_form", reason, self._monotonic())
         return True
@@ -300,15 +296,24 @@ class Smart:
     async def plan(self, view: PlanView, ratio: float, folder: Any, policy: Policy) -> PlanView:
         """The same ways to prefill a prompt, and smart prefill among them as if it had been asked for."""
         priced = [option.predicted_s for option in view.options if option.predicted_s is not None]
-        target = self.compressing.speed_at(HERE, folder.name)
-        ratio = ratio or USUAL_RATIO
-        whole = policy.mode == "text" or self._not_sparse(Target(folder.name, folder, Choice(HERE, LOCAL)))
-        kept_s = self._kept_s(folder, "text" if whole else "sparse", view.prompt_tokens, ratio)
-        dense_s = min(priced, default=0.0)
-        asked = Asked(view.prompt_tokens, ratio, target, dense_s=dense_s, kept_s=kept_s)
+        target = Target(folder.name, folder, Choice(HERE, LOCAL))
+        policy = msgspec.structs.replace(policy, target_ratio=ratio or policy.target_ratio)
+        if policy.mode == "sparse":
+            # A model that is not loaded does not say yet that it can.
+            policy = msgspec.structs.replace(policy, mode="auto")
+        tokens = view.prompt_tokens
         try:
-            if view.prompt_tokens < policy.min_prompt_tokens:
-                raise _short(view.prompt_tokens, policy)
+            if tokens < policy.min_prompt_tokens:
+                raise _short(tokens, policy)
+            form = self._form(policy, 0, target, tokens)
+            ratio = self._computed(form, target, tokens, kept_share(policy, tokens))
+            asked = Asked(
+                tokens,
+                ratio,
+                self.compressing.scorers.speed_at(HERE, folder.name),
+                dense_s=min(priced, default=0.0),
+                kept_s=self._kept_s(folder, form, tokens, ratio),
+            )
             plan = await self.compressing.options(Price(asked, folder.weights_bytes), policy)
             smart, _ = options(plan, chosen=True)
         except Skip as skip:
@@ -320,7 +325,8 @@ class Smart:
 
     # ---- how, and for what -------------------------------------------------------------------------------
 
-    def _form(self, policy: Policy, found: Document, target: Target) -> Form:
+    def _form(self, policy: Policy, turns: int, target: Target, tokens: int) -> Form:
+        """``turns``: answers that the prompt holds. Raises Skip."""
         if policy.mode == "text":
             return "text"
         why_not = self._not_sparse(target)
@@ -329,24 +335,41 @@ class Smart:
         if policy.mode == "sparse":
             return "sparse"
         # A conversation goes on: text is in the prefix cache when its next turn comes, sparse keys are not.
-        return "text" if why_not or smart_prompt.turns(found) else "sparse"
+        # And a sliding window may be more than all that is to be kept.
+        if why_not or turns or self._tail(target) > kept_share(policy, tokens) * tokens:
+            return "text"
+        return "sparse"
 
     def _not_sparse(self, target: Target) -> str:
         """Why the model that answers cannot leave tokens out; "" where it can."""
         if target.choice.node_id != HERE:
             return "it runs on another machine."
+        facts = self._facts(target)
+        return "it is not loaded." if facts is None else facts.sparse
+
+    def _facts(self, target: Target) -> Ready | None:
         engine = self._pool.engine(target.folder) if target.folder is not None else None
-        if engine is None or engine.facts is None:
-            return "it is not loaded."
-        return engine.facts.sparse
+        return None if engine is None else engine.facts
+
+    def _tail(self, target: Target) -> int:
+        """Tokens at a prompt's end that sparse prefill computes, whatever is to be kept."""
+        facts = self._facts(target)
+        return 0 if facts is None else facts.sparse_tail
+
+    def _computed(self, form: Form, target: Target, tokens: int, ratio: float) -> float:
+        """What share of a prompt is prefilled where ``ratio`` of it is to be kept."""
+        if form != "sparse":
+            return ratio
+        return min(1.0, max(ratio, self._tail(target) / max(1, tokens)))
 
     def _price(self, job: Job, target: Target, form: Form, tokens: int, ratio: float) -> Price:
-        """What reading all of it would take. Raises Skip where the most of it is cached."""
+        """What reading all of it would take, what is cached already counted."""
+        ratio = self._computed(form, target, tokens, ratio)
         node_id = target.choice.node_id
         links = chain(prompt_text(smart_prompt.plain(job.request)), self._key)
         cached = self._affinity.cached_chars(node_id, job.model, links) // CHARS_PER_TOKEN
         weights_bytes = getattr(target.folder, "weights_bytes", 0)
-        speed = self.compressing.speed_at(node_id, target.name)
+        speed = self.compressing.scorers.speed_at(node_id, target.name)
         if speed is None:
             return Price(Asked(tokens, ratio, None), weights_bytes)
         new = range(min(cached, tokens), tokens)
@@ -365,6 +388,13 @@ class Smart:
         if form == "sparse" and kept < tokens:
             return self._best_s(folder, tokens, 0, kept)
         return self._best_s(folder, kept, 0, 0)
+
+
+def _go_on(passage: Passage, aged: Aged) -> None:
+    """The next turn of a conversation: what was decided stays, and what is new is short enough."""
+    whole = msgspec.structs.replace(passage.policy, target_ratio=1.0)
+    passage.selection = select(passage.document, None, whole, aged)
+    passage.compressor = aged.compressor
 
 
 def _labelled(planned: Planned, record: Record) -> Planned:

@@ -1,23 +1,26 @@
 """Scores one prompt: its segments side by side on several machines, one after another on each.
 
     plan ─► cut ─► machine 1: segment, segment ─┐
-                   machine 2: segment          ─┴─► all Scored, in the order of the text
+                   machine 2: segment          ─┴─► checked, all in the order of the text
 
-A machine that fails is not asked again for this prompt; what it left goes to the others, cheapest first.
+A machine that fails, or whose scores cannot be, is not asked again for this prompt; what it left goes to the
+others, cheapest first.
 """
 
 from __future__ import annotations
 
+import asyncio
 import itertools
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from fleetd import limits
 from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
-from fleetd.errors import EngineDied, FleetError, PeerError, PeerLost, ProtocolError
+from fleetd.errors import EngineDied, FleetError, ModelUnsupported, PeerLost, ProtocolError
 from fleetd.jobs.placing import HERE
 from fleetd.jobs.remote import Stream, heard, said_by
 from fleetd.jobs.smart import wire
@@ -25,7 +28,13 @@ from fleetd.jobs.together import together
 from fleetd.observe import get_logger
 from fleetd.plan.smart import Scorer, Segments
 
+if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
+    from fleetd.smart.scores import SegmentScores
+
 log = get_logger("fleetd.smart")
+
+# No tokenizer makes fewer tokens of a text than one of so many characters that are not blank.
+_TOKEN_CHARS = 64
 
 Steps = AsyncGenerator[Loading | Prefill | Scored, None]
 
@@ -46,6 +55,11 @@ class Compressor:
     digest: str = ""
     folder: Any = None
 
+    @property
+    def key(self) -> str:
+        """What is known of it is known under this: its digest, or its name before that is known."""
+        return self.digest or self.name
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -55,12 +69,25 @@ class Question:
     text: str
     questions: Sequence[tuple[int, int]]
 
+    def own(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """What of these characters is to be scored: all that does not ask."""
+        for start, end in self.questions:
+            if first < min(start, last):
+                yield first, min(start, last)
+            first = max(first, end)
+        if first < last:
+            yield first, last
+
 
 @dataclass(slots=True)
 class Ran:
-    """What one machine did for a prompt: from question to scores, and what its engine says it computed."""
+    """What one machine did for a prompt: from question to scores, and what its engine says it computed.
+
+    ``unanswered``: segments that it was asked for and did not score.
+    """
 
     scorer: Scorer
+    unanswered: int = 0
     tokens: int = 0
     seconds: float = 0.0
     computed_s: float = 0.0
@@ -108,7 +135,7 @@ class Scoring:
         self._others = others
         self._monotonic = monotonic
 
-    async def run(self, work: Work, parts: Sequence[Segments], able: Sequence[Scorer]) -> list[Scored]:
+    async def run(self, work: Work, parts: Sequence[Segments], able: Sequence[Scorer]) -> list[SegmentScores]:
         """All segments' scores, in the order of the text.
 
         Args:
@@ -116,8 +143,10 @@ class Scoring:
 
         Raises FleetError: the last machine's that was tried. Cancelling it cancels all the work everywhere.
         """
-        planned = [(part.scorer, cut(work.question.text, part)) for part in parts]
-        found: list[list[Scored]] = [[] for _ in planned]
+        planned = [(part.scorer, segments) for part in parts if (segments := cut(work.question, part))]
+        # Where nothing is to be scored, an engine says so.
+        planned = planned or [(parts[0].scorer, [(0, 0)])]
+        found: list[list[SegmentScores]] = [[] for _ in planned]
         if work.profile is None and sum(len(segments) for _, segments in planned) > 1:
             # Scores merge only where the same heads gave them, and these the first segment finds.
             found[0] += await self._part(work, planned[0][0], planned[0][1][:1], able)
@@ -131,8 +160,8 @@ class Scoring:
 
     async def _part(
         self, work: Work, first: Scorer, segments: Sequence[tuple[int, int]], able: Sequence[Scorer]
-    ) -> list[Scored]:
-        found: list[Scored] = []
+    ) -> list[SegmentScores]:
+        found: list[SegmentScores] = []
         last: FleetError | None = None
         for scorer in (first, *(other for other in able if other.node_id != first.node_id)):
             ran = work.ran.setdefault(scorer.node_id, Ran(scorer))
@@ -143,15 +172,18 @@ class Scoring:
                 while len(found) < len(segments):
                     found.append(await self._segment(work, ran, segments[len(found)]))
             except FleetError as error:
-                ran.error = last = error
+                ran.error = last = error if scorer.node_id == HERE else said_by(scorer.name, error)
                 log.warning(
                     "smart.scorer_failed", request=work.question.id, node=scorer.name, code=error.code
                 )
+                if isinstance(error, ModelUnsupported):
+                    # The others have the same files.
+                    break
             else:
                 return found
         raise last or EngineDied("No machine is left that could score the prompt.")
 
-    async def _segment(self, work: Work, ran: Ran, segment: tuple[int, int]) -> Scored:
+    async def _segment(self, work: Work, ran: Ran, segment: tuple[int, int]) -> SegmentScores:
         question = work.question
         score = Score(
             f"{question.id}.score{segment[0]}",
@@ -161,28 +193,36 @@ class Scoring:
             profile=work.profile,
         )
         began_s = self._monotonic()
+        ran.unanswered += 1
+        scored: Scored | None = None
         async with aclosing(self._steps(work.compressor, ran.scorer, score)) as steps:
             async for step in steps:
                 if isinstance(step, Scored):
-                    ran.tokens += step.tokens
-                    ran.seconds += self._monotonic() - began_s
-                    ran.computed_s += step.seconds
-                    work.profile = work.profile or step.profile
-                    return step
+                    scored = step
+                    break
                 work.saw(segment, step)
-        raise EngineDied("The engine ended its scoring without scores.")
+        if scored is None:
+            raise EngineDied("The engine ended its scoring without scores.")
+        took_s = self._monotonic() - began_s
+        found = await asyncio.to_thread(_unpacked, scored, question, score)
+        ran.unanswered -= 1
+        ran.tokens += scored.tokens
+        ran.seconds += took_s
+        ran.computed_s += scored.seconds
+        work.profile = work.profile or scored.profile
+        return found
 
     def _steps(self, compressor: Compressor, scorer: Scorer, score: Score) -> Steps:
         if scorer.node_id == HERE:
             # What answers is loaded already, and idle: it must not make room for what scores.
             return self._pool.score(compressor.folder, score, evict=False)
         if self._others is None:
-            raise PeerLost(f"{scorer.name} is not there any more.")
+            raise PeerLost("It is not there any more.")
         return elsewhere(self._others, scorer, wire.Ask(compressor.name, compressor.digest, score))
 
 
 async def elsewhere(others: Others, scorer: Scorer, ask: wire.Ask) -> Steps:
-    """Have a segment scored on another machine. Raises FleetError, naming it."""
+    """Have a segment scored on another machine. Raises FleetError."""
     stream = others.request(scorer.node_id, wire.SCORE, wire.encode(ask))
     ended = False
     try:
@@ -198,23 +238,62 @@ async def elsewhere(others: Others, scorer: Scorer, ask: wire.Ask) -> Steps:
                 yield msgspec.structs.replace(event, id=ask.score.id)
                 return
             yield event
-    except PeerError as error:
-        raise said_by(scorer.name, error) from error
     finally:
         if not ended:
             stream.cancel()
 
 
-def cut(text: str, part: Segments) -> list[tuple[int, int]]:
+def _unpacked(scored: Scored, question: Question, asked: Score) -> SegmentScores:
+    """The scores, if they can be those of the segment that was asked for. Raises ProtocolError.
+
+    In a thread: it takes a while, and loads numpy.
+    """
+    from fleetd.smart.scores import SegmentScores
+
+    try:
+        found = SegmentScores.unpack(scored.scores)
+    except ValueError as error:
+        raise ProtocolError(f"The scores do not fit the prompt: {error}.") from None
+    if asked.profile not in (None, scored.profile) or len(found.log_sums) != len(scored.profile.heads):
+        raise ProtocolError("The scores are those of other heads than were asked.")
+    first, last = asked.segment[0], asked.segment[1] or len(question.text)
+    chars = sum(len(word) for a, b in question.own(first, last) for word in question.text[a:b].split())
+    # Where nothing is said to ask, the last tokens do.
+    asking = 0 if question.questions else limits.SCORE_QUERIES
+    if not found.within(first, last) or (len(found.starts) + asking) * _TOKEN_CHARS < chars:
+        raise ProtocolError("The scores are not those of the segment that was asked for.")
+    return found
+
+
+def cut(question: Question, part: Segments) -> list[tuple[int, int]]:
     """A part's segments as ranges of the text: whole lines where lines end near, else whole words.
 
+    Shares are of what is to be scored, so that none is all question; one that is blank besides is left out.
     (0, 0) stands for the whole text, as ``Score`` has it.
     """
     if part.first <= 0 and part.last >= 1 and part.count == 1:
         return [(0, 0)]
+    text = question.text
+    own = list(question.own(0, len(text)))
     shares = [part.first + (part.last - part.first) * n / part.count for n in range(part.count + 1)]
-    edges = [_edge(text, round(len(text) * share)) for share in shares]
-    return [(first, last) for first, last in itertools.pairwise(edges) if last > first]
+    edges = [_edge(text, _place(text, own, share)) for share in shares]
+    return [
+        (first, last)
+        for first, last in itertools.pairwise(edges)
+        if any(text[a:b].strip() for a, b in question.own(first, last))
+    ]
+
+
+def _place(text: str, own: Sequence[tuple[int, int]], share: float) -> int:
+    """Before which character that share of what is to be scored lies."""
+    if share >= 1:
+        return len(text)
+    left = round(share * sum(end - start for start, end in own))
+    for start, end in own:
+        if left < end - start:
+            return start + left
+        left -= end - start
+    return len(text)
 
 
 def _edge(text: str, at: int) -> int:

@@ -1,4 +1,4 @@
-"""What smart prefill made of one prompt, as everybody is told: headers, bodies, traces. Data only."""
+"""What smart prefill made of one prompt, as everybody is told: headers, bodies, traces."""
 
 from __future__ import annotations
 
@@ -27,12 +27,21 @@ Code = Literal[
 SKIPS = frozenset(get_args(Code)) - {""}
 
 
+class Skip(Exception):
+    """The prompt is read whole; ``code`` is a ``Code``."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason
+
+
 class Smartened(msgspec.Struct, frozen=True, omit_defaults=True):
     """``form`` "" says that the prompt is read whole: then ``code`` and ``reason`` say why.
 
-    Tokens are counted by the compressor. ``nodes``: the machines that scored, "this" is the one asked.
-    ``score_s``: from the request to the selection. ``scored_tokens``: what compressors read, with what is put
-    around segments.
+    Tokens are counted by the compressor; a sparse prompt's by the engine, once it has them. ``nodes``: the
+    machines that scored, "this" is the one asked. ``score_s``: from the request to the selection.
+    ``scored_tokens``: what compressors read, with what is put around segments.
     """
 
     form: Form = ""
