@@ -140,6 +140,8 @@ async def _share_in_part(home: EngineProcess, helper: EngineProcess, kind: str, 
     await sharing.begin(kind, hold_after=MIDWAY_BYTES if given_up else None)
     if given_up:
         await sharing.held()
+        # What the relay let through is of use once the worker has read and checked it.
+        await sharing.computed.wait()
         home.alone(request.id, "helper0 left the fleet")
     await sharing.tasks[0]
     told, accepted = sharing.told, await sharing.wait()

@@ -155,6 +155,7 @@ class Sharing:
         self.assists = [Told() for _ in helpers]
         self.relays: list[Relay] = []
         self.accepted = asyncio.Event()
+        self.computed = asyncio.Event()
         self.decoding = asyncio.Event()
         self.tasks = [asyncio.create_task(self._ask())]
 
@@ -162,10 +163,16 @@ class Sharing:
         try:
             async for event in self.home.stream(self.request):
                 self.told.events.append(event)
-                if isinstance(event, Accepted):
-                    self.accepted.set()
-                elif not isinstance(event, Prefill | Shared):
-                    self.decoding.set()
+                match event:
+                    case Accepted():
+                        self.accepted.set()
+                    case Prefill():
+                        if event.done > event.cached:
+                            self.computed.set()
+                    case Shared():
+                        pass
+                    case _:
+                        self.decoding.set()
         except FleetError as error:
             self.told.error = error
 
