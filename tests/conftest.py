@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import uvloop
+from hypothesis import HealthCheck, settings
 
 from fleetd.engine import cpu
 
@@ -22,6 +23,10 @@ from fleetd.models.store import ModelStore  # noqa: E402
 # A shell starts background jobs with SIGINT ignored, and that is inherited by every program the tests start;
 # those that get Ctrl-C must not depend on how the tests were started.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How long an example takes says more of what else the machine does than of the code.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Any]:

@@ -181,7 +181,7 @@ def test_any_json_is_a_body_or_a_typed_refusal() -> None:
         lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     )
 
-    @settings(max_examples=300, deadline=None)
+    @settings(max_examples=300)
     @given(st.dictionaries(st.sampled_from(names) | st.text(max_size=12), values, max_size=5))
     def check(body: dict[str, Any]) -> None:
         try:

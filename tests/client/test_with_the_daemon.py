@@ -34,7 +34,12 @@ def home(
         process = subprocess.Popen(
             [sys.executable, "-m", "fleetd", "run", "--home", str(home), "--http", "127.0.0.1:0"],
             cwd=REPO,
-            env={**clean, "FLEETD_MODELS_DIR": str(models_dir)},
+            env={
+                **clean,
+                "FLEETD_MODELS_DIR": str(models_dir),
+                "FLEETD_FLEET_LISTEN": "127.0.0.1:0",
+                "FLEETD_FLEET_MDNS": "off",
+            },
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

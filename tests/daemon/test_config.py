@@ -185,7 +185,7 @@ _LINES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(_LINES, max_size=6))
 def test_no_file_breaks_the_loader(lines: list[str]) -> None:
     """Any text is either a configuration that keeps its promises, or a ConfigError."""

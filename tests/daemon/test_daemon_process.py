@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 START_S = 20.0  # a loaded CI machine; the figure itself is checked apart
@@ -159,20 +158,6 @@ def test_tcp_wants_the_token_of_the_file(daemon: Daemon) -> None:
     assert models() == 401
     assert models(Authorization="Bearer wrong") == 401
     assert models(Authorization=f"Bearer {token}") == 200
-
-
-def test_it_is_ready_within_a_second_of_work_and_80_mb(home: Path) -> None:
-    """Of a core's time: how long people wait is measured where nothing else runs, by `make bench`."""
-    best_s, best_mb = 99.0, 999.0
-    for _ in range(3):  # the best of three: other work on the machine must not fail this
-        daemon = Daemon(home, "--http", "127.0.0.1:0").started()
-        process = psutil.Process(daemon.process.pid)
-        used = process.cpu_times()
-        best_s = min(best_s, used.user + used.system)
-        best_mb = min(best_mb, process.memory_info().rss / 1e6)
-        assert daemon.stop() == 0
-    assert best_s <= 1.0
-    assert best_mb <= 80
 
 
 def test_nothing_heavy_is_imported() -> None:

@@ -160,7 +160,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(steps)
 def test_any_order_of_steps_matches_the_model(script: list[Step]) -> None:
     """Closings of reserved, unreserved and closed rows, with crashes in between."""

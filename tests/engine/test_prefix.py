@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 import tiny_models
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
@@ -31,7 +31,6 @@ def held(cache: list[Any]) -> list[int]:
     return tokens
 
 
-@settings(deadline=None)
 @given(st.lists(FEW, max_size=8), FEW)
 def test_finds_the_longest_beginning_and_exactly_its_numbers(
     stored: list[list[int]], prompt: list[int]

@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd.engine.protocol import Sampling
@@ -104,7 +104,6 @@ def test_the_narrowest_settings_are_greedy(fields: dict[str, float]) -> None:
     assert set(draw(40, **fields)) == {0}
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.floats(-50, 50, width=32), min_size=4, max_size=12),
     st.floats(0.01, 5),

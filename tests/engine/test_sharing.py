@@ -95,7 +95,7 @@ def llama() -> Any:
     return tiny("llama")
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(split=splits(), tick=st.sampled_from([0.0, 1.0]), data=st.data())
 def test_random_splits_in_any_order_of_turns(
     llama: Any, split: Split, tick: float, data: st.DataObject

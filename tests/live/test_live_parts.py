@@ -20,7 +20,7 @@ NAME = "random"
 LAYERS = 8
 LOAD_S = 60.0
 # Characters, and so many tokens.
-LENGTH = 1600
+LENGTH = 3000
 
 
 @pytest.fixture
@@ -50,10 +50,9 @@ def ask(daemon: LiveDaemon, text: str, **fields: Any) -> tuple[str, dict[str, An
 
 
 def part(fleet: LiveFleet) -> tuple[int, int]:
-    """The layers that beta says it has, as alpha sees it."""
+    """The layers that beta says it has, as alpha sees it; none while it tries whether it has room for all."""
     (seen,) = [found for found in fleet.peers("alpha")["beta"]["models"] if found["name"] == NAME]
-    assert seen["state"] == "installed"
-    return seen["part_first"], seen["part_last"]
+    return (seen["part_first"], seen["part_last"]) if seen["state"] == "installed" else (0, 0)
 
 
 def trace_of(daemon: LiveDaemon, request_id: str) -> dict[str, Any]:

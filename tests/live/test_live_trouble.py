@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import itertools
 import json
@@ -14,7 +15,7 @@ from typing import Any
 
 import openai
 import pytest
-from live_daemon import STOP_S, LiveDaemon, text_of, until
+from live_daemon import STOP_S, LiveDaemon, frozen, text_of, until
 
 pytestmark = pytest.mark.model
 
@@ -155,16 +156,17 @@ def test_sigterm_lets_answers_finish_and_refuses_new_ones(make_daemon: Callable[
     address, key = daemon.address, daemon.key
     with daemon.stream("chain", "<count>", max_tokens=1500) as events:
         began = list(itertools.islice(filter(text_of, events), 2))
-        daemon.process.send_signal(signal.SIGTERM)
-        until(lambda: daemon.status()["draining"])
-        body = json.dumps({"model": "chain", "messages": [{"role": "user", "content": "<hello>"}]})
-        late = http.client.HTTPConnection(*address, timeout=30)
-        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        late.request("POST", "/v1/chat/completions", body, headers)
-        with late.getresponse() as refusal:
-            assert refusal.status == 503
-            assert json.load(refusal)["error"]["code"] == "draining"
-        late.close()
+        # However fast the model is: the answer does not end before the other request is refused.
+        with frozen(daemon.engine_pid("chain")):
+            daemon.process.send_signal(signal.SIGTERM)
+            until(lambda: daemon.status()["draining"])
+            body = json.dumps({"model": "chain", "messages": [{"role": "user", "content": "<hello>"}]})
+            headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+            with contextlib.closing(http.client.HTTPConnection(*address, timeout=30)) as late:
+                late.request("POST", "/v1/chat/completions", body, headers)
+                with late.getresponse() as refusal:
+                    assert refusal.status == 503
+                    assert json.load(refusal)["error"]["code"] == "draining"
         rest = list(events)
     assert counted([*began, *rest]) == [*range(1, 151)] * 10
     assert rest[-1]["choices"][0]["finish_reason"] == "length"

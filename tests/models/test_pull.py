@@ -251,13 +251,13 @@ async def test_pull_of_a_model_in_the_hub_cache_does_nothing(store: ModelStore, 
 async def test_process_that_falls_silent_or_speaks_nonsense_is_ended(
     store: ModelStore, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(limits, "PULL_SILENCE_S", 0.2)
     script = tmp_path / "python"
-    for line, match in (
-        ("sleep 60", "said nothing"),
-        ("echo nonsense", "nonsense"),
-        ("exit 3", "exit status 3"),
+    for line, match, silence_s in (
+        ("sleep 60", "said nothing", 0.2),
+        ("echo nonsense", "nonsense", 20.0),
+        ("exit 3", "exit status 3", 20.0),
     ):
+        monkeypatch.setattr(limits, "PULL_SILENCE_S", silence_s)
         script.write_text(f"#!/bin/sh\n{line}\n")
         script.chmod(0o700)
         monkeypatch.setattr(sys, "executable", str(script))

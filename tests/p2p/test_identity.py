@@ -204,7 +204,7 @@ def test_the_size_of_a_certificate_is_bounded() -> None:
 
 # A negative serial number is warned of today and refused in a later release; it is refused here either way.
 @pytest.mark.filterwarnings("ignore::cryptography.utils.CryptographyDeprecationWarning")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.integers(0, len(machine(0).certificate) * 8 - 1))
 def test_a_flipped_bit_anywhere_in_a_certificate_is_refused(bit: int) -> None:
     damaged = bytearray(machine(0).certificate)
@@ -213,7 +213,7 @@ def test_a_flipped_bit_anywhere_in_a_certificate_is_refused(bit: int) -> None:
         keys.public_key_of(bytes(damaged))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.binary(max_size=limits.CERTIFICATE_BYTES + 8), st.integers(0, 400), st.integers(0, 400))
 def test_only_a_refusal_escapes_for_garbage(noise: bytes, start: int, end: int) -> None:
     real = machine(0).certificate

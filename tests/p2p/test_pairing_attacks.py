@@ -250,7 +250,7 @@ FRAMES = len(pair().wire)
 
 
 @pytest.mark.parametrize("number", range(FRAMES))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 @given(where=st.floats(0, 1, exclude_max=True))
 def test_flipped_bit_in_any_message_ends_the_pairing(number: int, where: float) -> None:
     flipped_at(number, where)
@@ -427,7 +427,7 @@ good_hello = st.just(joiner(me=M).data_to_send())
 shapes = st.one_of(raw, framed, messages, st.tuples(good_hello, messages).map(b"".join))
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(shapes, st.booleans())
 def test_only_pairing_failed_escapes(data: bytes, inviting: bool) -> None:
     fuzzed(inviter(window()) if inviting else joiner(), data)
@@ -445,7 +445,7 @@ def sealed_by_joiner(met: Pair, body: bytes) -> list[Event]:
     return met.inviting.receive(frame, NOW)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.one_of(st.binary(max_size=120), others.map(pairing_wire.encode), hellos.map(pairing_wire.encode)))
 def test_only_pairing_failed_escapes_after_the_code_was_accepted(noise: bytes) -> None:
     """The other side has the code, and is malicious: what it seals is anything."""
@@ -455,7 +455,7 @@ def test_only_pairing_failed_escapes_after_the_code_was_accepted(noise: bytes) -
 
 
 @pytest.mark.long
-@settings(max_examples=10_000, deadline=None)
+@settings(max_examples=10_000)
 @given(shapes, st.booleans())
 def test_only_pairing_failed_escapes_for_long(data: bytes, inviting: bool) -> None:
     fuzzed(inviter(window()) if inviting else joiner(), data)

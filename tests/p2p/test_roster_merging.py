@@ -34,7 +34,7 @@ def batches(records: Sequence[Record], cuts: Iterable[int]) -> list[Sequence[Rec
     return [records[start:end] for start, end in itertools.pairwise(edges)]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(any_record, max_size=14), st.data())
 def test_any_order_repetition_and_batching_ends_in_the_same_records(
     records: list[Record], data: st.DataObject
@@ -57,7 +57,7 @@ def test_any_order_repetition_and_batching_ends_in_the_same_records(
     assert Roster(A, reversed(straight.records())).members == straight.members
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(any_record, max_size=14), st.data())
 def test_machines_that_tell_each_other_everything_hold_the_same_records(
     records: list[Record], data: st.DataObject
@@ -205,6 +205,6 @@ class ApartMachine(RuleBasedStateMachine):
 
 
 TestTogether = TogetherMachine.TestCase
-TestTogether.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestTogether.settings = settings(max_examples=40, stateful_step_count=20)
 TestApart = ApartMachine.TestCase
-TestApart.settings = settings(max_examples=40, stateful_step_count=20, deadline=None)
+TestApart.settings = settings(max_examples=40, stateful_step_count=20)

@@ -185,13 +185,13 @@ class TwoSessions(RuleBasedStateMachine):
 
 
 TestTwoSessions = TwoSessions.TestCase
-TestTwoSessions.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTwoSessions.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.mark.long
 def test_two_sessions_for_long() -> None:
     class Longer(TwoSessions.TestCase):  # type: ignore[name-defined, misc]
-        settings = settings(max_examples=2000, stateful_step_count=80, deadline=None)
+        settings = settings(max_examples=2000, stateful_step_count=80)
 
     Longer("runTest").runTest()
 

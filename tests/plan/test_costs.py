@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd.plan.costs import MEASURED_TOKENS, Link, Speed, modelled
@@ -13,7 +13,6 @@ from fleetd.plan.split import chunks
 speeds = st.builds(Speed, st.floats(1e-6, 1.0), st.just(0.0) | st.floats(1e-10, 1e-3), st.floats(0, 1.0))
 
 
-@settings(deadline=None)
 @given(speeds, st.floats(0.01, 1), st.integers(0, 10**5), st.integers(1, 10**4), st.integers(1, 4096))
 def test_chunks_add_up_to_the_whole(speed: Speed, share: float, start: int, count: int, chunk: int) -> None:
     tokens = range(start, start + count)
@@ -33,7 +32,6 @@ def test_context_is_what_each_token_sees() -> None:
     assert speed.total(1.0, range(200, 300), 32) == pytest.approx(each)
 
 
-@settings(deadline=None)
 @given(speeds, st.floats(0, 1e5), st.floats(1e-3, 1e4), st.integers(1, 4096))
 def test_fitting_is_the_inverse_of_total(speed: Speed, start: float, seconds: float, chunk: int) -> None:
     count = speed.fitting(start, seconds, chunk)
@@ -41,7 +39,6 @@ def test_fitting_is_the_inverse_of_total(speed: Speed, start: float, seconds: fl
     assert took == pytest.approx(seconds, rel=1e-6)
 
 
-@settings(deadline=None)
 @given(st.floats(1, 1e5), st.floats(0, 1e-6), st.floats(0, 1e-3))
 def test_a_measured_chunk_takes_what_was_measured(tok_s: float, context_s: float, fixed_s: float) -> None:
     speed = Speed.measured(tok_s, context_s, fixed_s)
@@ -50,7 +47,6 @@ def test_a_measured_chunk_takes_what_was_measured(tok_s: float, context_s: float
         assert speed.seconds(1.0, 0, MEASURED_TOKENS) == pytest.approx(MEASURED_TOKENS / tok_s)
 
 
-@settings(deadline=None)
 @given(st.floats(0, 1e12), st.floats(0, 1e12), st.floats(0, 1e12))
 def test_whatever_a_card_claims_prices_are_positive_and_finite(a: float, b: float, c: float) -> None:
     speed = Speed.measured(a, b, c)

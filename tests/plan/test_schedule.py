@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd.plan.costs import Link, Speed
@@ -158,7 +158,6 @@ def cases(draw: st.DrawFn, kind: str) -> tuple[Prompt, Split, list[Place], Speed
 
 
 @pytest.mark.parametrize("kind", ["layers", "tokens"])
-@settings(deadline=None)
 @given(st.data())
 def test_the_price_is_what_the_schedule_takes(kind: str, data: st.DataObject) -> None:
     case = data.draw(cases(kind))

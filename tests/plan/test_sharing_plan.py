@@ -211,7 +211,7 @@ def holders(draw: st.DrawFn, layers: int) -> list[Machine]:
     return found
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(prompts(), speeds, helpers())
 def test_the_chosen_way_is_never_slower_and_every_way_is_valid(
     prompt: Prompt, speed: Speed, others: list[Machine]
@@ -244,7 +244,7 @@ def test_the_chosen_way_is_never_slower_and_every_way_is_valid(
     assert len(explain(choice)) >= len(found)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(prompts(), speeds, helpers())
 def test_what_does_not_fit_is_not_offered(prompt: Prompt, speed: Speed, others: list[Machine]) -> None:
     room = {machine.node_id: machine for machine in others}
@@ -258,7 +258,7 @@ def test_what_does_not_fit_is_not_offered(prompt: Prompt, speed: Speed, others: 
             assert rows + weights <= machine.room_bytes * 1.0001
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(prompts(), speeds, st.data())
 def test_nobody_is_given_layers_that_it_does_not_have(
     prompt: Prompt, speed: Speed, data: st.DataObject
@@ -276,7 +276,7 @@ def test_nobody_is_given_layers_that_it_does_not_have(
     assert all(option.reason for option in choose(found).rejected)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(prompts(), speeds, helpers(), st.randoms(use_true_random=False))
 def test_equal_questions_have_equal_answers(
     prompt: Prompt, speed: Speed, others: list[Machine], random: Any
@@ -286,7 +286,7 @@ def test_equal_questions_have_equal_answers(
     assert options(prompt, home, others) == options(prompt, home, shuffled)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(prompts(), speeds, helpers())
 def test_one_helper_more_never_makes_it_slower(prompt: Prompt, speed: Speed, others: list[Machine]) -> None:
     home = replace(HOME, speed=speed)
@@ -295,7 +295,7 @@ def test_one_helper_more_never_makes_it_slower(prompt: Prompt, speed: Speed, oth
     assert more.predicted_s <= fewer.predicted_s * (1 + 1e-9)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(prompts(), speeds, helpers(at_most=2), st.floats(1, 1000), st.floats(0, 1))
 def test_a_faster_link_never_makes_it_slower(
     prompt: Prompt, speed: Speed, others: list[Machine], wider: float, nearer: float

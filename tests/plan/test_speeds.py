@@ -110,7 +110,7 @@ def test_a_run_as_expected_changes_nothing_however_long_its_context() -> None:
     assert speed.prefill_context_s == pytest.approx(1.2e-6)
 
 
-@settings(deadline=None, max_examples=30)
+@settings(max_examples=30)
 @given(st.floats(0.3, 3), st.floats(0.3, 3))
 def test_context_and_the_rest_are_told_apart_by_prompts_of_different_lengths(a: float, b: float) -> None:
     truth = Speed(300.0, 25.0, 1e-6, 0.02)

@@ -5,7 +5,7 @@ import random
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from smart_texts import brace_code, haystack, prose, python_code, records, table
 
@@ -45,7 +45,6 @@ def test_a_gap_in_code_is_indented_as_the_code() -> None:
     assert said.splitlines()[3].startswith("    [... ")
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.05, 0.2, 0.5, 0.9]))
 def test_elided_json_can_be_parsed(seed: int, share: float) -> None:
     chance = random.Random(seed)
@@ -68,7 +67,6 @@ def _is_part(row: dict[str, object], original: dict[str, object]) -> bool:
     return all(MARK.search(key) or key == "tags" or original.get(key) == value for key, value in row.items())
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.05, 0.3, 0.7]))
 def test_fences_tables_and_lines_survive_any_selection(seed: int, share: float) -> None:
     text = "\n\n".join(
@@ -97,7 +95,6 @@ def test_fences_tables_and_lines_survive_any_selection(seed: int, share: float) 
     assert fenced.count("{") == fenced.count("}")
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.sampled_from([0.1, 0.5]))
 def test_what_is_said_besides_markers_stands_in_the_text_in_this_order(seed: int, share: float) -> None:
     text = haystack(seed, 6) + "\n\n" + python_code(3)

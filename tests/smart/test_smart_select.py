@@ -46,7 +46,7 @@ MESSAGES = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     MESSAGES,
     st.sampled_from([0.0, 0.05, 0.1, 0.25, 0.5, 0.9]),

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from smart_texts import allman_code, brace_code, prose, python_code, records, table
 
@@ -43,7 +43,6 @@ def with_frames(found: list[Unit], unit: Unit) -> list[Unit]:
     return [found[i] for i in sorted({*unit.frames, found.index(unit)})]
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.sampled_from(MIXED) | st.text(max_size=200), max_size=6),
     st.sampled_from(["\n", "\n\n", ""]),
