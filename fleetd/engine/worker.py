@@ -20,7 +20,9 @@ import socket
 import sys
 import threading
 import traceback
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -37,6 +39,7 @@ from fleetd.engine.protocol import (
     Follow,
     Generate,
     LoadFailed,
+    Ready,
     Remember,
     Report,
     Score,
@@ -82,15 +85,26 @@ class Link:
         except OSError:
             return b""
 
-    def watch(self, loaded: threading.Event) -> None:
-        """End the process if the daemon goes, or tells it to, before the model is loaded.
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Meanwhile, which is while a model is loaded, the process ends if the daemon goes or tells it to.
 
         Nothing else is sent to a worker that is not ready, so any byte before then is a Shutdown.
         """
-        while not loaded.is_set():
-            readable, _, _ = select.select([self._socket], [], [], 0.1)
-            if readable and not loaded.is_set():
-                os._exit(EXIT_ORPHANED)
+        over, ours = socket.socketpair()
+        watch = threading.Thread(target=self._watch, args=(over,), name="watch", daemon=True)
+        with over:
+            watch.start()
+            try:
+                with ours:
+                    yield
+            finally:
+                watch.join()
+
+    def _watch(self, over: socket.socket) -> None:
+        readable, _, _ = select.select([self._socket, over], [], [])
+        if over not in readable:
+            os._exit(EXIT_ORPHANED)
 
     def _write(self) -> None:
         while (report := self._out.get()) is not None:
@@ -205,7 +219,8 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = Link(arguments.fd)
     try:
-        compute, loaded = _start(settings, link, socket.socket(fileno=arguments.streams_fd))
+        with link.watched():
+            compute, loaded, facts = _start(settings, link, socket.socket(fileno=arguments.streams_fd))
     except FleetError as error:
         link.send(LoadFailed(error.code, error.message, error.hint))
         link.flush()
@@ -221,6 +236,7 @@ def main() -> int:
         return EXIT_LOAD_FAILED
     front = Front(link, compute, loaded)
     threading.Thread(target=front.read, args=(protocol.commands(),), name="reader", daemon=True).start()
+    link.send(facts)
     try:
         compute.run()
     except Exception:
@@ -233,8 +249,8 @@ def main() -> int:
 
 def _start(
     settings: WorkerSettings, link: Link, channel: socket.socket
-) -> tuple[Scheduler | HelperLoop, Loaded | None]:
-    """Everything up to Ready. The heavy imports are here so that a refusal to start is quick."""
+) -> tuple[Scheduler | HelperLoop, Loaded | None, Ready]:
+    """Everything up to Ready, and that. The heavy imports are here so that a refusal to start is quick."""
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
         os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)
@@ -256,8 +272,6 @@ def _start(
     device = loading.pick_device(settings.device)
     if device == "cpu":
         cpu.install()
-    ready = threading.Event()
-    threading.Thread(target=link.watch, args=(ready,), name="watch", daemon=True).start()
     inbox = Inbox()
     streams, drafts = Streams(inbox.wake), Streams(inbox.wake, eager=True)
     compute: Scheduler | HelperLoop
@@ -294,14 +308,12 @@ def _start(
             drafts=drafts,
             profile=loaded.profile,
         )
-    ready.set()
 
     def put(tag: StreamTag, sock: socket.socket) -> None:
         (drafts if tag.name == DRAFTS else streams).put(tag, sock)
 
     threading.Thread(target=take_all, args=(channel, put), name="channel", daemon=True).start()
-    link.send(facts)
-    return compute, loaded
+    return compute, loaded, facts
 
 
 def _speculation(settings: WorkerSettings, loaded: Loaded) -> Speculation:

@@ -46,7 +46,10 @@ async def test_an_answer_from_elsewhere_says_so(stream: bool) -> None:
     assert (plan, exactness) == ("remote; nodes=studio", "plan")
 
 
-async def test_a_plan_that_takes_longer_than_the_headers_grace_is_waited_for() -> None:
+async def test_a_plan_that_takes_longer_than_the_headers_grace_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "HEADERS_PLAN_S", 20.0)
     plan, exactness, _ = await asked(Planner((3 * limits.HEADERS_GRACE_S, REMOTE)), stream=True)
     assert (plan, exactness) == ("remote; nodes=studio", "plan")
 

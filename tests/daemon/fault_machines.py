@@ -68,7 +68,7 @@ from fleetd.plan.route import USABLE
 from fleetd.plan.sharing import Choice, Option
 
 # Where no time is to be lost: until who stands still is given up, and until an agreement is.
-LATE_S, DECIDE_S = 0.4, 0.5
+LATE_S, DECIDE_S = 3.0, 3.0
 # So long that whoever waits for it, instead of hearing that somebody is gone, is found out.
 SETUP_S = 30.0
 # A plan's figure that lets nobody be late.

@@ -128,8 +128,6 @@ class Machine:
         if self.engine.pid not in self.baseline:
             await self.alone(request("warm", 10, -1))
             await settled(self.idle, f"{self.name} has just answered alone")
-            # A thread that watched while it loaded ends within a tenth of a second.
-            await asyncio.sleep(0.15)
             self.baseline[self.engine.pid or 0] = resources(self.engine)
 
     def idle(self) -> bool:

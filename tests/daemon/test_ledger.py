@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from fleetd import limits
 from fleetd.engine.protocol import Timings, Usage
 from fleetd.ledger import Ledger, Reservation, UsageTotals
-from fleetd.store import Store
+from fleetd.store import Store, StoreUnavailable
 
 NOON_S = 1_790_000_000.0
 DAY_S = 86_400.0
@@ -121,6 +121,9 @@ async def test_a_full_disk_costs_one_line_a_minute_and_no_answer(tmp_path: Path)
         assert [line["event"] for line in logs] == ["ledger.degraded"]
         clock_s[0] = limits.REPEAT_LOG_S
         await ledger.reserve(row("later"))
+        # Nobody waits long for a reservation; calls keep their order.
+        with pytest.raises(StoreUnavailable):
+            raw(store)
         assert len(logs) == 2
     (tmp_path / "missing").mkdir()  # the disk is back: the whole row comes with the settlement
     ledger.settle(row("later"), USED, TOOK, "stop")

@@ -399,7 +399,7 @@ async def test_scoring_that_takes_too_long_is_given_up(home: Any, monkeypatch: p
 async def test_choices_wait_once_for_scoring_that_takes_too_long(
     home: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits, "SMART_SCORE_S", 0.5)
+    monkeypatch.setattr(limits, "SMART_SCORE_S", 2.0)
     this = home(trouble=[asyncio.Event()])
     told = await asyncio.gather(*(this.told(chat(request_id=f"r{n}")) for n in range(4)))
     assert [each.code for each in told] == ["timeout"] * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -251,6 +252,9 @@ async def test_a_loaded_model_tells_its_speeds_and_nothing_is_left_of_the_measur
     pool: EnginePool, chain: ModelFolder
 ) -> None:
     await run(pool, chain, ask("<hello>"))
+    async with asyncio.timeout(20):
+        while not pool.status()[0].prefix_queries:  # noqa: ASYNC110 — told with its next beat
+            await asyncio.sleep(0.01)
     (status,) = pool.status()
     assert status.prefill_tok_s > 0
     assert status.decode_tok_s > 0

@@ -139,13 +139,15 @@ def test_a_worker_whose_daemon_goes_while_it_loads_ends(ends: Ends, goodbye: boo
         ends.daemon.sendall(protocol.encode(protocol.Shutdown()))
     else:
         ends.daemon.shutdown(socket.SHUT_RDWR)
-    with pytest.raises(Exited):
-        ends.link.watch(threading.Event())
+    over, ours = socket.socketpair()
+    with over, ours, pytest.raises(Exited):
+        ends.link._watch(over)
 
 
 def test_a_loaded_worker_leaves_its_commands_to_the_reader(ends: Ends) -> None:
-    loaded = threading.Event()
-    loaded.set()
+    before = threading.active_count()
+    with ends.link.watched():
+        assert threading.active_count() == before + 1
+    assert threading.active_count() == before
     ends.daemon.sendall(protocol.encode(Cancel("r")))
-    ends.link.watch(loaded)
     assert ends.link.receive() == protocol.encode(Cancel("r"))

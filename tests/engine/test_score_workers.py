@@ -102,6 +102,7 @@ async def test_one_familys_scores_choose_another_familys_tokens(
     ]
     document = Document.of_messages(messages)
     some = Profile([(2, 0), (5, 3)], 6)
+    await pool.load(embedded_model)
     (last,) = [
         event
         for event in await scored(

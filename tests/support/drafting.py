@@ -160,7 +160,13 @@ async def drafted_by_hand(
             if isinstance(event, Accepted):
                 await home.give_stream(StreamTag(request.id, DRAFTS, key, "connector"), near_far[0])
                 if event.waits:
-                    await settle(lambda: task.done() or (drafter.drafted > 0 and not drafter.ready))
+                    # Not only made, but sent.
+                    await settle(
+                        lambda: (
+                            task.done()
+                            or (drafter.drafted > 0 and not drafter.ready and drafter._pipe.backlog == 0)
+                        )
+                    )
                     home.alone(request.id)
         done, _ = await asyncio.wait({task}, timeout=20)
         return told, task.result() if done else None

@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,7 @@ class Nursery:
 
     def __init__(self, log: Path, **limits: float) -> None:
         self._ours, theirs = socket.socketpair()
+        self._one_at_a_time = threading.Lock()
         with theirs, log.open("ab") as stderr:
             arguments = [sys.executable, __file__, str(theirs.fileno()), json.dumps(limits)]
             self._process = subprocess.Popen(
@@ -77,8 +79,9 @@ class Nursery:
         where = {str(fd): number for number, fd in enumerate(fds)}
         # The child has its own numbers for them.
         arguments: list[str | int] = [where.get(word, word) for word in command]
-        socket.send_fds(self._ours, [json.dumps(arguments).encode()], fds)
-        return int.from_bytes(self._ours.recv(4), "big")
+        with self._one_at_a_time:
+            socket.send_fds(self._ours, [json.dumps(arguments).encode()], fds)
+            return int.from_bytes(self._ours.recv(4), "big")
 
     def close(self) -> None:
         self._ours.close()
