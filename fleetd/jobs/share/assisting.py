@@ -19,7 +19,7 @@ from fleetd.engine.protocol import Accepted, Arithmetic, Assist, Assisted, Event
 from fleetd.errors import EngineDied, FleetError, Overloaded, PeerLost, ProtocolError
 from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.remote import Stream, own_id
-from fleetd.jobs.served import Host, Served
+from fleetd.jobs.served import Host, Served, Visit
 from fleetd.jobs.share import wire
 from fleetd.jobs.share.compat import checked_split, compare
 from fleetd.jobs.together import beating, together
@@ -76,10 +76,10 @@ class Assists:
     async def assist(self, peer: str, body: bytes, stream: Stream) -> None:
         """Compute one part of a prompt. Raises FleetError: what the other side is told."""
         ask = wire.decode(body, wire.Ask)
-        with self._served.visit(peer, ask.id):
-            await self._assist(ask, stream)
+        with self._served.visit(peer, ask.id) as visit:
+            await self._assist(ask, stream, visit)
 
-    async def _assist(self, ask: wire.Ask, stream: Stream) -> None:
+    async def _assist(self, ask: wire.Ask, stream: Stream, visit: Visit) -> None:
         folder = await self._host.holding(ask.model, ask.digest)
         split, place = ask.split, ask.place
         # Before an engine is asked for, whose own figures are checked below: these must make sense at all.
@@ -99,7 +99,7 @@ class Assists:
                     raise EngineDied(f"The engine for {folder.name} did not take the work.")
                 # An engine that ends before it has its streams must not leave others waiting for them.
                 await together(
-                    self._meet(ask, job, engine, facts.arithmetic, stream), _finish(events, stream)
+                    self._meet(ask, job, engine, facts.arithmetic, stream), _finish(events, stream, visit)
                 )
 
     async def _meet(
@@ -189,12 +189,13 @@ async def _go(stream: Stream) -> wire.Go:
     return wire.decode(body, wire.Go)
 
 
-async def _finish(events: AsyncGenerator[Event, None], stream: Stream) -> None:
+async def _finish(events: AsyncGenerator[Event, None], stream: Stream, visit: Visit) -> None:
     async with aclosing(beating(events, limits.JOB_ALIVE_S)) as beats:
         async for event in beats:
             if event is None:
                 stream.send(ALIVE)
             elif isinstance(event, Assisted):
                 stream.send(wire.encode(wire.Done(event.steps[: limits.SHARE_STEPS])))
+                visit.done = True
                 return
     raise EngineDied("The engine ended its part without finishing it.")
