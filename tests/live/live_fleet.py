@@ -246,10 +246,18 @@ class Heard:
     def plan(self) -> str:
         """The first, once there is one."""
         while not self.plans():
-            line = self._line()
-            assert line, "it ended without a plan"
-            self._unread.append(line)
+            assert self._more(), "it ended without a plan"
         return self.plans()[0]
+
+    def shared_with(self) -> str:
+        """The machine that helps the one that answers, once both have agreed; "" if none does."""
+        while True:
+            for plan in self.plans()[-1:]:
+                match plan.partition(":")[0].partition("nodes=")[2].split(","):
+                    case [helper, "this"] | [_, helper]:
+                        return helper
+            if not self._more():
+                return ""
 
     def events(self) -> Iterator[dict[str, Any]]:
         for line in iter(lambda: self._unread.popleft() if self._unread else self._line(), b""):
@@ -257,6 +265,12 @@ class Heard:
                 return
             if line.startswith(b"data: "):
                 yield json.loads(line.removeprefix(b"data: "))
+
+    def _more(self) -> bool:
+        """Reads on, and keeps what is not about plans."""
+        line = self._line()
+        self._unread.append(line)
+        return bool(line)
 
     def _line(self) -> bytes:
         line = self.response.readline()
