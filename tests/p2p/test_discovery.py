@@ -9,7 +9,6 @@ import random
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -511,6 +510,18 @@ def sender() -> Iterator[socket.socket]:
         yield sock
 
 
+class Counting:
+    """In front of zeroconf's listener: the bytes that it gets."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.bytes = 0
+
+    def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+        self.bytes += len(data)
+        self._inner.datagram_received(data, addr)
+
+
 async def flood(seconds: float, records_per_s: int) -> None:
     """Spoofed announcements, four records each, to the real port of a running machine."""
     victim, member = Machine("victim"), Machine("member")
@@ -519,28 +530,26 @@ async def flood(seconds: float, records_per_s: int) -> None:
     packets = [packet(new_id(), hosts=(f"10.0.{n >> 8}.{n & 255}",)) for n in range(int(records_per_s / 2))]
     async with running(victim), running(member):
         await victim.meets(member)
+        parser = victim.gate._inner = Counting(victim.gate._inner)
         before, began, sent = process.memory_info().rss, loop.time(), 0
-        # Of this thread's own time: on a busy machine its turns come late whatever it does.
-        held_s: list[float] = []
         with sender() as sock:
             while (elapsed := loop.time() - began) < seconds:
                 while sent * 4 < elapsed * records_per_s:
                     sock.sendto(packets[sent % len(packets)], GROUP)
                     sent += 1
-                asked = time.thread_time()
                 await asyncio.sleep(0.002)
-                held_s.append(time.thread_time() - asked)
-        held_s.sort()
         grown = process.memory_info().rss - before
         assert grown < 20e6, f"{grown / 1e6:.1f} MB"
-        assert held_s[int(0.99 * len(held_s))] < 0.05
+        # What is looked into at all is bounded, and with it what a flood can take of the loop's time.
+        most = limits.MDNS_BURST_BYTES + (loop.time() - began) * limits.MDNS_BYTES_PER_S
+        assert 0 < parser.bytes <= most
         assert member.node_id in victim.discovery.seen
         assert len(victim.discovery.seen) <= limits.SIGHTINGS
         assert len(victim.heard) <= limits.SIGHTINGS_AT_ONCE + (seconds + 2) * limits.SIGHTINGS_PER_S
 
 
 @pytest.mark.one_loop
-async def test_a_flood_of_spoofed_announcements_neither_fills_the_memory_nor_starves_the_loop() -> None:
+async def test_a_flood_of_spoofed_announcements_fills_no_memory_and_is_hardly_parsed() -> None:
     await flood(2.0, 8_000)
 
 

@@ -21,7 +21,7 @@ async def test_a_way_is_measured_by_echoes_and_bursts(tmp_path: Path) -> None:
         await introduce(a, b)
         await together([a, b])
         rtt_s, speeds = await ours.measure(b.identity.node_id, ("127.0.0.1", b.port))
-        assert 0 < rtt_s < 0.5
+        assert rtt_s > 0
         assert speeds
         assert all(count > 0 and seconds > 0 for count, seconds in speeds)
         assert speeds[0][0] == probe._BURSTS[0]
