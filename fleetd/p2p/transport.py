@@ -255,9 +255,9 @@ class PeerConnection(asyncio.Protocol):
 
     # ---- the owner's side --------------------------------------------------------------------------------
 
-    def request(self, method: str, body: bytes, *, bulk: bool = False) -> Stream:
+    def request(self, method: str, body: bytes) -> Stream:
         """Begin a request. Raises PeerLost or Overloaded."""
-        number = self._alive().open(method, body, bulk=bulk)
+        number = self._alive().open(method, body)
         stream = self._streams[number] = Stream(self, number)
         self._flush()
         return stream
