@@ -222,7 +222,6 @@ def candidate(
         name=title,
         reach=reach,
         sees_prompts=sees_prompts,
-        tier=machine.tier,
         chip=machine.chip,
         accelerator=machine.accelerator,
         cores=machine.cores,
