@@ -54,7 +54,7 @@ from fleetd.jobs import remote
 from fleetd.jobs.drafts.drafting import Drafting
 from fleetd.jobs.drafts.pasts import Pasts
 from fleetd.jobs.flight import Flight, Gauges
-from fleetd.jobs.job import LOCAL, Job, Planned
+from fleetd.jobs.job import LOCAL, THIS, Job, Planned
 from fleetd.jobs.placing import HERE, Choice, Placing, canonical
 from fleetd.jobs.pulls import Pulls, Source
 from fleetd.jobs.smart.requests import Smart, Target
@@ -159,7 +159,6 @@ class Runner:
         drafting: Drafting | None = None,
         pasts: Pasts | None = None,
         speeds: SpeedBook | None = None,
-        node: str = LOCAL.nodes[0],
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -176,7 +175,6 @@ class Runner:
         self._drafting = drafting
         self._pasts = pasts
         self._speeds = speeds or SpeedBook()
-        self._node = node
         self._monotonic = monotonic
         self._now = now
         self._open = 0
@@ -362,7 +360,7 @@ class Runner:
         return self._named(choice.planned)
 
     def _named(self, planned: Planned) -> str:
-        return self._node if planned.answered_here else planned.nodes[0]
+        return THIS if planned.answered_here else planned.nodes[0]
 
     async def _events(
         self, ref: str, folder: Any | None, request: Generate
@@ -435,7 +433,7 @@ class Runner:
             self._ledger.settle(reservation, usage, timings, reason)
         self._metrics.finished(flight.model, reason, usage, timings, took_s)
         if reason != "cancelled":
-            if reservation is not None and reservation.node == self._node:
+            if reservation is not None and reservation.node == THIS:
                 if flight.finished is not None and flight.finished.speculation is not None:
                     self._metrics.speculated(flight.finished.speculation)
                 self._speeds.ran(

@@ -188,11 +188,6 @@ class PeerConnection(asyncio.Protocol):
         return str(found[0]) if found else ""
 
     @property
-    def local_host(self) -> str:
-        found = self._transport.get_extra_info("sockname") if self._transport else None
-        return str(found[0]) if found else ""
-
-    @property
     def is_attached(self) -> bool:
         """Whether there is, or was, a transport; before that the connection is its maker's to end."""
         return self._transport is not None

@@ -12,7 +12,7 @@ from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime
 from fleetd.errors import Incompatible, ProtocolError
 from fleetd.jobs.share import wire
-from fleetd.jobs.share.compat import checked_split, compare, same_files
+from fleetd.jobs.share.compat import checked_split, compare
 from fleetd.p2p.probe import Invitation
 from fleetd.plan.split import Split
 
@@ -95,14 +95,6 @@ def test_who_knows_whole_prompts_only_says_so_and_takes_them() -> None:
         assert compare(HOME, told, range(4), own_chunks=True)
     told = wire.decode(wire.encode(wire.Offer(HOME, INVITED)), wire.Offer).arithmetic
     assert compare(HOME, told, range(4), own_chunks=True, sparse=True)
-
-
-@pytest.mark.parametrize(("here", "there"), [("a", "b"), ("", ""), ("", "a")])
-def test_other_files_under_one_name_are_refused(here: str, there: str) -> None:
-    with pytest.raises(Incompatible) as caught:
-        same_files("m", here, there)
-    assert caught.value.param == "digest"
-    same_files("m", "a", "a")
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 from fleetd import limits
 from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
-from fleetd.jobs.job import THIS
 from fleetd.jobs.share.views import StepView
 from fleetd.jobs.smart import prompts as smart_prompt
 from fleetd.jobs.smart.bill import Bill, Ledger
@@ -91,28 +90,24 @@ class _Remembered:
 
 
 class Compressing:
-    """``node``: this machine, for the ledger."""
-
     def __init__(
         self,
         scoring: Scoring,
         scorers: Scorers,
         ledger: Ledger,
         *,
-        node: str = THIS,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.scorers = scorers
         self._scoring = scoring
         self._ledger = ledger
-        self._node = node
         self._monotonic = monotonic
         self._now = now
         self._remembered: OrderedDict[bytes, _Remembered] = OrderedDict()
 
     def bill(self, request_id: str) -> Bill:
-        return Bill(self._ledger, request_id, self._node, self._now)
+        return Bill(self._ledger, request_id, self._now)
 
     async def run(self, passage: Passage) -> AsyncGenerator[Loading, None]:
         """Fill in ``passage``; its bill is left open. Raises Skip, FleetError."""
@@ -120,7 +115,9 @@ class Compressing:
         tokens, ratio = passage.tokens, kept_share(passage.policy, passage.tokens)
         price = passage.price(tokens, ratio) if passage.price else None
         target_bytes = price.weights_bytes if price else 0
-        compressor, able = await self.scorers.find(passage.policy, target_bytes, passage.local_only)
+        compressor, able = await self.scorers.find(
+            passage.policy, target_bytes, local_only=passage.local_only
+        )
         passage.compressor = compressor.name
         asked = price.asked if price else Asked(tokens, ratio, None)
         plan = passage.plan = planner.plan(asked, able)
@@ -147,9 +144,9 @@ class Compressing:
         passage.selection = await asyncio.to_thread(_selected, passage, remembered.tokens)
         passage.select_s = self._monotonic() - began_s - passage.score_s
 
-    async def options(self, price: Price, policy: Policy, *, local_only: bool = False) -> SmartPlan:
+    async def options(self, price: Price, policy: Policy) -> SmartPlan:
         """What would be done with such a prompt now. Raises Skip."""
-        _, able = await self.scorers.find(policy, price.weights_bytes, local_only)
+        _, able = await self.scorers.find(policy, price.weights_bytes, False)
         return planner.plan(price.asked, able)
 
     async def _score(

@@ -16,6 +16,7 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.protocol import Scored, Timings, Usage
 from fleetd.errors import EngineDied, FleetError
+from fleetd.jobs.job import THIS
 from fleetd.jobs.messages import ALIVE
 from fleetd.jobs.remote import Stream, drained, own_id
 from fleetd.jobs.served import Host, Served
@@ -26,7 +27,7 @@ from fleetd.ledger import Ledger, Reservation
 
 
 class ScoreServer:
-    """The handler of ``wire.SCORE``. ``node``: this machine, for the ledger."""
+    """The handler of ``wire.SCORE``."""
 
     def __init__(
         self,
@@ -34,13 +35,11 @@ class ScoreServer:
         host: Host,
         ledger: Ledger,
         *,
-        node: str = "this",
         now: Callable[[], float] = time.time,
     ) -> None:
         self._pool = pool
         self._host = host
         self._ledger = ledger
-        self._node = node
         self._now = now
         self._served = Served(host, "score", limits.SMART_SERVED, f"scores {limits.SMART_SERVED} prompts")
 
@@ -53,7 +52,7 @@ class ScoreServer:
     async def _score(self, ask: wire.Ask, stream: Stream) -> None:
         folder = await self._host.holding(ask.model, ask.digest)
         score = msgspec.structs.replace(ask.score, id=own_id(ask.score.id))
-        row = Reservation(score.id, folder.name, self._node, "score", self._now())
+        row = Reservation(score.id, folder.name, THIS, "score", self._now())
         await self._ledger.reserve(row)
         scored: Scored | None = None
         try:
