@@ -35,6 +35,7 @@ from fleetd.config import DEFAULT_PORT, Config
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.errors import ConfigError, Draining, PortInUse
 from fleetd.fleet import Fleet, default_name
+from fleetd.host_port import host_port
 from fleetd.jobs import remote, wire
 from fleetd.jobs.copies import Copies
 from fleetd.jobs.drafts import wire as drafting_wire
@@ -366,7 +367,7 @@ class Daemon:
 
     def _tell_ready(self, http: HttpAddress) -> None:
         self._ready = True
-        address = f"http://{_bracketed(http.host)}:{http.port}/v1"
+        address = f"http://{host_port(http.host, http.port)}/v1"
         self._notifier.ready(f"serving {address}")
         log.info(
             "daemon.ready",
@@ -465,7 +466,7 @@ async def _open_tcp(runner: web.AppRunner, host: str, port: int) -> HttpAddress:
     try:
         await web.TCPSite(runner, address, port).start()
     except OSError as error:
-        where = f"{_bracketed(address)}:{port}"
+        where = host_port(address, port)
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
                 f"The address {where} is already in use by another program.",
@@ -478,10 +479,6 @@ async def _open_tcp(runner: web.AppRunner, host: str, port: int) -> HttpAddress:
         ) from None
     bound = runner.addresses[0]
     return HttpAddress(str(bound[0]), int(bound[1]))
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _exit_after(seconds: float) -> None:

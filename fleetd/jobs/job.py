@@ -9,11 +9,12 @@ import msgspec
 
 from fleetd.engine.protocol import Generate
 from fleetd.jobs.smart.views import Smartened
+from fleetd.plan.options import Way
 from fleetd.smart.policy import Policy
 
 Origin = Literal["socket", "http", "peer"]
 Exactness = Literal["exact", "plan", "lossy"]
-PlanKind = Literal["local", "remote", "layers", "tokens", "whole"]
+PlanKind = Literal[Way, "remote"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,10 @@ from fleetd.plan.costs import Link, Speed
 from fleetd.plan.cuts import Part
 from fleetd.plan.split import Split
 
+# Ways to prefill a prompt on the machine that answers.
+Way = Literal["local", "layers", "tokens", "whole"]
 # "any" stands for a machine that cannot help in any way.
-Kind = Literal["local", "layers", "tokens", "whole", "any"]
+Kind = Literal[Way, "any"]
 Code = Literal[
     "",
     # what the prompt is
