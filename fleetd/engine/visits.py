@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from fleetd import limits
+from fleetd.engine.memory import KvBudget
+from fleetd.engine.share.streams import Streams
 from fleetd.engine.turns import Waits, can_step
 
 
@@ -16,8 +18,12 @@ class Command(Protocol):
     def id(self) -> str: ...
 
 
+class Closable(Waits, Protocol):
+    def close(self) -> None: ...
+
+
 C = TypeVar("C", bound=Command)
-W = TypeVar("W", bound=Waits)
+W = TypeVar("W", bound=Closable)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +70,13 @@ class Visits(Generic[V]):
     def add(self, visit: V) -> None:
         self._visits.append(visit)
 
-    def remove(self, visit: V) -> None:
+    def end(self, visit: V, streams: Streams, budget: KvBudget) -> None:
+        """Remove it and give back what it holds: its work's caches, its streams, its memory."""
         self._visits.remove(visit)
+        if visit.work is not None:
+            visit.work.close()
+        streams.drop(visit.id)
+        budget.give_back(visit.id)
 
     def take_turn(self) -> V | None:
         """The first that can take a step; the next turn is another one's."""

@@ -10,17 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
 from fleetd.errors import FleetError, NoMachine
-from fleetd.jobs.job import LOCAL, Exactness, Job, Planned
+from fleetd.jobs.job import CHARS_PER_TOKEN, LOCAL, Exactness, Job, Planned
 from fleetd.jobs.remote import Stream
 from fleetd.models.catalog import find
 from fleetd.p2p.cards import Card
 from fleetd.plan.affinity import Affinity, chain
 from fleetd.plan.route import SELF, Ask, Candidate, Holding, Ranked, route
 
-# English text in common tokenizers; only prices depend on it.
-CHARS_PER_TOKEN = 4
 # An answer whose length is left open.
 _ANSWER_TOKENS = 256
 HERE = ""
@@ -123,7 +120,7 @@ class Placing:
     ) -> Ranked:
         """Every machine, priced or refused."""
         own = self._own_card()
-        text = prompt_text(job.request)
+        text = job.prompt_text
         links = chain(text, self._key)
         ask = Ask(
             name,
@@ -159,7 +156,7 @@ class Placing:
 
     def computed(self, node_id: str, name: str, job: Job) -> None:
         """A machine has answered: the next turn of this conversation is cheapest there."""
-        self._affinity.computed(node_id, name, chain(prompt_text(job.request), self._key))
+        self._affinity.computed(node_id, name, chain(job.prompt_text, self._key))
 
     @staticmethod
     def _nowhere(name: str, ranked: Ranked, why: FleetError | None, *, tried: bool) -> FleetError:
@@ -247,14 +244,3 @@ def canonical(ref: str) -> str:
     """The name under which every machine knows a model."""
     entry = find(ref)
     return entry.name if entry is not None else ref
-
-
-def prompt_text(request: Generate) -> str:
-    """The prompt as one text, in the order in which a template renders it; roughly as long as that."""
-    match request.prompt:
-        case TokenPrompt(tokens):
-            return "".join(f"{token:<{CHARS_PER_TOKEN}}" for token in tokens)
-        case TextPrompt(text):
-            return text
-        case ChatPrompt(messages=messages, tools=tools):
-            return f"{tools or ''}{messages}"

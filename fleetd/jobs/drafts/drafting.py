@@ -32,6 +32,7 @@ from fleetd.jobs.share.agreement import word
 from fleetd.jobs.share.penalties import Penalties
 from fleetd.jobs.share.record import Record
 from fleetd.jobs.share.views import DrafterView, PlanView, Trace
+from fleetd.jobs.together import cancel_all
 from fleetd.models import names
 from fleetd.observe import get_logger
 from fleetd.p2p.cards import ModelCard
@@ -271,10 +272,7 @@ class Drafting:
 
     async def close(self) -> None:
         """End all of them."""
-        for task in self._running:
-            task.cancel()
-        if self._running:
-            await asyncio.wait(set(self._running))
+        await cancel_all(self._running)
 
 
 class Drafts:

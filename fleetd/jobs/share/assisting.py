@@ -22,7 +22,7 @@ from fleetd.jobs.remote import Stream, own_id
 from fleetd.jobs.served import Host, Served, Visit
 from fleetd.jobs.share import wire
 from fleetd.jobs.share.compat import checked_split, compare
-from fleetd.jobs.together import beating, together
+from fleetd.jobs.together import beating, cancel_all, together
 from fleetd.jobs.ways import invitation
 from fleetd.observe import get_logger
 from fleetd.p2p.bulk import Expected
@@ -173,8 +173,7 @@ class Assists:
     async def close(self) -> None:
         """End a load that is under way."""
         if self._warming is not None:
-            self._warming.cancel()
-            await asyncio.wait({self._warming})
+            await cancel_all([self._warming])
 
 
 async def _go(stream: Stream) -> wire.Go:

@@ -35,14 +35,15 @@ from fleetd.engine.protocol import (
     StepTime,
 )
 from fleetd.errors import ContextLengthExceeded, EngineError, FleetError, ModelNotFound, PeerError, from_code
-from fleetd.jobs.job import LOCAL, THIS, Job, PlanKind, Planned
-from fleetd.jobs.placing import CHARS_PER_TOKEN, Machine, prompt_text
+from fleetd.jobs.job import CHARS_PER_TOKEN, LOCAL, THIS, Job, PlanKind, Planned
+from fleetd.jobs.placing import Machine
 from fleetd.jobs.share import agreement, planning, wire
 from fleetd.jobs.share.agreement import Agreement, Terms
 from fleetd.jobs.share.penalties import Penalties
 from fleetd.jobs.share.planning import Part
 from fleetd.jobs.share.record import Account, Record
 from fleetd.jobs.share.views import DrafterView, PlanQuestion, PlanView, Trace
+from fleetd.jobs.together import cancel_all
 from fleetd.observe import get_logger
 from fleetd.p2p.cards import Card, ModelCard
 from fleetd.plan.costs import MEASURED_TOKENS
@@ -139,7 +140,7 @@ class Sharing:
             return False
         if not any(planning.may_help(member, own.digest) for member in members):
             return False
-        return len(prompt_text(job.request)) // CHARS_PER_TOKEN >= limits.SHARE_LEAST_TOKENS
+        return len(job.prompt_text) // CHARS_PER_TOKEN >= limits.SHARE_LEAST_TOKENS
 
     async def stream(
         self, job: Job, folder: Any, alone: Planned, arrived_s: float
@@ -285,10 +286,7 @@ class Sharing:
 
     async def close(self) -> None:
         """End what still runs in the background."""
-        for task in self._background:
-            task.cancel()
-        if self._background:
-            await asyncio.wait(set(self._background))
+        await cancel_all(self._background)
 
     async def _warm(self, load: Load, own: ModelCard) -> None:
         try:

@@ -25,6 +25,7 @@ from fleetd.jobs.smart.bill import Bill, Ledger
 from fleetd.jobs.smart.scorers import Scorers
 from fleetd.jobs.smart.scoring import Compressor, Question, Scoring, Work
 from fleetd.jobs.smart.views import Skip
+from fleetd.jobs.together import cancel_all
 from fleetd.plan import smart as planner
 from fleetd.plan.smart import Asked, Scorer, SmartPlan
 from fleetd.smart.document import Document
@@ -181,8 +182,7 @@ class Compressing:
                     yield work.progress
             remembered.tokens = await asyncio.to_thread(_merged, task.result())
         finally:
-            task.cancel()
-            await asyncio.wait({task})
+            await cancel_all([task])
             passage.bill.ran(compressor.name, work.ran.values())
             self.scorers.learn(work, late=late)
         remembered.names = work.names

@@ -22,8 +22,8 @@ import msgspec
 
 from fleetd.engine.protocol import Accepted, Event, Finished, Loading, Ready
 from fleetd.errors import EngineDied, FleetError
-from fleetd.jobs.job import LOCAL, THIS, Job, Planned
-from fleetd.jobs.placing import CHARS_PER_TOKEN, HERE, Choice, prompt_text
+from fleetd.jobs.job import CHARS_PER_TOKEN, LOCAL, THIS, Job, Planned, prompt_text
+from fleetd.jobs.placing import HERE, Choice
 from fleetd.jobs.share.views import DrafterView, OptionView, PlanView, Trace
 from fleetd.jobs.smart import prompts as smart_prompt
 from fleetd.jobs.smart.compressing import Compressing, Passage, Price, kept_share
@@ -280,7 +280,7 @@ class Smart:
     def finished(self, job: Job, node_id: str) -> None:
         """It was answered there: the next turn of the conversation finds its beginning there."""
         if job.request.keep is None:
-            self._affinity.computed(node_id, job.model, chain(prompt_text(job.request), self._key))
+            self._affinity.computed(node_id, job.model, chain(job.prompt_text, self._key))
 
     def _keep(self, record: Record) -> None:
         """The answer has ended, in any way: write down what came of its prompt, and who is paid."""
