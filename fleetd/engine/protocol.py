@@ -27,8 +27,8 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.plan.prefill.split import Split
 from fleetd.compression.packed import PackedScores
+from fleetd.plan.prefill.split import Split
 
 # ---- What to generate ------------------------------------------------------------------------------------
 
@@ -554,7 +554,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     memory_bytes: int = 0
 
 
-Command = Generate | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Score | Remember | Cancel | Shutdown
+Command = (
+    Generate | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Score | Remember | Cancel | Shutdown
+)
 Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted | Scored | Followed
 Report = Loading | Ready | LoadFailed | Heartbeat | Event
 

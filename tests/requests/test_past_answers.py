@@ -23,13 +23,13 @@ from fleetd import limits
 from fleetd.engine.protocol import Delta, Event, Finished, Generate, Ready, Remember, Speculate, TextPrompt
 from fleetd.engine.speculation.suffix import past_key
 from fleetd.errors import FleetError, ModelNotFound, PeerUnreachable, ProtocolError
+from fleetd.p2p.membership.cards import Card
+from fleetd.p2p.node import Node
+from fleetd.plan.route import USABLE
 from fleetd.requests.drafting import messages
 from fleetd.requests.drafting.pasts import Allowance, Pasts
 from fleetd.requests.job import Job
 from fleetd.requests.placement import Member
-from fleetd.p2p.membership.cards import Card
-from fleetd.p2p.node import Node
-from fleetd.plan.route import USABLE
 
 FOLDER = FakeFolder("m")
 IDS = [n % 90 for n in range(40)]
@@ -250,7 +250,9 @@ def test_an_allowance_comes_back_with_time_and_no_further() -> None:
 
 
 def told(**changes: Any) -> bytes:
-    return messages.encode(messages.Past(**{"digest": DIGEST, "key": past_key(KEY), "tokens": IDS, **changes}))
+    return messages.encode(
+        messages.Past(**{"digest": DIGEST, "key": past_key(KEY), "tokens": IDS, **changes})
+    )
 
 
 async def take(body: bytes, pool: Pool, own: Card | None = None, models: Any = None) -> list[str]:

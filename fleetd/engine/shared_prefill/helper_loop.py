@@ -11,11 +11,21 @@ import mlx.core as mx
 from fleetd import limits
 from fleetd.engine.inbox import Inbox, Stop
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.protocol import (PrefillAlone, AssistPrefill, Heartbeat, Cancel, Failed, DraftFor, Remember, Report, PrefillShared)
+from fleetd.engine.protocol import (
+    AssistPrefill,
+    Cancel,
+    DraftFor,
+    Failed,
+    Heartbeat,
+    PrefillAlone,
+    PrefillShared,
+    Remember,
+    Report,
+)
 from fleetd.engine.shared_prefill.helper_guests import HelperGuests
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.engine.steppable import wait_s
+from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import ModelUnsupported
 
 
@@ -34,7 +44,9 @@ class HelperLoop:
     def __post_init__(self) -> None:
         self._assists = HelperGuests(self.sharable, self.context_tokens, self.budget, self.streams, self.emit)
 
-    def tell(self, command: PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Remember | Cancel) -> None:
+    def tell(
+        self, command: PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Remember | Cancel
+    ) -> None:
         self.inbox.put(command)
 
     def stop(self) -> None:

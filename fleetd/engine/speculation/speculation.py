@@ -16,9 +16,9 @@ from typing import Literal
 from fleetd import limits
 from fleetd.engine.protocol import Generate, Remember, SourceCounts, Speculated
 from fleetd.engine.speculation.controller import Controller, Draft
-from fleetd.engine.speculation.pass_costs import Costs
-from fleetd.engine.speculation.lookup import PromptLookup
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
+from fleetd.engine.speculation.lookup import PromptLookup
+from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
 from fleetd.engine.speculation.sources import DraftSource
 from fleetd.engine.speculation.suffix import PastAnswers, SuffixSource, past_key
@@ -49,7 +49,10 @@ class WorkerSpeculation:
         names = None if wanted is None else wanted.sources
         key = "" if wanted is None else wanted.key
         width = min(self.verdict.width, limits.SPEC_WIDTH, (wanted.width if wanted else 0) or 1 << 30)
-        local: list[DraftSource] = [SuffixSource(self.past.of(past_key(key)) if self.past else ()), PromptLookup()]
+        local: list[DraftSource] = [
+            SuffixSource(self.past.of(past_key(key)) if self.past else ()),
+            PromptLookup(),
+        ]
         return SequenceDrafts(
             sources=[source for source in local if names is None or source.name in names],
             names=names,

@@ -23,13 +23,13 @@ from fleetd import limits
 from fleetd.engine.protocol import Event, Finished, Loading, Ready, Remember
 from fleetd.engine.speculation.suffix import past_key
 from fleetd.errors import FleetError
-from fleetd.requests.drafting import messages
-from fleetd.requests.model_by_digest import Models
-from fleetd.requests.job import Job, Planned
-from fleetd.requests.placement import Member
-from fleetd.requests.remote import Stream
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan.route import USABLE
+from fleetd.requests.drafting import messages
+from fleetd.requests.job import Job, Planned
+from fleetd.requests.model_by_digest import Models
+from fleetd.requests.placement import Member
+from fleetd.requests.remote import Stream
 
 Fate = Literal["sent", "taken", "dropped"]
 # A shorter answer is sooner said than found.
