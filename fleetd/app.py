@@ -37,6 +37,7 @@ from fleetd.fleet import Fleet, default_name
 from fleetd.hardware.probe import HardwareProbe
 from fleetd.home import paths
 from fleetd.home.paths import HomeFolder
+from fleetd.host_port import host_port
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.models.catalog import CATALOG, find
@@ -367,7 +368,7 @@ class Daemon:
 
     def _tell_ready(self, http: HttpAddress) -> None:
         self._ready = True
-        address = f"http://{_bracketed(http.host)}:{http.port}/v1"
+        address = f"http://{host_port(http.host, http.port)}/v1"
         self._notifier.ready(f"serving {address}")
         log.info(
             "daemon.ready",
@@ -466,7 +467,7 @@ async def _open_tcp(runner: web.AppRunner, host: str, port: int) -> HttpAddress:
     try:
         await web.TCPSite(runner, address, port).start()
     except OSError as error:
-        where = f"{_bracketed(address)}:{port}"
+        where = host_port(address, port)
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
                 f"The address {where} is already in use by another program.",
@@ -479,10 +480,6 @@ async def _open_tcp(runner: web.AppRunner, host: str, port: int) -> HttpAddress:
         ) from None
     bound = runner.addresses[0]
     return HttpAddress(str(bound[0]), int(bound[1]))
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _exit_after(seconds: float) -> None:

@@ -287,8 +287,6 @@ SMART_SCORE_S = 120.0
 SMART_LATE, SMART_GRACE_S = 3.0, 10.0
 # A request for scores is a text of at most one HTTP body; scores are about 120 bytes per token.
 SMART_SCORES_BYTES = 64 * MIB
-# Tokens that a scorer goes on by itself behind the question, at most.
-SMART_LOOK_AHEAD = 64
 # Heads that are asked what a question attends to. Those that find it are few; each costs keys and products.
 SCORE_HEADS = 16
 # The question's last tokens whose queries count: the smart prefill papers take 8 to 64.

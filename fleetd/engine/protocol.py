@@ -201,7 +201,6 @@ class Score(msgspec.Struct, frozen=True, tag="score", omit_defaults=True):
     are put around it. ``questions``: character ranges that ask, in order; without any the end of the text
     does. What asks is not scored.
 
-    ``look_ahead``: tokens of an answer whose queries count as the question's do; they take all layers.
     ``exit_layer``: layers that are run; 0 is the profile's. Without a ``profile`` the worker finds one, which
     takes seconds; Scored has it.
     """
@@ -210,7 +209,6 @@ class Score(msgspec.Struct, frozen=True, tag="score", omit_defaults=True):
     text: str
     questions: list[tuple[Natural, Natural]] = []
     segment: tuple[Natural, Natural] = (0, 0)
-    look_ahead: Annotated[int, Meta(ge=0, le=limits.SMART_LOOK_AHEAD)] = 0
     exit_layer: Natural = 0
     profile: Profile | None = None
 

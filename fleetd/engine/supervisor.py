@@ -235,42 +235,34 @@ class EngineProcess:
     def busy(self) -> bool:
         return bool(self._streams)
 
-    async def stream(self, request: Generate) -> AsyncGenerator[Event, None]:
+    def stream(self, request: Generate) -> AsyncGenerator[Event, None]:
         """Events up to and including Finished. Closing the generator cancels the request.
 
         Raises the error of a Failed request, EngineDied, or Overloaded where the consumer is too slow.
         """
-        async with contextlib.aclosing(self._exchange(request, Finished)) as events:
-            async for event in events:
-                yield event
+        return self._exchange(request, Finished)
 
-    async def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]:
+    def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]:
         """Accepted once there is memory for it, and at the end Assisted. Closing the generator cancels it.
 
         Raises as ``stream``.
         """
-        async with contextlib.aclosing(self._exchange(assist, Assisted)) as events:
-            async for event in events:
-                yield event
+        return self._exchange(assist, Assisted)
 
-    async def score(self, score: Score) -> AsyncGenerator[Event, None]:
+    def score(self, score: Score) -> AsyncGenerator[Event, None]:
         """Accepted once there is memory for it, progress, and at the end Scored. Closing the generator
         cancels it.
 
         Raises as ``stream``; ModelUnsupported where nobody can look into this model's attention.
         """
-        async with contextlib.aclosing(self._exchange(score, Scored)) as events:
-            async for event in events:
-                yield event
+        return self._exchange(score, Scored)
 
-    async def follow(self, follow: DraftFor) -> AsyncGenerator[Event, None]:
+    def follow(self, follow: DraftFor) -> AsyncGenerator[Event, None]:
         """Accepted, and Followed once the text needs no more drafts. Closing the generator cancels it.
 
         Raises as ``stream``.
         """
-        async with contextlib.aclosing(self._exchange(follow, Followed)) as events:
-            async for event in events:
-                yield event
+        return self._exchange(follow, Followed)
 
     def share(self, share: PrefillShared) -> None:
         """How a prompt that waits is prefilled; its streams are given with ``give_stream``.

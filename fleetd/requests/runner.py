@@ -56,7 +56,7 @@ from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests import remote
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.drafting.pasts import Pasts
-from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
 from fleetd.requests.placement import THIS_NODE, Placement, Placer, canonical
 from fleetd.requests.progress import Gauges, RequestProgress
 from fleetd.requests.pulls import ModelSource, Pulls
@@ -159,7 +159,6 @@ class Runner:
         drafting: DrafterService | None = None,
         pasts: Pasts | None = None,
         speeds: ModelSpeeds | None = None,
-        node: str = LOCAL.nodes[0],
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -176,7 +175,6 @@ class Runner:
         self._drafting = drafting
         self._pasts = pasts
         self._speeds = speeds or ModelSpeeds()
-        self._node = node
         self._monotonic = monotonic
         self._now = now
         self._open = 0
@@ -364,7 +362,7 @@ class Runner:
         return self._named(choice.planned)
 
     def _named(self, planned: Planned) -> str:
-        return self._node if planned.answered_here else planned.nodes[0]
+        return THIS_NAME if planned.answered_here else planned.nodes[0]
 
     async def _events(
         self, ref: str, folder: Any | None, request: Generate
@@ -437,7 +435,7 @@ class Runner:
             self._ledger.settle(reservation, usage, timings, reason)
         self._metrics.finished(flight.model, reason, usage, timings, took_s)
         if reason != "cancelled":
-            if reservation is not None and reservation.node == self._node:
+            if reservation is not None and reservation.node == THIS_NAME:
                 if flight.finished is not None and flight.finished.speculation is not None:
                     self._metrics.speculated(flight.finished.speculation)
                 self._speeds.ran(
