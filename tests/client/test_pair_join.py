@@ -15,7 +15,7 @@ from fake_daemon import FLEET, FLEETCTL, FakeDaemon, Reply, Run, data
 from fleetctl import pairing
 from fleetctl.exits import Exit
 from fleetctl.pair import _host
-from fleetd.p2p import views
+from fleetd.control import fleet_view
 
 CODE = {"type": "code", "code": "42-lusab-babad", "expires_s": 300.0, "tries": 3, "name": "mini"} | {
     "port": 8115,
@@ -72,11 +72,11 @@ def posts(daemon: FakeDaemon, route: tuple[str, str]) -> list[Any]:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (pairing.Code, views.CodeShown),
-        (pairing.WrongCode, views.WrongCode),
-        (pairing.Searching, views.Searching),
-        (pairing.Meeting, views.Meeting),
-        (pairing.Paired, views.Paired),
+        (pairing.Code, fleet_view.CodeShown),
+        (pairing.WrongCode, fleet_view.WrongCode),
+        (pairing.Searching, fleet_view.Searching),
+        (pairing.Meeting, fleet_view.Meeting),
+        (pairing.Paired, fleet_view.Paired),
     ],
 )
 def test_the_events_are_those_of_the_daemon(ours: type[msgspec.Struct], theirs: type[msgspec.Struct]) -> None:

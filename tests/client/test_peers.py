@@ -25,7 +25,7 @@ from fleetctl.exits import DaemonFailed, Exit
 from fleetctl.fleet import Configured, Fleet, read
 from fleetctl.peers import _essence
 from fleetctl.peers_table import render
-from fleetd.p2p import views
+from fleetd.control import fleet_view
 
 Start = Callable[..., "pexpect.spawn[str]"]
 
@@ -48,11 +48,11 @@ def page(value: dict[str, Any], width: int | None = 100) -> str:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (client_side.Path, views.PathView),
-        (client_side.Model, views.PeerModel),
-        (client_side.Peer, views.PeerView),
-        (client_side.Neighbour, views.Neighbour),
-        (client_side.Fleet, views.FleetView),
+        (client_side.Path, fleet_view.PathView),
+        (client_side.Model, fleet_view.PeerModel),
+        (client_side.Peer, fleet_view.PeerView),
+        (client_side.Neighbour, fleet_view.Neighbour),
+        (client_side.Fleet, fleet_view.FleetView),
     ],
 )
 def test_every_field_shown_is_one_that_the_daemon_sends(
@@ -62,7 +62,7 @@ def test_every_field_shown_is_one_that_the_daemon_sends(
 
 
 def test_the_example_is_what_a_daemon_would_send() -> None:
-    view = msgspec.convert(FLEET, views.FleetView)
+    view = msgspec.convert(FLEET, fleet_view.FleetView)
     assert read(msgspec.to_builtins(view), Fleet) == read(FLEET, Fleet)
 
 

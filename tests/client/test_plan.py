@@ -22,7 +22,7 @@ from fleetctl.plan import render
 from fleetctl.shares import Option, Plan, deviation
 from fleetctl.text import brief
 from fleetd import limits
-from fleetd.requests.prefill_sharing import views
+from fleetd.control import prefill_plan
 
 
 def page(value: dict[str, Any], width: int | None = 80) -> str:
@@ -32,10 +32,10 @@ def page(value: dict[str, Any], width: int | None = 80) -> str:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (client_side.Step, views.StepView),
-        (client_side.Option, views.OptionView),
-        (client_side.Plan, views.PlanView),
-        (client_side.Drafts, views.DraftsView),
+        (client_side.Step, prefill_plan.StepView),
+        (client_side.Option, prefill_plan.OptionView),
+        (client_side.Plan, prefill_plan.PlanView),
+        (client_side.Drafts, prefill_plan.DraftsView),
     ],
 )
 def test_every_field_shown_is_one_that_the_daemon_sends(
@@ -45,7 +45,7 @@ def test_every_field_shown_is_one_that_the_daemon_sends(
 
 
 def test_the_example_is_what_a_daemon_would_send() -> None:
-    view = msgspec.convert(PLAN, views.PlanView)
+    view = msgspec.convert(PLAN, prefill_plan.PlanView)
     assert read(msgspec.to_builtins(view), Plan) == read(PLAN, Plan)
 
 
@@ -193,7 +193,7 @@ def planning(daemon: FakeDaemon) -> FakeDaemon:
 def asked(daemon: FakeDaemon) -> Any:
     """What was asked, which the daemon must understand."""
     body = daemon.seen[-1].body
-    msgspec.convert(body, views.PlanQuestion)
+    msgspec.convert(body, prefill_plan.PlanQuestion)
     return body
 
 

@@ -20,8 +20,8 @@ from fleetctl.fleet import read
 from fleetctl.shares import Trace, Traces
 from fleetctl.trace_page import listing, page
 from fleetd import limits
-from fleetd.engine.protocol import SourceCounts, Speculated
-from fleetd.requests.prefill_sharing import views
+from fleetd.control import prefill_plan
+from fleetd.control.prefill_trace import SourceCounts, Speculated
 
 SHARED, FALLBACK, CANCELLED = TRACES["traces"]
 
@@ -35,7 +35,7 @@ def listed(values: list[dict[str, Any]], width: int | None = 80) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"), [(client_side.Trace, views.Trace), (client_side.Traces, views.TracesView)]
+    ("ours", "theirs"), [(client_side.Trace, prefill_plan.Trace), (client_side.Traces, prefill_plan.TracesView)]
 )
 def test_every_field_shown_is_one_that_the_daemon_sends(
     ours: type[msgspec.Struct], theirs: type[msgspec.Struct]
@@ -44,7 +44,7 @@ def test_every_field_shown_is_one_that_the_daemon_sends(
 
 
 def test_the_example_is_what_a_daemon_would_send() -> None:
-    sent = msgspec.to_builtins(msgspec.convert(TRACES, views.TracesView))
+    sent = msgspec.to_builtins(msgspec.convert(TRACES, prefill_plan.TracesView))
     # An answer that never came has an exactness all the same.
     expected = {"traces": [SHARED, FALLBACK, {**CANCELLED, "exactness": "exact"}]}
     assert read(sent, Traces) == read(expected, Traces)
