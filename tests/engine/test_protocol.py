@@ -64,7 +64,7 @@ COMMANDS: list[Any] = [
     ),
     Generate("c", TokenPrompt([0, 1, 1 << 31])),
     Generate("d", TextPrompt("text"), keep=Keep({0: [(0, 2), (3, 4)]})),
-    Score("e", "text", [(0, 2)], (1, 3), 2, 4, Profile([(0, 1)], 3, True)),
+    Score("e", "text", [(0, 2)], (1, 3), 4, Profile([(0, 1)], 3, True)),
     DraftFor("f", 3),
     Remember("ab" * 16, [0, 1, 2**31 - 1]),
     Generate("g", TextPrompt("text"), ids=True),
