@@ -18,6 +18,7 @@ from bench import (
     machine,
     modelled,
     padding,
+    pasts,
     prefill,
     results,
     service,
@@ -49,6 +50,7 @@ FAMILIES: dict[str, ModuleType] = {
     "smart-score": smart_score,
     "drafts": draft,
     "spec": spec,
+    "pasts": pasts,
     "modelled": modelled,
     "padding": padding,
 }
