@@ -18,7 +18,6 @@ from bench import (
     machine,
     modelled,
     padding,
-    pasts,
     prefill,
     results,
     service,
@@ -50,7 +49,6 @@ FAMILIES: dict[str, ModuleType] = {
     "smart-score": smart_score,
     "drafts": draft,
     "spec": spec,
-    "pasts": pasts,
     "modelled": modelled,
     "padding": padding,
 }
