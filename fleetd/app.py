@@ -40,7 +40,6 @@ from fleetd.jobs import remote, wire
 from fleetd.jobs.copies import Copies
 from fleetd.jobs.drafts import wire as drafting_wire
 from fleetd.jobs.drafts.drafting import Drafting
-from fleetd.jobs.drafts.pasts import Pasts
 from fleetd.jobs.drafts.serving import Drafters
 from fleetd.jobs.placing import Placing
 from fleetd.jobs.runner import Runner
@@ -141,7 +140,6 @@ class Daemon:
             local_only=config.fleet.local_only,
             remembers=config.speculation.remember,
         )
-        self._pasts = self._remembering(self._fleet) if self._fleet and config.speculation.remember else None
         self._sharing = self._sharer(self._fleet) if self._fleet else None
         self._compressing = self._compressor()
         self._smart = Smart(
@@ -166,7 +164,6 @@ class Daemon:
             sharing=self._sharing,
             smart=self._smart,
             drafting=self._drafting,
-            pasts=self._pasts,
             speeds=self._speeds,
         )
         self._assists = self._serve_peers(self._node) if self._node else None
@@ -182,12 +179,6 @@ class Daemon:
             self._metrics,
             drafter=self._drafting.drafter,
             local_only=local_only,
-        )
-
-    def _remembering(self, fleet: Fleet) -> Pasts:
-        local_only = self._config.fleet.local_only
-        return Pasts(
-            fleet, self._pool, self._models, self._own_card, self._metrics.past, local_only=local_only
         )
 
     def _compressor(self) -> Compressing:
@@ -215,9 +206,6 @@ class Daemon:
         node.handle(wire.RUN, remote.Server(self._runner.run, self._has))
         node.handle(smart_wire.SCORE, ScoreServer(self._pool, host, self._ledger))
         node.handle(drafting_wire.FOLLOW, Drafters(ways, self._pool, host))
-        # Those who do not remember have told others so; who sends answers all the same is not answered.
-        if self._pasts is not None:
-            node.handle(drafting_wire.REMEMBER, self._pasts)
         node.handle(share_wire.ASSIST, assists.assist)
         node.handle(share_wire.WARM, assists.warm)
         return assists
@@ -303,7 +291,6 @@ class Daemon:
             max_streams=self._config.engine.max_streams,
             publish=node.publish,
             speeds=self._speeds,
-            remembers=self._pasts is not None,
             memory_fraction=self._config.engine.memory_fraction,
             max_memory_bytes=self._config.engine.max_memory_bytes,
         )
@@ -415,7 +402,7 @@ class Daemon:
 
     async def _end_engines(self) -> None:
         await self._runner.abandon()
-        for work in (self._sharing, self._assists, self._drafting, self._pasts):
+        for work in (self._sharing, self._assists, self._drafting):
             if work is not None:
                 await work.close()
         within_s = limits.STOP_S / 2 if self._hurry.is_set() else 2 * limits.ENGINE_STOP_S

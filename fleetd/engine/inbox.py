@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fleetd.engine.prompts import Prepared
-from fleetd.engine.protocol import Alone, Assist, Cancel, Follow, Remember, Share
+from fleetd.engine.protocol import Alone, Assist, Cancel, Follow, Share
 from fleetd.engine.smart.layout import Layout
 
 
@@ -16,7 +16,7 @@ class Stop:
     """End the loop."""
 
 
-Item = Prepared | Layout | Share | Alone | Assist | Follow | Remember | Cancel | Stop
+Item = Prepared | Layout | Share | Alone | Assist | Follow | Cancel | Stop
 
 
 class Inbox:

@@ -48,7 +48,6 @@ from fleetd.engine.protocol import (
     Follow,
     Prefill,
     Profile,
-    Remember,
     Report,
     Share,
 )
@@ -135,7 +134,7 @@ class Scheduler:
 
     # ---- from other threads --------------------------------------------------------------------------
 
-    def tell(self, command: Share | Alone | Assist | Follow | Remember | Cancel) -> None:
+    def tell(self, command: Share | Alone | Assist | Follow | Cancel) -> None:
         self.inbox.put(command)
 
     def stop(self) -> None:
@@ -166,8 +165,6 @@ class Scheduler:
         self._scoring.turn(self.chunks.size(shared=bool(self._decoding)))
         self._follows.turn(self.chunks.size(shared=bool(self._decoding)))
         self._decoding.turn()
-        if self._learns and not self._busy and self.speculation is not None:
-            self.speculation.learn()
         return True
 
     def _close(self) -> None:
@@ -186,14 +183,10 @@ class Scheduler:
         others = self._assists.visits.ready or self._follows.visits.ready or self._scoring.ready
         return bool(self._decoding) or others or any(a.ready for a in self._prefilling)
 
-    @property
-    def _learns(self) -> bool:
-        return self.speculation is not None and self.speculation.learns
-
     def _receive(self) -> bool:
         dues_s = [self._shared.due_s(answer) for answer in self._prefilling]
         dues_s += [*self._assists.visits.dues_s, *self._follows.visits.dues_s]
-        for item in self.inbox.take(0.0 if self._busy or self._learns else wait_s(dues_s)):
+        for item in self.inbox.take(0.0 if self._busy else wait_s(dues_s)):
             match item:
                 case Stop():
                     return False
@@ -207,9 +200,6 @@ class Scheduler:
                     self._scoring.begin(item)
                 case Follow():
                     self._follows.begin(item)
-                case Remember():
-                    if self.speculation is not None:
-                        self.speculation.remember(item)
                 case Prepared():
                     self._arrived(item)
         return True

@@ -40,7 +40,6 @@ from fleetd.engine.protocol import (
     Generate,
     LoadFailed,
     Ready,
-    Remember,
     Report,
     Score,
     Share,
@@ -164,7 +163,7 @@ class Front:
                                 self._preparing[request_id] = True
                                 continue
                         self._compute.tell(command)
-                    case Share() | Alone() | Assist() | Follow() | Remember():
+                    case Share() | Alone() | Assist() | Follow():
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()

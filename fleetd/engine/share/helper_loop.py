@@ -11,7 +11,7 @@ import mlx.core as mx
 from fleetd import limits
 from fleetd.engine.inbox import Inbox, Stop
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.protocol import Alone, Assist, Beat, Cancel, Failed, Follow, Remember, Report, Share
+from fleetd.engine.protocol import Alone, Assist, Beat, Cancel, Failed, Follow, Report, Share
 from fleetd.engine.share.assists import Assists
 from fleetd.engine.share.sharable import Sharable
 from fleetd.engine.share.streams import Streams
@@ -34,7 +34,7 @@ class HelperLoop:
     def __post_init__(self) -> None:
         self._assists = Assists(self.sharable, self.context_tokens, self.budget, self.streams, self.emit)
 
-    def tell(self, command: Share | Alone | Assist | Follow | Remember | Cancel) -> None:
+    def tell(self, command: Share | Alone | Assist | Follow | Cancel) -> None:
         self.inbox.put(command)
 
     def stop(self) -> None:
