@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fleetd.engine.share.frames import Place
-from fleetd.engine.share.pipe import SocketPipe
-from fleetd.engine.spec.drafter import Drafter
-from fleetd.engine.spec.lookahead import Guess, Lookahead
+from fleetd.engine.streams.frames import Place
+from fleetd.engine.streams.pipe import SocketPipe
+from fleetd.engine.speculation.drafter import DraftWriter
+from fleetd.engine.speculation.lookahead import Guess, Lookahead
 from fleetd.errors import PeerLost
 from fleetd.sealed import handoff
 
@@ -78,7 +78,7 @@ def follow(sock: socket.socket, order: Order, learnt: dict[tuple[int, ...], list
         return SocketPipe(sock, order.key, "acceptor", place=place, wake=moved.set, eager=True)
 
     look = Lookahead(ahead=order.ahead, detours=order.detours)
-    drafter = Drafter(model, connect, look, context_tokens=CONTEXT, vocab_size=VOCABULARY)
+    drafter = DraftWriter(model, connect, look, context_tokens=CONTEXT, vocab_size=VOCABULARY)
     try:
         while True:
             moved.clear()

@@ -13,9 +13,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from bench.throwaway import MODELS, Daemon
-from fleetd.p2p.identity import Identity
-from fleetd.p2p.roster import Roster
-from fleetd.p2p.roster_file import RosterFile
+from fleetd.p2p.membership.identity import Identity
+from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_file import RosterFile
 
 _WITHIN_S = 30.0
 _POLL_S = 0.002

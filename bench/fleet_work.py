@@ -20,7 +20,7 @@ from bench.figures import Figure, Measured, alternated, at_least, at_most
 from bench.fleet_daemons import Fleet
 from bench.throwaway import MODEL, Daemon, Heard
 from fleetd.models.catalog import DEFAULT_MODEL
-from fleetd.models.safetensors_write import Planned, write_safetensors
+from fleetd.models.safetensors_write import PlannedTensor, write_safetensors
 
 _SERVING, _ASKING = "serving", "asking"
 _PROMPT_TOKENS, _PAIRS = 64, 20
@@ -118,7 +118,7 @@ def _make_big_model(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "tokenizer.json").write_text("{}")
     values = np.random.default_rng(1).integers(0, 1 << 32, _PIECE_BYTES // 4, dtype=np.uint32)
-    pieces = [Planned(f"piece-{n:02}", "U32", values.shape, lambda: values) for n in range(_PIECES)]
+    pieces = [PlannedTensor(f"piece-{n:02}", "U32", values.shape, lambda: values) for n in range(_PIECES)]
     write_safetensors(folder / "model.safetensors", pieces)
 
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 
 from bench.figures import Figure, Measured, at_most
 from fleetd.limits import KIB, MIB
-from fleetd.plan.costs import Link, Speed
-from fleetd.plan.schedule import Place, timeline
-from fleetd.plan.sharing import Choice, Machine, Option, Prompt, choose, options
-from fleetd.plan.split import Split, checked
+from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.prefill.schedule import Place, timeline
+from fleetd.plan.prefill.choice import (PlanChoice, HelperSpec, PrefillOption, PrefillSize, choose, options)
+from fleetd.plan.prefill.split import Split, checked
 
 TITLE = "Others' figures, as the planner predicts them"
 RUNS, QUICK_RUNS = 1, 1
@@ -29,7 +29,7 @@ DS4: dict[int, tuple[float, float]] = {
 DS4_CHUNK = 4096
 # The same: a round trip of 0.45 ms on that cable. Its threads 304 to 430: rows over a direct link in 425 to
 # 435 MiB/s; layers 0 to 21 are one half, and a prompt of 14,524 tokens left 107,097,320 bytes of their rows.
-DS4_LINK = Link(425 * MIB, 0.45e-3)
+DS4_LINK = LinkSpeed(425 * MIB, 0.45e-3)
 DS4_LAYERS, DS4_FIRST = 43, 22
 DS4_ROW_BYTES = 107_097_320 // 14_524 * DS4_LAYERS // DS4_FIRST
 # There also: 390 tokens per second in chunks of 256, 589 to 603 in chunks of 4,096; taken for that prompt's.
@@ -42,7 +42,7 @@ DS4_HIDDEN_BYTES = 7168 * 2
 # each, of decode on the Mac, and end to end on both together.
 EXO_TOKENS = 8192
 EXO_SPARK_S, EXO_MAC_S, EXO_MAC_DECODE_S, EXO_BOTH_S = 1.47, 5.57, 0.85, 2.32
-EXO_LINK = Link(1.25e9, 0.3e-3)
+EXO_LINK = LinkSpeed(1.25e9, 0.3e-3)
 # The model's config: 32 layers, 8 heads of 128 for keys and values, 4,096 wide. Its weights of 16 GB are read
 # once per chunk, at the bandwidth of each machine's memory (their makers' figures).
 EXO_LAYERS, EXO_ROW_BYTES, EXO_HIDDEN_BYTES = 32, 128 * KIB, 4096 * 2
@@ -58,7 +58,7 @@ class Prediction:
     name: str
     published: float
     predicted: float
-    choice: Choice
+    choice: PlanChoice
     best: float
 
     @property
@@ -73,7 +73,7 @@ def ds4(tokens: int) -> Prediction:
     split = checked(Split("layers", (0, DS4_FIRST, DS4_LAYERS), DS4_LAYERS, 0, tokens, DS4_CHUNK))
     place, staying = Place(speed, DS4_LINK), replace(prompt, kv_bytes_per_token=0)
     local_s = speed.total(1.0, prompt.new, DS4_CHUNK)
-    choice = _chosen(prompt, Machine("", "this", speed), Machine("other", "the other", speed, DS4_LINK))
+    choice = _chosen(prompt, HelperSpec("", "this", speed), HelperSpec("other", "the other", speed, DS4_LINK))
     return Prediction(
         f"ds4, {tokens:,} tokens",
         both / alone,
@@ -83,7 +83,7 @@ def ds4(tokens: int) -> Prediction:
     )
 
 
-def ds4_speed() -> Speed:
+def ds4_speed() -> PrefillSpeed:
     """Through the shortest and the longest prompt on one machine, with what chunks cost in themselves."""
     small, large = (DS4_SMALL_TOKENS / rate for rate in DS4_SMALL_RATES)
     # Two equal stages take (chunks + 1) of them.
@@ -94,34 +94,34 @@ def ds4_speed() -> Speed:
     (few, (few_rate, _)), *_, (many, (many_rate, _)) = sorted(DS4.items())
     context_s = 2 * (1 / many_rate - 1 / few_rate) / (many - few)
     token_s = 1 / few_rate - context_s * few / 2 - fixed_s / DS4_CHUNK
-    return Speed(token_s, context_s, fixed_s)
+    return PrefillSpeed(token_s, context_s, fixed_s)
 
 
-def _ds4_prompt(tokens: int) -> Prompt:
-    return Prompt(tokens, 0, DS4_LAYERS, DS4_ROW_BYTES, DS4_HIDDEN_BYTES, DS4_CHUNK)
+def _ds4_prompt(tokens: int) -> PrefillSize:
+    return PrefillSize(tokens, 0, DS4_LAYERS, DS4_ROW_BYTES, DS4_HIDDEN_BYTES, DS4_CHUNK)
 
 
 def exo() -> Prediction:
     """End to end, as it was published: all of the prefill on one machine, decode on the other."""
-    prompt = Prompt(EXO_TOKENS, 0, EXO_LAYERS, EXO_ROW_BYTES, EXO_HIDDEN_BYTES, EXO_CHUNK)
-    mac = Machine("", "the Mac", _exo_speed(EXO_MAC_S, EXO_MAC_BYTES_PER_S))
-    spark = Machine("spark", "the Spark", _exo_speed(EXO_SPARK_S, EXO_SPARK_BYTES_PER_S), EXO_LINK)
+    prompt = PrefillSize(EXO_TOKENS, 0, EXO_LAYERS, EXO_ROW_BYTES, EXO_HIDDEN_BYTES, EXO_CHUNK)
+    mac = HelperSpec("", "the Mac", _exo_speed(EXO_MAC_S, EXO_MAC_BYTES_PER_S))
+    spark = HelperSpec("spark", "the Spark", _exo_speed(EXO_SPARK_S, EXO_SPARK_BYTES_PER_S), EXO_LINK)
     (whole,) = [option for option in options(prompt, mac, [spark]) if option.kind == "whole"]
     choice = _chosen(prompt, mac, spark)
     alone_s = EXO_MAC_S + EXO_MAC_DECODE_S
 
-    def faster(option: Option) -> float:
+    def faster(option: PrefillOption) -> float:
         return alone_s / (option.predicted_s + EXO_MAC_DECODE_S)
 
     return Prediction("exo", alone_s / EXO_BOTH_S, faster(whole), choice, faster(choice.best))
 
 
-def _exo_speed(seconds: float, bytes_per_s: float) -> Speed:
+def _exo_speed(seconds: float, bytes_per_s: float) -> PrefillSpeed:
     fixed_s = EXO_WEIGHTS_BYTES / bytes_per_s
-    return Speed((seconds - EXO_TOKENS / EXO_CHUNK * fixed_s) / EXO_TOKENS, 0.0, fixed_s)
+    return PrefillSpeed((seconds - EXO_TOKENS / EXO_CHUNK * fixed_s) / EXO_TOKENS, 0.0, fixed_s)
 
 
-def _chosen(prompt: Prompt, home: Machine, helper: Machine) -> Choice:
+def _chosen(prompt: PrefillSize, home: HelperSpec, helper: HelperSpec) -> PlanChoice:
     return choose(options(prompt, home, [helper]))
 
 

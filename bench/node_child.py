@@ -15,11 +15,11 @@ import uvloop
 
 from bench.child import serve
 from fleetd import limits
-from fleetd.p2p.cards import Card, MachineFacts, ModelCard
-from fleetd.p2p.identity import Identity
+from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
+from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.node import Node, NodeSettings
-from fleetd.p2p.probe import Prober
-from fleetd.p2p.transport import PeerConnection, Stream
+from fleetd.p2p.link_prober import LinkProber
+from fleetd.p2p.session.transport import PeerConnection, PeerStream
 
 _ECHO = "bench.echo"
 _WITHIN_S = 30.0
@@ -38,13 +38,13 @@ class _Node(Node):
         self.pong = asyncio.Event()
         self.handle(_ECHO, self._echo)
         # The other side of a measurement; these nodes measure no ways themselves.
-        Prober(self)
+        LinkProber(self)
 
     def measured(self, connection: PeerConnection, rtt_s: float) -> None:
         super().measured(connection, rtt_s)
         self.pong.set()
 
-    async def _echo(self, _peer: str, body: bytes, stream: Stream) -> None:
+    async def _echo(self, _peer: str, body: bytes, stream: PeerStream) -> None:
         stream.send(body)
 
 

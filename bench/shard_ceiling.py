@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fleetd.jobs.share.views import Trace
+from fleetd.requests.prefill_sharing.views import Trace
 
 
 def ceiling(trace: Trace, layers: int) -> float:

@@ -22,31 +22,20 @@ from bench.shard_core import starting_on
 from bench.shard_machines import CHUNK_TOKENS
 from bench.throwaway import MODEL
 from fleetd import observe
-from fleetd.engine.protocol import (
-    Accepted,
-    Assist,
-    Delta,
-    Generate,
-    Ready,
-    Sampling,
-    Share,
-    Shared,
-    StreamTag,
-    TokenPrompt,
-)
+from fleetd.engine.protocol import (Accepted, AssistPrefill, Delta, Generate, Ready, Sampling, PrefillShared, Shared, StreamTag, TokenPrompt)
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.share.streams import HOME, IN, OUT, helper_name, home_streams
+from fleetd.engine.streams.handed_over import HOME, IN, OUT, helper_name, home_streams
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.models.catalog import DEFAULT_MODEL
-from fleetd.plan.costs import Speed
-from fleetd.plan.sharing import Link, Machine, Option, Prompt, options
-from fleetd.plan.split import Split
+from fleetd.plan.costs import PrefillSpeed
+from fleetd.plan.prefill.choice import (LinkSpeed, HelperSpec, PrefillOption, PrefillSize, options)
+from fleetd.plan.prefill.split import Split
 
 _LENGTHS = (2000, 4000)
 _KINDS = ("tokens", "layers")
 _MOST_RUNS = 1
 # Loopback, as far as a plan cares.
-_LINK = Link(1e9, 0.0001)
+_LINK = LinkSpeed(1e9, 0.0001)
 _KEY_BYTES = 32
 
 
@@ -101,7 +90,7 @@ async def _one(
     """Alone, and split in every way; the order turns from run to run."""
     tokens = prompts.tokens(MODEL, 38_000 + 10 * run + length, length)
     took_s: dict[str, float] = {}
-    plans: dict[str, Option] = {}
+    plans: dict[str, PrefillOption] = {}
     for kind in alternated(run, ("", *_KINDS)):
         if kind:
             plans[kind] = _plan(home.facts, helper.facts, kind, length - 1)
@@ -119,10 +108,10 @@ async def _one(
         one.said = f"cut at {split.cuts[1]:,}, chunks of {split.chunk}"
 
 
-def _plan(home: Ready | None, helper: Ready | None, kind: str, tokens: int) -> Option:
+def _plan(home: Ready | None, helper: Ready | None, kind: str, tokens: int) -> PrefillOption:
     assert home is not None
     assert helper is not None
-    prompt = Prompt(
+    prompt = PrefillSize(
         tokens=tokens,
         cached=0,
         layers=home.layers,
@@ -132,7 +121,7 @@ def _plan(home: Ready | None, helper: Ready | None, kind: str, tokens: int) -> O
         unshareable=home.unshareable,
     )
     here, there = (
-        Machine(name, name, Speed.measured(facts.prefill_tok_s, facts.prefill_context_s), link)
+        HelperSpec(name, name, PrefillSpeed.measured(facts.prefill_tok_s, facts.prefill_context_s), link)
         for name, facts, link in (("home", home, None), ("helper", helper, _LINK))
     )
     found = [o for o in options(prompt, here, [there]) if o.kind == kind and o.split is not None]
@@ -153,13 +142,13 @@ async def _alone(engine: EngineProcess, tokens: list[int]) -> float:
     return took_s
 
 
-async def _split(home: EngineProcess, helper: EngineProcess, tokens: list[int], option: Option) -> float:
+async def _split(home: EngineProcess, helper: EngineProcess, tokens: list[int], option: PrefillOption) -> float:
     """Seconds to the first token. Raises RuntimeError if it did not go as planned."""
     split = option.split
     assert split is not None
     job = f"split-{secrets.token_hex(4)}"
     agreed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-    assisting = asyncio.create_task(_assist(helper, Assist(job, split, 0), agreed))
+    assisting = asyncio.create_task(_assist(helper, AssistPrefill(job, split, 0), agreed))
     await asyncio.wait({agreed, assisting}, return_when=asyncio.FIRST_COMPLETED)
     if not agreed.done():
         await assisting
@@ -169,7 +158,7 @@ async def _split(home: EngineProcess, helper: EngineProcess, tokens: list[int], 
             case Accepted():
                 for here, there in _streams(split):
                     await _connect(home, helper, job, here, there)
-                home.share(Share(job, split, option.predicted_s, exact=True))
+                home.share(PrefillShared(job, split, option.predicted_s, exact=True))
             case Shared(code=code, reason=reason) if code:
                 raise RuntimeError(f"{split} was given up: {reason}")
             case Delta() if not took_s:
@@ -178,7 +167,7 @@ async def _split(home: EngineProcess, helper: EngineProcess, tokens: list[int], 
     return took_s
 
 
-async def _assist(engine: EngineProcess, assist: Assist, agreed: asyncio.Future[None]) -> None:
+async def _assist(engine: EngineProcess, assist: AssistPrefill, agreed: asyncio.Future[None]) -> None:
     async for event in engine.assist(assist):
         if isinstance(event, Accepted):
             agreed.set_result(None)

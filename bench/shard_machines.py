@@ -21,7 +21,7 @@ from bench.fleet_daemons import Fleet
 from bench.shard_core import Share, starting_on, why_no_cores, why_no_share, worker_of
 from bench.shard_link import Cable, Link, passed_bytes, why_not
 from bench.throwaway import MODEL, Daemon, Heard
-from fleetd.jobs.share.views import PlanView, Trace, TracesView
+from fleetd.requests.prefill_sharing.views import PlanView, Trace, TracesView
 from fleetd.models.catalog import DEFAULT_MODEL
 
 LOOPBACK = Link("loopback")

@@ -18,7 +18,7 @@ from bench.throwaway import MODEL
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Generate, Prefill, Profile, Sampling, Score, Scored, TokenPrompt
 from fleetd.models.folder import ModelFolder
-from fleetd.smart.scores import SegmentScores, merge
+from fleetd.compression.token_scores import SegmentScores, merge
 
 TITLE = "Scoring a prompt"
 RUNS, QUICK_RUNS = 3, 1

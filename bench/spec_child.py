@@ -44,10 +44,10 @@ def main(model_path: Path) -> None:
 
 class _Runs:
     def __init__(self, loaded: Any, device: str) -> None:
-        from fleetd.engine.spec.speculation import Speculation
+        from fleetd.engine.speculation.speculation import WorkerSpeculation
 
         self._loaded = loaded
-        self._speculation = Speculation(
+        self._speculation = WorkerSpeculation(
             loaded.verdict, loaded.facts.vocab_size, computes_ahead=device != "cpu"
         )
 
@@ -63,7 +63,7 @@ class _Runs:
                 return self._decode(question, self._speculation if mode == "auto" else None)
 
     def _verdict(self) -> dict[str, Any]:
-        from fleetd.engine.spec.probe import Plan, probe
+        from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
 
         facts = self._loaded.facts
         begun = time.perf_counter()
@@ -71,7 +71,7 @@ class _Runs:
             self._loaded.model,
             vocab_size=facts.vocab_size,
             context_tokens=facts.context_tokens,
-            plan=Plan.of(facts.device, 1 / facts.decode_tok_s),
+            plan=ProbePlan.of(facts.device, 1 / facts.decode_tok_s),
         )
         return {
             "probe_s": time.perf_counter() - begun,
@@ -84,10 +84,10 @@ class _Runs:
 
     def _decode(self, question: dict[str, Any], speculation: Any) -> dict[str, Any]:
         """All prompts at the same time; the rate is that of all their tokens, from the first of any."""
-        from fleetd.engine.chunks import FixedChunks
+        from fleetd.engine.chunk_size import FixedChunks
         from fleetd.engine.memory import KvBudget
-        from fleetd.engine.prefix import PrefixCache
-        from fleetd.engine.prompts import Prepared
+        from fleetd.engine.prefix_cache import PrefixCache
+        from fleetd.engine.prompt_encoding import PreparedPrompt
         from fleetd.engine.protocol import Generate, Sampling, TokenPrompt
         from fleetd.engine.scheduler import Scheduler
 
@@ -109,7 +109,7 @@ class _Runs:
             request = Generate(
                 str(i), TokenPrompt(tokens), sampling, max_tokens=question["max_tokens"], top_logprobs=0
             )
-            scheduler.inbox.put(Prepared(request, tokens))
+            scheduler.inbox.put(PreparedPrompt(request, tokens))
 
         def came(i: int) -> int:
             if (done := _finished(events, str(i))) is not None:

@@ -12,9 +12,9 @@ from typing import Any, get_args
 import msgspec
 
 from fleetd import limits
-from fleetd.p2p import frames, liveness, outbox, session, stream
-from fleetd.p2p.frames import PROTOCOL_VERSIONS, Frame
-from fleetd.p2p.states import SESSION_TABLE, STREAM_TABLE, Act
+from fleetd.p2p.session import frames, liveness, outbox, session, stream
+from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Frame
+from fleetd.p2p.session.states import SESSION_TABLE, STREAM_TABLE, Act
 
 PAGE = Path(__file__).with_name("protocol.md")
 

@@ -6,7 +6,7 @@ import json
 from itertools import groupby
 from pathlib import Path
 
-from fleetd.config import KEYS, Key
+from fleetd.config import KEYS, SettingKey
 
 PAGE = Path(__file__).with_name("settings.md")
 
@@ -42,7 +42,7 @@ def page() -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _row(key: Key) -> str:
+def _row(key: SettingKey) -> str:
     kind = key.kind.replace("|", " or ")
     meaning = key.why.replace("|", "\\|")
     default = json.dumps(key.default)

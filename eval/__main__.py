@@ -27,7 +27,7 @@ from eval.statistics import Share
 from eval.tasks import task
 from fleetd.engine.protocol import Keep
 from fleetd.errors import FleetError
-from fleetd.machine import cores
+from fleetd.hardware.probe import cores
 
 PAGE = ROOT / "docs" / "quality.md"
 PICTURES = ROOT / "docs" / "quality"

@@ -30,9 +30,9 @@ from fleetd.engine.protocol import (
     TextPrompt,
 )
 from fleetd.models.folder import ModelFolder
-from fleetd.smart.document import Document
-from fleetd.smart.scores import SegmentScores, TokenScores, merge
-from fleetd.smart.text import Range
+from fleetd.compression.document import Document
+from fleetd.compression.token_scores import SegmentScores, TokenScores, merge
+from fleetd.compression.words import Range
 
 
 @dataclass(frozen=True, slots=True)

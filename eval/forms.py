@@ -5,22 +5,22 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from fleetd.smart.document import Document
-from fleetd.smart.pins import pins
-from fleetd.smart.policy import Mode, Policy
-from fleetd.smart.scores import TokenScores
-from fleetd.smart.select import select
-from fleetd.smart.selection import Selection, by_block
-from fleetd.smart.text import Range, estimate_tokens, merged
-from fleetd.smart.units import units
+from fleetd.compression.document import Document
+from fleetd.compression.pins import pins
+from fleetd.compression.policy import Mode, SmartPrefillPolicy
+from fleetd.compression.token_scores import TokenScores
+from fleetd.compression.select import select
+from fleetd.compression.selection import Selection, by_block
+from fleetd.compression.words import Range, estimate_tokens, merged
+from fleetd.compression.text_units import units
 
 # Baselines are what people do without a selection: units at random, and the end of the prompt.
 FORMS = ("text", "sparse", "words", "random", "truncated")
 
 
-def policy(ratio: float, mode: Mode = "text") -> Policy:
+def policy(ratio: float, mode: Mode = "text") -> SmartPrefillPolicy:
     """``ratio`` 0: as many tokens as the scores call for."""
-    return Policy(enabled=True, target_ratio=ratio, mode=mode)
+    return SmartPrefillPolicy(enabled=True, target_ratio=ratio, mode=mode)
 
 
 def selected(document: Document, scores: TokenScores | None, ratio: float, mode: Mode = "text") -> Selection:

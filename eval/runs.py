@@ -16,11 +16,11 @@ from eval.engine import Engine
 from eval.statistics import Ratio, Share
 from eval.tasks import Task, task
 from fleetd.engine.protocol import Keep
-from fleetd.smart import elide
-from fleetd.smart.document import Document
-from fleetd.smart.scores import TokenScores
-from fleetd.smart.select import select
-from fleetd.smart.selection import Selection
+from fleetd.compression import elide
+from fleetd.compression.document import Document
+from fleetd.compression.token_scores import TokenScores
+from fleetd.compression.select import select
+from fleetd.compression.selection import Selection
 
 Log = Callable[[str], None]
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from eval import haystacks
 from eval.haystacks import COLOURS, FRUIT, NAMES, PLACES, TOWNS
-from fleetd.smart.document import Document
+from fleetd.compression.document import Document
 
 WORDS = (
     "marigold", "lantern", "cobalt", "juniper", "sparrow", "velvet", "thunder", "walnut", "saffron", "pebble",

@@ -17,9 +17,9 @@ from eval.engine import Engine
 from eval.runs import lost
 from eval.statistics import Share
 from eval.tasks import Task, task
-from fleetd.smart.document import Document
-from fleetd.smart.scores import TokenScores
-from fleetd.smart.select import Weights, select
+from fleetd.compression.document import Document
+from fleetd.compression.token_scores import TokenScores
+from fleetd.compression.select import Weights, select
 
 KINDS = ("single", "distractors", "needles4", "needles8", "hop", "code", "json", "table", "dialogue")
 RATIOS = (0.1, 0.2, 0.3)

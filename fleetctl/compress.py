@@ -74,6 +74,6 @@ def command(
 
 def _unmarked(text: str) -> str:
     """Without the user's own marks, which the spans do not count."""
-    from fleetd.smart.document import unmark
+    from fleetd.compression.document import unmark
 
     return unmark(text)[0]

@@ -26,48 +26,49 @@ import psutil
 import uvloop
 from aiohttp import web
 
-from fleetd import __version__, limits, paths
+from fleetd import __version__, limits
+from fleetd.home import paths
 from fleetd.api.app import build_app, make_runner
-from fleetd.api.no_fleet import NoFleet
+from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.api.services import Services
-from fleetd.card import CardMaker
+from fleetd.own_card import CardMaker
 from fleetd.config import DEFAULT_PORT, Config
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.errors import ConfigError, Draining, PortInUse
 from fleetd.fleet import Fleet, default_name
 from fleetd.host_port import host_port
-from fleetd.jobs import remote, wire
-from fleetd.jobs.copies import Copies
-from fleetd.jobs.drafts import wire as drafting_wire
-from fleetd.jobs.drafts.drafting import Drafting
-from fleetd.jobs.drafts.serving import Drafters
-from fleetd.jobs.placing import Placing
-from fleetd.jobs.runner import Runner
-from fleetd.jobs.served import Host
-from fleetd.jobs.share import wire as share_wire
-from fleetd.jobs.share.assisting import Assists
-from fleetd.jobs.share.sharing import Sharing
-from fleetd.jobs.smart import wire as smart_wire
-from fleetd.jobs.smart.compressing import Compressing
-from fleetd.jobs.smart.requests import Smart
-from fleetd.jobs.smart.scorers import Scorers
-from fleetd.jobs.smart.scoring import Scoring
-from fleetd.jobs.smart.serving import ScoreServer
-from fleetd.jobs.traces import Traces
-from fleetd.jobs.ways import Ways
+from fleetd.requests import remote, messages
+from fleetd.requests.model_copies import ModelCopies
+from fleetd.requests.drafting import messages as drafting_wire
+from fleetd.requests.drafting.client import DrafterService
+from fleetd.requests.drafting.server import DraftServer
+from fleetd.requests.placement import Placer
+from fleetd.requests.runner import Runner
+from fleetd.requests.admission import ServingContext
+from fleetd.requests.prefill_sharing import messages as share_wire
+from fleetd.requests.prefill_sharing.server import AssistServer
+from fleetd.requests.prefill_sharing.client import PrefillSharing
+from fleetd.requests.smart_prefill import messages as smart_wire
+from fleetd.requests.smart_prefill.compression_job import CompressionService
+from fleetd.requests.smart_prefill.client import SmartPrefill
+from fleetd.requests.smart_prefill.scorers import Scorers
+from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
+from fleetd.requests.smart_prefill.server import ScoreServer
+from fleetd.requests.traces import Traces
+from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.ledger import Ledger
-from fleetd.machine import Prober
+from fleetd.hardware.probe import HardwareProbe
 from fleetd.metrics import Metrics
 from fleetd.models.catalog import CATALOG, find
-from fleetd.models.store import ModelStore
+from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
 from fleetd.notify import Notifier
 from fleetd.observe import get_logger
-from fleetd.p2p.cards import Card
+from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
 from fleetd.p2p.views import PeerView
-from fleetd.paths import Home
-from fleetd.plan.speeds import SpeedBook
+from fleetd.home.paths import HomeFolder
+from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.status import HttpAddress, Status
 from fleetd.store import Store, StoreUnavailable
 
@@ -77,7 +78,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _PRUNE_S = 86_400.0
 
 
-def run(config: Config, home: Home) -> None:
+def run(config: Config, home: HomeFolder) -> None:
     """Run the daemon until a signal ends it; raises FleetError if it cannot start."""
     # Whatever is created from here on is this user's alone, and no prompt ends up in a core dump.
     os.umask(0o077)
@@ -99,7 +100,7 @@ class Daemon:
     def __init__(
         self,
         config: Config,
-        home: Home,
+        home: HomeFolder,
         *,
         pool: EnginePool | None = None,
         models: ModelStore | None = None,
@@ -115,7 +116,7 @@ class Daemon:
         self._hurry = asyncio.Event()
         self._ready = False
         self._http: HttpAddress | None = None
-        self._prober = Prober()
+        self._prober = HardwareProbe()
         self._store = Store(home.db)
         self._ledger = Ledger(self._store)
         self._models = models or ModelStore(
@@ -126,10 +127,10 @@ class Daemon:
         self._metrics = Metrics(__version__, engines=self._pool.status, peers=self._peers)
         self._node = Node(_node_settings(config, home)) if config.fleet.enabled else None
         self._fleet = Fleet(self._node, local_only=config.fleet.local_only) if self._node else None
-        copies = Copies(self._node, self._models, self._own_card) if self._node else None
-        self._speeds = SpeedBook()
+        copies = ModelCopies(self._node, self._models, self._own_card) if self._node else None
+        self._speeds = ModelSpeeds()
         self._traces = Traces(self._store)
-        self._drafting = Drafting(
+        self._drafting = DrafterService(
             self._fleet,
             self._pool,
             self._models,
@@ -142,7 +143,7 @@ class Daemon:
         )
         self._sharing = self._sharer(self._fleet) if self._fleet else None
         self._compressing = self._compressor()
-        self._smart = Smart(
+        self._smart = SmartPrefill(
             self._compressing,
             self._pool,
             self._metrics,
@@ -158,7 +159,7 @@ class Daemon:
             metrics=self._metrics,
             default_model=config.models.default,
             embedded=embedded_name,
-            placing=Placing(self._fleet, self._own_card, local_only=config.fleet.local_only)
+            placing=Placer(self._fleet, self._own_card, local_only=config.fleet.local_only)
             if self._fleet
             else None,
             sharing=self._sharing,
@@ -169,9 +170,9 @@ class Daemon:
         self._assists = self._serve_peers(self._node) if self._node else None
         self._card: CardMaker | None = None
 
-    def _sharer(self, fleet: Fleet) -> Sharing:
+    def _sharer(self, fleet: Fleet) -> PrefillSharing:
         local_only = self._config.fleet.local_only
-        return Sharing(
+        return PrefillSharing(
             fleet,
             self._pool,
             self._own_card,
@@ -181,7 +182,7 @@ class Daemon:
             local_only=local_only,
         )
 
-    def _compressor(self) -> Compressing:
+    def _compressor(self) -> CompressionService:
         scorers = Scorers(
             self._pool,
             self._models,
@@ -190,22 +191,22 @@ class Daemon:
             own_card=lambda: self._card.card() if self._card is not None else None,
             local_only=self._config.fleet.local_only,
         )
-        scoring = Scoring(self._pool, self._fleet, monotonic=time.monotonic)
-        return Compressing(scoring, scorers, self._ledger)
+        scoring = SegmentScoring(self._pool, self._fleet, monotonic=time.monotonic)
+        return CompressionService(scoring, scorers, self._ledger)
 
-    def _serve_peers(self, node: Node) -> Assists:
+    def _serve_peers(self, node: Node) -> AssistServer:
         """What members may ask of this machine, besides copies."""
-        host = Host(
+        host = ServingContext(
             self._models,
             self._own_card,
             draining=lambda: self._runner.draining,
             finished=self._metrics.served,
         )
-        ways = Ways(node)
-        assists = Assists(ways, self._pool, host)
-        node.handle(wire.RUN, remote.Server(self._runner.run, self._has))
+        ways = BulkDialer(node)
+        assists = AssistServer(ways, self._pool, host)
+        node.handle(messages.RUN, remote.JobServer(self._runner.run, self._has))
         node.handle(smart_wire.SCORE, ScoreServer(self._pool, host, self._ledger))
-        node.handle(drafting_wire.FOLLOW, Drafters(ways, self._pool, host))
+        node.handle(drafting_wire.FOLLOW, DraftServer(ways, self._pool, host))
         node.handle(share_wire.ASSIST, assists.assist)
         node.handle(share_wire.WARM, assists.warm)
         return assists
@@ -224,7 +225,7 @@ class Daemon:
             machine=self._prober.read(),
             engines=self._pool.status(),
             requests=self._runner.counts,
-            fleet=self._fleet.view() if self._fleet is not None else NoFleet().view(),
+            fleet=self._fleet.view() if self._fleet is not None else DisabledFleet().view(),
         )
 
     async def serve(self) -> None:
@@ -331,8 +332,8 @@ class Daemon:
                 catalog=CATALOG,
                 hosts=frozenset(http.allowed_hosts),
                 origins=frozenset(http.allowed_origins),
-                fleet=self._fleet or NoFleet(),
-                plan=self._sharing.plan if self._sharing is not None else NoFleet().plan,
+                fleet=self._fleet or DisabledFleet(),
+                plan=self._sharing.plan if self._sharing is not None else DisabledFleet().plan,
                 traces=self._traces.newest,
                 smart_defaults=self._config.smart_prefill.policy,
                 compressing=self._compressing,
@@ -417,7 +418,7 @@ def embedded_name(ref: str) -> str | None:
     return entry.name if entry is not None and entry.source == "embedded" else None
 
 
-def _node_settings(config: Config, home: Home) -> NodeSettings:
+def _node_settings(config: Config, home: HomeFolder) -> NodeSettings:
     fleet = config.fleet
     return NodeSettings(
         folder=home.identity,
@@ -430,7 +431,7 @@ def _node_settings(config: Config, home: Home) -> NodeSettings:
     )
 
 
-def _pool_options(config: Config, home: Home) -> PoolOptions:
+def _pool_options(config: Config, home: HomeFolder) -> PoolOptions:
     engine = config.engine
     return PoolOptions(
         device=engine.device,

@@ -14,7 +14,8 @@ from typing import Any
 
 import click
 
-from fleetd import __version__, config, observe, paths
+from fleetd import __version__, config, observe
+from fleetd.home import paths
 from fleetd.errors import AlreadyRunning, ConfigError, FleetError, PortInUse, SocketPathTooLong
 
 EXIT_CODES: tuple[tuple[type[FleetError], int], ...] = (
@@ -135,7 +136,7 @@ def version() -> None:
     click.echo(__version__)
 
 
-def _load(home: Path | None, config_file: Path | None, **flags: Any) -> tuple[paths.Home, config.Config]:
+def _load(home: Path | None, config_file: Path | None, **flags: Any) -> tuple[paths.HomeFolder, config.Config]:
     place = paths.resolve(home)
     given: dict[str, tuple[str, Any]] = {}
     for name, value in flags.items():

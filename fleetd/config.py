@@ -27,7 +27,7 @@ from msgspec import Meta
 
 from fleetd.errors import ConfigError
 from fleetd.limits import GIB, KIB, MEMBERS_CONFIGURED, MIB
-from fleetd.smart.policy import MIN_PROMPT_TOKENS, Policy
+from fleetd.compression.policy import MIN_PROMPT_TOKENS, SmartPrefillPolicy
 
 DEFAULT_PORT = 8114
 DEFAULT_PEER_PORT = 8115
@@ -40,7 +40,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 _NEAR_ENOUGH = 0.75  # difflib's own default of 0.6 offers "log.level" for "model"
 
 
-class Http(msgspec.Struct, frozen=True):
+class HttpSettings(msgspec.Struct, frozen=True):
     listen: Annotated[
         str, Meta(description="HOST:PORT of the OpenAI-compatible API; port 0 picks a free one.")
     ] = f"127.0.0.1:{DEFAULT_PORT}"
@@ -71,7 +71,7 @@ class Http(msgspec.Struct, frozen=True):
         return _split_address(self.listen)[1]
 
 
-class Models(msgspec.Struct, frozen=True):
+class ModelSettings(msgspec.Struct, frozen=True):
     dir: Annotated[str, Meta(description='Where pulled models are kept; "" is HOME/models.')] = ""
     default: Annotated[
         str, Meta(description="The model of requests that name none (or `default`).", min_length=1)
@@ -82,7 +82,7 @@ class Models(msgspec.Struct, frozen=True):
     ] = ""
 
 
-class Engine(msgspec.Struct, frozen=True):
+class EngineSettings(msgspec.Struct, frozen=True):
     device: Annotated[
         Literal["auto", "cpu", "gpu"],
         Meta(description="Where models run; auto takes the GPU if there is one."),
@@ -119,7 +119,7 @@ class Engine(msgspec.Struct, frozen=True):
     ] = 0
 
 
-class Fleet(msgspec.Struct, frozen=True):
+class FleetSettings(msgspec.Struct, frozen=True):
     enabled: Annotated[
         bool, Meta(description="Off, this machine opens no port for others and looks for nobody.")
     ] = True
@@ -162,7 +162,7 @@ class Fleet(msgspec.Struct, frozen=True):
         return [_split_peer(peer) for peer in self.peers]
 
 
-class Log(msgspec.Struct, frozen=True):
+class LogSettings(msgspec.Struct, frozen=True):
     level: Annotated[
         Literal["debug", "info", "warning", "error"],
         Meta(description="The least important line that is shown."),
@@ -173,8 +173,8 @@ class Log(msgspec.Struct, frozen=True):
     ] = "auto"
 
 
-class SmartPrefill(msgspec.Struct, frozen=True):
-    """What smart prefill does where a request leaves it open (``smart.policy.Policy``)."""
+class SmartPrefillSettings(msgspec.Struct, frozen=True):
+    """What smart prefill does where a request leaves it open (``smart.policy.SmartPrefillPolicy``)."""
 
     enabled: Annotated[
         bool,
@@ -206,11 +206,11 @@ class SmartPrefill(msgspec.Struct, frozen=True):
     ] = "auto"
 
     @property
-    def policy(self) -> Policy:
-        return Policy(**msgspec.structs.asdict(self))
+    def policy(self) -> SmartPrefillPolicy:
+        return SmartPrefillPolicy(**msgspec.structs.asdict(self))
 
 
-class Speculation(msgspec.Struct, frozen=True):
+class SpeculationSettings(msgspec.Struct, frozen=True):
     """Drafts, which an answer's own model verifies: they change how soon it comes, and nothing of it."""
 
     mode: Annotated[
@@ -246,14 +246,14 @@ class UsageSettings(msgspec.Struct, frozen=True):
 class Config(msgspec.Struct, frozen=True):
     """All settings, and for each key where its value came from."""
 
-    http: Http = Http()
-    models: Models = Models()
-    engine: Engine = Engine()
-    fleet: Fleet = Fleet()
-    log: Log = Log()
+    http: HttpSettings = HttpSettings()
+    models: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    fleet: FleetSettings = FleetSettings()
+    log: LogSettings = LogSettings()
     usage: UsageSettings = UsageSettings()
-    smart_prefill: SmartPrefill = SmartPrefill()
-    speculation: Speculation = Speculation()
+    smart_prefill: SmartPrefillSettings = SmartPrefillSettings()
+    speculation: SpeculationSettings = SpeculationSettings()
     origins: dict[str, str] = {}
 
     def origin(self, key: str) -> str:
@@ -261,7 +261,7 @@ class Config(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class SettingKey:
     """One row of the table."""
 
     name: str  # "http.listen"
@@ -285,18 +285,18 @@ class Key:
 
 
 _SECTIONS: dict[str, type[msgspec.Struct]] = {
-    "http": Http,
-    "models": Models,
-    "engine": Engine,
-    "fleet": Fleet,
-    "log": Log,
+    "http": HttpSettings,
+    "models": ModelSettings,
+    "engine": EngineSettings,
+    "fleet": FleetSettings,
+    "log": LogSettings,
     "usage": UsageSettings,
-    "smart_prefill": SmartPrefill,
-    "speculation": Speculation,
+    "smart_prefill": SmartPrefillSettings,
+    "speculation": SpeculationSettings,
 }
 
 
-def _table() -> dict[str, Key]:
+def _table() -> dict[str, SettingKey]:
     table = {}
     for section, struct in _SECTIONS.items():
         hints = get_type_hints(struct, include_extras=True)
@@ -305,11 +305,11 @@ def _table() -> dict[str, Key]:
             annotated = hints[field.name]
             why = next(m.description for m in annotated.__metadata__ if isinstance(m, Meta) and m.description)
             name = f"{section}.{field.name}"
-            table[name] = Key(name, annotated, getattr(defaults, field.name), why)
+            table[name] = SettingKey(name, annotated, getattr(defaults, field.name), why)
     return table
 
 
-KEYS: dict[str, Key] = _table()
+KEYS: dict[str, SettingKey] = _table()
 
 
 def load(
@@ -429,7 +429,7 @@ def _from_environment(environ: Mapping[str, str]) -> list[tuple[str, Any, str]]:
     return found
 
 
-def _convert(key: Key, value: Any, where: str, *, strict: bool) -> Any:
+def _convert(key: SettingKey, value: Any, where: str, *, strict: bool) -> Any:
     if not strict and isinstance(value, str):
         if key.kind == "list of strings":
             value = [part.strip() for part in value.split(",") if part.strip()]

@@ -20,24 +20,24 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import FleetError, InvalidValue, NotFound
-from fleetd.jobs.placing import Machine
-from fleetd.jobs.ways import Ways
-from fleetd.p2p import diagnosis
-from fleetd.p2p.bulk import Expected
-from fleetd.p2p.desk import Desk
-from fleetd.p2p.identity import short_id
+from fleetd.requests.placement import Member
+from fleetd.requests.bulk_dialer import BulkDialer
+from fleetd.p2p.discovery import diagnosis
+from fleetd.p2p.bulk_connections import Expected
+from fleetd.p2p.pairing.service import PairingService
+from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.node import Node
 from fleetd.p2p.overview import fleet_view, peer_view, reach
-from fleetd.p2p.probe import Invitation, Prober
-from fleetd.p2p.roster import Member
-from fleetd.p2p.transport import Stream
+from fleetd.p2p.link_prober import Invitation, LinkProber
+from fleetd.p2p.membership.roster import RosterMember
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
 from fleetd.plan.route import USABLE
 
 CLOCK = "node.clock"
 
 
-class Clock(msgspec.Struct, frozen=True):
+class ClockReading(msgspec.Struct, frozen=True):
     """What a peer's clock says; only ``fleetctl doctor`` cares."""
 
     unix_s: float
@@ -48,9 +48,9 @@ class Fleet:
 
     def __init__(self, node: Node, *, local_only: bool) -> None:
         self.node = node
-        self.desk = Desk(node)
-        self.ways = Ways(node)
-        self._prober = Prober(node)
+        self.desk = PairingService(node)
+        self.ways = BulkDialer(node)
+        self._prober = LinkProber(node)
         self._local_only = local_only
         self._wall = time.time
         node.handle(CLOCK, self._tell_time)
@@ -62,7 +62,7 @@ class Fleet:
 
     # ---- for the runner ----------------------------------------------------------------------------------
 
-    def machines(self) -> Iterable[Machine]:
+    def machines(self) -> Iterable[Member]:
         """Members that have said what they are."""
         now = asyncio.get_running_loop().time()
         for card in self.node.mesh.cards:
@@ -71,7 +71,7 @@ class Fleet:
             if member is not None and peer is not None:
                 connection = self.node.connection(card.node_id)
                 way = self.ways.best(card.node_id)
-                yield Machine(
+                yield Member(
                     card,
                     member.name,
                     reach(peer, card, now) or USABLE,
@@ -84,7 +84,7 @@ class Fleet:
     def node_id(self) -> str:
         return self.node.identity.node_id
 
-    def request(self, node_id: str, method: str, body: bytes) -> Stream:
+    def request(self, node_id: str, method: str, body: bytes) -> PeerStream:
         return self.node.request(node_id, method, body)
 
     async def ask(self, node_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
@@ -134,7 +134,7 @@ class Fleet:
         now = asyncio.get_running_loop().time()
         return peer_view(self.node.mesh, self.node.roster.members[member.node_id], now)
 
-    def find(self, ref: str) -> Member:
+    def find(self, ref: str) -> RosterMember:
         """A member by name, short id or id.
 
         Raises:
@@ -177,7 +177,7 @@ class Fleet:
             began = self._wall()
             try:
                 answer = await self.node.ask(node_id, CLOCK, b"", within_s=limits.CLOCK_WITHIN_S)
-                told = msgspec.msgpack.decode(answer, type=Clock)
+                told = msgspec.msgpack.decode(answer, type=ClockReading)
             except (FleetError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return None
             return {"name": self.node.name_of(node_id), "offset_s": told.unix_s - (began + self._wall()) / 2}
@@ -185,8 +185,8 @@ class Fleet:
         usable = [node_id for node_id, peer in self.node.mesh.peers.items() if peer.usable]
         return [found for found in await asyncio.gather(*map(offset, usable)) if found is not None]
 
-    async def _tell_time(self, _peer: str, _body: bytes, stream: Stream) -> None:
-        stream.send(msgspec.msgpack.encode(Clock(self._wall())))
+    async def _tell_time(self, _peer: str, _body: bytes, stream: PeerStream) -> None:
+        stream.send(msgspec.msgpack.encode(ClockReading(self._wall())))
 
 
 def default_name() -> str:

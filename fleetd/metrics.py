@@ -16,8 +16,8 @@ from prometheus_client.exposition import choose_encoder
 from fleetd import limits
 from fleetd.engine.protocol import Speculated, Timings, Usage
 from fleetd.errors import BY_CODE
-from fleetd.jobs.served import Kind
-from fleetd.jobs.smart.views import SKIPS
+from fleetd.requests.admission import Kind
+from fleetd.requests.smart_prefill.views import SKIPS
 
 # Prometheus's own buckets end at 10 s; a long prompt on one machine takes minutes to its first token.
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 180, 300, 600)

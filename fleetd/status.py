@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from fleetd.engine.supervisor import EngineStatus
-from fleetd.jobs.runner import RequestCounts
-from fleetd.machine import Machine
+from fleetd.requests.runner import RequestCounts
+from fleetd.hardware.probe import HardwareReading
 from fleetd.p2p.views import FleetView
 
 
@@ -27,7 +27,7 @@ class Status(msgspec.Struct, frozen=True):
     ready: bool
     draining: bool
     default_model: str
-    machine: Machine
+    machine: HardwareReading
     engines: list[EngineStatus]
     requests: RequestCounts
     fleet: FleetView

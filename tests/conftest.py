@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,12 @@ from fleetd.engine import cpu
 # Before anything can import mlx: its CPU backend binds to the BLAS that is there first.
 cpu.preload_blas()
 
-from fleetd.models import pull  # noqa: E402
+from fleetd.ledger import Ledger  # noqa: E402
+from fleetd.metrics import Metrics  # noqa: E402
 from fleetd.models.folder import ModelFolder  # noqa: E402
-from fleetd.models.store import ModelStore  # noqa: E402
+from fleetd.models.model_store import ModelStore  # noqa: E402
+from fleetd.models.pull import process  # noqa: E402
+from fleetd.store import Store  # noqa: E402
 
 # A shell starts background jobs with SIGINT ignored, and that is inherited by every program the tests start;
 # those that get Ctrl-C must not depend on how the tests were started.
@@ -46,4 +50,21 @@ def models_dir() -> Path:
 def embedded_model(models_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> ModelFolder:
     """The real default model."""
     store = ModelStore(models_dir, hub_cache=tmp_path_factory.mktemp("no-hub"))
-    return store.resolve(pull.pull("smollm2-135m", store, lambda progress: None))
+    return store.resolve(process.pull("smollm2-135m", store, lambda progress: None))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    opened = Store(tmp_path / "fleetd.db")
+    yield opened
+    opened.close()
+
+
+@pytest.fixture
+def ledger(store: Store) -> Ledger:
+    return Ledger(store)
+
+
+@pytest.fixture
+def metrics() -> Metrics:
+    return Metrics("0")

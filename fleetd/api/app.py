@@ -15,20 +15,9 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from fleetd import limits
-from fleetd.api import (
-    auth,
-    body,
-    chat,
-    completions,
-    compress,
-    failures,
-    fleet,
-    health,
-    models,
-    openapi,
-    peers,
-    sharing,
-)
+from fleetd.api import auth, body, compress, failures, health, openapi
+from fleetd.api.openai import chat, completions, models
+from fleetd.api.control import daemon, peers, plan
 from fleetd.api.context import REQUEST_ID, SERVICES, is_gone
 from fleetd.api.deadlines import make_runner
 from fleetd.api.services import Services
@@ -58,9 +47,9 @@ def build_app(services: Services) -> web.Application:
         (get, "/live", health.live),
         (get, "/metrics", health.metrics),
         (get, "/openapi.json", openapi.serve),
-        *fleet.ROUTES,
+        *daemon.ROUTES,
         *peers.ROUTES,
-        *sharing.ROUTES,
+        *plan.ROUTES,
     ):
         app.router.add_route(method, path, handler, expect_handler=body.expect)
     return app

@@ -15,7 +15,7 @@ from typing import Self
 
 from fleetd import limits
 from fleetd.engine.protocol import Event, Loading
-from fleetd.jobs.job import Planned
+from fleetd.requests.job import Planned
 
 Source = Callable[[], AsyncGenerator[Planned | Loading | Event, None]]
 

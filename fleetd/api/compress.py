@@ -20,16 +20,16 @@ from msgspec import UNSET, Meta, UnsetType
 
 from fleetd import limits
 from fleetd.api import body as http_body
-from fleetd.api import requests, translate
+from fleetd.api.openai import bodies, translate
 from fleetd.api.context import SERVICES
 from fleetd.api.services import view
-from fleetd.api.smart import line
+from fleetd.api.smart_prefill_reports import line
 from fleetd.errors import Draining, FleetError, InvalidValue, NoMachine
-from fleetd.jobs.smart.compressing import Passage
-from fleetd.jobs.smart.views import Skip
-from fleetd.smart import elide
-from fleetd.smart.document import Document
-from fleetd.smart.policy import Policy, Ratio, Tokens, Wanted, resolve
+from fleetd.requests.smart_prefill.compression_job import CompressionJob
+from fleetd.requests.smart_prefill.views import SkipCompression
+from fleetd.compression import elide
+from fleetd.compression.document import Document
+from fleetd.compression.policy import (SmartPrefillPolicy, Ratio, Tokens, SmartPrefillBody, resolve)
 
 
 class CompressBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,7 +39,7 @@ class CompressBody(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     prompt: Annotated[str, Meta(min_length=1)] | None = None
-    messages: Annotated[list[requests.Message], Meta(min_length=1, max_length=limits.MESSAGES)] | None = None
+    messages: Annotated[list[bodies.Message], Meta(min_length=1, max_length=limits.MESSAGES)] | None = None
     question: str | None = None
     compressor_model: Annotated[str, Meta(max_length=limits.MODEL_NAME_CHARS)] | None = None
     target_ratio: Ratio | None = None
@@ -50,7 +50,7 @@ class CompressBody(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptSpan(msgspec.Struct, frozen=True):
     """What is kept of one message (of a prompt: index 0): character ranges [start, end) of its text.
 
     Of the text without the marks of what is to be kept; content in parts is their texts, joined.
@@ -85,7 +85,7 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     prompt: str | UnsetType = UNSET
     messages: list[dict[str, Any]] | UnsetType = UNSET
-    kept: list[Kept]
+    kept: list[KeptSpan]
     declined: str
     nodes: list[str]
     usage: CompressUsage
@@ -95,21 +95,21 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True):
 async def compress(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
     services = request.app[SERVICES]
-    body = requests.decode(await http_body.read(request), CompressBody)
+    body = bodies.decode(await http_body.read(request), CompressBody)
     found, messages = await asyncio.to_thread(_document, body)
     policy = _policy(body, services.smart_defaults)
     if services.compressing is None or view(services.status()).draining:
         raise Draining("The daemon is stopping and takes no new work.", hint="Retry in a moment.")
     answer_id = f"compress-{uuid.uuid4().hex}"
     bill = services.compressing.bill(answer_id)
-    passage = Passage(answer_id, found, found.estimated_tokens, policy, bill, bool(body.local_only))
+    passage = CompressionJob(answer_id, found, found.estimated_tokens, policy, bill, bool(body.local_only))
     refunded = "cancelled"
     try:
         async with aclosing(services.compressing.run(passage)) as steps:
             async for _ in steps:
                 pass
         refunded = ""
-    except Skip as skip:
+    except SkipCompression as skip:
         refunded = skip.code
         raise _why(skip, body) from None
     except FleetError as error:
@@ -145,8 +145,8 @@ def _document(body: CompressBody) -> tuple[Document, list[dict[str, Any]] | None
     return Document.of_messages(asked), None
 
 
-def _policy(body: CompressBody, defaults: Policy) -> Policy:
-    wanted = Wanted(
+def _policy(body: CompressBody, defaults: SmartPrefillPolicy) -> SmartPrefillPolicy:
+    wanted = SmartPrefillBody(
         compressor_model=body.compressor_model,
         target_ratio=body.target_ratio,
         min_keep_tokens=body.min_keep_tokens,
@@ -161,7 +161,7 @@ def _policy(body: CompressBody, defaults: Policy) -> Policy:
     return policy
 
 
-def _why(skip: Skip, body: CompressBody) -> FleetError:
+def _why(skip: SkipCompression, body: CompressBody) -> FleetError:
     if skip.code == "no_compressor":
         return NoMachine(
             skip.reason,
@@ -172,12 +172,12 @@ def _why(skip: Skip, body: CompressBody) -> FleetError:
 
 
 def _reply(
-    answer_id: str, passage: Passage, messages: list[dict[str, Any]] | None, *, question: bool
+    answer_id: str, passage: CompressionJob, messages: list[dict[str, Any]] | None, *, question: bool
 ) -> Compression:
     selection, found = passage.selection, passage.document
     if selection is None:
         raise NoMachine("Nobody selected anything.")
-    kept = [Kept(index, list(spans)) for index, spans in enumerate(selection.kept)]
+    kept = [KeptSpan(index, list(spans)) for index, spans in enumerate(selection.kept)]
     texts = elide.texts(found, selection)
     return Compression(
         id=answer_id,

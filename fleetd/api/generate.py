@@ -18,16 +18,16 @@ import msgspec
 from aiohttp import web
 
 from fleetd import limits
-from fleetd.api import failures, smart
+from fleetd.api import failures, smart_prefill_reports
 from fleetd.api.choices import Choices
 from fleetd.api.context import REQUEST_ID, SERVICES, is_gone, is_trusted
-from fleetd.api.progress import Progress
+from fleetd.api.progress_comments import ProgressComments
 from fleetd.api.sse import EventStream
 from fleetd.engine.protocol import Event, Generate, Loading
 from fleetd.errors import FleetError
-from fleetd.jobs.job import Job, Origin, Planned
-from fleetd.jobs.smart.views import Smartened
-from fleetd.smart.policy import Policy
+from fleetd.requests.job import Job, Origin, Planned
+from fleetd.requests.smart_prefill.views import SmartPrefillResult
+from fleetd.compression.policy import SmartPrefillPolicy
 
 
 class Streamer(Protocol):
@@ -41,7 +41,7 @@ class Collector(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class GenerationRequest:
     """``id`` is the answer's id, as clients see it. ``smart``: how the prompts are to be shortened.
     ``per_prompt``: choices that answer each of them.
     """
@@ -51,11 +51,11 @@ class Work:
     route: str
     generates: Sequence[Generate]
     local_only: bool = False
-    smart: Policy | None = None
+    smart: SmartPrefillPolicy | None = None
     per_prompt: int = 1
 
 
-def _choices(request: web.Request, work: Work) -> Choices:
+def _choices(request: web.Request, work: GenerationRequest) -> Choices:
     runner = request.app[SERVICES].runner
     origin: Origin = "socket" if is_trusted(request) else "http"
     jobs = [
@@ -85,10 +85,10 @@ class _Plans:
         return bool(self._latest)
 
     @property
-    def smart(self) -> Smartened | None:
+    def smart(self) -> SmartPrefillResult | None:
         return next((planned.smart for planned in self._latest.values() if planned.smart), None)
 
-    def _told(self, per_prompt: int) -> list[Smartened]:
+    def _told(self, per_prompt: int) -> list[SmartPrefillResult]:
         """What came of each prompt, as one of its choices has it."""
         found = {
             index // per_prompt: planned.smart
@@ -97,7 +97,7 @@ class _Plans:
         }
         return list(found.values())
 
-    def headers(self, work: Work) -> Mapping[str, str]:
+    def headers(self, work: GenerationRequest) -> Mapping[str, str]:
         found = list(self._latest.values())
         if not found:
             undecided = {"X-Fleet-Request": work.id, "X-Fleet-Plan": "undecided; nodes="}
@@ -110,11 +110,11 @@ class _Plans:
             # A machine's name is whatever its owner typed; a header holds one line of ASCII.
             "X-Fleet-Plan": f"{kind}; nodes={','.join(quote(node, safe=' ') for node in nodes)}",
             "X-Fleet-Exactness": max((planned.exactness for planned in found), key=_LOSS.__getitem__),
-            **smart.headers(self._told(work.per_prompt)),
+            **smart_prefill_reports.headers(self._told(work.per_prompt)),
         }
 
 
-async def whole(request: web.Request, work: Work, collector: Collector) -> web.StreamResponse:
+async def whole(request: web.Request, work: GenerationRequest, collector: Collector) -> web.StreamResponse:
     """Answer with one JSON body when every choice has ended. Raises FleetError."""
     plans = _Plans()
     async with _choices(request, work) as choices:
@@ -128,7 +128,7 @@ async def whole(request: web.Request, work: Work, collector: Collector) -> web.S
     return web.Response(body=body, content_type="application/json", headers=plans.headers(work))
 
 
-async def stream(request: web.Request, work: Work, streamer: Streamer) -> web.StreamResponse:
+async def stream(request: web.Request, work: GenerationRequest, streamer: Streamer) -> web.StreamResponse:
     """Answer with a stream of events. Raises FleetError only while the headers have not gone out."""
     async with _choices(request, work) as choices:
         plans = _Plans()
@@ -181,7 +181,7 @@ class _Conversation:
         # Those that the headers tell.
         self._plans = plans
         self._streamer = streamer
-        self._progress = Progress()
+        self._progress = ProgressComments()
         self._spoke = 0.0
         self._told = plans.smart
 
@@ -208,7 +208,7 @@ class _Conversation:
                 if event.smart is not None and event.smart != self._told:
                     # The headers are out.
                     self._told = event.smart
-                    await self._say(f"smart prefill {smart.sentence(event.smart)}")
+                    await self._say(f"smart prefill {smart_prefill_reports.sentence(event.smart)}")
                 if self._plans.feed(index, event) or event.reason:
                     await self._say(f"plan {event}" + (f": {event.reason}" if event.reason else ""))
                 continue

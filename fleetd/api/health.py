@@ -7,8 +7,8 @@ from aiohttp import hdrs, web
 
 from fleetd import limits
 from fleetd.api.context import SERVICES
-from fleetd.api.models import json
-from fleetd.api.objects import EngineHealth, Health
+from fleetd.api.openai.models import json
+from fleetd.api.openai.objects import EngineHealth, Health
 from fleetd.api.services import StatusView, view
 
 _RETRY_AFTER_S = "5"

@@ -8,14 +8,15 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from fleetd.api import compress, objects, requests
+from fleetd.api import compress
+from fleetd.api.openai import objects, bodies
 from fleetd.api.context import SERVICES
 from fleetd.api.failures import ErrorReply
 
 _REF = "#/components/schemas/{name}"
 _TYPES = (
-    requests.ChatBody,
-    requests.CompletionBody,
+    bodies.ChatBody,
+    bodies.CompletionBody,
     compress.CompressBody,
     compress.Compression,
     objects.ChatCompletion,
@@ -66,11 +67,11 @@ def document(version: str) -> dict[str, Any]:
         "security": [{"bearer": []}],
         "paths": {
             "/v1/chat/completions": {
-                "post": _generate("chat", requests.ChatBody, objects.ChatCompletion, objects.ChatChunk)
+                "post": _generate("chat", bodies.ChatBody, objects.ChatCompletion, objects.ChatChunk)
             },
             "/v1/completions": {
                 "post": _generate(
-                    "completion", requests.CompletionBody, objects.TextCompletion, objects.TextCompletion
+                    "completion", bodies.CompletionBody, objects.TextCompletion, objects.TextCompletion
                 )
             },
             "/v1/compress": {

@@ -13,14 +13,14 @@ from typing import Any, Protocol
 
 import msgspec
 
-from fleetd.api.no_fleet import NoFleet
+from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.engine.protocol import Event, Loading
-from fleetd.jobs.job import Job, Planned
-from fleetd.jobs.share.views import PlanQuestion, PlanView, TracesView
-from fleetd.jobs.smart.bill import Bill
-from fleetd.jobs.smart.compressing import Passage
+from fleetd.requests.job import Job, Planned
+from fleetd.requests.prefill_sharing.views import PlanQuestion, PlanView, TracesView
+from fleetd.requests.smart_prefill.bill import ScoringBill
+from fleetd.requests.smart_prefill.compression_job import CompressionJob
 from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
-from fleetd.smart.policy import Policy
+from fleetd.compression.policy import SmartPrefillPolicy
 
 
 class Runner(Protocol):
@@ -98,10 +98,10 @@ class Fleet(Protocol):
 
 
 class Compressor(Protocol):
-    """``fleetd.jobs.smart.compressing.Compressing``."""
+    """``fleetd.requests.smart_prefill.compression_job.CompressionService``."""
 
-    def bill(self, request_id: str) -> Bill: ...
-    def run(self, passage: Passage) -> AsyncGenerator[Loading, None]:
+    def bill(self, request_id: str) -> ScoringBill: ...
+    def run(self, passage: CompressionJob) -> AsyncGenerator[Loading, None]:
         """Yield progress and fill in the passage; raises Skip, FleetError; ``aclose()`` cancels the work."""
 
 
@@ -138,12 +138,12 @@ class Services:
     catalog: Sequence[Any] = ()
     hosts: frozenset[str] = field(default_factory=frozenset)
     origins: frozenset[str] = field(default_factory=frozenset)
-    fleet: Fleet = field(default_factory=NoFleet)
-    plan: Callable[[PlanQuestion, Any], PlanView] = NoFleet().plan
+    fleet: Fleet = field(default_factory=DisabledFleet)
+    plan: Callable[[PlanQuestion, Any], PlanView] = DisabledFleet().plan
     traces: Callable[[int, str], TracesView] = lambda last, request_id: TracesView([])
-    smart_defaults: Policy = field(default_factory=Policy)
+    smart_defaults: SmartPrefillPolicy = field(default_factory=SmartPrefillPolicy)
     compressing: Compressor | None = None
-    smart_plan: Callable[[PlanView, float, Any, Policy], Awaitable[PlanView]] | None = None
+    smart_plan: Callable[[PlanView, float, Any, SmartPrefillPolicy], Awaitable[PlanView]] | None = None
     draft_plan: Callable[[PlanView, Any], Awaitable[PlanView]] | None = None
 
 

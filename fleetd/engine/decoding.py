@@ -23,26 +23,19 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from fleetd.engine.answer import Answer
+from fleetd.engine.sequence import ScheduledSequence
 from fleetd.engine.logprobs import Logprobs
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix import PrefixCache
+from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import FinishReason, Report
-from fleetd.engine.sampling import (
-    Choice,
-    LogitsProcessor,
-    Sampler,
-    SeededSampler,
-    make_processors,
-    make_sampler,
-)
-from fleetd.engine.smart.sparse_caches import rows
-from fleetd.engine.spec import rollback
-from fleetd.engine.spec.controller import Draft
-from fleetd.engine.spec.rounds import Rounds
-from fleetd.engine.spec.sources import Source
-from fleetd.engine.spec.speculation import Drafting, Speculation
-from fleetd.engine.spec.verify import Chosen, Row
+from fleetd.engine.sampling import (SamplingDefaults, LogitsProcessor, Sampler, SeededSampler, make_processors, make_sampler)
+from fleetd.engine.sparse_prefill.sparse_caches import rows
+from fleetd.engine.speculation import rollback
+from fleetd.engine.speculation.controller import Draft
+from fleetd.engine.speculation.rounds import Rounds
+from fleetd.engine.speculation.sources import DraftSource
+from fleetd.engine.speculation.speculation import SequenceDrafts, WorkerSpeculation
+from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
 
 # KV is promised to an answer in steps of this many tokens, as it grows: most answers are far shorter than
 # the context would allow, and promising all of that up front would let one chat fill the memory.
@@ -56,24 +49,24 @@ CLEAR_PASSES = 512
 
 
 @dataclass(slots=True, eq=False)
-class _Running:
+class DecodingSequence:
     """``tokens``: prompt and answer. ``row`` while it is decoded apart, ``uid`` while it is in the batch."""
 
-    answer: Answer
+    answer: ScheduledSequence
     tokens: list[int]
     sampler: Sampler
     processors: list[LogitsProcessor]
-    drafting: Drafting | None
-    row: Row | None = None
+    drafting: SequenceDrafts | None
+    row: VerifyRow | None = None
     uid: int = -1
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
+class _BatchedPass:
     """What one answer's pass gave, in ``seconds``."""
 
-    running: _Running
-    drafting: Drafting
+    running: DecodingSequence
+    drafting: SequenceDrafts
     draft: Draft
     chosen: list[Chosen]
     seconds: float
@@ -92,20 +85,20 @@ class Decoding:
     budget: KvBudget
     prefix: PrefixCache
     emit: Callable[[Report], None]
-    finish: Callable[[Answer, FinishReason], None]
-    fail: Callable[[Answer, Exception], None]
-    defaults: Choice = field(default_factory=Choice)
-    speculation: Speculation | None = None
+    finish: Callable[[ScheduledSequence, FinishReason], None]
+    fail: Callable[[ScheduledSequence, Exception], None]
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
+    speculation: WorkerSpeculation | None = None
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._batch: dict[int, _Running] = {}
-        self._apart: list[_Running] = []
+        self._batch: dict[int, DecodingSequence] = {}
+        self._apart: list[DecodingSequence] = []
         # Steps of the batch since it changed.
         self._settled = 0
         self._rounds = Rounds()
         # By request, of answers that run and of those that are still being prefilled.
-        self._sources: dict[str, list[Source]] = {}
+        self._sources: dict[str, list[DraftSource]] = {}
         self._ends = frozenset(int(t) for t in self.tokenizer.eos_token_ids)
         self._empty = make_prompt_cache(self.model)
         # A window's cache lies otherwise in a batch than apart: what has one does not come back from there.
@@ -129,7 +122,7 @@ class Decoding:
 
     # ---- sources of drafts from outside ----------------------------------------------------------------
 
-    def attach(self, request_id: str, source: Source) -> None:
+    def attach(self, request_id: str, source: DraftSource) -> None:
         """A further source of drafts for an answer that runs, or whose prompt is known here.
 
         It is told of tokens that are committed from now on, and closed when the answer ends.
@@ -150,14 +143,14 @@ class Decoding:
 
     # ---- answers ---------------------------------------------------------------------------------------
 
-    def find(self, request_id: str) -> Answer | None:
+    def find(self, request_id: str) -> ScheduledSequence | None:
         running = self._running(request_id)
         return None if running is None else running.answer
 
-    def begin(self, answer: Answer, tokens: list[int], cache: list[Any]) -> None:
+    def begin(self, answer: ScheduledSequence, tokens: list[int], cache: list[Any]) -> None:
         """Decode on from ``tokens``, all but the last of which are in ``cache``, which is not written to."""
         request = answer.prepared.request
-        running = _Running(
+        running = DecodingSequence(
             answer,
             list(tokens),
             make_sampler(request.sampling, self.defaults),
@@ -181,7 +174,7 @@ class Decoding:
         elif self._batch:
             self._turn_together()
 
-    def leave(self, answer: Answer) -> None:
+    def leave(self, answer: ScheduledSequence) -> None:
         """Take a running answer out; what it computed stays useful to a retry or a next turn."""
         running = self._running(answer.id)
         if running is None:
@@ -192,14 +185,14 @@ class Decoding:
             tokens, cache = self._out_of_batch(running)
         self._left(running, tokens, cache)
 
-    def remember(self, answer: Answer, tokens: list[int], cache: list[Any]) -> None:
+    def remember(self, answer: ScheduledSequence, tokens: list[int], cache: list[Any]) -> None:
         """Keep the KV of ``tokens`` for later prompts that begin with them, unless some are missing."""
         if answer.kept is not None:
             return
         mx.eval([layer.state for layer in cache])
         self.prefix.store(tokens, cache, answer.namespace)
 
-    def _running(self, request_id: str) -> _Running | None:
+    def _running(self, request_id: str) -> DecodingSequence | None:
         every = [*self._batch.values(), *self._apart]
         return next((running for running in every if running.answer.id == request_id), None)
 
@@ -246,7 +239,7 @@ class Decoding:
             promises.append(drafting.promise(draft))
         return len(promises) == 1 or self._rounds.worth(promises)
 
-    def _insert(self, running: _Running, cache: list[Any]) -> None:
+    def _insert(self, running: DecodingSequence, cache: list[Any]) -> None:
         """Into the batch, which copies ``cache``."""
         answer = running.answer
         if isinstance(running.sampler, SeededSampler):
@@ -263,9 +256,9 @@ class Decoding:
         self._batch[running.uid] = running
         self._settled = 0
 
-    def _begin_apart(self, running: _Running, cache: list[Any]) -> None:
+    def _begin_apart(self, running: DecodingSequence, cache: list[Any]) -> None:
         """``cache`` is the answer's own from now on."""
-        running.row = Row(
+        running.row = VerifyRow(
             self.model,
             running.tokens,
             cache,
@@ -275,13 +268,13 @@ class Decoding:
         )
         self._apart.append(running)
 
-    def _out_of_batch(self, running: _Running) -> tuple[list[int], list[Any]]:
+    def _out_of_batch(self, running: DecodingSequence) -> tuple[list[int], list[Any]]:
         del self._batch[running.uid]
         self._settled = 0
         cache, tokens = self._generator.remove([running.uid], return_prompt_caches=True)[running.uid]
         return tokens, cache
 
-    def _left(self, running: _Running, tokens: list[int], cache: list[Any]) -> None:
+    def _left(self, running: DecodingSequence, tokens: list[int], cache: list[Any]) -> None:
         if running in self._apart:
             self._apart.remove(running)
             running.row = None
@@ -296,7 +289,7 @@ class Decoding:
 
     # ---- apart -----------------------------------------------------------------------------------------
 
-    def _room(self, running: _Running, cache: list[Any]) -> int:
+    def _room(self, running: DecodingSequence, cache: list[Any]) -> int:
         """Tokens that one pass may have."""
         if self.speculation is None:
             return 0
@@ -320,7 +313,7 @@ class Decoding:
             p.drafting.verified(p.draft, [c.token for c in p.chosen], p.seconds, saved_s)
             self._said(p.running.answer, p.chosen, now)
 
-    def _pass(self, running: _Running, row: Row, drafting: Drafting) -> _Pass:
+    def _pass(self, running: DecodingSequence, row: VerifyRow, drafting: SequenceDrafts) -> _BatchedPass:
         begun = time.monotonic()
         answer = running.answer
         # No draft past the answer's end, nor past the memory that is promised.
@@ -330,9 +323,9 @@ class Decoding:
         self.steps += 1
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
-        return _Pass(running, drafting, draft, chosen, time.monotonic() - begun)
+        return _BatchedPass(running, drafting, draft, chosen, time.monotonic() - begun)
 
-    def _said(self, answer: Answer, chosen: Sequence[Chosen], now: float) -> None:
+    def _said(self, answer: ScheduledSequence, chosen: Sequence[Chosen], now: float) -> None:
         for one in chosen:
             ended = one.token in self._ends
             _count(answer, now)
@@ -354,7 +347,7 @@ class Decoding:
             self.leave(answer)
             self.fail(answer, full)
 
-    def _end(self, answer: Answer, reason: FinishReason) -> None:
+    def _end(self, answer: ScheduledSequence, reason: FinishReason) -> None:
         self.leave(answer)
         self.finish(answer, reason)
 
@@ -370,8 +363,8 @@ class Decoding:
             self._rounds.stepped(len(responses), now - begun)
         self._settled += 1
         # The batch may only change once all of its tokens are taken.
-        stopped: list[Answer] = []
-        broken: list[tuple[Answer, Exception]] = []
+        stopped: list[ScheduledSequence] = []
+        broken: list[tuple[ScheduledSequence, Exception]] = []
         for response in responses:
             running = self._batch[response.uid]
             answer = running.answer
@@ -405,14 +398,14 @@ class Decoding:
             self.leave(answer)
             self.fail(answer, reason)
 
-    def _show(self, answer: Answer, token: int, logprobs: mx.array) -> None:
+    def _show(self, answer: ScheduledSequence, token: int, logprobs: mx.array) -> None:
         entry = None
         if isinstance(answer.logprobs, Logprobs):
             entry = answer.logprobs.of(token, logprobs, answer.text.length)
         for piece in answer.text.push(token, entry):
             self.emit(piece)
 
-    def _grow(self, answer: Answer) -> bool:
+    def _grow(self, answer: ScheduledSequence) -> bool:
         """Promise more KV to an answer that has used what it was promised."""
         if answer.held < answer.promised:
             return True
@@ -423,7 +416,7 @@ class Decoding:
         return True
 
 
-def _count(answer: Answer, now: float) -> None:
+def _count(answer: ScheduledSequence, now: float) -> None:
     if not answer.generated:
         answer.first_s = now
     answer.last_s = now

@@ -6,9 +6,9 @@ import queue
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from fleetd.engine.prompts import Prepared
-from fleetd.engine.protocol import Alone, Assist, Cancel, Follow, Share
-from fleetd.engine.smart.layout import Layout
+from fleetd.engine.prompt_encoding import PreparedPrompt
+from fleetd.engine.protocol import PrefillAlone, AssistPrefill, Cancel, DraftFor, PrefillShared
+from fleetd.engine.scoring.scoring_layout import ScoringLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +16,7 @@ class Stop:
     """End the loop."""
 
 
-Item = Prepared | Layout | Share | Alone | Assist | Follow | Cancel | Stop
+Item = PreparedPrompt | ScoringLayout | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Cancel | Stop
 
 
 class Inbox:

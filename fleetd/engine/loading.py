@@ -21,17 +21,17 @@ from mlx_lm.utils import load_config, load_model
 from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.calibrate import calibrate
-from fleetd.engine.findings import Finding
+from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
 from fleetd.engine.protocol import Loading, Profile, Ready
-from fleetd.engine.sampling import Choice
+from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.share.sharable import Sharable, accelerator_name
-from fleetd.engine.smart.profile import Basis as ProfileBasis
-from fleetd.engine.smart.sparse import Sparse
-from fleetd.engine.spec.probe import Plan, Verdict, probe
-from fleetd.engine.spec.verdicts import Basis, Verdicts
-from fleetd.engine.spec.vocabulary import vocabulary_of
+from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
+from fleetd.engine.scoring.head_profile import ProfileKey as ProfileBasis
+from fleetd.engine.sparse_prefill.sparse import Sparse
+from fleetd.engine.speculation.exactness_probe import ProbePlan, ExactnessVerdict, probe
+from fleetd.engine.speculation.verdicts import VerdictKey, Verdicts
+from fleetd.engine.speculation.vocabulary import vocabulary_of
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models import digest as digests
@@ -52,16 +52,16 @@ class Loaded:
     tokenizer: Any
     facts: Ready
     prefix_bytes: int
-    defaults: Choice
+    defaults: SamplingDefaults
     # Whether several answers can be decoded in one batch.
     together: bool
     # Whether blocks of tokens give the bytes of single steps.
-    verdict: Verdict
+    verdict: ExactnessVerdict
     # None where no other machine can help with it.
     sharable: Sharable | None
     # None where prompts must be prefilled whole.
     sparse: Sparse | None
-    profile: Finding[Profile]
+    profile: CachedResult[Profile]
 
 
 def pick_device(wanted: str) -> Device:
@@ -193,17 +193,17 @@ def _verdict(
     vocabulary: int,
     context: int,
     decode_tok_s: float,
-) -> Verdict:
+) -> ExactnessVerdict:
     if settings.speculation == "off":
-        return Verdict(text="off: speculation.mode is off")
+        return ExactnessVerdict(text="off: speculation.mode is off")
     if device == "cpu" and not cpu.exact():
-        return Verdict(text="declined: without MKL a CPU's numbers depend on how many are computed at once")
+        return ExactnessVerdict(text="declined: without MKL a CPU's numbers depend on how many are computed at once")
     step_s = 1 / decode_tok_s
     kept = Verdicts(Path(settings.cache))
-    basis = Basis.now(digest, device, accelerator_name(device), versions())
+    basis = VerdictKey.now(digest, device, accelerator_name(device), versions())
     if (known := kept.find(basis)) is not None:
         return known.at_pace(step_s)
-    plan = Plan.of(device, step_s)
+    plan = ProbePlan.of(device, step_s)
     found = probe(model, vocab_size=vocabulary, context_tokens=context, plan=plan)
     kept.keep(basis, found)
     return found
@@ -307,13 +307,13 @@ def kv_bytes_per_token(cache: list[Any]) -> int:
     return max(1, int(per_token))
 
 
-def _defaults(path: Path) -> Choice:
+def _defaults(path: Path) -> SamplingDefaults:
     """The sampling that the model's makers recommend, for requests that leave it open."""
     try:
         found = json.loads((path / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return Choice()
-    return Choice.of_model(found) if isinstance(found, dict) else Choice()
+        return SamplingDefaults()
+    return SamplingDefaults.of_model(found) if isinstance(found, dict) else SamplingDefaults()
 
 
 def _dtype(model: Any) -> str:

@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from fleetd.engine.protocol import TokenLogprob, TopLogprob
-from fleetd.engine.text import token_bytes
+from fleetd.engine.output_text import token_bytes
 
 IMPOSSIBLE = -9999.0
 

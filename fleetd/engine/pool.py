@@ -43,7 +43,7 @@ class PoolOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Wanted:
+class _WantedLayers:
     """A model, or layers [first, last) of it; (0, 0) is all."""
 
     folder: ModelFolder
@@ -83,7 +83,7 @@ class EnginePool:
         Raises FleetError: why the load or the request failed. Closing the generator cancels the request.
         """
         with self._claim(folder.name):
-            async for item in self._acquire(_Wanted(folder)):
+            async for item in self._acquire(_WantedLayers(folder)):
                 if not isinstance(item, EngineProcess):
                     yield item
                     continue
@@ -103,7 +103,7 @@ class EnginePool:
         into this model's attention.
         """
         with self._claim(folder.name):
-            async for item in self._acquire(_Wanted(folder), evict=evict):
+            async for item in self._acquire(_WantedLayers(folder), evict=evict):
                 if not isinstance(item, EngineProcess):
                     yield item
                     continue
@@ -119,7 +119,7 @@ class EnginePool:
 
     async def loading(self, folder: ModelFolder) -> AsyncGenerator[Loading, None]:
         """The same, with its progress."""
-        async with aclosing(self._acquire(_Wanted(folder))) as steps:
+        async with aclosing(self._acquire(_WantedLayers(folder))) as steps:
             async for step in steps:
                 if isinstance(step, Loading):
                     yield step
@@ -168,7 +168,7 @@ class EnginePool:
         """Which worker has these layers; loads one."""
         if (name := self._holder(folder, first, last)) is not None:
             return name
-        whole, part = _Wanted(folder), _Wanted(folder, first, last)
+        whole, part = _WantedLayers(folder), _WantedLayers(folder, first, last)
         try:
             await self._load_beside(whole)
         except OutOfMemory as error:
@@ -180,7 +180,7 @@ class EnginePool:
         await self._load_beside(part)
         return part.name
 
-    async def _load_beside(self, wanted: _Wanted) -> None:
+    async def _load_beside(self, wanted: _WantedLayers) -> None:
         """Where nothing has to give way. Raises as ``stream``."""
         try:
             async for _ in self._acquire(wanted, evict=False):
@@ -216,7 +216,7 @@ class EnginePool:
             self._claims[name] -= 1
 
     async def _acquire(
-        self, wanted: _Wanted, *, evict: bool = True
+        self, wanted: _WantedLayers, *, evict: bool = True
     ) -> AsyncGenerator[Loading | EngineProcess, None]:
         """Progress, then the ready engine. Two first requests share one load; idle models make room."""
         while True:
@@ -242,7 +242,7 @@ class EnginePool:
             return None
         return next((e for e in self._engines.values() if e.state == "loading"), None)
 
-    async def _running(self, wanted: _Wanted) -> EngineProcess:
+    async def _running(self, wanted: _WantedLayers) -> EngineProcess:
         name = wanted.name
         async with self._starting.setdefault(name, asyncio.Lock()):
             engine = self._engines.get(name)
@@ -265,7 +265,7 @@ class EnginePool:
                 raise
             return engine
 
-    def _settings(self, wanted: _Wanted) -> WorkerSettings:
+    def _settings(self, wanted: _WantedLayers) -> WorkerSettings:
         o, folder = self.options, wanted.folder
         record = self.record_path(folder)
         return WorkerSettings(

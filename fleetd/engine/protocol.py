@@ -26,8 +26,8 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.plan.split import Split
-from fleetd.smart.packed import PackedScores
+from fleetd.plan.prefill.split import Split
+from fleetd.compression.packed import PackedScores
 
 # ---- What to generate ------------------------------------------------------------------------------------
 
@@ -142,7 +142,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     speculate: Speculate | None = None
 
 
-class Share(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
+class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
     """Prefill a waiting prompt together with others; this machine is the last one of the split.
 
     Its streams are "helper0", "helper1", … (everything between it and that helper but hidden states) and,
@@ -157,14 +157,14 @@ class Share(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
     exact: bool = False
 
 
-class Alone(msgspec.Struct, frozen=True, tag="alone", omit_defaults=True):
+class PrefillAlone(msgspec.Struct, frozen=True, tag="alone", omit_defaults=True):
     """Prefill a prompt here: one that waits, or one that is being shared, from what is verified of it."""
 
     id: str
     reason: str = ""
 
 
-class Assist(msgspec.Struct, frozen=True, tag="assist"):
+class AssistPrefill(msgspec.Struct, frozen=True, tag="assist"):
     """Do machine ``place``'s part of a split; answered by Accepted once its memory is reserved, then by
     Assisted, or by Failed.
 
@@ -210,7 +210,7 @@ class Score(msgspec.Struct, frozen=True, tag="score", omit_defaults=True):
     profile: Profile | None = None
 
 
-class Follow(msgspec.Struct, frozen=True, tag="follow", omit_defaults=True):
+class DraftFor(msgspec.Struct, frozen=True, tag="follow", omit_defaults=True):
     """Draft for a text that another worker writes; answered by Accepted, and by Followed once nobody needs it
     any more, or by Failed. Its stream is "drafts"; what is to be known of the text comes on it.
 
@@ -519,10 +519,10 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", omit_defaults=True):
     param: str | None = None
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
+class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     """Proof of progress: ``steps`` counts forward passes since load and only grows.
 
-    ``held_up``: there is work, and all of it waits for other machines or for word how to go on.
+    ``blocked``: there is work, and all of it waits for other machines or for word how to go on.
     """
 
     steps: int
@@ -530,7 +530,7 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     decoding: int = 0
     waiting: int = 0
     assisting: int = 0
-    held_up: bool = False
+    blocked: bool = False
     kv_bytes: int = 0
     prefix_bytes: int = 0
     prefix_entries: int = 0
@@ -539,9 +539,9 @@ class Beat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     memory_bytes: int = 0
 
 
-Command = Generate | Share | Alone | Assist | Follow | Score | Cancel | Shutdown
+Command = Generate | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Score | Cancel | Shutdown
 Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted | Scored | Followed
-Report = Loading | Ready | LoadFailed | Beat | Event
+Report = Loading | Ready | LoadFailed | Heartbeat | Event
 
 # ---- Framing ---------------------------------------------------------------------------------------------
 
@@ -560,7 +560,7 @@ def encode(message: Command | Report) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-class Decoder:
+class MessageDecoder:
     """Bytes in any pieces → messages."""
 
     def __init__(self, kind: Any) -> None:
@@ -589,11 +589,11 @@ class Decoder:
             yield self._decode(body)
 
 
-def commands() -> Decoder:
+def commands() -> MessageDecoder:
     """Decoder for the worker's end."""
-    return Decoder(Command)
+    return MessageDecoder(Command)
 
 
-def reports() -> Decoder:
+def reports() -> MessageDecoder:
     """Decoder for the daemon's end."""
-    return Decoder(Report)
+    return MessageDecoder(Report)

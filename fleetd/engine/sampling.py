@@ -36,7 +36,7 @@ GREEDY_TOP_P = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class SamplingDefaults:
     """``Sampling`` with nothing left open."""
 
     temperature: float = 1.0
@@ -46,7 +46,7 @@ class Choice:
     repetition_penalty: float = 1.0
 
     @classmethod
-    def of_model(cls, generation_config: Mapping[str, Any]) -> Choice:
+    def of_model(cls, generation_config: Mapping[str, Any]) -> SamplingDefaults:
         """What a model's makers recommend; values that make no sense are left out."""
         found: dict[str, Any] = {}
         for name, low, high in (
@@ -61,7 +61,7 @@ class Choice:
                 found[name] = value
         return cls(**found)
 
-    def asked(self, sampling: Sampling) -> Choice:
+    def asked(self, sampling: Sampling) -> SamplingDefaults:
         """These values, except where the request says otherwise."""
         names = (f.name for f in fields(self))
         return replace(self, **{n: v for n in names if (v := getattr(sampling, n)) is not None})
@@ -87,7 +87,7 @@ class SeededSampler:
     Temperature comes before the filters, as OpenAI's and vLLM's users expect (mlx-lm filters first).
     """
 
-    def __init__(self, choice: Choice, seed: int | None) -> None:
+    def __init__(self, choice: SamplingDefaults, seed: int | None) -> None:
         self._choice = choice
         # A request without a seed gets a fresh one, so there is one code path.
         self._seed = secrets.randbits(64) if seed is None else seed & _U64
@@ -109,10 +109,10 @@ class SeededSampler:
         return mx.random.categorical(logprobs, key=key)
 
 
-_NEUTRAL = Choice()
+_NEUTRAL = SamplingDefaults()
 
 
-def make_sampler(sampling: Sampling, defaults: Choice = _NEUTRAL) -> Sampler:
+def make_sampler(sampling: Sampling, defaults: SamplingDefaults = _NEUTRAL) -> Sampler:
     """Greedy requests share one function, which lets the batch sample them in one call."""
     choice = defaults.asked(sampling)
     if choice.temperature < GREEDY_TEMPERATURE or choice.top_p < GREEDY_TOP_P or choice.top_k == 1:
@@ -122,7 +122,7 @@ def make_sampler(sampling: Sampling, defaults: Choice = _NEUTRAL) -> Sampler:
 
 
 def make_processors(
-    sampling: Sampling, defaults: Choice = _NEUTRAL, prompt_tokens: int = 0
+    sampling: Sampling, defaults: SamplingDefaults = _NEUTRAL, prompt_tokens: int = 0
 ) -> list[LogitsProcessor]:
     """Logit bias and penalties; empty when none is asked for.
 

@@ -25,47 +25,33 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
-from fleetd.engine.answer import Answer
-from fleetd.engine.chunks import Chunks
+from fleetd.engine.sequence import ScheduledSequence
+from fleetd.engine.chunk_size import Chunks
 from fleetd.engine.decoding import GROWTH_TOKENS, Decoding
 from fleetd.engine.failures import failed
-from fleetd.engine.findings import Finding
+from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.inbox import Inbox, Stop
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix import PrefixCache
-from fleetd.engine.prompts import Prepared
-from fleetd.engine.protocol import (
-    Accepted,
-    Alone,
-    Assist,
-    Beat,
-    Cancel,
-    ChatPrompt,
-    Delta,
-    FinishReason,
-    Follow,
-    Prefill,
-    Profile,
-    Report,
-    Share,
-)
-from fleetd.engine.sampling import Choice
-from fleetd.engine.share.assists import Assists
-from fleetd.engine.share.sharable import Sharable
-from fleetd.engine.share.shared_answers import SharedAnswers
-from fleetd.engine.share.sharing import SharedPrefill
-from fleetd.engine.share.streams import Streams
-from fleetd.engine.smart.layout import Layout
-from fleetd.engine.smart.scoring import Scoring
-from fleetd.engine.smart.sparse import Sparse, SparsePrefiller, leading, leading_cache
-from fleetd.engine.spec.draft_wire import DRAFTS
-from fleetd.engine.spec.follows import Follows
-from fleetd.engine.spec.remote_source import RemoteSource
-from fleetd.engine.spec.speculation import Speculation
-from fleetd.engine.text import AnswerText
-from fleetd.engine.turns import wait_s
+from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.prompt_encoding import PreparedPrompt
+from fleetd.engine.protocol import (Accepted, PrefillAlone, AssistPrefill, Heartbeat, Cancel, ChatPrompt, Delta, FinishReason, DraftFor, Prefill, Profile, Report, PrefillShared)
+from fleetd.engine.sampling import SamplingDefaults
+from fleetd.engine.shared_prefill.helper_guests import HelperGuests
+from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.shared_prefill.shared_prompts import SharedAnswers
+from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
+from fleetd.engine.streams.handed_over import HandedOverStreams
+from fleetd.engine.scoring.scoring_layout import ScoringLayout
+from fleetd.engine.scoring.score_guests import ScoreGuests
+from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading, leading_cache
+from fleetd.engine.speculation.draft_messages import DRAFTS
+from fleetd.engine.speculation.draft_guests import DraftGuests
+from fleetd.engine.speculation.remote_source import RemoteSource
+from fleetd.engine.speculation.speculation import WorkerSpeculation
+from fleetd.engine.output_text import AnswerText
+from fleetd.engine.steppable import wait_s
 from fleetd.errors import ContextLengthExceeded
 
 # Turns after which a waiting prompt goes before shorter ones that came later.
@@ -87,26 +73,26 @@ class Scheduler:
     budget: KvBudget
     prefix: PrefixCache
     emit: Callable[[Report], None]
-    defaults: Choice = field(default_factory=Choice)
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     sharable: Sharable | None = None
     sparse: Sparse | None = None
     inbox: Inbox = field(default_factory=Inbox)
-    streams: Streams | None = None
-    speculation: Speculation | None = None
+    streams: HandedOverStreams | None = None
+    speculation: WorkerSpeculation | None = None
     vocab_size: int = 0
-    drafts: Streams | None = None
-    profile: Finding[Profile] | None = None
+    drafts: HandedOverStreams | None = None
+    profile: CachedResult[Profile] | None = None
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        streams = Streams(self.inbox.wake) if self.streams is None else self.streams
+        streams = HandedOverStreams(self.inbox.wake) if self.streams is None else self.streams
         self._shared = SharedAnswers(self.model, self.sharable, self.prefix, streams, self.emit)
-        self._assists = Assists(self.sharable, self.context_tokens, self.budget, streams, self.emit)
-        self._scoring = Scoring(
+        self._assists = HelperGuests(self.sharable, self.context_tokens, self.budget, streams, self.emit)
+        self._scoring = ScoreGuests(
             self.model, self.tokenizer, self.context_tokens, self.budget, self.emit, self.profile
         )
-        self._waiting: list[Answer] = []
-        self._prefilling: list[Answer] = []
+        self._waiting: list[ScheduledSequence] = []
+        self._prefilling: list[ScheduledSequence] = []
         self._decoding = Decoding(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -119,8 +105,8 @@ class Scheduler:
             defaults=self.defaults,
             speculation=self.speculation,
         )
-        self._drafts = Streams(self.inbox.wake) if self.drafts is None else self.drafts
-        self._follows = Follows(
+        self._drafts = HandedOverStreams(self.inbox.wake) if self.drafts is None else self.drafts
+        self._follows = DraftGuests(
             model=self.model,
             ends=frozenset(int(token) for token in self.tokenizer.eos_token_ids),
             context_tokens=self.context_tokens,
@@ -134,7 +120,7 @@ class Scheduler:
 
     # ---- from other threads --------------------------------------------------------------------------
 
-    def tell(self, command: Share | Alone | Assist | Follow | Cancel) -> None:
+    def tell(self, command: PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Cancel) -> None:
         self.inbox.put(command)
 
     def stop(self) -> None:
@@ -184,31 +170,31 @@ class Scheduler:
         return bool(self._decoding) or others or any(a.ready for a in self._prefilling)
 
     def _receive(self) -> bool:
-        dues_s = [self._shared.due_s(answer) for answer in self._prefilling]
-        dues_s += [*self._assists.visits.dues_s, *self._follows.visits.dues_s]
-        for item in self.inbox.take(0.0 if self._busy else wait_s(dues_s)):
+        deadlines = [self._shared.due_s(answer) for answer in self._prefilling]
+        deadlines += [*self._assists.visits.deadlines, *self._follows.visits.deadlines]
+        for item in self.inbox.take(0.0 if self._busy else wait_s(deadlines)):
             match item:
                 case Stop():
                     return False
                 case Cancel(request_id):
                     self._cancelled(request_id)
-                case Share() | Alone():
+                case PrefillShared() | PrefillAlone():
                     self._word(item)
-                case Assist():
+                case AssistPrefill():
                     self._assists.begin(item)
-                case Layout():
+                case ScoringLayout():
                     self._scoring.begin(item)
-                case Follow():
+                case DraftFor():
                     self._follows.begin(item)
-                case Prepared():
+                case PreparedPrompt():
                     self._arrived(item)
         return True
 
-    def _word(self, word: Share | Alone) -> None:
+    def _word(self, word: PrefillShared | PrefillAlone) -> None:
         answer = next((a for a in self._prefilling if a.id == word.id), None)
         if answer is None:
             self._shared.streams.drop(word.id)
-        elif isinstance(word, Share):
+        elif isinstance(word, PrefillShared):
             self._shared.share(answer, word)
         else:
             self._shared.alone(answer, word.reason)
@@ -226,7 +212,7 @@ class Scheduler:
                 # Streams are given once a request or a Follow is accepted: this one's has ended.
                 self._drafts.drop(request_id)
 
-    def _arrived(self, prepared: Prepared) -> None:
+    def _arrived(self, prepared: PreparedPrompt) -> None:
         request = prepared.request
         try:
             answer = self._new_answer(prepared)
@@ -249,7 +235,7 @@ class Scheduler:
             )
         )
 
-    def _new_answer(self, prepared: Prepared) -> Answer:
+    def _new_answer(self, prepared: PreparedPrompt) -> ScheduledSequence:
         request, n = prepared.request, len(prepared.tokens)
         scoring = request.echo and request.max_tokens == 0
         if n + (0 if scoring else 1) > self.context_tokens:
@@ -263,7 +249,7 @@ class Scheduler:
         wanted = self.context_tokens if request.max_tokens is None else request.max_tokens
         self.budget.check_alone(slots + min(wanted, 1))
         max_tokens = min(wanted, self.context_tokens - n, self.budget.capacity_tokens - slots)
-        return Answer(
+        return ScheduledSequence(
             prepared=prepared,
             text=AnswerText(
                 request.id,
@@ -282,7 +268,7 @@ class Scheduler:
             dense_reason=dense_reason,
         )
 
-    def _kept(self, prepared: Prepared) -> tuple[list[int] | None, str]:
+    def _kept(self, prepared: PreparedPrompt) -> tuple[list[int] | None, str]:
         """What of the prompt is prefilled, None for all of it; and why a Keep is not followed."""
         if prepared.kept is None:
             return None, prepared.dense_reason
@@ -298,7 +284,7 @@ class Scheduler:
         while self._waiting and self._fits(self._waiting[0]):
             self._prefilling.append(self._waiting.pop(0))
 
-    def _fits(self, answer: Answer) -> bool:
+    def _fits(self, answer: ScheduledSequence) -> bool:
         """Reserve a stream and memory. False, and nothing is reserved, where one of them lacks."""
         free = len(self._prefilling) + len(self._decoding) < self.max_streams
         return free and self.budget.take(answer.id, answer.promised)
@@ -316,7 +302,7 @@ class Scheduler:
                 self._prefilling.remove(answer)
             self._fail(answer, error)
 
-    def _prefill(self, answer: Answer) -> Prefiller | SharedPrefill | SparsePrefiller:
+    def _prefill(self, answer: ScheduledSequence) -> Prefiller | SharedPrefill | SparsePrefiller:
         """The next chunk of one prompt."""
         answer.started_s = answer.started_s or time.monotonic()
         if answer.prefiller is None:
@@ -339,7 +325,7 @@ class Scheduler:
         answer.prefill_s += time.monotonic() - begun
         return prefiller
 
-    def _show_prefill(self, answer: Answer, *, again: bool = False) -> None:
+    def _show_prefill(self, answer: ScheduledSequence, *, again: bool = False) -> None:
         """Report progress. It never goes back, whatever is computed a second time."""
         prefiller = answer.prefiller
         if prefiller is None:
@@ -351,7 +337,7 @@ class Scheduler:
             answer.shown = done
             self.emit(Prefill(answer.id, done, total, answer.cached))
 
-    def _choose(self) -> Answer | None:
+    def _choose(self) -> ScheduledSequence | None:
         """The prompt with the least left; one that was passed over too often goes first."""
         ready = [answer for answer in self._prefilling if answer.ready]
         if not ready:
@@ -363,7 +349,7 @@ class Scheduler:
         chosen.turns = 0
         return chosen
 
-    def _start(self, answer: Answer) -> Prefiller | SparsePrefiller:
+    def _start(self, answer: ScheduledSequence) -> Prefiller | SparsePrefiller:
         tokens = answer.prepared.tokens
         if answer.kept is not None:
             # The KV of a token rests on all tokens before it: what follows a gap is in no dense cache.
@@ -379,7 +365,7 @@ class Scheduler:
             return Prefiller(self.model, tokens, hit.cache, hit.tokens)
         return Prefiller(self.model, tokens, make_prompt_cache(self.model))
 
-    def _begin_decode(self, answer: Answer, prefiller: Prefiller | SharedPrefill | SparsePrefiller) -> None:
+    def _begin_decode(self, answer: ScheduledSequence, prefiller: Prefiller | SharedPrefill | SparsePrefiller) -> None:
         request = answer.prepared.request
         cache = prefiller.cache
         if isinstance(prefiller, SharedPrefill):
@@ -396,14 +382,14 @@ class Scheduler:
             return
         self._decoding.begin(answer, prefiller.tokens, cache)
 
-    def _remember_leading(self, answer: Answer, kept: list[int], cache: list[Any]) -> None:
+    def _remember_leading(self, answer: ScheduledSequence, kept: list[int], cache: list[Any]) -> None:
         """Keep what a sparse prompt has in common with a dense one: the system prompt, as a rule."""
         dense = leading_cache(kept, cache)
         if dense is not None:
             mx.eval([layer.state for layer in dense])
             self.prefix.store(answer.prepared.tokens[: leading(kept)], dense, answer.namespace)
 
-    def _echo(self, answer: Answer) -> None:
+    def _echo(self, answer: ScheduledSequence) -> None:
         text = self.tokenizer.decode(answer.prepared.tokens)
         answer.text.offset = len(text)
         self.emit(Delta(answer.id, text, tokens=0, logprobs=answer.scored.entries if answer.scored else None))
@@ -423,7 +409,7 @@ class Scheduler:
             self._decoding.leave(running)
             self._finish(running, "cancelled")
 
-    def _abandon(self, answer: Answer) -> None:
+    def _abandon(self, answer: ScheduledSequence) -> None:
         """End a prefill half way; what it computed stays useful."""
         if isinstance(answer.prefiller, SharedPrefill):
             done, cache = answer.prefiller.verified
@@ -435,7 +421,7 @@ class Scheduler:
         if done > answer.cached:
             self._decoding.remember(answer, answer.prepared.tokens[:done], cache)
 
-    def _finish(self, answer: Answer, reason: FinishReason) -> None:
+    def _finish(self, answer: ScheduledSequence, reason: FinishReason) -> None:
         if reason != "cancelled":
             try:
                 pieces = answer.text.finish()
@@ -450,13 +436,13 @@ class Scheduler:
         self._beat_at = 0.0  # tell at once that there is less to do
         self.emit(answer.finished(reason))
 
-    def _fail(self, answer: Answer, error: Exception) -> None:
+    def _fail(self, answer: ScheduledSequence, error: Exception) -> None:
         self._shared.end(answer)
         self._ended(answer)
         self._beat_at = 0.0
         self._failed(answer.id, error)
 
-    def _ended(self, answer: Answer) -> None:
+    def _ended(self, answer: ScheduledSequence) -> None:
         """Give back what was reserved for it."""
         self._decoding.detach(answer.id)
         self.budget.give_back(answer.id)
@@ -478,13 +464,13 @@ class Scheduler:
         work = bool(self._prefilling or self._decoding or helping)
         parts = (self._decoding, self._assists, self._follows, self._scoring)
         self.emit(
-            Beat(
+            Heartbeat(
                 steps=self.steps + sum(part.steps for part in parts),
                 prefilling=len(self._prefilling),
                 decoding=len(self._decoding),
                 waiting=len(self._waiting),
                 assisting=helping,
-                held_up=work and not self._busy,
+                blocked=work and not self._busy,
                 kv_bytes=self.budget.used_bytes,
                 prefix_bytes=self.prefix.nbytes,
                 prefix_entries=len(self.prefix),

@@ -29,8 +29,8 @@ from fleetd.engine.loading import (
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.share.part_speeds import part_speeds
-from fleetd.engine.share.sharable import Sharable
+from fleetd.engine.shared_prefill.part_speeds import part_speeds
+from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
 
 WARM_UP_TOKENS = 8

@@ -19,28 +19,8 @@ import structlog
 
 from fleetd import limits
 from fleetd.engine import protocol
-from fleetd.engine.channel import Giver
-from fleetd.engine.protocol import (
-    Alone,
-    Assist,
-    Assisted,
-    Beat,
-    Cancel,
-    Event,
-    Failed,
-    Finished,
-    Follow,
-    Followed,
-    Generate,
-    LoadFailed,
-    Loading,
-    Ready,
-    Score,
-    Scored,
-    Share,
-    Shutdown,
-    StreamTag,
-)
+from fleetd.engine.streams.channel import SocketSender
+from fleetd.engine.protocol import (PrefillAlone, AssistPrefill, Assisted, Heartbeat, Cancel, Event, Failed, Finished, DraftFor, Followed, Generate, LoadFailed, Loading, Ready, Score, Scored, PrefillShared, Shutdown, StreamTag)
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import EngineDied, EngineStalled, FleetError, Overloaded, from_code
 
@@ -118,7 +98,7 @@ class EngineProcess:
         self.restarts = restarts
         self.pid: int | None = None
         self._on_exit = on_exit
-        self._beat = Beat(0)
+        self._beat = Heartbeat(0)
         self._streams: dict[str, asyncio.Queue[Event | FleetError]] = {}
         # Requests the worker has not accepted yet, with the time they were sent.
         self._preparing: dict[str, float] = {}
@@ -126,7 +106,7 @@ class EngineProcess:
         self._progress_at = self._used_at = asyncio.get_running_loop().time()
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._giver: Giver | None = None
+        self._giver: SocketSender | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -139,7 +119,7 @@ class EngineProcess:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         channel, their_channel = socket.socketpair()
-        self._giver = Giver(channel)
+        self._giver = SocketSender(channel)
         try:
             with theirs, their_channel:
                 self._process = await asyncio.create_subprocess_exec(
@@ -241,7 +221,7 @@ class EngineProcess:
         """
         return self._exchange(request, Finished)
 
-    def assist(self, assist: Assist) -> AsyncGenerator[Event, None]:
+    def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]:
         """Accepted once there is memory for it, and at the end Assisted. Closing the generator cancels it.
 
         Raises as ``stream``.
@@ -256,14 +236,14 @@ class EngineProcess:
         """
         return self._exchange(score, Scored)
 
-    def follow(self, follow: Follow) -> AsyncGenerator[Event, None]:
+    def follow(self, follow: DraftFor) -> AsyncGenerator[Event, None]:
         """Accepted, and Followed once the text needs no more drafts. Closing the generator cancels it.
 
         Raises as ``stream``.
         """
         return self._exchange(follow, Followed)
 
-    def share(self, share: Share) -> None:
+    def share(self, share: PrefillShared) -> None:
         """How a prompt that waits is prefilled; its streams are given with ``give_stream``.
 
         Nothing happens where the request has ended.
@@ -272,7 +252,7 @@ class EngineProcess:
 
     def alone(self, request_id: str, reason: str = "") -> None:
         """Let a prompt that waits, or that is being shared, go on here. Ignored where there is none."""
-        self._tell(Alone(request_id, reason))
+        self._tell(PrefillAlone(request_id, reason))
 
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Hand a connected socket to the worker; it is closed here in any case. Raises EngineDied."""
@@ -281,7 +261,7 @@ class EngineProcess:
             raise self._not_running()
         await self._giver.give(tag, sock)
 
-    def _tell(self, command: Share | Alone | Cancel) -> None:
+    def _tell(self, command: PrefillShared | PrefillAlone | Cancel) -> None:
         if self.state == "ready" and self._writer is not None:
             # A worker that is gone is noticed where its answers are awaited.
             with contextlib.suppress(ConnectionError, RuntimeError):
@@ -294,7 +274,7 @@ class EngineProcess:
 
     async def _exchange(
         self,
-        command: Generate | Assist | Score | Follow,
+        command: Generate | AssistPrefill | Score | DraftFor,
         last: type[Finished] | type[Assisted] | type[Scored] | type[Followed],
     ) -> AsyncGenerator[Event, None]:
         if self.state != "ready" or self._writer is None:
@@ -423,10 +403,10 @@ class EngineProcess:
     async def _take(self, report: protocol.Report) -> None:
         now = asyncio.get_running_loop().time()
         match report:
-            case Beat():
+            case Heartbeat():
                 # One that can only wait for other machines is as alive as one that computes, and bounds
                 # its waits itself.
-                if report.steps != self._beat.steps or report.held_up:
+                if report.steps != self._beat.steps or report.blocked:
                     self._progress_at = now
                 self._beat = report
             case Loading():

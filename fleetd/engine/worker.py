@@ -29,38 +29,24 @@ import msgspec
 
 from fleetd import limits
 from fleetd.engine import cpu, protocol
-from fleetd.engine.channel import take_all
-from fleetd.engine.chunks import Chunks, FixedChunks, PacedChunks
-from fleetd.engine.protocol import (
-    Alone,
-    Assist,
-    Cancel,
-    Failed,
-    Follow,
-    Generate,
-    LoadFailed,
-    Ready,
-    Report,
-    Score,
-    Share,
-    Shutdown,
-    StreamTag,
-)
+from fleetd.engine.streams.channel import receive_sockets
+from fleetd.engine.chunk_size import Chunks, FixedChunks, PacedChunks
+from fleetd.engine.protocol import (PrefillAlone, AssistPrefill, Cancel, Failed, DraftFor, Generate, LoadFailed, Ready, Report, Score, PrefillShared, Shutdown, StreamTag)
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import EngineError, FleetError
 
 if TYPE_CHECKING:
     from fleetd.engine.loading import Loaded
-    from fleetd.engine.prompts import Prepared
+    from fleetd.engine.prompt_encoding import PreparedPrompt
     from fleetd.engine.scheduler import Scheduler
-    from fleetd.engine.share.helper_loop import HelperLoop
-    from fleetd.engine.smart.layout import Layout
-    from fleetd.engine.spec.speculation import Speculation
+    from fleetd.engine.shared_prefill.helper_loop import HelperLoop
+    from fleetd.engine.scoring.scoring_layout import ScoringLayout
+    from fleetd.engine.speculation.speculation import WorkerSpeculation
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
 
 
-class Link:
+class DaemonSocket:
     """The socket to the daemon. ``send`` never blocks the caller."""
 
     def __init__(self, fd: int) -> None:
@@ -130,7 +116,7 @@ class Link:
 class Front:
     """The reader's side: turns commands into the compute thread's. Without ``loaded`` nothing is answered."""
 
-    def __init__(self, link: Link, compute: Scheduler | HelperLoop, loaded: Loaded | None) -> None:
+    def __init__(self, link: DaemonSocket, compute: Scheduler | HelperLoop, loaded: Loaded | None) -> None:
         self._link = link
         self._compute = compute
         self._loaded = loaded
@@ -139,7 +125,7 @@ class Front:
         # Requests whose prompt is being prepared; True once they were cancelled meanwhile.
         self._preparing: dict[str, bool] = {}
 
-    def read(self, decoder: protocol.Decoder) -> None:
+    def read(self, decoder: protocol.MessageDecoder) -> None:
         """Until the daemon is gone, or sends what nobody can read; then nobody is left to compute for."""
         try:
             self._read(decoder)
@@ -149,7 +135,7 @@ class Front:
             # The compute thread may be deep in a kernel.
             os._exit(EXIT_ORPHANED)
 
-    def _read(self, decoder: protocol.Decoder) -> None:
+    def _read(self, decoder: protocol.MessageDecoder) -> None:
         while data := self._link.receive():
             for command in decoder.feed(data):
                 match command:
@@ -163,13 +149,13 @@ class Front:
                                 self._preparing[request_id] = True
                                 continue
                         self._compute.tell(command)
-                    case Share() | Alone() | Assist() | Follow():
+                    case PrefillShared() | PrefillAlone() | AssistPrefill() | DraftFor():
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()
 
     def _prepare(self, request: Generate | Score) -> None:
-        outcome: Prepared | Layout | None = None
+        outcome: PreparedPrompt | ScoringLayout | None = None
         failed = False
         try:
             with self._lock:
@@ -194,9 +180,9 @@ class Front:
         if cancelled and not failed:
             self._link.send(protocol.Finished(request.id, "cancelled"))
 
-    def _prepared(self, request: Generate | Score) -> Prepared | Layout:
-        from fleetd.engine.prompts import prepare
-        from fleetd.engine.smart.layout import lay_out
+    def _prepared(self, request: Generate | Score) -> PreparedPrompt | ScoringLayout:
+        from fleetd.engine.prompt_encoding import prepare
+        from fleetd.engine.scoring.scoring_layout import lay_out
 
         if self._loaded is None:
             raise EngineError(
@@ -216,7 +202,7 @@ def main() -> int:
     settings = msgspec.json.decode(arguments.settings, type=WorkerSettings)
     # The daemon decides when a worker ends; a Ctrl-C in the terminal reaches the whole group.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    link = Link(arguments.fd)
+    link = DaemonSocket(arguments.fd)
     try:
         with link.watched():
             compute, loaded, facts = _start(settings, link, socket.socket(fileno=arguments.streams_fd))
@@ -247,7 +233,7 @@ def main() -> int:
 
 
 def _start(
-    settings: WorkerSettings, link: Link, channel: socket.socket
+    settings: WorkerSettings, link: DaemonSocket, channel: socket.socket
 ) -> tuple[Scheduler | HelperLoop, Loaded | None, Ready]:
     """Everything up to Ready, and that. The heavy imports are here so that a refusal to start is quick."""
     if settings.threads:
@@ -262,17 +248,17 @@ def _start(
     from fleetd.engine import stage_loading
     from fleetd.engine.inbox import Inbox
     from fleetd.engine.memory import KvBudget
-    from fleetd.engine.prefix import PrefixCache
+    from fleetd.engine.prefix_cache import PrefixCache
     from fleetd.engine.scheduler import Scheduler
-    from fleetd.engine.share.helper_loop import HelperLoop
-    from fleetd.engine.share.streams import Streams
-    from fleetd.engine.spec.draft_wire import DRAFTS
+    from fleetd.engine.shared_prefill.helper_loop import HelperLoop
+    from fleetd.engine.streams.handed_over import HandedOverStreams
+    from fleetd.engine.speculation.draft_messages import DRAFTS
 
     device = loading.pick_device(settings.device)
     if device == "cpu":
         cpu.install()
     inbox = Inbox()
-    streams, drafts = Streams(inbox.wake), Streams(inbox.wake, eager=True)
+    streams, drafts = HandedOverStreams(inbox.wake), HandedOverStreams(inbox.wake, eager=True)
     compute: Scheduler | HelperLoop
     if settings.last_layer:
         part = stage_loading.load_part(settings, device, link.send)
@@ -311,19 +297,19 @@ def _start(
     def put(tag: StreamTag, sock: socket.socket) -> None:
         (drafts if tag.name == DRAFTS else streams).put(tag, sock)
 
-    threading.Thread(target=take_all, args=(channel, put), name="channel", daemon=True).start()
+    threading.Thread(target=receive_sockets, args=(channel, put), name="channel", daemon=True).start()
     return compute, loaded, facts
 
 
-def _speculation(settings: WorkerSettings, loaded: Loaded) -> Speculation:
-    from fleetd.engine.spec.speculation import Speculation
-    from fleetd.engine.spec.suffix import Past
+def _speculation(settings: WorkerSettings, loaded: Loaded) -> WorkerSpeculation:
+    from fleetd.engine.speculation.speculation import WorkerSpeculation
+    from fleetd.engine.speculation.suffix import PastAnswers
 
-    return Speculation(
+    return WorkerSpeculation(
         loaded.verdict,
         loaded.facts.vocab_size,
         settings.speculation,
-        Past(limits.SPEC_PAST_BYTES) if settings.remember_answers else None,
+        PastAnswers(limits.SPEC_PAST_BYTES) if settings.remember_answers else None,
         computes_ahead=loaded.facts.device != "cpu",
     )
 

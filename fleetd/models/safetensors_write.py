@@ -19,7 +19,7 @@ _NUMPY: dict[DType, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<
 
 
 @dataclass(frozen=True, slots=True)
-class Planned:
+class PlannedTensor:
     """A tensor whose size is known now and whose values are made when its turn to be written comes."""
 
     name: str
@@ -33,7 +33,7 @@ class Planned:
 
 
 def write_safetensors(
-    path: Path, tensors: Sequence[Planned], progress: Callable[[int, int], None] = lambda done, total: None
+    path: Path, tensors: Sequence[PlannedTensor], progress: Callable[[int, int], None] = lambda done, total: None
 ) -> None:
     """Write and fsync; ``progress(done_bytes, total_bytes)`` after each tensor."""
     ordered = sorted(tensors, key=lambda tensor: tensor.name)

@@ -58,7 +58,7 @@ def guess_kind(host: str) -> Kind:
 
 
 @dataclass(slots=True)
-class Path:
+class PeerPath:
     """One address of a machine and how it has done."""
 
     address: Address
@@ -108,7 +108,7 @@ class Path:
             self._speeds.append(count / seconds)
 
 
-class Paths:
+class PeerPaths:
     """All known ways to one machine.
 
     Args:
@@ -117,17 +117,17 @@ class Paths:
 
     def __init__(self, kind_of: Callable[[str], Kind] = guess_kind) -> None:
         self._kind_of = kind_of
-        self._paths: dict[Address, Path] = {}
+        self._paths: dict[Address, PeerPath] = {}
         self._for_bulk: Address | None = None
         self._for_control: Address | None = None
 
-    def __iter__(self) -> Iterator[Path]:
+    def __iter__(self) -> Iterator[PeerPath]:
         return iter(self._paths.values())
 
     def __len__(self) -> int:
         return len(self._paths)
 
-    def get(self, address: Address) -> Path | None:
+    def get(self, address: Address) -> PeerPath | None:
         return self._paths.get(address)
 
     # ---- what is known and what happened -----------------------------------------------------------------
@@ -137,7 +137,7 @@ class Paths:
         path = self._paths.get(address)
         if path is None:
             if self._make_room(source):
-                self._paths[address] = Path(address, source, self._kind_of(address[0]), due_s=now)
+                self._paths[address] = PeerPath(address, source, self._kind_of(address[0]), due_s=now)
             return
         if _SOURCES.index(source) < _SOURCES.index(path.source):
             path.source = source
@@ -203,7 +203,7 @@ class Paths:
     def best_for_control(self, current: Address | None = None) -> Address | None:
         """The nearest way that works; None while none does. ``current``: the one that a session takes now."""
 
-        def is_better(new: Path, old: Path) -> bool:
+        def is_better(new: PeerPath, old: PeerPath) -> bool:
             gain_s = old.expected_rtt_s - new.expected_rtt_s
             return new.expected_rtt_s <= old.expected_rtt_s * _NEARER and gain_s > _NEARER_S
 
@@ -215,7 +215,7 @@ class Paths:
     def best_for_bulk(self) -> Address | None:
         """The fastest way that works; None while none does."""
 
-        def is_better(new: Path, old: Path) -> bool:
+        def is_better(new: PeerPath, old: PeerPath) -> bool:
             return new.expected_bytes_per_s >= old.expected_bytes_per_s * _FASTER
 
         self._for_bulk = self._choose(self._for_bulk, lambda path: -path.expected_bytes_per_s, is_better)
@@ -224,8 +224,8 @@ class Paths:
     def _choose(
         self,
         current: Address | None,
-        cost: Callable[[Path], float],
-        is_better: Callable[[Path, Path], bool],
+        cost: Callable[[PeerPath], float],
+        is_better: Callable[[PeerPath, PeerPath], bool],
     ) -> Address | None:
         working = [path for path in self if path.works]
         if not working:

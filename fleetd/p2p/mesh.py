@@ -4,7 +4,7 @@ A node keeps one session with every member of its roster. Nothing here trusts wh
 remembered addresses are places to dial, who answers there is settled by TLS, and whether a machine can be
 used only by its session. The same object runs in the daemon and, in virtual time, in the simulation.
 
-    in    sighted  dial_failed  opened  closed  quiet  heard  notified  card_changed  roster calls  tick
+    in    address_seen  dial_failed  opened  closed  quiet  heard  notified  card_changed  roster calls  tick
     out   Dial  Notify  Drop  Retire  Save
 """
 
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from fleetd import limits
 from fleetd.errors import FleetError, NotPaired, ProtocolError, VersionMismatch
-from fleetd.p2p import cards, gossip
-from fleetd.p2p.cards import Card, CardTable
-from fleetd.p2p.gossip import ADDRESSES, CARD, ROSTER, Told
-from fleetd.p2p.links import Kind, Path, Paths, Source, backoff_s, guess_kind
-from fleetd.p2p.roster import Record, Roster
+from fleetd.p2p.membership import cards, gossip
+from fleetd.p2p.membership.cards import Card, CardTable
+from fleetd.p2p.membership.gossip import ADDRESSES, CARD, ROSTER, AddressHint
+from fleetd.p2p.links import Kind, PeerPath, PeerPaths, Source, backoff_s, guess_kind
+from fleetd.p2p.membership.roster import RosterRecord, Roster
 
 Address = tuple[str, int]
 
@@ -36,7 +36,7 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True)
-class Notify:
+class SendNotify:
     link: int
     topic: str
     body: bytes
@@ -62,14 +62,14 @@ class Save:
     """The roster changed: make it durable, and trust nobody who is not in it."""
 
 
-Action = Dial | Notify | Drop | Retire | Save
+Action = Dial | SendNotify | Drop | Retire | Save
 
 
 # ---- State -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
-class Link:
+class PeerSession:
     """An open session. ``number`` is the owner's handle for it."""
 
     number: int
@@ -91,9 +91,9 @@ class Peer:
     """A member: the ways to it and, if there is one, the session with it."""
 
     node_id: str
-    paths: Paths
+    paths: PeerPaths
     #: The session that is used; there may be more of them for a moment.
-    link: Link | None = None
+    link: PeerSession | None = None
     dialling: set[Address] = field(default_factory=set)
     #: What the last attempts came to, where an address's own failure does not say it all.
     trouble: FleetError | None = None
@@ -111,7 +111,7 @@ class Peer:
         """For each address that is being called whether it is only a hint; one that was forgotten was."""
         return [(path := self.paths.get(address)) is None or path.is_hint for address in self.dialling]
 
-    def next_paths(self, now: float) -> list[Path]:
+    def next_paths(self, now: float) -> list[PeerPath]:
         """What to call next, two at a time: the first may belong to an interface that leads nowhere.
 
         Where there are addresses that have worked and others that are only claimed, one of each: neither old
@@ -120,7 +120,7 @@ class Peer:
         due = [path for address in self.paths.order(now) if (path := self.paths.get(address)) is not None]
         known = {path.is_hint for path in self.paths}
         under_way = self.dialled_hints()
-        found: list[Path] = []
+        found: list[PeerPath] = []
         for is_hint in sorted(known):
             free = limits.DIALS_PER_PEER // len(known) - under_way.count(is_hint)
             alike = [path for path in due if path.is_hint is is_hint and path.address not in self.dialling]
@@ -149,8 +149,8 @@ class Mesh:
         self.roster = roster
         self.cards = CardTable()
         self.peers: dict[str, Peer] = {}
-        self.links: dict[int, Link] = {}
-        self.static: dict[Address, Paths] = {}
+        self.links: dict[int, PeerSession] = {}
+        self.static: dict[Address, PeerPaths] = {}
         #: Why nobody usable answers at a static address.
         self.static_trouble: dict[Address, FleetError] = {}
         self._static_dialling: set[Address] = set()
@@ -162,7 +162,7 @@ class Mesh:
         self._told = frozenset(roster.records())
         self._actions: list[Action] = []
         for address in static:
-            self.static[address] = Paths(kind_of)
+            self.static[address] = PeerPaths(kind_of)
             self.static[address].add(address, "static", now)
         self._sync_peers()
 
@@ -172,7 +172,7 @@ class Mesh:
 
     # ---- addresses ---------------------------------------------------------------------------------------
 
-    def sighted(self, node_id: str, addresses: Sequence[Address], source: Source, now: float) -> None:
+    def address_seen(self, node_id: str, addresses: Sequence[Address], source: Source, now: float) -> None:
         """Somebody says that a machine is at these addresses."""
         peer = self.peers.get(node_id)
         if peer is None:
@@ -234,7 +234,7 @@ class Mesh:
         if peer is None:
             self._actions.append(Drop(number, NotPaired("It is not paired with this machine.")))
             return
-        self.links[number] = Link(number, node_id, outbound, epoch, reached, roster, opened_s=now)
+        self.links[number] = PeerSession(number, node_id, outbound, epoch, reached, roster, opened_s=now)
         if reached is not None:
             peer.paths.add(reached, "remembered", now)
             peer.paths.succeeded(reached, now)
@@ -243,7 +243,7 @@ class Mesh:
         peer.trouble = None
         self._choose(peer, now)
 
-    def _choose(self, peer: Peer, now: float) -> Link | None:
+    def _choose(self, peer: Peer, now: float) -> PeerSession | None:
         """Of several sessions with a machine, use the one that the other side uses as well.
 
         One that is heard goes before one that is not, and a restarted machine before its former self. When
@@ -251,7 +251,7 @@ class Mesh:
         counts: whoever calls again has lost the first one, or found a better way.
         """
 
-        def rank(link: Link) -> tuple[bool, int, bool, int]:
+        def rank(link: PeerSession) -> tuple[bool, int, bool, int]:
             ours = link.outbound == (self.me < link.node_id)
             return not link.quiet, link.epoch, ours, link.number
 
@@ -311,7 +311,7 @@ class Mesh:
             if (peer := self._rechoose(link, now)) is not None:
                 peer.heard_s = now
 
-    def _rechoose(self, link: Link, now: float) -> Peer | None:
+    def _rechoose(self, link: PeerSession, now: float) -> Peer | None:
         peer = self.peers.get(link.node_id)
         if peer is not None:
             self._choose(peer, now)
@@ -333,7 +333,7 @@ class Mesh:
         """This machine's own card; goes to everybody."""
         self._card = cards.encode(card)
         for link in self.links.values():
-            self._actions.append(Notify(link.number, CARD, self._card))
+            self._actions.append(SendNotify(link.number, CARD, self._card))
 
     def notified(self, number: int, topic: str, body: bytes, now: float) -> None:
         """Something another node tells; what cannot be understood ends its session."""
@@ -350,11 +350,11 @@ class Mesh:
         except ProtocolError as error:
             self._actions.append(Drop(number, error))
 
-    def _merge(self, records: Iterable[Record], now: float) -> None:
+    def _merge(self, records: Iterable[RosterRecord], now: float) -> None:
         if self.roster.merge(records).changed:
             self.roster_changed(now)
 
-    def _believe(self, link: Link, told: Iterable[Told], now: float) -> None:
+    def _believe(self, link: PeerSession, told: Iterable[AddressHint], now: float) -> None:
         for hint in told:
             peer = self.peers.get(hint.node_id)
             if peer is not None and gossip.can_be_told(hint.host, link.address):
@@ -373,7 +373,7 @@ class Mesh:
         for link in self.links.values():
             # Those who are out hear of it too; it is the last thing that they hear.
             if link.greeted:
-                self._actions += [Notify(link.number, ROSTER, body) for body in bodies]
+                self._actions += [SendNotify(link.number, ROSTER, body) for body in bodies]
         self._actions += [
             Drop(link.number, NotPaired("It was unpaired."))
             for link in self.links.values()
@@ -389,30 +389,30 @@ class Mesh:
             self.cards.drop(node_id)
         for node_id in members:
             if node_id not in self.peers:
-                self.peers[node_id] = Peer(node_id, Paths(self._kind_of))
+                self.peers[node_id] = Peer(node_id, PeerPaths(self._kind_of))
 
-    def _greet(self, link: Link) -> None:
+    def _greet(self, link: PeerSession) -> None:
         """Tell a newcomer everything; tell the others, who may not hear its mDNS, where it was reached."""
         link.greeted = True
         if self._card:
-            self._actions.append(Notify(link.number, CARD, self._card))
+            self._actions.append(SendNotify(link.number, CARD, self._card))
         if link.roster != self.roster.digest():
             bodies = gossip.roster_batches(self.roster.records(), [self.me])
-            self._actions += [Notify(link.number, ROSTER, body) for body in bodies]
+            self._actions += [SendNotify(link.number, ROSTER, body) for body in bodies]
         used = [peer.link for peer in self.peers.values() if peer.link is not None]
         self._tell_addresses(link, [other for other in used if other is not link])
         for other in used:
             if other is not link:
                 self._tell_addresses(other, [link])
 
-    def _tell_addresses(self, to: Link, of: Iterable[Link]) -> None:
+    def _tell_addresses(self, to: PeerSession, of: Iterable[PeerSession]) -> None:
         known = [
-            Told(link.node_id, *link.address)
+            AddressHint(link.node_id, *link.address)
             for link in of
             if link.address is not None and gossip.can_be_told(link.address[0], to.address)
         ]
         if known:
-            self._actions.append(Notify(to.number, ADDRESSES, gossip.write_told(known)))
+            self._actions.append(SendNotify(to.number, ADDRESSES, gossip.write_told(known)))
 
     # ---- time --------------------------------------------------------------------------------------------
 
@@ -424,7 +424,7 @@ class Mesh:
                 self._retire(link)
         self._dial(now)
 
-    def _retire(self, link: Link) -> None:
+    def _retire(self, link: PeerSession) -> None:
         peer = self.peers.get(link.node_id)
         used = peer.link if peer is not None else None
         # Of two calls by the other side it knows which one it uses. Closing one here could hit that.

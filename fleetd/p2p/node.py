@@ -2,7 +2,7 @@
 
 mesh (decides) ── Dial, Notify, Drop, Save ──► node ──► transport, roster file, TLS contexts
      ▲                                          │
-     └── opened, closed, sighted, heard … ◄─────┘  ◄── peer port, discovery, timers
+     └── opened, closed, address_seen, heard … ◄─────┘  ◄── peer port, discovery, timers
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from typing import Any, TypeVar
 from fleetd import limits
 from fleetd.errors import Draining, FleetError, NotFound, Overloaded, PeerUnreachable
 from fleetd.observe import get_logger
-from fleetd.p2p import interfaces, tls, transport
+from fleetd.p2p.discovery import interfaces
+from fleetd.p2p.session import tls, transport
 from fleetd.p2p import mesh as decide
-from fleetd.p2p.addresses import AddressFile
-from fleetd.p2p.bulk import Bulk
-from fleetd.p2p.cards import Card
-from fleetd.p2p.discovery import Discovery, Sighting
-from fleetd.p2p.frames import PROTOCOL_VERSIONS, Hello
-from fleetd.p2p.identity import Identity, short_id
+from fleetd.p2p.membership.address_file import AddressFile
+from fleetd.p2p.bulk_connections import Bulk
+from fleetd.p2p.membership.cards import Card
+from fleetd.p2p.discovery.discovery import Discovery, DiscoveredPeer
+from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
+from fleetd.p2p.membership.identity import Identity, short_id
 from fleetd.p2p.mesh import Address, Dial, Mesh
-from fleetd.p2p.port import PeerPort, Visitors
-from fleetd.p2p.roster import Roster
-from fleetd.p2p.roster_file import RosterFile
-from fleetd.p2p.transport import PeerConnection, Stream
+from fleetd.p2p.port import PeerPort, ConnectionHandlers
+from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_file import RosterFile
+from fleetd.p2p.session.transport import PeerConnection, PeerStream
 
 log = get_logger("fleetd.p2p")
 
 #: Serves one request: the peer's node id, the request's body, its stream. What it raises is told to the peer.
-Handler = Callable[[str, bytes, Stream], Coroutine[Any, Any, None]]
+Handler = Callable[[str, bytes, PeerStream], Coroutine[Any, Any, None]]
 _T = TypeVar("_T")
 
 # What the settings call it → what the system does.
@@ -79,10 +80,10 @@ class Node:
         #: Wakes whoever shows or uses the fleet: somebody came, went, or said something new.
         self.changed = asyncio.Event()
         #: Given every newcomer of the pairing port; None while no window is open.
-        self.pairing_visitor: Callable[[socket.socket], Coroutine[Any, Any, None]] | None = None
+        self.on_pairing_connection: Callable[[socket.socket], Coroutine[Any, Any, None]] | None = None
         self._roster_file = RosterFile(settings.folder / "roster")
         self._addresses = AddressFile(settings.folder / "addresses.json")
-        self._peer_port = PeerPort(Visitors(self._session_visitor, self.bulk.visitor, self._pairing_visit))
+        self._peer_port = PeerPort(ConnectionHandlers(self._session_visitor, self.bulk.visitor, self._pairing_visit))
         self.discovery: Discovery | None = None
         self._handlers: dict[str, Handler] = {}
         self._connections: dict[int, PeerConnection] = {}
@@ -134,7 +135,7 @@ class Node:
         )
         self._saved_addresses = await asyncio.to_thread(self._addresses.load)
         for node_id, addresses in self._saved_addresses.items():
-            self.mesh.sighted(node_id, addresses, "remembered", now)
+            self.mesh.address_seen(node_id, addresses, "remembered", now)
         self._trust()
         self.port = self._peer_port.open(self.settings.host, self.settings.port)
         if self.settings.mdns:
@@ -204,7 +205,7 @@ class Node:
         """Serve requests of this name."""
         self._handlers[method] = handler
 
-    def request(self, node_id: str, method: str, body: bytes) -> Stream:
+    def request(self, node_id: str, method: str, body: bytes) -> PeerStream:
         """Begin a request at a member. Raises PeerUnreachable, PeerLost or Overloaded."""
         connection = self.connection(node_id)
         if connection is None:
@@ -291,7 +292,7 @@ class Node:
 
     def reached(self, node_id: str, address: Address) -> None:
         """A way to a member that has just been used."""
-        self.mesh.sighted(node_id, [address], "remembered", asyncio.get_running_loop().time())
+        self.mesh.address_seen(node_id, [address], "remembered", asyncio.get_running_loop().time())
         self._perform()
 
     def prefer_best_path(self, node_id: str) -> None:
@@ -354,7 +355,7 @@ class Node:
                 Overloaded(f"{limits.SESSIONS_PER_PEER} newer sessions with this machine are open.")
             )
 
-    def requested(self, connection: PeerConnection, stream: Stream, method: str, body: bytes) -> None:
+    def requested(self, connection: PeerConnection, stream: PeerStream, method: str, body: bytes) -> None:
         handler = self._handlers.get(method)
         running = self._serving.setdefault(connection.node_id, set())
         if self._stopping:
@@ -395,7 +396,7 @@ class Node:
             log.info("peer.gone", peer=self.name_of(connection.node_id), reason=str(error or "good-bye"))
         self._perform()
 
-    async def _serve(self, method: str, handler: Handler, peer: str, body: bytes, stream: Stream) -> None:
+    async def _serve(self, method: str, handler: Handler, peer: str, body: bytes, stream: PeerStream) -> None:
         try:
             await handler(peer, body, stream)
             stream.end()
@@ -431,7 +432,7 @@ class Node:
         match action:
             case decide.Dial():
                 self._begin_dial(action)
-            case decide.Notify(number, topic, body):
+            case decide.SendNotify(number, topic, body):
                 if (connection := self._connections.get(number)) is not None:
                     connection.notify(topic, body)
             case decide.Drop(number, error):
@@ -497,14 +498,14 @@ class Node:
             self._made.discard(connection)
 
     async def _pairing_visit(self, sock: socket.socket) -> None:
-        if self.pairing_visitor is None:
+        if self.on_pairing_connection is None:
             sock.close()
         else:
-            await self.pairing_visitor(sock)
+            await self.on_pairing_connection(sock)
 
-    def _seen(self, sighting: Sighting) -> None:
+    def _seen(self, sighting: DiscoveredPeer) -> None:
         now = asyncio.get_running_loop().time()
-        self.mesh.sighted(sighting.node_id, sighting.addresses, "mdns", now)
+        self.mesh.address_seen(sighting.node_id, sighting.addresses, "mdns", now)
         self._perform()
 
     # ---- trust -------------------------------------------------------------------------------------------

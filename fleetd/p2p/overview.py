@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fleetd.errors import NotPaired, ProtocolError, VersionMismatch
 from fleetd.host_port import host_port
-from fleetd.p2p.cards import Card
-from fleetd.p2p.identity import short_id
-from fleetd.p2p.links import Path
+from fleetd.p2p.membership.cards import Card
+from fleetd.p2p.membership.identity import short_id
+from fleetd.p2p.links import PeerPath
 from fleetd.p2p.mesh import Mesh, Peer
 from fleetd.p2p.node import Node
-from fleetd.p2p.roster import Member
+from fleetd.p2p.membership.roster import RosterMember
 from fleetd.p2p.views import Configured, FleetView, Neighbour, PathView, PeerModel, PeerState, PeerView
 
 
@@ -54,7 +54,7 @@ def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> Fl
     )
 
 
-def peer_view(mesh: Mesh, member: Member, now: float) -> PeerView:
+def peer_view(mesh: Mesh, member: RosterMember, now: float) -> PeerView:
     """One member."""
     peer = mesh.peers[member.node_id]
     card = mesh.cards.get(member.node_id)
@@ -133,7 +133,7 @@ def reach(peer: Peer, card: Card | None, now: float) -> str:
     return condition(peer, card, now)[1]
 
 
-def _path(path: Path, in_use: bool) -> PathView:
+def _path(path: PeerPath, in_use: bool) -> PathView:
     return PathView(
         host=path.address[0],
         port=path.address[1],

@@ -37,7 +37,7 @@ _EXHAUSTED_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Visitors:
+class ConnectionHandlers:
     """What happens to each kind. A handler owns the socket that it is given, and closes it."""
 
     session: Callable[[socket.socket], Coroutine[Any, Any, None]]
@@ -48,7 +48,7 @@ class Visitors:
 class PeerPort:
     """Listens on one address, or on every interface for the host ``*``."""
 
-    def __init__(self, visitors: Visitors) -> None:
+    def __init__(self, visitors: ConnectionHandlers) -> None:
         self._visitors = visitors
         self._listeners: list[socket.socket] = []
         self._unknown: dict[asyncio.Task[None], str] = {}

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fleetd.plan import hardware
+from fleetd.plan import chip_speeds
 
 # The chunk that a measured ``prefill_tok_s`` belongs to: calibration's largest.
 MEASURED_TOKENS = 256
@@ -25,7 +25,7 @@ SLOWEST_TOK_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
-class Speed:
+class PrefillSpeed:
     """Seconds over all layers: per chunk, per token, and per token and token before it."""
 
     token_s: float
@@ -33,7 +33,7 @@ class Speed:
     fixed_s: float = 0.0
 
     @classmethod
-    def measured(cls, prefill_tok_s: float, context_s: float = 0.0, fixed_s: float = 0.0) -> Speed:
+    def measured(cls, prefill_tok_s: float, context_s: float = 0.0, fixed_s: float = 0.0) -> PrefillSpeed:
         """From what calibration tells: a rate on an empty context and its two parts that are known apart."""
         chunk_s = MEASURED_TOKENS / max(SLOWEST_TOK_S, prefill_tok_s)
         fixed_s = min(max(0.0, fixed_s), _EXPLAINED * chunk_s)
@@ -41,9 +41,9 @@ class Speed:
         token_s = (chunk_s - min(known_s, _EXPLAINED * chunk_s)) / MEASURED_TOKENS
         return cls(token_s, max(0.0, context_s), fixed_s)
 
-    def times(self, factor: float) -> Speed:
+    def times(self, factor: float) -> PrefillSpeed:
         """The same machine, ``factor`` times slower."""
-        return Speed(self.token_s * factor, self.context_s * factor, self.fixed_s * factor)
+        return PrefillSpeed(self.token_s * factor, self.context_s * factor, self.fixed_s * factor)
 
     def seconds(self, share: float, start: int, count: int) -> float:
         """One chunk: ``count`` tokens behind ``start`` others, over a share of the layers."""
@@ -68,14 +68,14 @@ class Speed:
         return count * (self.token_s + self.context_s * (start + count / 2))
 
 
-def modelled(chip: hardware.Hardware, weights_bytes: int, layers: int, hidden_bytes: int) -> Speed:
+def modelled(chip: chip_speeds.Hardware, weights_bytes: int, layers: int, hidden_bytes: int) -> PrefillSpeed:
     """What a machine should do that never ran the model, from its maker's figures."""
     context_s = chip.prefill_context_s(layers, hidden_bytes)
-    return Speed.measured(chip.prefill_tok_s(weights_bytes), context_s)
+    return PrefillSpeed.measured(chip.prefill_tok_s(weights_bytes), context_s)
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class LinkSpeed:
     """The way between two machines, as it may be relied on. One that carries nothing is a very slow one."""
 
     bytes_per_s: float
@@ -89,6 +89,6 @@ class Link:
     def one_way_s(self) -> float:
         return self.rtt_s / 2
 
-    def and_(self, other: Link) -> Link:
+    def and_(self, other: LinkSpeed) -> LinkSpeed:
         """Between the far ends of two links: nobody measured it, so the worse of both."""
-        return Link(min(self.bytes_per_s, other.bytes_per_s), max(self.rtt_s, other.rtt_s))
+        return LinkSpeed(min(self.bytes_per_s, other.bytes_per_s), max(self.rtt_s, other.rtt_s))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fleetd import limits
-from fleetd.plan import hardware
+from fleetd.plan import chip_speeds
 
 Code = Literal[
     "tried",
@@ -88,7 +88,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RouteQuestion:
     """What is to be placed. Token counts are estimates; ``digest``: only these files will do, "" is any."""
 
     model: str
@@ -99,7 +99,7 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
+class RoutePrice:
     """Seconds until the answer is complete. ``modelled``: from the chip's figures, not from measurements."""
 
     queue_s: float
@@ -115,13 +115,13 @@ class Price:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class PricedMachine:
     """``digest`` of the files it would run; "" where it would have to fetch them or has not hashed them."""
 
     node_id: str
     name: str
     digest: str
-    price: Price
+    price: RoutePrice
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,11 +136,11 @@ class Rejection:
 class Ranked:
     """Best first; both by the rules of this module alone, whatever the order of the candidates."""
 
-    placements: tuple[Placement, ...]
+    placements: tuple[PricedMachine, ...]
     rejected: tuple[Rejection, ...]
 
 
-def route(ask: Ask, candidates: Iterable[Candidate]) -> Ranked:
+def route(ask: RouteQuestion, candidates: Iterable[Candidate]) -> Ranked:
     """Price what can run it, and say of the others why not."""
     # Equal prices keep this order: this machine, then by node id.
     machines = _like_their_twins(sorted(candidates, key=lambda c: c.node_id))
@@ -156,18 +156,18 @@ def route(ask: Ask, candidates: Iterable[Candidate]) -> Ranked:
     same = [c for c in able if lead is not None and (c is lead or _alike(lead, c))]
     return Ranked(
         tuple(
-            Placement(c.node_id, c.name, c.model.digest if c.model else "", prices[c.node_id]) for c in same
+            PricedMachine(c.node_id, c.name, c.model.digest if c.model else "", prices[c.node_id]) for c in same
         ),
         tuple(refusals[c.node_id] or _other_files(ask, c) for c in machines if c not in same),
     )
 
 
-def price(ask: Ask, c: Candidate) -> Price:
+def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
     """What the answer takes there, from now to its last token."""
     network_s = 0.0 if c.reach == SELF else c.rtt_s
     if c.model is None:
-        return Price(0.0, PULL_S, 0.0, 0.0, network_s, modelled=True)
-    chip = hardware.hardware_of(c.chip, c.accelerator, c.cores)
+        return RoutePrice(0.0, PULL_S, 0.0, 0.0, network_s, modelled=True)
+    chip = chip_speeds.hardware_of(c.chip, c.accelerator, c.cores)
     prefill_tok_s = max(SLOWEST_TOK_S, c.model.prefill_tok_s or chip.prefill_tok_s(c.model.weights_bytes))
     decode_tok_s = max(SLOWEST_TOK_S, c.model.decode_tok_s or chip.decode_tok_s(c.model.weights_bytes))
     streams = max(1, c.max_streams)
@@ -182,9 +182,9 @@ def price(ask: Ask, c: Candidate) -> Price:
     ahead = c.waiting + max(0, c.running - streams + 1)
     # Of one that loads already, half is taken to be done.
     load = {"loaded": 0.0, "loading": 0.5, "installed": 1.0}[c.model.state]
-    return Price(
+    return RoutePrice(
         queue_s=ahead * (prefill_s + decode_s) / streams,
-        load_s=load * hardware.load_s(c.model.weights_bytes),
+        load_s=load * chip_speeds.load_s(c.model.weights_bytes),
         prefill_s=prefill_s,
         decode_s=decode_s,
         network_s=network_s,
@@ -213,7 +213,7 @@ def _like_their_twins(machines: list[Candidate]) -> list[Candidate]:
     return [told(c) for c in machines]
 
 
-def _rank(c: Candidate, cost: Price) -> tuple[bool, float]:
+def _rank(c: Candidate, cost: RoutePrice) -> tuple[bool, float]:
     return (
         c.model is None,  # a machine that would have to fetch it comes last, whatever its guessed size
         cost.total_s * (ADVANTAGE if c.reach == SELF else 1.0),
@@ -223,7 +223,7 @@ def _rank(c: Candidate, cost: Price) -> tuple[bool, float]:
 # ---- Who may, and who can --------------------------------------------------------------------------------
 
 
-def _refusal(ask: Ask, c: Candidate) -> Rejection | None:
+def _refusal(ask: RouteQuestion, c: Candidate) -> Rejection | None:
     """The first reason, from what nothing can change to what passes."""
 
     def refuse(code: Code, sentence: str) -> Rejection:
@@ -265,7 +265,7 @@ def _alike(lead: Candidate, c: Candidate) -> bool:
     return lead.model is not None and c.model.digest != "" and c.model.digest == lead.model.digest
 
 
-def _other_files(ask: Ask, c: Candidate) -> Rejection:
+def _other_files(ask: RouteQuestion, c: Candidate) -> Rejection:
     if c.model is None:
         return Rejection(c.node_id, c.name, "absent", f"{c.name} does not have {ask.model}.")
     if not c.model.digest:

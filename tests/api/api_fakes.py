@@ -21,9 +21,9 @@ from fleetd.api.app import build_app, make_runner
 from fleetd.api.services import Services
 from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
-from fleetd.jobs.job import LOCAL, Job, Planned
+from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.p2p import views
-from fleetd.smart.selection import Selection
+from fleetd.compression.selection import Selection
 
 TOKEN = "fleet-test-token"
 MODEL = "smollm2-135m"

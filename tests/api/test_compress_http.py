@@ -8,7 +8,7 @@ import pytest
 from api_fakes import MODEL, FakeCompressing, serve, services, status
 
 from fleetd.errors import EngineDied
-from fleetd.jobs.smart.views import Skip
+from fleetd.requests.smart_prefill.views import SkipCompression
 
 TEXT = "".join(f"line {n}\n" for n in range(10))
 
@@ -73,7 +73,7 @@ async def test_what_makes_no_sense_is_refused_by_name(body: dict[str, Any], para
 
 async def test_no_compressor_is_an_error_here() -> None:
     fake = FakeCompressing()
-    fake.trouble = Skip("no_compressor", "No machine has a model that can score prompts now.")
+    fake.trouble = SkipCompression("no_compressor", "No machine has a model that can score prompts now.")
     code, reply, _ = await asked({"prompt": TEXT}, fake)
     assert (code, reply["error"]["code"]) == (503, "no_machine")
     assert "fleetctl models" in reply["error"]["hint"]

@@ -13,7 +13,7 @@ from api_fakes import FakeRunner, Site, Step, post_bytes, read_until
 
 from fleetd import limits
 from fleetd.engine import protocol as p
-from fleetd.jobs.job import Job
+from fleetd.requests.job import Job
 
 CHAT = "/v1/chat/completions"
 

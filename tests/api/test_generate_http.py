@@ -15,7 +15,7 @@ from api_fakes import MODEL, FakeRunner, Site, Step, frames, post_bytes, read_un
 
 from fleetd import errors, limits
 from fleetd.engine import protocol as p
-from fleetd.jobs.job import Job
+from fleetd.requests.job import Job
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}

@@ -14,8 +14,8 @@ import pytest
 from api_fakes import FakeFleet, frames, serve, serve_unix, services
 
 from fleetd import errors, limits
-from fleetd.api import peers
-from fleetd.api.no_fleet import NoFleet
+from fleetd.api.control import peers
+from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.p2p.views import CodeShown, FleetView, Meeting, Paired, Searching, WrongCode
 
 CODE = CodeShown("42-lusab-babad", 300.0, 3, "mini", 8115, ["192.168.1.7"])
@@ -184,7 +184,7 @@ async def test_a_stranger_with_the_token_cannot_control_the_fleet(
 @pytest.mark.parametrize("path", POSTS)
 async def test_a_daemon_without_a_fleet_says_so(tmp_path: Path, path: str) -> None:
     given = services()
-    assert isinstance(given.fleet, NoFleet)
+    assert isinstance(given.fleet, DisabledFleet)
     async with serve_unix(given, tmp_path / "s") as site, site.client(headers={}) as session:
         refused = await post(session, path, POSTS[path], 403)
         assert "fleet.enabled" in refused["error"]["message"]

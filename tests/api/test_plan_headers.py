@@ -11,7 +11,7 @@ from api_fakes import serve, services, speak
 
 from fleetd import limits
 from fleetd.engine.protocol import Event, Loading
-from fleetd.jobs.job import LOCAL, Job, Planned
+from fleetd.requests.job import LOCAL, Job, Planned
 
 REMOTE = Planned("remote", ("studio",), "plan")
 

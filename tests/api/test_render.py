@@ -10,14 +10,14 @@ import msgspec
 import pytest
 from api_fakes import logprob
 
-from fleetd.api import render
-from fleetd.api.progress import Progress
+from fleetd.api.openai import render
+from fleetd.api.progress_comments import ProgressComments
 from fleetd.engine import protocol as p
 from fleetd.errors import EngineError
 
 Events = list[p.Event]
 
-HEAD = render.Head("chatcmpl-1", 1700000000, "m", "fleetd-0")
+HEAD = render.ReplyHeader("chatcmpl-1", 1700000000, "m", "fleetd-0")
 DONE = p.Finished("r", "stop", p.Usage(10, 4, 3, 1), p.Timings(0.25, 0.5, 0.1))
 
 
@@ -221,7 +221,7 @@ def test_legacy_logprobs(streamed: bool) -> None:
 
 
 def test_progress_sums_choices_and_never_shrinks() -> None:
-    progress = Progress()
+    progress = ProgressComments()
     assert progress.comment() == "keepalive 0/0"
     assert progress.feed(0, p.Loading("warming up\ndata: x", 1, 4))
     assert progress.comment() == "loading warming up data: x 1/4"

@@ -8,18 +8,18 @@ import msgspec
 import pytest
 
 from fleetd import limits
-from fleetd.api import requests
+from fleetd.api.openai import bodies
 from fleetd.errors import BadRequest, FleetError, InvalidValue, UnsupportedParameter
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
-def chat(**fields: Any) -> requests.ChatBody:
-    return requests.decode(msgspec.json.encode({"messages": HELLO, **fields}), requests.ChatBody)
+def chat(**fields: Any) -> bodies.ChatBody:
+    return bodies.decode(msgspec.json.encode({"messages": HELLO, **fields}), bodies.ChatBody)
 
 
-def completion(**fields: Any) -> requests.CompletionBody:
-    return requests.decode(msgspec.json.encode({"prompt": "hello", **fields}), requests.CompletionBody)
+def completion(**fields: Any) -> bodies.CompletionBody:
+    return bodies.decode(msgspec.json.encode({"prompt": "hello", **fields}), bodies.CompletionBody)
 
 
 RANGES = [
@@ -133,9 +133,9 @@ def test_foreign_fields_are_ignored(name: str) -> None:
     assert chat(**{name: {"anything": [1]}}).messages[0].content == "hello"
 
 
-@pytest.mark.parametrize("name", sorted(requests.UNSUPPORTED))
+@pytest.mark.parametrize("name", sorted(bodies.UNSUPPORTED))
 def test_a_known_but_unsupported_field_is_refused_unless_it_asks_for_nothing(name: str) -> None:
-    for nothing in requests.UNSUPPORTED[name]:
+    for nothing in bodies.UNSUPPORTED[name]:
         chat(**{name: nothing})
     with pytest.raises(UnsupportedParameter) as caught:
         chat(**{name: "something"})
@@ -160,13 +160,13 @@ def test_a_known_but_unsupported_field_is_refused_unless_it_asks_for_nothing(nam
 )
 def test_malformed_json_is_refused_with_its_position(data: bytes, says: str) -> None:
     with pytest.raises(BadRequest) as caught:
-        requests.decode(data, requests.ChatBody)
+        bodies.decode(data, bodies.ChatBody)
     assert says in str(caught.value)
 
 
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(InvalidValue) as caught:
-        requests.decode(b"{}", requests.ChatBody)
+        bodies.decode(b"{}", bodies.ChatBody)
     assert caught.value.param == "messages"
 
 
@@ -174,7 +174,7 @@ def test_any_json_is_a_body_or_a_typed_refusal() -> None:
     from hypothesis import given, settings
     from hypothesis import strategies as st
 
-    names = [field.encode_name for field in msgspec.structs.fields(requests.ChatBody)]
+    names = [field.encode_name for field in msgspec.structs.fields(bodies.ChatBody)]
     leaves = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8)
     values = st.recursive(
         leaves,
@@ -190,7 +190,7 @@ def test_any_json_is_a_body_or_a_typed_refusal() -> None:
             return
         refusal = None
         try:
-            requests.decode(data, requests.ChatBody)
+            bodies.decode(data, bodies.ChatBody)
         except FleetError as exc:
             refusal = exc
         assert refusal is None or (400 <= refusal.status < 500 and refusal.message)

@@ -11,18 +11,10 @@ from api_fakes import MODEL, FakeFolder, serve, serve_unix, services, speak
 from msgspec.structs import replace
 
 from fleetd import limits
-from fleetd.api.no_fleet import NoFleet
+from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.engine.protocol import Accepted, Event, Loading
-from fleetd.jobs.job import Job, Planned
-from fleetd.jobs.share.views import (
-    DraftsView,
-    OptionView,
-    PlanQuestion,
-    PlanView,
-    StepView,
-    Trace,
-    TracesView,
-)
+from fleetd.requests.job import Job, Planned
+from fleetd.requests.prefill_sharing.views import (DraftsView, OptionView, PlanQuestion, PlanView, StepView, Trace, TracesView)
 
 CHOSEN = OptionView("layers", ["studio", "this"], 1.5, [StepView("computed", 1.0)], True, cuts=[0, 20, 30])
 LOSER = OptionView("local", ["this"], 3.0, code="slower", reason="3.00 s: 100 % slower.")
@@ -96,7 +88,7 @@ async def test_a_plan_says_who_would_draft(tmp_path: Path) -> None:
 
 async def test_a_daemon_that_keeps_to_itself_has_no_plans(tmp_path: Path) -> None:
     planner = FakePlanner()
-    planner.plan = NoFleet().plan  # type: ignore[method-assign]
+    planner.plan = DisabledFleet().plan  # type: ignore[method-assign]
     status, found = await call(tmp_path, planner, "POST", "plan", {"tokens": 1000})
     assert (status, found["error"]["code"]) == (403, "not_paired")
 

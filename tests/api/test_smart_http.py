@@ -15,13 +15,13 @@ from msgspec import structs
 from fleetd import limits
 from fleetd.engine import protocol as p
 from fleetd.engine.protocol import Event, Loading
-from fleetd.jobs.job import LOCAL, Job, Planned
-from fleetd.jobs.smart.views import Smartened
-from fleetd.smart.policy import Policy
+from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.smart_prefill.views import SmartPrefillResult
+from fleetd.compression.policy import SmartPrefillPolicy
 
-USED = Smartened("text", "smollm2-135m", ("mini",), 1000, 200, 1100, 1.5)
+USED = SmartPrefillResult("text", "smollm2-135m", ("mini",), 1000, 200, 1100, 1.5)
 SPARSE = structs.replace(USED, form="sparse")
-SKIPPED = Smartened(original_tokens=40, code="short", reason="The prompt has about 40 tokens… too few.")
+SKIPPED = SmartPrefillResult(original_tokens=40, code="short", reason="The prompt has about 40 tokens… too few.")
 ROUTES = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
     "completions": ("/v1/completions", {"prompt": "hi"}),
@@ -44,7 +44,7 @@ OPTIONS: list[Any] = [
 class Told:
     """Says what came of smart prefill, after a wait, then answers."""
 
-    def __init__(self, *told: Smartened, wait_s: float = 0.0) -> None:
+    def __init__(self, *told: SmartPrefillResult, wait_s: float = 0.0) -> None:
         self.told = told
         self.wait_s = wait_s
         self.jobs: list[Job] = []
@@ -59,10 +59,10 @@ class Told:
 
 
 async def asked(
-    runner: Told, route: str = "chat", socket: Path | None = None, defaults: Policy | None = None, **body: Any
+    runner: Told, route: str = "chat", socket: Path | None = None, defaults: SmartPrefillPolicy | None = None, **body: Any
 ) -> tuple[int, Any, str]:
     path, fields = ROUTES[route]
-    made = services(runner, smart_defaults=defaults or Policy())
+    made = services(runner, smart_defaults=defaults or SmartPrefillPolicy())
     site_of = serve(made) if socket is None else serve_unix(made, socket)
     async with site_of as site, site.client() as session:
         async with session.post(path, json={**fields, **body}) as response:
@@ -89,7 +89,7 @@ async def test_every_option_means_the_same_everywhere(
         socket = tmp_path / "s" if on_socket else None
         await asked(runner, route, socket, smart_prefill=option, stream=stream)
         given = option if isinstance(option, dict) else {}
-        assert runner.jobs[0].smart == structs.replace(Policy(enabled=True), **given)
+        assert runner.jobs[0].smart == structs.replace(SmartPrefillPolicy(enabled=True), **given)
         assert b"smart" not in p.encode(runner.jobs[0].request)
 
 
@@ -106,7 +106,7 @@ async def test_off_is_off(route: str, option: Any) -> None:
 
 async def test_settings_turn_it_on_for_whoever_does_not_ask() -> None:
     runner = Told(USED)
-    defaults = Policy(enabled=True, target_ratio=0.4)
+    defaults = SmartPrefillPolicy(enabled=True, target_ratio=0.4)
     await asked(runner, defaults=defaults)
     assert runner.jobs[0].smart == defaults
     await asked(runner, defaults=defaults, smart_prefill=False)

@@ -8,7 +8,7 @@ import pytest
 from test_requests import chat, completion
 
 from fleetd import limits
-from fleetd.api import translate
+from fleetd.api.openai import translate
 from fleetd.engine.protocol import ChatPrompt, Generate, Sampling, Speculate, TextPrompt, TokenPrompt
 from fleetd.errors import InvalidValue, UnsupportedParameter
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from bench.fleet_daemons import pair
-from fleetd.p2p.identity import Identity
-from fleetd.p2p.roster import Roster
-from fleetd.p2p.roster_file import RosterFile
+from fleetd.p2p.membership.identity import Identity
+from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_file import RosterFile
 
 
 def test_everybody_knows_everybody_and_may_see_prompts(tmp_path: Path) -> None:

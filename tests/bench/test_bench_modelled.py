@@ -8,7 +8,7 @@ import pytest
 
 from bench import modelled
 from bench.modelled import DS4, TOLERANCE, Prediction, ds4, ds4_speed, exo
-from fleetd.plan.split import checked
+from fleetd.plan.prefill.split import checked
 
 
 @pytest.mark.parametrize("predict", [*(lambda n=n: ds4(n) for n in DS4), exo])

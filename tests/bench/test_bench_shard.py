@@ -8,7 +8,7 @@ from bench.shard_ceiling import ceiling, error, step_s, sum_of_speeds
 from bench.shard_grid import Cell
 from bench.shard_machines import Asked
 from bench.throwaway import Heard
-from fleetd.jobs.share.views import OptionView, PlanKind, StepView, Trace
+from fleetd.requests.prefill_sharing.views import OptionView, PlanKind, StepView, Trace
 
 
 def trace(kind: PlanKind = "layers", **rest: object) -> Trace:

@@ -19,8 +19,8 @@ from fleetctl.client import Client
 from fleetctl.findings import Finding
 from fleetctl.fleet import Fleet, read
 from fleetctl.home import locate
-from fleetd.p2p import diagnosis
-from fleetd.p2p.unreachable import explain, explain_multicast
+from fleetd.p2p.discovery import diagnosis
+from fleetd.p2p.discovery.unreachable import explain, explain_multicast
 
 STUDIO, AIR = FLEET["peers"]
 ALONE: dict[str, Any] = {**FLEET, "peers": [], "neighbours": []}

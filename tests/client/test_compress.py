@@ -47,7 +47,7 @@ def test_the_example_is_what_a_daemon_would_send() -> None:
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (view.Kept, daemon_side.Kept),
+        (view.Kept, daemon_side.KeptSpan),
         (view.Usage, daemon_side.CompressUsage),
         (view.Timings, daemon_side.CompressTimings),
         (view.Compression, daemon_side.Compression),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fleetctl.home import locate
-from fleetd import paths
+from fleetd.home import paths
 
 ENVIRONMENTS = [
     {},

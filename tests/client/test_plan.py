@@ -22,7 +22,7 @@ from fleetctl.plan import render
 from fleetctl.shares import Option, Plan, deviation
 from fleetctl.text import brief
 from fleetd import limits
-from fleetd.jobs.share import views
+from fleetd.requests.prefill_sharing import views
 
 
 def page(value: dict[str, Any], width: int | None = 80) -> str:

@@ -21,7 +21,7 @@ from fleetctl.shares import Trace, Traces
 from fleetctl.trace_page import listing, page
 from fleetd import limits
 from fleetd.engine.protocol import SourceCounts, Speculated
-from fleetd.jobs.share import views
+from fleetd.requests.prefill_sharing import views
 
 SHARED, FALLBACK, CANCELLED = TRACES["traces"]
 

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from fleetd.card import CardMaker
+from fleetd.own_card import CardMaker
 from fleetd.engine.supervisor import EngineStatus
-from fleetd.jobs.runner import RequestCounts
-from fleetd.machine import Machine
+from fleetd.requests.runner import RequestCounts
+from fleetd.hardware.probe import HardwareReading
 from fleetd.models.folder import ModelFolder
-from fleetd.p2p.cards import Card, ModelCard
-from fleetd.plan.speeds import SpeedBook
+from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.plan.model_speeds import ModelSpeeds
 
-MACHINE = Machine("Linux", "h", "", "cpu", "", 2, 2, 1 << 34, 1 << 33, 0, "small", "cpu")
+MACHINE = HardwareReading("Linux", "h", "", "cpu", "", 2, 2, 1 << 34, 1 << 33, 0, "small", "cpu")
 FOLDER = ModelFolder("m", Path("/m"), "models", None, {"model_type": "llama"}, 1000, 1.0)
 MEASURED = {
     "prefill_tok_s": 312.3,
@@ -47,7 +47,7 @@ class Daemon:
     def __init__(self, **settings: Any) -> None:
         self.engines: list[EngineStatus] = []
         self.listing = asyncio.Event()
-        self.speeds = SpeedBook()
+        self.speeds = ModelSpeeds()
         self.maker = CardMaker(
             node_id="n",
             epoch=1,

@@ -11,9 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fleetd import hardware_facts
+from fleetd.hardware import facts as hardware_facts
 from fleetd.limits import GIB
-from fleetd.machine import Prober
+from fleetd.hardware.probe import HardwareProbe
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_this_machine_has_plausible_facts() -> None:
-    machine = Prober().read()
+    machine = HardwareProbe().read()
     assert machine.cores >= 1
     assert machine.cpu
     assert 0 < machine.available_bytes <= machine.memory_bytes <= psutil.virtual_memory().total
@@ -63,7 +63,7 @@ def test_this_machine_has_plausible_facts() -> None:
     ],
 )
 def test_a_cgroup_limit_is_the_machines_memory(tmp_path: Path, files: dict[str, str]) -> None:
-    machine = Prober(write(tmp_path, files)).read()
+    machine = HardwareProbe(write(tmp_path, files)).read()
     assert machine.memory_bytes == GIB
     assert machine.available_bytes == GIB - GIB // 4
     assert machine.tier == "tiny"
@@ -71,20 +71,20 @@ def test_a_cgroup_limit_is_the_machines_memory(tmp_path: Path, files: dict[str, 
 
 def test_garbage_in_the_kernels_files_is_no_limit(tmp_path: Path) -> None:
     files = {"proc/self/cgroup": "x\n0::\n\n", "sys/fs/cgroup/memory.max": "what\n", "proc/cpuinfo": "\0:\n"}
-    assert Prober(write(tmp_path, files)).read().memory_bytes == psutil.virtual_memory().total
+    assert HardwareProbe(write(tmp_path, files)).read().memory_bytes == psutil.virtual_memory().total
 
 
 @pytest.mark.usefixtures("on_linux")
 def test_the_cpu_is_named(tmp_path: Path) -> None:
     root = write(tmp_path, {"proc/cpuinfo": "processor : 0\nmodel name\t: Fast CPU 9000\n"})
-    assert Prober(root).read().cpu == "Fast CPU 9000"
+    assert HardwareProbe(root).read().cpu == "Fast CPU 9000"
 
 
 @pytest.mark.usefixtures("on_linux")
 def test_an_nvidia_device_means_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    assert Prober(tmp_path).read().accelerator == "cpu"
-    assert Prober(write(tmp_path, {"dev/nvidia0": ""})).read().accelerator == "cuda"
+    assert HardwareProbe(tmp_path).read().accelerator == "cpu"
+    assert HardwareProbe(write(tmp_path, {"dev/nvidia0": ""})).read().accelerator == "cuda"
 
 
 # ---- What it is made of ----------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def test_a_mac_is_read_with_one_question(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(platform, "node", lambda: "studio.local")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(28)), raising=False)
     monkeypatch.setattr(subprocess, "run", answer)
-    machine = Prober().read()
+    machine = HardwareProbe().read()
     assert asked == [["/usr/sbin/sysctl", *hardware_facts.SYSCTLS]]
     assert (machine.hostname, machine.product, machine.accelerator) == ("studio", "Mac15,14", "metal")
     assert machine.cpu == machine.gpu == "Apple M3 Ultra"
@@ -166,7 +166,7 @@ def test_a_spark(tmp_path: Path) -> None:
     for core in range(20):
         capacity = (1024, 1000)[core % 2] if core >= 10 else 700
         files[f"sys/devices/system/cpu/cpu{core}/cpu_capacity"] = f"{capacity}\n"
-    machine = Prober(write(tmp_path, files)).read()
+    machine = HardwareProbe(write(tmp_path, files)).read()
     assert (machine.product, machine.gpu, machine.accelerator) == ("NVIDIA DGX Spark", "NVIDIA GB10", "cuda")
     assert machine.memory_bytes == psutil.virtual_memory().total
     assert hardware_facts.linux_fast_cores(tmp_path) == 10
@@ -188,7 +188,7 @@ def test_a_spark(tmp_path: Path) -> None:
 def test_the_product_is_what_the_firmware_calls_it(
     tmp_path: Path, files: dict[str, str], product: str
 ) -> None:
-    assert Prober(write(tmp_path, files)).read().product == product
+    assert HardwareProbe(write(tmp_path, files)).read().product == product
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_fast_cores_are_counted(tmp_path: Path, files: dict[str, str], count: in
 
 @pytest.mark.usefixtures("on_linux")
 def test_cores_that_are_all_alike_are_all_fast(tmp_path: Path) -> None:
-    machine = Prober(tmp_path).read()
+    machine = HardwareProbe(tmp_path).read()
     assert machine.performance_cores == machine.cores
 
 

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from fleetd import limits, paths
+from fleetd import limits
+from fleetd.home import paths
 from fleetd.errors import AlreadyRunning, ConfigError, Forbidden, SocketPathTooLong
-from fleetd.paths import Home, HomeLock
+from fleetd.home.paths import HomeFolder, HomeLock
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
-    made = Home(tmp_path / "home")
+def home(tmp_path: Path) -> HomeFolder:
+    made = HomeFolder(tmp_path / "home")
     paths.prepare(made)
     return made
 
@@ -33,27 +34,27 @@ def test_the_order_of_homes(tmp_path: Path) -> None:
     assert paths.resolve(None, {}).root.name == "fleetd"
 
 
-def test_a_new_home_is_private(home: Home) -> None:
+def test_a_new_home_is_private(home: HomeFolder) -> None:
     assert mode(home.root) == 0o700
     assert mode(home.cache) == 0o700
 
 
 def test_a_home_open_to_others_is_closed(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
-    paths.prepare(Home(tmp_path))
+    paths.prepare(HomeFolder(tmp_path))
     assert mode(tmp_path) == 0o700
 
 
 def test_a_file_in_place_of_the_home_is_named(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("")
     with pytest.raises(ConfigError, match="home"):
-        paths.prepare(Home(tmp_path / "home"))
+        paths.prepare(HomeFolder(tmp_path / "home"))
 
 
 def test_anothers_home_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: tmp_path.stat().st_uid + 1)
     with pytest.raises(ConfigError, match="belongs to user id"):
-        paths.prepare(Home(tmp_path))
+        paths.prepare(HomeFolder(tmp_path))
 
 
 def test_the_socket_path_limit_is_exact() -> None:
@@ -69,7 +70,7 @@ def test_the_limit_counts_bytes_not_characters() -> None:
         paths.check_socket_path(Path("/" + "é" * (limits.SOCKET_PATH_BYTES // 2 + 1)))
 
 
-def test_a_second_lock_names_the_first_holder(home: Home) -> None:
+def test_a_second_lock_names_the_first_holder(home: HomeFolder) -> None:
     with HomeLock(home):
         with pytest.raises(AlreadyRunning, match=f"pid {os.getpid()}"):
             HomeLock(home).acquire()
@@ -77,7 +78,7 @@ def test_a_second_lock_names_the_first_holder(home: Home) -> None:
         assert home.lock.read_text() == f"{os.getpid()}\n"
 
 
-def test_symlink_planted_as_lock_file_is_not_truncated(home: Home, tmp_path: Path) -> None:
+def test_symlink_planted_as_lock_file_is_not_truncated(home: HomeFolder, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
     home.lock.symlink_to(victim)
@@ -86,7 +87,7 @@ def test_symlink_planted_as_lock_file_is_not_truncated(home: Home, tmp_path: Pat
     assert victim.read_text() == "precious"
 
 
-def test_a_dead_socket_is_removed(home: Home) -> None:
+def test_a_dead_socket_is_removed(home: HomeFolder) -> None:
     with socket.socket(socket.AF_UNIX) as left_behind:
         left_behind.bind(str(home.socket))
     assert paths.clear_stale_socket(home.socket)
@@ -94,7 +95,7 @@ def test_a_dead_socket_is_removed(home: Home) -> None:
     assert not paths.clear_stale_socket(home.socket)
 
 
-def test_a_live_socket_is_kept(home: Home) -> None:
+def test_a_live_socket_is_kept(home: HomeFolder) -> None:
     with socket.socket(socket.AF_UNIX) as alive:
         alive.bind(str(home.socket))
         alive.listen()
@@ -103,14 +104,14 @@ def test_a_live_socket_is_kept(home: Home) -> None:
     assert home.socket.exists()
 
 
-def test_a_file_in_place_of_the_socket_is_kept(home: Home) -> None:
+def test_a_file_in_place_of_the_socket_is_kept(home: HomeFolder) -> None:
     home.socket.write_text("mine")
     with pytest.raises(ConfigError, match="not a socket"):
         paths.clear_stale_socket(home.socket)
     assert home.socket.read_text() == "mine"
 
 
-def test_the_token_is_made_once_and_is_private(home: Home) -> None:
+def test_the_token_is_made_once_and_is_private(home: HomeFolder) -> None:
     token = paths.load_token(home.token)
     assert len(token) > 40
     assert mode(home.token) == 0o600
@@ -122,28 +123,28 @@ def test_tokens_differ_between_homes(tmp_path: Path) -> None:
     assert paths.load_token(tmp_path / "a") != paths.load_token(tmp_path / "b")
 
 
-def test_a_readable_token_is_made_private_again(home: Home) -> None:
+def test_a_readable_token_is_made_private_again(home: HomeFolder) -> None:
     token = paths.load_token(home.token)
     home.token.chmod(0o644)
     assert paths.load_token(home.token) == token
     assert mode(home.token) == 0o600
 
 
-def test_symlink_planted_as_token_is_refused(home: Home, tmp_path: Path) -> None:
+def test_symlink_planted_as_token_is_refused(home: HomeFolder, tmp_path: Path) -> None:
     (tmp_path / "known").write_text("attacker-knows-this")
     home.token.symlink_to(tmp_path / "known")
     with pytest.raises(Forbidden, match="symbolic link"):
         paths.load_token(home.token)
 
 
-def test_token_of_another_user_is_refused(home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_token_of_another_user_is_refused(home: HomeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     paths.load_token(home.token)
     monkeypatch.setattr(os, "geteuid", lambda: home.token.stat().st_uid + 1)
     with pytest.raises(Forbidden, match="belongs to user id"):
         paths.load_token(home.token)
 
 
-def test_an_empty_token_would_open_the_door(home: Home) -> None:
+def test_an_empty_token_would_open_the_door(home: HomeFolder) -> None:
     home.token.write_text("\n")
     with pytest.raises(ConfigError, match="empty"):
         paths.load_token(home.token)

@@ -10,9 +10,9 @@ from shared_runs import LAYERS, Run
 from tiny_architectures import tiny
 
 from fleetd import limits
-from fleetd.engine.share.frames import HEAD_BYTES, Kind
+from fleetd.engine.streams.frames import HEAD_BYTES, Kind
 from fleetd.errors import PeerLost
-from fleetd.plan.split import Split
+from fleetd.plan.prefill.split import Split
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 

@@ -25,8 +25,8 @@ from fleetd.engine.calibrate import (
     calibrate,
 )
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.share import part_speeds
-from fleetd.engine.share.kv import Layout
+from fleetd.engine.shared_prefill import part_speeds
+from fleetd.engine.shared_prefill.layer_kv import KvLayout
 from fleetd.engine.stage import Stage
 from fleetd.models.folder import ModelFolder
 
@@ -240,7 +240,7 @@ def test_some_layers_are_told_as_the_whole_model_at_their_pace(
 
     monkeypatch.setattr(part_speeds, "calibrate", measured)
     share = (held[1] - held[0]) / whole.total
-    found = part_speeds.part_speeds(part, Layout.of(part), 4096, 1.0)
+    found = part_speeds.part_speeds(part, KvLayout.of(part), 4096, 1.0)
     assert ran == [(1, 1), (100, 101)]
     assert found == Speeds(
         pytest.approx(100 * share), 0.0, pytest.approx(1e-6 / share), pytest.approx(0.1 / share)

@@ -17,11 +17,11 @@ from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_f
 
 from fleetd.engine import decoding, scheduler
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix import PrefixCache
+from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import Cancel, Failed, Sampling, Speculate
-from fleetd.engine.spec.probe import Verdict
-from fleetd.engine.spec.rounds import Promise, Rounds
-from fleetd.engine.spec.suffix import Past
+from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
+from fleetd.engine.speculation.rounds import Promise, Rounds
+from fleetd.engine.speculation.suffix import PastAnswers
 from fleetd.models.folder import ModelFolder
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -309,7 +309,7 @@ def test_a_window_that_fills_up_moves_the_answer_into_the_batch(tokenizer: Any) 
 
 def test_no_further_than_the_probe_went(llama: Any, tokenizer: Any) -> None:
     plain = one(llama, tokenizer, None).tokens["r"]
-    verdict = Verdict(8, len(PROMPT) + 20, "exact: for the test", {1: 1.0})
+    verdict = ExactnessVerdict(8, len(PROMPT) + 20, "exact: for the test", {1: 1.0})
     run = Run(llama, tokenizer, spec(verdict=verdict))
     run.submit("r", PROMPT, perfect(plain), max_tokens=60)
     while not run.decoding._apart:
@@ -367,7 +367,7 @@ def test_a_request_may_choose_or_refuse(llama: Any, tokenizer: Any) -> None:
 
 def test_past_answers_help_where_they_are_remembered(llama: Any, tokenizer: Any) -> None:
     accepted = []
-    for past in (None, Past(1 << 20)):
+    for past in (None, PastAnswers(1 << 20)):
         run = Run(llama, tokenizer, spec(past=past), prefix=decoding.PrefixCache(0))
         for name in ("a", "b"):
             run.submit(name, PROMPT, sampling=SAMPLED, speculate=Speculate(sources=["suffix"]), max_tokens=60)

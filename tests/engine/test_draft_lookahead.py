@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetd.engine.spec.lookahead import Guess, Lookahead
+from fleetd.engine.speculation.lookahead import Guess, Lookahead
 
 END = 0
 

@@ -11,7 +11,7 @@ import pytest
 import tiny_models
 from mlx_lm.models.cache import make_prompt_cache
 
-from fleetd.engine.spec.drafter import DraftModel
+from fleetd.engine.speculation.drafter import DraftModel
 from fleetd.errors import ModelUnsupported
 
 

@@ -14,12 +14,12 @@ import pytest
 from drafts import LIES, VOCAB, Decoded, Oracle, decode, greedy, scrambled
 
 from fleetd import limits
-from fleetd.engine.share.frames import Head, Kind, Place
-from fleetd.engine.share.pipe import SocketPipe
-from fleetd.engine.spec import draft_wire as wire
-from fleetd.engine.spec.drafter import Drafter, Guesser
-from fleetd.engine.spec.lookahead import Lookahead
-from fleetd.engine.spec.remote_source import RemoteSource
+from fleetd.engine.streams.frames import FrameHeader, Kind, Place
+from fleetd.engine.streams.pipe import SocketPipe
+from fleetd.engine.speculation import draft_messages as wire
+from fleetd.engine.speculation.drafter import DraftWriter, Guesser
+from fleetd.engine.speculation.lookahead import Lookahead
+from fleetd.engine.speculation.remote_source import RemoteSource
 from fleetd.errors import FleetError, OutOfMemory, PeerLost, ProtocolError
 
 PROMPT = [7, 99, 3, 250, 12, 12, 12, 5]
@@ -33,7 +33,7 @@ class Pair:
     def __init__(self, model: Guesser, *, fatal: int = -1, **options: Any) -> None:
         self.events = Events(fatal)
         self.ends: list[MemoryPipe] = []
-        self.drafter = Drafter(
+        self.drafter = DraftWriter(
             model, self._open, Lookahead(), context_tokens=4096, vocab_size=VOCAB, **options
         )
         self.source = RemoteSource(self._open, PROMPT, VOCAB)
@@ -119,7 +119,7 @@ def test_a_lie_costs_only_its_drafts(lie: str, step: int) -> None:
     pair = Pair(Oracle(scrambled))
     sent = 0
 
-    def tamper(head: Head, payload: bytes) -> list[tuple[Head, bytes]]:
+    def tamper(head: FrameHeader, payload: bytes) -> list[tuple[FrameHeader, bytes]]:
         nonlocal sent
         sent += 1
         return LIES[lie](head, payload) if sent > step else [(head, payload)]
@@ -136,7 +136,7 @@ def test_a_lie_costs_only_its_drafts(lie: str, step: int) -> None:
 
 def test_a_flood_ends_the_stream() -> None:
     pair = Pair(Oracle(scrambled))
-    head, payload = wire.draft(len(PROMPT), wire.Trail().hash, [[1]])
+    head, payload = wire.draft(len(PROMPT), wire.TextHash().hash, [[1]])
     for _ in range(2 * limits.DRAFT_WAITING):
         pair.sending.send(head, payload)
     # On a socket the thread that reads is ahead of who takes; here both are one.
@@ -189,7 +189,7 @@ def test_what_is_far_behind_is_prefilled_in_chunks() -> None:
     pair.source.close()
     long = [n % VOCAB for n in range(100)]
     pair.ends.clear()
-    pair.drafter = Drafter(model, pair._open, Lookahead(), context_tokens=4096, vocab_size=VOCAB)
+    pair.drafter = DraftWriter(model, pair._open, Lookahead(), context_tokens=4096, vocab_size=VOCAB)
     source = RemoteSource(pair._open, long, VOCAB)
     pair.turn()
     assert model.prefilled == [16, 16, 16, 16, 16]
@@ -204,7 +204,7 @@ def test_it_drafts_no_further_than_its_context() -> None:
         ends.append(MemoryPipe(place, Events()))
         return ends[-1]
 
-    drafter = Drafter(model, opened, Lookahead(), context_tokens=len(PROMPT) + 5, vocab_size=VOCAB)
+    drafter = DraftWriter(model, opened, Lookahead(), context_tokens=len(PROMPT) + 5, vocab_size=VOCAB)
     source = RemoteSource(opened, PROMPT, VOCAB)
     ends[0].join(ends[1])
     while drafter.ready:
@@ -252,7 +252,7 @@ def test_over_sealed_sockets(sockets: tuple[socket.socket, socket.socket]) -> No
     def connect(sock: socket.socket, role: Any) -> Callable[[Place], SocketPipe]:
         return lambda place: SocketPipe(sock, key, role, place=place, wake=moved.set)
 
-    drafter = Drafter(
+    drafter = DraftWriter(
         Oracle(scrambled), connect(far, "acceptor"), Lookahead(), context_tokens=4096, vocab_size=VOCAB
     )
     source = RemoteSource(connect(near, "connector"), PROMPT, VOCAB)

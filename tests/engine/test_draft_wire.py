@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.engine.share.frames import HEAD_BYTES, Frame, Head, Kind
-from fleetd.engine.spec import draft_wire as wire
+from fleetd.engine.streams.frames import HEAD_BYTES, Frame, FrameHeader, Kind
+from fleetd.engine.speculation import draft_messages as wire
 from fleetd.errors import ProtocolError
-from fleetd.plan.split import prefix_hashes
+from fleetd.plan.prefill.split import prefix_hashes
 
 VOCAB = 1000
 CONTEXT = 500
@@ -22,7 +22,7 @@ texts = st.lists(token, min_size=1, max_size=200)
 paths = st.lists(token, min_size=1, max_size=limits.DRAFT_BRANCH_TOKENS)
 
 
-def received(head: Head, payload: Any, buffers: list[memoryview]) -> Frame:
+def received(head: FrameHeader, payload: Any, buffers: list[memoryview]) -> Frame:
     at = 0
     for buffer in buffers:
         buffer[:] = bytes(payload)[at : at + buffer.nbytes]
@@ -31,8 +31,8 @@ def received(head: Head, payload: Any, buffers: list[memoryview]) -> Frame:
     return Frame(head, buffers)
 
 
-def trail(text: list[int]) -> wire.Trail:
-    found = wire.Trail()
+def trail(text: list[int]) -> wire.TextHash:
+    found = wire.TextHash()
     found.extend(text)
     return found
 
@@ -40,7 +40,7 @@ def trail(text: list[int]) -> wire.Trail:
 @given(texts, texts)
 def test_a_commit_arrives(base: list[int], tokens: list[int]) -> None:
     head, payload = wire.commit(trail(base), tokens)
-    head = Head.unpack(head.pack())
+    head = FrameHeader.unpack(head.pack())
     frame = received(head, payload, wire.place_commit(head, context_tokens=CONTEXT))
     assert wire.tokens_of(frame, VOCAB) == tokens
     assert (head.start, head.end) == (len(base), len(base) + len(tokens))
@@ -51,13 +51,13 @@ def test_a_commit_arrives(base: list[int], tokens: list[int]) -> None:
 def test_a_draft_arrives(base: list[int], branches: list[list[int]]) -> None:
     known = trail(base)
     head, payload = wire.draft(known.length, known.hash, branches)
-    head = Head.unpack(head.pack())
+    head = FrameHeader.unpack(head.pack())
     assert wire.branches_of(received(head, payload, wire.place_draft(head)), VOCAB) == branches
 
 
 @given(texts, st.lists(st.integers(1, 50), max_size=5))
 def test_a_trail_does_not_depend_on_its_pieces(text: list[int], cuts: list[int]) -> None:
-    pieces = wire.Trail()
+    pieces = wire.TextHash()
     at = 0
     for cut in cuts:
         pieces.extend(text[at : at + cut])
@@ -70,7 +70,7 @@ def test_a_trail_does_not_depend_on_its_pieces(text: list[int], cuts: list[int])
 def test_no_bytes_do_more_than_a_protocol_error(data: bytes, payload: bytes) -> None:
     for place in (lambda head: wire.place_commit(head, context_tokens=CONTEXT), wire.place_draft):
         try:
-            head = Head.unpack(data)
+            head = FrameHeader.unpack(data)
             buffers = place(head)
         except ProtocolError:
             continue
@@ -113,7 +113,7 @@ def test_a_changed_head_is_refused_or_harmless(data: st.DataObject) -> None:
 def test_lengths_that_do_not_add_up_are_refused(lengths: list[int]) -> None:
     """Two tokens came."""
     sizes = 4 * len(lengths), 8
-    head = Head(Kind.DRAFT, start=3, count=len(lengths), sizes=sizes, prefix=b"8 bytes.")
+    head = FrameHeader(Kind.DRAFT, start=3, count=len(lengths), sizes=sizes, prefix=b"8 bytes.")
     frame = received(head, wire.packed([*lengths, 1, 2]), wire.place_draft(head))
     with pytest.raises(ProtocolError):
         wire.branches_of(frame, VOCAB)
@@ -121,7 +121,7 @@ def test_lengths_that_do_not_add_up_are_refused(lengths: list[int]) -> None:
 
 @pytest.mark.parametrize("length", [CONTEXT + 1, 2**32 - 1])
 def test_a_text_beyond_the_context_is_refused_unread(length: int) -> None:
-    head = Head(Kind.COMMIT, start=length - 1, count=1, sizes=(4, 0), prefix=b"8 bytes.")
+    head = FrameHeader(Kind.COMMIT, start=length - 1, count=1, sizes=(4, 0), prefix=b"8 bytes.")
     with pytest.raises(ProtocolError):
         wire.place_commit(head, context_tokens=CONTEXT)
     fits = dataclasses.replace(head, start=CONTEXT - 1)

@@ -23,9 +23,9 @@ from msgspec.structs import replace
 from sharing import Told, prompt, resources, settle, workers, write
 
 from fleetd import limits
-from fleetd.engine.protocol import Cancel, Follow, Followed, Generate, Speculate
-from fleetd.engine.share.frames import Head
-from fleetd.engine.spec.drafter import Drafter, DraftModel
+from fleetd.engine.protocol import Cancel, DraftFor, Followed, Generate, Speculate
+from fleetd.engine.streams.frames import FrameHeader
+from fleetd.engine.speculation.drafter import DraftWriter, DraftModel
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import InvalidValue, Overloaded, PeerLost
 
@@ -153,7 +153,7 @@ async def test_every_lie_and_breaks_at_every_stage(model: Path, on_cpu: None) ->
         known, before = Known(learning._text), resources(home)
         sent = 0
 
-        def from_then(step: int, tamper: Tamper, head: Head, payload: bytes) -> list[tuple[Head, bytes]]:
+        def from_then(step: int, tamper: Tamper, head: FrameHeader, payload: bytes) -> list[tuple[FrameHeader, bytes]]:
             nonlocal sent
             sent += 1
             return tamper(head, payload) if sent > step else [(head, payload)]
@@ -165,7 +165,7 @@ async def test_every_lie_and_breaks_at_every_stage(model: Path, on_cpu: None) ->
             assert told.numbers == expected, lie
             assert sent > 20
 
-        def until(last: int, drafter: Drafter) -> None:
+        def until(last: int, drafter: DraftWriter) -> None:
             if drafter.drafted >= last:
                 raise PeerLost("cut")
             drafter.step(64)
@@ -204,13 +204,13 @@ async def test_ending_either_side_leaves_nothing_behind(model: Path) -> None:
 
 async def _refused(drafter: EngineProcess) -> None:
     """Follows that make no sense, or are too many."""
-    async with following(drafter, Follow("r")) as (first, _):
+    async with following(drafter, DraftFor("r")) as (first, _):
         assert first.error is None
-        async with following(drafter, Follow("r")) as (second, _):
+        async with following(drafter, DraftFor("r")) as (second, _):
             assert isinstance(second.error, InvalidValue)
         async with contextlib.AsyncExitStack() as stack:
             names = [f"r{number}" for number in range(limits.FOLLOWS)]
-            found = [await stack.enter_async_context(following(drafter, Follow(name))) for name in names]
+            found = [await stack.enter_async_context(following(drafter, DraftFor(name))) for name in names]
             assert [told.error for told, _ in found[:-1]] == [None] * (limits.FOLLOWS - 1)
             assert isinstance(found[-1][0].error, Overloaded)
     await settle(lambda: free(drafter))

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetd.engine.share import due
-from fleetd.engine.share.due import Incoming, Outgoing
-from fleetd.engine.share.frames import Frame, Head, Kind
+from fleetd.engine.shared_prefill import frame_schedule
+from fleetd.engine.shared_prefill.frame_schedule import Incoming, Outgoing
+from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
-from fleetd.plan.split import Split
+from fleetd.plan.prefill.split import Split
 
 LAYERS = 6
 
@@ -56,7 +56,7 @@ def splits(draw: st.DrawFn) -> Split:
 def test_every_row_that_home_does_not_compute_arrives_once(split: Split, sizes: Sizes) -> None:
     came: Counter[tuple[int, int]] = Counter()
     for place in range(split.helpers):
-        heads = list(due.to_home(split, place, sizes))
+        heads = list(frame_schedule.to_home(split, place, sizes))
         assert [h.kind for h in heads].count(Kind.DONE) == 1
         assert heads[-1].kind is Kind.DONE
         for head in heads:
@@ -77,12 +77,12 @@ def test_every_row_that_home_does_not_compute_arrives_once(split: Split, sizes: 
 @given(splits(), st.sampled_from([Sizes(), ROTATING]))
 def test_every_machine_has_what_comes_before_its_part(split: Split, sizes: Sizes) -> None:
     for place in range(split.helpers):
-        first, *prefix = due.to_helper(split, place, sizes)
+        first, *prefix = frame_schedule.to_helper(split, place, sizes)
         assert (first.kind, first.start, first.end) == (Kind.TOKENS, 0, split.tokens)
         assert [h.layer for h in prefix] == (list(split.layers_of(place)) if split.cached else [])
         assert all((h.start, h.end) == (0, split.cached) for h in prefix)
-        passed = list(due.to_next(split, place, sizes))
-        if not due.has_next(split, place):
+        passed = list(frame_schedule.to_next(split, place, sizes))
+        if not frame_schedule.has_next(split, place):
             assert not passed
             continue
         if split.kind == "layers":
@@ -97,11 +97,11 @@ def test_every_machine_has_what_comes_before_its_part(split: Split, sizes: Sizes
 @given(splits())
 def test_every_frame_has_a_hash_of_its_tokens(split: Split) -> None:
     ids = np.arange(split.tokens, dtype="<i4")
-    hashes = due.prefixes(split, ids.tobytes())
+    hashes = frame_schedule.prefixes(split, ids.tobytes())
     ids[0] += 1
-    others = due.prefixes(split, ids.tobytes())
+    others = frame_schedule.prefixes(split, ids.tobytes())
     for place in range(split.helpers):
-        for heads in (due.to_helper, due.to_home, due.to_next):
+        for heads in (frame_schedule.to_helper, frame_schedule.to_home, frame_schedule.to_next):
             for head in heads(split, place, ROTATING):
                 assert hashes[head.end] != others[head.end] or head.end == 0
 
@@ -109,12 +109,12 @@ def test_every_frame_has_a_hash_of_its_tokens(split: Split) -> None:
 SPLIT = Split("layers", (0, 2, LAYERS), LAYERS, 0, 20, 10)
 
 
-def incoming(sizes: Sizes = Sizes()) -> tuple[Incoming, list[Head], dict[int, bytes]]:
-    hashes = due.prefixes(SPLIT, bytes(80))
-    out = Outgoing(due.to_home(SPLIT, 0, sizes), hashes)
-    heads = [out.next() for _ in due.to_home(SPLIT, 0, sizes)]
+def incoming(sizes: Sizes = Sizes()) -> tuple[Incoming, list[FrameHeader], dict[int, bytes]]:
+    hashes = frame_schedule.prefixes(SPLIT, bytes(80))
+    out = Outgoing(frame_schedule.to_home(SPLIT, 0, sizes), hashes)
+    heads = [out.next() for _ in frame_schedule.to_home(SPLIT, 0, sizes)]
     buffers = lambda head: [memoryview(bytearray(head.nbytes))]  # noqa: E731
-    return Incoming("helper0", due.to_home(SPLIT, 0, sizes), sizes, buffers), heads, hashes
+    return Incoming("helper0", frame_schedule.to_home(SPLIT, 0, sizes), sizes, buffers), heads, hashes
 
 
 def test_what_is_due_passes_in_its_order_and_nothing_after_it() -> None:

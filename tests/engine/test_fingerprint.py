@@ -10,8 +10,8 @@ from tiny_architectures import tiny
 
 from fleetd.engine import cpu
 from fleetd.engine.architectures import CUT
-from fleetd.engine.share.fingerprint import TOKENS, any_chunks, arithmetic, layer_hashes, probe
-from fleetd.engine.share.kv import Layout
+from fleetd.engine.shared_prefill.fingerprint import (TOKENS, any_chunks, arithmetic, layer_hashes, probe)
+from fleetd.engine.shared_prefill.layer_kv import KvLayout
 from fleetd.engine.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("cpu_installed")
 
 def hashes(model: Any, first: int = 0, last: int = 4) -> list[bytes]:
     stage = Stage.of(model).part(first, last)
-    return layer_hashes(stage, Layout.of(stage))
+    return layer_hashes(stage, KvLayout.of(stage))
 
 
 @pytest.mark.parametrize("name", sorted(CUT))
@@ -53,7 +53,7 @@ def test_another_dtype_shows() -> None:
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_the_numbers_are_the_same_in_every_dtype(dtype: mx.Dtype) -> None:
     """They are pinned: machines of different versions of fleetd compare what they make of them."""
-    numbers = probe(Layout(0, (), 128, dtype))
+    numbers = probe(KvLayout(0, (), 128, dtype))
     assert numbers.shape == (1, TOKENS, 128)
     assert numbers.dtype == dtype
     exact = numbers.astype(mx.float32)
@@ -67,7 +67,7 @@ def test_the_numbers_are_the_same_in_every_dtype(dtype: mx.Dtype) -> None:
 
 def test_what_a_worker_says_of_its_arithmetic() -> None:
     stage = Stage.of(tiny("llama")).part(1, 4)
-    layout = Layout.of(stage)
+    layout = KvLayout.of(stage)
     said = arithmetic(stage, layout, device="cpu", accelerator="x86_64", versions={"mlx": "1"})
     assert said.layers == layer_hashes(stage, layout)
     assert (said.first_layer, said.dtype, said.accelerator) == (1, "float32", "x86_64")
@@ -89,12 +89,12 @@ def test_what_a_worker_says_of_its_arithmetic() -> None:
 )
 def test_where_chunks_may_be_cut_elsewhere(name: str, device: str, dtype: mx.Dtype, same: bool) -> None:
     stage = Stage.of(tiny(name))
-    layout = Layout.of(stage)
-    assert any_chunks(stage, Layout(0, layout.layers, layout.width, dtype), device) is same
+    layout = KvLayout.of(stage)
+    assert any_chunks(stage, KvLayout(0, layout.layers, layout.width, dtype), device) is same
 
 
 def test_without_mkl_chunks_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage.of(tiny("qwen2"))
     monkeypatch.setattr(cpu, "_blas", None)
     assert not cpu.exact()
-    assert not any_chunks(stage, Layout.of(stage), "cpu")
+    assert not any_chunks(stage, KvLayout.of(stage), "cpu")

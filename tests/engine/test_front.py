@@ -10,19 +10,9 @@ from typing import Any
 import pytest
 
 from fleetd.engine import protocol, worker
-from fleetd.engine.protocol import (
-    Alone,
-    Assist,
-    Cancel,
-    Failed,
-    Finished,
-    Generate,
-    Report,
-    Share,
-    TextPrompt,
-)
+from fleetd.engine.protocol import (PrefillAlone, AssistPrefill, Cancel, Failed, Finished, Generate, Report, PrefillShared, TextPrompt)
 from fleetd.errors import BadRequest
-from fleetd.plan.split import Split
+from fleetd.plan.prefill.split import Split
 
 
 class Exited(BaseException):
@@ -36,7 +26,7 @@ class Ends:
         self.status: list[int] = []
         monkeypatch.setattr(os, "_exit", self._exit)
         self.daemon, theirs = socket.socketpair()
-        self.link = worker.Link(theirs.detach())
+        self.link = worker.DaemonSocket(theirs.detach())
         self.sent: list[Report] = []
         monkeypatch.setattr(self.link, "send", self.sent.append)
         self.calls: list[tuple[str, Any]] = []
@@ -99,7 +89,7 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
             raise BadRequest("no")
         return "prepared"
 
-    monkeypatch.setattr("fleetd.engine.prompts.prepare", prepare)
+    monkeypatch.setattr("fleetd.engine.prompt_encoding.prepare", prepare)
     ends.daemon.sendall(protocol.encode(Generate("r", TextPrompt("x"))))
     decoder = protocol.commands()
     for command in decoder.feed(ends.link.receive()):
@@ -118,7 +108,7 @@ SPLIT = Split("layers", (0, 1, 2), 2, 0, 300, 64)
 
 
 @pytest.mark.parametrize(
-    "command", [Cancel("r"), Share("r", SPLIT, 1.0), Alone("r"), Assist("r", SPLIT, 0)], ids=lambda c: type(c)
+    "command", [Cancel("r"), PrefillShared("r", SPLIT, 1.0), PrefillAlone("r"), AssistPrefill("r", SPLIT, 0)], ids=lambda c: type(c)
 )
 def test_a_command_about_an_unknown_request_reaches_the_scheduler(ends: Ends, command: Any) -> None:
     read(ends, protocol.encode(command))

@@ -14,7 +14,7 @@ from tiny_architectures import tiny
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Generate, TokenPrompt
 from fleetd.models.folder import ModelFolder
-from fleetd.plan.split import Split
+from fleetd.plan.prefill.split import Split
 
 pytestmark = [
     pytest.mark.one_loop,

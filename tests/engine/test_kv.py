@@ -12,12 +12,12 @@ from shared_runs import as_bytes, prefilled, prompt
 from tiny_architectures import WINDOW, tiny
 
 from fleetd.engine.architectures import CUT
-from fleetd.engine.share import kv
-from fleetd.engine.share.frames import Frame, Head, Kind
-from fleetd.engine.share.kv import Inlet, LayerShape, Layout, Turn, Turns
+from fleetd.engine.shared_prefill import layer_kv
+from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
+from fleetd.engine.shared_prefill.layer_kv import (RowBuffer, LayerShape, KvLayout, RingState, RingStates)
 from fleetd.engine.stage import Stage
 from fleetd.errors import ProtocolError
-from fleetd.plan.split import Split
+from fleetd.plan.prefill.split import Split
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 
@@ -51,7 +51,7 @@ def equal(a: Any, b: Any) -> bool:
 def test_a_layout_says_what_prefill_fills(name: str) -> None:
     model = tiny(name)
     stage = Stage.of(model)
-    layout = Layout.of(stage)
+    layout = KvLayout.of(stage)
     assert (layout.first, len(layout.layers)) == (0, 4)
     assert layout.hidden_bytes(3) == 3 * 128 * 4
     for shape, cache in zip(layout.layers, prefilled(model, prompt(12), 11).cache, strict=True):
@@ -62,18 +62,18 @@ def test_a_layout_says_what_prefill_fills(name: str) -> None:
         rows = cache.keys.shape[2]
         assert shape.sizes(rows) == (cache.keys.nbytes, cache.values.nbytes)
     # A stage without the embedding finds the same.
-    assert Layout.of(stage.part(1, 3)) == Layout(1, layout.layers[1:3], layout.width, layout.dtype)
-    assert Layout.of(stage.part(1, 3)).layer(2) == layout.layer(2)
+    assert KvLayout.of(stage.part(1, 3)) == KvLayout(1, layout.layers[1:3], layout.width, layout.dtype)
+    assert KvLayout.of(stage.part(1, 3)).layer(2) == layout.layer(2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("widths", [(8, 8), (8, 4)])
 def test_rows_arrive_where_they_belong(dtype: mx.Dtype, widths: tuple[int, int]) -> None:
     shape = LayerShape(3, *widths, dtype, 0)
-    source, target = filled(shape, 300), kv.roomy(shape, 300)
-    inlet = Inlet(target)
+    source, target = filled(shape, 300), layer_kv.preallocated(shape, 300)
+    inlet = RowBuffer(target)
     for start, stop in ((0, 7), (7, 250), (250, 300)):
-        payload = kv.rows(source, start, stop)
+        payload = layer_kv.rows(source, start, stop)
         assert sum(piece.nbytes for piece in payload) == sum(shape.sizes(stop - start))
         copy_into(inlet.rows(start, stop), payload)
     del inlet
@@ -84,36 +84,36 @@ def test_rows_arrive_where_they_belong(dtype: mx.Dtype, widths: tuple[int, int])
 def test_rows_from_arrays_of_their_own_are_the_same() -> None:
     shape = LayerShape(3, 8, 4, mx.bfloat16, 0)
     source = filled(shape, 90)
-    keys, values = kv.copied(source, 20, 60)
+    keys, values = layer_kv.copied(source, 20, 60)
     mx.eval(keys, values)
-    pieces = [piece for x in (keys, values) for piece in kv.pieces(kv.as_bytes(x)[0])]
+    pieces = [piece for x in (keys, values) for piece in layer_kv.pieces(layer_kv.as_bytes(x)[0])]
     assert len(pieces) == 2  # one write each
-    assert b"".join(pieces) == b"".join(kv.rows(source, 20, 60))
+    assert b"".join(pieces) == b"".join(layer_kv.rows(source, 20, 60))
 
 
 def test_rows_that_fill_their_room_lie_as_they_were_computed() -> None:
     """By token, then by head: MLX keeps such an array instead of copying it into the cache's own."""
     shape = LayerShape(3, 8, 4, mx.float32, 0)
-    cache = kv.roomy(shape, 256)
+    cache = layer_kv.preallocated(shape, 256)
     keys, values = (mx.random.normal((1, 256, 3, width)).transpose(0, 2, 1, 3) for width in (8, 4))
     cache.update_and_fetch(keys, values)
     mx.eval(cache.keys, cache.values)
     expected = [np.ascontiguousarray(np.array(part)[0, :, 10:256]).tobytes() for part in (keys, values)]
-    assert b"".join(kv.rows(cache, 10, 256)) == b"".join(expected)
+    assert b"".join(layer_kv.rows(cache, 10, 256)) == b"".join(expected)
 
 
 @pytest.mark.parametrize(("tokens", "room"), [(0, 256), (1, 256), (256, 256), (257, 512)])
 def test_room_is_made_in_the_steps_of_a_local_cache(tokens: int, room: int) -> None:
     shape = LayerShape(2, 8, 8, mx.float32, 0)
     assert KVCache.step == 256
-    assert kv.roomy(shape, tokens).keys.shape[2] == room
+    assert layer_kv.preallocated(shape, tokens).keys.shape[2] == room
 
 
 def test_a_prefix_is_copied_and_left_alone() -> None:
     shape = LayerShape(2, 8, 4, mx.float32, 0)
     prefix = filled(shape, 40)
     before = [as_bytes(x) for x in prefix.keys_and_values()]
-    cache = kv.roomy(shape, 300, prefix)
+    cache = layer_kv.preallocated(shape, 300, prefix)
     assert cache.offset == 40
     assert equal(cache, prefix)
     more = mx.ones((1, 2, 5, 8)), mx.ones((1, 2, 5, 4))
@@ -123,9 +123,9 @@ def test_a_prefix_is_copied_and_left_alone() -> None:
 
 def test_what_is_added_to_a_shorter_view_is_not_in_the_longer_one() -> None:
     shape = LayerShape(2, 8, 8, mx.float32, 0)
-    cache = kv.roomy(shape, 60, filled(shape, 50))
+    cache = layer_kv.preallocated(shape, 60, filled(shape, 50))
     before = [as_bytes(x) for x in cache.keys_and_values()]
-    short = kv.until(cache, 20)
+    short = layer_kv.truncated(cache, 20)
     short.update_and_fetch(mx.ones((1, 2, 9, 8)), mx.ones((1, 2, 9, 8)))
     assert (short.offset, cache.offset) == (29, 50)
     assert [as_bytes(x) for x in cache.keys_and_values()] == before
@@ -142,16 +142,16 @@ def test_a_cache_that_rotates_travels_whole(dtype: mx.Dtype) -> None:
             source.update_and_fetch(keys, values)
         mx.eval(source.keys, source.values)
         held, seen = source.keys.shape[2], source.offset
-        head = Head(Kind.STATE, 0, 0, seen, shape.sizes(held), source._idx)
-        frame = Frame(head, kv.state_buffers(shape, held))
+        head = FrameHeader(Kind.STATE, 0, 0, seen, shape.sizes(held), source._idx)
+        frame = Frame(head, layer_kv.state_buffers(shape, held))
         payload = [
             piece
             for x in (source.keys, source.values)
-            for piece in kv.pieces(kv.as_bytes(mx.contiguous(x))[0])
+            for piece in layer_kv.pieces(layer_kv.as_bytes(mx.contiguous(x))[0])
         ]
         copy_into(frame.buffers, payload)
-        target = kv.rotated(RotatingKVCache(16), shape, frame)
-        assert Turn.of(target) == Turn.of(source)
+        target = layer_kv.rotated(RotatingKVCache(16), shape, frame)
+        assert RingState.of(target) == RingState.of(source)
         assert as_bytes(target.keys) == as_bytes(source.keys)
         assert as_bytes(target.values) == as_bytes(source.values)
         # Both go on alike.
@@ -168,11 +168,11 @@ def test_how_far_a_cache_rotates_is_known_without_its_rows(sizes: list[int]) -> 
     for done, size in enumerate(sizes):
         rows = mx.zeros((1, 2, size, 8))
         cache.update_and_fetch(rows, rows)
-        assert Turn().after(RotatingKVCache(16), sizes[: done + 1]) == Turn.of(cache)
+        assert RingState().after(RotatingKVCache(16), sizes[: done + 1]) == RingState.of(cache)
     more = mx.zeros((1, 2, 9, 8))
-    turn = Turn.of(cache)
+    turn = RingState.of(cache)
     cache.update_and_fetch(more, more)
-    assert turn.after(RotatingKVCache(16), [9]) == Turn.of(cache)
+    assert turn.after(RotatingKVCache(16), [9]) == RingState.of(cache)
 
 
 @pytest.mark.parametrize("sizes", [[5], [10, 10], [40], [3, 1, 1], [20, 7]])
@@ -183,7 +183,7 @@ def test_a_token_is_found_in_a_cache_that_rotates(sizes: list[int]) -> None:
         cache.update_and_fetch(rows, rows)
         token += size
     held = np.array(cache.keys).reshape(-1).tolist()
-    turn = Turn.of(cache)
+    turn = RingState.of(cache)
     for t in range(token):
         row = turn.row_of(t)
         assert held[row] == t if row is not None else t not in held
@@ -195,11 +195,11 @@ def test_one_that_has_turned_over_is_not_looked_into() -> None:
     rows = mx.zeros((1, 1, 1, 1))
     for _ in range(11):
         cache.update_and_fetch(rows, rows)
-    assert Turn.of(cache).row_of(10) is None
+    assert RingState.of(cache).row_of(10) is None
 
 
 def test_a_cache_that_is_not_what_the_chunks_leave_is_refused() -> None:
-    turns = Turns({3: RotatingKVCache(16)}, Split("tokens", (0, 20, 30), 4, 0, 30, 10))
+    turns = RingStates({3: RotatingKVCache(16)}, Split("tokens", (0, 20, 30), 4, 0, 30, 10))
     right = RotatingKVCache(16)
     for _ in range(3):
         right.update_and_fetch(mx.zeros((1, 2, 10, 8)), mx.zeros((1, 2, 10, 8)))
@@ -216,11 +216,11 @@ def test_a_cache_that_is_not_what_the_chunks_leave_is_refused() -> None:
 def test_hidden_states_survive(dtype: mx.Dtype) -> None:
     hidden = mx.random.normal((1, 5, 12)).astype(dtype)
     mx.eval(hidden)
-    data = kv.hidden_payload(hidden)
-    layout = Layout(0, (), 12, dtype)
+    data = layer_kv.hidden_payload(hidden)
+    layout = KvLayout(0, (), 12, dtype)
     assert data.nbytes == layout.hidden_bytes(5)
-    frame = Frame(Head(Kind.HIDDEN, 2, 0, 5, (data.nbytes, 0)), [memoryview(bytearray(data))])
-    back = kv.hidden_of(frame, layout)
+    frame = Frame(FrameHeader(Kind.HIDDEN, 2, 0, 5, (data.nbytes, 0)), [memoryview(bytearray(data))])
+    back = layer_kv.hidden_of(frame, layout)
     assert back.shape == hidden.shape
     assert back.dtype == dtype
     assert as_bytes(back) == as_bytes(hidden)

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from fleetd import limits
-from fleetd.engine.share import pipe
-from fleetd.engine.share.frames import HEAD_BYTES, Frame, Head, Kind
-from fleetd.engine.share.pipe import SocketPipe
+from fleetd.engine.streams import pipe
+from fleetd.engine.streams.frames import HEAD_BYTES, Frame, FrameHeader, Kind
+from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.errors import EngineError, FleetError, PeerLost, ProtocolError, SealBroken
 from fleetd.sealed.stream import SealedSender
 
@@ -29,9 +29,9 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
-def rows(*sizes: int, layer: int = 0) -> Head:
+def rows(*sizes: int, layer: int = 0) -> FrameHeader:
     first, *rest = sizes
-    return Head(Kind.ROWS, layer, 0, 1, (first, sum(rest)), 0, b"prefix--")
+    return FrameHeader(Kind.ROWS, layer, 0, 1, (first, sum(rest)), 0, b"prefix--")
 
 
 class End:
@@ -39,11 +39,11 @@ class End:
 
     def __init__(self, sock: socket.socket, role: str) -> None:
         self.woken = threading.Event()
-        self.placed: list[Head] = []
+        self.placed: list[FrameHeader] = []
         self.sock = sock
         self.pipe = SocketPipe(sock, KEY, role, place=self.place, wake=self.woken.set)  # type: ignore[arg-type]
 
-    def place(self, head: Head) -> list[memoryview]:
+    def place(self, head: FrameHeader) -> list[memoryview]:
         self.placed.append(head)
         return [memoryview(bytearray(size)) for size in head.sizes]
 
@@ -109,7 +109,7 @@ def test_many_short_buffers_are_one_payload(ends: tuple[End, End]) -> None:
     here, there = ends
     parts = [os.urandom(size) for size in (1000, 140_000, 5, 64_000, 64_000) * 12]
     data = b"".join(parts)
-    here.pipe.send(Head(Kind.ROWS, 1, 0, 1, (len(data), 0)), *map(memoryview, parts))
+    here.pipe.send(FrameHeader(Kind.ROWS, 1, 0, 1, (len(data), 0)), *map(memoryview, parts))
     frame = there.frame()
     assert bytes(frame.buffers[0]) == data
 
@@ -165,7 +165,7 @@ def test_a_side_that_goes_is_lost_after_its_last_frame(ends: tuple[End, End]) ->
 def test_a_frame_that_is_not_due_is_refused_before_its_payload(ends: tuple[End, End]) -> None:
     here, there = ends
 
-    def refuse(head: Head) -> list[memoryview]:
+    def refuse(head: FrameHeader) -> list[memoryview]:
         raise ProtocolError("not due")
 
     there.pipe._place = refuse

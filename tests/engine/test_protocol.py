@@ -13,47 +13,9 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.engine import protocol
-from fleetd.engine.protocol import (
-    Accepted,
-    Alone,
-    Arithmetic,
-    Assist,
-    Assisted,
-    Beat,
-    Cancel,
-    ChatPrompt,
-    Command,
-    Delta,
-    Failed,
-    Finished,
-    Follow,
-    Followed,
-    FrameTooLong,
-    Generate,
-    Keep,
-    LoadFailed,
-    Loading,
-    Prefill,
-    Profile,
-    Ready,
-    Report,
-    Sampling,
-    Score,
-    Scored,
-    Share,
-    Shared,
-    Shutdown,
-    StepTime,
-    TextPrompt,
-    Timings,
-    TokenLogprob,
-    TokenPrompt,
-    ToolCall,
-    TopLogprob,
-    Usage,
-)
-from fleetd.plan.split import Split
-from fleetd.smart.packed import PackedScores
+from fleetd.engine.protocol import (Accepted, PrefillAlone, Arithmetic, AssistPrefill, Assisted, Heartbeat, Cancel, ChatPrompt, Command, Delta, Failed, Finished, DraftFor, Followed, FrameTooLong, Generate, Keep, LoadFailed, Loading, Prefill, Profile, Ready, Report, Sampling, Score, Scored, PrefillShared, Shared, Shutdown, StepTime, TextPrompt, Timings, TokenLogprob, TokenPrompt, ToolCall, TopLogprob, Usage)
+from fleetd.plan.prefill.split import Split
+from fleetd.compression.packed import PackedScores
 
 SPLIT = Split("layers", (0, 3, 8), 8, 16, 400, 128)
 COMMANDS: list[Any] = [
@@ -64,10 +26,10 @@ COMMANDS: list[Any] = [
     Generate("c", TokenPrompt([0, 1, 1 << 31])),
     Generate("d", TextPrompt("text"), keep=Keep({0: [(0, 2), (3, 4)]})),
     Score("e", "text", [(0, 2)], (1, 3), 2, 4, Profile([(0, 1)], 3, True)),
-    Follow("f", 3),
-    Share("a", SPLIT, 1.5, True),
-    Alone("a", "no helper"),
-    Assist("d", SPLIT, 0),
+    DraftFor("f", 3),
+    PrefillShared("a", SPLIT, 1.5, True),
+    PrefillAlone("a", "no helper"),
+    AssistPrefill("d", SPLIT, 0),
     Cancel("a"),
     Shutdown(),
 ]
@@ -99,7 +61,7 @@ REPORTS: list[Any] = [
     Failed("a", "bad_request", "no", "hint", "param"),
     Scored("e", PackedScores(1, 1, b"s", b"e", b"p", b"l", b"q"), Profile([(0, 1)], 3), 9, 0.5),
     Followed("f", 3, 2, 1),
-    Beat(3, 1, 2, 3, 4, True, 5, 6, 7, 8, 9),
+    Heartbeat(3, 1, 2, 3, 4, True, 5, 6, 7, 8, 9),
 ]
 
 
@@ -173,7 +135,7 @@ def test_what_is_no_message_is_a_decode_error(body: bytes) -> None:
 
 def test_reports_are_no_commands() -> None:
     with pytest.raises(msgspec.ValidationError):
-        list(protocol.commands().feed(protocol.encode(Beat(1))))
+        list(protocol.commands().feed(protocol.encode(Heartbeat(1))))
 
 
 @given(st.binary(max_size=200))

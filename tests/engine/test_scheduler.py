@@ -13,8 +13,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix import PrefixCache
-from fleetd.engine.prompts import Prepared, prepare
+from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
 from fleetd.engine.protocol import (
     Accepted,
     Cancel,
@@ -346,7 +346,7 @@ def test_an_echoed_prompt_of_one_token(parts: tuple[Any, Any]) -> None:
 def test_prompts_at_the_context_and_one_past_it(parts: tuple[Any, Any]) -> None:
     bench = Bench(parts, context_tokens=20)
     for n in (18, 19, 20):
-        bench.scheduler.inbox.put(Prepared(Generate(f"n{n}", TokenPrompt([65] * n), GREEDY), [65] * n))
+        bench.scheduler.inbox.put(PreparedPrompt(Generate(f"n{n}", TokenPrompt([65] * n), GREEDY), [65] * n))
     bench.finish()
     kinds = {n: type(bench.of(f"n{n}")[-1]).__name__ for n in (18, 19, 20)}
     assert kinds == {18: "Finished", 19: "Finished", 20: "Failed"}

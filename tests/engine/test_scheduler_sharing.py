@@ -13,25 +13,13 @@ from mlx_lm.utils import load_model
 
 from fleetd import limits
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix import PLAN, PrefixCache
-from fleetd.engine.prompts import prepare
-from fleetd.engine.protocol import (
-    Accepted,
-    Alone,
-    Assist,
-    Beat,
-    Cancel,
-    Delta,
-    Failed,
-    Finished,
-    Report,
-    Share,
-    Shared,
-)
+from fleetd.engine.prefix_cache import PLAN, PrefixCache
+from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.protocol import (Accepted, PrefillAlone, AssistPrefill, Heartbeat, Cancel, Delta, Failed, Finished, Report, PrefillShared, Shared)
 from fleetd.engine.scheduler import Scheduler
-from fleetd.engine.share.sharable import Sharable
+from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
-from fleetd.plan.split import Split
+from fleetd.plan.prefill.split import Split
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 SPLIT = Split("layers", (0, 2, 4), 4, 0, 399, sharing.CHUNK)
@@ -117,10 +105,10 @@ def test_a_prompt_that_waits_for_word_lets_others_go_and_keeps_its_memory(
     assert accepted == Accepted("waits", 400, 0, sharing.CHUNK, waits=True)
     assert bench.scheduler.budget.used_bytes >= 400 * 1024
     bench.turn(3)
-    beats = [event for event in bench.events if isinstance(event, Beat)]
-    assert beats[-1].held_up
+    beats = [event for event in bench.events if isinstance(event, Heartbeat)]
+    assert beats[-1].blocked
     assert beats[-1].prefilling == 1
-    bench.scheduler.tell(Alone("waits"))
+    bench.scheduler.tell(PrefillAlone("waits"))
     bench.finish("waits")
     assert bench.of("waits", Shared) == []
     assert bench.of("waits", Finished)[0].reason == "length"
@@ -131,7 +119,7 @@ def test_without_word_or_streams_it_goes_on_alone(parts: tuple[Any, Any, Sharabl
     bench.ask("no word")
     bench.ask("no streams", seed=6)
     bench.turn()
-    bench.scheduler.tell(Share("no streams", SPLIT, 1.0))
+    bench.scheduler.tell(PrefillShared("no streams", SPLIT, 1.0))
     bench.finish("no word", "no streams")
     for name in ("no word", "no streams"):
         kinds = [type(event) for event in bench.of(name)]
@@ -140,8 +128,8 @@ def test_without_word_or_streams_it_goes_on_alone(parts: tuple[Any, Any, Sharabl
         assert (shared.code, shared.verified) == ("peer_unreachable", 0)
 
 
-@pytest.mark.parametrize("word", [None, Share("r", SPLIT, 1.0), Alone("r")])
-def test_cancelled_while_it_waits(parts: tuple[Any, Any, Sharable], word: Share | Alone | None) -> None:
+@pytest.mark.parametrize("word", [None, PrefillShared("r", SPLIT, 1.0), PrefillAlone("r")])
+def test_cancelled_while_it_waits(parts: tuple[Any, Any, Sharable], word: PrefillShared | PrefillAlone | None) -> None:
     bench = Bench(parts)
     bench.ask("r")
     bench.turn()
@@ -160,7 +148,7 @@ def test_what_would_have_to_queue_or_cannot_be_cut_is_not_offered(parts: tuple[A
     busy.ask("queued")
     whole = Bench(parts, sharable=None)
     whole.ask("whole")
-    whole.scheduler.tell(Assist("assist", SPLIT, 0))
+    whole.scheduler.tell(AssistPrefill("assist", SPLIT, 0))
     for bench, name in ((busy, "queued"), (whole, "whole")):
         bench.finish(name)
         assert bench.of(name)[0] == Accepted(name, 400)
@@ -170,7 +158,7 @@ def test_what_would_have_to_queue_or_cannot_be_cut_is_not_offered(parts: tuple[A
 def test_assists_are_bounded_and_end_without_their_streams(parts: tuple[Any, Any, Sharable]) -> None:
     bench = Bench(parts)
     for name in ("one", "two", "three", "one"):
-        bench.scheduler.tell(Assist(name, SPLIT, 0))
+        bench.scheduler.tell(AssistPrefill(name, SPLIT, 0))
     bench.turn()
     assert [type(event) for event in bench.of("one")] == [Accepted, Failed]
     assert bench.of("three", Failed)[0].code == "overloaded"
@@ -196,7 +184,7 @@ def test_cached_numbers_of_others_serve_only_what_may_be_shared(parts: tuple[Any
     bench.turn()
     (accepted,) = bench.of("shared", Accepted)
     assert (accepted.cached, accepted.exact) == (300, False)
-    bench.scheduler.tell(Alone("shared"))
+    bench.scheduler.tell(PrefillAlone("shared"))
     bench.finish("shared")
     assert bench.of("shared", Finished)[0].usage.cached_tokens == 300
     # Also where so little is new that nobody would help: a conversation's next turn.
@@ -204,7 +192,7 @@ def test_cached_numbers_of_others_serve_only_what_may_be_shared(parts: tuple[Any
     bench.turn()
     (accepted,) = bench.of("turn", Accepted)
     assert (accepted.waits, accepted.cached, accepted.exact) == (True, 700, False)
-    bench.scheduler.tell(Alone("turn"))
+    bench.scheduler.tell(PrefillAlone("turn"))
     bench.finish("turn")
     assert bench.of("turn", Finished)[0].usage.cached_tokens == 700
     # What rests on them is kept with them, and an answer of its own begins anew.

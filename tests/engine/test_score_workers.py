@@ -24,10 +24,10 @@ from fleetd.engine.protocol import (
 )
 from fleetd.errors import BadRequest, EngineDied, InvalidValue
 from fleetd.models.folder import ModelFolder
-from fleetd.smart.document import Document
-from fleetd.smart.policy import Policy
-from fleetd.smart.scores import SegmentScores, merge
-from fleetd.smart.select import select
+from fleetd.compression.document import Document
+from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.compression.token_scores import SegmentScores, merge
+from fleetd.compression.select import select
 
 TEXT = "abc def " * 300 + "which?"
 SCORE = Score("s", TEXT, [(2400, 2406)], profile=Profile([(0, 0)], 1))
@@ -111,7 +111,7 @@ async def test_one_familys_scores_choose_another_familys_tokens(
         if isinstance(event, Scored)
     ]
     tokens = merge([SegmentScores.unpack(last.scores)])
-    selection = select(document, tokens, Policy(enabled=True, target_ratio=0.2, mode="sparse"))
+    selection = select(document, tokens, SmartPrefillPolicy(enabled=True, target_ratio=0.2, mode="sparse"))
     kept = "".join(document.blocks[0].text[a:b] for a, b in selection.kept[0])
     assert needle in kept
     keep = Keep({i: list(spans) for i, spans in enumerate(selection.kept)})

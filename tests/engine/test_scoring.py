@@ -17,15 +17,15 @@ from tiny_architectures import VOCAB, tiny
 
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.protocol import Accepted, Failed, Finished, Prefill, Profile, Report, Score, Scored
-from fleetd.engine.smart import profile as profiles
-from fleetd.engine.smart import scoring
-from fleetd.engine.smart.layout import HEAD_TOKENS, Pass, lay_out
-from fleetd.engine.smart.looking import Looking, Sight, logits_of
-from fleetd.engine.smart.needles import needles
-from fleetd.engine.smart.profile import Basis, Tried, choose, settled
-from fleetd.engine.smart.scoring import Scoring
+from fleetd.engine.scoring import head_profile as profiles
+from fleetd.engine.scoring import score_guests
+from fleetd.engine.scoring.scoring_layout import HEAD_TOKENS, LayoutPass, lay_out
+from fleetd.engine.scoring.attention_pass import AttentionPass, AttentionTap, logits_of
+from fleetd.engine.scoring.needles import needles
+from fleetd.engine.scoring.head_profile import ProfileKey, NeedleResult, choose, settled
+from fleetd.engine.scoring.score_guests import ScoreGuests
 from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, ModelUnsupported
-from fleetd.smart.scores import SegmentScores, log_sum_exp, merge
+from fleetd.compression.token_scores import SegmentScores, log_sum_exp, merge
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(1, VOCAB, 90)]
@@ -41,12 +41,12 @@ FULL = {
     "gemma3_text": [1, 3],
     "smollm3": [0, 1, 2, 3],
 }
-PASS = Pass(TOKENS, own=4, count=70, asking=10, first=0)
+PASS = LayoutPass(TOKENS, own=4, count=70, asking=10, first=0)
 A = npt.NDArray[Any]
 
 
-def looked(sight: Sight, work: Pass, layers: list[int], *, rotated: bool, chunk: int) -> Looking:
-    looking = Looking(sight, work, {n: sight.key_heads(n) for n in layers}, rotated)
+def looked(sight: AttentionTap, work: LayoutPass, layers: list[int], *, rotated: bool, chunk: int) -> AttentionPass:
+    looking = AttentionPass(sight, work, {n: sight.key_heads(n) for n in layers}, rotated)
     while not looking.finished:
         looking.step(chunk)
     return looking
@@ -74,7 +74,7 @@ def test_rotated_logits_are_attentions_own(
 ) -> None:
     model = tiny(architecture)
     whole = attention_of(model, monkeypatch)
-    sight = Sight.of(model)
+    sight = AttentionTap.of(model)
     assert sorted(sight.scales) == FULL[architecture]
     looking = looked(sight, PASS, FULL[architecture], rotated=True, chunk=chunk)
     for layer in FULL[architecture]:
@@ -104,7 +104,7 @@ def test_before_the_rotation_it_is_the_projection_and_its_norm(architecture: str
         rows = rows.reshape(len(TOKENS), -1, 32).transpose(1, 0, 2)
         return rms(rows, layer.self_attn[norm]) if norm in layer.self_attn else rows
 
-    sight = Sight.of(model)
+    sight = AttentionTap.of(model)
     looking = looked(sight, PASS, [0], rotated=False, chunk=32)
     np.testing.assert_allclose(looking.queries[0], heads("q_proj", "q_norm")[:, -10:], rtol=1e-3, atol=1e-4)
     np.testing.assert_allclose(looking.keys[0], heads("k_proj", "k_norm")[:, 4:74], rtol=1e-3, atol=1e-4)
@@ -114,7 +114,7 @@ def test_before_the_rotation_it_is_the_projection_and_its_norm(architecture: str
 
 
 def test_the_cut_of_a_pass_changes_no_byte() -> None:
-    sight = Sight.of(tiny("qwen3"))
+    sight = AttentionTap.of(tiny("qwen3"))
     whole, cut = (looked(sight, PASS, [0, 2], rotated=True, chunk=chunk) for chunk in (90, 7))
     for layer in (0, 2):
         np.testing.assert_array_equal(whole.queries[layer], cut.queries[layer])
@@ -123,7 +123,7 @@ def test_the_cut_of_a_pass_changes_no_byte() -> None:
 
 def test_later_layers_are_not_run() -> None:
     model = tiny("llama")
-    sight = Sight.of(model)
+    sight = AttentionTap.of(model)
     before = looked(sight, PASS, [1], rotated=True, chunk=40)
     # Whatever would be computed behind the second layer's keys cannot be called any more.
     for layer in model.model.layers[1:]:
@@ -137,18 +137,18 @@ def test_later_layers_are_not_run() -> None:
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "kimi_k2"])
 def test_attention_that_shows_no_keys_is_refused(architecture: str) -> None:
     with pytest.raises(ModelUnsupported, match="looked into"):
-        Sight.of(tiny(architecture, n_routed_experts=None))
+        AttentionTap.of(tiny(architecture, n_routed_experts=None))
 
 
 def test_first_layer_scores_of_segments_are_one_passs() -> None:
     """In the first layer a key is its token's own, so nothing is lost by cutting but the question's place."""
-    sight = Sight.of(tiny("llama"))
+    sight = AttentionTap.of(tiny("llama"))
     head, text, question = TOKENS[:8], TOKENS[8:80], TOKENS[80:]
 
     def segment(first: int, end: int) -> SegmentScores:
         before = head if first else []
         own = [*head, *text[:end]] if first == 0 else text[first:end]
-        work = Pass([*before, *own, *question], len(before), len(own), len(question), 0)
+        work = LayoutPass([*before, *own, *question], len(before), len(own), len(question), 0)
         looking = looked(sight, work, [0], rotated=False, chunk=32)
         logits = [
             logits_of(q, looking.keys[0][h // 2], sight.scales[0]) for h, q in enumerate(looking.queries[0])
@@ -269,12 +269,12 @@ def test_a_context_that_holds_too_little_of_a_text_is_refused(tokenizer: Any) ->
 # ---- Which heads are asked -------------------------------------------------------------------------------
 
 
-def tried(*attention: list[float], answer: int = 50) -> Tried:
+def tried(*attention: list[float], answer: int = 50) -> NeedleResult:
     found = np.full((len(attention), 200), 1e-4, np.float32)
     for head, weights in enumerate(attention):
         for place, weight in enumerate(weights):
             found[head, answer + 20 * place] = weight
-    return Tried(found, np.arange(200) == answer)
+    return NeedleResult(found, np.arange(200) == answer)
 
 
 def test_the_earliest_layer_that_is_good_enough() -> None:
@@ -305,7 +305,7 @@ class Bench:
         self.tokenizer = tokenizer
         settings = {"budget": KvBudget.of(1 << 30, 4096), "context": 2048, **options}
         self.budget, self.context = settings["budget"], settings["context"]
-        self.scoring = Scoring(
+        self.scoring = ScoreGuests(
             self.model, tokenizer, self.context, self.budget, self.events.append, settings.get("kept")
         )
 
@@ -350,7 +350,7 @@ def test_scores_are_softmaxes_of_the_chosen_heads(bench: Bench) -> None:
     bench.begin("a", profile=PROFILE)
     bench.run()
     laid = lay_out(Score("a", "lorem ipsum " * 60 + "dolor?", [(720, 726)]), bench.tokenizer, 2048)
-    looking = looked(Sight.of(bench.model), laid.passes[0], [1, 2], rotated=True, chunk=99)
+    looking = looked(AttentionTap.of(bench.model), laid.passes[0], [1, 2], rotated=True, chunk=99)
     every = np.stack(
         [
             looking.queries[layer][head] @ looking.keys[layer][head // 2].T / np.sqrt(32)
@@ -383,7 +383,7 @@ def test_what_fails_at_the_end_is_told_too(bench: Bench, monkeypatch: pytest.Mon
     def fails(_: Any) -> None:
         raise ValueError
 
-    monkeypatch.setattr(scoring, "join", fails)
+    monkeypatch.setattr(score_guests, "join", fails)
     bench.begin("a", profile=PROFILE)
     bench.run()
     assert isinstance(bench.of("a")[-1], Failed)
@@ -462,7 +462,7 @@ def test_a_model_that_looks_nothing_up_says_so(bench: Bench) -> None:
 
 def test_a_model_that_looks_nothing_up_is_searched_once(tokenizer: Any, tmp_path: Path) -> None:
     """For all that wait for it, and for what comes later, also after another load."""
-    basis = Basis("ab" * 32, {})
+    basis = ProfileKey("ab" * 32, {})
     bench = Bench(tokenizer, kept=basis.finding(tmp_path))
     bench.begin("a")
     bench.begin("b")
@@ -484,7 +484,7 @@ def test_a_profile_is_found_once_on_a_machine(
 ) -> None:
     """A random model is taken to find enough; what is kept is used by the next load, without a search."""
     monkeypatch.setattr(profiles, "LEAST_FOUND", 0.0)
-    basis = Basis("ab" * 32, {"mlx": "1"})
+    basis = ProfileKey("ab" * 32, {"mlx": "1"})
     searched: list[float] = []
     for kept in (basis, basis, msgspec.structs.replace(basis, versions={"mlx": "2"})):
         bench = Bench(tokenizer, kept=kept.finding(tmp_path))
@@ -502,7 +502,7 @@ def test_a_profile_is_found_once_on_a_machine(
 def test_a_kept_profile_that_is_not_this_models_is_not_used(
     tokenizer: Any, tmp_path: Path, heads: list[tuple[int, int]]
 ) -> None:
-    finding = Basis("ab" * 32, {}).finding(tmp_path)
+    finding = ProfileKey("ab" * 32, {}).finding(tmp_path)
     finding.keep(Profile(heads, 3, True))
     bench = Bench(tokenizer, kept=finding)
     bench.begin("a")
@@ -511,7 +511,7 @@ def test_a_kept_profile_that_is_not_this_models_is_not_used(
 
 
 def test_without_a_digest_nothing_is_kept(tmp_path: Path) -> None:
-    finding = Basis("", {}).finding(tmp_path)
+    finding = ProfileKey("", {}).finding(tmp_path)
     finding.keep(PROFILE)
     assert finding.find() is None
     assert list(tmp_path.iterdir()) == []

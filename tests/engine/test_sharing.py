@@ -14,13 +14,13 @@ from shared_runs import LAYERS, Run, as_bytes, prompt
 from tiny_architectures import tiny
 
 from fleetd.engine.architectures import CUT
-from fleetd.engine.prefix import PrefixCache
-from fleetd.engine.protocol import Share
-from fleetd.engine.share.kv import Layout, private
-from fleetd.engine.share.sharing import SharedPrefill
+from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.protocol import PrefillShared
+from fleetd.engine.shared_prefill.layer_kv import KvLayout, copy_on_write
+from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.stage import Stage
 from fleetd.errors import InvalidValue
-from fleetd.plan.split import Split, checked
+from fleetd.plan.prefill.split import Split, checked
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 
@@ -160,7 +160,7 @@ def test_what_is_verified_at_any_time_can_be_gone_on_from_alone(name: str, split
             continue
         looked.add(done)
         # On copies: this prefill goes on.
-        run.check(run.local([private(cache) for cache in caches], done).cache)
+        run.check(run.local([copy_on_write(cache) for cache in caches], done).cache)
     if split.kind == "layers" and name == "llama":
         chunks = {chunk.stop for chunk in split.chunks_of(split.helpers)}
         assert looked >= chunks - {split.tokens}, "a chunk that was complete was not verified"
@@ -169,7 +169,7 @@ def test_what_is_verified_at_any_time_can_be_gone_on_from_alone(name: str, split
 def test_a_split_of_another_prompt_or_model_is_refused() -> None:
     model = tiny("llama")
     stage = Stage.of(model)
-    layout, tokens = Layout.of(stage), list(prompt(98))
+    layout, tokens = KvLayout.of(stage), list(prompt(98))
     split = SPLITS["half the layers"]
 
     def opened(name: str, place: Any) -> Any:
@@ -183,4 +183,4 @@ def test_a_split_of_another_prompt_or_model_is_refused() -> None:
         (Split("layers", (0, 0, 4), LAYERS, 0, 97, 32), None),
     ):
         with pytest.raises(InvalidValue):
-            SharedPrefill(stage, layout, tokens, prefix, Share("a", wrong, 1.0), opened)
+            SharedPrefill(stage, layout, tokens, prefix, PrefillShared("a", wrong, 1.0), opened)

@@ -14,13 +14,13 @@ from shared_runs import LAYERS, Run, prompt
 from tiny_architectures import VOCAB, tiny
 
 from fleetd import limits
-from fleetd.engine.protocol import Assist
-from fleetd.engine.share.assisting import Assisting
-from fleetd.engine.share.frames import Head, Kind
-from fleetd.engine.share.kv import Layout
+from fleetd.engine.protocol import AssistPrefill
+from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
+from fleetd.engine.streams.frames import FrameHeader, Kind
+from fleetd.engine.shared_prefill.layer_kv import KvLayout
 from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError, InvalidValue, PeerLate, PeerLost, PeerWrong, ProtocolError
-from fleetd.plan.split import Split
+from fleetd.plan.prefill.split import Split
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 
@@ -37,7 +37,7 @@ SPLITS = {
     "a chain by tokens": TOKEN_CHAIN,
 }
 
-Tamper = Callable[[Head, bytes], list[tuple[Head, bytes]]]
+Tamper = Callable[[FrameHeader, bytes], list[tuple[FrameHeader, bytes]]]
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def lost(turns: Iterator[None]) -> PeerLost | None:
     return None
 
 
-def steps_of(helper: Assisting) -> Iterator[None]:
+def steps_of(helper: HelperPrefill) -> Iterator[None]:
     while helper.ready and not helper.finished:
         helper.step()
         yield
@@ -175,7 +175,7 @@ def test_time_in_which_home_was_busy_is_not_the_helpers_fault(llama: Any) -> Non
 
 def test_a_helper_that_hears_nothing_gives_up(llama: Any) -> None:
     stage, clock, streams = Stage.of(llama), Clock(), Streams(1)
-    helper = Assisting(stage, Layout.of(stage), Assist("a", HALF, 0), streams.of(0), clock=clock)
+    helper = HelperPrefill(stage, KvLayout.of(stage), AssistPrefill("a", HALF, 0), streams.of(0), clock=clock)
     assert not helper.ready
     assert helper.step() == 0
     assert helper.due_s == limits.SHARE_IDLE_S
@@ -191,7 +191,7 @@ def only(kind: Kind, change: Tamper, number: int = 1) -> Tamper:
     """Of the frames of a kind the one with the number is changed."""
     seen = iter(range(1 << 30))
 
-    def tamper(head: Head, data: bytes) -> list[tuple[Head, bytes]]:
+    def tamper(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
         if head.kind is kind and next(seen) == number:
             return change(head, data)
         return [(head, data)]
@@ -203,15 +203,15 @@ def headed(**fields: Any) -> Tamper:
     return lambda head, data: [(replace(head, **fields), data)]
 
 
-def longer(head: Head, data: bytes) -> list[tuple[Head, bytes]]:
+def longer(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
     return [(replace(head, sizes=(head.sizes[0] + 8, head.sizes[1])), data + bytes(8))]
 
 
-def shorter(head: Head, data: bytes) -> list[tuple[Head, bytes]]:
+def shorter(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
     return [(replace(head, sizes=(head.sizes[0] - 8, head.sizes[1])), data[8:])]
 
 
-def shifted(head: Head, data: bytes) -> list[tuple[Head, bytes]]:
+def shifted(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
     """The same bytes in all, values made longer by what keys lose."""
     return [(replace(head, sizes=(head.sizes[0] - 8, head.sizes[1] + 8)), data)]
 
@@ -224,7 +224,7 @@ ATTACKS: dict[str, Tamper] = {
     "a frame at another place": headed(start=5),
     "a frame of more tokens than are due": headed(count=2**31),
     "a frame of another kind": headed(kind=Kind.TOKENS),
-    "a frame that ends everything too early": lambda head, data: [(Head(Kind.DONE), b"")],
+    "a frame that ends everything too early": lambda head, data: [(FrameHeader(Kind.DONE), b"")],
     "a payload that is too long": longer,
     "a payload that is too short": lambda head, data: [
         (replace(head, sizes=(head.sizes[0] - 8, 0)), data[8:])
@@ -302,7 +302,7 @@ def test_a_state_that_these_tokens_do_not_leave(split: Split, attack: Tamper) ->
 def test_a_token_that_is_not_in_the_vocabulary(llama: Any, token: int) -> None:
     """An embedding reads whatever memory such a token leads to."""
 
-    def foreign(head: Head, data: bytes) -> list[tuple[Head, bytes]]:
+    def foreign(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
         return [(head, data[:-4] + np.int32(token).tobytes())]
 
     for split in (HALF, TOKENS):
@@ -314,24 +314,24 @@ def test_a_token_that_is_not_in_the_vocabulary(llama: Any, token: int) -> None:
 # ---- Wrong -----------------------------------------------------------------------------------------------
 
 
-def noise(head: Head, data: bytes) -> list[tuple[Head, bytes]]:
+def noise(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
     rng = np.random.default_rng(len(data))
     return [(head, rng.standard_normal(len(data) // 4).astype(np.float32).tobytes())]
 
 
-def zeros(head: Head, data: bytes) -> list[tuple[Head, bytes]]:
+def zeros(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
     return [(head, bytes(len(data)))]
 
 
-def nans(head: Head, data: bytes) -> list[tuple[Head, bytes]]:
+def nans(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
     return [(head, np.full(len(data) // 4, np.nan, np.float32).tobytes())]
 
 
-def one_nan(head: Head, data: bytes) -> list[tuple[Head, bytes]]:
+def one_nan(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
     return [(head, np.float32(np.nan).tobytes() + data[4:])]
 
 
-def last_bit(head: Head, data: bytes) -> list[tuple[Head, bytes]]:
+def last_bit(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
     return [(head, bytes([data[0] ^ 1]) + data[1:])]
 
 
@@ -422,7 +422,7 @@ def test_an_assist_that_is_not_for_this_worker_is_refused(llama: Any, split: Spl
         raise AssertionError("no stream is opened for an assist that is refused")
 
     with pytest.raises(InvalidValue):
-        Assisting(stage, Layout.of(stage), Assist("a", split, place), opened)
+        HelperPrefill(stage, KvLayout.of(stage), AssistPrefill("a", split, place), opened)
 
 
 @pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)

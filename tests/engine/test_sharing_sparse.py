@@ -10,17 +10,17 @@ import pytest
 from shared_runs import LAYERS, Run, kept_of, prompt, staged
 from tiny_architectures import tiny
 
-from fleetd.engine.protocol import Share
-from fleetd.engine.share import due
-from fleetd.engine.share.frames import Head, Kind
-from fleetd.engine.share.kv import private
-from fleetd.engine.share.sharable import Sharable
-from fleetd.engine.share.sharing import SharedPrefill
-from fleetd.engine.share.slots import Slots
-from fleetd.engine.smart.sparse import Sparse
+from fleetd.engine.protocol import PrefillShared
+from fleetd.engine.shared_prefill import frame_schedule
+from fleetd.engine.streams.frames import FrameHeader, Kind
+from fleetd.engine.shared_prefill.layer_kv import copy_on_write
+from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
+from fleetd.engine.shared_prefill.slots import Slots
+from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError, InvalidValue, ProtocolError
-from fleetd.plan.split import Split, checked
+from fleetd.plan.prefill.split import Split, checked
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 
@@ -76,7 +76,7 @@ def test_what_is_verified_at_any_time_can_be_gone_on_from_alone(llama: Any, spli
         if done not in looked:
             looked.add(done)
             # On copies: this prefill goes on.
-            run.check(run.local([private(cache) for cache in caches], done).cache)
+            run.check(run.local([copy_on_write(cache) for cache in caches], done).cache)
     if split.kind == "layers":
         chunks = {chunk.stop for chunk in split.chunks_of(split.helpers)}
         assert looked >= chunks - {split.tokens}, "a chunk that was complete was not verified"
@@ -120,7 +120,7 @@ def test_what_is_sent_of_it_arrives() -> None:
     assert np.array_equal(arrived.payload, sent)
     assert arrived.where(range(45, 50)) == kept_of(SPLIT)[45:50]  # type: ignore[index]
     assert Slots.of(prompt(5)).where(range(2)) is None
-    head = next(due.to_helper(SPLIT, 0, staged(tiny("llama"))[1]))
+    head = next(frame_schedule.to_helper(SPLIT, 0, staged(tiny("llama"))[1]))
     assert head.nbytes == sent.nbytes == 8 * SPLIT.tokens
 
 
@@ -142,12 +142,12 @@ def test_positions_that_are_none_are_refused(positions: dict[str, int], said: st
 
 
 def test_a_hash_stands_for_positions_too(llama: Any) -> None:
-    before = due.prefixes(SPLIT, payload(SPLIT).tobytes())
-    after = due.prefixes(SPLIT, payload(SPLIT, at149=699).tobytes())
+    before = frame_schedule.prefixes(SPLIT, payload(SPLIT).tobytes())
+    after = frame_schedule.prefixes(SPLIT, payload(SPLIT, at149=699).tobytes())
     changed = {end for end in before if before[end] != after[end]}
     assert changed <= {150}  # and before that all are alike
 
-    def elsewhere(head: Head, data: bytes) -> list[tuple[Head, bytes]]:
+    def elsewhere(head: FrameHeader, data: bytes) -> list[tuple[FrameHeader, bytes]]:
         """The prompt's tokens, one of them at another position."""
         if head.kind is Kind.TOKENS:
             numbers = np.frombuffer(data, "<i4").copy()
@@ -178,7 +178,7 @@ def test_a_split_of_other_tokens_is_refused(llama: Any) -> None:
     assert kept is not None
     for wrong in (None, kept[1:], [*range(301)]):
         with pytest.raises(InvalidValue):
-            SharedPrefill(stage, layout, tokens, None, Share("a", split, 1.0), opened, kept=wrong)
+            SharedPrefill(stage, layout, tokens, None, PrefillShared("a", split, 1.0), opened, kept=wrong)
 
 
 def opened(name: str, place: Any) -> Any:
@@ -191,7 +191,7 @@ def test_sliding_windows_decline_by_name() -> None:
     assert "sliding windows" in told
     stage, layout = staged(model)
     split = SPLITS["half the layers"]
-    share, tokens = Share("a", split, 1.0), list(prompt(301))
+    share, tokens = PrefillShared("a", split, 1.0), list(prompt(301))
     with pytest.raises(InvalidValue, match="windows"):
         SharedPrefill(stage, layout, tokens, None, share, opened, kept=kept_of(split))
 

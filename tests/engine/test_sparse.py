@@ -14,9 +14,9 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from tiny_architectures import VOCAB, tiny
 
 from fleetd.engine.architectures import CUT
-from fleetd.engine.smart.rope import Offset, PosRoPE, install
-from fleetd.engine.smart.sparse import Sparse, SparsePrefiller
-from fleetd.engine.smart.sparse_caches import sparse_cache
+from fleetd.engine.sparse_prefill.rope import RopeOffset, PosRoPE, install
+from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller
+from fleetd.engine.sparse_prefill.sparse_caches import sparse_cache
 from fleetd.errors import ModelUnsupported
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -135,7 +135,7 @@ def test_everything_kept_is_dense(name: str) -> None:
             for layer in caches:
                 layer.expect(range(a, b))
                 if gaps:
-                    layer.offset = Offset(int(layer.offset), mx.arange(a, b))
+                    layer.offset = RopeOffset(int(layer.offset), mx.arange(a, b))
             # In a window that rotates a single token meets the same keys in another order.
             assert_same(name, np.array(model(mx.array([tokens[a:b]]), cache=caches)), np.array(native))
 
@@ -186,8 +186,8 @@ def test_a_wrong_rope_is_found_when_the_model_is_loaded(monkeypatch: pytest.Monk
     stock = PosRoPE.__call__
 
     def off_by_one(self: PosRoPE, x: mx.array, offset: Any = 0) -> mx.array:
-        if isinstance(offset, Offset) and isinstance(offset.positions, mx.array):
-            offset = Offset(int(offset), offset.positions + 1, offset.look)
+        if isinstance(offset, RopeOffset) and isinstance(offset.positions, mx.array):
+            offset = RopeOffset(int(offset), offset.positions + 1, offset.look)
         return stock(self, x, offset)
 
     monkeypatch.setattr(PosRoPE, "__call__", off_by_one)

@@ -11,10 +11,10 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tiny_architectures import tiny
 
-from fleetd.engine.chunks import FixedChunks
+from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix import PrefixCache
-from fleetd.engine.prompts import Prepared
+from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import (
     Accepted,
     Cancel,
@@ -29,7 +29,7 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.scheduler import Scheduler
-from fleetd.engine.smart.sparse import TAIL_TOKENS, Sparse
+from fleetd.engine.sparse_prefill.sparse import TAIL_TOKENS, Sparse
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 VOCAB = 512
@@ -68,7 +68,7 @@ class Bench:
             top_logprobs=2,
             **{"max_tokens": 8, "keep": None if kept is None else Keep({}), **fields},
         )
-        self.scheduler.inbox.put(Prepared(request, tokens, kept=kept))
+        self.scheduler.inbox.put(PreparedPrompt(request, tokens, kept=kept))
 
     def turn(self, times: int = 1) -> None:
         for _ in range(times):

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
-from fleetd.engine.prompts import Prepared, prepare
+from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
 from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt, TokenPrompt
-from fleetd.engine.smart.kept import NotSparse, dropped_of_messages, gaps_of, kept_tokens
+from fleetd.engine.sparse_prefill.kept_tokens import (NotSparse, dropped_of_messages, gaps_of, kept_tokens)
 from fleetd.models.folder import ModelFolder
 
 
@@ -45,11 +45,11 @@ MESSAGES: list[dict[str, Any]] = [
 
 def prepared(
     tokenizer: Any, messages: list[dict[str, Any]], parts: dict[int, list[tuple[int, int]]]
-) -> Prepared:
+) -> PreparedPrompt:
     return prepare(Generate("k", ChatPrompt(messages), keep=Keep(parts)), tokenizer, 1 << 20)
 
 
-def shown(tokenizer: Any, found: Prepared) -> str:
+def shown(tokenizer: Any, found: PreparedPrompt) -> str:
     """The text of the tokens that are kept."""
     assert found.dense_reason == ""
     assert found.kept is not None

@@ -7,7 +7,7 @@ from asking import GREEDY, run
 
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, ChatPrompt, Generate, Keep
-from fleetd.engine.smart.sparse import TAIL_TOKENS
+from fleetd.engine.sparse_prefill.sparse import TAIL_TOKENS
 from fleetd.models.folder import ModelFolder
 
 

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from fleetd import limits
-from fleetd.engine.channel import take_all
+from fleetd.engine.streams.channel import receive_sockets
 from fleetd.engine.protocol import StreamTag
-from fleetd.engine.share.streams import Streams, helper_streams, home_streams
+from fleetd.engine.streams.handed_over import HandedOverStreams, helper_streams, home_streams
 from fleetd.errors import ProtocolError
-from fleetd.plan.split import Split
+from fleetd.plan.prefill.split import Split
 from fleetd.sealed import handoff
 
 Pair = Callable[[], tuple[socket.socket, socket.socket]]
@@ -78,7 +78,7 @@ def test_who_needs_which_streams(split: Split, home: list[str], helpers: list[li
 
 def test_a_job_is_complete_once_all_its_streams_are_there(pair: Pair) -> None:
     woken: list[int] = []
-    streams = Streams(lambda: woken.append(1))
+    streams = HandedOverStreams(lambda: woken.append(1))
     streams.put(tag(name="home"), pair()[0])
     streams.put(tag("other", "out"), pair()[0])
     assert not streams.complete("j", ["home", "out"])
@@ -93,7 +93,7 @@ def test_a_job_is_complete_once_all_its_streams_are_there(pair: Pair) -> None:
 
 def test_what_nobody_takes_is_closed(pair: Pair) -> None:
     now = [0.0]
-    streams = Streams(lambda: None, clock=lambda: now[0])
+    streams = HandedOverStreams(lambda: None, clock=lambda: now[0])
     (old, old_end), (new, new_end), (ended, ended_end) = pair(), pair(), pair()
     streams.put(tag("old"), old)
     now[0] = limits.TICKET_S
@@ -111,7 +111,7 @@ def test_what_nobody_takes_is_closed(pair: Pair) -> None:
 
 
 def test_a_flood_of_streams_is_bounded(pair: Pair) -> None:
-    streams = Streams(lambda: None)
+    streams = HandedOverStreams(lambda: None)
     first, first_end = pair()
     streams.put(tag("first"), first)
     for number in range(limits.TICKETS):
@@ -132,14 +132,14 @@ def test_what_is_no_stream_is_refused(pair: Pair, with_socket: bool) -> None:
     handoff.send(theirs, b"rubbish", given if with_socket else None)
     given.close()
     with pytest.raises(ProtocolError):
-        take_all(channel, lambda tag, sock: None)
+        receive_sockets(channel, lambda tag, sock: None)
     assert not is_open(given_end)
 
 
 def test_streams_come_until_the_daemon_goes(pair: Pair) -> None:
     channel, theirs = pair()
-    streams = Streams(lambda: None)
-    reader = threading.Thread(target=take_all, args=(channel, streams.put))
+    streams = HandedOverStreams(lambda: None)
+    reader = threading.Thread(target=receive_sockets, args=(channel, streams.put))
     reader.start()
     for number in range(3):
         handoff.send(theirs, msgspec.msgpack.encode(tag(f"{number}")), pair()[0])

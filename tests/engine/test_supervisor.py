@@ -17,10 +17,10 @@ from asking import ask, folder_of, run
 
 from fleetd import limits
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import Assist, Event, Finished, Loading, Share, StreamTag
+from fleetd.engine.protocol import (AssistPrefill, Event, Finished, Loading, PrefillShared, StreamTag)
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
-from fleetd.plan.split import Split
+from fleetd.plan.prefill.split import Split
 
 FOLDER = folder_of(Path("/nowhere"), "fake")
 Misbehave = Callable[[str], None]
@@ -131,12 +131,12 @@ async def test_an_assist_of_a_worker_that_dies_ends_with_it(watched: EnginePool,
     running = asyncio.create_task(drain(watched))
     split = Split("layers", (0, 1, 2), 2, 0, 300, 64)
     with pytest.raises(EngineDied):
-        await anext(engine.assist(Assist("a", split, 0)))
+        await anext(engine.assist(AssistPrefill("a", split, 0)))
     with pytest.raises(EngineDied):
         await running
     assert watched.engine(FOLDER) is None
     # Too late for any of these; a socket that is given is closed all the same.
-    engine.share(Share("r", split, 1.0))
+    engine.share(PrefillShared("r", split, 1.0))
     engine.alone("r")
     ours, theirs = socket.socketpair()
     with ours:

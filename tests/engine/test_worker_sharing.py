@@ -28,21 +28,10 @@ from sharing import (
 )
 
 from fleetd import limits
-from fleetd.engine.protocol import (
-    Accepted,
-    Assist,
-    Assisted,
-    Delta,
-    Generate,
-    Keep,
-    Prefill,
-    Share,
-    Shared,
-    TextPrompt,
-)
+from fleetd.engine.protocol import (Accepted, AssistPrefill, Assisted, Delta, Generate, Keep, Prefill, PrefillShared, Shared, TextPrompt)
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, InvalidValue, OutOfMemory, Overloaded, PeerError
-from fleetd.plan.split import Split
+from fleetd.plan.prefill.split import Split
 
 pytestmark = pytest.mark.one_loop
 # Rows of about this many tokens of two layers have come from the helper, and more are due.
@@ -86,7 +75,7 @@ async def warm(engine: EngineProcess) -> tuple[int, int]:
     return resources(engine)
 
 
-async def refused(engine: EngineProcess, assist: Assist) -> Exception | None:
+async def refused(engine: EngineProcess, assist: AssistPrefill) -> Exception | None:
     try:
         await anext(engine.assist(assist))
     except FleetError as error:
@@ -187,7 +176,7 @@ async def test_three_prompts_at_once_while_another_answer_runs(model: Path) -> N
                 home.alone(sharing.request.id)
             else:
                 await sharing.connect(split)
-                home.share(Share(sharing.request.id, split, 10.0, True))
+                home.share(PrefillShared(sharing.request.id, split, 10.0, True))
         for sharing in sharings:
             await sharing.end()
         assert len(running.told.of(Delta)) > shown + 3
@@ -211,9 +200,9 @@ async def test_a_prompt_goes_on_without_help_when_told_or_not_told(model: Path) 
             for seed, name in enumerate(("alone", "no word", "no stream", "garbled"))
         )
         home.alone((await told_alone.wait()).id)
-        home.share(Share("no stream", split_of("layers", await no_stream.wait()), 5.0, True))
+        home.share(PrefillShared("no stream", split_of("layers", await no_stream.wait()), 5.0, True))
         of_another = split_of("layers", Accepted("", 300))
-        home.share(Share((await garbled.wait()).id, of_another, 5.0, True))
+        home.share(PrefillShared((await garbled.wait()).id, of_another, 5.0, True))
         await told_alone.end()
         # It went by that word, which is not answered; who goes on for another reason says so.
         assert told_alone.told.of(Shared) == []
@@ -226,7 +215,7 @@ async def test_a_prompt_goes_on_without_help_when_told_or_not_told(model: Path) 
             assert sharing.told.numbers == await alone(helper, sharing.request)
         # Word about what has gone on, or never was, is nothing.
         home.alone("nobody")
-        home.share(Share("nobody", of_another, 5.0))
+        home.share(PrefillShared("nobody", of_another, 5.0))
         await settle(lambda: idle(home))
 
 
@@ -325,7 +314,7 @@ async def test_cancelling_either_side_leaves_nothing_behind(model: Path) -> None
             await sharing.agree(split)
             if name == "no streams":
                 await sharing.connect(split, leave_out="home")
-                home.share(Share(name, split, 5.0))
+                home.share(PrefillShared(name, split, 5.0))
             for task in sharing.tasks:
                 task.cancel()
             await asyncio.wait(sharing.tasks)
@@ -356,20 +345,20 @@ async def test_numbers_of_another_accelerator_are_never_part_of_an_exact_answer(
 async def test_an_assist_that_makes_no_sense_is_refused_before_it_takes_memory(model: Path) -> None:
     async with workers(model, 1, max_memory_bytes=(512 << 20) + (12 << 20)) as (helper,):
         good = Split("layers", (0, 2, 4), LAYERS, 0, 600, CHUNK)
-        senseless: list[tuple[Assist, type[Exception]]] = [
-            (Assist("a", Split("layers", (0, 2, 5), 5, 0, 600, CHUNK), 0), InvalidValue),
-            (Assist("a", Split("layers", (2, 1, 4), 4, 0, 600, CHUNK), 0), InvalidValue),
-            (Assist("a", Split("tokens", (0, 33, 600), 4, 0, 600, CHUNK), 0), InvalidValue),
-            (Assist("a", good, 1), InvalidValue),
-            (Assist("a", good, -1), InvalidValue),
-            (Assist("a", Split("layers", (0, 2, 4), LAYERS, 0, 4097, CHUNK), 0), InvalidValue),
+        senseless: list[tuple[AssistPrefill, type[Exception]]] = [
+            (AssistPrefill("a", Split("layers", (0, 2, 5), 5, 0, 600, CHUNK), 0), InvalidValue),
+            (AssistPrefill("a", Split("layers", (2, 1, 4), 4, 0, 600, CHUNK), 0), InvalidValue),
+            (AssistPrefill("a", Split("tokens", (0, 33, 600), 4, 0, 600, CHUNK), 0), InvalidValue),
+            (AssistPrefill("a", good, 1), InvalidValue),
+            (AssistPrefill("a", good, -1), InvalidValue),
+            (AssistPrefill("a", Split("layers", (0, 2, 4), LAYERS, 0, 4097, CHUNK), 0), InvalidValue),
         ]
         for assist, expected in senseless:
             assert isinstance(await refused(helper, assist), expected), assist
         assert helper.facts is not None
         too_many = helper.facts.kv_budget_bytes // helper.facts.kv_bytes_per_token + 64
         assert too_many < 4096, "the test's memory is too large for what it tests"
-        large = Assist("a", Split("layers", (0, 4, 4), LAYERS, 0, too_many, CHUNK), 0)
+        large = AssistPrefill("a", Split("layers", (0, 4, 4), LAYERS, 0, too_many, CHUNK), 0)
         assert isinstance(await refused(helper, large), OutOfMemory)
         await settle(lambda: idle(helper))
 
@@ -399,8 +388,8 @@ async def test_a_worker_with_some_layers_helps_and_answers_nothing(model: Path) 
         async with workers(model, 1) as (other,):
             assert told.numbers == await alone(other, sharing.request)
         for assist in (
-            Assist("more layers", Split("layers", (0, 3, 4), LAYERS, 0, 600, CHUNK), 0),
-            Assist("all layers", Split("tokens", (0, 320, 600), LAYERS, 0, 600, CHUNK), 0),
+            AssistPrefill("more layers", Split("layers", (0, 3, 4), LAYERS, 0, 600, CHUNK), 0),
+            AssistPrefill("all layers", Split("tokens", (0, 320, 600), LAYERS, 0, 600, CHUNK), 0),
         ):
             assert "here are 0 to 2" in str(await refused(part, assist))
         await settle(lambda: idle(part) and resources(part) == before)

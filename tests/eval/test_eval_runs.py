@@ -10,7 +10,7 @@ from eval.engine import Said
 from eval.runs import Outcome, Runner, compared, intact, recall
 from eval.statistics import Ratio
 from fleetd.engine.protocol import Keep
-from fleetd.smart.text import estimate_tokens
+from fleetd.compression.words import estimate_tokens
 
 
 class Reader:

@@ -11,8 +11,8 @@ from eval import forms, plots, report
 from eval.runs import Outcome, dense, gate, kept, lost, recall
 from eval.statistics import Share
 from eval.tasks import KINDS, task
-from fleetd.smart.elide import messages
-from fleetd.smart.text import estimate_tokens
+from fleetd.compression.elide import messages
+from fleetd.compression.words import estimate_tokens
 
 WHOLE = ("aggregate", "verbatim")
 PARTS = [kind for kind in KINDS if kind not in WHOLE]

@@ -66,7 +66,7 @@ def senders(fleet: LiveFleet) -> dict[str, psutil.Process]:
     for name in fleet.names:
         for process in fleet[name].processes()[1:]:
             with contextlib.suppress(psutil.NoSuchProcess):
-                if "fleetd.models.copy_send" in process.cmdline():
+                if "fleetd.models.copy.send" in process.cmdline():
                     found[name] = process
     return found
 

@@ -12,9 +12,9 @@ from model_files import make_folder
 from two_machines import SHARDS
 
 from fleetd.models import install
-from fleetd.models.copy_offer import Offer, offer_of
-from fleetd.models.safetensors_write import Planned, write_safetensors
-from fleetd.models.store import ModelStore
+from fleetd.models.copy.messages import CopyOffer, offer_of
+from fleetd.models.safetensors_write import PlannedTensor, write_safetensors
+from fleetd.models.model_store import ModelStore
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def there(tmp_path: Path) -> ModelStore:
     rng = np.random.default_rng(7)
     for number, name in enumerate(SHARDS):
         values = rng.standard_normal((1 << 20) + 100).astype(np.float32)
-        planned = Planned(f"w{number}", "F32", values.shape, lambda values=values: values)
+        planned = PlannedTensor(f"w{number}", "F32", values.shape, lambda values=values: values)
         write_safetensors(staged / name, [planned])
     index = {"weight_map": {f"w{number}": name for number, name in enumerate(SHARDS)}}
     (staged / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -56,5 +56,5 @@ def here(tmp_path: Path) -> ModelStore:
 
 
 @pytest.fixture
-def offer(there: ModelStore) -> Offer:
+def offer(there: ModelStore) -> CopyOffer:
     return offer_of(there, there.resolve("own"))

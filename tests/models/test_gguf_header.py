@@ -14,7 +14,7 @@ from model_files import F32, gguf_bytes, tiny_llama
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelUnsupported
-from fleetd.models.gguf_header import read_header
+from fleetd.models.gguf.header import read_header
 
 
 def read(raw: bytes) -> Any:

@@ -15,9 +15,10 @@ from model_files import F16, F32, gguf_bytes, tiny_llama
 from tokenizers import Tokenizer
 
 from fleetd.errors import ModelCorrupt, ModelUnsupported
-from fleetd.models import catalog, gguf_config
+from fleetd.models import catalog
+from fleetd.models.gguf import hf_config
 from fleetd.models.folder import ModelFolder
-from fleetd.models.gguf_import import import_gguf
+from fleetd.models.gguf.conversion import import_gguf
 from fleetd.models.verify import verify
 
 
@@ -48,7 +49,7 @@ def test_every_tensor_equals_the_files_own_dequantisation(
     seen = set()
     for tensor in reader.tensors:
         expected = gguf.dequantize(tensor.data, tensor.tensor_type)
-        module, leaf = gguf_config.module_of(tensor.name, 1) or pytest.fail(tensor.name)
+        module, leaf = hf_config.module_of(tensor.name, 1) or pytest.fail(tensor.name)
         if leaf == "weight" and f"{module}.scales" in weights:
             settings = config["quantization"].get(module, config["quantization"])
             words, scales, biases = (weights[f"{module}.{part}"] for part in ("weight", "scales", "biases"))
@@ -100,7 +101,7 @@ def test_llama3_rope_is_recognised_by_its_divisors(tmp_path: Path) -> None:
         "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192,
     }
-    divisors = np.array(gguf_config.llama3_divisors(recipe, 10000.0, 32), dtype="<f4")
+    divisors = np.array(hf_config.llama3_divisors(recipe, 10000.0, 32), dtype="<f4")
     assert divisors[0] == 1.0
     assert divisors[-1] == 32.0
     tensors["rope_freqs.weight"] = ((16,), F32, divisors.tobytes())

@@ -40,9 +40,10 @@ from fleetd.errors import (
     PeerLost,
     SealBroken,
 )
-from fleetd.models import copy_client, copy_receive, copy_send, install
-from fleetd.models.copy_offer import Need, Offer, SendOrder, digest_of, offer_of
-from fleetd.models.store import ModelStore
+from fleetd.models.copy import client, receive, send
+from fleetd.models import install
+from fleetd.models.copy.messages import CopyNeed, CopyOffer, SendOrder, digest_of, offer_of
+from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
 from fleetd.sealed.stream import SealedReceiver, SealedSender
 
@@ -121,11 +122,11 @@ async def test_the_daemon_does_not_grow_with_the_model(
     before = peak = process.memory_info().rss
     tasks: list[asyncio.Task[None]] = []
 
-    async def connect(needs: list[Need]) -> tuple[socket.socket, bytes]:
-        tasks.append(asyncio.create_task(copy_client.send(folder.path, needs, sender, KEY)))
+    async def connect(needs: list[CopyNeed]) -> tuple[socket.socket, bytes]:
+        tasks.append(asyncio.create_task(client.send(folder.path, needs, sender, KEY)))
         return receiver, KEY
 
-    steps = copy_client.receive(offer, here.models_dir, connect, name="own", digest=digest_of(offer))
+    steps = client.receive(offer, here.models_dir, connect, name="own", digest=digest_of(offer))
     async with contextlib.aclosing(steps):
         async for _ in steps:
             peak = max(peak, process.memory_info().rss)
@@ -152,7 +153,7 @@ async def killed(there: ModelStore, here: ModelStore, module: str, at: int) -> N
     assert_nothing_published(here)
 
 
-@pytest.mark.parametrize("module", ["fleetd.models.copy_receive", "fleetd.models.copy_send"])
+@pytest.mark.parametrize("module", ["fleetd.models.copy.receive", "fleetd.models.copy.send"])
 @pytest.mark.parametrize(
     "at",
     [2_000, 3_000_000, *(pytest.param(at, marks=pytest.mark.long) for at in (600_000, 5_000_000, 8_000_000))],
@@ -275,11 +276,11 @@ async def test_attack_bytes_of_somebody_without_the_key(there: ModelStore, here:
     sender, receiver = tcp_pair()
     tasks: list[asyncio.Task[None]] = []
 
-    async def connect(needs: list[Need]) -> tuple[socket.socket, bytes]:
-        tasks.append(asyncio.create_task(copy_client.send(folder.path, needs, sender, bytes(32))))
+    async def connect(needs: list[CopyNeed]) -> tuple[socket.socket, bytes]:
+        tasks.append(asyncio.create_task(client.send(folder.path, needs, sender, bytes(32))))
         return receiver, KEY
 
-    steps = copy_client.receive(offer, here.models_dir, connect, name="own", digest=digest_of(offer))
+    steps = client.receive(offer, here.models_dir, connect, name="own", digest=digest_of(offer))
     async with contextlib.aclosing(steps):
         with pytest.raises(SealBroken):
             await exhausted(steps)
@@ -292,7 +293,7 @@ async def test_attack_bytes_of_somebody_without_the_key(there: ModelStore, here:
 
 
 async def test_a_model_that_does_not_fit_is_not_begun(
-    there: ModelStore, here: ModelStore, offer: Offer
+    there: ModelStore, here: ModelStore, offer: CopyOffer
 ) -> None:
     huge = changed(offer, SHARDS[0], size_bytes=limits.COPY_BYTES // 2)
     seen = Copy()
@@ -324,17 +325,17 @@ def stalling(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[socket.socket, s
 
 
 def test_a_sender_that_falls_silent_is_given_up(
-    there: ModelStore, here: ModelStore, offer: Offer, stalling: tuple[socket.socket, socket.socket]
+    there: ModelStore, here: ModelStore, offer: CopyOffer, stalling: tuple[socket.socket, socket.socket]
 ) -> None:
     sender = SealedSender(stalling[0], KEY, "acceptor")
 
     @contextlib.contextmanager
-    def connect(needs: list[Need]) -> Iterator[SealedReceiver]:
+    def connect(needs: list[CopyNeed]) -> Iterator[SealedReceiver]:
         sender.send((there.resolve("own").path / needs[0].file).read_bytes())
         yield SealedReceiver(stalling[1], KEY, "connector")
 
     with pytest.raises(PeerLost, match="sent nothing"):
-        copy_receive.receive(offer, digest_of(offer), "own", here.models_dir, connect, lambda step: None)
+        receive.receive(offer, digest_of(offer), "own", here.models_dir, connect, lambda step: None)
     assert_nothing_published(here)
     assert "tokenizer.json" in partials(here)
 
@@ -344,6 +345,6 @@ def test_a_receiver_that_takes_nothing_is_given_up(
 ) -> None:
     stalling[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     folder = there.resolve("own").path
-    order = SendOrder(str(folder), KEY, [Need(shard, 0) for shard in SHARDS] * 4)
+    order = SendOrder(str(folder), KEY, [CopyNeed(shard, 0) for shard in SHARDS] * 4)
     with pytest.raises(PeerLost, match="taken nothing"):
-        copy_send.send(order, SealedSender(stalling[0], KEY, "acceptor"), lambda step: None)
+        send.send(order, SealedSender(stalling[0], KEY, "acceptor"), lambda step: None)

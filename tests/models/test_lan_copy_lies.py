@@ -34,9 +34,9 @@ from fleetd.errors import (
     PeerLost,
     ProtocolError,
 )
-from fleetd.models import copy_client
-from fleetd.models.copy_offer import Need, Offer, OfferedFile, check, digest_of, offer_of
-from fleetd.models.store import ModelStore
+from fleetd.models.copy import client
+from fleetd.models.copy.messages import (CopyNeed, CopyOffer, OfferedFile, check, digest_of, offer_of)
+from fleetd.models.model_store import ModelStore
 from fleetd.sealed.stream import SealedReceiver
 
 # The work is other processes'.
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.one_loop
 
 
 async def test_attack_other_files_than_the_digest_asked_for(
-    there: ModelStore, here: ModelStore, offer: Offer
+    there: ModelStore, here: ModelStore, offer: CopyOffer
 ) -> None:
     lie = changed(offer, SHARDS[0], blake3="0" * 64)
     with pytest.raises(ModelCorrupt, match="make up the model"):
@@ -56,7 +56,7 @@ async def test_attack_other_files_than_the_digest_asked_for(
 
 
 async def test_attack_files_that_are_not_what_their_hash_says(
-    there: ModelStore, here: ModelStore, offer: Offer
+    there: ModelStore, here: ModelStore, offer: CopyOffer
 ) -> None:
     with pytest.raises(ModelCorrupt, match="another checksum"):
         await copied(there, here, offer=changed(offer, SHARDS[1], blake3="0" * 64))
@@ -65,7 +65,7 @@ async def test_attack_files_that_are_not_what_their_hash_says(
     assert SHARDS[0] in partials(here)
 
 
-async def test_attack_offered_sizes_that_are_wrong(there: ModelStore, here: ModelStore, offer: Offer) -> None:
+async def test_attack_offered_sizes_that_are_wrong(there: ModelStore, here: ModelStore, offer: CopyOffer) -> None:
     size = next(file.size_bytes for file in offer.files if file.name == SHARDS[1])
     with pytest.raises(ModelCorrupt, match="another checksum"):
         await copied(there, here, offer=changed(offer, SHARDS[1], size_bytes=size - 1))
@@ -75,14 +75,14 @@ async def test_attack_offered_sizes_that_are_wrong(there: ModelStore, here: Mode
 
 
 async def test_attack_more_bytes_than_were_asked_for(
-    there: ModelStore, here: ModelStore, offer: Offer, monkeypatch: pytest.MonkeyPatch
+    there: ModelStore, here: ModelStore, offer: CopyOffer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = copy_client.send
+    real = client.send
 
-    async def send_twice(folder: Path, needs: list[Need], sock: socket.socket, key: bytes) -> None:
-        await real(folder, [*needs, Need("config.json", 0)], sock, key)
+    async def send_twice(folder: Path, needs: list[CopyNeed], sock: socket.socket, key: bytes) -> None:
+        await real(folder, [*needs, CopyNeed("config.json", 0)], sock, key)
 
-    monkeypatch.setattr(copy_client, "send", send_twice)
+    monkeypatch.setattr(client, "send", send_twice)
     with pytest.raises(ProtocolError, match="more than it was asked for"):
         await copied(there, here)
     assert_nothing_published(here)
@@ -104,17 +104,17 @@ NO_FILE_OF_A_MODEL = (
 
 
 @pytest.mark.parametrize("name", NO_FILE_OF_A_MODEL)
-def test_attack_names_that_are_no_file_of_a_model(offer: Offer, name: str) -> None:
+def test_attack_names_that_are_no_file_of_a_model(offer: CopyOffer, name: str) -> None:
     for lie in (
         changed(offer, "tokenizer.json", name=name),
-        Offer(offer.source, offer.revision, [*offer.files, OfferedFile(name, 1, "0" * 64)]),
+        CopyOffer(offer.source, offer.revision, [*offer.files, OfferedFile(name, 1, "0" * 64)]),
     ):
         with pytest.raises(ModelRefused, match="not the name"):
             check(lie, digest_of(lie))
 
 
 async def test_attack_path_in_an_offer_stops_the_process_too(
-    there: ModelStore, here: ModelStore, offer: Offer, tmp_path: Path
+    there: ModelStore, here: ModelStore, offer: CopyOffer, tmp_path: Path
 ) -> None:
     lie = changed(offer, "tokenizer.json", name="../../../escaped.json")
     with pytest.raises(ModelRefused):
@@ -123,26 +123,26 @@ async def test_attack_path_in_an_offer_stops_the_process_too(
     assert found == []
 
 
-async def test_attack_name_of_another_model(there: ModelStore, here: ModelStore, offer: Offer) -> None:
-    async def connect(needs: list[Need]) -> tuple[socket.socket, bytes]:
+async def test_attack_name_of_another_model(there: ModelStore, here: ModelStore, offer: CopyOffer) -> None:
+    async def connect(needs: list[CopyNeed]) -> tuple[socket.socket, bytes]:
         raise AssertionError
 
     for name in ("../own", "/own", ".."):
-        steps = copy_client.receive(offer, here.models_dir, connect, name=name, digest=digest_of(offer))
+        steps = client.receive(offer, here.models_dir, connect, name=name, digest=digest_of(offer))
         async with contextlib.aclosing(steps):
             with pytest.raises(FleetError, match="not the name of a model"):
                 await anext(steps)
 
 
-def test_names_that_differ_only_in_case_are_one_name(offer: Offer) -> None:
-    lie = Offer(offer.source, None, [*offer.files, OfferedFile("Config.json", 2, "0" * 64)])
+def test_names_that_differ_only_in_case_are_one_name(offer: CopyOffer) -> None:
+    lie = CopyOffer(offer.source, None, [*offer.files, OfferedFile("Config.json", 2, "0" * 64)])
     with pytest.raises(ModelRefused, match="twice"):
         check(lie, digest_of(lie))
 
 
-def test_offers_are_bounded(offer: Offer) -> None:
+def test_offers_are_bounded(offer: CopyOffer) -> None:
     def check_with(*extra: OfferedFile) -> None:
-        grown = Offer(offer.source, None, [*offer.files, *extra])
+        grown = CopyOffer(offer.source, None, [*offer.files, *extra])
         check(grown, digest_of(grown))
 
     used = sum(file.size_bytes for file in offer.files)
@@ -162,7 +162,7 @@ def test_the_number_of_files_is_bounded_on_both_sides(there: ModelStore) -> None
         (folder.path / f"x{number}.txt.jinja").touch()
     offer = offer_of(there, folder)
     assert len(offer.files) == limits.COPY_FILES
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(offer), type=Offer) == offer
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(offer), type=CopyOffer) == offer
     (folder.path / "one-more.jinja").touch()
     with pytest.raises(ModelRefused, match=f"{limits.COPY_FILES} can be copied"):
         offer_of(there, folder)
@@ -194,12 +194,12 @@ async def test_attack_weights_that_are_no_weights(there: ModelStore, here: Model
 # ---- What may be asked of a sender ----------------------------------------------------------------------
 
 
-async def refusal(folder: Path, *needs: Need) -> FleetError:
+async def refusal(folder: Path, *needs: CopyNeed) -> FleetError:
     """How the sending process refuses; the other side gets not one byte."""
     near, far = tcp_pair()
     with far:
         with pytest.raises(FleetError) as refused:
-            await copy_client.send(folder, list(needs), near, KEY)
+            await client.send(folder, list(needs), near, KEY)
         far.settimeout(10)
         assert far.recv(1) == b""
     return refused.value
@@ -218,10 +218,10 @@ async def test_attack_needs_that_name_other_files(there: ModelStore, tmp_path: P
         "code.py",
         "fleetd-manifest.json",
     ):
-        refused = await refusal(folder, Need("config.json", 0), Need(name, 0))
+        refused = await refusal(folder, CopyNeed("config.json", 0), CopyNeed(name, 0))
         assert isinstance(refused, ModelRefused), name
     for name in ("link.json", "folder.json", "pipe.json"):
-        refused = await refusal(folder, Need(name, 0))
+        refused = await refusal(folder, CopyNeed(name, 0))
         assert isinstance(refused, ModelRefused), name
         assert "not a file in the model's folder" in refused.message
 
@@ -229,18 +229,18 @@ async def test_attack_needs_that_name_other_files(there: ModelStore, tmp_path: P
 async def test_needs_of_what_is_not_there(there: ModelStore) -> None:
     folder = there.resolve("own").path
     size = (folder / "config.json").stat().st_size
-    assert isinstance(await refusal(folder, Need("gone.json", 0)), ModelCorrupt)
-    assert isinstance(await refusal(folder, Need("config.json", size + 1)), ModelCorrupt)
+    assert isinstance(await refusal(folder, CopyNeed("gone.json", 0)), ModelCorrupt)
+    assert isinstance(await refusal(folder, CopyNeed("config.json", size + 1)), ModelCorrupt)
 
 
 async def test_more_needs_than_files_are_refused(there: ModelStore) -> None:
     folder = there.resolve("own").path
-    many = [Need("config.json", 0)] * (limits.COPY_FILES + 1)
+    many = [CopyNeed("config.json", 0)] * (limits.COPY_FILES + 1)
     assert isinstance(await refusal(folder, *many), ProtocolError)
     near, far = tcp_pair()
     with far:
         reading = asyncio.create_task(asyncio.to_thread(received_bytes, far))
-        await copy_client.send(folder, many[1:], near, KEY)
+        await client.send(folder, many[1:], near, KEY)
         assert await reading == limits.COPY_FILES * (folder / "config.json").stat().st_size
 
 

@@ -30,9 +30,10 @@ from fleetd.errors import (
     ModelRefused,
     ModelUnsupported,
 )
-from fleetd.models import catalog, install, pull, pull_wheel
-from fleetd.models.progress import PullProgress
-from fleetd.models.store import ModelStore
+from fleetd.models import catalog, install
+from fleetd.models.pull import process as pull, wheel as pull_wheel
+from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
 
 HUB_ID = "org/tiny-model"
@@ -229,7 +230,7 @@ def test_download_ends_with_the_daemon_that_wanted_it(store: ModelStore, hub: Hu
     command = [
         sys.executable,
         "-m",
-        "fleetd.models.pull",
+        "fleetd.models.pull.process",
         "--json",
         f"--models-dir={store.models_dir}",
         HUB_ID,
@@ -407,7 +408,7 @@ def test_disk_that_fills_up_midway_leaves_nothing(
     file = tmp_path / "x.gguf"
     file.write_bytes(gguf_bytes(*tiny_llama()))
     if source == "hub":
-        from fleetd.models import pull_hub
+        from fleetd.models.pull import hub as pull_hub
 
         monkeypatch.setattr(pull_hub, "_fetch", full)
         monkeypatch.setattr(
@@ -438,7 +439,7 @@ def test_write_error_in_the_middle_of_a_tensor(
 
 
 def test_by_hand_it_talks_to_a_person(store: ModelStore, hub: Hub) -> None:
-    command = [sys.executable, "-m", "fleetd.models.pull", HUB_ID, "--models-dir", str(store.models_dir)]
+    command = [sys.executable, "-m", "fleetd.models.pull.process", HUB_ID, "--models-dir", str(store.models_dir)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{HUB_ID}\n"

@@ -15,7 +15,7 @@ from model_files import make_folder
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
 from fleetd.limits import GIB
 from fleetd.models import catalog, digest, hub_cache, manifest
-from fleetd.models.store import ModelStore
+from fleetd.models.model_store import ModelStore
 
 # ---- Catalog ---------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from model_files import make_folder, write_weights
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelRefused
 from fleetd.models import manifest
-from fleetd.models.store import ModelStore
+from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
 
 

@@ -16,10 +16,11 @@ from fleetd import limits
 from fleetd.errors import (
     FleetError,
 )
-from fleetd.models import copy_client, install
-from fleetd.models.copy_offer import Need, Offer, OfferedFile, digest_of, offer_of
-from fleetd.models.progress import PullProgress
-from fleetd.models.store import ModelStore
+from fleetd.models.copy import client
+from fleetd.models import install
+from fleetd.models.copy.messages import CopyNeed, CopyOffer, OfferedFile, digest_of, offer_of
+from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.model_store import ModelStore
 
 KEY = bytes(range(32))
 CHUNK = limits.SEALED_CHUNK_BYTES
@@ -96,7 +97,7 @@ class Wire:
 class Copy:
     """One attempt: what was asked for, what was reported, how each side ended."""
 
-    needs: list[Need] = field(default_factory=list)
+    needs: list[CopyNeed] = field(default_factory=list)
     steps: list[PullProgress] = field(default_factory=list)
     sent: FleetError | None = None
 
@@ -111,16 +112,16 @@ async def copying(
 ) -> AsyncIterator[Any]:
     """The steps of a copy of "own". ``changes``: another ``offer``, ``digest`` or ``folder`` to send from."""
     folder = changes.get("folder") or (await asyncio.to_thread(there.resolve, "own"))
-    offer: Offer = changes.get("offer") or await asyncio.to_thread(offer_of, there, folder)
+    offer: CopyOffer = changes.get("offer") or await asyncio.to_thread(offer_of, there, folder)
     sending: list[asyncio.Task[None]] = []
 
-    async def connect(needs: list[Need]) -> tuple[socket.socket, bytes]:
+    async def connect(needs: list[CopyNeed]) -> tuple[socket.socket, bytes]:
         seen.needs = needs
-        send = copy_client.send(folder.path, needs, wire.sender, KEY)
+        send = client.send(folder.path, needs, wire.sender, KEY)
         sending.append(asyncio.create_task(send))
         return wire.receiver, KEY
 
-    steps = copy_client.receive(
+    steps = client.receive(
         offer, here.models_dir, connect, name="own", digest=changes.get("digest") or digest_of(offer)
     )
     try:
@@ -160,7 +161,7 @@ def assert_nothing_published(store: ModelStore) -> None:
     assert store.installed() == []
     visible = [entry for entry in store.models_dir.iterdir() if not entry.name.startswith(".")]
     assert visible == []
-    assert children("fleetd.models.copy_receive") == children("fleetd.models.copy_send") == []
+    assert children("fleetd.models.copy.receive") == children("fleetd.models.copy.send") == []
 
 
 async def exhausted(steps: AsyncIterator[PullProgress], seen: Copy | None = None) -> None:
@@ -169,7 +170,7 @@ async def exhausted(steps: AsyncIterator[PullProgress], seen: Copy | None = None
             seen.steps.append(step)
 
 
-def changed(offer: Offer, which: str, /, **fields: Any) -> Offer:
+def changed(offer: CopyOffer, which: str, /, **fields: Any) -> CopyOffer:
     """The offer with something else said about one file."""
     files = [
         OfferedFile(**({"name": file.name, "size_bytes": file.size_bytes, "blake3": file.blake3} | fields))
@@ -177,4 +178,4 @@ def changed(offer: Offer, which: str, /, **fields: Any) -> Offer:
         else file
         for file in offer.files
     ]
-    return Offer(offer.source, offer.revision, files)
+    return CopyOffer(offer.source, offer.revision, files)

@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 
-from fleetd.p2p.discovery import Discovery, Sighting
+from fleetd.p2p.discovery.discovery import Discovery, DiscoveredPeer
 
 LOOK_S = 0.02
 
@@ -34,7 +34,7 @@ async def watch(discovery: Discovery, known: set[str]) -> None:
 async def main(node_id: str, name: str, port: str) -> None:
     known: set[str] = set()
 
-    def seen(sighting: Sighting) -> None:
+    def seen(sighting: DiscoveredPeer) -> None:
         known.add(sighting.node_id)
         say(seen=sighting.node_id, hosts=[host for host, _ in sighting.addresses])
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from fleetd.p2p.cards import Card
+from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
 
 WITHIN_S = 10.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fleetd.p2p import keys
+from fleetd.p2p.membership import keys
 
 
 @dataclass(frozen=True)

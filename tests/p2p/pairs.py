@@ -11,18 +11,9 @@ from typing import Any
 from machines import Machine, machine
 
 from fleetd.errors import PairingFailed
-from fleetd.p2p import pairing_wire
-from fleetd.p2p.pairing import (
-    Admitted,
-    CodeAccepted,
-    Event,
-    Inviter,
-    Joined,
-    Joiner,
-    PairingCode,
-    PairingWindow,
-)
-from fleetd.p2p.roster import Roster
+from fleetd.p2p.pairing import messages
+from fleetd.p2p.pairing.roles import (Admitted, CodeAccepted, Event, Inviter, Joined, Joiner, PairingCode, PairingWindow)
+from fleetd.p2p.membership.roster import Roster
 
 A, B, M = machine(0), machine(1), machine(2)
 CODE = PairingCode("42", b"code")
@@ -55,8 +46,8 @@ def joiner(code: PairingCode = CODE, me: Machine = B, seed: str = "joiner", now:
 def split(data: bytes) -> list[bytes]:
     """Whole frames, each with its length."""
     buffer, found = bytearray(data), []
-    while (body := pairing_wire.take_frame(buffer)) is not None:
-        found.append(pairing_wire.frame(body))
+    while (body := messages.take_frame(buffer)) is not None:
+        found.append(messages.frame(body))
     assert not buffer
     return found
 

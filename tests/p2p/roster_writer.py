@@ -16,8 +16,8 @@ from pathlib import Path
 
 from machines import machine
 
-from fleetd.p2p.roster import Roster
-from fleetd.p2p.roster_file import RosterFile
+from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_file import RosterFile
 
 
 def write_for_ever(path: Path, acknowledge: int) -> None:

@@ -7,8 +7,8 @@ import itertools
 import msgspec
 from machines import Machine, machine
 
-from fleetd.p2p.record import Record
-from fleetd.p2p.roster import Roster
+from fleetd.p2p.membership.roster_record import RosterRecord
+from fleetd.p2p.membership.roster import Roster
 
 A, B, C, D, E = (machine(number) for number in range(5))
 NAMES = {who.node_id: name for who, name in zip((A, B, C, D, E), "abcde", strict=True)}
@@ -22,9 +22,9 @@ def said(
     removed: bool = False,
     sees_prompts: bool = True,
     name: str = "n",
-) -> Record:
+) -> RosterRecord:
     """A record as its signer's own, possibly malicious, program could make it."""
-    draft = Record(about.certificate, name, signer.node_id, sequence, removed, sees_prompts, b"")
+    draft = RosterRecord(about.certificate, name, signer.node_id, sequence, removed, sees_prompts, b"")
     return msgspec.structs.replace(draft, signature=signer.sign(draft.signed_bytes()))
 
 

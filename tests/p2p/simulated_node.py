@@ -11,12 +11,12 @@ from simulated_wire import Wire
 
 from fleetd import limits
 from fleetd.errors import FleetError
-from fleetd.p2p import events as heard
+from fleetd.p2p.session import events as heard
 from fleetd.p2p import mesh as decide
-from fleetd.p2p.cards import Card
-from fleetd.p2p.frames import PROTOCOL_VERSIONS, Hello
+from fleetd.p2p.membership.cards import Card
+from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 from fleetd.p2p.mesh import Address, Dial, Mesh
-from fleetd.p2p.roster import Roster
+from fleetd.p2p.membership.roster import Roster
 
 if TYPE_CHECKING:
     from simulated_wire import End
@@ -49,7 +49,7 @@ class Node:
     def begin(self) -> None:
         self.world.note("start", self.host.number, self.host.epoch)
         for node_id, addresses in self.host.remembered.items():
-            self.mesh.sighted(node_id, addresses, "remembered", self.world.now)
+            self.mesh.address_seen(node_id, addresses, "remembered", self.world.now)
         self.publish()
         self._tick()
         for wait_s in ASK_EARLY_S:
@@ -87,11 +87,11 @@ class Node:
         self.perform()
 
     def seen(self, host: Host) -> None:
-        self.mesh.sighted(host.node_id, host.addresses, "mdns", self.world.now)
+        self.mesh.address_seen(host.node_id, host.addresses, "mdns", self.world.now)
         self.perform()
 
     def reached(self, node_id: str, address: Address) -> None:
-        self.mesh.sighted(node_id, [address], "remembered", self.world.now)
+        self.mesh.address_seen(node_id, [address], "remembered", self.world.now)
         self.perform()
 
     def roster_changed(self) -> None:
@@ -170,7 +170,7 @@ class Node:
                 if not self.stopping and key not in self.dials:
                     self.world.counts["dials"] += 1
                     self.dials[key] = Wire(self, action)
-            case decide.Notify(number, topic, body):
+            case decide.SendNotify(number, topic, body):
                 if (end := self.connections.get(number)) is not None:
                     end.notify(topic, body)
             case decide.Drop(number, error):
@@ -216,7 +216,7 @@ class Node:
             self.host.addresses[0][1],
         )
 
-    def sessions(self, node_id: str) -> list[decide.Link]:
+    def sessions(self, node_id: str) -> list[decide.PeerSession]:
         return [link for link in self.mesh.links.values() if link.node_id == node_id]
 
     def check(self) -> None:

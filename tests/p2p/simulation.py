@@ -22,8 +22,8 @@ from simulated_node import Node
 from simulated_wire import RTO_S
 
 from fleetd.p2p.mesh import Address
-from fleetd.p2p.record import Record
-from fleetd.p2p.roster import Roster
+from fleetd.p2p.membership.roster_record import RosterRecord
+from fleetd.p2p.membership.roster import Roster
 
 if TYPE_CHECKING:
     from simulated_wire import Pipe
@@ -49,7 +49,7 @@ class Host:
     number: int
     me: Machine
     addresses: list[Address]
-    records: tuple[Record, ...] = ()
+    records: tuple[RosterRecord, ...] = ()
     remembered: dict[str, list[Address]] = field(default_factory=dict)
     epoch: int = 0
     #: Its clock, which is anybody's guess.

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.errors import ProtocolError
-from fleetd.p2p import cards
-from fleetd.p2p.cards import Card, CardTable, MachineFacts, ModelCard
+from fleetd.p2p.membership import cards
+from fleetd.p2p.membership.cards import Card, CardTable, MachineFacts, ModelCard
 
 NODE = "a" * 56
 OTHER = "b" * 56

@@ -17,15 +17,15 @@ from fleet_nodes import running, settings, together, until
 
 from fleetd import limits
 from fleetd.errors import PairingClosed, PairingFailed, PeerUnreachable
-from fleetd.p2p import desk as desks
-from fleetd.p2p import pairing
-from fleetd.p2p.desk import Desk
-from fleetd.p2p.identity import Identity
+from fleetd.p2p.pairing import service as desks
+from fleetd.p2p.pairing import roles
+from fleetd.p2p.pairing.service import PairingService
+from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.node import Node
-from fleetd.p2p.pairing import Joiner
-from fleetd.p2p.pairing_code import PairingCode
-from fleetd.p2p.roster import Roster
-from fleetd.p2p.roster_file import RosterFile
+from fleetd.p2p.pairing.roles import Joiner
+from fleetd.p2p.pairing.code import PairingCode
+from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_file import RosterFile
 from fleetd.p2p.views import CodeShown, Meeting, Paired, PairingEvent, WrongCode
 
 pytestmark = pytest.mark.timeout(60)
@@ -36,7 +36,7 @@ def host(node: Node) -> str:
 
 
 async def invite(
-    desk: Desk, shown: asyncio.Future[CodeShown], *, admit: bool = True, sees_prompts: bool = True
+    desk: PairingService, shown: asyncio.Future[CodeShown], *, admit: bool = True, sees_prompts: bool = True
 ) -> list[PairingEvent]:
     """`fleetctl pair` with a person who answers at once."""
     seen: list[PairingEvent] = []
@@ -69,8 +69,8 @@ def saved(node: Node) -> set[str]:
 
 async def pair(a: Node, b: Node, **answers: Any) -> tuple[list[PairingEvent], list[PairingEvent]]:
     shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
-    inviting = asyncio.create_task(invite(Desk(a), shown, **answers))
-    joined = await collect(Desk(b).join((await shown).code, host(a), sees_prompts=True))
+    inviting = asyncio.create_task(invite(PairingService(a), shown, **answers))
+    joined = await collect(PairingService(b).join((await shown).code, host(a), sees_prompts=True))
     return await inviting, joined
 
 
@@ -113,9 +113,9 @@ async def test_a_refusal_leaves_nothing_behind(tmp_path: Path) -> None:
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
     async with running(a, b):
         shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
-        inviting = asyncio.create_task(invite(Desk(a), shown, admit=False))
+        inviting = asyncio.create_task(invite(PairingService(a), shown, admit=False))
         with pytest.raises(PairingFailed, match="declined"):
-            await collect(Desk(b).join((await shown).code, host(a), sees_prompts=True))
+            await collect(PairingService(b).join((await shown).code, host(a), sees_prompts=True))
         with pytest.raises(PairingFailed, match="declined"):
             await inviting
         assert saved(a) == saved(b) == set()
@@ -130,7 +130,7 @@ async def test_three_wrong_codes_close_the_window_also_side_by_side(tmp_path: Pa
         seen: list[PairingEvent] = []
 
         async def window() -> None:
-            async with aclosing(Desk(a).pair()) as events:
+            async with aclosing(PairingService(a).pair()) as events:
                 async for event in events:
                     seen.append(event)
                     if isinstance(event, CodeShown):
@@ -138,7 +138,7 @@ async def test_three_wrong_codes_close_the_window_also_side_by_side(tmp_path: Pa
 
         inviting = asyncio.create_task(window())
         code = (await shown).code
-        tries = [collect(Desk(b).join(wrong(code), host(a), sees_prompts=True)) for _ in range(6)]
+        tries = [collect(PairingService(b).join(wrong(code), host(a), sees_prompts=True)) for _ in range(6)]
         results = await asyncio.gather(*tries, return_exceptions=True)
         assert all(isinstance(result, PairingFailed | PeerUnreachable) for result in results)
         with pytest.raises(PairingClosed, match="tried 3 times"):
@@ -146,7 +146,7 @@ async def test_three_wrong_codes_close_the_window_also_side_by_side(tmp_path: Pa
         assert [event.tries_left for event in seen if isinstance(event, WrongCode)] <= [2, 1, 0]
         # The right code is worth nothing now.
         with pytest.raises(PairingFailed):
-            await collect(Desk(b).join(code, host(a), sees_prompts=True))
+            await collect(PairingService(b).join(code, host(a), sees_prompts=True))
         assert not a.roster.members
 
 
@@ -154,11 +154,11 @@ async def test_a_wrong_code_costs_a_try_and_the_right_one_still_works(tmp_path: 
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
     async with running(a, b):
         shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
-        inviting = asyncio.create_task(invite(Desk(a), shown))
+        inviting = asyncio.create_task(invite(PairingService(a), shown))
         code = (await shown).code
         with pytest.raises(PairingFailed, match="not the one"):
-            await collect(Desk(b).join(wrong(code), host(a), sees_prompts=True))
-        await collect(Desk(b).join(code, host(a), sees_prompts=True))
+            await collect(PairingService(b).join(wrong(code), host(a), sees_prompts=True))
+        await collect(PairingService(b).join(code, host(a), sees_prompts=True))
         assert WrongCode(limits.PAIRING_TRIES - 1) in await inviting
 
 
@@ -166,9 +166,9 @@ async def test_a_code_is_good_for_one_machine(tmp_path: Path) -> None:
     a, b, c = (Node(settings(tmp_path, name)) for name in "abc")
     async with running(a, b, c):
         shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
-        inviting = asyncio.create_task(invite(Desk(a), shown))
+        inviting = asyncio.create_task(invite(PairingService(a), shown))
         code = (await shown).code
-        both = [collect(Desk(node).join(code, host(a), sees_prompts=True)) for node in (b, c)]
+        both = [collect(PairingService(node).join(code, host(a), sees_prompts=True)) for node in (b, c)]
         results = await asyncio.gather(*both, return_exceptions=True)
         await inviting
         assert sum(isinstance(result, list) for result in results) == 1
@@ -179,17 +179,17 @@ async def test_a_window_that_nobody_uses_closes(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(limits, "PAIRING_WINDOW_S", 0.2)
     a = Node(settings(tmp_path, "a"))
     async with running(a):
-        desk = Desk(a)
+        desk = PairingService(a)
         with pytest.raises(PairingClosed, match="Nobody used the code"):
             await collect(desk.pair())
         assert not desk.is_open
-        assert a.pairing_visitor is None
+        assert a.on_pairing_connection is None
 
 
 async def test_only_one_window_at_a_time(tmp_path: Path) -> None:
     a = Node(settings(tmp_path, "a"))
     async with running(a):
-        desk = Desk(a)
+        desk = PairingService(a)
         async with aclosing(desk.pair()) as first:
             await anext(first)
             with pytest.raises(PairingClosed, match="open already"):
@@ -201,7 +201,7 @@ async def test_pairing_with_oneself_is_refused(tmp_path: Path) -> None:
     a = Node(settings(tmp_path, "a"))
     async with running(a):
         shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
-        desk = Desk(a)
+        desk = PairingService(a)
         inviting = asyncio.create_task(invite(desk, shown))
         with pytest.raises(PairingFailed, match="own"):
             await collect(desk.join((await shown).code, host(a), sees_prompts=True))
@@ -214,11 +214,11 @@ async def test_nobody_there_is_said_with_the_reason(tmp_path: Path, monkeypatch:
     a = Node(settings(tmp_path, "a"))
     async with running(a):
         with pytest.raises(PeerUnreachable, match="nothing listens"):
-            await collect(Desk(a).join("42-lusab-babad", "127.0.0.1:1", sees_prompts=True))
+            await collect(PairingService(a).join("42-lusab-babad", "127.0.0.1:1", sees_prompts=True))
         with pytest.raises(PeerUnreachable, match="42"):
-            await collect(Desk(a).join("42-lusab-babad", None, sees_prompts=True))
+            await collect(PairingService(a).join("42-lusab-babad", None, sees_prompts=True))
         with pytest.raises(PairingFailed, match="not a pairing code"):
-            await collect(Desk(a).join("hello", None, sees_prompts=True))
+            await collect(PairingService(a).join("hello", None, sees_prompts=True))
 
 
 async def test_a_removed_machine_can_be_paired_again(tmp_path: Path) -> None:
@@ -273,7 +273,7 @@ async def test_a_machine_that_resets_the_connection_is_said_so(
     async with running(a, b):
         monkeypatch.setattr(type(asyncio.get_running_loop()), "sock_sendall", reset)
         with pytest.raises(PairingFailed, match="broke off"):
-            await collect(Desk(b).join(str(PairingCode.new(os.urandom)), host(a), sees_prompts=True))
+            await collect(PairingService(b).join(str(PairingCode.new(os.urandom)), host(a), sees_prompts=True))
         monkeypatch.undo()
 
 
@@ -298,5 +298,5 @@ async def test_a_machine_that_takes_nothing_ends_the_exchange(
                 here.send(bytes(1 << 16))
         async with asyncio.timeout(10):
             (event,) = [event async for event in desks._talk(side, here)]
-    assert isinstance(event, pairing.Failed)
+    assert isinstance(event, roles.PairingBroke)
     assert "took too long" in str(event.error)

@@ -22,12 +22,12 @@ from zeroconf import ServiceInfo
 from zeroconf._protocol.outgoing import DNSOutgoing
 
 from fleetd import limits
-from fleetd.p2p import discovery as module
-from fleetd.p2p import interfaces, mdns, sightings
-from fleetd.p2p.discovery import RUNNING, Discovery, Sighting, choose
-from fleetd.p2p.interfaces import Interface
-from fleetd.p2p.mdns import SERVICE, Gate, budget
-from fleetd.p2p.net_facts import probe_multicast
+from fleetd.p2p.discovery import discovery as module
+from fleetd.p2p.discovery import interfaces, mdns, discovered
+from fleetd.p2p.discovery.discovery import RUNNING, Discovery, DiscoveredPeer, choose
+from fleetd.p2p.discovery.interfaces import Interface
+from fleetd.p2p.discovery.mdns import SERVICE, FloodFilter, budget
+from fleetd.p2p.discovery.network_checks import probe_multicast
 
 LOOPBACK = "127.0.0.1"
 GROUP = ("224.0.0.251", 5353)
@@ -52,7 +52,7 @@ class Machine:
 
     def __init__(self, name: str, *, node_id: str = "", port: int = 8115, host: str = LOOPBACK) -> None:
         self.node_id = node_id or new_id()
-        self.heard: dict[str, Sighting] = {}
+        self.heard: dict[str, DiscoveredPeer] = {}
         self.news = asyncio.Event()
         self.members: set[str] = set()
         self.discovery = Discovery(
@@ -65,7 +65,7 @@ class Machine:
             keep=lambda node_id: node_id in self.members,
         )
 
-    def _seen(self, sighting: Sighting) -> None:
+    def _seen(self, sighting: DiscoveredPeer) -> None:
         self.heard[sighting.node_id] = sighting
         self.news.set()
 
@@ -81,11 +81,11 @@ class Machine:
         await self.until(lambda: all(other.node_id in self.heard for other in others))
 
     @property
-    def gate(self) -> Gate:
+    def gate(self) -> FloodFilter:
         responder = self.discovery._responder
         assert responder is not None
         protocol = responder._zeroconf.engine.readers[0].transport.get_protocol()
-        assert isinstance(protocol, Gate)
+        assert isinstance(protocol, FloodFilter)
         return protocol
 
 
@@ -138,7 +138,7 @@ async def test_two_machines_see_each_other_and_a_goodbye(monkeypatch: pytest.Mon
         async with running(second):
             await asyncio.gather(first.meets(second), second.meets(first))
             seen = first.discovery.seen[second.node_id]
-            assert seen == Sighting(second.node_id, "second", ((LOOPBACK, 8116),), (1, 1), "")
+            assert seen == DiscoveredPeer(second.node_id, "second", ((LOOPBACK, 8116),), (1, 1), "")
             assert first.node_id not in first.discovery.seen
         await first.until(lambda: second.node_id not in first.discovery.seen)
 
@@ -262,7 +262,7 @@ async def test_names_of_any_kind_can_be_announced() -> None:
 
 
 def test_nobody_waits_for_zeroconf_to_be_imported() -> None:
-    code = "import sys, fleetd.p2p.discovery; sys.exit('zeroconf' in sys.modules)"
+    code = "import sys, fleetd.p2p.discovery.discovery; sys.exit('zeroconf' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -425,7 +425,7 @@ async def test_packets_that_do_not_speak_of_fleetd_are_not_parsed() -> None:
         def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
             parsed.append(data)
 
-    gate = Gate(Parser(), budget(), lambda: 0.0, lambda error: None)
+    gate = FloodFilter(Parser(), budget(), lambda: 0.0, lambda error: None)
     for data in (b"", b"\x00" * 12, b"printer._ipp._tcp.local", b"_FLEETD", packet(new_id())):
         gate.datagram_received(data, GROUP)
     assert len(parsed) == 1
@@ -462,7 +462,7 @@ async def test_a_packet_that_breaks_the_parser_breaks_nothing_else(
             raise IndexError("no such label")
 
     now = 0.0
-    gate = Gate(Broken(), budget(), lambda: now, lambda error: None)
+    gate = FloodFilter(Broken(), budget(), lambda: now, lambda error: None)
     for _ in range(100):
         gate.datagram_received(b"fleetd", GROUP)
     shown = capsys.readouterr()
@@ -492,7 +492,7 @@ async def test_hostile_packets_leave_a_machine_that_still_finds_its_friends() ->
             packet("0" * 56),
         ]
         for data in spoofs:
-            victim.discovery._sightings._budget = sightings.budget()
+            victim.discovery._sightings._budget = discovered.budget()
             victim.gate.datagram_received(data, GROUP)
         refused = (victim.node_id, "x" * 56, "y" * 56, "z" * 56, "0" * 56)
         assert not [node_id for node_id in refused if node_id in victim.heard]

@@ -15,22 +15,8 @@ from wired import frames, pieces
 
 from fleetd import limits
 from fleetd.errors import ProtocolError
-from fleetd.p2p.frames import (
-    Bye,
-    Cancel,
-    Data,
-    End,
-    Frame,
-    FrameBuffer,
-    Hello,
-    Notify,
-    Open,
-    Ping,
-    Pong,
-    Window,
-    encode,
-)
-from fleetd.p2p.streams import wire_text
+from fleetd.p2p.session.frames import (Bye, CancelFrame, DataFrame, End, Frame, FrameBuffer, Hello, NotifyFrame, Open, Ping, Pong, WindowFrame, encode)
+from fleetd.p2p.session.streams import wire_text
 
 ID = "a" * 56
 EXAMPLES: list[Frame] = [
@@ -38,11 +24,11 @@ EXAMPLES: list[Frame] = [
     Ping(0),
     Pong((1 << 63) - 1),
     Open(1, "jobs.run", b"\x00\xff", True),
-    Data((1 << 63) - 1, b"body", True),
+    DataFrame((1 << 63) - 1, b"body", True),
     End(2),
-    Cancel(3, "overloaded", "Too much.", "Wait.", "model"),
-    Window(4, 131072),
-    Notify("card", b"\x93"),
+    CancelFrame(3, "overloaded", "Too much.", "Wait.", "model"),
+    WindowFrame(4, 131072),
+    NotifyFrame("card", b"\x93"),
     Bye("goodbye", "Until later."),
 ]
 
@@ -69,11 +55,11 @@ def test_the_bytes_of_version_1() -> None:
     assert encode(Ping(7)) == bytes.fromhex("00000003 920207")
     assert encode(Pong(7)) == bytes.fromhex("00000003 920307")
     assert encode(Open(1, "m", b"b")) == bytes.fromhex("00000009 9504 01 a16d c40162 c2")
-    assert encode(Data(1, b"b", True)) == bytes.fromhex("00000007 9405 01 c40162 c3")
+    assert encode(DataFrame(1, b"b", True)) == bytes.fromhex("00000007 9405 01 c40162 c3")
     assert encode(End(1)) == bytes.fromhex("00000003 920601")
-    assert encode(Cancel(1, "c", "m", "h")) == bytes.fromhex("0000000a 9607 01 a163 a16d a168 c0")
-    assert encode(Window(1, 2)) == bytes.fromhex("00000004 93080102")
-    assert encode(Notify("t", b"b")) == bytes.fromhex("00000007 9309 a174 c40162")
+    assert encode(CancelFrame(1, "c", "m", "h")) == bytes.fromhex("0000000a 9607 01 a163 a16d a168 c0")
+    assert encode(WindowFrame(1, 2)) == bytes.fromhex("00000004 93080102")
+    assert encode(NotifyFrame("t", b"b")) == bytes.fromhex("00000007 9309 a174 c40162")
     assert encode(Bye("c", "m")) == bytes.fromhex("00000006 930a a163 a16d")
     said = Hello((1, 2), ID, "n", 3, "s", b"r" * 16, 4, [])
     assert encode(said) == framed(
@@ -88,7 +74,7 @@ def test_a_newer_neighbours_extra_fields_are_skipped_and_an_older_ones_defaults_
     assert frames(packed(*newer[:8])) == [Hello((1, 2), ID, "n", 3, "s", b"r" * 16, 4)]
     assert frames(packed(4, 1, "m")) == [Open(1, "m")]
     assert frames(packed(4, 1, "m", b"b", False, True)) == [Open(1, "m", b"b")]
-    assert frames(packed(7, 1, "c")) == [Cancel(1, "c")]
+    assert frames(packed(7, 1, "c")) == [CancelFrame(1, "c")]
 
 
 @given(st.lists(st.sampled_from(EXAMPLES), max_size=8), st.lists(st.integers(0, 2000), max_size=20))
@@ -123,18 +109,18 @@ def test_oversized_length_is_refused_before_anything_is_buffered() -> None:
 
 
 def test_a_frame_at_the_limit_passes_and_one_byte_more_does_not() -> None:
-    overhead = len(encode(Data(1, b"x" * limits.NOTIFY_BYTES))) - 4 - limits.NOTIFY_BYTES
+    overhead = len(encode(DataFrame(1, b"x" * limits.NOTIFY_BYTES))) - 4 - limits.NOTIFY_BYTES
     for size in (limits.FRAME_BYTES - 1, limits.FRAME_BYTES):
-        frame = Data(1, b"x" * (size - overhead))
+        frame = DataFrame(1, b"x" * (size - overhead))
         assert len(encode(frame)) == 4 + size
         assert frames(encode(frame)) == [frame]
     with pytest.raises(ProtocolError):
-        frames(encode(Data(1, b"x" * (limits.FRAME_BYTES + 1 - overhead))))
+        frames(encode(DataFrame(1, b"x" * (limits.FRAME_BYTES + 1 - overhead))))
 
 
 def test_an_unfinished_frame_is_all_that_is_kept() -> None:
     buffer = FrameBuffer()
-    whole = encode(Notify("t", b"x" * limits.NOTIFY_BYTES))
+    whole = encode(NotifyFrame("t", b"x" * limits.NOTIFY_BYTES))
     assert len(list(buffer.feed(whole * 20 + whole[:-1]))) == 20
     assert len(buffer) == len(whole) - 1
 
@@ -144,10 +130,10 @@ def test_whatever_this_side_sends_fits_into_a_frame() -> None:
     stream = (1 << 63) - 1
     name, text = "\U0001f600" * limits.METHOD_CHARS, wire_text("\U0001f600" * (limits.ERROR_TEXT_CHARS + 1))
     for frame in (
-        Notify(name, b"x" * limits.NOTIFY_BYTES),
+        NotifyFrame(name, b"x" * limits.NOTIFY_BYTES),
         Open(stream, name, b"x" * limits.OPEN_BODY_BYTES, True),
-        Data(stream, b"x" * limits.FRAGMENT_BYTES, True),
-        Cancel(stream, "context_length_exceeded", text, text, text),
+        DataFrame(stream, b"x" * limits.FRAGMENT_BYTES, True),
+        CancelFrame(stream, "context_length_exceeded", text, text, text),
         Bye("context_length_exceeded", text),
     ):
         assert frames(encode(frame)) == [frame]
@@ -156,9 +142,9 @@ def test_whatever_this_side_sends_fits_into_a_frame() -> None:
 BOUNDED: list[tuple[Callable[[int], Frame], int]] = [
     (lambda n: Hello((1, 1), ID, "x" * n, 1, "s", b"r" * 16, 1), limits.PEER_NAME_CHARS),
     (lambda n: Open(1, "x" * n), limits.METHOD_CHARS),
-    (lambda n: Notify("x" * n), limits.METHOD_CHARS),
+    (lambda n: NotifyFrame("x" * n), limits.METHOD_CHARS),
     (lambda n: Open(1, "m", b"x" * n), limits.OPEN_BODY_BYTES),
-    (lambda n: Notify("t", b"x" * n), limits.NOTIFY_BYTES),
+    (lambda n: NotifyFrame("t", b"x" * n), limits.NOTIFY_BYTES),
 ]
 
 

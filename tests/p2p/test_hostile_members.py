@@ -17,19 +17,20 @@ from fleet_nodes import card, introduce, running, settings, together, until
 
 from fleetd import limits
 from fleetd.errors import FleetError, ModelNotFound, Overloaded, PeerUnreachable
-from fleetd.jobs.copies import MODEL_OFFER, MODEL_SEND, Copies, Order
-from fleetd.models import copy_client
-from fleetd.models.copy_offer import Offer, OfferedFile
+from fleetd.requests.model_copies import MODEL_OFFER, MODEL_SEND, ModelCopies, Order
+from fleetd.models.copy import client
+from fleetd.models.copy.messages import CopyOffer, OfferedFile
 from fleetd.models.folder import ModelFolder
-from fleetd.models.progress import PullProgress
-from fleetd.p2p import bulk, probe, tls, transport
-from fleetd.p2p.cards import ModelCard
-from fleetd.p2p.frames import PROTOCOL_VERSIONS, Hello
-from fleetd.p2p.identity import Identity
+from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.p2p import bulk_connections, link_prober
+from fleetd.p2p.session import tls, transport
+from fleetd.p2p.membership.cards import ModelCard
+from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
+from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.mesh import Dial
 from fleetd.p2p.node import Node
-from fleetd.p2p.probe import Prober
-from fleetd.p2p.transport import PeerConnection, Stream
+from fleetd.p2p.link_prober import LinkProber
+from fleetd.p2p.session.transport import PeerConnection, PeerStream
 from fleetd.sealed.chunks import HEADER_BYTES, TAG_BYTES, Sealer
 
 pytestmark = pytest.mark.timeout(60)
@@ -113,11 +114,11 @@ async def test_one_machine_cannot_open_sessions_without_end(victim: Node, villai
     await until(victim, lambda: sessions(victim) == limits.SESSIONS_PER_PEER)
 
 
-async def hang(_peer: str, _body: bytes, _stream: Stream) -> None:
+async def hang(_peer: str, _body: bytes, _stream: PeerStream) -> None:
     await asyncio.Event().wait()
 
 
-async def outcome(stream: Stream) -> type[FleetError] | None:
+async def outcome(stream: PeerStream) -> type[FleetError] | None:
     """What a request is refused with, None for one that is served."""
     try:
         async with asyncio.timeout(PATIENCE_S):
@@ -127,7 +128,7 @@ async def outcome(stream: Stream) -> type[FleetError] | None:
     return None
 
 
-async def say_so(_peer: str, _body: bytes, stream: Stream) -> None:
+async def say_so(_peer: str, _body: bytes, stream: PeerStream) -> None:
     stream.send(b"served")
     await asyncio.Event().wait()
 
@@ -135,7 +136,7 @@ async def say_so(_peer: str, _body: bytes, stream: Stream) -> None:
 async def test_requests_are_counted_over_all_sessions_of_a_machine(victim: Node, villain: Villain) -> None:
     left = asyncio.Event()
 
-    async def leaving(peer: str, body: bytes, stream: Stream) -> None:
+    async def leaving(peer: str, body: bytes, stream: PeerStream) -> None:
         try:
             await say_so(peer, body, stream)
         finally:
@@ -172,7 +173,7 @@ async def test_a_request_that_is_worked_off_frees_its_bytes(
     """Also where the asker never ends its side; and a handler that reads on gets messages of any size."""
     monkeypatch.setattr(limits, "SESSION_HELD_BYTES", 2_000_000)
 
-    async def length(_peer: str, _body: bytes, stream: Stream) -> None:
+    async def length(_peer: str, _body: bytes, stream: PeerStream) -> None:
         stream.send(b"%d" % len(await stream.receive() or b""))
 
     victim.handle("length", length)
@@ -187,7 +188,7 @@ async def test_a_request_that_is_worked_off_frees_its_bytes(
             assert await session.request("deaf", bytes(700_000)).receive() is None
 
 
-async def deaf(_peer: str, _body: bytes, _stream: Stream) -> None:
+async def deaf(_peer: str, _body: bytes, _stream: PeerStream) -> None:
     """Done without a word."""
 
 
@@ -213,13 +214,13 @@ async def test_handshakes_that_break_leave_nothing_behind(victim: Node) -> None:
 
 async def take_up(session: PeerConnection) -> tuple[socket.socket, bytes]:
     """Begin a measurement: its stream, and what seals it."""
-    stream = session.request(probe.METHOD, b"")
+    stream = session.request(link_prober.METHOD, b"")
     async with asyncio.timeout(PATIENCE_S):
         answer = await stream.receive()
     assert answer is not None
     assert session.address is not None
-    invited = probe.invitation(answer)
-    return await bulk.connect(session.address, invited.ticket), invited.key
+    invited = link_prober.invitation(answer)
+    return await bulk_connections.connect(session.address, invited.ticket), invited.key
 
 
 async def test_stalled_measurements_cannot_take_all_threads(
@@ -227,14 +228,14 @@ async def test_stalled_measurements_cannot_take_all_threads(
 ) -> None:
     """Neither those of one machine, which take turns, nor those of several together."""
     monkeypatch.setattr(limits, "LINK_PROBE_WITHIN_S", 100.0)  # none ends by itself meanwhile
-    Prober(victim)
+    LinkProber(victim)
     with contextlib.ExitStack() as held:
         for number in range(limits.LINK_PROBES):
             session = await (await recruit(f"{number}")).call()
             held.enter_context(contextlib.closing((await take_up(session))[0]))
             for _ in range(limits.PEER_REQUESTS - 1):
-                session.request(probe.METHOD, b"")
-        assert await outcome((await (await recruit("late")).call()).request(probe.METHOD, b"")) is Overloaded
+                session.request(link_prober.METHOD, b"")
+        assert await outcome((await (await recruit("late")).call()).request(link_prober.METHOD, b"")) is Overloaded
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.to_thread(lambda: None)
 
@@ -244,9 +245,9 @@ async def test_a_stalled_measurement_ends_in_time(
 ) -> None:
     """Though bytes trickle in: then no single read would ever time out."""
     monkeypatch.setattr(limits, "LINK_PROBE_WITHIN_S", 1.0)
-    Prober(victim)
+    LinkProber(victim)
     over = threading.Event()
-    swallow = probe._swallow
+    swallow = link_prober._swallow
 
     def swallowing(sock: socket.socket, key: bytes) -> None:
         try:
@@ -254,7 +255,7 @@ async def test_a_stalled_measurement_ends_in_time(
         finally:
             over.set()
 
-    monkeypatch.setattr(probe, "_swallow", swallowing)
+    monkeypatch.setattr(link_prober, "_swallow", swallowing)
     sock, key = await take_up(await villain.call())
     sealed = bytearray(HEADER_BYTES + 1000 + TAG_BYTES)
     Sealer(key, "connector").seal_into(memoryview(bytes(1000)), memoryview(sealed))
@@ -284,7 +285,7 @@ async def test_an_address_that_resets_connections_does_not_end_the_daemon(
     # What the kernel says when the reset is faster than the first byte, which is a matter of luck.
     monkeypatch.setattr(type(asyncio.get_running_loop()), "sock_sendall", reset)
     with pytest.raises(PeerUnreachable, match=r"closed at once \(Connection reset by peer\)"):
-        await bulk.connect(claimed, bytes(32))
+        await bulk_connections.connect(claimed, bytes(32))
 
 
 # ---- copies of models ------------------------------------------------------------------------------------
@@ -309,9 +310,9 @@ class Library:
         yield PullProgress("from where it was published", 1, 1, "downloading")
 
 
-def copies(node: Node, *names: str) -> Copies:
+def copies(node: Node, *names: str) -> ModelCopies:
     own = card(node, models=[ModelCard(name, digest=DIGEST) for name in names])
-    return Copies(node, Library(*names), lambda: own)  # type: ignore[arg-type]
+    return ModelCopies(node, Library(*names), lambda: own)  # type: ignore[arg-type]
 
 
 async def test_copies_do_not_start_processes_without_end(
@@ -326,15 +327,15 @@ async def test_copies_do_not_start_processes_without_end(
             finally:
                 left.set()
 
-    monkeypatch.setattr(copy_client, "send", send)
+    monkeypatch.setattr(client, "send", send)
     copies(victim, "big")
     session = await villain.call()
     order = msgspec.msgpack.encode(Order(DIGEST, []))
     asked = [session.request(MODEL_SEND, order) for _ in range(limits.COPIES_GIVEN)]
     for stream in asked:
         async with asyncio.timeout(PATIENCE_S):
-            invited = probe.invitation(await stream.receive() or b"")
-        (await bulk.connect(("127.0.0.1", victim.port), invited.ticket)).close()
+            invited = link_prober.invitation(await stream.receive() or b"")
+        (await bulk_connections.connect(("127.0.0.1", victim.port), invited.ticket)).close()
     assert await outcome(session.request(MODEL_SEND, order)) is Overloaded
     asked[0].cancel()
     async with asyncio.timeout(PATIENCE_S):
@@ -347,9 +348,9 @@ async def test_a_machine_that_never_answers_holds_up_no_pull(
 ) -> None:
     monkeypatch.setattr(limits, "COPY_OFFER_S", 0.2)
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
-    offer = Offer("folder", None, [OfferedFile("model.safetensors", 1, "0" * 64)])
+    offer = CopyOffer("folder", None, [OfferedFile("model.safetensors", 1, "0" * 64)])
 
-    async def offering(_peer: str, _body: bytes, stream: Stream) -> None:
+    async def offering(_peer: str, _body: bytes, stream: PeerStream) -> None:
         stream.send(msgspec.msgpack.encode(offer))
 
     async def receive(*told: Any, **_: Any) -> AsyncIterator[PullProgress]:
@@ -357,7 +358,7 @@ async def test_a_machine_that_never_answers_holds_up_no_pull(
         sock.close()
         yield PullProgress("a copy", 1, 1, "copying")
 
-    monkeypatch.setattr(copy_client, "receive", receive)
+    monkeypatch.setattr(client, "receive", receive)
     b.handle(MODEL_OFFER, offering)
     b.handle(MODEL_SEND, hang)
     async with running(a, b):

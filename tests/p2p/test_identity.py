@@ -25,11 +25,13 @@ from hypothesis import strategies as st
 from machines import machine
 from structlog.testing import capture_logs
 
-from fleetd import durable, limits
+from fleetd.home import durable
+from fleetd import limits
 from fleetd.errors import ConfigError, DiskFull, Forbidden, IdentityRefused
-from fleetd.p2p import keys, proquint
-from fleetd.p2p.identity import Identity
-from fleetd.p2p.keys import ALPHABET, display_id, node_id, parse_node_id, short_id
+from fleetd.p2p.membership import keys
+from fleetd.p2p.pairing import proquint
+from fleetd.p2p.membership.identity import Identity
+from fleetd.p2p.membership.keys import ALPHABET, display_id, node_id, parse_node_id, short_id
 
 public_keys = st.binary(min_size=32, max_size=32)
 
@@ -354,7 +356,7 @@ def test_a_full_disk_leaves_nothing_half_made(
 _RACER = """
 import sys
 from pathlib import Path
-from fleetd.p2p.identity import Identity
+from fleetd.p2p.membership.identity import Identity
 sys.stdin.read()
 print(Identity.load_or_create(Path(sys.argv[1])).node_id)
 """

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from fleetd import limits
-from fleetd.p2p.links import Address, Path, Paths, guess_kind
+from fleetd.p2p.links import Address, PeerPath, PeerPaths, guess_kind
 
 LAN, WIFI, CABLE, TAILNET = (
     ("10.0.0.2", 8115),
@@ -22,8 +22,8 @@ LAN, WIFI, CABLE, TAILNET = (
 KINDS = {LAN[0]: "wired", WIFI[0]: "wifi", CABLE[0]: "thunderbolt", TAILNET[0]: "tailscale"}
 
 
-def all_paths(*addresses: Address) -> Paths:
-    paths = Paths(lambda host: KINDS.get(host, ""))  # type: ignore[arg-type,return-value]
+def all_paths(*addresses: Address) -> PeerPaths:
+    paths = PeerPaths(lambda host: KINDS.get(host, ""))  # type: ignore[arg-type,return-value]
     for address in addresses:
         paths.add(address, "mdns", 0.0)
         paths.succeeded(address, 0.0)
@@ -34,7 +34,7 @@ def hint(number: int) -> Address:
     return (f"10.1.{number >> 8}.{number & 255}", 8115)
 
 
-def path_of(paths: Paths, address: Address) -> Path:
+def path_of(paths: PeerPaths, address: Address) -> PeerPath:
     path = paths.get(address)
     assert path is not None
     return path
@@ -189,7 +189,7 @@ class AnyHistory(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.paths = Paths()
+        self.paths = PeerPaths()
         self.now = 0.0
         self.static: set[Address] = set()
 
@@ -246,7 +246,7 @@ TestAnyHistory = AnyHistory.TestCase
 
 
 def test_figures_are_the_median_and_the_pessimistic_bandwidth() -> None:
-    path = Path(LAN, "mdns", "wired", due_s=0.0)
+    path = PeerPath(LAN, "mdns", "wired", due_s=0.0)
     assert (path.rtt_s, path.bytes_per_s) == (None, None)
     for number in (5, 1, 4, 2, 3):
         path.round_trip(number / 1000)
@@ -256,7 +256,7 @@ def test_figures_are_the_median_and_the_pessimistic_bandwidth() -> None:
 
 
 def test_only_the_last_measurements_count() -> None:
-    path = Path(LAN, "mdns", "wired", due_s=0.0)
+    path = PeerPath(LAN, "mdns", "wired", due_s=0.0)
     for _ in range(100):
         path.round_trip(1.0)
         path.transferred(limits.LINK_TRANSFER_BYTES, 1.0)
@@ -269,14 +269,14 @@ def test_only_the_last_measurements_count() -> None:
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])
 def test_a_measurement_that_cannot_be_is_ignored(seconds: float) -> None:
-    path = Path(LAN, "mdns", "wired", due_s=0.0)
+    path = PeerPath(LAN, "mdns", "wired", due_s=0.0)
     path.round_trip(seconds)
     path.transferred(limits.LINK_TRANSFER_BYTES, seconds)
     assert (path.rtt_s, path.bytes_per_s) == (None, None)
 
 
 def test_a_short_transfer_says_nothing_about_the_bandwidth() -> None:
-    path = Path(LAN, "mdns", "wired", due_s=0.0)
+    path = PeerPath(LAN, "mdns", "wired", due_s=0.0)
     path.transferred(limits.LINK_TRANSFER_BYTES - 1, 1.0)
     assert path.bytes_per_s is None
     path.transferred(limits.LINK_TRANSFER_BYTES, 1.0)

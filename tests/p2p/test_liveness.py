@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.p2p.liveness import Liveness, Verdict
+from fleetd.p2p.session.liveness import Liveness, LivenessVerdict
 
 
 @given(st.integers(2, 40), st.floats(0, 3), st.floats(0, 0.01))
@@ -23,8 +23,8 @@ def test_a_silent_peer_is_found_dead_whatever_the_clock_shows(
         if now >= life.ping_due:
             life.ping(now)
         verdicts.append(life.judge(now))
-        if verdicts[-1] is Verdict.SILENT:
+        if verdicts[-1] is LivenessVerdict.SILENT:
             break
-    assert verdicts.count(Verdict.QUIET) == 1
-    assert verdicts[-1] is Verdict.SILENT
+    assert verdicts.count(LivenessVerdict.QUIET) == 1
+    assert verdicts[-1] is LivenessVerdict.SILENT
     assert abs(now - began - limits.DEAD_S) <= 20 * late_s + 0.01

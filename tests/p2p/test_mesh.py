@@ -12,11 +12,11 @@ from machines import Machine, machine
 
 from fleetd import limits
 from fleetd.errors import FleetError, NotPaired, PeerLost, PeerUnreachable, ProtocolError, VersionMismatch
-from fleetd.p2p import cards, gossip
-from fleetd.p2p.cards import Card
-from fleetd.p2p.gossip import ADDRESSES, CARD, ROSTER, Told
-from fleetd.p2p.mesh import Action, Address, Dial, Drop, Mesh, Notify, Retire, Save
-from fleetd.p2p.roster import Record, Roster
+from fleetd.p2p.membership import cards, gossip
+from fleetd.p2p.membership.cards import Card
+from fleetd.p2p.membership.gossip import ADDRESSES, CARD, ROSTER, AddressHint
+from fleetd.p2p.mesh import Action, Address, Dial, Drop, Mesh, SendNotify, Retire, Save
+from fleetd.p2p.membership.roster import RosterRecord, Roster
 
 OTHER = b"x" * 16  # digest of some other roster
 ME = machine(0)
@@ -52,7 +52,7 @@ class Tried:
         return [action for action in self.asked() if isinstance(action, Dial)]
 
     def told(self, topic: str) -> list[tuple[int, bytes]]:
-        return [(a.link, a.body) for a in self.asked() if isinstance(a, Notify) and a.topic == topic]
+        return [(a.link, a.body) for a in self.asked() if isinstance(a, SendNotify) and a.topic == topic]
 
     def opens(
         self,
@@ -86,7 +86,7 @@ class Tried:
         return self.mesh.peers[machine(other).node_id].usable
 
     def sights(self, other: int, *addresses: Address, now: float = 0.0) -> None:
-        self.mesh.sighted(machine(other).node_id, addresses, "mdns", now)
+        self.mesh.address_seen(machine(other).node_id, addresses, "mdns", now)
 
     def fails(self, dial: Dial, now: float, error: FleetError | None = None) -> None:
         self.mesh.dial_failed(dial, error or PeerUnreachable("Nobody answers."), now)
@@ -223,7 +223,7 @@ def test_a_machine_that_is_no_member_is_dropped() -> None:
 def test_claims_about_strangers_are_not_followed() -> None:
     end = Tried()
     end.sights(2, at(2))
-    end.mesh.notified(end.opens(1), ADDRESSES, gossip.write_told([Told(machine(2).node_id, *at(2))]), 0.0)
+    end.mesh.notified(end.opens(1), ADDRESSES, gossip.write_told([AddressHint(machine(2).node_id, *at(2))]), 0.0)
     end.mesh.tick(100.0)
     assert end.dials() == []
 
@@ -246,7 +246,7 @@ def test_calls_are_bounded_and_those_to_mere_claims_more_so() -> None:
         end.sights(number, at(number))
     assert len(end.dials()) == limits.DIALS_TO_HINTS
     for number in members:
-        end.mesh.sighted(machine(number).node_id, [at(number, 1)], "remembered", 0.0)
+        end.mesh.address_seen(machine(number).node_id, [at(number, 1)], "remembered", 0.0)
     assert len(end.dials()) == limits.DIALS_AT_ONCE - limits.DIALS_TO_HINTS
     end.mesh.tick(1.0)
     assert end.dials() == []
@@ -274,7 +274,7 @@ def test_whoever_waits_longest_is_called_first() -> None:
     members = list(range(1, 30))
     end = Tried(members)
     for number in members:
-        end.mesh.sighted(machine(number).node_id, [at(number)], "remembered", 0.0)
+        end.mesh.address_seen(machine(number).node_id, [at(number)], "remembered", 0.0)
     under_way, called, now = end.dials(), set[str](), 0.0
     for _ in range(4):
         called |= {dial.expected for dial in under_way}
@@ -385,7 +385,7 @@ def test_an_address_of_the_settings_where_a_session_already_goes_is_not_called()
 def test_one_address_is_called_once_at_a_time() -> None:
     end = Tried([1, 2], static=[at(1)])
     for number in (1, 2):
-        end.mesh.sighted(machine(number).node_id, [at(1)], "remembered", 0.0)
+        end.mesh.address_seen(machine(number).node_id, [at(1)], "remembered", 0.0)
     assert len(end.dials()) == 1
 
 
@@ -440,7 +440,7 @@ def test_a_newcomer_is_told_the_card_and_a_different_roster() -> None:
     end = Tried()
     end.mesh.card_changed(card(0))
     end.opens()
-    topics = [action.topic for action in end.asked() if isinstance(action, Notify)]
+    topics = [action.topic for action in end.asked() if isinstance(action, SendNotify)]
     assert topics == [CARD, ROSTER]
 
 
@@ -495,8 +495,8 @@ def test_an_unknown_topic_is_of_a_later_version() -> None:
     assert end.asked() == []
 
 
-def said(by: int, about: int, sequence: int = 1, *, removed: bool = False) -> Record:
-    draft = Record(
+def said(by: int, about: int, sequence: int = 1, *, removed: bool = False) -> RosterRecord:
+    draft = RosterRecord(
         machine(about).certificate,
         "n" * limits.MEMBER_NAME_CHARS,
         machine(by).node_id,
@@ -544,7 +544,7 @@ def test_only_what_is_new_is_told_and_everybody_can_take_it() -> None:
     end.mesh.notified(1, ROSTER, msgspec.msgpack.encode([said(1, 3)]), 0.0)
     actions = end.asked()
     assert Save() in actions
-    news = [action for action in actions if isinstance(action, Notify) and action.topic == ROSTER]
+    news = [action for action in actions if isinstance(action, SendNotify) and action.topic == ROSTER]
     assert {action.link for action in news} == {1, 2}
     for action in news:
         assert gossip.read_records(action.body) == [said(1, 3)]
@@ -569,7 +569,7 @@ def test_a_removed_machine_hears_of_it_and_is_dropped_at_once() -> None:
     (drop,) = [action for action in actions if isinstance(action, Drop)]
     assert drop.link == links[1]
     assert isinstance(drop.error, NotPaired)
-    told = [a.link for a in actions[: actions.index(drop)] if isinstance(a, Notify) and a.topic == ROSTER]
+    told = [a.link for a in actions[: actions.index(drop)] if isinstance(a, SendNotify) and a.topic == ROSTER]
     assert told == links
     assert machine(2).node_id not in end.mesh.peers
     assert end.mesh.cards.get(machine(2).node_id) is None
@@ -599,7 +599,7 @@ def test_a_newcomer_is_told_where_the_others_are_and_they_where_it_is() -> None:
     end.asked()
     links[3] = end.opens(3)
     told = {link: set(gossip.read_told(body)) for link, body in end.told(ADDRESSES)}
-    place = {number: Told(machine(number).node_id, *at(number)) for number in (1, 2, 3)}
+    place = {number: AddressHint(machine(number).node_id, *at(number)) for number in (1, 2, 3)}
     assert told == {links[1]: {place[3]}, links[2]: {place[3]}, links[3]: {place[1], place[2]}}
 
 
@@ -630,7 +630,7 @@ def test_a_member_cannot_make_others_call_what_is_no_machine_of_the_network(
     end.mesh.opened(
         1, machine(1).node_id, outbound=False, epoch=1, roster=OTHER, dialled=None, reached=way, now=0
     )
-    end.mesh.notified(1, ADDRESSES, msgspec.msgpack.encode([Told(machine(2).node_id, host, 80)]), 0.0)
+    end.mesh.notified(1, ADDRESSES, msgspec.msgpack.encode([AddressHint(machine(2).node_id, host, 80)]), 0.0)
     assert bool(end.dials()) is believed
 
 
@@ -645,7 +645,7 @@ def test_names_from_the_settings_are_not_told() -> None:
 
 
 def test_as_many_addresses_are_told_as_are_read() -> None:
-    many = [Told(machine(1).node_id, *at(1))] * (limits.ADDRESSES_TOLD + 1)
+    many = [AddressHint(machine(1).node_id, *at(1))] * (limits.ADDRESSES_TOLD + 1)
     assert len(gossip.read_told(gossip.write_told(many))) == limits.ADDRESSES_TOLD
     with pytest.raises(ProtocolError):
         gossip.read_told(msgspec.msgpack.encode(many))

@@ -13,17 +13,9 @@ from typing import Any
 import pytest
 
 from fleetd import limits
-from fleetd.p2p import interfaces, net_facts
-from fleetd.p2p.interfaces import Interface
-from fleetd.p2p.net_facts import (
-    linux_firewalls,
-    mtu_hints,
-    parse_socketfilterfw,
-    probe_multicast,
-    probe_port,
-    read_clock_synchronised,
-    read_firewalls,
-)
+from fleetd.p2p.discovery import interfaces, network_checks
+from fleetd.p2p.discovery.interfaces import Interface
+from fleetd.p2p.discovery.network_checks import (linux_firewalls, mtu_hints, parse_socketfilterfw, probe_multicast, probe_port, read_clock_synchronised, read_firewalls)
 
 
 @pytest.fixture
@@ -60,7 +52,7 @@ def test_a_system_that_refuses_multicast_is_named(local: Interface, monkeypatch:
     def refuse(*parts: Any) -> int:
         raise OSError(65, "No route to host")
 
-    monkeypatch.setattr(net_facts, "_joined", refuse)
+    monkeypatch.setattr(network_checks, "_joined", refuse)
     monkeypatch.setattr(sys, "platform", "darwin")
     assert "Local Network" in probe_multicast(local).reason
 
@@ -86,7 +78,7 @@ def test_an_echo_that_never_comes_is_waited_for_for_half_a_second_whatever_else_
                 return real(count)
 
         began = time.monotonic()
-        fact = net_facts._echo(local.name, Noisy(), b"token")  # type: ignore[arg-type]
+        fact = network_checks._echo(local.name, Noisy(), b"token")  # type: ignore[arg-type]
         waited_s = time.monotonic() - began
     assert not fact.works
     assert "firewall" in fact.reason
@@ -140,10 +132,10 @@ def test_the_firewall_of_macos_is_read(said: str, state: str | None) -> None:
 
 def test_what_the_firewall_of_macos_means_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(net_facts, "_ask", lambda command: "(State = 2)")
+    monkeypatch.setattr(network_checks, "_ask", lambda command: "(State = 2)")
     (fact,) = read_firewalls(8115)
     assert (fact.state, "No other machine" in fact.hint) == ("blocks everything", True)
-    monkeypatch.setattr(net_facts, "_ask", lambda command: "")
+    monkeypatch.setattr(network_checks, "_ask", lambda command: "")
     assert read_firewalls(8115) == []
 
 

@@ -10,12 +10,12 @@ from fleet_nodes import card, introduce, running, settings, together, until
 
 from fleetd.errors import Draining, InvalidValue, NotFound, NotPaired, PeerUnreachable
 from fleetd.p2p import node as node_module
-from fleetd.p2p.addresses import AddressFile
+from fleetd.p2p.membership.address_file import AddressFile
 from fleetd.p2p.node import Node
-from fleetd.p2p.transport import PeerConnection, Stream
+from fleetd.p2p.session.transport import PeerConnection, PeerStream
 
 
-async def echo(_peer: str, body: bytes, stream: Stream) -> None:
+async def echo(_peer: str, body: bytes, stream: PeerStream) -> None:
     stream.send(body)
     while (message := await stream.receive()) is not None:
         stream.send(message)
@@ -54,7 +54,7 @@ async def test_round_trips_are_finer_than_the_milliseconds_of_an_event_loop(tmp_
 async def test_what_a_handler_raises_arrives_with_its_code(tmp_path: Path) -> None:
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
 
-    async def refuse(_peer: str, _body: bytes, _stream: Stream) -> None:
+    async def refuse(_peer: str, _body: bytes, _stream: PeerStream) -> None:
         raise InvalidValue("It is too long.", hint="Make it shorter.", param="body")
 
     b.handle("refuse", refuse)
@@ -70,7 +70,7 @@ async def test_cancelling_a_request_cancels_its_handler(tmp_path: Path) -> None:
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
     began, ended = asyncio.Event(), asyncio.Event()
 
-    async def hang(_peer: str, _body: bytes, _stream: Stream) -> None:
+    async def hang(_peer: str, _body: bytes, _stream: PeerStream) -> None:
         began.set()
         try:
             await asyncio.Event().wait()
@@ -188,7 +188,7 @@ async def test_each_side_hears_which_machine_it_is_that_stops(tmp_path: Path) ->
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
     served = asyncio.Event()
 
-    async def hang(_peer: str, _body: bytes, _stream: Stream) -> None:
+    async def hang(_peer: str, _body: bytes, _stream: PeerStream) -> None:
         served.set()
         await asyncio.Event().wait()
 

@@ -9,7 +9,7 @@ import pytest
 from fleet_nodes import introduce, running, settings
 
 from fleetd.errors import PeerUnreachable
-from fleetd.p2p import transport
+from fleetd.p2p.session import transport
 from fleetd.p2p.node import Node
 
 

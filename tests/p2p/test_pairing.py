@@ -12,18 +12,9 @@ from pairs import CODE, NOW, A, B, Pair, chance, inviter, joiner, kinds, pair, w
 
 from fleetd import limits
 from fleetd.errors import PairingClosed, PairingFailed
-from fleetd.p2p import proquint
-from fleetd.p2p.pairing import (
-    Admitted,
-    CodeAccepted,
-    Done,
-    Event,
-    Failed,
-    Joined,
-    Joiner,
-    PairingCode,
-)
-from fleetd.p2p.roster import Roster
+from fleetd.p2p.pairing import proquint
+from fleetd.p2p.pairing.roles import (Admitted, CodeAccepted, PairingDone, Event, PairingBroke, Joined, Joiner, PairingCode)
+from fleetd.p2p.membership.roster import Roster
 
 # ---- As it should go ------------------------------------------------------------------------------------
 
@@ -31,8 +22,8 @@ from fleetd.p2p.roster import Roster
 def test_two_machines_with_one_code_are_paired() -> None:
     opened = window()
     met = pair(opened)
-    assert kinds(met.at_inviter) == [CodeAccepted, Joined, Done]
-    assert kinds(met.at_joiner) == [CodeAccepted, Admitted, Done]
+    assert kinds(met.at_inviter) == [CodeAccepted, Joined, PairingDone]
+    assert kinds(met.at_joiner) == [CodeAccepted, Admitted, PairingDone]
     assert (met.inviting.done, met.joining.done) == (True, True)
     seen_by_inviter, seen_by_joiner = met.met(met.at_inviter), met.met(met.at_joiner)
     assert (seen_by_inviter.node_id, seen_by_inviter.name) == (B.node_id, "ben")
@@ -82,8 +73,8 @@ def test_phrases_differ_from_one_pairing_to_the_next() -> None:
 
 def test_a_no_at_the_inviter_is_told() -> None:
     met = pair(approves=False)
-    assert kinds(met.at_inviter) == [CodeAccepted, Failed]
-    assert kinds(met.at_joiner) == [CodeAccepted, Failed]
+    assert kinds(met.at_inviter) == [CodeAccepted, PairingBroke]
+    assert kinds(met.at_joiner) == [CodeAccepted, PairingBroke]
     assert str(met.joining.failed) == "ada declined."
     assert met.joiner_roster.members == {}
 
@@ -126,8 +117,8 @@ def test_nobody_is_told_of_a_pairing_that_the_other_has_not_saved() -> None:
         both = met.inviter_roster.members and met.joiner_roster.members
         for side, events in ((met.inviting, met.at_inviter), (met.joining, met.at_joiner)):
             assert side.done != (side.failed is not None)
-            assert kinds(events).count(Done) == side.done
-            assert kinds(events).count(Failed) == (not side.done)
+            assert kinds(events).count(PairingDone) == side.done
+            assert kinds(events).count(PairingBroke) == (not side.done)
             if side.done:
                 assert both
         if not met.inviting.done:

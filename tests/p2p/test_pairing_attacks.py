@@ -15,20 +15,12 @@ from pairs import NOW, WRONG, A, B, M, Pair, inviter, joiner, kinds, pair, split
 
 from fleetd import limits
 from fleetd.errors import PairingClosed, PairingFailed
-from fleetd.p2p import pairing_keys, pairing_wire
-from fleetd.p2p.pairing import (
-    Admitted,
-    CodeAccepted,
-    Event,
-    Failed,
-    Inviter,
-    Joined,
-    PairingCode,
-)
-from fleetd.p2p.pairing_side import Side
-from fleetd.p2p.pairing_wire import Confirm, Finished, Hello, Proof, Records, Refuse, Share
-from fleetd.p2p.record import Record
-from fleetd.p2p.roster import Roster
+from fleetd.p2p.pairing import key_agreement, messages as pairing_wire
+from fleetd.p2p.pairing.roles import (Admitted, CodeAccepted, Event, PairingBroke, Inviter, Joined, PairingCode)
+from fleetd.p2p.pairing.side import Side
+from fleetd.p2p.pairing.messages import (Confirm, PairingFinished, PairingHello, Proof, Records, Refuse, PakeShare)
+from fleetd.p2p.membership.roster_record import RosterRecord
+from fleetd.p2p.membership.roster import Roster
 
 # ---- Attacks on the code --------------------------------------------------------------------------------
 
@@ -36,12 +28,12 @@ from fleetd.p2p.roster import Roster
 def test_wrong_code_fails_on_both_sides_and_costs_a_try() -> None:
     opened = window()
     met = pair(opened, WRONG)
-    assert kinds(met.at_inviter) == kinds(met.at_joiner) == [Failed]
+    assert kinds(met.at_inviter) == kinds(met.at_joiner) == [PairingBroke]
     assert all("code is not the one" in str(error) for error in met.errors())
     assert opened.tries_left == limits.PAIRING_TRIES - 1
     assert opened.state(NOW) == "open"
     said_by_inviter = [pairing_wire.decode(frame[2:]) for sender, frame in met.wire if sender == "inviter"]
-    assert [type(message) for message in said_by_inviter] == [Hello, Share, Refuse]  # not that it has the key
+    assert [type(message) for message in said_by_inviter] == [PairingHello, PakeShare, Refuse]  # not that it has the key
     assert pair(opened).joining.done  # the right one still works
 
 
@@ -133,21 +125,21 @@ def test_window_closed_in_mid_exchange_is_refused() -> None:
 def hello_of(who: Machine, frame: bytes) -> bytes:
     """The same hello with another machine's certificate."""
     body = pairing_wire.decode(frame[2:])
-    assert isinstance(body, Hello)
+    assert isinstance(body, PairingHello)
     return pairing_wire.frame(pairing_wire.encode(msgspec.structs.replace(body, certificate=who.certificate)))
 
 
 def test_relay_in_the_middle_that_swaps_certificates_fails_on_both_sides() -> None:
     """It passes everything on, except that each side sees its certificate instead of the other's."""
     met = pair(meddle=lambda number, frame: hello_of(M, frame) if number < 2 else frame)
-    assert kinds(met.at_inviter) == kinds(met.at_joiner) == [Failed]
+    assert kinds(met.at_inviter) == kinds(met.at_joiner) == [PairingBroke]
     assert all("code is not the one" in str(error) for error in met.errors())
 
 
 @pytest.mark.parametrize("swapped", [0, 1])
 def test_relay_in_the_middle_that_swaps_one_certificate_fails_on_both_sides(swapped: int) -> None:
     met = pair(meddle=lambda number, frame: hello_of(M, frame) if number == swapped else frame)
-    assert kinds(met.at_inviter) == kinds(met.at_joiner) == [Failed]
+    assert kinds(met.at_inviter) == kinds(met.at_joiner) == [PairingBroke]
 
 
 def test_relay_with_its_own_exchanges_fails_on_both_sides() -> None:
@@ -174,15 +166,15 @@ def test_certificate_without_its_key_is_refused() -> None:
 
     fake: Any = Impostor(B.node_id, B.certificate)
     met = Pair(inviter(window()), joiner(me=fake)).run()
-    assert kinds(met.at_inviter) == [Failed]
+    assert kinds(met.at_inviter) == [PairingBroke]
     assert "does not have the key" in str(met.inviting.failed)
     fake = Impostor(A.node_id, A.certificate)
     met = Pair(inviter(window(), me=fake), joiner()).run()
-    assert kinds(met.at_joiner) == [Failed]
+    assert kinds(met.at_joiner) == [PairingBroke]
 
 
 def test_proof_of_the_other_side_sent_back_is_refused() -> None:
-    keys = [pairing_keys.Keys(role, b"k" * 32, b"t" * 32) for role in ("joiner", "inviter")]  # type: ignore[arg-type]
+    keys = [key_agreement.Keys(role, b"k" * 32, b"t" * 32) for role in ("joiner", "inviter")]  # type: ignore[arg-type]
     assert keys[0].to_sign == keys[1].to_verify
     assert keys[1].to_sign == keys[0].to_verify
     assert keys[0].to_sign != keys[1].to_sign
@@ -197,7 +189,7 @@ def test_replayed_exchange_is_refused() -> None:
         for who, frame in recorded.wire:
             if who == sender:
                 events += victim.receive(frame, NOW)
-        assert kinds(events) == [Failed]
+        assert kinds(events) == [PairingBroke]
 
 
 def test_sealed_message_repeated_or_left_out_is_refused() -> None:
@@ -220,7 +212,7 @@ def test_sealed_message_repeated_or_left_out_is_refused() -> None:
 
 def test_reflected_exchange_is_refused() -> None:
     for side in (inviter(window()), joiner()):
-        assert kinds(side.receive(side.data_to_send(), NOW)) == [Failed]
+        assert kinds(side.receive(side.data_to_send(), NOW)) == [PairingBroke]
         assert "this machine's own" in str(side.failed)
 
 
@@ -230,7 +222,7 @@ def test_reflected_share_is_refused() -> None:
     victim.data_to_send()
     victim.receive(other.data_to_send(), NOW)
     share = victim.data_to_send()
-    assert kinds(victim.receive(share, NOW)) == [Failed]
+    assert kinds(victim.receive(share, NOW)) == [PairingBroke]
 
 
 def test_pairing_with_oneself_is_refused() -> None:
@@ -240,9 +232,9 @@ def test_pairing_with_oneself_is_refused() -> None:
 
 
 def test_hello_with_a_name_that_takes_over_a_terminal_is_refused() -> None:
-    frame = pairing_wire.encode(Hello((1, 1), M.certificate, "\x1b]0;owned\x07", bytes(16)))
+    frame = pairing_wire.encode(PairingHello((1, 1), M.certificate, "\x1b]0;owned\x07", bytes(16)))
     side = inviter(window())
-    assert kinds(side.receive(pairing_wire.frame(frame), NOW)) == [Failed]
+    assert kinds(side.receive(pairing_wire.frame(frame), NOW)) == [PairingBroke]
     assert "cannot be shown" in str(side.failed)
 
 
@@ -289,12 +281,12 @@ def test_messages_out_of_turn_are_refused() -> None:
     """Each message in each state that does not wait for it: refused, never an exception."""
     record = Roster(A).admit(B.certificate, "b", True)
     messages: list[Any] = [
-        Hello((1, 1), M.certificate, "m", bytes(16)),
-        Share(b"A" + bytes(32)),
+        PairingHello((1, 1), M.certificate, "m", bytes(16)),
+        PakeShare(b"A" + bytes(32)),
         Confirm(bytes(32)),
         Proof(bytes(64)),
         Records([record], more=False),
-        Finished(),
+        PairingFinished(),
     ]
     frames = [pairing_wire.frame(pairing_wire.encode(message)) for message in messages]
     for start in (lambda: inviter(window()), joiner):
@@ -304,12 +296,12 @@ def test_messages_out_of_turn_are_refused() -> None:
                 side.receive(first, NOW)
                 if then == frames[1] and isinstance(side, Inviter):
                     continue
-            assert kinds(side.receive(then, NOW)) == [Failed]
+            assert kinds(side.receive(then, NOW)) == [PairingBroke]
     # While people think, and while the roster is being saved, there is nothing to say.
     for busy in (CodeAccepted, Joined):
         met = pair(ignored=(busy,))
-        sealed = met.joining._keys.seal(pairing_wire.encode(Finished()))
-        assert kinds(met.inviting.receive(pairing_wire.frame(sealed), NOW)) == [Failed]
+        sealed = met.joining._keys.seal(pairing_wire.encode(PairingFinished()))
+        assert kinds(met.inviting.receive(pairing_wire.frame(sealed), NOW)) == [PairingBroke]
         assert "out of turn" in str(met.inviting.failed)
 
 
@@ -321,10 +313,10 @@ def test_oversized_frame_is_refused_before_it_is_read() -> None:
         side: Side = start()
         largest = limits.PAIRING_FRAME_BYTES.to_bytes(2)
         assert side.receive(largest, NOW) == []
-        assert kinds(side.receive(bytes(limits.PAIRING_FRAME_BYTES), NOW)) == [Failed]
+        assert kinds(side.receive(bytes(limits.PAIRING_FRAME_BYTES), NOW)) == [PairingBroke]
         assert "does not speak" in str(side.failed)
         side = start()
-        assert kinds(side.receive((limits.PAIRING_FRAME_BYTES + 1).to_bytes(2), NOW)) == [Failed]
+        assert kinds(side.receive((limits.PAIRING_FRAME_BYTES + 1).to_bytes(2), NOW)) == [PairingBroke]
         assert str(limits.PAIRING_FRAME_BYTES + 1) in str(side.failed)
 
 
@@ -367,7 +359,7 @@ def test_silence_at_any_step_ends_the_pairing() -> None:
             assert side.deadline is not None
             assert side.deadline >= NOW + late
             assert side.tick(side.deadline - 0.001) == []
-            assert kinds(side.tick(side.deadline)) == [Failed]
+            assert kinds(side.tick(side.deadline)) == [PairingBroke]
             assert "too long" in str(side.failed)
             assert side.tick(side.deadline or 1e9) == []
 
@@ -393,7 +385,7 @@ def test_a_trickle_of_bytes_does_not_extend_the_deadline() -> None:
 def fuzzed(side: Side, data: bytes) -> None:
     """Whatever comes in, what comes out is Failed with a PairingFailed, once, or nothing yet."""
     events = side.receive(data, NOW)
-    assert kinds(events) in ([], [Failed])
+    assert kinds(events) in ([], [PairingBroke])
     assert (side.failed is None) == (events == [])
     assert isinstance(side.failed, PairingFailed | None)
     assert side.receive(data, NOW) == [] or not events
@@ -407,18 +399,18 @@ framed = st.lists(st.binary(max_size=300), max_size=4).map(
     lambda bodies: b"".join(map(pairing_wire.frame, bodies))
 )
 hellos = st.builds(
-    Hello,
+    PairingHello,
     st.tuples(st.integers(-2, 3), st.integers(-2, 3)),
     st.sampled_from([A.certificate, B.certificate, M.certificate, b"", b"x" * 1024]),
     st.text(max_size=70),
     st.binary(min_size=15, max_size=17),
 )
-shares = st.builds(Share, st.binary(min_size=32, max_size=34))
+shares = st.builds(PakeShare, st.binary(min_size=32, max_size=34))
 others = st.one_of(
     shares,
     st.builds(Confirm, st.binary(max_size=33)),
     st.builds(Refuse, st.sampled_from(["broken", "closed", "wrong_code", "version", "itself", "declined"])),
-    st.builds(Finished),
+    st.builds(PairingFinished),
 )
 messages = st.lists(st.one_of(hellos, others), max_size=4).map(
     lambda found: b"".join(pairing_wire.frame(pairing_wire.encode(message)) for message in found)
@@ -450,7 +442,7 @@ def sealed_by_joiner(met: Pair, body: bytes) -> list[Event]:
 def test_only_pairing_failed_escapes_after_the_code_was_accepted(noise: bytes) -> None:
     """The other side has the code, and is malicious: what it seals is anything."""
     met = asked_for_records()
-    assert kinds(sealed_by_joiner(met, noise)) == [Failed]
+    assert kinds(sealed_by_joiner(met, noise)) == [PairingBroke]
     assert isinstance(met.inviting.failed, PairingFailed)
 
 
@@ -462,7 +454,7 @@ def test_only_pairing_failed_escapes_for_long(data: bytes, inviting: bool) -> No
 
 
 def test_record_by_a_stranger_is_left_to_the_roster() -> None:
-    record: Record = Roster(M).admit(B.certificate, "x", True)
+    record: RosterRecord = Roster(M).admit(B.certificate, "x", True)
     met = asked_for_records()
     events = sealed_by_joiner(met, pairing_wire.encode(Records([record], more=False)))
     assert events == [Joined((record,))]

@@ -20,9 +20,10 @@ from cryptography.x509.oid import NameOID
 from fleet_nodes import introduce, running, settings, together, until
 
 from fleetd import limits
-from fleetd.p2p import tickets, tls
-from fleetd.p2p.frames import PROTOCOL_VERSIONS, Hello, encode
-from fleetd.p2p.identity import Identity
+from fleetd.p2p import tickets
+from fleetd.p2p.session import tls
+from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello, encode
+from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.node import Node
 
 pytestmark = pytest.mark.timeout(60)

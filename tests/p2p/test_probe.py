@@ -9,14 +9,14 @@ from fleet_nodes import introduce, running, settings, together
 
 from fleetd import limits
 from fleetd.errors import FleetError
-from fleetd.p2p import probe
+from fleetd.p2p import link_prober
 from fleetd.p2p.node import Node
-from fleetd.p2p.probe import Prober
+from fleetd.p2p.link_prober import LinkProber
 
 
 async def test_a_way_is_measured_by_echoes_and_bursts(tmp_path: Path) -> None:
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
-    ours, _ = Prober(a), Prober(b)
+    ours, _ = LinkProber(a), LinkProber(b)
     async with running(a, b):
         await introduce(a, b)
         await together([a, b])
@@ -24,7 +24,7 @@ async def test_a_way_is_measured_by_echoes_and_bursts(tmp_path: Path) -> None:
         assert rtt_s > 0
         assert speeds
         assert all(count > 0 and seconds > 0 for count, seconds in speeds)
-        assert speeds[0][0] == probe._BURSTS[0]
+        assert speeds[0][0] == link_prober._BURSTS[0]
         # What is repeated while a session lasts is small.
         _, speeds = await ours.measure(b.identity.node_id, ("127.0.0.1", b.port), ())
         assert speeds == []
@@ -33,7 +33,7 @@ async def test_a_way_is_measured_by_echoes_and_bursts(tmp_path: Path) -> None:
 async def test_an_address_of_somebody_else_measures_nothing(tmp_path: Path) -> None:
     """The ticket means nothing there, and what answers does not have the key."""
     a, b, c = (Node(settings(tmp_path, name)) for name in "abc")
-    ours, _ = Prober(a), Prober(b)
+    ours, _ = LinkProber(a), LinkProber(b)
     async with running(a, b, c):
         await introduce(a, b)
         await together([a, b])
@@ -46,7 +46,7 @@ async def test_an_address_of_somebody_else_measures_nothing(tmp_path: Path) -> N
 def test_garbage_instead_of_an_invitation_is_refused() -> None:
     for body in (b"", b"\xc1", b"\x92\xc4\x01x\xc4\x01y", b"\xff" * 50):
         with pytest.raises(FleetError):
-            probe.invitation(body)
+            link_prober.invitation(body)
 
 
 async def test_a_peer_that_never_opens_the_stream_costs_a_deadline(
@@ -54,11 +54,11 @@ async def test_a_peer_that_never_opens_the_stream_costs_a_deadline(
 ) -> None:
     monkeypatch.setattr(limits, "TICKET_S", 0.1)
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
-    Prober(b)
+    LinkProber(b)
     async with running(a, b):
         await introduce(a, b)
         await together([a, b])
-        stream = a.request(b.identity.node_id, probe.METHOD, b"")
+        stream = a.request(b.identity.node_id, link_prober.METHOD, b"")
         assert await stream.receive()
         with pytest.raises(FleetError, match="No stream was opened"):
             await stream.receive()

@@ -13,8 +13,8 @@ from rosters import A, B, C, D, E, exchange, names, pair, said
 
 from fleetd import limits
 from fleetd.errors import IdentityRefused, NotFound, Overloaded, RosterRefused
-from fleetd.p2p.record import SEQUENCE_MAX, Record, clean_name, is_name
-from fleetd.p2p.roster import Roster
+from fleetd.p2p.membership.roster_record import SEQUENCE_MAX, RosterRecord, clean_name, is_name
+from fleetd.p2p.membership.roster import Roster
 
 # ---- One machine's word ---------------------------------------------------------------------------------
 
@@ -353,7 +353,7 @@ def test_full_roster_takes_removals_and_its_own_word(monkeypatch: pytest.MonkeyP
 def test_records_on_the_wire_are_bounded() -> None:
     right = said(A, B, name="x" * limits.MEMBER_NAME_CHARS)
     encoded = msgspec.msgpack.encode(right)
-    assert msgspec.msgpack.decode(encoded, type=Record) == right
+    assert msgspec.msgpack.decode(encoded, type=RosterRecord) == right
     for changes in (
         {"name": "x" * (limits.MEMBER_NAME_CHARS + 1)},
         {"certificate": bytes(limits.CERTIFICATE_BYTES + 1)},
@@ -364,4 +364,4 @@ def test_records_on_the_wire_are_bounded() -> None:
     ):
         wrong = msgspec.msgpack.encode(msgspec.structs.replace(right, **changes))
         with pytest.raises(msgspec.ValidationError):
-            msgspec.msgpack.decode(wrong, type=Record)
+            msgspec.msgpack.decode(wrong, type=RosterRecord)

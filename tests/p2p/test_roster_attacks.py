@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rosters import A, B, C, D, E, exchange, names, said
 
 from fleetd.errors import RosterRefused
-from fleetd.p2p.record import SEQUENCE_MAX, Record
-from fleetd.p2p.roster import Roster
+from fleetd.p2p.membership.roster_record import SEQUENCE_MAX, RosterRecord
+from fleetd.p2p.membership.roster import Roster
 
 
 def test_entry_by_a_stranger_is_refused() -> None:
@@ -49,7 +49,7 @@ def test_two_keys_on_one_id_are_refused() -> None:
     )
     assert stolen != D.certificate
     roster = Roster(A, [said(A, B), said(A, C)])
-    draft = Record(stolen, "b", C.node_id, 9, False, True, b"")
+    draft = RosterRecord(stolen, "b", C.node_id, 9, False, True, b"")
     merged = roster.merge([msgspec.structs.replace(draft, signature=C.sign(draft.signed_bytes()))])
     assert (merged.changed, len(merged.refused)) == (False, 1)
     assert roster.members[B.node_id].certificate == B.certificate
@@ -134,7 +134,7 @@ def test_jump_to_the_last_number_does_not_make_anybody_unremovable() -> None:
 
 # A flipped bit may make a certificate's serial number negative, which its parser remarks on first.
 @pytest.mark.filterwarnings("ignore:Parsed a serial number")
-@pytest.mark.parametrize("field", Record.__struct_fields__)
+@pytest.mark.parametrize("field", RosterRecord.__struct_fields__)
 @settings(max_examples=30)
 @given(data=st.data())
 def test_flipped_bit_in_each_field_is_refused(field: str, data: st.DataObject) -> None:

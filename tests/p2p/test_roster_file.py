@@ -15,11 +15,12 @@ from pathlib import Path
 import pytest
 from machines import machine
 
-from fleetd import durable, limits
+from fleetd.home import durable
+from fleetd import limits
 from fleetd.errors import ConfigError, DiskFull, Forbidden, RosterRefused
-from fleetd.p2p.record import Record
-from fleetd.p2p.roster import Roster
-from fleetd.p2p.roster_file import RosterFile
+from fleetd.p2p.membership.roster_record import RosterRecord
+from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_file import RosterFile
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "roster"
 
 
-def some(count: int) -> tuple[Record, ...]:
+def some(count: int) -> tuple[RosterRecord, ...]:
     roster = Roster(machine(0))
     for number in range(1, count + 1):
         roster.admit(machine(number).certificate, "ä name", True)
@@ -45,7 +46,7 @@ def test_what_was_saved_is_loaded(path: Path) -> None:
 
 def test_the_largest_roster_fits(path: Path) -> None:
     longest = some(1)[0]
-    padded = Record(
+    padded = RosterRecord(
         bytes(limits.CERTIFICATE_BYTES), "\U0001f600" * 64, longest.signer, 1 << 62, True, True, bytes(64)
     )
     RosterFile(path).save([padded] * 2 * limits.ROSTER_RECORDS)

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from machines import machine
 from rosters import A, B, C, D, exchange, said
 
-from fleetd.p2p.record import Record
-from fleetd.p2p.roster import Roster
+from fleetd.p2p.membership.roster_record import RosterRecord
+from fleetd.p2p.membership.roster import Roster
 
 # ---- Merging in any order -------------------------------------------------------------------------------
 
@@ -29,7 +29,7 @@ any_record = st.builds(
 )
 
 
-def batches(records: Sequence[Record], cuts: Iterable[int]) -> list[Sequence[Record]]:
+def batches(records: Sequence[RosterRecord], cuts: Iterable[int]) -> list[Sequence[RosterRecord]]:
     edges = [0, *sorted(cut % (len(records) + 1) for cut in cuts), len(records)]
     return [records[start:end] for start, end in itertools.pairwise(edges)]
 
@@ -37,7 +37,7 @@ def batches(records: Sequence[Record], cuts: Iterable[int]) -> list[Sequence[Rec
 @settings(max_examples=150)
 @given(st.lists(any_record, max_size=14), st.data())
 def test_any_order_repetition_and_batching_ends_in_the_same_records(
-    records: list[Record], data: st.DataObject
+    records: list[RosterRecord], data: st.DataObject
 ) -> None:
     """What is refused because its signer is not known yet comes again with the next gossip.
 
@@ -60,7 +60,7 @@ def test_any_order_repetition_and_batching_ends_in_the_same_records(
 @settings(max_examples=150)
 @given(st.lists(any_record, max_size=14), st.data())
 def test_machines_that_tell_each_other_everything_hold_the_same_records(
-    records: list[Record], data: st.DataObject
+    records: list[RosterRecord], data: st.DataObject
 ) -> None:
     """With tombstones, and with what the machines say themselves when they lose somebody to one."""
     first, second = Roster(A), Roster(A)

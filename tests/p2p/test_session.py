@@ -29,15 +29,9 @@ from fleetd.errors import (
     ProtocolError,
     VersionMismatch,
 )
-from fleetd.p2p.events import (
-    Ended,
-    Measured,
-    Opened,
-    Received,
-    Requested,
-)
-from fleetd.p2p.frames import encode
-from fleetd.p2p.session import Session
+from fleetd.p2p.session.events import Ended, Measured, Opened, MessageReceived, Requested
+from fleetd.p2p.session.frames import encode
+from fleetd.p2p.session.session import Session
 
 KIB = limits.KIB
 
@@ -66,7 +60,7 @@ def test_a_request_its_answers_and_the_end() -> None:
     wire.settle()
     at_a, at_b = wire.take()
     assert at_b == [Ended(number)]
-    assert at_a == [Received(number, body) for body in (b"one", b"", b"x" * 200_000)] + [Ended(number)]
+    assert at_a == [MessageReceived(number, body) for body in (b"one", b"", b"x" * 200_000)] + [Ended(number)]
     assert not wire.a._streams
     assert not wire.b._streams
 
@@ -88,7 +82,7 @@ def test_requests_and_messages_of_any_size_arrive_whole(size: int) -> None:
     number = request(wire, body)
     wire.b.send(number, body)
     wire.settle()
-    assert wire.take() == ([Received(number, body)], [])
+    assert wire.take() == ([MessageReceived(number, body)], [])
     wire.a.consumed(number)
     wire.settle()
     credit_is_conserved(wire)
@@ -156,7 +150,7 @@ def test_writes_are_as_small_as_asked(limit: int) -> None:
     parts = list(iter(lambda: wire.b.data_to_send(limit), b""))
     assert all(len(part) == limit for part in parts[:-1])
     assert len(parts[-1]) <= limit
-    assert wire.a.receive(b"".join(parts), 0.0) == [Received(number, b"x" * 50_000)]
+    assert wire.a.receive(b"".join(parts), 0.0) == [MessageReceived(number, b"x" * 50_000)]
 
 
 # ---- Versions -------------------------------------------------------------------------------------------

@@ -21,13 +21,9 @@ from fleetd.errors import (
     Overloaded,
     PeerError,
 )
-from fleetd.p2p.events import (
-    Closed,
-    Notified,
-    Received,
-)
-from fleetd.p2p.frames import Bye, Cancel, End, Notify, Open, Ping
-from fleetd.p2p.session import GOODBYE, SessionState
+from fleetd.p2p.session.events import Closed, Notified, MessageReceived
+from fleetd.p2p.session.frames import Bye, CancelFrame, End, NotifyFrame, Open, Ping
+from fleetd.p2p.session.session import GOODBYE, SessionState
 
 KIB = limits.KIB
 
@@ -45,7 +41,7 @@ def test_an_error_of_a_newer_version_is_a_peer_error() -> None:
     session = opened()
     number = session.open("m", b"")
     drain(session)
-    error = cancelled_with(feed(session, Cancel(number, "quantum_noise", "What.")), number, PeerError)
+    error = cancelled_with(feed(session, CancelFrame(number, "quantum_noise", "What.")), number, PeerError)
     assert error.message == "What."
 
 
@@ -62,7 +58,7 @@ def test_cancel_overtakes_and_forgets_what_was_queued() -> None:
     number = request(wire)
     wire.b.send(number, b"x" * 200_000)
     wire.b.cancel(number, Overloaded("No."))
-    assert [type(frame) for frame in sent(wire.b)] == [Cancel]
+    assert [type(frame) for frame in sent(wire.b)] == [CancelFrame]
     check(wire.b)
 
 
@@ -81,7 +77,7 @@ def test_frames_that_crossed_a_cancel_are_ignored() -> None:
 
 def test_an_unfinished_request_that_is_cancelled_is_never_heard_of() -> None:
     session = opened()
-    assert feed(session, Open(2, "m", b"x", True), Cancel(2, "withdrawn")) == []
+    assert feed(session, Open(2, "m", b"x", True), CancelFrame(2, "withdrawn")) == []
 
 
 def test_long_and_broken_texts_are_cut_and_mended() -> None:
@@ -102,7 +98,7 @@ def test_a_peers_long_text_is_cut_here_too() -> None:
     number = session.open("m", b"")
     drain(session)
     error = cancelled_with(
-        feed(session, Cancel(number, "overloaded", "x" * 9999, "y" * 9999)), number, Overloaded
+        feed(session, CancelFrame(number, "overloaded", "x" * 9999, "y" * 9999)), number, Overloaded
     )
     assert (len(error.message), len(error.hint)) == (limits.ERROR_TEXT_CHARS, limits.ERROR_TEXT_CHARS)
 
@@ -127,7 +123,7 @@ def test_a_frame_half_sent_is_finished_before_the_goodbye() -> None:
     wire.b.send(number, b"x" * 30_000)
     first = wire.b.data_to_send(1000)
     wire.b.close()
-    assert wire.a.receive(first + drain(wire.b), 0.0) == [Received(number, b"x" * 30_000), Closed(None)]
+    assert wire.a.receive(first + drain(wire.b), 0.0) == [MessageReceived(number, b"x" * 30_000), Closed(None)]
 
 
 def test_nothing_is_said_to_a_side_that_has_left() -> None:
@@ -158,5 +154,5 @@ def test_a_session_that_is_over_hears_and_says_nothing() -> None:
 
 def test_talk_after_the_fault_in_the_same_bytes_is_not_heard() -> None:
     session = opened()
-    events = feed(session, Notify("t"), End(9), Notify("t"))
+    events = feed(session, NotifyFrame("t"), End(9), NotifyFrame("t"))
     assert [type(event) for event in events] == [Notified, Closed]

@@ -25,14 +25,10 @@ from fleetd.errors import (
     PayloadTooLarge,
     ProtocolError,
 )
-from fleetd.p2p.events import (
-    Notified,
-    Received,
-    Requested,
-)
-from fleetd.p2p.frames import Cancel, Data, End, Notify, Open, Ping, Pong, Window, encode
-from fleetd.p2p.session import Session, SessionState
-from fleetd.p2p.stream import cost
+from fleetd.p2p.session.events import Notified, MessageReceived, Requested
+from fleetd.p2p.session.frames import (CancelFrame, DataFrame, End, NotifyFrame, Open, Ping, Pong, WindowFrame, encode)
+from fleetd.p2p.session.session import Session, SessionState
+from fleetd.p2p.session.stream import cost
 
 KIB = limits.KIB
 
@@ -52,7 +48,7 @@ def test_a_ping_overtakes_64_mib_of_messages() -> None:
     wire.b.receive(wire.a.data_to_send(), 1.25)
     assert wire.b.life.rtt_s == 0.25
     wire.settle()
-    (message,) = [event for event in wire.at_a if isinstance(event, Received)]
+    (message,) = [event for event in wire.at_a if isinstance(event, MessageReceived)]
     assert len(message.body) == 64 << 20
 
 
@@ -67,7 +63,7 @@ def test_a_pong_overtakes_everything_too() -> None:
 
 def order(session: Session) -> list[int | str]:
     """Who was served, in order."""
-    return [frame.topic if isinstance(frame, Notify) else frame.stream for frame in sent(session)]  # type: ignore[union-attr]
+    return [frame.topic if isinstance(frame, NotifyFrame) else frame.stream for frame in sent(session)]  # type: ignore[union-attr]
 
 
 def test_streams_take_turns() -> None:
@@ -78,7 +74,7 @@ def test_streams_take_turns() -> None:
     begun = session.data_to_send(1)
     for number in (second, third):
         session.send(number, b"y" * 100_000)
-    served = [frame.stream for frame in frames(begun + drain(session)) if isinstance(frame, Data)]
+    served = [frame.stream for frame in frames(begun + drain(session)) if isinstance(frame, DataFrame)]
     assert served == [first] + [first, second, third] * 4 + [first] * 2
 
 
@@ -125,7 +121,7 @@ def test_a_slow_reader_stops_only_its_own_stream() -> None:
     assert arrived == limits.STREAM_WINDOW_BYTES // cost(b"x" * 10_000)
     wire.b.send(quick, b"y" * (1 << 20))
     wire.settle()
-    assert wire.take() == ([Received(quick, b"y" * (1 << 20))], [])
+    assert wire.take() == ([MessageReceived(quick, b"y" * (1 << 20))], [])
     for _ in range(arrived):
         wire.a.consumed(slow)
     wire.settle()
@@ -139,7 +135,7 @@ def test_a_stopped_reader_holds_one_large_message_and_one_window() -> None:
         wire.b.send(number, b"x" * (1 << 20))
     wire.settle()
     at_a, _ = wire.take()
-    assert at_a == [Received(number, b"x" * (1 << 20))]
+    assert at_a == [MessageReceived(number, b"x" * (1 << 20))]
     assert wire.a._streams.held_bytes <= (1 << 20) + limits.STREAM_WINDOW_BYTES
     for count in range(1, 10):
         wire.a.consumed(number)
@@ -161,11 +157,11 @@ def test_empty_message_flood_runs_out_of_credit() -> None:
 
 
 def test_sending_without_credit_ends_the_session() -> None:
-    fragments = [Data(2, b"x" * limits.FRAGMENT_BYTES)] * 7
+    fragments = [DataFrame(2, b"x" * limits.FRAGMENT_BYTES)] * 7
     left = limits.STREAM_WINDOW_BYTES - 7 * cost(fragments[0].body) - limits.FRAGMENT_COST_BYTES
     for size, fine in ((left - 1, True), (left, True), (left + 1, False)):
         session = opened()
-        events = feed(session, Open(2, "m"), *fragments, Data(2, b"x" * size))
+        events = feed(session, Open(2, "m"), *fragments, DataFrame(2, b"x" * size))
         assert (session.state is SessionState.OPEN) == fine
         if not fine:
             assert "1 bytes more than its window" in closed_with(events, ProtocolError).message
@@ -177,7 +173,7 @@ def test_credit_that_was_not_taken_ends_the_session() -> None:
         number = session.open("m", b"")
         session.send(number, b"x" * 1000)
         drain(session)
-        events = feed(session, Window(number, cost(b"x" * 1000) + extra))
+        events = feed(session, WindowFrame(number, cost(b"x" * 1000) + extra))
         if extra == 1:
             closed_with(events, ProtocolError)
         else:
@@ -186,7 +182,7 @@ def test_credit_that_was_not_taken_ends_the_session() -> None:
 
 def test_end_in_the_middle_of_a_message_is_refused() -> None:
     session = opened()
-    closed_with(feed(session, Open(2, "m"), Data(2, b"x", True), End(2)), ProtocolError)
+    closed_with(feed(session, Open(2, "m"), DataFrame(2, b"x", True), End(2)), ProtocolError)
     session = opened()
     closed_with(feed(session, Open(2, "m", b"", True), End(2)), ProtocolError)
 
@@ -205,7 +201,7 @@ def test_message_at_the_limit_arrives_and_one_byte_more_costs_the_stream(
         wire.settle()
         at_a, at_b = wire.take()
         if fine:
-            assert at_a == [Received(number, b"x" * 300_000)]
+            assert at_a == [MessageReceived(number, b"x" * 300_000)]
         else:
             cancelled_with(at_a, number, PayloadTooLarge)
             cancelled_with(at_b, number, PayloadTooLarge)
@@ -247,17 +243,17 @@ def test_hoarding_over_the_session_bound_costs_the_stream_only(
     monkeypatch.setattr(limits, "SESSION_HELD_BYTES", 60_000)
     for size, fine in ((29_999, True), (30_000, True), (30_001, False)):
         session = opened()
-        feed(session, Open(2, "m"), Open(4, "m"), Data(2, b"x" * 30_000))
-        events = feed(session, Data(4, b"y" * size, more))
+        feed(session, Open(2, "m"), Open(4, "m"), DataFrame(2, b"x" * 30_000))
+        events = feed(session, DataFrame(4, b"y" * size, more))
         check(session)
         assert session.state is SessionState.OPEN
         if fine:
-            assert events == ([] if more else [Received(4, b"y" * size)])
+            assert events == ([] if more else [MessageReceived(4, b"y" * size)])
         else:
             assert len(events) == 1
             cancelled_with(events, 4, Overloaded)
             assert session._streams.held_bytes == 30_000
-            assert [type(frame) for frame in sent(session)] == [Cancel]
+            assert [type(frame) for frame in sent(session)] == [CancelFrame]
 
 
 WAYS_TO_SAY: list[Callable[[Session, bytes], object]] = [
@@ -293,11 +289,11 @@ def test_the_peers_open_streams_are_bounded() -> None:
     events = feed(session, *(Open(number, "m") for number in range(2, last, 2)))
     assert len(events) == limits.SESSION_STREAMS - 1
     assert feed(session, Open(last, "m")) == [Requested(last, "m", b"")]
-    assert feed(session, Open(last + 2, "m"), Data(last + 2, b"late")) == []
+    assert feed(session, Open(last + 2, "m"), DataFrame(last + 2, b"late")) == []
     (refusal,) = sent(session)
-    assert isinstance(refusal, Cancel)
+    assert isinstance(refusal, CancelFrame)
     assert (refusal.stream, refusal.code) == (last + 2, "overloaded")
-    assert feed(session, Cancel(2, "withdrawn"), Open(last + 4, "m"))[1:] == [Requested(last + 4, "m", b"")]
+    assert feed(session, CancelFrame(2, "withdrawn"), Open(last + 4, "m"))[1:] == [Requested(last + 4, "m", b"")]
 
 
 def test_own_open_streams_are_bounded_by_what_the_peer_takes() -> None:
@@ -327,7 +323,7 @@ def test_ping_flood_by_a_peer_that_does_not_read_ends_the_session() -> None:
 def test_rapid_open_and_cancel_leaves_nothing_behind() -> None:
     session = opened()
     for number in range(2, 20_000, 2):
-        feed(session, Open(number, "m", b"x", True), Cancel(number, "withdrawn"))
+        feed(session, Open(number, "m", b"x", True), CancelFrame(number, "withdrawn"))
     check(session)
     assert not session._streams
     assert drain(session) == b""

@@ -17,9 +17,9 @@ from wired import Wire, check, credit_is_conserved, drain, hello, opened
 
 from fleetd import limits
 from fleetd.errors import FleetError, Overloaded, ProtocolError, VersionMismatch
-from fleetd.p2p.events import Cancelled, Closed, Ended, Event, Notified, Received, Requested
-from fleetd.p2p.frames import Bye, Cancel, Data, End, Frame, Notify, Open, Ping, Pong, Window, encode
-from fleetd.p2p.session import Session, SessionState
+from fleetd.p2p.session.events import (Cancelled, Closed, Ended, Event, Notified, MessageReceived, Requested)
+from fleetd.p2p.session.frames import (Bye, CancelFrame, DataFrame, End, Frame, NotifyFrame, Open, Ping, Pong, WindowFrame, encode)
+from fleetd.p2p.session.session import Session, SessionState
 
 KIB = limits.KIB
 NOISE = random.Random(1).randbytes(4 << 20)
@@ -67,7 +67,7 @@ class TwoSessions(RuleBasedStateMachine):
                 case Requested(stream, "m", body):
                     self.streams[a].append(stream)
                     self.hear(a, stream, body)
-                case Received(stream, body):
+                case MessageReceived(stream, body):
                     self.hear(a, stream, body)
                 case Ended(stream):
                     assert (not a, stream) in self.ended
@@ -218,15 +218,15 @@ def any_frame(rng: random.Random) -> Frame:
         case 4 | 5 | 6 | 7:
             return Open(stream, "m" * rng.randrange(3), body[:8192], more)
         case 8 | 9 | 10 | 11 | 12 | 13 | 14:
-            return Data(stream, body, more)
+            return DataFrame(stream, body, more)
         case 15 | 16 | 17:
             return End(stream)
         case 18:
-            return Cancel(stream, rng.choice(("overloaded", "withdrawn", "\x00", "")), "m", "h", None)
+            return CancelFrame(stream, rng.choice(("overloaded", "withdrawn", "\x00", "")), "m", "h", None)
         case 19 | 20:
-            return Window(stream, rng.choice((0, 1, 100, 1 << 17, 1 << 62)))
+            return WindowFrame(stream, rng.choice((0, 1, 100, 1 << 17, 1 << 62)))
         case 21 | 22:
-            return Notify("t", body)
+            return NotifyFrame("t", body)
         case _:
             return Bye(rng.choice(("goodbye", "not_paired", "protocol_error", "?")), "m")
 
@@ -273,7 +273,7 @@ def invent(rng: random.Random, said: list[bytes]) -> list[bytes]:
 
 def pour(rng: random.Random, said: list[bytes]) -> list[bytes]:
     """One stream, never mind its credit."""
-    data = encode(Data(8, NOISE[: rng.choice((100, 30_000))], rng.random() < 0.3))
+    data = encode(DataFrame(8, NOISE[: rng.choice((100, 30_000))], rng.random() < 0.3))
     return [encode(Open(8, "m")), *[data] * rng.choice((2, 5, 50)), *said]
 
 
@@ -308,17 +308,17 @@ def script() -> list[bytes]:
         Ping(1),
         Pong(1),
         Open(2, "m", b"x"),
-        Data(1, NOISE[:20_000], True),
+        DataFrame(1, NOISE[:20_000], True),
         Open(4, "n", b"", True),
-        Data(4, NOISE[:30_000], True),
-        Notify("card", NOISE[:500]),
-        Data(1, b"rest"),
-        Data(2, b""),
-        Data(4, b"", False),
-        Window(1, 100),
+        DataFrame(4, NOISE[:30_000], True),
+        NotifyFrame("card", NOISE[:500]),
+        DataFrame(1, b"rest"),
+        DataFrame(2, b""),
+        DataFrame(4, b"", False),
+        WindowFrame(1, 100),
         Open(6, "o", b"", False),
         End(2),
-        Cancel(6, "overloaded", "m", "h"),
+        CancelFrame(6, "overloaded", "m", "h"),
         End(1),
         Pong(2),
         End(4),
@@ -381,7 +381,7 @@ def attack(seed: int) -> list[Event]:
         events += new
         check(session)
         for event in new:
-            if isinstance(event, Received | Requested) and rng.random() < 0.5:
+            if isinstance(event, MessageReceived | Requested) and rng.random() < 0.5:
                 use(session, event.stream, rng)
         if rng.random() < 0.5:
             session.data_to_send(rng.choice((1, 1000, 1 << 20)))

@@ -22,16 +22,9 @@ from fleetd.errors import (
     PeerLost,
     ProtocolError,
 )
-from fleetd.p2p.events import (
-    Closed,
-    Event,
-    Heard,
-    Measured,
-    Notified,
-    Quiet,
-)
-from fleetd.p2p.frames import Notify, Ping, Pong
-from fleetd.p2p.session import Session, SessionState
+from fleetd.p2p.session.events import Closed, Event, Heard, Measured, Notified, Quiet
+from fleetd.p2p.session.frames import NotifyFrame, Ping, Pong
+from fleetd.p2p.session.session import Session, SessionState
 
 KIB = limits.KIB
 
@@ -98,7 +91,7 @@ def test_one_word_ends_the_quiet() -> None:
     session = opened()
     assert silence(session, limits.SUSPECT_S) == [(limits.SUSPECT_S, Quiet())]
     assert session.life.quiet
-    assert feed(session, Notify("t"), now=4.9) == [Heard(), Notified("t", b"")]
+    assert feed(session, NotifyFrame("t"), now=4.9) == [Heard(), Notified("t", b"")]
     assert not session.life.quiet
     assert session.life.last_heard == 4.9
     assert silence(session, 7.39) == []
@@ -122,7 +115,7 @@ def test_a_peer_that_talks_without_answering_is_left() -> None:
     pings = 1
     while not closing and at < 1000:
         at += 0.5
-        feed(session, Notify("t"), now=at)
+        feed(session, NotifyFrame("t"), now=at)
         closing = session.tick(at)
         pings += Counter(type(frame) for frame in sent(session))[Ping]
     assert pings == limits.PINGS_UNANSWERED

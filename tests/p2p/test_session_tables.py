@@ -22,20 +22,12 @@ from fleetd.errors import (
     FleetError,
     ProtocolError,
 )
-from fleetd.p2p.events import (
-    Closed,
-    Ended,
-    Measured,
-    Notified,
-    Opened,
-    Received,
-    Requested,
-)
-from fleetd.p2p.frames import Bye, Cancel, Data, End, Frame, Hello, Notify, Open, Ping, Pong, Window
-from fleetd.p2p.session import GOODBYE, Session, SessionState
-from fleetd.p2p.states import SESSION_TABLE, STREAM_TABLE, Act, StreamState
+from fleetd.p2p.session.events import (Closed, Ended, Measured, Notified, Opened, MessageReceived, Requested)
+from fleetd.p2p.session.frames import (Bye, CancelFrame, DataFrame, End, Frame, Hello, NotifyFrame, Open, Ping, Pong, WindowFrame)
+from fleetd.p2p.session.session import GOODBYE, Session, SessionState
+from fleetd.p2p.session.states import SESSION_TABLE, STREAM_TABLE, Act, StreamState
 
-STREAM_FRAMES = (Open, Data, End, Cancel, Window)
+STREAM_FRAMES = (Open, DataFrame, End, CancelFrame, WindowFrame)
 
 
 def test_every_state_and_frame_is_in_the_tables() -> None:
@@ -68,16 +60,16 @@ SENSIBLE: dict[type[Frame], Frame] = {
     Ping: Ping(9),
     Pong: Pong(2),
     Open: Open(4, "n"),
-    Data: Data(2, b"x"),
+    DataFrame: DataFrame(2, b"x"),
     End: End(2),
-    Cancel: Cancel(2, "internal_error", "m"),
-    Window: Window(2, 0),
-    Notify: Notify("t", b"x"),
+    CancelFrame: CancelFrame(2, "internal_error", "m"),
+    WindowFrame: WindowFrame(2, 0),
+    NotifyFrame: NotifyFrame("t", b"x"),
     Bye: Bye(GOODBYE),
 }
 DELIVERED = {
     Open: Requested(4, "n", b""),
-    Data: Received(2, b"x"),
+    DataFrame: MessageReceived(2, b"x"),
     End: Ended(2),
 }
 
@@ -116,9 +108,9 @@ def test_every_frame_in_every_session_state(state: SessionState, kind: type[Fram
             assert session.life.rtt_s == 0.5
         case Act.DELIVER:
             assert events == [Notified("t", b"x")]
-        case Act.STREAM if kind is Cancel:
+        case Act.STREAM if kind is CancelFrame:
             cancelled_with(events, 2, FleetError)
-        case Act.STREAM if kind is Window:
+        case Act.STREAM if kind is WindowFrame:
             assert events == []
         case Act.STREAM:
             assert events == [DELIVERED[kind]]
@@ -151,16 +143,16 @@ def stream_in(state: StreamState, *, mine: bool) -> tuple[Session, int]:
 )
 def test_every_frame_in_every_stream_state(state: StreamState, kind: type[Frame], mine: bool) -> None:
     session, number = stream_in(state, mine=mine)
-    waits = state in (StreamState.OPEN, StreamState.REMOTE_ENDED) and kind is Window
+    waits = state in (StreamState.OPEN, StreamState.REMOTE_ENDED) and kind is WindowFrame
     if waits:
         session.send(number, b"y" * limits.STREAM_WINDOW_BYTES)
         drain(session)
     frame: Frame = {
         Open: Open(number, "m"),
-        Data: Data(number, b"x"),
+        DataFrame: DataFrame(number, b"x"),
         End: End(number),
-        Cancel: Cancel(number, "internal_error", "m"),
-        Window: Window(number, limits.STREAM_WINDOW_BYTES // 2 if waits else 0),
+        CancelFrame: CancelFrame(number, "internal_error", "m"),
+        WindowFrame: WindowFrame(number, limits.STREAM_WINDOW_BYTES // 2 if waits else 0),
     }[kind]
     events = feed(session, frame)
     check(session)
@@ -177,7 +169,7 @@ def test_every_frame_in_every_stream_state(state: StreamState, kind: type[Frame]
             assert events == [Requested(number, "m", b"")]
             assert session._streams._state(number) is StreamState.OPEN
         case Act.TAKE:
-            assert events == [Received(number, b"x")]
+            assert events == [MessageReceived(number, b"x")]
             assert session._streams._state(number) is state
         case Act.END:
             assert events == [Ended(number)]
@@ -198,7 +190,7 @@ def test_every_frame_in_every_stream_state(state: StreamState, kind: type[Frame]
 def test_frames_for_a_request_that_has_not_left_yet_are_refused() -> None:
     session = opened()
     number = session.open("m", b"")
-    closed_with(feed(session, Data(number, b"x")), ProtocolError)
+    closed_with(feed(session, DataFrame(number, b"x")), ProtocolError)
 
 
 def test_numbers_of_streams_only_grow() -> None:

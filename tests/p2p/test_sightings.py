@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.p2p.sightings import Sighting, Sightings, is_plausible, read_sighting, write_text
+from fleetd.p2p.discovery.discovered import (DiscoveredPeer, DiscoveryTable, is_plausible, read_sighting, write_text)
 
 ME, OTHER = "m" * 56, "o" * 56
 HOST = "192.168.1.7"
@@ -21,13 +21,13 @@ def text(**changes: bytes | None) -> dict[bytes, bytes]:
     return {key.encode(): value for key, value in (good | changes).items() if value is not None}
 
 
-def number(index: int) -> Sighting:
+def number(index: int) -> DiscoveredPeer:
     digits = "".join(string.ascii_lowercase[int(digit)] for digit in f"{index:056d}")
-    return Sighting(digits, f"m{index}", ((HOST, 8115),), (1, 1))
+    return DiscoveredPeer(digits, f"m{index}", ((HOST, 8115),), (1, 1))
 
 
-def table(kept: set[str] | None = None) -> Sightings:
-    return Sightings(ME, (kept or set()).__contains__)
+def table(kept: set[str] | None = None) -> DiscoveryTable:
+    return DiscoveryTable(ME, (kept or set()).__contains__)
 
 
 # ---- One claim -------------------------------------------------------------------------------------------
@@ -36,7 +36,7 @@ def table(kept: set[str] | None = None) -> Sightings:
 def test_a_machine_reads_what_another_writes() -> None:
     written = write_text(node_id=OTHER, name="Anna's Studio", versions=(1, 3), pairing="7")
     wire = {key.encode(): value.encode() for key, value in written.items()}
-    assert read_sighting(wire, [HOST, "fd00::7"], 8115, loopback=False) == Sighting(
+    assert read_sighting(wire, [HOST, "fd00::7"], 8115, loopback=False) == DiscoveredPeer(
         OTHER, "Anna's Studio", ((HOST, 8115), ("fd00::7", 8115)), (1, 3), "7"
     )
 
@@ -167,7 +167,7 @@ def test_any_bytes_are_a_claim_in_form_or_nothing(
 
 def test_nobody_else_is_this_machine() -> None:
     seen = table()
-    assert not seen.heard(Sighting(ME, "me", ((HOST, 8115),), (1, 1)), "x", 0.0)
+    assert not seen.heard(DiscoveredPeer(ME, "me", ((HOST, 8115),), (1, 1)), "x", 0.0)
     assert not seen
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from simulation import Host, Weather, World
 
-from fleetd.p2p.roster import Roster
+from fleetd.p2p.membership.roster import Roster
 
 STRANGER = 90
 
@@ -240,7 +240,7 @@ def test_a_flood_of_claims_does_not_keep_members_apart() -> None:
             for host, other in itertools.permutations(hosts, 2):
                 if host.node is not None:
                     lies = [(f"10.9.{world.random.randrange(256)}.{i}", 1) for i in range(16)]
-                    host.node.mesh.sighted(other.node_id, lies, "mdns", world.now)
+                    host.node.mesh.address_seen(other.node_id, lies, "mdns", world.now)
                     host.node.perform()
 
         now_and_then(0.5, world, claim)

@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from fleetd.p2p.unreachable import explain, explain_multicast
+from fleetd.p2p.discovery.unreachable import explain, explain_multicast
 
 
 def os_error(number: int) -> OSError:

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 from fleetd import limits
 from fleetd.errors import FleetError
-from fleetd.p2p.events import Cancelled, Closed, Event, Opened, Requested
-from fleetd.p2p.frames import Frame, FrameBuffer, Hello, encode
-from fleetd.p2p.session import Session, SessionState
-from fleetd.p2p.states import StreamState
-from fleetd.p2p.stream import cost
+from fleetd.p2p.session.events import Cancelled, Closed, Event, Opened, Requested
+from fleetd.p2p.session.frames import Frame, FrameBuffer, Hello, encode
+from fleetd.p2p.session.session import Session, SessionState
+from fleetd.p2p.session.states import StreamState
+from fleetd.p2p.session.stream import cost
 
 Events = list[Event]
 

@@ -6,34 +6,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetd.plan.costs import MEASURED_TOKENS, Link, Speed, modelled
-from fleetd.plan.hardware import APPLE, GB10
-from fleetd.plan.split import chunks
+from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed, modelled
+from fleetd.plan.chip_speeds import APPLE, GB10
+from fleetd.plan.prefill.split import chunks
 
-speeds = st.builds(Speed, st.floats(1e-6, 1.0), st.just(0.0) | st.floats(1e-10, 1e-3), st.floats(0, 1.0))
+speeds = st.builds(PrefillSpeed, st.floats(1e-6, 1.0), st.just(0.0) | st.floats(1e-10, 1e-3), st.floats(0, 1.0))
 
 
 @given(speeds, st.floats(0.01, 1), st.integers(0, 10**5), st.integers(1, 10**4), st.integers(1, 4096))
-def test_chunks_add_up_to_the_whole(speed: Speed, share: float, start: int, count: int, chunk: int) -> None:
+def test_chunks_add_up_to_the_whole(speed: PrefillSpeed, share: float, start: int, count: int, chunk: int) -> None:
     tokens = range(start, start + count)
     one_by_one = sum(speed.seconds(share, part.start, len(part)) for part in chunks(tokens, chunk))
     assert speed.total(share, tokens, chunk) == pytest.approx(one_by_one, rel=1e-9)
 
 
 def test_nothing_takes_no_time() -> None:
-    speed = Speed(1.0, 1.0, 1.0)
+    speed = PrefillSpeed(1.0, 1.0, 1.0)
     assert speed.seconds(1.0, 100, 0) == speed.total(1.0, range(5, 5), 128) == 0.0
 
 
 def test_context_is_what_each_token_sees() -> None:
     """The integral: a token at place t costs ``context · t``."""
-    speed = Speed(0.0, context_s=1e-3)
+    speed = PrefillSpeed(0.0, context_s=1e-3)
     each = sum(1e-3 * (t + 0.5) for t in range(200, 300))
     assert speed.total(1.0, range(200, 300), 32) == pytest.approx(each)
 
 
 @given(speeds, st.floats(0, 1e5), st.floats(1e-3, 1e4), st.integers(1, 4096))
-def test_fitting_is_the_inverse_of_total(speed: Speed, start: float, seconds: float, chunk: int) -> None:
+def test_fitting_is_the_inverse_of_total(speed: PrefillSpeed, start: float, seconds: float, chunk: int) -> None:
     count = speed.fitting(start, seconds, chunk)
     took = count * (speed.token_s + speed.fixed_s / chunk + speed.context_s * (start + count / 2))
     assert took == pytest.approx(seconds, rel=1e-6)
@@ -41,7 +41,7 @@ def test_fitting_is_the_inverse_of_total(speed: Speed, start: float, seconds: fl
 
 @given(st.floats(1, 1e5), st.floats(0, 1e-6), st.floats(0, 1e-3))
 def test_a_measured_chunk_takes_what_was_measured(tok_s: float, context_s: float, fixed_s: float) -> None:
-    speed = Speed.measured(tok_s, context_s, fixed_s)
+    speed = PrefillSpeed.measured(tok_s, context_s, fixed_s)
     explained_s = fixed_s + context_s * MEASURED_TOKENS**2 / 2
     if explained_s < MEASURED_TOKENS / tok_s / 2:
         assert speed.seconds(1.0, 0, MEASURED_TOKENS) == pytest.approx(MEASURED_TOKENS / tok_s)
@@ -49,15 +49,15 @@ def test_a_measured_chunk_takes_what_was_measured(tok_s: float, context_s: float
 
 @given(st.floats(0, 1e12), st.floats(0, 1e12), st.floats(0, 1e12))
 def test_whatever_a_card_claims_prices_are_positive_and_finite(a: float, b: float, c: float) -> None:
-    speed = Speed.measured(a, b, c)
+    speed = PrefillSpeed.measured(a, b, c)
     assert 0 < speed.total(1.0, range(10**6), 128) < float("inf")
 
 
 def test_links_carry_bytes_and_the_worse_of_two_counts() -> None:
-    near, far = Link(1e9, 1e-4), Link(1e6, 5e-2)
+    near, far = LinkSpeed(1e9, 1e-4), LinkSpeed(1e6, 5e-2)
     assert near.seconds(5e8) == 0.5
-    assert near.and_(far) == far.and_(near) == Link(1e6, 5e-2)
-    assert Link(0.0).seconds(10) == 10
+    assert near.and_(far) == far.and_(near) == LinkSpeed(1e6, 5e-2)
+    assert LinkSpeed(0.0).seconds(10) == 10
     assert far.one_way_s == 0.025
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fleetd.limits import GIB
-from fleetd.plan import hardware
-from fleetd.plan.hardware import APPLE, CUDA, GB10, hardware_of
+from fleetd.plan import chip_speeds
+from fleetd.plan.chip_speeds import APPLE, CUDA, GB10, hardware_of
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_other_machines() -> None:
     assert large.flops == 4 * small.flops
     assert large.bytes_per_s == small.bytes_per_s
     assert hardware_of("x", "cpu", 0) == hardware_of("x", "", 1)
-    assert hardware_of("x", "cpu", 10**6) == hardware_of("x", "cpu", hardware.CPU_CORES)
+    assert hardware_of("x", "cpu", 10**6) == hardware_of("x", "cpu", chip_speeds.CPU_CORES)
 
 
 def test_within_a_generation_more_is_more() -> None:
@@ -53,7 +53,7 @@ def test_what_each_machine_is_good_at() -> None:
     assert studio.decode_tok_s(weights) > 2 * spark.decode_tok_s(weights)
 
 
-EIGHT_BILLION = int(8.03e9 * hardware.BITS_PER_WEIGHT / 8)
+EIGHT_BILLION = int(8.03e9 * chip_speeds.BITS_PER_WEIGHT / 8)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ EIGHT_BILLION = int(8.03e9 * hardware.BITS_PER_WEIGHT / 8)
         # The same answer in 2.87 s and 0.85 s.
         (APPLE[3, "Ultra"].decode_tok_s(1 << 34) / GB10.decode_tok_s(1 << 34), 2.87 / 0.85),
         # Llama-3.2-3B in 4 bits on an M4 Max (vllm-mlx).
-        (APPLE[4, "Max"].decode_tok_s(int(3.2e9 * hardware.BITS_PER_WEIGHT / 8)), 206),
+        (APPLE[4, "Max"].decode_tok_s(int(3.2e9 * chip_speeds.BITS_PER_WEIGHT / 8)), 206),
     ],
 )
 def test_modelled_speeds_are_within_a_factor_of_two_of_published_ones(
@@ -75,8 +75,8 @@ def test_modelled_speeds_are_within_a_factor_of_two_of_published_ones(
 
 
 def test_loading_takes_longer_for_larger_models_and_never_nothing() -> None:
-    assert hardware.load_s(0) == hardware.ENGINE_START_S
-    assert hardware.load_s(40 * GIB) > 20
+    assert chip_speeds.load_s(0) == chip_speeds.ENGINE_START_S
+    assert chip_speeds.load_s(40 * GIB) > 20
 
 
 def test_a_model_of_no_size_has_a_finite_speed() -> None:

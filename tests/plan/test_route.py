@@ -11,20 +11,9 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.limits import GIB
-from fleetd.plan.route import (
-    ADVANTAGE,
-    PULL_S,
-    SELF,
-    USABLE,
-    Ask,
-    Candidate,
-    Holding,
-    Ranked,
-    price,
-    route,
-)
+from fleetd.plan.route import (ADVANTAGE, PULL_S, SELF, USABLE, RouteQuestion, Candidate, Holding, Ranked, price, route)
 
-ASK = Ask("qwen3-8b", prompt_tokens=2000, max_tokens=200)
+ASK = RouteQuestion("qwen3-8b", prompt_tokens=2000, max_tokens=200)
 HELD = Holding("d1", "loaded", 4 * GIB, 6 * GIB, prefill_tok_s=400.0, decode_tok_s=40.0, roles=("chat",))
 
 
@@ -72,8 +61,8 @@ def test_the_machine_that_finishes_first() -> None:
 def test_prompts_and_answers_weigh_as_they_take() -> None:
     reader = peer("reader", model=replace(HELD, prefill_tok_s=4000.0, decode_tok_s=20.0))
     writer = peer("writer", model=replace(HELD, prefill_tok_s=200.0, decode_tok_s=100.0))
-    assert order(route(Ask("m", 50_000, 50), [reader, writer])) == ["reader", "writer"]
-    assert order(route(Ask("m", 50, 2000), [reader, writer])) == ["writer", "reader"]
+    assert order(route(RouteQuestion("m", 50_000, 50), [reader, writer])) == ["reader", "writer"]
+    assert order(route(RouteQuestion("m", 50, 2000), [reader, writer])) == ["writer", "reader"]
 
 
 @pytest.mark.parametrize(("faster", "first"), [(1.05, ""), (1.10, ""), (1.12, "a"), (2, "a"), (0.5, "")])
@@ -107,7 +96,7 @@ def test_answers_that_run_already_slow_another_one() -> None:
 def test_equal_machines_come_by_their_ids_and_this_one_first() -> None:
     # So fast that both prices are nothing.
     fast = replace(HELD, prefill_tok_s=1e12, decode_tok_s=1e12)
-    nothing = Ask("m", 0, 0)
+    nothing = RouteQuestion("m", 0, 0)
     machines = [peer("b", model=fast), peer("a", model=fast), here(model=fast)]
     assert order(route(nothing, machines)) == ["", "a", "b"]
 
@@ -334,7 +323,7 @@ fleets = st.tuples(*(st.none() | machine(node_id) for node_id in ("", "a", "b", 
     lambda found: [candidate for candidate in found if candidate is not None]
 )
 asks = st.builds(
-    Ask,
+    RouteQuestion,
     model=st.just("m"),
     prompt_tokens=st.integers(0, 1_000_000),
     max_tokens=st.integers(0, 100_000),
@@ -345,7 +334,7 @@ asks = st.builds(
 
 @given(asks, fleets)
 def test_attack_a_machine_that_may_not_see_a_prompt_is_never_proposed(
-    ask: Ask, fleet: list[Candidate]
+    ask: RouteQuestion, fleet: list[Candidate]
 ) -> None:
     ranked = route(ask, fleet)
     by_id = {candidate.node_id: candidate for candidate in fleet}
@@ -366,7 +355,7 @@ def test_attack_a_machine_that_may_not_see_a_prompt_is_never_proposed(
 
 
 @given(asks, fleets, st.randoms(use_true_random=False))
-def test_the_order_of_the_candidates_changes_nothing(ask: Ask, fleet: list[Candidate], chance: Any) -> None:
+def test_the_order_of_the_candidates_changes_nothing(ask: RouteQuestion, fleet: list[Candidate], chance: Any) -> None:
     shuffled = list(fleet)
     chance.shuffle(shuffled)
     assert route(ask, shuffled) == route(ask, fleet)
@@ -374,7 +363,7 @@ def test_the_order_of_the_candidates_changes_nothing(ask: Ask, fleet: list[Candi
 
 @given(asks, fleets, st.data())
 def test_more_load_never_makes_a_machine_more_wanted(
-    ask: Ask, fleet: list[Candidate], data: st.DataObject
+    ask: RouteQuestion, fleet: list[Candidate], data: st.DataObject
 ) -> None:
     assume(fleet)
     chosen = data.draw(st.sampled_from(fleet))
@@ -395,7 +384,7 @@ def test_more_load_never_makes_a_machine_more_wanted(
 
 
 @given(asks, fleets)
-def test_prices_are_figures_and_best_comes_first(ask: Ask, fleet: list[Candidate]) -> None:
+def test_prices_are_figures_and_best_comes_first(ask: RouteQuestion, fleet: list[Candidate]) -> None:
     ranked = route(ask, fleet)
     for placement in ranked.placements:
         assert 0 <= placement.price.total_s < float("inf")

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetd.plan.costs import Link, Speed
-from fleetd.plan.schedule import SETUP_ROUND_TRIPS, SETUP_S, Place, Prompt, timeline
-from fleetd.plan.split import Split, checked
+from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.prefill.schedule import (SETUP_ROUND_TRIPS, SETUP_S, Place, PrefillSize, timeline)
+from fleetd.plan.prefill.split import Split, checked
 
-NO_LINK = Link(1e18, 0.0)
-PROMPT = Prompt(tokens=8192, cached=0, layers=32, kv_bytes_per_token=131072, hidden_bytes=8192, chunk=1024)
+NO_LINK = LinkSpeed(1e18, 0.0)
+PROMPT = PrefillSize(tokens=8192, cached=0, layers=32, kv_bytes_per_token=131072, hidden_bytes=8192, chunk=1024)
 
 
-def split(prompt: Prompt, kind: str, cuts: tuple[int, ...], chunk: int) -> Split:
+def split(prompt: PrefillSize, kind: str, cuts: tuple[int, ...], chunk: int) -> Split:
     made = Split(kind, cuts, prompt.layers, prompt.cached, prompt.tokens, chunk)  # type: ignore[arg-type]
     return checked(made)
 
 
-def seconds(prompt: Prompt, made: Split, helpers: list[Place], home: Speed) -> float:
+def seconds(prompt: PrefillSize, made: Split, helpers: list[Place], home: PrefillSpeed) -> float:
     line = timeline(prompt, made, helpers, home)
     steps = (line.agreed_s, line.prefix_s, line.waited_s, line.computed_s, line.exposed_s)
     assert min(steps) >= 0, line
@@ -32,7 +32,7 @@ def seconds(prompt: Prompt, made: Split, helpers: list[Place], home: Speed) -> f
 # ---- The schedule, played through ------------------------------------------------------------------------
 
 
-def played(prompt: Prompt, made: Split, helpers: list[Place], home: Speed) -> float:
+def played(prompt: PrefillSize, made: Split, helpers: list[Place], home: PrefillSpeed) -> float:
     """The same, one event after another: what the closed form has to agree with."""
     links = [helper.link for helper in helpers]
     speeds = [*(helper.speed for helper in helpers), home]
@@ -51,10 +51,10 @@ def played(prompt: Prompt, made: Split, helpers: list[Place], home: Speed) -> fl
 
 
 def _layers(
-    prompt: Prompt,
+    prompt: PrefillSize,
     made: Split,
-    links: list[Link],
-    speeds: list[Speed],
+    links: list[LinkSpeed],
+    speeds: list[PrefillSpeed],
     begun: float,
     free_home: float,
     port: float,
@@ -88,10 +88,10 @@ def _layers(
 
 
 def _tokens(
-    prompt: Prompt,
+    prompt: PrefillSize,
     made: Split,
-    links: list[Link],
-    speeds: list[Speed],
+    links: list[LinkSpeed],
+    speeds: list[PrefillSpeed],
     begun: float,
     free_home: float,
     port: float,
@@ -120,23 +120,23 @@ def _tokens(
 
 
 speeds = st.builds(
-    Speed,
+    PrefillSpeed,
     token_s=st.floats(1e-5, 1e-1),
     context_s=st.sampled_from([0.0, 1e-8, 1e-6, 1e-4]) | st.floats(0, 1e-4),
     fixed_s=st.floats(0, 1.0),
 )
-links = st.builds(Link, bytes_per_s=st.floats(1e4, 1e11), rtt_s=st.floats(0, 0.2))
+links = st.builds(LinkSpeed, bytes_per_s=st.floats(1e4, 1e11), rtt_s=st.floats(0, 0.2))
 
 
 @st.composite
-def cases(draw: st.DrawFn, kind: str) -> tuple[Prompt, Split, list[Place], Speed]:
+def cases(draw: st.DrawFn, kind: str) -> tuple[PrefillSize, Split, list[Place], PrefillSpeed]:
     helpers = draw(st.lists(st.builds(Place, speeds, links), min_size=1, max_size=3))
     chunk = draw(st.sampled_from([1, 7, 128, 1000]))
     pieces = draw(st.integers(len(helpers) + 1, 60))
     cached = draw(st.integers(0, 5000))
     new = max(1, pieces * chunk - draw(st.integers(0, chunk - 1)))
     layers = draw(st.integers(len(helpers) + 1, 40))
-    prompt = Prompt(
+    prompt = PrefillSize(
         tokens=cached + new,
         cached=cached,
         layers=layers,
@@ -166,10 +166,10 @@ def test_the_price_is_what_the_schedule_takes(kind: str, data: st.DataObject) ->
 
 # ---- What is known of such schedules ---------------------------------------------------------------------
 
-EVEN = Speed(token_s=1e-3)
+EVEN = PrefillSpeed(token_s=1e-3)
 
 
-def overhead(prompt: Prompt) -> float:
+def overhead(prompt: PrefillSize) -> float:
     """Before anybody computes, over links that cost nothing."""
     return SETUP_S + 4 * prompt.tokens / NO_LINK.bytes_per_s
 
@@ -207,7 +207,7 @@ def test_unequal_machines_reach_the_sum_of_their_rates(fast: float, share: float
 
 
 def test_a_link_that_is_the_bottleneck_takes_its_bytes() -> None:
-    link = Link(1e7)
+    link = LinkSpeed(1e7)
     made = split(PROMPT, "layers", (0, 16, 32), 128)
     took = seconds(PROMPT, made, [Place(EVEN, link)], EVEN)
     sent = PROMPT.tokens * (PROMPT.kv_bytes_per_token / 2 + PROMPT.hidden_bytes)
@@ -224,14 +224,14 @@ def test_all_of_a_prefill_elsewhere_hides_its_rows_from_b_times_p_on(factor: flo
     helper = EVEN.times(0.1)
     needed = PROMPT.kv_bytes_per_token / helper.token_s  # bytes per token times tokens per second
     made = split(PROMPT, "layers", (0, 32, 32), 128)
-    line = timeline(PROMPT, made, [Place(helper, Link(factor * needed))], EVEN)
+    line = timeline(PROMPT, made, [Place(helper, LinkSpeed(factor * needed))], EVEN)
     one_chunk_s = helper.seconds(1.0, 0, 128)
     assert (line.exposed_s <= 1.001 * one_chunk_s) is hidden
     assert line.computed_s == 0.0
 
 
 def test_only_the_last_chunk_is_exposed_and_less_of_it_in_smaller_chunks() -> None:
-    link = Link(1.25e9)
+    link = LinkSpeed(1.25e9)
     exposed = []
     for chunk in (2048, 512):
         made = split(PROMPT, "layers", (0, 32, 32), chunk)
@@ -242,7 +242,7 @@ def test_only_the_last_chunk_is_exposed_and_less_of_it_in_smaller_chunks() -> No
 
 
 def test_a_cached_prefix_is_sent_first_and_only_for_the_layers_that_need_it() -> None:
-    prompt, link = replace(PROMPT, cached=4096), Link(1e8)
+    prompt, link = replace(PROMPT, cached=4096), LinkSpeed(1e8)
     place = [Place(EVEN, link)]
     half = timeline(prompt, split(prompt, "layers", (0, 16, 32), 512), place, EVEN)
     every = timeline(prompt, split(prompt, "tokens", (4096, 6144, 8192), 512), place, EVEN)

@@ -14,46 +14,33 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.limits import GIB
-from fleetd.plan import schedule
+from fleetd.plan.prefill import schedule
 from fleetd.plan.route import ADVANTAGE, CAUTION
-from fleetd.plan.sharing import (
-    BUSY_FROM,
-    HYSTERESIS,
-    Choice,
-    Link,
-    Load,
-    Machine,
-    Option,
-    Prompt,
-    Speed,
-    choose,
-    options,
-    refusal,
-)
-from fleetd.plan.split import checked
+from fleetd.plan.prefill.choice import (BUSY_FROM, HYSTERESIS, PlanChoice, LinkSpeed, Load, HelperSpec, PrefillOption, PrefillSize, PrefillSpeed, choose, options, refusal)
+from fleetd.plan.prefill.split import checked
 
-PROMPT = Prompt(8192, 0, 32, 131072, 8192, 512, weights_bytes=5 * GIB)
-SPEED = Speed(token_s=1e-3, context_s=1e-8, fixed_s=0.01)
-HOME = Machine("", "this", SPEED)
-LAN = Link(1.1e9, 3e-4)
+PROMPT = PrefillSize(8192, 0, 32, 131072, 8192, 512, weights_bytes=5 * GIB)
+SPEED = PrefillSpeed(token_s=1e-3, context_s=1e-8, fixed_s=0.01)
+HOME = HelperSpec("", "this", SPEED)
+LAN = LinkSpeed(1.1e9, 3e-4)
 
 
-def helper(node_id: str = "a", faster: float = 1.0, link: Link = LAN, **fields: Any) -> Machine:
-    return replace(Machine(node_id, node_id, SPEED.times(1 / faster), link), **fields)
+def helper(node_id: str = "a", faster: float = 1.0, link: LinkSpeed = LAN, **fields: Any) -> HelperSpec:
+    return replace(HelperSpec(node_id, node_id, SPEED.times(1 / faster), link), **fields)
 
 
 def chosen(
-    *helpers: Machine, prompt: Prompt = PROMPT, previous: Option | None = None, home: Machine = HOME
-) -> Choice:
+    *helpers: HelperSpec, prompt: PrefillSize = PROMPT, previous: PrefillOption | None = None, home: HelperSpec = HOME
+) -> PlanChoice:
     return choose(options(prompt, home, helpers), previous)
 
 
-def of(found: Sequence[Option], kind: str, *helpers: str) -> Option:
+def of(found: Sequence[PrefillOption], kind: str, *helpers: str) -> PrefillOption:
     (option,) = [o for o in found if o.kind == kind and set(o.helpers) == set(helpers)]
     return option
 
 
-def why(choice: Choice, node_id: str, kind: str = "any") -> tuple[str, str]:
+def why(choice: PlanChoice, node_id: str, kind: str = "any") -> tuple[str, str]:
     option = of(choice.rejected, kind, node_id)
     return option.code, option.reason
 
@@ -98,7 +85,7 @@ def test_who_takes_whole_prompts_only_is_passed_over_for_others() -> None:
 
 @pytest.mark.parametrize("faster", [0.25, 0.5, 1, 2, 4, 8])
 def test_unequal_machines_come_near_the_sum_of_their_rates(faster: float) -> None:
-    prompt, speed = replace(PROMPT, tokens=60_000), Speed(1e-3, 0.0, 0.01)
+    prompt, speed = replace(PROMPT, tokens=60_000), PrefillSpeed(1e-3, 0.0, 0.01)
     other = helper(speed=speed.times(1 / faster))
     choice = chosen(other, prompt=prompt, home=replace(HOME, speed=speed))
     alone_s = of([choice.best, *choice.rejected], "local").predicted_s
@@ -161,14 +148,14 @@ def test_exact_chunks_are_kept() -> None:
 
 # ---- Never slower ----------------------------------------------------------------------------------------
 
-speeds = st.builds(Speed, st.floats(1e-5, 1e-2), st.just(0.0) | st.floats(1e-9, 1e-6), st.floats(0, 0.2))
-links = st.builds(Link, st.floats(1e5, 1e10), st.floats(0, 0.1))
+speeds = st.builds(PrefillSpeed, st.floats(1e-5, 1e-2), st.just(0.0) | st.floats(1e-9, 1e-6), st.floats(0, 0.2))
+links = st.builds(LinkSpeed, st.floats(1e5, 1e10), st.floats(0, 0.1))
 
 
 @st.composite
-def prompts(draw: st.DrawFn) -> Prompt:
+def prompts(draw: st.DrawFn) -> PrefillSize:
     new, cached = draw(st.integers(1, 40_000)), draw(st.just(0) | st.integers(0, 20_000))
-    return Prompt(
+    return PrefillSize(
         tokens=cached + new,
         cached=cached,
         layers=draw(st.integers(1, 80)),
@@ -181,10 +168,10 @@ def prompts(draw: st.DrawFn) -> Prompt:
 
 
 @st.composite
-def helpers(draw: st.DrawFn, at_most: int = 3) -> list[Machine]:
+def helpers(draw: st.DrawFn, at_most: int = 3) -> list[HelperSpec]:
     count = draw(st.integers(1, at_most))
     return [
-        Machine(
+        HelperSpec(
             name,
             name,
             draw(speeds),
@@ -200,7 +187,7 @@ def helpers(draw: st.DrawFn, at_most: int = 3) -> list[Machine]:
 
 
 @st.composite
-def holders(draw: st.DrawFn, layers: int) -> list[Machine]:
+def holders(draw: st.DrawFn, layers: int) -> list[HelperSpec]:
     """Machines of which most have only some layers."""
     found = []
     for machine in draw(helpers()):
@@ -213,7 +200,7 @@ def holders(draw: st.DrawFn, layers: int) -> list[Machine]:
 @settings(max_examples=60)
 @given(prompts(), speeds, helpers())
 def test_the_chosen_way_is_never_slower_and_every_way_is_valid(
-    prompt: Prompt, speed: Speed, others: list[Machine]
+    prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec]
 ) -> None:
     home = replace(HOME, speed=speed)
     found = options(prompt, home, others)
@@ -244,7 +231,7 @@ def test_the_chosen_way_is_never_slower_and_every_way_is_valid(
 
 @settings(max_examples=60)
 @given(prompts(), speeds, helpers())
-def test_what_does_not_fit_is_not_offered(prompt: Prompt, speed: Speed, others: list[Machine]) -> None:
+def test_what_does_not_fit_is_not_offered(prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec]) -> None:
     room = {machine.node_id: machine for machine in others}
     for option in options(prompt, replace(HOME, speed=speed), others):
         if (split := option.split) is None:
@@ -259,7 +246,7 @@ def test_what_does_not_fit_is_not_offered(prompt: Prompt, speed: Speed, others: 
 @settings(max_examples=100)
 @given(prompts(), speeds, st.data())
 def test_nobody_is_given_layers_that_it_does_not_have(
-    prompt: Prompt, speed: Speed, data: st.DataObject
+    prompt: PrefillSize, speed: PrefillSpeed, data: st.DataObject
 ) -> None:
     others = data.draw(holders(prompt.layers))
     held = {machine.node_id: machine.held or (0, prompt.layers) for machine in others}
@@ -277,7 +264,7 @@ def test_nobody_is_given_layers_that_it_does_not_have(
 @settings(max_examples=60)
 @given(prompts(), speeds, helpers(), st.randoms(use_true_random=False))
 def test_equal_questions_have_equal_answers(
-    prompt: Prompt, speed: Speed, others: list[Machine], random: Any
+    prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec], random: Any
 ) -> None:
     home, shuffled = replace(HOME, speed=speed), list(others)
     random.shuffle(shuffled)
@@ -286,7 +273,7 @@ def test_equal_questions_have_equal_answers(
 
 @settings(max_examples=60)
 @given(prompts(), speeds, helpers())
-def test_one_helper_more_never_makes_it_slower(prompt: Prompt, speed: Speed, others: list[Machine]) -> None:
+def test_one_helper_more_never_makes_it_slower(prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec]) -> None:
     home = replace(HOME, speed=speed)
     usable = [replace(machine, modelled=False) for machine in others]
     fewer, more = (chosen(*some, prompt=prompt, home=home).best for some in (usable[:-1], usable))
@@ -296,16 +283,16 @@ def test_one_helper_more_never_makes_it_slower(prompt: Prompt, speed: Speed, oth
 @settings(max_examples=60)
 @given(prompts(), speeds, helpers(at_most=2), st.floats(1, 1000), st.floats(0, 1))
 def test_a_faster_link_never_makes_it_slower(
-    prompt: Prompt, speed: Speed, others: list[Machine], wider: float, nearer: float
+    prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec], wider: float, nearer: float
 ) -> None:
     """But for the grain of the search: cuts are tried near where machines are balanced."""
     home = replace(HOME, speed=speed)
 
-    def cheapest(machines: Sequence[Machine]) -> float:
+    def cheapest(machines: Sequence[HelperSpec]) -> float:
         return min(o.predicted_s for o in options(prompt, home, machines) if o.priced)
 
     better = [
-        replace(m, link=Link(m.link.bytes_per_s * wider, m.link.rtt_s * nearer)) for m in others if m.link
+        replace(m, link=LinkSpeed(m.link.bytes_per_s * wider, m.link.rtt_s * nearer)) for m in others if m.link
     ]
     assert cheapest(better) <= cheapest(others) * 1.03
 
@@ -314,7 +301,7 @@ def test_a_faster_link_never_makes_it_slower(
 @pytest.mark.parametrize("slower", [1.0, 1.3, 2.9])
 def test_chunks_are_fitted_to_where_balanced_machines_are_cut(tokens: int, slower: float) -> None:
     """Nobody waits long for the other: with chunks of 256 only, it could be half a chunk."""
-    speed = Speed(3e-3, 1e-6, 0.08)
+    speed = PrefillSpeed(3e-3, 1e-6, 0.08)
     short = replace(PROMPT, tokens=tokens, chunk=256)
     others = [replace(helper("a", 1, LAN), speed=speed.times(slower))]
     split = next(o for o in options(short, replace(HOME, speed=speed), others) if o.kind == "tokens").split
@@ -331,8 +318,8 @@ def test_chunks_are_fitted_to_where_balanced_machines_are_cut(tokens: int, slowe
 
 
 @pytest.mark.parametrize("tokens", [1000, 64_000])
-@pytest.mark.parametrize("speed", [SPEED, Speed(1e-4, 1e-9, 1e-3), Speed(1e-2, 1e-6, 1.0)])
-def test_planning_is_quick(tokens: int, speed: Speed, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("speed", [SPEED, PrefillSpeed(1e-4, 1e-9, 1e-3), PrefillSpeed(1e-2, 1e-6, 1.0)])
+def test_planning_is_quick(tokens: int, speed: PrefillSpeed, monkeypatch: pytest.MonkeyPatch) -> None:
     """Schedules priced, each in some 20 µs whatever the prompt's length: 8 ms in all."""
     priced: Counter[str] = Counter()
     for way in ("layers", "tokens"):
@@ -345,8 +332,8 @@ def test_planning_is_quick(tokens: int, speed: Speed, monkeypatch: pytest.Monkey
         monkeypatch.setattr(schedule.Chain, way, counted)
     others = [
         replace(helper("a", 1, LAN), speed=speed),
-        replace(helper("b", 1, Link(1e8, 1e-3)), speed=speed.times(0.5)),
-        replace(helper("c", 1, Link(1.2e8, 1e-3)), speed=speed.times(3)),
+        replace(helper("b", 1, LinkSpeed(1e8, 1e-3)), speed=speed.times(0.5)),
+        replace(helper("c", 1, LinkSpeed(1.2e8, 1e-3)), speed=speed.times(3)),
     ]
     options(replace(PROMPT, tokens=tokens, layers=64), replace(HOME, speed=speed), others)
     assert priced["layers"] <= 150
@@ -365,7 +352,7 @@ def test_a_prompt_that_cannot_be_shared_says_why() -> None:
 @pytest.mark.parametrize(("new", "shared"), [(limits.SHARE_LEAST_TOKENS - 1, False), (2000, True)])
 def test_what_counts_is_what_is_new_of_a_prompt(new: int, shared: bool) -> None:
     prompt = replace(PROMPT, tokens=8192, cached=8192 - new)
-    choice = chosen(helper(link=Link(1e10, 1e-4)), prompt=prompt)
+    choice = chosen(helper(link=LinkSpeed(1e10, 1e-4)), prompt=prompt)
     assert (choice.best.kind != "local") is shared
     if not shared:
         assert why(choice, "a")[0] == "short"
@@ -393,7 +380,7 @@ def test_a_busy_helper_gets_less_and_a_very_busy_one_nothing() -> None:
 
 
 def test_what_keeps_this_machine_busy_makes_help_worth_more() -> None:
-    slow = Link(4e8, 1e-3)
+    slow = LinkSpeed(4e8, 1e-3)
     idle, busy = (chosen(helper(faster=0.3, link=slow), home=replace(HOME, running=n)).best for n in (0, 2))
     assert idle.split is not None
     assert busy.split is not None
@@ -417,18 +404,18 @@ def test_a_machine_without_room_says_how_much_it_has() -> None:
 
 
 def test_a_slow_link_says_what_would_do_and_that_does() -> None:
-    choice = chosen(helper(link=Link(5e6, 1e-3)))
+    choice = chosen(helper(link=LinkSpeed(5e6, 1e-3)))
     assert choice.best.kind == "local"
     code, sentence = why(choice, "a", "tokens")
     assert code == "slow_link"
     found = re.search(r"carries ([\d.]+) MB/s; ([\d.]+) MB/s would do", sentence)
     assert found is not None, sentence
     assert float(found[1]) == 5
-    assert chosen(helper(link=Link(1.02e6 * float(found[2]), 1e-3))).best.kind != "local"
+    assert chosen(helper(link=LinkSpeed(1.02e6 * float(found[2]), 1e-3))).best.kind != "local"
 
 
 def test_a_far_link_says_how_far() -> None:
-    choice = chosen(helper(link=Link(1e12, 2.0)))
+    choice = chosen(helper(link=LinkSpeed(1e12, 2.0)))
     assert choice.best.kind == "local"
     assert why(choice, "a", "tokens")[0] == "slow_link"
     assert "2000 ms" in why(choice, "a", "tokens")[1]
@@ -445,7 +432,7 @@ def test_a_cold_helper_is_not_waited_for_but_told_to_load() -> None:
 
 
 def test_a_cold_helper_that_would_be_no_use_is_left_alone() -> None:
-    assert chosen(helper(loaded=False, load_s=9.0, link=Link(1e6))).warm == ()
+    assert chosen(helper(loaded=False, load_s=9.0, link=LinkSpeed(1e6))).warm == ()
     # With a warm one at hand it has to be better than that.
     slow = helper("slow", faster=0.05, loaded=False, load_s=9.0)
     assert chosen(helper("warm"), slow).warm == ()
@@ -476,7 +463,7 @@ def test_layers_that_others_have_to_come_before_help_only_with_those() -> None:
         "late has layers 12-31 only: others would have to compute what is before.",
     )
     # Its link is the slowest, and still it comes last.
-    early = helper("early", held=(0, 14), link=Link(2e9, 3e-4))
+    early = helper("early", held=(0, 14), link=LinkSpeed(2e9, 3e-4))
     best = chosen(late, early, prompt=prompt).best
     assert (best.kind, best.helpers) == ("layers", ("early", "late"))
     assert best.split is not None
@@ -525,9 +512,9 @@ def test_an_embedding_takes_room_on_whoever_begins() -> None:
 # ---- Clearly faster, and steady --------------------------------------------------------------------------
 
 
-def priced(kind: Any, seconds: float, *helpers: str, **fields: Any) -> Option:
+def priced(kind: Any, seconds: float, *helpers: str, **fields: Any) -> PrefillOption:
     split = of(options(PROMPT, HOME, [helper()]), "tokens", "a").split if kind != "local" else None
-    return Option(kind, helpers, helpers, split, seconds, (("computed", seconds),), **fields)
+    return PrefillOption(kind, helpers, helpers, split, seconds, (("computed", seconds),), **fields)
 
 
 def test_a_tenth_is_asked_of_another_machine() -> None:

@@ -11,20 +11,20 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.plan.costs import Link, Speed
-from fleetd.plan.smart import AROUND_TOKENS, Asked, Scorer, plan
+from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.scoring import AROUND_TOKENS, SmartPrefillQuestion, Scorer, plan
 
 N = 8000
-TARGET = Speed(1 / 500)
-SMALL = Speed(1 / 8000)
+TARGET = PrefillSpeed(1 / 500)
+SMALL = PrefillSpeed(1 / 8000)
 
 
-def scorer(node_id: str = "", speed: Speed = SMALL, **fields: object) -> Scorer:
+def scorer(node_id: str = "", speed: PrefillSpeed = SMALL, **fields: object) -> Scorer:
     return Scorer(node_id, node_id or "this", speed, **fields)  # type: ignore[arg-type]
 
 
-def asked(ratio: float = 0.2, tokens: int = N, target: Speed = TARGET) -> Asked:
-    return Asked(tokens, ratio, target, dense_s=target.total(1.0, range(tokens), 256))
+def asked(ratio: float = 0.2, tokens: int = N, target: PrefillSpeed = TARGET) -> SmartPrefillQuestion:
+    return SmartPrefillQuestion(tokens, ratio, target, dense_s=target.total(1.0, range(tokens), 256))
 
 
 def test_a_scorer_of_a_sixteenth_of_the_cost_pays() -> None:
@@ -44,8 +44,8 @@ def test_the_price_is_the_formula() -> None:
 
 
 def test_attention_shrinks_with_the_square() -> None:
-    quadratic = Speed(1e-6, context_s=1e-6)
-    found = plan(asked(target=quadratic), [scorer(speed=Speed(1e-9))])
+    quadratic = PrefillSpeed(1e-6, context_s=1e-6)
+    found = plan(asked(target=quadratic), [scorer(speed=PrefillSpeed(1e-9))])
     assert found.prefill_s / found.dense_s == pytest.approx(0.04, rel=0.05)
 
 
@@ -65,8 +65,8 @@ def test_what_would_not_pay_is_declined_with_the_figures(share: float, code: str
 
 
 def test_what_nobody_measured_is_not_declined() -> None:
-    assert plan(asked(), [scorer(speed=Speed(1.0), measured=False)]).worth_it
-    assert plan(Asked(N, 0.2, None), [scorer(speed=Speed(1.0))]).worth_it
+    assert plan(asked(), [scorer(speed=PrefillSpeed(1.0), measured=False)]).worth_it
+    assert plan(SmartPrefillQuestion(N, 0.2, None), [scorer(speed=PrefillSpeed(1.0))]).worth_it
 
 
 def test_nobody_to_score_is_said() -> None:
@@ -75,13 +75,13 @@ def test_nobody_to_score_is_said() -> None:
 
 def test_two_machines_halve_the_scoring_of_a_long_prompt() -> None:
     one = plan(asked(tokens=32_000), [scorer("a")])
-    two = plan(asked(tokens=32_000), [scorer("a"), scorer("b", link=Link(1e9, 0.001))])
+    two = plan(asked(tokens=32_000), [scorer("a"), scorer("b", link=LinkSpeed(1e9, 0.001))])
     assert len(two.parts) == 2
     assert one.score_s / two.score_s > 1.8
 
 
 def test_a_second_machine_that_gains_little_is_left_alone() -> None:
-    slow = scorer("b", Speed(1 / 200), link=Link(1e6, 0.1))
+    slow = scorer("b", PrefillSpeed(1 / 200), link=LinkSpeed(1e6, 0.1))
     assert [part.scorer.node_id for part in plan(asked(), [scorer("a"), slow]).parts] == ["a"]
 
 
@@ -118,7 +118,7 @@ def test_segments_have_a_bound() -> None:
     assert part.count == limits.SMART_SEGMENTS
 
 
-speeds = st.builds(Speed, st.floats(1e-6, 1e-1), st.floats(0, 1e-6), st.floats(0, 1e-2))
+speeds = st.builds(PrefillSpeed, st.floats(1e-6, 1e-1), st.floats(0, 1e-6), st.floats(0, 1e-2))
 scorers = st.lists(
     st.builds(
         Scorer,
@@ -126,7 +126,7 @@ scorers = st.lists(
         st.just("x"),
         speeds,
         st.floats(0.1, 1.0),
-        st.none() | st.builds(Link, st.floats(1, 1e9), st.floats(0, 1)),
+        st.none() | st.builds(LinkSpeed, st.floats(1, 1e9), st.floats(0, 1)),
         st.sampled_from(["tiny", "small", "standard", "large", ""]),
         st.floats(0, 30),
         st.integers(0, 9),
@@ -137,7 +137,7 @@ scorers = st.lists(
 )
 
 
-@example([scorer("a", Speed(1 / 16)), scorer("b", Speed(1 / 16))], 1, 1.0, random.Random(0))
+@example([scorer("a", PrefillSpeed(1 / 16)), scorer("b", PrefillSpeed(1 / 16))], 1, 1.0, random.Random(0))
 @given(scorers, st.integers(1, 200_000), st.floats(0.01, 1.0), st.randoms())
 def test_parts_tile_the_text_whatever_the_order(
     able: list[Scorer], tokens: int, ratio: float, draw: object

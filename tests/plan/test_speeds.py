@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.plan.costs import MEASURED_TOKENS
-from fleetd.plan.speeds import DECODE_TOKENS, PREFILL_TOKENS, Speed, SpeedBook
+from fleetd.plan.model_speeds import DECODE_TOKENS, PREFILL_TOKENS, MeasuredSpeed, ModelSpeeds
 
 RUN = {
     "prompt_tokens": 1000,
@@ -22,8 +22,8 @@ RUN = {
 }
 
 
-def after(*runs: dict[str, Any], seed: Speed | None = None) -> Speed:
-    book = SpeedBook()
+def after(*runs: dict[str, Any], seed: MeasuredSpeed | None = None) -> MeasuredSpeed:
+    book = ModelSpeeds()
     if seed is not None:
         book.seed("m", *astuple(seed))
     for run in runs:
@@ -32,11 +32,11 @@ def after(*runs: dict[str, Any], seed: Speed | None = None) -> Speed:
 
 
 def test_nothing_is_known_of_a_model_that_never_ran() -> None:
-    assert SpeedBook().of("m") == Speed(0.0, 0.0)
+    assert ModelSpeeds().of("m") == MeasuredSpeed(0.0, 0.0)
 
 
 def test_the_first_run_is_taken_as_it_is() -> None:
-    assert after({}) == Speed(500.0, 25.0)
+    assert after({}) == MeasuredSpeed(500.0, 25.0)
 
 
 def test_what_came_from_the_cache_was_not_computed() -> None:
@@ -44,11 +44,11 @@ def test_what_came_from_the_cache_was_not_computed() -> None:
 
 
 def test_a_load_replaces_what_was_known() -> None:
-    assert after({}, seed=None) == Speed(500.0, 25.0)
-    book = SpeedBook()
+    assert after({}, seed=None) == MeasuredSpeed(500.0, 25.0)
+    book = ModelSpeeds()
     book.ran("m", **RUN)
     book.seed("m", 10.0, 1.0)
-    assert book.of("m") == Speed(10.0, 1.0)
+    assert book.of("m") == MeasuredSpeed(10.0, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_a_short_answer_teaches_nothing(change: dict[str, Any], known: bool) -> 
 
 
 def test_runs_move_the_figure_and_slow_ones_move_it_less() -> None:
-    seed = Speed(1000.0, 50.0)
+    seed = MeasuredSpeed(1000.0, 50.0)
     slower = after({}, seed=seed)  # 500 and 25
     faster = after({"prefill_s": 2 / 3, "decode_s": 4 / 3}, seed=seed)  # 1500 and 75
     assert 0 < 1000 - slower.prefill_tok_s < faster.prefill_tok_s - 1000
@@ -86,23 +86,23 @@ def test_runs_move_the_figure_and_slow_ones_move_it_less() -> None:
 
 @given(st.floats(1, 1e5), st.floats(1, 1e5))
 def test_a_steady_speed_is_found_wherever_one_begins(begin: float, truth: float) -> None:
-    speed = after(*[{"prefill_s": 1000 / truth}] * 300, seed=Speed(begin, 1.0))
+    speed = after(*[{"prefill_s": 1000 / truth}] * 300, seed=MeasuredSpeed(begin, 1.0))
     assert speed.prefill_tok_s == pytest.approx(truth, rel=0.05)
 
 
 def test_a_shared_prefill_says_nothing_of_this_machine_but_its_decode_does() -> None:
-    speed = after({"prefill_s": 0.1, "shared": True}, seed=Speed(100.0, 1.0, 1e-6, 1e-3))
+    speed = after({"prefill_s": 0.1, "shared": True}, seed=MeasuredSpeed(100.0, 1.0, 1e-6, 1e-3))
     assert (speed.prefill_tok_s, speed.prefill_context_s) == (100.0, 1e-6)
     assert speed.decode_tok_s > 1.0
 
 
-def took(truth: Speed, cached: int, count: int) -> dict[str, Any]:
+def took(truth: MeasuredSpeed, cached: int, count: int) -> dict[str, Any]:
     seconds = truth.prefill.total(1.0, range(cached, cached + count), MEASURED_TOKENS)
     return {"prompt_tokens": cached + count, "cached_tokens": cached, "prefill_s": seconds}
 
 
 def test_a_run_as_expected_changes_nothing_however_long_its_context() -> None:
-    seed = Speed(300.0, 25.0, 1.2e-6, 0.05)
+    seed = MeasuredSpeed(300.0, 25.0, 1.2e-6, 0.05)
     run = took(seed, 6000, 2000)
     assert 2000 / run["prefill_s"] < 100, "or it would not be a long one"
     speed = after(run, seed=seed)
@@ -113,8 +113,8 @@ def test_a_run_as_expected_changes_nothing_however_long_its_context() -> None:
 @settings(max_examples=30)
 @given(st.floats(0.3, 3), st.floats(0.3, 3))
 def test_context_and_the_rest_are_told_apart_by_prompts_of_different_lengths(a: float, b: float) -> None:
-    truth = Speed(300.0, 25.0, 1e-6, 0.02)
-    seed = Speed(a * 300.0, 25.0, b * 1e-6, 0.02)
+    truth = MeasuredSpeed(300.0, 25.0, 1e-6, 0.02)
+    seed = MeasuredSpeed(a * 300.0, 25.0, b * 1e-6, 0.02)
     runs = [took(truth, cached, count) for cached, count in ((0, 300), (0, 4000), (6000, 2000))]
     found = after(*(runs * 150), seed=seed)
     for run in (took(truth, 0, 500), took(truth, 0, 8000), took(truth, 3000, 1000)):
@@ -127,7 +127,7 @@ def test_context_and_the_rest_are_told_apart_by_prompts_of_different_lengths(a: 
 def test_no_run_makes_a_figure_nonsense(
     tok_s: float, context_s: float, fixed_s: float, took_s: float
 ) -> None:
-    speed = after({"prefill_s": took_s}, seed=Speed(tok_s, 1.0, context_s, fixed_s))
+    speed = after({"prefill_s": took_s}, seed=MeasuredSpeed(tok_s, 1.0, context_s, fixed_s))
     assert 0 < speed.prefill_tok_s < 1e9
     assert 0 <= speed.prefill_context_s < 1e3
 
@@ -143,12 +143,12 @@ def test_the_figure_stays_within_what_was_seen(rates: list[tuple[float, float]])
 
 
 def test_models_do_not_mix_and_do_not_pile_up() -> None:
-    book = SpeedBook()
+    book = ModelSpeeds()
     for i in range(limits.CARD_MODELS):
         book.seed(f"m{i}", i + 1.0, 1.0)
     assert book.of("m0").prefill_tok_s == 1.0
     book.ran("m0", **RUN)  # used: no longer the oldest
     book.seed("one more", 1.0, 1.0)
-    assert book.of("m1") == Speed()
+    assert book.of("m1") == MeasuredSpeed()
     assert book.of("m0").prefill_tok_s > 1.0
     assert book.of(f"m{limits.CARD_MODELS - 1}").prefill_tok_s == limits.CARD_MODELS

@@ -12,19 +12,19 @@ from typing import Any
 from sharing import Told, settle
 
 from bench.draft_link import Delayed
-from fleetd.engine.protocol import Accepted, Delta, Follow, Generate, StreamTag
-from fleetd.engine.share.frames import Head, Place
-from fleetd.engine.share.pipe import SocketPipe
-from fleetd.engine.spec.draft_wire import DRAFTS
-from fleetd.engine.spec.drafter import Drafter, Guesser
-from fleetd.engine.spec.lookahead import Lookahead
+from fleetd.engine.protocol import Accepted, Delta, DraftFor, Generate, StreamTag
+from fleetd.engine.streams.frames import FrameHeader, Place
+from fleetd.engine.streams.pipe import SocketPipe
+from fleetd.engine.speculation.draft_messages import DRAFTS
+from fleetd.engine.speculation.drafter import DraftWriter, Guesser
+from fleetd.engine.speculation.lookahead import Lookahead
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
 
 # A dozen frames of drafts.
 DRAFTED_BYTES = 1500
 # What a frame becomes on its way: other frames, or none.
-Tamper = Callable[[Head, bytes], list[tuple[Head, bytes]]]
+Tamper = Callable[[FrameHeader, bytes], list[tuple[FrameHeader, bytes]]]
 
 
 async def answer(home: EngineProcess, request: Generate) -> Told:
@@ -36,7 +36,7 @@ async def answer(home: EngineProcess, request: Generate) -> Told:
 
 
 @asynccontextmanager
-async def following(drafter: EngineProcess, follow: Follow) -> AsyncIterator[tuple[Told, asyncio.Task[None]]]:
+async def following(drafter: EngineProcess, follow: DraftFor) -> AsyncIterator[tuple[Told, asyncio.Task[None]]]:
     """A follow that is accepted, or has failed."""
     told, ready = Told(), asyncio.Event()
 
@@ -77,7 +77,7 @@ async def drafted(
         begun: called when the answer's first text comes; ``ended``: when all of it is there.
         leave: the daemon gives the drafter up when the first text comes.
     """
-    told, follow, wire = Told(), Follow(f"{request.id}.drafts"), Delayed(delay_s)
+    told, follow, wire = Told(), DraftFor(f"{request.id}.drafts"), Delayed(delay_s)
     try:
         async with following(drafter, follow) as (followed, task):
             assert followed.error is None, followed.error
@@ -112,7 +112,7 @@ class _Tampering:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pipe, name)
 
-    def send(self, head: Head, *payload: memoryview) -> None:
+    def send(self, head: FrameHeader, *payload: memoryview) -> None:
         for changed, data in self._tamper(head, b"".join(payload)):
             self._pipe.send(changed, memoryview(data))
 
@@ -122,7 +122,7 @@ async def drafted_by_hand(
     model: Guesser,
     request: Generate,
     tamper: Tamper = lambda head, payload: [(head, payload)],
-    turn: Callable[[Drafter], None] = lambda drafter: drafter.step(64),
+    turn: Callable[[DraftWriter], None] = lambda drafter: drafter.step(64),
 ) -> tuple[Told, Exception | None]:
     """The answer with drafts from this very process, and what its drafter failed with.
 
@@ -138,7 +138,7 @@ async def drafted_by_hand(
 
         return _Tampering(SocketPipe(near_far[1], key, "acceptor", place=place, wake=wake), tamper)
 
-    drafter = Drafter(model, connect, Lookahead(), context_tokens=4096, vocab_size=512)
+    drafter = DraftWriter(model, connect, Lookahead(), context_tokens=4096, vocab_size=512)
 
     async def draft() -> Exception | None:
         while True:

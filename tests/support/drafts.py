@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fleetd import limits
-from fleetd.engine.share.frames import Head, Kind
-from fleetd.engine.spec import draft_wire as wire
-from fleetd.engine.spec.lookahead import Guess
-from fleetd.engine.spec.remote_source import RemoteSource
+from fleetd.engine.streams.frames import FrameHeader, Kind
+from fleetd.engine.speculation import draft_messages as wire
+from fleetd.engine.speculation.lookahead import Guess
+from fleetd.engine.speculation.remote_source import RemoteSource
 
 VOCAB = 512
 # What the next token of a text is.
@@ -109,7 +109,7 @@ def ints(data: bytes) -> list[int]:
     return [int.from_bytes(data[i : i + 4], "little", signed=True) for i in range(0, len(data), 4)]
 
 
-LIES: dict[str, Callable[[Head, bytes], list[tuple[Head, bytes]]]] = {
+LIES: dict[str, Callable[[FrameHeader, bytes], list[tuple[FrameHeader, bytes]]]] = {
     "other tokens": lambda h, p: [
         (h, p[: h.sizes[0]] + wire.packed((t + 1) % VOCAB for t in ints(p)[h.count :]))
     ],
@@ -121,7 +121,7 @@ LIES: dict[str, Callable[[Head, bytes], list[tuple[Head, bytes]]]] = {
     "other lengths": lambda h, p: [(h, wire.packed(n + 1 for n in ints(p)[: h.count]) + p[h.sizes[0] :])],
     "another kind": lambda h, p: [(dataclasses.replace(h, kind=Kind.COMMIT), p)],
     "prefill": lambda h, p: [(dataclasses.replace(h, kind=Kind.ROWS), p)],
-    "an end": lambda h, p: [(Head(Kind.DONE), b"")],
+    "an end": lambda h, p: [(FrameHeader(Kind.DONE), b"")],
     "many paths": lambda h, p: [(dataclasses.replace(h, count=limits.DRAFT_BRANCHES + 1), p)],
     "a layer": lambda h, p: [(dataclasses.replace(h, layer=1), p)],
     "silence": lambda h, p: [],

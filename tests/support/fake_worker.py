@@ -8,17 +8,7 @@ import sys
 import time
 
 from fleetd.engine import protocol
-from fleetd.engine.protocol import (
-    Accepted,
-    Beat,
-    Delta,
-    Finished,
-    Generate,
-    LoadFailed,
-    Loading,
-    Ready,
-    Shutdown,
-)
+from fleetd.engine.protocol import (Accepted, Heartbeat, Delta, Finished, Generate, LoadFailed, Loading, Ready, Shutdown)
 
 READY = Ready("fake", "cpu", "float32", 1, 8, 64, 1, 1, 1, True, False, False, 0.0, {})
 
@@ -67,7 +57,7 @@ def main(behaviour: str, fd: int) -> None:
         case "long line on stderr":
             sys.stderr.write("x" * 300_000)
             sys.stderr.flush()
-    send(Loading("reading", 1, 2), READY, Beat(0))
+    send(Loading("reading", 1, 2), READY, Heartbeat(0))
     name = request()
     match behaviour:
         case "garbage":
@@ -84,17 +74,17 @@ def main(behaviour: str, fd: int) -> None:
         case "beats without progress":
             send(Accepted(name, 1))
             while True:
-                send(Beat(3, decoding=1))
+                send(Heartbeat(3, decoding=1))
                 time.sleep(0.02)
         case "waits for others, then answers":
             send(Accepted(name, 1))
             for _ in range(50):
-                send(Beat(3, prefilling=1, held_up=True))
+                send(Heartbeat(3, prefilling=1, blocked=True))
                 time.sleep(0.02)
             send(Finished(name, "stop"))
             hang()
         case "waits for others, then hangs":
-            send(Accepted(name, 1), *[Beat(3, prefilling=1, held_up=True)] * 3)
+            send(Accepted(name, 1), *[Heartbeat(3, prefilling=1, blocked=True)] * 3)
             hang()
         case "closes its socket and lives on":
             send(Accepted(name, 1))

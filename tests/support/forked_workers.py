@@ -106,7 +106,7 @@ def main(channel: socket.socket, changes: dict[str, float]) -> None:
     import transformers  # noqa: F401
 
     import fleetd.engine.scheduler
-    import fleetd.engine.share.helper_loop
+    import fleetd.engine.shared_prefill.helper_loop
     import fleetd.engine.stage_loading
     import fleetd.engine.worker  # noqa: F401
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from fleetd.engine.share.frames import Connect, Frame, Head, Place
+from fleetd.engine.streams.frames import Connect, Frame, FrameHeader, Place
 from fleetd.errors import FleetError, PeerLost
 
 
@@ -36,16 +36,16 @@ class MemoryPipe:
     place: Place
     events: Events
     other: MemoryPipe | None = None
-    tamper: Callable[[Head, bytes], list[tuple[Head, bytes]]] | None = None
+    tamper: Callable[[FrameHeader, bytes], list[tuple[FrameHeader, bytes]]] | None = None
     # Frames on their way to this end.
-    queue: deque[tuple[Head, list[memoryview]]] = field(default_factory=deque)
+    queue: deque[tuple[FrameHeader, list[memoryview]]] = field(default_factory=deque)
     backlog: int = 0
     broken: FleetError | None = None
     ended: bool = False
     closed: bool = False
-    sent: list[Head] = field(default_factory=list)
+    sent: list[FrameHeader] = field(default_factory=list)
     # Frames sent before the other end was opened.
-    early: list[tuple[Head, list[memoryview]]] = field(default_factory=list)
+    early: list[tuple[FrameHeader, list[memoryview]]] = field(default_factory=list)
 
     def join(self, other: MemoryPipe) -> None:
         self.other, other.other = other, self
@@ -54,7 +54,7 @@ class MemoryPipe:
                 one._deliver(head, payload)
             one.early.clear()
 
-    def send(self, head: Head, *payload: memoryview) -> None:
+    def send(self, head: FrameHeader, *payload: memoryview) -> None:
         assert not self.ended
         assert not self.closed
         assert sum(part.nbytes for part in payload) == head.nbytes
@@ -75,7 +75,7 @@ class MemoryPipe:
             else:
                 self._deliver(new, parts)
 
-    def _deliver(self, head: Head, payload: list[memoryview]) -> None:
+    def _deliver(self, head: FrameHeader, payload: list[memoryview]) -> None:
         assert self.other is not None
         self.other.queue.append((head, payload))
 
@@ -90,7 +90,7 @@ class MemoryPipe:
             return self.receive()
         head, payload = self.queue.popleft()
         try:
-            buffers = self.place(Head.unpack(head.pack()))
+            buffers = self.place(FrameHeader.unpack(head.pack()))
         except FleetError as error:
             self.broken = error
             self.queue.clear()
@@ -174,6 +174,6 @@ class Clock:
         return self.now
 
 
-def changed(**fields: Any) -> Callable[[Head, bytes], list[tuple[Head, bytes]]]:
+def changed(**fields: Any) -> Callable[[FrameHeader, bytes], list[tuple[FrameHeader, bytes]]]:
     """A tamper that changes fields of every head."""
     return lambda head, data: [(replace(head, **fields), data)]

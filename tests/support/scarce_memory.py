@@ -60,12 +60,12 @@ class _Shortage:
 
 def install() -> None:
     """Into a process that is to become a worker."""
-    from fleetd.engine.share import assisting, due, home_work, outlet, sharing
+    from fleetd.engine.shared_prefill import (helper_prefill, frame_schedule, home_work, frame_writer, home_prefill)
 
     now = _Shortage()
-    share_init, assist_init = sharing.SharedPrefill.__init__, assisting.Assisting.__init__
-    incoming_init, outlet_init = due.Incoming.__init__, outlet.Outlet.__init__
-    send = outlet.Outlet._send
+    share_init, assist_init = home_prefill.SharedPrefill.__init__, helper_prefill.HelperPrefill.__init__
+    incoming_init, outlet_init = frame_schedule.Incoming.__init__, frame_writer.FrameWriter.__init__
+    send = frame_writer.FrameWriter._send
 
     def share(
         self: Any, stage: Any, layout: Any, tokens: Any, prefix: Any, share: Any, connect: Any, **more: Any
@@ -105,11 +105,11 @@ def install() -> None:
         return scarce
 
     patched: list[tuple[Any, str, Any]] = [
-        (sharing.SharedPrefill, "__init__", share),
-        (assisting.Assisting, "__init__", assist),
-        (due.Incoming, "__init__", incoming),
-        (outlet.Outlet, "__init__", out),
-        (outlet.Outlet, "_send", scarce_send),
+        (home_prefill.SharedPrefill, "__init__", share),
+        (helper_prefill.HelperPrefill, "__init__", assist),
+        (frame_schedule.Incoming, "__init__", incoming),
+        (frame_writer.FrameWriter, "__init__", out),
+        (frame_writer.FrameWriter, "_send", scarce_send),
         *(
             (kind, "allocate", without_room(kind.allocate))
             for kind in (home_work.LayersAtHome, home_work.TokensAtHome)

@@ -15,16 +15,16 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from tiny_architectures import VOCAB
 
 from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix import PrefixCache
-from fleetd.engine.protocol import Assist, Share
-from fleetd.engine.share.assisting import Assisting
-from fleetd.engine.share.fingerprint import any_chunks
-from fleetd.engine.share.kv import Layout, private
-from fleetd.engine.share.sharing import SharedPrefill
-from fleetd.engine.smart.sparse import SparsePrefiller
+from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.protocol import AssistPrefill, PrefillShared
+from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
+from fleetd.engine.shared_prefill.fingerprint import any_chunks
+from fleetd.engine.shared_prefill.layer_kv import KvLayout, copy_on_write
+from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
+from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
 from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError
-from fleetd.plan.split import Split
+from fleetd.plan.prefill.split import Split
 
 LAYERS = 4
 
@@ -57,15 +57,15 @@ def prefilled(model: Any, tokens: Sequence[int], chunk: int, caches: Any = None,
 
 
 # Of models that are kept here as well, so that their ids stay their own.
-_stages: dict[int, tuple[Any, Stage, Layout]] = {}
+_stages: dict[int, tuple[Any, Stage, KvLayout]] = {}
 _stores: dict[tuple[int, tuple[int, ...]], tuple[Any, PrefixCache]] = {}
 
 
-def staged(model: Any) -> tuple[Stage, Layout]:
+def staged(model: Any) -> tuple[Stage, KvLayout]:
     """As a worker knows it from the time it was loaded."""
     if id(model) not in _stages:
         stage = Stage.of(model)
-        _stages[id(model)] = model, stage, Layout.of(stage)
+        _stages[id(model)] = model, stage, KvLayout.of(stage)
     return _stages[id(model)][1:]
 
 
@@ -111,7 +111,7 @@ class Run:
             layout,
             self.tokens,
             prefix_of(self.model, self.tokens, split.cached),
-            Share("a", split, self.predicted_s, self.exact),
+            PrefillShared("a", split, self.predicted_s, self.exact),
             self.streams.of(-1),
             kept=self.kept,
             any_chunks=any_chunks(stage, layout, self.device),
@@ -119,14 +119,14 @@ class Run:
         )
         self.helpers = [self._helper(place) for place in range(split.helpers)]
 
-    def _helper(self, place: int) -> Assisting:
+    def _helper(self, place: int) -> HelperPrefill:
         stage, layout = staged(self.theirs or self.model)
         if self.stages:
             own = self.split.layers_of(place)
             stage = stage.part(own.start, own.stop)
-            layout = Layout.of(stage)
-        assist = Assist("a", self.split, place)
-        return Assisting(stage, layout, assist, self.streams.of(place), clock=self.clock)
+            layout = KvLayout.of(stage)
+        assist = AssistPrefill("a", self.split, place)
+        return HelperPrefill(stage, layout, assist, self.streams.of(place), clock=self.clock)
 
     def turns(self, order: Callable[[int], Sequence[int]] | None = None) -> Iterator[None]:
         """One turn of everybody at a time, until the prompt is prefilled. Raises what home's step raises.
@@ -197,7 +197,7 @@ def local(run: Run) -> tuple[list[Any], bytes]:
     key = (id(run.model), split.cached, split.tokens, split.chunk, split.span)
     if key not in _known:
         cache = run.local().cache
-        logits = run.decoded([private(layer) for layer in cache])
+        logits = run.decoded([copy_on_write(layer) for layer in cache])
         _known[key] = run.model, cache, logits  # the model kept: its id stays its own
     return _known[key][1:]
 

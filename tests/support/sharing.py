@@ -20,25 +20,12 @@ import psutil
 import tiny_architectures
 from asking import GREEDY
 
-from fleetd.engine.protocol import (
-    Accepted,
-    Assist,
-    Assisted,
-    Delta,
-    Event,
-    Finished,
-    Generate,
-    Prefill,
-    Share,
-    Shared,
-    StreamTag,
-    TokenPrompt,
-)
+from fleetd.engine.protocol import (Accepted, AssistPrefill, Assisted, Delta, Event, Finished, Generate, Prefill, PrefillShared, Shared, StreamTag, TokenPrompt)
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.share.streams import helper_streams
+from fleetd.engine.streams.handed_over import helper_streams
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
-from fleetd.plan.split import Split
+from fleetd.plan.prefill.split import Split
 
 LAYERS = 4
 CHUNK = 64
@@ -176,7 +163,7 @@ class Sharing:
         except FleetError as error:
             self.told.error = error
 
-    async def _assist(self, told: Told, engine: EngineProcess, assist: Assist, ready: asyncio.Event) -> None:
+    async def _assist(self, told: Told, engine: EngineProcess, assist: AssistPrefill, ready: asyncio.Event) -> None:
         try:
             async for event in engine.assist(assist):
                 told.events.append(event)
@@ -194,7 +181,7 @@ class Sharing:
         """Every helper has reserved its memory."""
         for place, (engine, told) in enumerate(zip(self.helpers, self.assists, strict=True)):
             ready = asyncio.Event()
-            assist = Assist(f"{self.request.id}.{place}", split, place)
+            assist = AssistPrefill(f"{self.request.id}.{place}", split, place)
             self.tasks.append(asyncio.create_task(self._assist(told, engine, assist, ready)))
             await ready.wait()
 
@@ -237,7 +224,7 @@ class Sharing:
         split = split_of(kind, await self.wait(), cuts)
         await self.agree(split)
         await self.connect(split, hold_after=hold_after)
-        self.home.share(Share(self.request.id, split, predicted_s, exact))
+        self.home.share(PrefillShared(self.request.id, split, predicted_s, exact))
 
     async def run(self, kind: str, cuts: Sequence[float] = (0.5,), *, exact: bool = True) -> Told:
         """From the acceptance to the end of everything."""

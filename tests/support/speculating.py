@@ -7,30 +7,30 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetd.engine.chunks import FixedChunks
+from fleetd.engine.chunk_size import FixedChunks
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.prefix import PrefixCache
-from fleetd.engine.prompts import Prepared
+from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Report, Sampling, TokenPrompt
 from fleetd.engine.scheduler import Scheduler
-from fleetd.engine.spec import rollback
-from fleetd.engine.spec.probe import Verdict
-from fleetd.engine.spec.sources import Source
-from fleetd.engine.spec.speculation import Mode, Speculation
+from fleetd.engine.speculation import rollback
+from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
+from fleetd.engine.speculation.sources import DraftSource
+from fleetd.engine.speculation.speculation import Mode, WorkerSpeculation
 
 GREEDY = Sampling(temperature=0.0)
-EXACT = Verdict(16, rollback.ANY, "exact: for the test", {1: 1.0, 16: 1.5})
+EXACT = ExactnessVerdict(16, rollback.ANY, "exact: for the test", {1: 1.0, 16: 1.5})
 
 
-def speculation(vocab_size: int, mode: Mode = "on", **changes: Any) -> Speculation:
-    return Speculation(changes.pop("verdict", EXACT), vocab_size, mode, **changes)
+def speculation(vocab_size: int, mode: Mode = "on", **changes: Any) -> WorkerSpeculation:
+    return WorkerSpeculation(changes.pop("verdict", EXACT), vocab_size, mode, **changes)
 
 
 class Run:
     """Requests through a scheduler of their own; ``speculation`` None is plain decoding."""
 
     def __init__(
-        self, model: Any, tokenizer: Any, speculation: Speculation | None = None, **options: Any
+        self, model: Any, tokenizer: Any, speculation: WorkerSpeculation | None = None, **options: Any
     ) -> None:
         self.events: list[Report] = []
         # Prompt and answer of each, as far as it was seen between turns.
@@ -52,9 +52,9 @@ class Run:
         )
         self.decoding = self.scheduler._decoding
 
-    def submit(self, name: str, tokens: Sequence[int], *sources: Source, **fields: Any) -> None:
+    def submit(self, name: str, tokens: Sequence[int], *sources: DraftSource, **fields: Any) -> None:
         request = Generate(name, TokenPrompt(list(tokens)), **{"sampling": GREEDY, **fields})
-        self.scheduler.inbox.put(Prepared(request, list(tokens)))
+        self.scheduler.inbox.put(PreparedPrompt(request, list(tokens)))
         for source in sources:
             self.decoding.attach(name, source)
 

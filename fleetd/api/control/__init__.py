@@ -1,0 +1,1 @@
+"""Fleet control: what fleetctl asks of the daemon, on the Unix socket only."""

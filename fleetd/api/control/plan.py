@@ -1,0 +1,54 @@
+"""/fleet/v1/plan and /fleet/v1/traces: how prompts would be, and were, prefilled with others' help.
+
+On the Unix socket only (auth.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import hdrs, web
+
+from fleetd import limits
+from fleetd.api import body as http_body
+from fleetd.api.context import SERVICES
+from fleetd.api.control.daemon import Route
+from fleetd.api.openai.models import json
+from fleetd.api.openai.bodies import parse
+from fleetd.errors import InvalidValue
+from fleetd.requests.prefill_sharing.views import PlanQuestion
+
+_LAST = 20
+
+
+async def plan(request: web.Request) -> web.StreamResponse:
+    """What is planned here and now; no token of the text leaves this machine."""
+    services = request.app[SERVICES]
+    question = parse(await http_body.read(request), PlanQuestion)
+    if (question.tokens is None) == (question.text is None):
+        raise InvalidValue("Give either tokens, a number, or text.", param="tokens")
+    ref = services.default_model if question.model in ("", "default") else question.model
+    folder = await asyncio.to_thread(services.models.resolve, ref)
+    view = services.plan(question, folder)
+    if question.smart is not None and services.smart_plan is not None:
+        view = await services.smart_plan(view, question.smart, folder, services.smart_defaults)
+    if services.draft_plan is not None:
+        view = await services.draft_plan(view, folder)
+    return json(view)
+
+
+async def traces(request: web.Request) -> web.StreamResponse:
+    text = request.query.get("last", str(_LAST))
+    if not text.isascii() or not text.isdigit() or not 1 <= int(text[:8]) <= limits.TRACES:
+        raise InvalidValue(f"last has to be a number from 1 to {limits.TRACES}.", param="last")
+    request_id = request.query.get("id", "")
+    if len(request_id) > limits.CONTROL_TEXT_CHARS:
+        raise InvalidValue("No request has an id that long.", param="id")
+    found = request.app[SERVICES].traces
+    return json(await asyncio.to_thread(found, int(text), request_id))
+
+
+ROUTES: tuple[Route, ...] = (
+    (hdrs.METH_POST, "/fleet/v1/plan", plan),
+    (hdrs.METH_GET, "/fleet/v1/traces", traces),
+)

@@ -1,0 +1,44 @@
+"""The fleet of a daemon whose settings keep it to itself: nothing to see, and one answer to every wish."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from fleetd.errors import FleetError, NotPaired, PairingClosed
+from fleetd.requests.prefill_sharing.views import PlanQuestion, PlanView
+from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
+
+
+class DisabledFleet:
+    def view(self) -> FleetView:
+        return FleetView(enabled=False)
+
+    def pair(self) -> AsyncGenerator[PairingEvent, None]:
+        raise _off(PairingClosed)
+
+    def answer(self, node_id: str, *, admit: bool, sees_prompts: bool) -> None:
+        raise _off(PairingClosed)
+
+    def join(self, code: str, host: str | None, *, sees_prompts: bool) -> AsyncGenerator[PairingEvent, None]:
+        raise _off(PairingClosed)
+
+    async def unpair(self, peer: str) -> Unpaired:
+        raise _off(NotPaired)
+
+    async def allow_prompts(self, peer: str, allowed: bool) -> PeerView:
+        raise _off(NotPaired)
+
+    async def diagnose(self) -> Any:
+        """Nothing was looked at, so nothing is known."""
+        return {}
+
+    def plan(self, question: PlanQuestion, folder: Any) -> PlanView:
+        raise _off(NotPaired)
+
+
+def _off(kind: type[FleetError]) -> FleetError:
+    return kind(
+        "This daemon keeps to itself: fleet.enabled is off.",
+        hint="Set fleet.enabled = true in fleetd.toml, then restart it.",
+    )

@@ -1,0 +1,330 @@
+"""Request bodies of /v1/*: their fields, types and ranges.
+
+Everything a client may send falls in one of four classes:
+    known        a field of a Struct below: typed and ranged here, turned into work by translate.py
+    unsupported  would change the answer, not implemented: refused by name, unless its value asks for nothing
+    misspelt     so close to a known field that ignoring it would change the answer: refused with the nearest
+    foreign      anything else: ignored, because client libraries add fields every month
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.engine.protocol import (
+    Bias,
+    Fraction,
+    Logprobs,
+    Natural,
+    Penalty,
+    Repetition,
+    Seed,
+    StopList,
+    StopString,
+    Temperature,
+    TopP,
+)
+from fleetd.errors import BadRequest, FleetError, InvalidValue, UnsupportedParameter
+from fleetd.compression.policy import SmartPrefillBody
+
+# ---- Pieces ----------------------------------------------------------------------------------------------
+
+Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,9}$")]
+Choices = Annotated[int, Meta(ge=1, le=limits.CHOICES)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    """The other kinds are read only to be refused by name."""
+
+    kind: Annotated[
+        Literal["text", "json_object", "json_schema"], Meta(extra_json_schema={"enum": ["text"]})
+    ] = "text"
+
+
+class Function(msgspec.Struct, frozen=True, omit_defaults=True):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    function: Function
+    kind: Literal["function"]
+
+
+class FunctionName(msgspec.Struct, frozen=True):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class ToolChoice(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    function: FunctionName
+    kind: Literal["function"] = "function"
+
+
+class ContentPart(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    """A content part. Only text is understood; the others are read only to be refused by name."""
+
+    kind: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    name: Annotated[str, Meta(min_length=1, max_length=256)]
+    arguments: str | dict[str, Any] = ""
+
+
+class CalledTool(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    function: CalledFunction
+    id: str = ""
+    kind: Literal["function"] = "function"
+
+
+class SystemMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role", tag="system"):
+    content: str | list[ContentPart]
+    name: str | None = None
+
+
+class DeveloperMessage(SystemMessage, frozen=True, kw_only=True, tag="developer"):
+    """A system message under its newer name."""
+
+
+class UserMessage(SystemMessage, frozen=True, kw_only=True, tag="user"):
+    pass
+
+
+class ToolMessage(SystemMessage, frozen=True, kw_only=True, tag="tool"):
+    tool_call_id: str | None = None
+
+
+class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="role", tag="assistant"):
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[CalledTool] | None = None
+    reasoning_content: str | None = None
+    refusal: str | None = None
+
+
+class SpeculateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The object form of ``speculate``. Drafts change how soon an answer comes, and nothing of it."""
+
+    enabled: bool = True
+    sources: Annotated[
+        Annotated[list[Literal["suffix", "lookup", "drafter"]], Meta(max_length=3)] | None,
+        Meta(
+            description="Who may guess ahead: the answer's own text (suffix, lookup) or another model "
+            "(drafter). By default all that there are.",
+        ),
+    ] = None
+    width: Annotated[
+        int,
+        Meta(ge=0, le=limits.SPEC_WIDTH, description="Most tokens of one pass; 0 leaves it to what pays."),
+    ] = 0
+    key: Annotated[
+        str,
+        Meta(
+            max_length=limits.SPEC_KEY_CHARS,
+            description="Where past answers are remembered, this one is drafted from, and remembered for, "
+            "those of the same key only.",
+        ),
+    ] = ""
+    draft_model: Annotated[
+        Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS, pattern="^[^/~]")] | None,
+        Meta(
+            description="The model that drafts, on this machine or a peer: a small one of the same family. "
+            "By default the one that the settings name."
+        ),
+    ] = None
+
+
+Message = SystemMessage | DeveloperMessage | UserMessage | ToolMessage | AssistantMessage
+
+
+# ---- Bodies ----------------------------------------------------------------------------------------------
+
+
+class Common(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints take. ``model`` may be absent: the default model answers."""
+
+    model: str | None = None
+    max_tokens: Natural | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Fraction | None = None
+    seed: Seed | None = None
+    stop: StopString | StopList | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    repetition_penalty: Repetition | None = None
+    logit_bias: dict[TokenKey, Bias] | None = None
+    n: Choices | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    local_only: Annotated[
+        bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
+    ] = None
+    smart_prefill: Annotated[
+        bool | SmartPrefillBody | None,
+        Meta(description="Leaves out what a small model finds does not matter. Lossy, and labelled so."),
+    ] = None
+    speculate: Annotated[
+        bool | SpeculateBody | None,
+        Meta(description="How tokens are guessed ahead and verified. The answer is the same without it."),
+    ] = None
+
+
+class ChatBody(Common, frozen=True, kw_only=True):
+    messages: Annotated[list[Message], Meta(min_length=1, max_length=limits.MESSAGES)]
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
+    logprobs: bool | None = None
+    top_logprobs: Logprobs | None = None
+    tools: Annotated[list[Tool], Meta(max_length=limits.TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+    service_tier: str | None = None
+
+
+class CompletionBody(Common, frozen=True, kw_only=True):
+    """``prompt`` is a text, a list of texts, a list of token ids, or a list of such lists."""
+
+    prompt: str | Annotated[list[str | Natural | list[Natural]], Meta(min_length=1)]
+    echo: bool | None = None
+    logprobs: Logprobs | None = None
+    best_of: Natural | None = None
+
+
+# Field → the values that ask for nothing. Any other value is refused by name.
+_NOTHING: tuple[Any, ...] = (None, False, 0, "", [], {})
+UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        (
+            "functions", "audio", "web_search_options", "guided_json", "guided_regex", "guided_choice",
+            "guided_grammar", "structured_outputs", "grammar", "json_schema", "ignore_eos", "min_tokens",
+            "stop_token_ids", "bad_words", "continue_final_message", "logits_processors", "use_beam_search",
+            "prompt_logprobs", "mirostat", "xtc_probability", "dry_multiplier", "suffix", "specprefill",
+        ),
+        _NOTHING,
+    ),
+    "function_call": (None, "none", "auto"),
+    "modalities": (None, [], ["text"]),
+    "verbosity": (None, "medium"),
+    "typical_p": (None, 1),
+}  # fmt: skip
+
+# Not ours, harmless, and too close to one of ours for the spelling check.
+_FOREIGN = frozenset({"models", "user_id", "top_a", "usage", "min_tokens"})
+_TYPO_CUTOFF = 0.86
+# What other servers call a field of ours.
+_ELSEWHERE: Mapping[str, str] = {
+    "max_new_tokens": "max_tokens",
+    "max_length": "max_tokens",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "repeat_penalty": "repetition_penalty",
+    "enable_thinking": "chat_template_kwargs",
+    "streaming": "stream",
+}
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def decode(data: bytes, kind: type[Body]) -> Body:
+    """Bytes → body.
+
+    Raises:
+        BadRequest: not JSON, with the position.
+        InvalidValue: a field of the wrong type or out of range, or a misspelt name; says which.
+        UnsupportedParameter: a field that would change the answer and is not implemented.
+    """
+    fields = parse(data, dict[str, msgspec.Raw])
+    known = {field.encode_name for field in msgspec.structs.fields(kind)}
+    for name, raw in fields.items():
+        if name in known:
+            continue
+        if name in UNSUPPORTED:
+            _refuse_unsupported(name, raw)
+        elif name not in _FOREIGN:
+            _refuse_misspelling(name, known)
+    return parse(data, kind)
+
+
+T = TypeVar("T")
+
+
+def parse(data: bytes, kind: type[T]) -> T:
+    """JSON bytes → a value of ``kind``, with errors that name the field or the position."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as exc:
+        raise _invalid(str(exc)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise BadRequest(f"The body is not valid JSON: {_position(exc, data)}.") from None
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply.") from None
+
+
+def _position(exc: Exception, data: bytes) -> str:
+    if isinstance(exc, UnicodeDecodeError):
+        return f"invalid UTF-8 at byte {exc.start}"
+    reason = str(exc).removeprefix("JSON is malformed: ")
+    if "(byte" in reason:
+        return reason.replace("(byte ", "at byte ").replace(")", "")
+    if "truncated" in reason:
+        return f"it ends early or has a broken escape, at {len(data)} bytes"
+    return reason
+
+
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$?\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`$")
+
+
+def _invalid(text: str) -> FleetError:
+    """msgspec's sentence → ours: "Expected `int` >= 1 - at `$.n`" becomes "n: expected `int` >= 1."."""
+    match = _PATH.match(text)
+    what, path = (match["what"], match["path"] or "") if match else (text, "")
+    if missing := _MISSING.match(what):
+        param = f"{path}.{missing['name']}" if path else missing["name"]
+        return InvalidValue(f"The field {param!r} is missing.", param=param)
+    what = what[:1].lower() + what[1:]
+    return InvalidValue(f"{path}: {what}." if path else f"The body is invalid: {what}.", param=path or None)
+
+
+def _refuse_unsupported(name: str, raw: msgspec.Raw) -> None:
+    value: Any = parse(bytes(raw), Any)
+    if value not in UNSUPPORTED[name]:
+        raise UnsupportedParameter(
+            f"The parameter {name!r} is not supported, and ignoring it would change the answer.",
+            hint=f"Leave {name!r} out.",
+            param=name,
+        )
+
+
+def _refuse_misspelling(name: str, known: set[str]) -> None:
+    nearest = difflib.get_close_matches(name.lower().replace("-", "_"), known, n=1, cutoff=_TYPO_CUTOFF)
+    if _ELSEWHERE.get(name) in known:
+        nearest = [_ELSEWHERE[name]]
+    if nearest:
+        raise InvalidValue(
+            f"Unknown parameter {name[:64]!r}.", hint=f"Did you mean {nearest[0]!r}?", param=name[:64]
+        )

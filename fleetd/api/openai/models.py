@@ -1,0 +1,92 @@
+"""GET /v1/models and /v1/models/{id}."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from fleetd.api.context import SERVICES
+from fleetd.api.openai.objects import ModelDetails, ModelList, ModelObject, ModelPlace
+from fleetd.api.services import Folder, Services, view
+from fleetd.errors import ModelNotFound
+from fleetd.requests.job import THIS_NAME
+from fleetd.models.catalog import find
+
+
+async def index(request: web.Request) -> web.StreamResponse:
+    """The fleet's models, each once; and the default one even before its first use fetches it."""
+    return json(ModelList(data=await _all(request.app[SERVICES])))
+
+
+async def show(request: web.Request) -> web.StreamResponse:
+    """Raises ModelNotFound with the nearest names."""
+    services = request.app[SERVICES]
+    name = request.match_info["id"]
+    try:
+        folder = await asyncio.to_thread(services.models.resolve, name)
+    except ModelNotFound:
+        canonical = entry.name if (entry := find(name)) is not None else name
+        found = [model for model in await _all(services) if model.id in (name, canonical)]
+        if not found:
+            raise
+        return json(msgspec.structs.replace(found[0], id=name))
+    return json(_describe(folder, loaded_models(services), elsewhere(services)))
+
+
+async def _all(services: Services) -> list[ModelObject]:
+    folders = await asyncio.to_thread(services.models.installed)
+    loaded, others = loaded_models(services), elsewhere(services)
+    found = [_describe(folder, loaded, others) for folder in folders]
+    here = {model.id for model in found}
+    if services.default_model not in here | set(others):
+        found.insert(0, _absent(services.default_model, []))
+    found += [_absent(name, places) for name, places in sorted(others.items()) if name not in here]
+    return found
+
+
+def elsewhere(services: Services) -> dict[str, list[ModelPlace]]:
+    """Model name → the peers that would answer with it now. One that may not see prompts would not."""
+    found: dict[str, list[ModelPlace]] = {}
+    for peer in services.fleet.view().peers:
+        if peer.state == "usable" and peer.sees_prompts:
+            for model in peer.models:
+                found.setdefault(model.name, []).append(ModelPlace(peer.name, model.state))
+    return found
+
+
+def loaded_models(services: Services) -> frozenset[str]:
+    return frozenset(engine.model for engine in view(services.status()).engines if engine.state == "ready")
+
+
+def json(body: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
+
+
+def _describe(folder: Folder, loaded: frozenset[str], others: Mapping[str, list[ModelPlace]]) -> ModelObject:
+    owner, slash, _ = folder.name.partition("/")
+    here = ModelPlace(THIS_NAME, "loaded" if folder.name in loaded else "installed")
+    return ModelObject(
+        id=folder.name,
+        created=int(folder.created_s),
+        owned_by=owner if slash and owner else "fleetd",
+        fleet=ModelDetails(
+            source=folder.source,
+            architecture=folder.architecture,
+            context_tokens=folder.context_tokens,
+            weights_bytes=folder.weights_bytes,
+            loaded=folder.name in loaded,
+            installed=True,
+            nodes=[here, *others.get(folder.name, [])],
+        ),
+    )
+
+
+def _absent(name: str, places: list[ModelPlace]) -> ModelObject:
+    """One that is not on this machine."""
+    source = "fleet" if places else "catalog"
+    details = ModelDetails(source, "", 0, 0, loaded=False, installed=False, nodes=places)
+    return ModelObject(id=name, created=0, owned_by="fleetd", fleet=details)

@@ -1,0 +1,206 @@
+"""A prompt as selection sees it: one block of text per message, and which characters of them ask.
+
+    messages[i].content ──► blocks[i]          text: blocks joined by line feeds, what a scorer reads
+    <fleet:keep>…</fleet:keep> ──► marked      the markers themselves are in no block
+
+What a message has beside its content (tool calls, names, reasoning) and the list of tools are no candidates:
+they stay as they are.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleetd.compression.words import (PARAGRAPH_END, Range, estimate_tokens, lines, merged, sentences)
+
+# Text between these is always kept; models never see them. One alone on its line takes the line with it.
+_MARK = re.compile(r"(?m)^[ \t]*</?fleet:keep>[ \t]*\n|</?fleet:keep>")
+# Only a client says what is to be kept: in a tool's result, or an answer, markers are text like any other.
+_MARKING = ("text", "user", "system", "developer")
+
+# A last user turn over both of these is what is asked about, not the question: pasted with it.
+_BLOB_TOKENS, _BLOB_SHARE = 256, 0.2
+# What is taken for the question at either end of such a turn, in characters.
+_HEAD_CHARS, _TAIL_CHARS = 240, 480
+_FENCE_LINE = re.compile(r"[ \t]*(?:```|~~~)")
+# What shows that a sentence asks for something.
+_ASKS = re.compile(
+    r"[?\uff1f]|^[\s\"'(*_#>-]*(?:please|question|task|instructions?|query|answer|find|list|tell|give|name|what|which|who|when|where|why|how"
+    r"|explain|describe|summari[sz]e|count|compare|translate|rewrite|quote|extract|identify|return|write|use|using|read"
+    r"|based on|according to|given|frage|aufgabe|bitte|nenne|pregunta|question|domanda)\b",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One message's content, or a whole text prompt (``role`` "text"). ``marked``: what the user wants kept.
+
+    ``example``: said to be part of an example, by its name.
+    """
+
+    text: str
+    role: str = "text"
+    marked: tuple[Range, ...] = ()
+    example: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """See the module. ``questions``: ranges of ``text`` that ask; ``starts``: where in it blocks begin."""
+
+    blocks: tuple[Block, ...]
+    questions: tuple[Range, ...] = ()
+    text: str = field(init=False, repr=False)
+    starts: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        at, starts = 0, []
+        for block in self.blocks:
+            starts.append(at)
+            at += len(block.text) + 1
+        object.__setattr__(self, "text", "\n".join(block.text for block in self.blocks))
+        object.__setattr__(self, "starts", tuple(starts))
+
+    @classmethod
+    def of_messages(cls, messages: Sequence[Mapping[str, Any]]) -> Document:
+        """``messages`` as chat templates read them. Content that is not one string becomes an empty block."""
+        blocks = tuple(_block(message) for message in messages)
+        last = max((i for i, block in enumerate(blocks) if block.role == "user"), default=None)
+        if last is None:
+            return cls(blocks)
+        document = cls(blocks)
+        turn, start = blocks[last].text, document.starts[last]
+        asking = question_ranges(turn) if is_blob(turn, document.text) else [(0, len(turn))]
+        return cls(blocks, tuple((start + a, start + b) for a, b in asking if a < b))
+
+    @classmethod
+    def of_text(cls, text: str) -> Document:
+        """A prompt for /v1/completions: what asks stands at its ends."""
+        clean, marked = unmark(text)
+        return cls((Block(clean, marked=marked),), tuple(question_ranges(clean)))
+
+    @property
+    def question(self) -> str:
+        return "\n".join(self.text[start:end] for start, end in self.questions)
+
+    @property
+    def task(self) -> str:
+        """What of the question says what is to be done: of a long turn its ends, the rest is pasted there."""
+        question = self.question
+        if estimate_tokens(question) <= _BLOB_TOKENS:
+            return question
+        return "\n".join(question[start:end] for start, end in question_ranges(question))
+
+    @property
+    def estimated_tokens(self) -> int:
+        return estimate_tokens(self.text)
+
+    def block_at(self, at: int) -> int:
+        """Which block a character of ``text`` lies in; the line feed behind a block counts to it."""
+        return max(0, bisect_right(self.starts, at) - 1)
+
+    def flat(self, block: int, span: Range) -> Range:
+        """A range of a block's text as a range of ``text``."""
+        start = self.starts[block]
+        return start + span[0], start + span[1]
+
+
+def unmark(text: str) -> tuple[str, tuple[Range, ...]]:
+    """``text`` without markers, and the ranges that stood between them.
+
+    A marker that is not closed holds to the end; one that was not opened means nothing.
+    """
+    pieces, marked, at, length, opened = [], [], 0, 0, -1
+    for match in _MARK.finditer(text):
+        pieces.append(text[at : match.start()])
+        length += match.start() - at
+        at = match.end()
+        closing = "/" in match.group()
+        if closing and opened >= 0:
+            marked.append((opened, length))
+            opened = -1
+        elif not closing and opened < 0:
+            opened = length
+    pieces.append(text[at:])
+    length += len(text) - at
+    if opened >= 0:
+        marked.append((opened, length))
+    return "".join(pieces), tuple(merged(marked))
+
+
+def unmarked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same messages without markers: what a model gets if nothing is dropped."""
+    return [
+        {**message, "content": block.text} if isinstance(message.get("content"), str) else dict(message)
+        for message, block in ((message, _block(message)) for message in messages)
+    ]
+
+
+def is_blob(turn: str, text: str) -> bool:
+    """Whether a last user turn is itself the long text of a prompt."""
+    tokens = estimate_tokens(turn)
+    return tokens > _BLOB_TOKENS and tokens > _BLOB_SHARE * estimate_tokens(text)
+
+
+def question_ranges(text: str) -> list[Range]:
+    """The parts of a long text that ask: at its end, at its head, or both.
+
+    People put the question behind what they paste, or in front of it; where neither end looks like one, it is
+    the end that a model will go on from.
+    """
+    stripped = len(text.rstrip())
+    if not stripped:
+        return []
+    head, tail = _head(text, stripped), _tail(text, stripped)
+    if head[1] >= tail[0]:
+        return [(head[0], stripped)]
+    asking = [part for part in (head, tail) if _asks(text, part)]
+    # A text may begin with "Please write soon"; an instruction stands by itself.
+    if len(asking) == 2 and not PARAGRAPH_END.match(text, head[1]):
+        return [tail]
+    return asking or [tail]
+
+
+def _head(text: str, end: int) -> Range:
+    """The first paragraph if it is short, else the first sentence."""
+    first = len(text) - len(text.lstrip())
+    gap = PARAGRAPH_END.search(text, first, end)
+    stop = gap.start() if gap else end
+    if stop - first > _HEAD_CHARS:
+        stop = min(sentences(text, first, stop)[0][1], first + _HEAD_CHARS)
+    return first, stop
+
+
+def _tail(text: str, end: int) -> Range:
+    """The last paragraph if it is short, else the last sentences."""
+    gaps = [match.end() for match in PARAGRAPH_END.finditer(text, max(0, end - 2 * _TAIL_CHARS), end)]
+    start = gaps[-1] if gaps else 0
+    if end - start <= _TAIL_CHARS:
+        return start, end
+    at = end
+    for first, _ in reversed(sentences(text, max(start, end - 2 * _TAIL_CHARS), end)):
+        if at < end and end - first > _HEAD_CHARS:
+            break
+        at = first
+    return max(at, end - _TAIL_CHARS), end
+
+
+def _asks(text: str, part: Range) -> bool:
+    found = [text[a:b] for a, b in lines(text, *part)]
+    if any(_FENCE_LINE.match(line) for line in found):
+        return False
+    return any(_ASKS.search(text[a:b].strip()) for a, b in sentences(text, *part))
+
+
+def _block(message: Mapping[str, Any]) -> Block:
+    content, name = message.get("content"), message.get("name")
+    role = str(message.get("role", "user"))
+    text = content if isinstance(content, str) else ""
+    text, marked = unmark(text) if role in _MARKING else (text, ())
+    example = isinstance(name, str) and name.startswith("example")
+    return Block(text, role, marked, example)

@@ -1,0 +1,114 @@
+"""What was decided about a conversation's messages, for its later turns.
+
+    turn 1   system user                     decided, remembered
+    turn 2   system user answer user         the first two as they were: the prefix cache has them
+             └── aged ────┘└─ looked at ─┘
+
+Were old messages shortened anew for every question, each turn would have another prefix to prefill.
+Where a question plainly asks for what was dropped, everything is looked at again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fleetd import limits
+from fleetd.compression.anchors import relevance
+from fleetd.compression.document import Document
+from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.compression.selection import Selection
+from fleetd.compression.words import Range, sentences
+
+_ENCODE = msgspec.json.Encoder(order="deterministic").encode
+# How much better than all that is kept a dropped sentence must fit the question to be wanted back.
+_WANTED_BACK = 1.5
+
+
+class Aged(dict[int, tuple[Range, ...]]):
+    """Blocks by their index, and what is kept of each. ``compressor``: by whose scores, "" where by none."""
+
+    def __init__(self, kept: Sequence[tuple[Range, ...]] = (), compressor: str = "") -> None:
+        super().__init__(enumerate(kept))
+        self.compressor = compressor
+
+
+class History:
+    """Least recently used out first; bounded in entries and in ranges, whose number is what they weigh."""
+
+    def __init__(
+        self, entries: int = limits.SMART_HISTORIES, ranges: int = limits.SMART_HISTORY_RANGES
+    ) -> None:
+        self._entries = entries
+        self._ranges = ranges
+        self._known: OrderedDict[bytes, Aged] = OrderedDict()
+        self._weight = 0
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def find(self, messages: Sequence[Mapping[str, Any]], policy: SmartPrefillPolicy) -> Aged:
+        """What was decided about the longest known beginning of ``messages``; {} where none is known."""
+        keys = _keys(messages, policy)
+        for count in range(len(keys), 0, -1):
+            known = self._known.get(keys[count - 1])
+            if known is not None:
+                self._known.move_to_end(keys[count - 1])
+                return known
+        return Aged()
+
+    def keep(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        policy: SmartPrefillPolicy,
+        selection: Selection,
+        compressor: str = "",
+    ) -> None:
+        """Remember a decision about all of ``messages``, also one to drop nothing."""
+        weight = _weight(selection.kept)
+        if not messages or weight > self._ranges:
+            return
+        key = _keys(messages, policy)[-1]
+        self._weight -= _weight(self._known.pop(key, Aged()).values())
+        self._known[key] = Aged(selection.kept, compressor)
+        self._weight += weight
+        while len(self._known) > self._entries or self._weight > self._ranges:
+            self._weight -= _weight(self._known.popitem(last=False)[1].values())
+
+
+def still_serves(document: Document, aged: Mapping[int, Sequence[Range]]) -> bool:
+    """Whether what is kept of aged blocks will do for this question, as far as its words tell."""
+    kept: list[str] = []
+    dropped: list[str] = []
+    for index, block in enumerate(document.blocks):
+        ranges = aged.get(index, ((0, len(block.text)),))
+        for span in sentences(block.text, 0, len(block.text)):
+            start, end = document.flat(index, span)
+            if any(a < end and start < b for a, b in document.questions):
+                continue
+            inside = any(a <= span[0] and span[1] <= b for a, b in ranges)
+            (kept if inside else dropped).append(block.text[slice(*span)])
+    if not dropped:
+        return True
+    fits = relevance(document.question, [*kept, *dropped])
+    best_kept = max(fits[: len(kept)], default=0.0)
+    best_dropped = max(fits[len(kept) :])
+    return best_dropped <= _WANTED_BACK * best_kept or best_dropped <= 0
+
+
+def _keys(messages: Sequence[Mapping[str, Any]], policy: SmartPrefillPolicy) -> list[bytes]:
+    """For each beginning of ``messages`` a hash of it and of the policy."""
+    key = hashlib.blake2b(_ENCODE(policy), digest_size=16).digest()
+    keys = []
+    for message in messages:
+        key = hashlib.blake2b(key + _ENCODE(message), digest_size=16).digest()
+        keys.append(key)
+    return keys
+
+
+def _weight(kept: Iterable[Sequence[Range]]) -> int:
+    return sum(1 + len(ranges) for ranges in kept)

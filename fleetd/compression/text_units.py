@@ -1,0 +1,217 @@
+"""A text in units: the pieces that are kept or dropped whole.
+
+prose: paragraphs, or sentences of long ones · code: statements · table: rows · JSON: values. Units tile the
+text. Some are *frames* of others, kept with any of these: a table's header, the lines of a fence, the
+brackets and keys around a value, a function's first and last line.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fleetd.compression import code_blocks
+from fleetd.compression.json_values import JsonNode
+from fleetd.compression.structure import Kind, Region, regions
+from fleetd.compression.words import PARAGRAPH_END, Range, lines, sentences
+
+# No unit of several sentences, statements or values is longer than about 128 tokens.
+MOST_CHARS = 512
+# Values and rows shorter than this share a unit with their neighbours.
+_SMALL = 48
+_LEAST_WHOLE = 240
+_HEADING = re.compile(r"#{1,6} |.{1,80}:$")
+
+
+@dataclass(frozen=True, slots=True)
+class TextUnit:
+    """Characters ``[start, end)`` of a block; ``frames``: indexes of the units kept with this one.
+
+    ``is_frame``: kept only with others.
+    """
+
+    start: int
+    end: int
+    kind: Kind = "prose"
+    frames: tuple[int, ...] = ()
+    is_frame: bool = False
+
+
+def units(text: str, most_chars: int = MOST_CHARS, *, boundaries: bool = True) -> list[TextUnit]:
+    """Units that tile ``text``, in its order.
+
+    What cannot be cut (a line of code, a JSON number) may be longer than ``most_chars``. Without
+    ``boundaries``: sentences and lines, and none needs another.
+    """
+    builder = _Builder(text, min(most_chars, MOST_CHARS))
+    if boundaries:
+        for region in regions(text):
+            builder.region(region)
+    else:
+        for region in regions(text):
+            if region.kind == "prose":
+                builder.sentences(region.start, region.end)
+            else:
+                builder.kind = "code"
+                builder.lines(region.start, region.end)
+    return builder.sorted()
+
+
+class _Builder:
+    def __init__(self, text: str, most: int) -> None:
+        self._text = text
+        self._most = most
+        # Sentences, statements and records are not cut for a small budget: shreds say nothing.
+        self._most_whole = min(MOST_CHARS, max(most, _LEAST_WHOLE))
+        self._found: list[TextUnit] = []
+        self.kind: Kind = "prose"
+
+    def add(self, span: Range, frames: tuple[int, ...] = ()) -> int:
+        """The new unit's index, in order of addition."""
+        self._found.append(TextUnit(*span, self.kind, frames))
+        return len(self._found) - 1
+
+    def frames(self, spans: Sequence[Range], outer: tuple[int, ...] = ()) -> tuple[int, ...]:
+        """New units that are kept together, around others: ``outer`` and their own indexes."""
+        first = len(self._found)
+        own = tuple(range(first, first + len(spans)))
+        for i, span in zip(own, spans, strict=True):
+            self.add(span, outer + tuple(other for other in own if other != i))
+        return outer + own
+
+    def sorted(self) -> list[TextUnit]:
+        """In the text's order, with the indexes of frames to match."""
+        found = self._found
+        framing = {frame for unit in found for frame in unit.frames}
+        ordered: list[tuple[TextUnit, bool]] = []
+        place: dict[int, int] = {}
+        for old in sorted(range(len(found)), key=lambda i: found[i].start):
+            unit, is_frame = found[old], old in framing
+            if ordered and not is_frame and self._text[unit.start : unit.end].isspace():
+                # Blank lines are nobody's own: they stay with what they follow.
+                before, was_frame = ordered[-1]
+                ordered[-1] = TextUnit(before.start, unit.end, before.kind, before.frames), was_frame
+                continue
+            place[old] = len(ordered)
+            ordered.append((unit, is_frame))
+        return [
+            TextUnit(unit.start, unit.end, unit.kind, tuple(place[f] for f in unit.frames), is_frame)
+            for unit, is_frame in ordered
+        ]
+
+    def region(self, region: Region) -> None:
+        self.kind = region.kind
+        match region.kind:
+            case "prose":
+                self._prose(region.start, region.end)
+            case "code":
+                span = (region.start, region.end)
+                code_blocks.split(self._text, span, self._most_whole, (), self)
+            case "table":
+                self._table(region)
+            case "json":
+                self._json(region, (region.start, region.end), ())
+            case "fence":
+                self._fence(region)
+
+    def _fence(self, region: Region) -> None:
+        first, last = region.body
+        closing = [(last, region.end)] if last < region.end else []
+        around = self.frames([(region.start, first), *closing])
+        if first == last:
+            return
+        if region.node is not None:
+            self.kind = "json"
+            self._json(region, region.body, around)
+        else:
+            self.kind = "code"
+            code_blocks.split(self._text, region.body, self._most_whole, around, self)
+
+    def _table(self, region: Region) -> None:
+        first, last = region.body
+        head = self.frames([(region.start, first)])
+        for row in lines(self._text, first, last):
+            self.add(row, head)
+
+    # ---- JSON ------------------------------------------------------------------------------------------
+
+    def _json(self, region: Region, span: Range, frames: tuple[int, ...]) -> None:
+        if region.node is not None:
+            self._value(region.node, span, frames)
+
+    def _value(self, node: JsonNode, span: Range, frames: tuple[int, ...]) -> None:
+        """A value with the key before it and the comma behind it, all of ``span``."""
+        children = node.children
+        most = self._most_whole
+        if span[1] - span[0] <= most or not children:
+            self.add(span, frames)
+            return
+        closing = children[-1].end if node.kind == "string" else node.end - 1
+        first = children[0].first
+        around = self.frames([(span[0], first), (closing, span[1])], frames)
+        start = first
+        least = most if node.kind == "string" else _SMALL
+        for child, following in zip(children, [*children[1:], None], strict=True):
+            stop = closing if following is None else following.first
+            if start < child.first and stop - start > most:
+                self.add((start, child.first), around)
+                start = child.first
+            if stop - start > most:
+                self._value(child, (child.first, stop), around)
+                start = stop
+            elif stop - start >= least:
+                self.add((start, stop), around)
+                start = stop
+        if start < closing:
+            self.add((start, closing), around)
+
+    # ---- Prose -----------------------------------------------------------------------------------------
+
+    def _prose(self, start: int, end: int) -> None:
+        """Paragraphs; a heading goes with what it stands above."""
+        waiting = start
+        ends = [match.end() for match in PARAGRAPH_END.finditer(self._text, start, end)]
+        for stop in [*(e for e in ends if e < end), end]:
+            paragraph = self._text[start:stop].strip()
+            if "\n" not in paragraph and _HEADING.match(paragraph) and stop < end:
+                start = stop
+                continue
+            if stop - waiting <= self._most:
+                self.add((waiting, stop))
+            else:
+                self.sentences(waiting, stop)
+            start = waiting = stop
+        if waiting < end:
+            self.add((waiting, end))
+
+    def sentences(self, start: int, end: int) -> None:
+        """Sentences together while they fit; longer ones are cut between words."""
+        first = start
+        for a, b in sentences(self._text, start, end):
+            if b - first <= self._most:
+                continue
+            if first < a:
+                self.add((first, a))
+            first = self._words(a, b)
+        if first < end:
+            self.add((first, end))
+
+    def lines(self, start: int, end: int) -> None:
+        first = start
+        for a, b in lines(self._text, start, end):
+            if b - first > self._most and first < a:
+                self.add((first, a))
+                first = a
+        if first < end:
+            self.add((first, end))
+
+    def _words(self, start: int, end: int) -> int:
+        """Pieces of a very long sentence; returns where the last of it begins that still has room."""
+        most = self._most_whole
+        while end - start > most:
+            cut = max(self._text.rfind(space, start + 1, start + most) for space in " \n\t") + 1
+            stop = cut if cut > start else start + most
+            self.add((start, stop))
+            start = stop
+        return start

@@ -1,0 +1,144 @@
+"""The prefix cache: KV of earlier prompts and answers, in RAM, found by the tokens they were computed from.
+
+An entry is stored under a namespace that names how its numbers came about: this machine's own or the same
+bytes from others, or what another accelerator made of it. Every fetch gives a private cache no longer than
+what was asked for, and one prompt token is always left to compute, because its logits are needed.
+
+There are few entries and comparing tokens is quick, so a search looks at all of them; an index of nodes per
+token would take more memory than some of the caches it finds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import KVCache
+
+DENSE = "dense"
+# Another accelerator had a part in it: no answer that is to be exact rests on these.
+PLAN = "plan"
+
+_Tokens = npt.NDArray[np.int32]
+
+
+@dataclass(slots=True)
+class Hit:
+    """A private copy of the KV of ``tokens`` leading prompt tokens; ``cache`` is None where tokens is 0."""
+
+    tokens: int
+    cache: list[Any] | None
+    namespace: str = DENSE
+
+
+@dataclass(frozen=True, slots=True)
+class _PrefixEntry:
+    namespace: str
+    tokens: _Tokens
+    cache: list[Any]
+    nbytes: int
+    # Whether it also serves a prompt that shares only its beginning: a recurrent state or a window that has
+    # moved on cannot be taken back.
+    trimmable: bool
+
+
+@dataclass(slots=True)
+class PrefixCache:
+    """Bounded by bytes and by entries; least recently used goes first."""
+
+    max_bytes: int
+    max_entries: int = 64
+    queries: int = field(default=0, init=False)
+    hits: int = field(default=0, init=False)
+    nbytes: int = field(default=0, init=False)
+    # By a running number, least recently used first.
+    _entries: OrderedDict[int, _PrefixEntry] = field(default_factory=OrderedDict, init=False)
+    _next: int = field(default=0, init=False)
+
+    def fetch(self, prompt: list[int], *namespaces: str) -> Hit:
+        """The longest stored prefix of ``prompt`` short of its last token; DENSE where none are named.
+
+        Of two as long, the one in the namespace that is named first.
+        """
+        self.queries += 1
+        head = np.array(prompt[:-1], dtype=np.int32)
+        best, length = None, 0
+        for namespace in namespaces or (DENSE,):
+            for key, entry in self._entries.items():
+                shared = _shared(entry.tokens, head) if entry.namespace == namespace else 0
+                if shared > length and (entry.trimmable or shared == len(entry.tokens)):
+                    best, length = key, shared
+        if best is None:
+            return Hit(0, None)
+        self.hits += 1
+        self._entries.move_to_end(best)
+        entry = self._entries[best]
+        rows = [_copy(layer, length, len(entry.tokens)) for layer in entry.cache]
+        return Hit(length, rows, entry.namespace)
+
+    def store(self, tokens: list[int], cache: list[Any], namespace: str = DENSE) -> None:
+        """Keep ``cache``, which holds exactly the KV of ``tokens``. The caller must not write to it again."""
+        size = sum(int(layer.nbytes) for layer in cache)
+        if not tokens or size > self.max_bytes:
+            return
+        new = _PrefixEntry(
+            namespace,
+            np.array(tokens, dtype=np.int32),
+            cache,
+            size,
+            all(layer.is_trimmable() for layer in cache),
+        )
+        for key, old in list(self._entries.items()):
+            shared = _shared(old.tokens, new.tokens) if old.namespace == namespace else 0
+            if shared == len(new.tokens) and (old.trimmable or shared == len(old.tokens)):
+                self._entries.move_to_end(key)  # what is there serves wherever this would
+                return
+            if shared == len(old.tokens) and new.trimmable:
+                self._drop(key)
+        self._entries[self._next] = new
+        self._next += 1
+        self.nbytes += size
+        while len(self._entries) > self.max_entries:
+            self._drop(next(iter(self._entries)))
+        self.trim(self.max_bytes)
+
+    def trim(self, max_bytes: int) -> None:
+        """Drop entries until at most ``max_bytes`` remain: running requests come first."""
+        while self._entries and self.nbytes > max_bytes:
+            self._drop(next(iter(self._entries)))
+
+    def _drop(self, key: int) -> None:
+        self.nbytes -= self._entries.pop(key).nbytes
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _shared(a: _Tokens, b: _Tokens) -> int:
+    """Length of the common beginning."""
+    n = min(len(a), len(b))
+    if n == 0 or a[0] != b[0]:
+        return 0
+    different = a[:n] != b[:n]
+    at = int(different.argmax())
+    return at if different[at] else n
+
+
+def _copy(layer: Any, tokens: int, stored: int) -> Any:
+    """A layer's cache of which only the first ``tokens`` of ``stored`` are kept."""
+    if type(layer) is KVCache:
+        # Without the room of the longer one: it would be paid for again in the copy's own entry.
+        short = KVCache()
+        short.keys = mx.contiguous(layer.keys[..., :tokens, :])
+        short.values = mx.contiguous(layer.values[..., :tokens, :])
+        short.offset = tokens
+        return short
+    private = copy.deepcopy(layer)
+    if tokens < stored:
+        private.trim(stored - tokens)
+    return private

@@ -1,0 +1,174 @@
+"""From messages to token ids: the model's chat template, sandboxed, and the state the answer starts in."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jinja2
+
+from fleetd import limits
+from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
+from fleetd.engine.sparse_prefill.kept_tokens import (NotSparse, Range, dropped_of_messages, gaps_of, kept_tokens)
+from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """A request whose prompt is token ids.
+
+    ``initial`` is the marker state the prompt ends in (see ``text.AnswerText``), ``primed`` the part of a
+    required tool call that the prompt already contains. ``kept``: indices of the tokens that the request's
+    Keep leaves, ascending; None where there is none or where ``dense_reason`` says why it is not followed.
+    """
+
+    request: Generate
+    tokens: list[int]
+    initial: str = "normal"
+    primed: str = ""
+    tools: list[dict[str, Any]] | None = None
+    kept: list[int] | None = None
+    dense_reason: str = ""
+
+
+def prepare(request: Generate, tokenizer: Any, vocab_size: int) -> PreparedPrompt:
+    """Render and tokenize. Runs outside the compute thread.
+
+    Raises:
+        BadRequest: no template, a template that rejects the messages, an empty prompt.
+        InvalidValue: a token id outside the vocabulary, in the prompt or in ``logit_bias``.
+        UnsupportedParameter: tools for a model that has no format for them.
+    """
+    match request.prompt:
+        case TokenPrompt(tokens):
+            wrong = next((t for t in tokens if not 0 <= t < vocab_size), None)
+            if wrong is not None:
+                raise InvalidValue(
+                    f"Token id {wrong} is outside the vocabulary of {vocab_size}.", param="prompt"
+                )
+            prepared = PreparedPrompt(request, list(tokens))
+            if request.keep is not None:
+                prepared = replace(prepared, dense_reason="Token ids have no text to keep parts of.")
+        case TextPrompt(text):
+            prepared = PreparedPrompt(request, list(tokenizer.encode(text)))
+            if request.keep is not None:
+                gaps = gaps_of(request.keep.parts.get(0, [(0, len(text))]), len(text))
+                prepared = _follow(prepared, tokenizer, text, lambda: gaps, special=True)
+        case ChatPrompt():
+            prepared = _chat(request, request.prompt, tokenizer)
+    outside = next((t for t in request.sampling.logit_bias if not 0 <= t < vocab_size), None)
+    if outside is not None:
+        raise InvalidValue(
+            f"Token id {outside} is outside the vocabulary of {vocab_size}.", param="logit_bias"
+        )
+    if not prepared.tokens:
+        raise BadRequest("The prompt is empty.", hint="Send at least one token.", param="prompt")
+    return prepared
+
+
+def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedPrompt:
+    if not tokenizer.has_chat_template:
+        raise BadRequest(
+            "This model has no chat template.",
+            hint="Use /v1/completions, or a model tuned for chat.",
+            param="model",
+        )
+    tools = prompt.tools if prompt.tools and prompt.tool_choice != "none" else None
+    if tools and not tokenizer.has_tool_calling:
+        raise UnsupportedParameter(
+            "This model has no format for tool calls.",
+            hint="Leave out tools, or choose a model that was trained with them (fleetctl models).",
+            param="tools",
+        )
+    # Templates may change what they are given; the request must stay as it came.
+    messages = copy.deepcopy(prompt.messages)
+
+    def render(these: list[dict[str, Any]]) -> str:
+        rendered: str = tokenizer.apply_chat_template(
+            these, tools=tools, tokenize=False, add_generation_prompt=True, **prompt.template_kwargs
+        )
+        return rendered
+
+    try:
+        text = render(messages)
+    except jinja2.TemplateError as error:
+        raise BadRequest(
+            f"The model's chat template rejects these messages: {error}.",
+            hint="Check the order of the roles and the content of each message.",
+            param="messages",
+        ) from error
+    except (TypeError, KeyError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise BadRequest(
+            f"The model's chat template cannot render these messages ({type(error).__name__}).",
+            hint="Check the content of each message.",
+            param="messages",
+        ) from error
+    if len(text) > limits.RENDERED_CHARS:
+        raise BadRequest(
+            f"The rendered prompt has {len(text)} characters; at most {limits.RENDERED_CHARS} are allowed."
+        )
+    primed = _prime(prompt, tokenizer) if tools else ""
+    # The template has written the special tokens; a BOS added here would be a second one.
+    tokens = list(tokenizer.encode(text + primed, add_special_tokens=False))
+    if primed:
+        prepared = PreparedPrompt(request, tokens, "tool", primed.removeprefix(tokenizer.tool_call_start), tools)
+    else:
+        prepared = PreparedPrompt(request, tokens, _initial_state(tokenizer, tokens), "", tools)
+    if (keep := request.keep) is None:
+        return prepared
+
+    def gaps() -> list[Range]:
+        return dropped_of_messages(text, prompt.messages, keep.parts, lambda m: render(copy.deepcopy(m)))
+
+    return _follow(prepared, tokenizer, text + primed, gaps, special=False)
+
+
+def _follow(
+    prepared: PreparedPrompt, tokenizer: Any, text: str, gaps: Callable[[], list[Range]], *, special: bool
+) -> PreparedPrompt:
+    """Which tokens of ``text`` are kept when the ranges ``gaps()`` of it are dropped, or why all are."""
+    try:
+        offsets = _offsets(tokenizer, text, prepared.tokens, special=special)
+        kept = kept_tokens(offsets, gaps())
+    except NotSparse as reason:
+        return replace(prepared, dense_reason=str(reason))
+    except Exception as error:
+        # Templates and tokenizers are others' code; the prompt itself has gone through both.
+        return replace(prepared, dense_reason=f"Its parts could not be found ({type(error).__name__}).")
+    return replace(prepared, kept=kept)
+
+
+def _offsets(tokenizer: Any, text: str, tokens: list[int], *, special: bool) -> list[Range]:
+    """Each token's characters. Raises NotSparse where the tokenizer cannot tell."""
+    whole = tokenizer._tokenizer
+    if not getattr(whole, "is_fast", False):
+        raise NotSparse("The model's tokenizer does not tell where a token's text is.")
+    found = whole(text, add_special_tokens=special, return_offsets_mapping=True)
+    if list(found["input_ids"]) != tokens:
+        raise NotSparse("The model's tokenizer does not give the same tokens with their places.")
+    return [(int(start), int(end)) for start, end in found["offset_mapping"]]
+
+
+def _prime(prompt: ChatPrompt, tokenizer: Any) -> str:
+    """The beginning of a tool call that must be made, as text to append to the prompt."""
+    if prompt.tool_choice == "required":
+        return str(tokenizer.tool_call_start)
+    if isinstance(prompt.tool_choice, dict):
+        name = prompt.tool_choice["name"]
+        start = str(tokenizer.tool_call_start)
+        if tokenizer.init_kwargs.get("tool_parser_type") == "json_tools":
+            return f'{start}\n{{"name": {json.dumps(name)}, "arguments": '
+        return start
+    return ""
+
+
+def _initial_state(tokenizer: Any, tokens: list[int]) -> str:
+    """Some templates open the reasoning themselves; then the answer begins inside it."""
+    if tokenizer.response_initial_state:
+        return str(tokenizer.response_initial_state)
+    if tokenizer.has_thinking and tokenizer.rfind_think_start(tokens) > tokenizer.rfind_think_end(tokens):
+        return "reasoning"
+    return "normal"

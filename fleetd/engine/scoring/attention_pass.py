@@ -1,0 +1,200 @@
+"""A pass over some of a model's layers in which one looks at queries and keys, chunk by chunk.
+
+The layers are mlx-lm's own, run by ``stage.Stage``; the wrapper around each rope (``rope.PosRoPE``) shows
+what is rotated, after the model's own norms and before or after the rotation. Nothing is known here of an
+architecture but what a look shows: layers whose keys are not seen, or seen in part only, cannot be used.
+
+    tokens ─► embed ─► layer 0 … layer exit - 1 ─┐  the last layer ends once its keys are seen
+                         └── look: q, k ─────────┴─► keys of the scored tokens, queries of those that ask
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import KVCache
+
+from fleetd.engine.scoring.scoring_layout import LayoutPass
+from fleetd.engine.sparse_prefill.rope import PosRoPE, install
+from fleetd.engine.sparse_prefill.sparse_caches import sparse_cache
+from fleetd.engine.stage import Stage
+from fleetd.errors import ModelUnsupported
+from fleetd.compression.token_scores import F32
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTap:
+    """A model whose attention can be looked into.
+
+    ``scales``: what the dot products of a layer's queries and keys are multiplied by, for every layer that
+    attends to the whole text and shows all of its queries and keys; ``heads``: how many of both these have.
+    """
+
+    stage: Stage
+    scales: dict[int, float]
+    heads: dict[int, tuple[int, int]]
+    ropes: dict[int, PosRoPE]
+
+    @classmethod
+    def of(cls, model: Any) -> AttentionTap:
+        """Wraps the model's ropes where nobody has yet.
+
+        Raises:
+            ModelUnsupported: none of its layers can be looked into, or it cannot be run layer by layer.
+        """
+        stage = Stage.of(model)
+        ropes = install(model)
+        lone = {rope.layer: rope for rope in ropes if sum(rope.layer == other.layer for other in ropes) == 1}
+        heads = _shown(stage, lone)
+        if not heads:
+            raise ModelUnsupported(
+                f"Attention in a {model.args.model_type} cannot be looked into: scores need layers that see "
+                "the whole text and rotate all of their queries and keys.",
+                hint="Choose another model for scoring.",
+            )
+        scales = {number: _scale(stage.weights.layers[number]) for number in heads}
+        shown = {number: lone[number] for number in heads}
+        return cls(stage, scales, heads, shown)
+
+    def query_heads(self, layer: int) -> int:
+        return self.heads[layer][0]
+
+    def key_heads(self, layer: int) -> range:
+        return range(self.heads[layer][1])
+
+    def rotated(self, layer: int, rows: F32, position: int) -> F32:
+        """Queries or keys (heads, T, D) as this layer rotates them at ``position`` and those after it."""
+        return np.array(self.ropes[layer](mx.array(rows)[None], offset=position)[0].astype(mx.float32))
+
+
+class _Enough(Exception):
+    pass
+
+
+@dataclass(slots=True)
+class AttentionPass:
+    """One pass, begun. ``layers``: what of each is kept: which of its key heads.
+
+    Afterwards ``keys[layer]`` (kept heads, scored tokens, D) and ``queries[layer]`` (all query heads, asking
+    tokens, D), f32, rotated or not.
+    """
+
+    sight: AttentionTap
+    work: LayoutPass
+    layers: Mapping[int, Sequence[int]]
+    rotated: bool
+    done: int = 0
+    keys: dict[int, F32] = field(default_factory=dict)
+    queries: dict[int, F32] = field(default_factory=dict)
+    _stage: Stage | None = None
+    _caches: list[Any] = field(default_factory=list)
+    _queries: dict[int, list[F32]] = field(default_factory=dict)
+    _keys: dict[int, list[F32]] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= len(self.work.tokens)
+
+    def step(self, chunk_tokens: int) -> int:
+        """Compute at most ``chunk_tokens`` more; returns how many."""
+        if self._stage is None:
+            self._stage = self.sight.stage.part(0, max(self.layers) + 1)
+            self._caches = [sparse_cache(cache) for cache in self._stage.make_caches()]
+        tokens = self.work.tokens[self.done : self.done + chunk_tokens]
+        self._compute(self._stage, tokens)
+        self.done += len(tokens)
+        if self.finished:
+            self._finish()
+        return len(tokens)
+
+    def _compute(self, stage: Stage, tokens: list[int]) -> None:
+        seen: dict[int, list[mx.array]] = {}
+
+        def look(layer: int, before: mx.array, after: mx.array) -> None:
+            seen.setdefault(layer, []).append(after if self.rotated else before)
+            if layer == stage.last - 1 and len(seen[layer]) == 2:
+                raise _Enough
+
+        for cache in self._caches:
+            cache.expect(range(self.done, self.done + len(tokens)), look)
+        try:
+            stage.run(stage.embed(mx.array(tokens)[None]), self._caches)
+        except _Enough:
+            # Nothing was put into the last layer's cache; masks and rotations follow its count.
+            self._caches[-1].offset = self.done + len(tokens)
+        shown = {layer: pair for layer, pair in seen.items() if layer in self.layers}
+        queries = {layer: self._asking(q) for layer, (q, _) in shown.items()}
+        keys = {layer: self._scored(layer, k, len(tokens)) for layer, (_, k) in shown.items()}
+        mx.eval(queries, keys, [cache.state for cache in self._caches if cache.keys is not None])
+        for kept, chunk in ((self._queries, queries), (self._keys, keys)):
+            for layer, rows in chunk.items():
+                if rows.shape[1]:
+                    kept.setdefault(layer, []).append(np.array(rows))
+        mx.clear_cache()
+
+    def _asking(self, q: mx.array) -> mx.array:
+        """Of a chunk's queries (1, H, T, D) those of tokens that ask."""
+        first = max(0, len(self.work.tokens) - self.work.asking - self.done)
+        return q[0, :, first:].astype(mx.float32)
+
+    def _scored(self, layer: int, k: mx.array, n: int) -> mx.array:
+        """Of a chunk's n keys (1, K, n, D) the kept heads' of tokens that are scored."""
+        first = max(0, self.work.own - self.done)
+        end = min(n, self.work.own + self.work.count - self.done)
+        return k[0, mx.array(list(self.layers[layer])), first : max(first, end)].astype(mx.float32)
+
+    def _finish(self) -> None:
+        # First, as the copies below, and the logits after them, are to take the room of these.
+        self._caches.clear()
+        mx.clear_cache()
+        self.queries = {layer: np.concatenate(rows, axis=1) for layer, rows in self._queries.items()}
+        self.keys = {layer: np.concatenate(rows, axis=1) for layer, rows in self._keys.items()}
+        self._queries.clear()
+        self._keys.clear()
+
+
+def logits_of(queries: F32, keys: F32, scale: float) -> F32:
+    """(Q, D) and (N, D) to (Q, N), in f32."""
+    logits: F32 = np.matmul(queries * np.float32(scale), keys.T, dtype=np.float32)
+    return logits
+
+
+def _shown(stage: Stage, layers: Collection[int]) -> dict[int, tuple[int, int]]:
+    """Of ``layers`` those that keep all keys and let them be seen whole, found out by a pass of two tokens;
+    their numbers of query heads and key heads."""
+    seen: dict[int, list[mx.array]] = {}
+
+    def look(layer: int, _: mx.array, after: mx.array) -> None:
+        seen.setdefault(layer, []).append(after)
+
+    try:
+        caches = [sparse_cache(cache) for cache in stage.make_caches()]
+    except TypeError:
+        return {}
+    for cache in caches:
+        cache.expect(range(2), look)
+    stage.run(stage.embed(mx.array([[1, 1]])), caches)
+    found = {}
+    for layer in sorted(layers):
+        cache, pair = caches[layer], seen.get(layer, [])
+        # A window hides what is far. A rope that sees a part only, or what is compressed, shows no scores.
+        if not isinstance(cache, KVCache) or len(pair) != 2:
+            continue
+        held = cache.keys[:, :, :2]
+        if pair[1].shape == held.shape and bool(mx.array_equal(pair[1], held)):
+            found[layer] = pair[0].shape[1], pair[1].shape[1]
+    return found
+
+
+def _scale(layer: nn.Module) -> float:
+    for _, module in layer.named_modules():
+        if isinstance(module.get("rope"), PosRoPE):
+            scale = getattr(module, "scale", None)
+            if isinstance(scale, int | float):
+                return float(scale)
+    raise ModelUnsupported("This model's attention has a scale that is not a number.")

@@ -1,0 +1,202 @@
+"""Which heads of a model find what is asked for, and how many layers it takes to ask them.
+
+    needles ─► every head's attention ─► rank of the needle ─► the best heads below each layer ─► exit
+
+A few heads do most of a model's looking up, and good ones often lie in its first half: what comes after the
+last of them need not be computed. They are found with short made-up texts, by how high the sentence that
+answers ranks among all tokens. The same model gives the same profile, whatever it is to be used for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from fleetd import __version__, limits
+from fleetd.engine.cached_results import CachedResult
+from fleetd.engine.protocol import Natural, Profile, Score
+from fleetd.engine.scoring.scoring_layout import lay_out
+from fleetd.engine.scoring.attention_pass import AttentionPass, AttentionTap, logits_of
+from fleetd.engine.scoring.needles import Needle, needles
+from fleetd.compression.token_scores import F32, POOL, log_sum_exp, pooled
+
+_FOLDER = "profiles"
+NEEDLES, SENTENCES = 12, 36
+# RoPE prefers what is near, and a made-up text is short: each is asked as it is, and once more with the
+# question rotated as if it stood this much further away, within half of the context.
+FAR_TOKENS = 4096
+# Queries and keys are compared as attention itself compares them.
+ROTATED = True
+# Goes up with whatever makes another profile of the same model.
+PROFILE_VERSION = 1
+# Layers that are tried: what is found in the last third would save little, and costs most to try.
+TRIED = 2 / 3
+# An answer is found if the middle one of its tokens is among this share of all tokens.
+FOUND = 0.1
+# A model whose best heads find fewer answers than this cannot score; chance finds FOUND of them.
+LEAST_FOUND = 0.5
+# What leaving earlier is worth: of the share that is found, and of the mean logarithm of ranks. On
+# SmolLM2 the first half of the layers keeps within it (bench/smart_score.py has the curve).
+_FEWER, _WORSE = 0.05, 0.25
+# Heads that are that much worse than the best one, by the same measure, add more noise than they find.
+_MUCH_WORSE = 0.7
+
+
+class _StoredProfile(Profile, frozen=True):
+    """A profile on the disk: without heads where the model looks nothing up."""
+
+    heads: Annotated[list[tuple[Natural, Natural]], Meta(max_length=limits.SCORE_HEADS)]
+
+
+class ProfileKey(msgspec.Struct, frozen=True):
+    """What a kept profile rests on. ``digest`` is the model's, "" where nobody knows it."""
+
+    digest: str
+    versions: dict[str, str]
+    fleetd: str = __version__
+    profile: int = PROFILE_VERSION
+
+    def finding(self, cache: Path) -> CachedResult[Profile]:
+        """Where it is kept. ``cache``: the home's folder for what can be found out again."""
+        return CachedResult(cache / _FOLDER / f"{self.digest[:32]}.json" if self.digest else None, self, _StoredProfile)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadChoice:
+    """``heads`` that lie below layer ``exit_layer``, the share of needles that they find together and the
+    mean natural logarithm of the needles' ranks, as shares of all tokens."""
+
+    heads: list[tuple[int, int]]
+    exit_layer: int
+    found: float
+    log_rank: float
+
+
+@dataclass(frozen=True, slots=True)
+class NeedleResult:
+    """One needle: every head's attention (heads, N), and which of the tokens (N,) are the answer's."""
+
+    attention: F32
+    answer: Any
+
+    def rank(self, heads: Sequence[int]) -> float:
+        """Of the middle one of the answer's tokens, as a share of all tokens, if these heads are asked."""
+        values = pooled(self.attention[list(heads)].max(axis=0), POOL)
+        order = np.argsort(-values, kind="stable")
+        ranks = np.empty(len(values))
+        ranks[order] = np.arange(1, len(values) + 1)
+        return float(np.median(ranks[self.answer]) / len(values))
+
+
+def choose(layers: Sequence[int], tried: Sequence[NeedleResult]) -> list[HeadChoice]:
+    """The curve: the best heads below every layer in which there are any, first layers first.
+
+    ``layers`` says of each of the heads in ``tried`` in which layer it lies, ascending.
+    """
+    alone = np.array([_log_rank(tried, [head])[0] for head in range(len(layers))])
+    best = np.argsort(alone, kind="stable")
+    counts: dict[int, int] = {}
+    numbers = []
+    for layer in layers:
+        numbers.append(counts.get(layer, 0))
+        counts[layer] = numbers[-1] + 1
+    curve = []
+    for exit_layer in sorted({layer + 1 for layer in layers}):
+        below = [int(head) for head in best if layers[head] < exit_layer]
+        heads = [head for head in below if alone[head] <= alone[below[0]] + _MUCH_WORSE]
+        heads = heads[: limits.SCORE_HEADS]
+        log_rank, found = _log_rank(tried, heads)
+        named = sorted((layers[head], numbers[head]) for head in heads)
+        curve.append(HeadChoice(named, named[-1][0] + 1, found, log_rank))
+    return curve
+
+
+def _log_rank(tried: Sequence[NeedleResult], heads: Sequence[int]) -> tuple[float, float]:
+    ranks = np.array([each.rank(heads) for each in tried])
+    return float(np.log(ranks).mean()), float((ranks <= FOUND).mean())
+
+
+def settled(curve: Sequence[HeadChoice]) -> HeadChoice:
+    """The earliest exit that is about as good as the best one."""
+    found = max(choice.found for choice in curve)
+    able = [choice for choice in curve if choice.found >= found - _FEWER]
+    best = min(choice.log_rank for choice in able)
+    return next(choice for choice in able if choice.log_rank <= best + _WORSE)
+
+
+@dataclass(slots=True)
+class Profiling:
+    """Finding a model's profile, a chunk of a made-up text at a time."""
+
+    sight: AttentionTap
+    tokenizer: Any
+    context_tokens: int
+    rotated: bool = ROTATED
+    tried: list[NeedleResult] = field(default_factory=list)
+    _left: list[Needle] = field(default_factory=lambda: needles(NEEDLES, SENTENCES))
+    _now: tuple[Any, AttentionPass] | None = None
+
+    @property
+    def layers(self) -> list[int]:
+        """Those that are tried."""
+        most = max(min(self.sight.scales) + 1, round(self.sight.stage.total * TRIED))
+        return [layer for layer in self.sight.scales if layer < most]
+
+    @property
+    def finished(self) -> bool:
+        return self._now is None and not self._left
+
+    def step(self, chunk_tokens: int) -> int:
+        if self._now is None:
+            needle = self._left.pop(0)
+            text = f"{needle.text}\n{needle.question}"
+            request = Score("profile", text, [(len(needle.text) + 1, len(text))])
+            laid = lay_out(request, self.tokenizer, self.context_tokens)
+            answer = (laid.starts < needle.end) & (laid.ends > needle.start)
+            # A context that is shorter than the text takes it in pieces: the one that matters is asked.
+            work = next(each for each in laid.passes if answer[each.first :][: each.count].any())
+            every = {layer: self.sight.key_heads(layer) for layer in self.layers}
+            looking = AttentionPass(self.sight, work, every, rotated=False)
+            self._now = answer[work.first :][: work.count], looking
+        answer, looking = self._now
+        done = looking.step(chunk_tokens)
+        if looking.finished:
+            self._now = None
+            far = min(FAR_TOKENS, self.context_tokens // 2) if self.rotated else 0
+            for distance in sorted({0, far}):
+                self.tried.append(NeedleResult(self._attention(looking, distance), answer))
+        return done
+
+    def _attention(self, looking: AttentionPass, distance: int) -> F32:
+        """(heads, N): of each head the mean of its two best queries' attention to each token."""
+        found = []
+        work = looking.work
+        for layer in self.layers:
+            queries, keys = looking.queries[layer], looking.keys[layer]
+            if self.rotated:
+                asking_from = len(work.tokens) - work.asking + distance
+                queries = self.sight.rotated(layer, queries, asking_from)
+                keys = self.sight.rotated(layer, keys, work.own)
+            group = len(queries) // len(keys)
+            for head, query in enumerate(queries):
+                logits = logits_of(query, keys[head // group], self.sight.scales[layer])
+                p = np.sort(np.exp(logits - log_sum_exp(logits)[:, None]), axis=0)
+                found.append(p[-2:].mean(axis=0))
+        return np.stack(found)
+
+    def curve(self) -> list[HeadChoice]:
+        """Of the needles so far."""
+        heads = {layer: self.sight.query_heads(layer) for layer in self.layers}
+        return choose([layer for layer in self.layers for _ in range(heads[layer])], self.tried)
+
+    def profile(self) -> Profile:
+        """Once it is finished; without heads where they find too little: such a model cannot score."""
+        found = settled(self.curve())
+        heads = found.heads if found.found >= LEAST_FOUND else []
+        return Profile(heads, found.exit_layer, self.rotated)

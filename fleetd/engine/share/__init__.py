@@ -1,1 +1,0 @@
-"""Shared prefill: what several machines' workers do to compute one prompt together, and say to each other."""

@@ -1,0 +1,1 @@
+"""Shared prefill in a worker: what several machines' workers do to compute one prompt together."""

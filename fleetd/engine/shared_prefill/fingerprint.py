@@ -1,0 +1,87 @@
+"""What a worker's arithmetic is: numbers that tell whether two machines compute the same bytes.
+
+Each layer is given the same hidden states on every machine, and 8 bytes of a hash of what it makes of them
+stand for it: of its keys, its values and its output, for a chunk and for a single token. Equal hashes on two
+machines mean equal weights and equal kernels, at least for these numbers; different ones, that not even these
+come out the same. The hidden states come from integer arithmetic, so that no machine's random numbers or
+rounding enter them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import mlx.core as mx
+import numpy as np
+from mlx_lm.models.cache import RotatingKVCache
+
+from fleetd.engine import cpu
+from fleetd.engine.protocol import Arithmetic
+from fleetd.engine.shared_prefill import layer_kv
+from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.passes import evaluate
+from fleetd.engine.stage import Stage
+
+# More than a GPU's kernels treat as a few single tokens, and at most what one short chunk costs.
+TOKENS = 64
+
+
+def arithmetic(
+    stage: Stage, layout: KvLayout, *, device: str, accelerator: str, versions: dict[str, str]
+) -> Arithmetic:
+    """Of the layers of ``stage``; costs about as much as prefilling ``TOKENS`` tokens.
+
+    Args:
+        device: "cpu", "metal" or "cuda".
+        accelerator: its make, for people and for comparison ("Apple M4 Pro").
+    """
+    return Arithmetic(
+        accelerator=accelerator,
+        dtype=str(layout.dtype).removeprefix("mlx.core."),
+        versions=versions,
+        first_layer=stage.first,
+        layers=layer_hashes(stage, layout),
+        chunks="any" if any_chunks(stage, layout, device) else "same",
+    )
+
+
+def layer_hashes(stage: Stage, layout: KvLayout) -> list[bytes]:
+    """8 bytes per layer."""
+    hidden = probe(layout)
+    found = []
+    for layer in range(stage.first, stage.last):
+        part = stage.part(layer, layer + 1)
+        caches = part.make_caches()
+        out = part.run(hidden, caches)
+        evaluate(caches, out)
+        # A single token is another kernel's work: what is decoded elsewhere depends on that one.
+        step = part.run(hidden[:, :1], caches)
+        evaluate(caches, step)
+        state = hashlib.sha256()
+        for array in (*caches[0].keys_and_values(), out, step):
+            state.update(layer_kv.as_bytes(mx.contiguous(array)))
+        found.append(state.digest()[:8])
+    mx.clear_cache()
+    return found
+
+
+def probe(layout: KvLayout) -> mx.array:
+    """(1, TOKENS, width): numbers in [-1, 1) that every dtype holds without rounding."""
+    index = np.arange(TOKENS * layout.width, dtype=np.uint32)
+    # A multiplicative hash (Knuth, TAOCP 6.4); its top bits are spread evenly. uint32 wraps round by design.
+    numbers = (index * np.uint32(2654435761)) >> np.uint32(25)  # 7 bits
+    values = numbers.astype(np.float32) / np.float32(64) - np.float32(1)
+    return mx.array(values.reshape(1, TOKENS, layout.width)).astype(layout.dtype)
+
+
+def any_chunks(stage: Stage, layout: KvLayout, device: str) -> bool:
+    """Whether a prompt's bytes are the same wherever it is cut into chunks: on a CPU with MKL, in f32."""
+    if device != "cpu" or not cpu.exact() or layout.dtype != mx.float32:
+        return False
+    match stage.architecture.chunks:
+        case "any":
+            return True
+        case "unless windows":
+            return not any(isinstance(cache, RotatingKVCache) for cache in stage.empty)
+        case "same":
+            return False

@@ -1,0 +1,174 @@
+"""What crosses each stream of a shared prefill, in which order: the same list at both ends.
+
+Pure. A sender takes its heads from here and a receiver refuses every other, so that neither has to trust the
+other for where a number belongs. With C chunks, L the helper's layers, [a, b) its tokens:
+
+    home → helper      TOKENS, then of [0, cached) per layer ROWS or STATE
+    layers: helper → home       per chunk, per layer ROWS; per layer that rotates STATE; DONE
+            helper → next       per chunk HIDDEN
+    tokens: helper → home       per layer ROWS of [a, b) or STATE; DONE
+            helper → next       per layer ROWS of [cached, b) or STATE
+
+Sizes of a STATE depend on how a cache was filled, so its head says them within bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from fleetd.engine.streams.frames import NO_PREFIX, Frame, FrameHeader, Kind
+from fleetd.errors import ProtocolError
+from fleetd.plan.prefill.split import Split, prefix_hashes
+
+# A cache that rotates makes room in steps of this many rows, as mlx-lm has it.
+_STEP = 256
+
+
+class _Shape(Protocol):
+    @property
+    def window(self) -> int: ...
+    def sizes(self, rows: int) -> tuple[int, int]: ...
+
+
+class Sizes(Protocol):
+    """What has to be known of a model: ``layer_kv.KvLayout``."""
+
+    def layer(self, index: int) -> _Shape: ...
+    def hidden_bytes(self, tokens: int) -> int: ...
+
+
+# ---- The lists -------------------------------------------------------------------------------------------
+
+
+def to_helper(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
+    """From home to helper ``place``."""
+    yield FrameHeader(Kind.TOKENS, 0, 0, split.tokens, (split.token_bytes * split.tokens, 0))
+    if split.cached:
+        for layer in split.layers_of(place):
+            yield _kept(layer, 0, split.cached, sizes)
+
+
+def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
+    """From helper ``place`` to home."""
+    layers, own = split.layers_of(place), split.tokens_of(place)
+    if split.kind == "tokens":
+        for layer in layers:
+            yield _kept(layer, own.start, own.stop, sizes)
+    else:
+        for chunk in split.chunks_of(place):
+            for layer in layers:
+                if not sizes.layer(layer).window:
+                    yield _kept(layer, chunk.start, chunk.stop, sizes)
+        for layer in layers:
+            if sizes.layer(layer).window:
+                yield _kept(layer, 0, split.tokens, sizes)
+    yield FrameHeader(Kind.DONE, 0, 0, own.stop)
+
+
+def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
+    """From helper ``place`` to the next machine of the chain; nothing where ``has_next`` is False."""
+    if not has_next(split, place):
+        return
+    if split.kind == "tokens":
+        for layer in split.layers_of(place):
+            yield _kept(layer, split.cached, split.tokens_of(place).stop, sizes)
+        return
+    for chunk in split.chunks_of(place):
+        layer = split.layers_of(place).stop
+        yield FrameHeader(Kind.HIDDEN, layer, chunk.start, len(chunk), (sizes.hidden_bytes(len(chunk)), 0))
+
+
+def has_next(split: Split, place: int) -> bool:
+    """Whether helper ``place`` sends anything to its neighbour, which may be home."""
+    if place + 1 < split.helpers:
+        return True
+    return split.kind == "layers" and len(split.layers_of(split.helpers)) > 0
+
+
+def _kept(layer: int, start: int, stop: int, sizes: Sizes) -> FrameHeader:
+    """A layer's cache of tokens [start, stop); where it rotates, of all tokens before ``stop``."""
+    shape = sizes.layer(layer)
+    if shape.window:
+        return FrameHeader(Kind.STATE, layer, 0, stop)
+    return FrameHeader(Kind.ROWS, layer, start, stop - start, shape.sizes(stop - start))
+
+
+def prefixes(split: Split, tokens: bytes) -> dict[int, bytes]:
+    """For every end of a frame the hash of the tokens before it; ``tokens`` as a TOKENS frame has them."""
+    ends = {split.cached, split.tokens}
+    for machine in range(split.machines):
+        ends.update(chunk.stop for chunk in split.chunks_of(machine))
+    return prefix_hashes(tokens, sorted(ends), width=split.token_bytes)
+
+
+# ---- The two ends ----------------------------------------------------------------------------------------
+
+
+class Outgoing:
+    """The sending end: hands out the heads in order."""
+
+    def __init__(self, heads: Iterable[FrameHeader], hashes: dict[int, bytes]) -> None:
+        self._heads = iter(heads)
+        self._hashes = hashes
+
+    def next(self) -> FrameHeader:
+        head = next(self._heads)
+        return replace(head, prefix=self._hashes[head.end])
+
+    @staticmethod
+    def state(head: FrameHeader, sizes: tuple[int, int], index: int) -> FrameHeader:
+        """The STATE head that is due, with what only its cache knows."""
+        return replace(head, sizes=sizes, index=index)
+
+
+class Incoming:
+    """The receiving end of one stream.
+
+    ``buffers`` is where a frame's payload goes. ``place`` runs on the thread that reads, ``taken`` on the one
+    that computes.
+    """
+
+    def __init__(
+        self, stream: str, heads: Iterable[FrameHeader], sizes: Sizes, buffers: Callable[[FrameHeader], list[memoryview]]
+    ) -> None:
+        self._stream = stream
+        self._placed = list(heads)
+        self._taken = iter(self._placed)
+        self._due = iter(self._placed)
+        self._sizes = sizes
+        self._buffers = buffers
+        self.left = len(self._placed)
+
+    def place(self, head: FrameHeader) -> list[memoryview]:
+        """Raises ProtocolError for any frame but the next of the list."""
+        due = next(self._due, None)
+        if due is None:
+            raise ProtocolError(f"On {self._stream} came a frame after the last one.")
+        for field in ("kind", "layer", "start", "count"):
+            if getattr(head, field) != getattr(due, field):
+                raise ProtocolError(f"On {self._stream} came {head}, whose {field} is not that of {due}.")
+        if due.kind is Kind.STATE:
+            self._check_state(head)
+        elif (head.sizes, head.index) != (due.sizes, 0):
+            raise ProtocolError(f"On {self._stream} came {head}, whose size is not that of {due}.")
+        return self._buffers(head)
+
+    def _check_state(self, head: FrameHeader) -> None:
+        one = self._sizes.layer(head.layer).sizes(1)
+        rows = head.sizes[0] // one[0]
+        fits = head.sizes == (rows * one[0], rows * one[1]) and 1 <= rows <= head.count + _STEP
+        if not fits or head.index > rows:
+            raise ProtocolError(f"On {self._stream} came {head}: not a state of {head.count} tokens.")
+
+    def taken(self, frame: Frame, hashes: dict[int, bytes]) -> None:
+        """Count a frame that came. Raises ProtocolError where it was computed from other tokens."""
+        due = next(self._taken)
+        self.left -= 1
+        if frame.head.prefix != hashes.get(due.end, NO_PREFIX):
+            raise ProtocolError(f"On {self._stream} came {frame.head}, which is of other tokens than these.")
+
+    @property
+    def began(self) -> bool:
+        return self.left < len(self._placed)

@@ -1,0 +1,63 @@
+"""The sending end of a stream: arrays and caches to frames, in the order in which they are due."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import mlx.core as mx
+
+from fleetd.engine.shared_prefill import layer_kv
+from fleetd.engine.shared_prefill.frame_schedule import Outgoing
+from fleetd.engine.streams.frames import FrameHeader, Kind, FramePipe
+
+
+class FrameWriter:
+    """Sends ``heads``, one per call, with what each call gives as their payload. ``sent``: bytes so far."""
+
+    def __init__(self, pipe: FramePipe, heads: Iterable[FrameHeader], hashes: dict[int, bytes]) -> None:
+        self._pipe = pipe
+        self._out = Outgoing(heads, hashes)
+        self.sent = 0
+
+    @property
+    def backlog(self) -> int:
+        return self._pipe.backlog
+
+    def tokens(self, payload: Any) -> None:
+        """``slots.Slots.payload``."""
+        self._send(self._out.next(), [memoryview(payload).cast("B")])
+
+    def hidden(self, hidden: mx.array) -> None:
+        """(1, T, width), evaluated."""
+        self._send(self._out.next(), [layer_kv.hidden_payload(hidden)])
+
+    def rows(self, keys: mx.array, values: mx.array) -> None:
+        """(1, heads, T, width) each, evaluated."""
+        self._send(
+            self._out.next(), [piece for x in (keys, values) for piece in layer_kv.pieces(layer_kv.as_bytes(x)[0])]
+        )
+
+    def cache(self, cache: Any) -> None:
+        """What is due of a layer's cache, which is not copied: nothing may be added to it in place."""
+        head = self._out.next()
+        if head.kind is Kind.STATE:
+            parts = [layer_kv.pieces(layer_kv.as_bytes(mx.contiguous(x))[0]) for x in (cache.keys, cache.values)]
+            sizes = sum(p.nbytes for p in parts[0]), sum(p.nbytes for p in parts[1])
+            self._send(self._out.state(head, sizes, cache._idx), [p for part in parts for p in part])
+        else:
+            self._send(head, layer_kv.rows(cache, head.start, head.end))
+
+    def done(self) -> None:
+        self._send(self._out.next(), [])
+        self.finish()
+
+    def finish(self) -> None:
+        self._pipe.finish()
+
+    def _send(self, head: FrameHeader, payload: list[memoryview]) -> None:
+        found = sum(part.nbytes for part in payload)
+        if found != head.nbytes:
+            raise RuntimeError(f"{head} is due; here are {found} bytes")
+        self._pipe.send(head, *payload)
+        self.sent += head.nbytes

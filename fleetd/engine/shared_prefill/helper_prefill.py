@@ -1,0 +1,198 @@
+"""One part of another machine's prefill: the side of a helper.
+
+    home ── tokens, cached prefix ──► this helper ── keys and values ──► home
+                   the one before ──►             ── hidden states, or rows so far ──► the one after
+
+Nothing of it stays here. To the scheduler it is a task like ``sharing.SharedPrefill``: ask ``ready``, then
+``step``, until it is ``finished``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from fleetd import limits
+from fleetd.engine.protocol import AssistPrefill, StepTime
+from fleetd.engine.shared_prefill import frame_schedule
+from fleetd.engine.shared_prefill.frame_schedule import Incoming
+from fleetd.engine.streams.frames import HEAD_BYTES, Connect, FramePipe
+from fleetd.engine.shared_prefill.helper_work import helper_work
+from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.frame_writer import FrameWriter
+from fleetd.engine.shared_prefill.step_times import HelperTimes
+from fleetd.engine.stage import Stage
+from fleetd.errors import FleetError, InvalidValue, PeerLost, from_code
+from fleetd.plan.prefill.split import checked
+
+# What may be unsent of a stream whose other end leaves, having all that it needs: the last head and the end.
+_TAIL_BYTES = HEAD_BYTES + limits.KIB
+
+
+class HelperPrefill:
+    """Machine ``assist.place``'s part of ``assist.split``.
+
+    Args:
+        stage: a model, or the part of one that has the layers; ``layout`` is ``KvLayout.of`` it.
+        connect: opens this assist's streams. Its pipes wake the scheduler, which then asks ``ready`` again.
+        clock: monotonic seconds.
+
+    Raises:
+        InvalidValue: the split is none, or not of this model, or needs layers that are not here.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        layout: KvLayout,
+        assist: AssistPrefill,
+        connect: Connect,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        split, place = checked(assist.split), assist.place
+        if split.layers != stage.total or not 0 <= place < split.helpers:
+            raise InvalidValue(f"Helper {place} of {split} is nobody in a model of {stage.total} layers.")
+        self._split, self._layout, self._clock = split, layout, clock
+        self._work = helper_work(stage, layout, split, place)
+        self._times = HelperTimes(clock)
+        self._hashes: dict[int, bytes] = {}
+        self._error: FleetError | None = None
+        self._ended = False
+        # Streams whose other ends have left, having all they need.
+        self._left: set[str] = set()
+        self._closed = False
+        self._pipes: dict[str, FramePipe] = {}
+        self._incoming: dict[str, Incoming] = {}
+        self._outlets: dict[str, FrameWriter] = {}
+        try:
+            self._open(connect, place)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, connect: Connect, place: int) -> None:
+        split, layout, work = self._split, self._layout, self._work
+        streams = {"home": frame_schedule.to_helper(split, place, layout)}
+        if place:
+            streams["in"] = frame_schedule.to_next(split, place - 1, layout)
+        if frame_schedule.has_next(split, place):
+            streams["out"] = iter(())
+        for name, heads in streams.items():
+            incoming = self._incoming[name] = Incoming(name, heads, layout, work.buffers)
+            self._pipes[name] = connect(name, incoming.place)
+        self._outlets["home"] = FrameWriter(self._pipes["home"], frame_schedule.to_home(split, place, layout), self._hashes)
+        if "out" in streams:
+            self._outlets["out"] = FrameWriter(self._pipes["out"], frame_schedule.to_next(split, place, layout), self._hashes)
+
+    # ---- turns -----------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``step`` can do or tell something now; takes in what has arrived."""
+        self._receive()
+        idle = not (self._error or self.finished or self._computable)
+        self._times.waits.idle(idle)
+        return not idle
+
+    @property
+    def finished(self) -> bool:
+        """Everything is computed and sent."""
+        return self._ended and all(
+            name in self._left or pipe.backlog == 0 for name, pipe in self._pipes.items()
+        )
+
+    @property
+    def due_s(self) -> float | None:
+        """When, on the clock, ``step`` gives up what is waited for; None while nothing is."""
+        since = self._times.waits.since
+        return None if since is None else since + limits.SHARE_IDLE_S
+
+    @property
+    def progress(self) -> int:
+        """Tokens that the work done so far amounts to."""
+        return int(self._work.fraction * len(self._work.tokens))
+
+    def step(self) -> int:
+        """Compute what can be computed without waiting, for about ``SHARE_STEP_S``; returns the progress.
+
+        Raises:
+            PeerError: another machine is lost, or breaks the protocol. The message begins with its stream's
+                name. Nothing more will come.
+        """
+        before = self.progress
+        begun = self._clock()
+        if not self.ready and self.due_s is not None and begun >= self.due_s:
+            self._error = PeerLost(f"home: nothing came for {limits.SHARE_IDLE_S:.0f} s.")
+        while self._error is None and self._computable:
+            started = self._clock()
+            self._work.compute(self._outlets["home"], self._outlets.get("out"))
+            self._end()
+            self._times.computed_s += self._clock() - started
+            self._receive()
+            if self._clock() - begun >= limits.SHARE_STEP_S:
+                break
+        if self._error is not None:
+            raise self._error
+        return self.progress - before
+
+    @property
+    def _computable(self) -> bool:
+        queued = any(outlet.backlog > limits.SHARE_QUEUED_BYTES for outlet in self._outlets.values())
+        return self._work.computable and not queued
+
+    def _end(self) -> None:
+        """Say so once everything is queued."""
+        if self._work.computed and not self._ended:
+            self._outlets["home"].done()
+            if "out" in self._outlets:
+                self._outlets["out"].finish()
+            self._ended = True
+
+    def _receive(self) -> None:
+        """Take in all frames that have come."""
+        if self._closed or self._error is not None:
+            return
+        for name, pipe in self._pipes.items():
+            # What comes before this helper's part is of use once its tokens and its prefix are here.
+            early = name == "in" and self._incoming["home"].left
+            if early or name in self._left:
+                continue
+            try:
+                self._receive_from(name, pipe)
+            except FleetError as error:
+                if not self._over(name, pipe):
+                    self._error = from_code(error.code, f"{name}: {error.message}", hint=error.hint)
+                    return
+                self._left.add(name)
+
+    def _receive_from(self, name: str, pipe: FramePipe) -> None:
+        incoming = self._incoming[name]
+        while (frame := pipe.receive()) is not None:
+            if not incoming.began and name == "home":
+                self._hashes.update(frame_schedule.prefixes(self._split, bytes(frame.buffers[0])))
+            incoming.taken(frame, self._hashes)
+            self._times.received += frame.head.nbytes
+            self._work.take(frame)
+
+    def _over(self, name: str, pipe: FramePipe) -> bool:
+        """Whether nothing more is to come or go there: its other end may leave."""
+        if self._incoming[name].left:
+            return False
+        return name not in self._outlets or (self._ended and pipe.backlog <= _TAIL_BYTES)
+
+    def close(self) -> None:
+        """Close the streams and forget everything. Idempotent."""
+        self._closed = True
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._work.inlets.clear()
+        self._work.caches.clear()
+
+    # ---- what came of it -------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> list[StepTime]:
+        """Where the time went until now, in seconds and bytes."""
+        self._times.sent = sum(outlet.sent for outlet in self._outlets.values())
+        return self._times.steps()

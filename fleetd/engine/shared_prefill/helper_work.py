@@ -1,0 +1,201 @@
+"""What a helper computes of a shared prefill, and what it sends on.
+
+    layers: tokens or hidden states, chunk by chunk ─► own layers ─► hidden states to the next, rows to home
+    tokens: rows of all tokens before, layer by layer ─► cache ─► own tokens through the layer ─► rows of all
+            so far to the next, of the own ones to home
+
+No streams, no clock: ``helper_prefill.HelperPrefill`` has them.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import mlx.core as mx
+
+from fleetd.engine.shared_prefill import layer_kv, passes
+from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
+from fleetd.engine.shared_prefill.layer_kv import RowBuffer, KvLayout, RingStates
+from fleetd.engine.shared_prefill.frame_writer import FrameWriter
+from fleetd.engine.shared_prefill.passes import LayerMajor
+from fleetd.engine.shared_prefill.slots import Slots
+from fleetd.engine.stage import Stage
+from fleetd.errors import ProtocolError
+from fleetd.plan.prefill.split import Split
+
+
+class _HelperWork:
+    """What both ways to split have in common. ``stage`` has the helper's layers, or more.
+
+    Each of them has besides: ``take(frame)`` is given what came; ``computable``: whether ``compute()``, one
+    bounded step, has what it needs; ``computed``: whether nothing is left; ``fraction``: how much is done.
+    """
+
+    def __init__(self, stage: Stage, layout: KvLayout, split: Split, place: int) -> None:
+        self.layout, self.split, self.place = layout, split, place
+        self.layers = split.layers_of(place)
+        self.stage = stage.part(self.layers.start, self.layers.stop)
+        self.empty = dict(zip(self.layers, self.stage.empty, strict=True))
+        self.tokens = split.tokens_of(place)
+        self.slots: Slots | None = None
+        self.caches: dict[int, Any] = {}
+        self.inlets: dict[int, RowBuffer] = {}
+        # Layers whose cached prefix has not come yet.
+        self.lacking = set(self.layers) if split.cached else set()
+        self.turns = RingStates(self.empty, split)
+
+    def allocate(self, *, arriving: bool) -> None:
+        """Make caches. ``arriving``: rows come from another machine even where no prefix is cached."""
+        for layer, cache in zip(self.layers, self.stage.make_caches(), strict=True):
+            shape = self.layout.layer(layer)
+            if not shape.window:
+                cache = layer_kv.preallocated(shape, self.tokens.stop, sparse=bool(self.split.span))
+            self.caches[layer] = cache
+            if not shape.window and (arriving or self.split.cached):
+                self.inlets[layer] = RowBuffer(self.caches[layer])
+
+    def buffers(self, head: FrameHeader) -> list[memoryview]:
+        """Where a frame that is due goes. Called on a thread that reads."""
+        return layer_kv.buffers(head, self.layout, self.inlets)
+
+    def take_tokens(self, frame: Frame) -> Slots:
+        self.slots = slots = Slots.arrived(frame.buffers[0], self.split)
+        if self.stage.first == 0:
+            # An embedding does not look whether there is such a row.
+            vocabulary = self.stage.weights.embed_tokens.weight.shape[0]
+            if slots.ids.min() < 0 or slots.ids.max() >= vocabulary:
+                raise ProtocolError(f"On home came tokens that a vocabulary of {vocabulary} does not have.")
+        return slots
+
+    def take_prefix(self, frame: Frame) -> None:
+        layer = frame.head.layer
+        if frame.head.kind is Kind.STATE:
+            cache = layer_kv.rotated(self.empty[layer], self.layout.layer(layer), frame)
+            self.turns.start(layer, cache)
+            self.caches[layer] = cache
+        else:
+            self.caches[layer].offset = self.split.cached
+        self.lacking.discard(layer)
+
+
+class LayersOfHelper(_HelperWork):
+    """Some layers on all new tokens."""
+
+    def __init__(self, stage: Stage, layout: KvLayout, split: Split, place: int) -> None:
+        super().__init__(stage, layout, split, place)
+        self._chunks = deque(split.chunks_of(place))
+        self._n_chunks = len(self._chunks)
+        self._hidden: deque[mx.array] = deque()
+        self.allocate(arriving=False)
+
+    def take(self, frame: Frame) -> None:
+        match frame.head.kind:
+            case Kind.TOKENS:
+                self.take_tokens(frame)
+            case Kind.HIDDEN:
+                self._hidden.append(layer_kv.hidden_of(frame, self.layout))
+            case _:
+                self.take_prefix(frame)
+                self.inlets.pop(frame.head.layer, None)
+
+    @property
+    def computable(self) -> bool:
+        if not self._chunks or self.lacking or self.slots is None:
+            return False
+        return bool(self._hidden) if self.place else True
+
+    @property
+    def computed(self) -> bool:
+        return not self._chunks
+
+    @property
+    def fraction(self) -> float:
+        return 1 - len(self._chunks) / self._n_chunks
+
+    def compute(self, home: FrameWriter, following: FrameWriter | None) -> None:
+        """The next chunk through the layers, and what came of it onto the streams."""
+        if self.slots is None:
+            return
+        tokens = self._chunks.popleft()
+        hidden = self._hidden.popleft() if self.place else self.stage.embed(self.slots.tokens(tokens))
+        caches = [self.caches[layer] for layer in self.layers]
+        out = passes.run(self.stage, hidden, caches, self.slots.where(tokens))
+        rows = [
+            layer_kv.copied(self.caches[layer], tokens.start, tokens.stop)
+            for layer in self.layers
+            if not self.layout.layer(layer).window
+        ]
+        mx.eval(rows)
+        passes.evaluate(caches, out)
+        mx.clear_cache()
+        # The next machine waits for this, and for the rows nobody yet.
+        if following is not None and out is not None:
+            following.hidden(out)
+        for keys, values in rows:
+            home.rows(keys, values)
+        if not self._chunks:
+            for layer in self.layers:
+                if self.layout.layer(layer).window:
+                    home.cache(self.caches[layer])
+
+
+class TokensOfHelper(_HelperWork):
+    """All layers on some of the tokens."""
+
+    def __init__(self, stage: Stage, layout: KvLayout, split: Split, place: int) -> None:
+        super().__init__(stage, layout, split, place)
+        self._major: LayerMajor | None = None
+        # Layers of which all tokens before this helper's are here, but for the cached ones.
+        self._came = 0 if place else split.layers
+        self.allocate(arriving=place > 0)
+
+    def take(self, frame: Frame) -> None:
+        head = frame.head
+        if head.kind is Kind.TOKENS:
+            slots = self.take_tokens(frame)
+            self._major = LayerMajor(self.stage, slots, self.split.chunks_of(self.place))
+        elif head.layer in self.lacking:
+            self.take_prefix(frame)
+            if not self.place:
+                self.inlets.pop(head.layer, None)
+        else:
+            if head.kind is Kind.STATE:
+                self.caches[head.layer] = self.turns.taken(frame, self.layout.layer(head.layer))
+            else:
+                self.caches[head.layer].offset = self.tokens.start
+            self.inlets.pop(head.layer, None)
+            self._came += 1
+
+    @property
+    def computable(self) -> bool:
+        major = self._major
+        if major is None or major.finished:
+            return False
+        return not major.begins or (major.layer not in self.lacking and major.layer < self._came)
+
+    @property
+    def computed(self) -> bool:
+        return self._major is not None and self._major.finished
+
+    @property
+    def fraction(self) -> float:
+        return 0.0 if self._major is None else self._major.fraction
+
+    def compute(self, home: FrameWriter, following: FrameWriter | None) -> None:
+        """The next chunk through the next layer, and the layer onto the streams once it is whole."""
+        if self._major is None:
+            return
+        layer = self._major.layer
+        if self._major.step(self.caches[layer]):
+            # Only the streams need it now, and free it as they go.
+            cache = self.caches.pop(layer)
+            if following is not None:
+                following.cache(cache)
+            home.cache(cache)
+
+
+def helper_work(stage: Stage, layout: KvLayout, split: Split, place: int) -> LayersOfHelper | TokensOfHelper:
+    """The work of helper ``place`` of ``split``."""
+    kind = LayersOfHelper if split.kind == "layers" else TokensOfHelper
+    return kind(stage, layout, split, place)

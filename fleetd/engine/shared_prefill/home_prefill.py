@@ -1,0 +1,267 @@
+"""One prompt's prefill together with other machines: the side of the machine that answers.
+
+    home ── tokens, cached prefix ──► helper 0 ──► helper 1 ──► …
+      ▲                                  │            │
+      └────────── keys and values ───────┴────────────┘      and what the last of them hands on
+
+To the scheduler it looks like ``prefill.Prefiller``: steps that compute, until the caches hold the prompt.
+But a step may have to wait for a helper, so ``ready`` is asked first; and it may fail, after which the prompt
+is prefilled here from ``done`` tokens on, with the bytes that it would have had without any helper.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fleetd import limits
+from fleetd.engine.protocol import PrefillShared, StepTime
+from fleetd.engine.shared_prefill import frame_schedule
+from fleetd.engine.shared_prefill.frame_schedule import Incoming
+from fleetd.engine.streams.frames import Connect, FrameHeader, FramePipe
+from fleetd.engine.shared_prefill.home_work import home_work
+from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.frame_writer import FrameWriter
+from fleetd.engine.shared_prefill.step_times import HomeTimes
+from fleetd.engine.shared_prefill.slots import Slots
+from fleetd.engine.shared_prefill.spot_check import SpotCheck
+from fleetd.engine.stage import Stage
+from fleetd.errors import FleetError, InvalidValue, PeerLate, from_code
+from fleetd.plan.prefill.split import checked
+
+
+class SharedPrefill:
+    """See the module. ``tokens`` is the whole prompt, of which the last token is not computed here.
+
+    Args:
+        stage: all layers of the model; ``layout`` is ``KvLayout.of`` it.
+        prefix: private caches of the first ``share.split.cached`` tokens; None where that is 0.
+        kept: indices of the tokens that are computed, ascending, the last one included; None for all. From
+            here on only these are counted, as ``sparse.SparsePrefiller`` does.
+        connect: opens this share's streams. Its pipes wake the scheduler, which then asks ``ready`` again.
+        any_chunks: whether this machine's bytes are the same wherever a prompt is cut into chunks
+            (``Arithmetic.chunks``).
+        clock: monotonic seconds.
+
+    Raises:
+        InvalidValue: the split is not one of this prompt and model.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        layout: KvLayout,
+        tokens: list[int],
+        prefix: Sequence[Any] | None,
+        share: PrefillShared,
+        connect: Connect,
+        *,
+        kept: Sequence[int] | None = None,
+        any_chunks: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        split = checked(share.split)
+        slots = Slots.of(tokens, kept)
+        span = 0 if kept is None else len(tokens) - 1
+        if (split.tokens, split.span, split.layers) != (len(slots.ids), span, stage.total):
+            raise InvalidValue(
+                f"{split} is not for {len(slots.ids) + 1} of {len(tokens)} tokens and {stage.total} layers."
+            )
+        if kept is not None and layout.rotates(range(stage.total)):
+            raise InvalidValue("A prompt of which tokens are left out is not shared where windows slide.")
+        if bool(split.cached) != bool(prefix):
+            raise InvalidValue(f"{split} counts on a cached prefix that is not there, or not on one that is.")
+        self.tokens = tokens
+        self._predicted_s, self._split, self._clock = share.predicted_s, split, clock
+        self._work = home_work(stage, layout, split, slots, prefix)
+        self._hashes = frame_schedule.prefixes(split, slots.payload.tobytes())
+        self._error: FleetError | None = None
+        self._finished = False
+        self._closed = False
+        self._times = HomeTimes(clock)
+        self._allocated = threading.Event()
+        self._pipes: dict[str, FramePipe] = {}
+        self._incoming: dict[str, Incoming] = {}
+        self._check = SpotCheck(self._work.probes(), self._work, exact=share.exact and any_chunks)
+        try:
+            self._open(connect, layout, slots, prefix)
+            self._work.allocate()
+        except BaseException:
+            self.close()
+            raise
+        self._allocated.set()
+
+    # ---- the shape of a Prefiller ----------------------------------------------------------------------
+
+    @property
+    def done(self) -> int:
+        """Leading tokens that ``cache`` holds: of helpers' numbers only such as are complete and checked."""
+        return self._work.done if self._check.passed else self._split.cached
+
+    @property
+    def cache(self) -> list[Any]:
+        """One per layer, of ``done`` tokens, like those of a prefill here."""
+        caches = self._work.caches_at(self.done)
+        if self._split.span and self.remaining == 0:
+            return [layer.finished(self._split.span) for layer in caches]
+        return caches
+
+    @property
+    def verified(self) -> tuple[int, list[Any]]:
+        """``done`` and ``cache``: what to go on from alone."""
+        return self.done, self.cache
+
+    @property
+    def remaining(self) -> int:
+        return self._split.tokens - self.done
+
+    @property
+    def progress(self) -> int:
+        """Tokens that the work done so far amounts to, for people; ``done`` may lag behind it or jump."""
+        if self.remaining == 0:
+            return self._split.tokens
+        new = self._split.tokens - self._split.cached
+        estimate = self._split.cached + int(new * self._work.fraction)
+        return min(max(self.done, estimate), self._split.tokens - 1)
+
+    # ---- turns -----------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``step`` can do or tell something now; takes in what has arrived."""
+        self._receive()
+        idle = not (self._error or self._work.computable or self._check.ready or self.remaining == 0)
+        self._times.waits.idle(idle)
+        return not idle
+
+    @property
+    def due_s(self) -> float | None:
+        """When, on the clock, ``step`` gives up what is waited for; None while nothing is."""
+        since = self._times.waits.since
+        if since is None:
+            return None
+        # Only waiting counts: a machine that is busy with other prompts must not blame its helpers.
+        allowed = limits.SHARE_LATE * self._predicted_s * self._work.next_fraction + limits.SHARE_GRACE_S
+        return since + allowed - self._times.waits.total_s
+
+    def step(self, chunk_tokens: int = 0) -> int:
+        """Compute what can be computed without waiting, for about ``SHARE_STEP_S``; returns the progress.
+
+        Args:
+            chunk_tokens: of no effect: the split says how the prompt is cut.
+
+        Raises:
+            PeerError: a helper is lost, late, wrong, or breaks the protocol. The message begins with its
+                stream's name. ``verified`` says what is left of the work; nothing more will come.
+        """
+        before = self.progress
+        begun = self._clock()
+        if not self.ready and self.due_s is not None and begun >= self.due_s:
+            waited = self._times.waits.until(begun)
+            self._error = PeerLate(
+                f"helper{self._work.behind()}: waiting took {waited:.1f} s of a prefill "
+                f"that was to take {self._predicted_s:.1f} s."
+            )
+        while self._error is None and self._unit():
+            self._receive()
+            if self._clock() - begun >= limits.SHARE_STEP_S:
+                break
+        if self._error is not None:
+            raise self._error
+        if self.remaining == 0:
+            self._finish()
+        return self.progress - before
+
+    def _unit(self) -> bool:
+        """One bounded piece of work; False if there is none.
+
+        The check comes first where every chunk that is complete counts once it has passed; where tokens are
+        split nothing counts before the end, and the check can wait for a moment in which there is nothing
+        else to do.
+        """
+        begun = self._clock()
+        if self._check.ready and (self._split.kind == "layers" or not self._work.computable):
+            self._check.step()
+            self._times.checked_s += self._clock() - begun
+        elif self._work.computable:
+            self._work.compute()
+            self._times.computed(self._clock() - begun, last=self._work.computed)
+        else:
+            return False
+        return True
+
+    def _finish(self) -> None:
+        """All is here. Until now the helpers could tell by this side's silence that it is still alive."""
+        if not self._finished:
+            self._finished = True
+            self._times.finished()
+            for pipe in self._pipes.values():
+                pipe.finish()
+
+    def _receive(self) -> None:
+        """Take in all frames that have come, and compare what they bring."""
+        if self._closed or self._error is not None:
+            return
+        try:
+            for name, pipe in self._pipes.items():
+                self._receive_from(name, pipe)
+            self._check.settle()
+        except FleetError as error:
+            self._error = error
+        if all(pipe.backlog == 0 for pipe in self._pipes.values()):
+            self._times.sent()
+
+    def _receive_from(self, name: str, pipe: FramePipe) -> None:
+        incoming = self._incoming[name]
+        place = self._split.helpers - 1 if name == "in" else int(name.removeprefix("helper"))
+        try:
+            # What a stream does after its last frame is no longer of interest.
+            while incoming.left and (frame := pipe.receive()) is not None:
+                incoming.taken(frame, self._hashes)
+                self._times.received += frame.head.nbytes
+                self._work.take(place, frame)
+        except FleetError as error:
+            raise from_code(error.code, f"helper{place}: {error.message}", hint=error.hint) from error
+
+    # ---- streams ---------------------------------------------------------------------------------------
+
+    def _open(self, connect: Connect, layout: KvLayout, slots: Slots, prefix: Sequence[Any] | None) -> None:
+        """Open all streams, and send the helpers what they need: they begin while room is made here."""
+        split, payload = self._split, slots.payload
+        for place in range(split.helpers):
+            name = f"helper{place}"
+            incoming = Incoming(name, frame_schedule.to_home(split, place, layout), layout, self._buffers)
+            self._incoming[name] = incoming
+            pipe = self._pipes[name] = connect(name, incoming.place)
+            out = FrameWriter(pipe, frame_schedule.to_helper(split, place, layout), self._hashes)
+            out.tokens(payload)
+            if prefix is not None and split.cached:
+                for layer in split.layers_of(place):
+                    out.cache(prefix[layer])
+            self._times.to_send += out.sent
+        if frame_schedule.has_next(split, split.helpers - 1):
+            heads = frame_schedule.to_next(split, split.helpers - 1, layout)
+            incoming = self._incoming["in"] = Incoming("in", heads, layout, self._buffers)
+            self._pipes["in"] = connect("in", incoming.place)
+
+    def _buffers(self, head: FrameHeader) -> list[memoryview]:
+        # On a reader's thread, which may be early.
+        self._allocated.wait()
+        return self._work.buffers(head)
+
+    def close(self) -> None:
+        """Close the streams; ``verified`` stays as it is. Idempotent."""
+        self._closed = True
+        self._allocated.set()
+        for pipe in self._pipes.values():
+            pipe.close()
+        self._work.inlets.clear()
+
+    # ---- what came of it -------------------------------------------------------------------------------
+
+    @property
+    def steps(self) -> list[StepTime]:
+        """Where the time went until now, in seconds and bytes."""
+        return self._times.steps()

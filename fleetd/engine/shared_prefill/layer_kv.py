@@ -1,0 +1,311 @@
+"""Keys and values of single layers as plain memory: in caches, in frames, and between them.
+
+Rows of a ``KVCache`` lie in one array per layer, (1, heads, room, width), with room for the whole prompt from
+the start. Rows that come from another machine are read from the network straight into that memory: MLX gives
+NumPy a view of it, and computes nothing from a layer while rows are still being written there. A cache that
+rotates has no row per token; its state is sent whole.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache
+
+from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
+from fleetd.engine.sparse_prefill.sparse_caches import SparseKV
+from fleetd.engine.stage import Stage
+from fleetd.errors import ProtocolError
+from fleetd.plan.prefill.split import Split, chunks
+
+# uint8, as NumPy gives it; the buffer protocol is not in NumPy's types before Python 3.12.
+_Bytes = Any
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """One layer's cache: per token ``heads`` keys and values of these widths; ``window`` 0 keeps them all."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: mx.Dtype
+    window: int
+
+    def sizes(self, rows: int) -> tuple[int, int]:
+        """Bytes of the keys and of the values of ``rows`` tokens."""
+        one = self.heads * rows * self.dtype.size
+        return one * self.key_width, one * self.value_width
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayout:
+    """The caches of layers ``first`` and following, and the hidden states between them, (B, T, width)."""
+
+    first: int
+    layers: tuple[LayerShape, ...]
+    width: int
+    dtype: mx.Dtype
+
+    @classmethod
+    def of(cls, stage: Stage) -> KvLayout:
+        """Found out by running one hidden state through the layers; costs what a token costs."""
+        if stage.first == 0:
+            hidden = stage.embed(mx.array([[0]]))
+        else:
+            hidden = mx.zeros((1, 1, int(stage.args.hidden_size)), _float_dtype(stage))
+        caches = stage.make_caches()
+        out = stage.run(hidden, caches)
+        shapes = [
+            LayerShape(
+                heads=cache.keys.shape[1],
+                key_width=cache.keys.shape[3],
+                value_width=cache.values.shape[3],
+                dtype=cache.keys.dtype,
+                window=cache.max_size if isinstance(cache, RotatingKVCache) else 0,
+            )
+            for cache in caches
+        ]
+        return cls(stage.first, tuple(shapes), int(out.shape[-1]), out.dtype)
+
+    def layer(self, index: int) -> LayerShape:
+        """By its number in the whole model."""
+        return self.layers[index - self.first]
+
+    def rotates(self, layers: Iterable[int]) -> bool:
+        return any(self.layer(index).window for index in layers)
+
+    def hidden_bytes(self, tokens: int) -> int:
+        return tokens * self.width * int(self.dtype.size)
+
+
+def _float_dtype(stage: Stage) -> mx.Dtype:
+    """In which most of the weights that are not packed integers are kept."""
+    nbytes: dict[mx.Dtype, int] = {}
+    for _, array in tree_flatten(stage.weights.parameters()):
+        if mx.issubdtype(array.dtype, mx.floating):
+            nbytes[array.dtype] = nbytes.get(array.dtype, 0) + array.nbytes
+    return max(nbytes, key=lambda dtype: nbytes[dtype])
+
+
+# ---- Arrays as bytes -------------------------------------------------------------------------------------
+
+
+def as_bytes(array: mx.array) -> _Bytes:
+    """An array's own memory, its last axis in bytes; evaluates it. Copied only where it is not contiguous."""
+    return np.array(array.view(mx.uint8), copy=False)
+
+
+def of_bytes(data: _Bytes, dtype: mx.Dtype) -> mx.array:
+    """The array whose ``as_bytes`` this is; a copy."""
+    return mx.array(data).view(dtype)
+
+
+def empty_bytes(*shape: int) -> _Bytes:
+    return np.empty(shape, dtype=np.uint8)
+
+
+def pieces(data: _Bytes) -> list[memoryview]:
+    """(heads, count, width) as one buffer where it is contiguous, else one per head.
+
+    Rows that fill a whole array may lie there as they were computed, token by token over all heads: MLX then
+    keeps the array it was given instead of copying it. Such are copied here.
+    """
+    parts = [data] if data.flags.c_contiguous else list(data)
+    return [_buffer(part) for part in parts if part.size]
+
+
+def _buffer(data: _Bytes) -> memoryview:
+    whole: _Bytes = np.ascontiguousarray(data)
+    return memoryview(whole).cast("B")
+
+
+def copy_on_write(cache: Any) -> Any:
+    """A cache that can be added to without changing this one. Nothing is copied until then."""
+    return copy.deepcopy(cache)  # an array's copy is a second name for its memory
+
+
+# ---- Caches with a row per token -------------------------------------------------------------------------
+
+
+def empty(*, sparse: bool) -> KVCache:
+    """``sparse``: for tokens at positions of their own."""
+    return SparseKV() if sparse else KVCache()
+
+
+def preallocated(shape: LayerShape, tokens: int, prefix: KVCache | None = None, *, sparse: bool = False) -> KVCache:
+    """A cache with room for ``tokens`` in the steps in which mlx-lm makes room, ``prefix`` copied into it."""
+    room = -(-max(tokens, 1) // KVCache.step) * KVCache.step
+    cache = empty(sparse=sparse)
+    cache.keys = mx.zeros((1, shape.heads, room, shape.key_width), shape.dtype)
+    cache.values = mx.zeros((1, shape.heads, room, shape.value_width), shape.dtype)
+    if prefix is not None and prefix.offset:
+        cache.offset = prefix.offset
+        cache.keys[..., : cache.offset, :] = prefix.keys[..., : cache.offset, :]
+        cache.values[..., : cache.offset, :] = prefix.values[..., : cache.offset, :]
+    mx.eval(cache.keys, cache.values)
+    return cache
+
+
+def truncated(cache: KVCache, tokens: int) -> KVCache:
+    """The same rows, of which only the first ``tokens`` count; what is added to one is not in the other."""
+    short = copy_on_write(cache)
+    short.offset = tokens
+    return short
+
+
+class RowBuffer:
+    """Where rows that arrive are written: straight into a roomy cache.
+
+    While there is one, MLX copies the whole array before it adds to it: drop it, and what it gave, as soon as
+    the rows are there. The cache is not read before.
+    """
+
+    __slots__ = ("_keys", "_values")
+
+    def __init__(self, cache: KVCache) -> None:
+        self._keys = as_bytes(cache.keys)[0]
+        self._values = as_bytes(cache.values)[0]
+
+    def rows(self, start: int, stop: int) -> list[memoryview]:
+        """Buffers for keys, then values, of tokens [start, stop)."""
+        return [
+            memoryview(head[start:stop]).cast("B") for part in (self._keys, self._values) for head in part
+        ]
+
+
+def rows(cache: KVCache, start: int, stop: int) -> list[memoryview]:
+    """Keys, then values, of tokens [start, stop), not copied: nothing may be added to the cache any more."""
+    return [
+        piece for part in (cache.keys, cache.values) for piece in pieces(as_bytes(part)[0, :, start:stop])
+    ]
+
+
+def copied(cache: KVCache, start: int, stop: int) -> tuple[mx.array, mx.array]:
+    """The same as arrays of their own, to be evaluated together with what they depend on."""
+    return (
+        mx.contiguous(cache.keys[..., start:stop, :]),
+        mx.contiguous(cache.values[..., start:stop, :]),
+    )
+
+
+# ---- Caches that rotate ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RingState:
+    """How far a cache has rotated: tokens seen, rows held, and where the next is written."""
+
+    seen: int = 0
+    held: int = 0
+    index: int = 0
+
+    @classmethod
+    def of(cls, cache: RotatingKVCache) -> RingState:
+        held = 0 if cache.keys is None else cache.keys.shape[2]
+        return cls(cache.offset, held, cache._idx)
+
+    def after(self, empty: RotatingKVCache, sizes: Iterable[int]) -> RingState:
+        """After chunks of ``sizes`` more: mlx-lm's own cache tells, with rows of one number each."""
+        shadow = copy.copy(empty)
+        shadow.offset, shadow._idx = self.seen, self.index
+        if self.held:
+            shadow.keys = shadow.values = mx.zeros((1, 1, self.held, 1))
+        for size in sizes:
+            chunk = mx.zeros((1, 1, size, 1))
+            shadow.update_and_fetch(chunk, chunk)
+        return RingState.of(shadow)
+
+    def row_of(self, token: int) -> int | None:
+        """The row that holds ``token``, where rows are still in the order of their tokens; else None."""
+        first = max(0, self.seen - self.held)
+        ordered = self.index == min(self.held, self.seen)
+        return token - first if ordered and token >= first else None
+
+
+class RingStates:
+    """How far the caches of a split that rotate have to be. ``empty``: an unused cache per layer."""
+
+    def __init__(self, empty: Mapping[int, Any], split: Split) -> None:
+        self._empty, self._split = empty, split
+        self._starts: dict[int, RingState] = {}
+        self._known: dict[tuple[RingState, int, int], RingState] = {}
+
+    def start(self, layer: int, cache: RotatingKVCache) -> None:
+        """Where the new tokens begin; without, with an empty cache."""
+        self._starts[layer] = RingState.of(cache)
+
+    def taken(self, frame: Frame, shape: LayerShape) -> RotatingKVCache:
+        """The cache that a frame brings, checked."""
+        layer = frame.head.layer
+        cache = rotated(self._empty[layer], shape, frame)
+        self.check(layer, frame.head.end, cache)
+        return cache
+
+    def check(self, layer: int, stop: int, cache: RotatingKVCache) -> None:
+        """Raises ProtocolError unless this is how the chunks of [cached, stop) leave the layer's cache."""
+        start, empty = self._starts.get(layer, RingState()), self._empty[layer]
+        key = (start, empty.max_size, stop)
+        if key not in self._known:
+            sizes = [len(chunk) for chunk in chunks(range(self._split.cached, stop), self._split.chunk)]
+            self._known[key] = start.after(empty, sizes)
+        if RingState.of(cache) != self._known[key]:
+            raise ProtocolError(f"Of layer {layer} came a cache that rotated otherwise than these tokens do.")
+
+
+def state_buffers(shape: LayerShape, held: int) -> list[memoryview]:
+    return [
+        memoryview(empty_bytes(shape.heads, held, width * shape.dtype.size)).cast("B")
+        for width in (shape.key_width, shape.value_width)
+    ]
+
+
+def rotated(empty: RotatingKVCache, shape: LayerShape, frame: Frame) -> RotatingKVCache:
+    """The cache that a STATE frame, whose buffers are ``state_buffers``, was made from."""
+    cache = copy.copy(empty)
+    cache.offset, cache._idx = frame.head.count, frame.head.index
+    held = frame.head.sizes[0] // shape.sizes(1)[0]
+    cache.keys, cache.values = (
+        of_bytes(
+            np.frombuffer(buffer, dtype=np.uint8).reshape(1, shape.heads, held, width * shape.dtype.size),
+            shape.dtype,
+        )
+        for buffer, width in zip(frame.buffers, (shape.key_width, shape.value_width), strict=True)
+    )
+    mx.eval(cache.keys, cache.values)
+    return cache
+
+
+# ---- Frames ----------------------------------------------------------------------------------------------
+
+
+def buffers(head: FrameHeader, layout: KvLayout, inlets: Mapping[int, RowBuffer]) -> list[memoryview]:
+    """Where the payload of a frame that is due goes: rows to their places, all else to memory of its own."""
+    match head.kind:
+        case Kind.ROWS:
+            return inlets[head.layer].rows(head.start, head.end)
+        case Kind.STATE:
+            shape = layout.layer(head.layer)
+            return state_buffers(shape, head.sizes[0] // shape.sizes(1)[0])
+        case _:
+            return [memoryview(empty_bytes(head.nbytes))] if head.nbytes else []
+
+
+# ---- Hidden states ---------------------------------------------------------------------------------------
+
+
+def hidden_payload(hidden: mx.array) -> memoryview:
+    """(1, T, width) as its bytes; copied only where it is not contiguous."""
+    return _buffer(as_bytes(hidden))
+
+
+def hidden_of(frame: Frame, layout: KvLayout) -> mx.array:
+    """(1, T, width) from a HIDDEN frame with one buffer."""
+    data = np.frombuffer(frame.buffers[0], dtype=np.uint8)
+    return of_bytes(data.reshape(1, frame.head.count, -1), layout.dtype)

@@ -1,0 +1,48 @@
+"""How fast some of a model's layers are here, told as what the whole model would take at their pace.
+
+A planner prices shares of a model, so it needs no other figures for a machine that has only a share of it.
+Measured as a whole model is, on hidden states where that has tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+
+from fleetd.engine.calibrate import Speeds, calibrate
+from fleetd.engine.shared_prefill.fingerprint import probe
+from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.stage import Stage
+
+
+def part_speeds(stage: Stage, layout: KvLayout, context_tokens: int, budget_s: float) -> Speeds:
+    """Measure within ``budget_s``, as ``calibrate`` does. Decoding is left out: it is not done in parts."""
+    held = calibrate(_PartModel(stage, layout), vocab_size=1, context_tokens=context_tokens, budget_s=budget_s)
+    whole = stage.total / (stage.last - stage.first)
+    return Speeds(
+        prefill_tok_s=held.prefill_tok_s / whole,
+        decode_tok_s=0.0,
+        prefill_context_s=held.prefill_context_s * whole,
+        prefill_fixed_s=held.prefill_fixed_s * whole,
+    )
+
+
+class _PartModel:
+    """The layers as calibration calls a model: of the tokens, only their number counts."""
+
+    def __init__(self, stage: Stage, layout: KvLayout) -> None:
+        self._stage = stage
+        # Different hidden states: a mixture of experts would send equal ones all the same way.
+        self._hidden = probe(layout)
+
+    def make_cache(self) -> list[Any]:
+        return self._stage.make_caches()
+
+    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+        count = tokens.shape[1]
+        times = -(-count // self._hidden.shape[1])
+        out = self._stage.run(mx.tile(self._hidden, (1, times, 1))[:, :count], cache)
+        # What the last layer makes is sent on: here it is no less work than what the others make.
+        mx.eval(out)
+        return out

@@ -1,0 +1,60 @@
+"""What a worker has of a model that can be shared between machines, and what sharing has to know of it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+
+import mlx.core as mx
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.protocol import Arithmetic
+from fleetd.engine.shared_prefill.fingerprint import arithmetic, probe
+from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.sparse_prefill import sparse
+from fleetd.engine.stage import Stage
+from fleetd.errors import ModelUnsupported
+
+
+@dataclass(frozen=True, slots=True)
+class Sharable:
+    stage: Stage
+    layout: KvLayout
+    arithmetic: Arithmetic
+
+    @classmethod
+    def of(cls, stage: Stage, device: str, versions: dict[str, str]) -> Sharable:
+        """Costs about a short chunk of prefill: a fingerprint of every layer is computed. Wraps its ropes."""
+        layout = KvLayout.of(stage)
+        found = arithmetic(
+            stage, layout, device=device, accelerator=accelerator_name(device), versions=versions
+        )
+        return cls(stage, layout, msgspec.structs.replace(found, sparse=_not_sparse(stage, layout)))
+
+    @property
+    def any_chunks(self) -> bool:
+        """Whether the bytes are the same wherever a prompt is cut into chunks."""
+        return self.arithmetic.chunks == "any"
+
+
+def _not_sparse(stage: Stage, layout: KvLayout) -> str:
+    """Why these layers help with whole prompts only; "" where tokens may be left out."""
+    if layout.rotates(range(stage.first, stage.last)):
+        # Their rows are sent as they lie, which while there are gaps says nothing of positions.
+        return "It has sliding windows, which are shared for whole prompts only."
+    hidden = probe(layout)
+    try:
+        sparse.check(stage.weights, lambda at, caches: stage.run(hidden[:, at], caches), stage.make_caches)
+    except ModelUnsupported as error:
+        return error.message[: limits.CARD_TEXT_CHARS]
+    return ""
+
+
+def accelerator_name(device: str) -> str:
+    """Its make ("Apple M4 Pro"); of a CPU what decides how it rounds: architecture and instruction set."""
+    if device != "cpu":
+        return str(mx.device_info().get("device_name", device))
+    instructions = os.environ.get("MKL_CBWR", "").partition(",")[0]
+    return f"{platform.machine()} {instructions}".strip()

@@ -1,0 +1,156 @@
+"""Whether a helper computes what this machine would: a few of its tokens are computed here as well.
+
+While the machine that answers waits for its helpers it runs the first few tokens of each helper's slice
+through the layers itself, on copies of what comes before them, and compares the keys, values and hidden
+states with those that arrive. It finds a helper that has other weights, another model or another accelerator
+than it says, and one that sends garbage or NaN; not one that lies about later tokens only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from fleetd import limits
+from fleetd.engine.shared_prefill import layer_kv, passes
+from fleetd.engine.shared_prefill.slots import Slots
+from fleetd.engine.stage import Stage
+from fleetd.errors import PeerWrong
+
+Pair = tuple[mx.array, mx.array]
+
+
+class ReceivedRows(Protocol):
+    """What has arrived for the probe of helper ``place``; layers are counted from the model's first."""
+
+    def owner(self, place: int, layer: int) -> int:
+        """The helper that computes the layer."""
+
+    def context(self, place: int, layer: int) -> Any | None:
+        """A cache, to be added to, of what comes before the probe's tokens; None if it is not yet there."""
+
+    def came(self, place: int, layer: int) -> bool:
+        """Whether ``compare`` can be called for the layer."""
+
+    def compared(self, place: int, layer: int, count: int) -> Pair | None:
+        """Keys and values (1, heads, count, width) of the probe's tokens; None where none were sent."""
+
+    def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
+        """What was sent of them on the way into ``layer``, (1, count, width); None where nothing was."""
+
+
+@dataclass
+class Probe:
+    """The first tokens of one helper's slice through the single layers ``parts``; ``hidden`` is (1, n, D)."""
+
+    place: int
+    parts: Sequence[Stage]
+    hidden: mx.array
+    count: int
+    where: Sequence[int] | None = None
+    rows: list[Pair] = field(default_factory=list)
+    # Layers that are compared.
+    settled: int = 0
+
+    @classmethod
+    def of(cls, place: int, parts: Sequence[Stage], slots: Slots, first: range) -> Probe:
+        return cls(place, parts, parts[0].embed(slots.tokens(first)), len(first), slots.where(first))
+
+    @property
+    def computed(self) -> bool:
+        return len(self.rows) == len(self.parts)
+
+    @property
+    def done(self) -> bool:
+        return self.settled == len(self.parts)
+
+    def step(self, cache: Any) -> None:
+        """The next layer, after the tokens that ``cache`` holds."""
+        out = passes.run(self.parts[len(self.rows)], self.hidden, [cache], self.where)
+        # Where a cache rotates as where it does not, the newest rows end where it writes next.
+        end = getattr(cache, "_idx", cache.offset)
+        rows = layer_kv.copied(cache, end - self.count, end)
+        mx.eval(rows, [] if out is None else out)
+        self.rows.append(rows)
+        if out is not None:
+            self.hidden = out
+
+
+class SpotCheck:
+    """All probes of one shared prefill. ``exact``: bytes must be equal, else rows must be alike."""
+
+    def __init__(self, probes: Sequence[Probe], received: ReceivedRows, *, exact: bool) -> None:
+        self._probes = probes
+        self._received = received
+        self._exact = exact
+
+    @property
+    def passed(self) -> bool:
+        return all(probe.done for probe in self._probes)
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``step`` has something to compute."""
+        return self._next() is not None
+
+    def _next(self) -> tuple[Probe, Any] | None:
+        for probe in self._probes:
+            if not probe.computed:
+                context = self._received.context(probe.place, len(probe.rows))
+                if context is not None:
+                    return probe, context
+        return None
+
+    def step(self) -> None:
+        """Compute what can be computed of one probe."""
+        found = self._next()
+        while found is not None:
+            probe, context = found
+            probe.step(context)
+            found = self._next()
+            if found is not None and found[0] is not probe:
+                return
+
+    def settle(self) -> None:
+        """Compare what is there of both. Raises PeerWrong."""
+        for probe in self._probes:
+            while probe.settled < len(probe.rows) and self._received.came(probe.place, probe.settled):
+                self._compare(probe, probe.settled)
+                probe.settled += 1
+
+    def _compare(self, probe: Probe, layer: int) -> None:
+        owner = self._received.owner(probe.place, layer)
+        theirs = self._received.compared(probe.place, layer, probe.count)
+        if theirs is not None:
+            for name, ours, other in zip(("keys", "values"), probe.rows[layer], theirs, strict=True):
+                self._check(ours, other, owner, f"{name} of layer {layer}")
+        after = self._received.hidden(probe.place, layer + 1, probe.count)
+        if after is not None and probe.computed:
+            self._check(probe.hidden, after, owner, f"hidden states before layer {layer + 1}")
+
+    def _check(self, ours: mx.array, theirs: mx.array, owner: int, what: str) -> None:
+        if not (same(ours, theirs) if self._exact else alike(ours, theirs)):
+            raise PeerWrong(
+                f"helper{owner}: it computes other {what} than this machine does.",
+                hint="Its model, its accelerator or its memory is not what it says.",
+            )
+
+
+def same(ours: mx.array, theirs: mx.array) -> bool:
+    """Bit for bit."""
+    return bool(np.array_equal(layer_kv.as_bytes(mx.contiguous(ours)), layer_kv.as_bytes(mx.contiguous(theirs))))
+
+
+def alike(ours: mx.array, theirs: mx.array) -> bool:
+    """Of arrays (…, T, width): everything finite, and most tokens' rows close, measured by their length."""
+    a, b = (np.moveaxis(np.array(x.astype(mx.float32), dtype=np.float64), -2, 0) for x in (ours, theirs))
+    if not np.isfinite(b).all():
+        return False
+    a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    apart, length = np.linalg.norm(a - b, axis=1), np.linalg.norm(a, axis=1)
+    close = apart <= limits.SHARE_SPOT_RELATIVE * length
+    return bool(4 * close.sum() >= 3 * len(close))

@@ -1,1 +1,0 @@
-"""Smart prefill in a worker: scoring the tokens of a prompt, and prefilling the kept ones where they were."""

@@ -1,0 +1,198 @@
+"""Sparse prefill: only the kept tokens of a prompt are computed, each at its original position.
+
+    prompt    M tokens ── kept: N of them, ascending, the last one always
+    prefill   N - 1 tokens in chunks, rotated by their true positions
+    decode    in the same batch as dense answers: position M + i, slot N + i
+
+What a kept token attends to is the kept tokens before it: the result is that of a dense pass in which the
+keys of all others are masked. It is lossy and never becomes a part of a dense prompt's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from fleetd.engine.architectures import CUT
+from fleetd.engine.sparse_prefill.rope import RopeOffset, PosRoPE, install
+from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
+from fleetd.errors import ModelUnsupported
+
+# Always kept: the first token, on which attention rests where it finds nothing, and the prompt's end.
+HEAD_TOKENS = 1
+TAIL_TOKENS = 8
+# Of the checks at load: positions far enough apart that a wrong one cannot pass, one per token.
+_CHECK_POSITIONS = (0, 1, 2, 7, 30, 63, 64, 257, 500, 1023)
+# With the one after them.
+CHECK_TOKENS = len(_CHECK_POSITIONS) + 1
+# On a GPU another kernel may round otherwise; a wrong position is off by far more than this share.
+_GPU_ROUNDING = 0.03
+
+
+@dataclass(slots=True)
+class SparsePrefiller:
+    """As ``prefill.Prefiller``, over ``kept`` of ``tokens`` (indices, ascending, the last one included).
+
+    ``done`` counts kept tokens that are in ``cache``. Once nothing remains, ``cache`` can join a batch.
+    """
+
+    model: Any
+    tokens: list[int]
+    kept: list[int]
+    cache: list[Any]
+    done: int = 0
+
+    @classmethod
+    def begin(
+        cls, model: Any, tokens: list[int], kept: list[int], prefix: list[Any] | None = None, cached: int = 0
+    ) -> SparsePrefiller:
+        """``prefix`` holds the dense KV of the first ``cached`` tokens, all of which must be kept."""
+        if kept[:cached] != list(range(cached)) or cached >= len(kept):
+            raise ValueError("a cached prefix with dropped tokens")
+        caches = [sparse_cache(layer) for layer in prefix or make_prompt_cache(model)]
+        return cls.after(model, tokens, kept, caches, cached)
+
+    @classmethod
+    def after(
+        cls, model: Any, tokens: list[int], kept: list[int], caches: list[Any], done: int
+    ) -> SparsePrefiller:
+        """``caches`` are sparse ones of the first ``done`` kept tokens."""
+        prefiller = cls(model, tokens, kept, caches, done)
+        prefiller._land()
+        return prefiller
+
+    @property
+    def remaining(self) -> int:
+        return len(self.kept) - 1 - self.done
+
+    def step(self, chunk_tokens: int) -> int:
+        """Compute at most ``chunk_tokens`` more; returns how many."""
+        n = min(chunk_tokens, self.remaining)
+        if n <= 0:
+            return 0
+        where = self.kept[self.done : self.done + n]
+        for layer in self.cache:
+            layer.expect(where)
+        self.model(mx.array([[self.tokens[i] for i in where]]), cache=self.cache)
+        mx.eval([layer.state for layer in self.cache])
+        mx.clear_cache()
+        self.done += n
+        self._land()
+        return n
+
+    def _land(self) -> None:
+        if self.remaining == 0:
+            self.cache = [layer.finished(self.kept[-1]) for layer in self.cache]
+
+
+def leading(kept: Sequence[int]) -> int:
+    """How many tokens at the beginning are kept without a gap."""
+    return next((i for i, index in enumerate(kept) if i != index), len(kept))
+
+
+def leading_cache(kept: Sequence[int], cache: Sequence[Any]) -> list[KVCache] | None:
+    """A dense cache of the ``leading`` tokens, from that of all; None where windows moved on."""
+    if not all(isinstance(layer, SparseKV) for layer in cache):
+        return None
+    return [layer.first(leading(kept)) for layer in cache]
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """A model whose prompts can be prefilled sparsely. ``tail`` tokens at a prompt's end are always kept."""
+
+    model: Any
+    tail: int
+
+    @classmethod
+    def of(cls, model: Any) -> Sparse:
+        """Wraps the ropes and checks on this device that positions are what they should be.
+
+        Raises:
+            ModelUnsupported: why it cannot; it still runs densely.
+        """
+        kind = model.args.model_type
+        if kind not in CUT:
+            raise ModelUnsupported(f"No test shows that a {kind} model can skip tokens of a prompt.")
+        empty = make_prompt_cache(model)
+        odd = {type(c).__name__ for c in empty} - {KVCache.__name__, RotatingKVCache.__name__}
+        if odd or any(getattr(c, "keep", 0) for c in empty):
+            kinds = ", ".join(sorted(odd)) or "window that pins tokens"
+            raise ModelUnsupported(f"A {kind} model keeps its context in a {kinds}.")
+        window = max((c.max_size for c in empty if isinstance(c, RotatingKVCache)), default=0)
+        tokens = mx.array([[1 + i % 7 for i in range(CHECK_TOKENS)]])
+        check(model, lambda at, caches: model(tokens[:, at], cache=caches), lambda: make_prompt_cache(model))
+        return cls(model, max(TAIL_TOKENS, window + 1 if window else 0))
+
+    def kept(self, wanted: Sequence[int], length: int) -> list[int]:
+        """``wanted`` of a prompt of ``length`` tokens and what is always kept, ascending."""
+        ends = {*range(min(HEAD_TOKENS, length)), *range(max(0, length - self.tail), length)}
+        return sorted(ends.union(wanted))
+
+
+def check(
+    layered: Any, run: Callable[[slice, list[Any]], mx.array], empty: Callable[[], Sequence[Any]]
+) -> None:
+    """Each layer's rope gives a token at any position what it natively has there, and a prompt of which
+    everything is kept gives what it gives without any of this, the next token too.
+
+    Args:
+        layered: has the ``layers``, whose ropes are wrapped.
+        run: computes a slice of some ``CHECK_TOKENS`` tokens with caches like ``empty``'s.
+
+    Raises ModelUnsupported.
+    """
+    try:
+        ropes = install(layered)
+        if not ropes:
+            raise ModelUnsupported("Its layers have no rotary positions to set.")
+        _check(ropes, run, empty)
+    except ModelUnsupported:
+        raise
+    except Exception as error:
+        raise ModelUnsupported(f"Setting positions failed ({type(error).__name__}: {error}).") from error
+
+
+def _check(
+    ropes: Sequence[PosRoPE],
+    run: Callable[[slice, list[Any]], mx.array],
+    empty: Callable[[], Sequence[Any]],
+) -> None:
+    seen: dict[int, mx.array] = {}
+
+    def look(number: int, before: mx.array, _: mx.array) -> None:
+        seen.setdefault(number, before)
+
+    n = len(_CHECK_POSITIONS)
+    prompt, next_token = slice(0, n), slice(n, n + 1)
+    dense = list(empty())
+    expected = run(prompt, dense)
+    sparse = [sparse_cache(layer) for layer in empty()]
+    for layer in sparse:
+        layer.expect(list(range(n)))
+        # As if there were gaps.
+        layer.offset = RopeOffset(0, mx.arange(n), look)
+    _expect(run(prompt, sparse), expected, "a prompt kept whole")
+    positions = mx.array(_CHECK_POSITIONS)
+    for rope in ropes:
+        if (x := seen.get(rope.layer)) is not None:
+            alone = [rope(x[:, :, i : i + 1], p) for i, p in enumerate(_CHECK_POSITIONS)]
+            _expect(rope(x, RopeOffset(0, positions)), mx.concatenate(alone, axis=2), f"layer {rope.layer}")
+    # As the batch decodes it.
+    batches = [[c.merge([c]) for c in caches] for caches in (dense, [c.finished(n) for c in sparse])]
+    after = [run(next_token, batch) for batch in batches]
+    _expect(after[1], after[0], "the token after it")
+
+
+def _expect(mine: mx.array, native: mx.array, what: str) -> None:
+    if mx.default_device() == mx.cpu:
+        same = bool(mx.array_equal(mine, native))
+    else:
+        off = mx.abs(mine.astype(mx.float32) - native.astype(mx.float32)).max()
+        same = bool(off <= _GPU_ROUNDING * mx.abs(native).max().astype(mx.float32))
+    if not same:
+        raise ModelUnsupported(f"Set positions do not give what native ones do ({what}).")

@@ -1,0 +1,158 @@
+"""KV caches in which a token's slot is not its position.
+
+    positions   0 1 2 3 4 5 6 7 8 9     kept 0 1 2 7 9, to be decoded at 10
+    slots       0 1 2 . . . . 3 . 4     the next slot is 5: ``ahead`` is 5
+
+Full attention only needs the true position of each new token: every key it meets was rotated by its own. In
+mlx-lm's batch a row's ``offset`` is its position and its slots are counted apart, so a row that is ahead
+is one like any other. A sliding window hides keys by position; once the whole window is without gaps, its
+cache is that of a dense prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+from mlx_lm.models.cache import BatchKVCache, KVCache, RotatingKVCache, create_attention_mask
+
+from fleetd.engine.sparse_prefill.rope import Look, RopeOffset
+
+_Positions = npt.NDArray[np.int64]
+
+
+class SparseKV(KVCache):  # type: ignore[misc]
+    """Full attention. ``offset`` counts slots, as in a KVCache; ``ahead`` is what positions have more."""
+
+    offset: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ahead = 0
+
+    @classmethod
+    def after(cls, dense: KVCache) -> SparseKV:
+        """Takes over the rows of a dense prefix."""
+        cache = cls()
+        cache.keys, cache.values, cache.offset = dense.keys, dense.values, dense.offset
+        return cache
+
+    def expect(self, positions: Sequence[int], look: Look | None = None) -> None:
+        """The next pass computes tokens at ``positions``, ascending; ``look`` sees queries and keys."""
+        self.offset = RopeOffset.at(int(self.offset), positions, look)
+
+    def make_mask(self, n: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        # Not by the method of the base: MLX takes no subclass of int for an offset.
+        return create_attention_mask(n, int(self.offset), return_array, window_size)
+
+    def first(self, tokens: int) -> KVCache:
+        """A dense cache of the first slots, its rows its own; they must be without gaps."""
+        dense = KVCache()
+        dense.keys = mx.contiguous(self.keys[..., :tokens, :])
+        dense.values = mx.contiguous(self.values[..., :tokens, :])
+        dense.offset = tokens
+        return dense
+
+    def finished(self, position: int) -> SparseKV:
+        """Decoding goes on at ``position``."""
+        self.ahead = position - self.offset
+        return self
+
+    @classmethod
+    def merge(cls, caches: Sequence[Any]) -> BatchKVCache:
+        """As KVCache's, each row at its own position; see ``rows``."""
+        batch = BatchKVCache.merge(caches)
+        batch.offset = batch.offset + mx.array([getattr(cache, "ahead", 0) for cache in caches])
+        return batch
+
+
+class SparseWindow:
+    """A sliding window while a prompt is prefilled: the rows that the coming tokens can still see.
+
+    ``max_size`` is the window, the token itself included.
+    """
+
+    def __init__(self, max_size: int) -> None:
+        self.max_size = max_size
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.offset = 0
+        self._held: _Positions = np.empty(0, np.int64)
+        self._coming: _Positions = np.empty(0, np.int64)
+
+    @classmethod
+    def after(cls, dense: RotatingKVCache) -> SparseWindow:
+        """Takes over the rows of a dense prefix."""
+        cache = cls(dense.max_size)
+        if dense.keys is not None:
+            cache.keys = dense._temporal_order(dense.keys)
+            cache.values = dense._temporal_order(dense.values)
+            cache._held = np.arange(dense.offset - cache.keys.shape[2], dense.offset)
+        cache.offset = dense.offset
+        return cache
+
+    def expect(self, positions: Sequence[int], look: Look | None = None) -> None:
+        """As SparseKV's. Drops the rows that none of these tokens sees."""
+        self._coming = np.array(positions, np.int64)
+        hidden = int(np.searchsorted(self._held, positions[0] - self.max_size, side="right"))
+        if hidden and self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys[..., hidden:, :], self.values[..., hidden:, :]
+            self._held = self._held[hidden:]
+        self.offset = RopeOffset.at(int(self.offset), positions, look)
+
+    def make_mask(self, n: int, window_size: int | None = None, return_array: bool = False) -> Any:
+        window = window_size or self.max_size
+        asks = self._coming[:, None]
+        keys = np.concatenate([self._held, self._coming])[None]
+        near = asks - keys < window
+        if near.all() and not return_array:
+            return None if n == 1 else "causal"
+        return mx.array(near & (keys <= asks))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        if self.keys is not None and self.values is not None:
+            keys = mx.concatenate([self.keys, keys], axis=2)
+            values = mx.concatenate([self.values, values], axis=2)
+        self.keys, self.values = keys, values
+        self._held = np.concatenate([self._held, self._coming])
+        self.offset += len(self._coming)
+        return keys, values
+
+    def finished(self, position: int) -> RotatingKVCache:
+        """What a dense prompt would have here; the ``max_size`` tokens before ``position`` must be held."""
+        if self.keys is None or self.values is None:
+            raise ValueError("nothing was computed")
+        rows = min(self.max_size, position)
+        if not np.array_equal(self._held[-rows:], np.arange(position - rows, position)):
+            raise ValueError("a window with gaps cannot be decoded in")
+        cache = RotatingKVCache(self.max_size)
+        cache.keys = mx.contiguous(self.keys[..., -rows:, :])
+        cache.values = mx.contiguous(self.values[..., -rows:, :])
+        cache.offset, cache._idx = position, rows
+        return cache
+
+    @property
+    def state(self) -> tuple[mx.array | None, mx.array | None]:
+        return self.keys, self.values
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.keys is None or self.values is None else int(self.keys.nbytes + self.values.nbytes)
+
+
+def sparse_cache(empty_or_prefix: Any) -> SparseKV | SparseWindow:
+    """The sparse kind of a dense cache, which may hold a prefix. Raises TypeError for other kinds."""
+    if type(empty_or_prefix) is KVCache:
+        return SparseKV.after(empty_or_prefix)
+    if type(empty_or_prefix) is RotatingKVCache and empty_or_prefix.keep == 0:
+        return SparseWindow.after(empty_or_prefix)
+    raise TypeError(f"no sparse kind of {type(empty_or_prefix).__name__}")
+
+
+def rows(cache: Sequence[Any]) -> list[Any]:
+    """``cache`` as a batch is to take it. A batch is made by the first row's ``merge``, and a dense row's
+    would take a sparse one's slots for positions: every row comes as one that may be sparse."""
+    return [SparseKV.after(layer) if type(layer) is KVCache else layer for layer in cache]

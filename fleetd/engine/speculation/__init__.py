@@ -1,0 +1,1 @@
+"""Speculative decoding in a worker: drafts, and their verification."""

@@ -1,0 +1,164 @@
+"""How many drafts of which source one answer's next pass verifies. Pure: no clock, no chance, no mlx.
+
+With acceptance a, k drafts bring (1 - a^(k+1)) / (1 - a) tokens (Leviathan et al., 2023) for the time of
+tv(k+1) / t1 plain steps; the k with the most tokens per time is taken, or none where that is not clearly more
+than one.
+
+A draft that is not verified is judged all the same, by the tokens that come without it: so a source that is
+off costs nothing and is on again as soon as it would have been right. Where passes lose time though they
+should not, the answer rests from drafts, each time for twice as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from fleetd.engine.speculation.pass_costs import Costs
+from fleetd.engine.speculation.rounds import Promise
+
+# A wider pass has to promise this much more than a plain step: the promise is an estimate.
+MARGIN = 1.05
+# What is thought of a source that nobody has seen yet, and how many tokens' worth of evidence that is.
+PRIOR, PRIOR_TOKENS = 0.6, 3.0
+# Evidence loses this share of its weight with each draft that is judged: answers change their mind.
+FADES = 0.15
+# No acceptance is believed to be perfect; (1 - a) must not be 0 either.
+SUREST = 0.98
+# Passes looked back on, and the share of their time that may be lost before the answer rests.
+WINDOW, LOSS = 4, 0.15
+# Tokens of the first rest and of the longest.
+REST, LONGEST_REST = 32, 1024
+
+
+@dataclass(slots=True)
+class SourceStats:
+    """Of one source: how its drafts have done in this answer."""
+
+    drafted: int = 0
+    accepted: int = 0
+    passes: int = 0
+    _right: float = PRIOR * PRIOR_TOKENS
+    _judged: float = PRIOR_TOKENS
+
+    @property
+    def acceptance(self) -> float:
+        """Chance that a draft is right where all before it were."""
+        return min(SUREST, self._right / self._judged)
+
+    def judge(self, right: int, *, wrong: bool) -> None:
+        """A draft of which the first ``right`` tokens came, and then, if ``wrong``, another one."""
+        if right or wrong:
+            self._right = self._right * (1 - FADES) + right
+            self._judged = self._judged * (1 - FADES) + right + wrong
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """What the next pass verifies besides the token that is due: ``tokens`` of ``source``, or none."""
+
+    source: str = ""
+    tokens: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Controller:
+    """Of one answer. Each turn: ``choose``, then ``verified`` with what the pass gave."""
+
+    costs: Costs
+    most: int  # drafts in one pass
+    always: bool = False  # verify whatever there is; for measuring
+    records: dict[str, SourceStats] = field(default_factory=dict)
+    saved_s: float = 0.0
+    passes: int = 0
+    tokens: int = 0
+    _rest: int = 0
+    _next_rest: int = REST
+    _window: list[tuple[float, float]] = field(default_factory=list)  # (seconds, seconds saved)
+    # What each source guessed, from the token that is due on, and how much of it has come.
+    _guesses: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
+
+    def choose(self, proposals: Mapping[str, Sequence[int]], room: int) -> Draft:
+        """The drafts to verify, at most ``room``; sources in order of preference."""
+        best, gain = Draft(), MARGIN
+        for name, tokens in proposals.items():
+            if not tokens:
+                continue
+            self._guesses.setdefault(name, (tuple(tokens), 0))
+            usable = min(len(tokens), self.most, room)
+            if self.always:
+                if usable > len(best.tokens):
+                    best = Draft(name, tuple(tokens[:usable]))
+                continue
+            if self._rest:
+                continue
+            width, found = self._width(self._record(name).acceptance, usable)
+            if found > gain:
+                best, gain = Draft(name, tuple(tokens[:width])), found
+        return best
+
+    def promise(self, draft: Draft) -> Promise:
+        """What the pass over ``draft`` is expected to bring."""
+        acceptance = self._record(draft.source).acceptance if draft.tokens else 0.0
+        tokens = sum(acceptance**k for k in range(len(draft.tokens) + 1))
+        return Promise(tokens, self.costs.ratio(1 + len(draft.tokens)) * self.costs.step_s)
+
+    def verified(
+        self, draft: Draft, emitted: Sequence[int], seconds: float, saved_s: float | None = None
+    ) -> None:
+        """The pass over ``draft`` gave ``emitted`` tokens, one more than were right, in ``seconds``.
+
+        ``saved_s`` where plain decoding would not have been a step per token: in a batch.
+        """
+        step_s = self.costs.step_s
+        self.costs.took(1 + len(draft.tokens), seconds)
+        self.came(emitted)
+        self.passes += 1
+        self.tokens += len(emitted)
+        if not draft.tokens:
+            return
+        record = self._record(draft.source)
+        record.drafted += len(draft.tokens)
+        record.accepted += len(emitted) - 1
+        record.passes += 1
+        alone_s = len(emitted) * step_s - seconds
+        self.saved_s += alone_s if saved_s is None else saved_s
+        self._window = [*self._window[1 - WINDOW :], (seconds, alone_s)]
+        if len(self._window) == WINDOW and not self.always:
+            spent_s, won_s = (sum(parts) for parts in zip(*self._window, strict=True))
+            if won_s < -LOSS * spent_s:
+                self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
+                self._window = []
+
+    def came(self, tokens: Sequence[int]) -> None:
+        """Tokens of the answer, drafted or not: guesses are held against them."""
+        self._rest = max(0, self._rest - len(tokens))
+        for name, (guess, seen) in list(self._guesses.items()):
+            right = 0
+            rest = guess[seen:]
+            while right < min(len(rest), len(tokens)) and rest[right] == tokens[right]:
+                right += 1
+            wrong = right < min(len(rest), len(tokens))
+            if wrong or seen + right == len(guess):
+                self._record(name).judge(seen + right, wrong=wrong)
+                del self._guesses[name]
+            else:
+                self._guesses[name] = (guess, seen + right)
+
+    @property
+    def resting(self) -> bool:
+        return self._rest > 0
+
+    def _record(self, name: str) -> SourceStats:
+        return self.records.setdefault(name, SourceStats())
+
+    def _width(self, acceptance: float, most: int) -> tuple[int, float]:
+        """The number of drafts that brings most tokens per time, and how many times a plain step's."""
+        best, gain, expected, power = 0, 1.0, 1.0, 1.0
+        for k in range(1, most + 1):
+            power *= acceptance
+            expected += power
+            found = expected / self.costs.ratio(k + 1)
+            if found > gain:
+                best, gain = k, found
+        return best, gain

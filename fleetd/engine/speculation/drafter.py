@@ -1,0 +1,254 @@
+"""Drafting for a text that another worker writes: prefill what is known, then guess ahead of the verdict.
+
+    COMMIT ──► roll back to what still holds ──► prefill what is new ──► guess, guess, … ──► DRAFT each
+
+Nothing that is drafted is ever waited for or relied on. To the loop that computes it is one more piece of
+work that is done in turns (``follows.py``).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import mlx.core as mx
+from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+
+from fleetd import limits
+from fleetd.engine.prefix_cache import Hit
+from fleetd.engine.streams.frames import Frame, FrameHeader, FramePipe, Place
+from fleetd.engine.speculation import draft_messages as wire
+from fleetd.engine.speculation.lookahead import Guess, Lookahead
+from fleetd.errors import FleetError, ModelUnsupported, PeerLost, ProtocolError
+
+# Guesses after which memory that MLX keeps for reuse is given back.
+CLEAR_GUESSES = 512
+
+
+class Guesser(Protocol):
+    """A model that follows a text. ``held``: tokens of KV."""
+
+    @property
+    def held(self) -> int: ...
+    def missing(self, path: Sequence[int]) -> int: ...
+    def prefill(self, path: Sequence[int], most: int) -> None: ...
+    def guess(self, path: Sequence[int]) -> Guess: ...
+    def committed(self, tokens: Sequence[int]) -> None: ...
+
+
+class DraftModel:
+    """A model and the KV of one text, which is rolled back to wherever that goes on otherwise.
+
+    ``path`` is always what comes after the text that is ``committed``. ``fetch`` finds KV of its beginning
+    that is left from earlier texts.
+
+    Raises ModelUnsupported where the model's cache cannot be rolled back.
+    """
+
+    def __init__(self, model: Any, fetch: Callable[[list[int]], Hit] = lambda tokens: Hit(0, None)) -> None:
+        self._model = model
+        self._fetch = fetch
+        self._cache = make_prompt_cache(model)
+        # A window's cache can be rolled back only until it is full.
+        if not can_trim_prompt_cache(self._cache) or any(hasattr(c, "max_size") for c in self._cache):
+            raise ModelUnsupported(
+                "A model of this kind cannot draft: what it has read cannot be taken back."
+            )
+        self._guesses = 0
+        self._text: list[int] = []
+        self._in_cache: list[int] = []
+        # Of what is in the cache, the beginning that is known to be the text's.
+        self._same = 0
+
+    @property
+    def held(self) -> int:
+        return len(self._in_cache)
+
+    @property
+    def kept(self) -> tuple[list[int], list[Any]]:
+        """What the cache holds of the text itself, and the cache, which is not to be used here any more."""
+        self._roll_back(self._common([]))
+        return self._in_cache, self._cache
+
+    def committed(self, tokens: Sequence[int]) -> None:
+        if not self._text and (hit := self._fetch([*tokens])).cache is not None:
+            self._cache, self._in_cache = hit.cache, [*tokens[: hit.tokens]]
+        self._text += tokens
+
+    def missing(self, path: Sequence[int]) -> int:
+        """Tokens of text and path that are still to be computed, the last one besides."""
+        return max(0, len(self._text) + len(path) - 1 - self._common(path))
+
+    def prefill(self, path: Sequence[int], most: int) -> None:
+        """Compute at most ``most`` of the ``missing`` ones."""
+        self._compute(path, min(most, self.missing(path)))
+        mx.eval([layer.state for layer in self._cache])
+        mx.clear_cache()
+
+    def guess(self, path: Sequence[int]) -> Guess:
+        """What follows text and path. Computes all that is missing, and the last token in any case."""
+        left = len(self._text) + len(path) - self._common(path)
+        self._guesses += 1
+        if self._guesses % CLEAR_GUESSES == 0:
+            mx.clear_cache()
+        logits = self._compute(path, max(1, left))  # (1, n, V)
+        two, shares = _best_two(logits[0, -1])
+        return Guess(two[0], two[1], shares[0], shares[1])
+
+    def _compute(self, path: Sequence[int], count: int) -> mx.array:
+        total = len(self._text) + len(path)
+        start = min(self._common(path), total - count)
+        self._roll_back(start)
+        chunk = self._between(path, start, start + count)
+        logits: mx.array = self._model(mx.array(chunk)[None], cache=self._cache)
+        self._in_cache += chunk
+        return logits
+
+    def _roll_back(self, length: int) -> None:
+        if surplus := len(self._in_cache) - length:
+            trim_prompt_cache(self._cache, surplus)
+            del self._in_cache[length:]
+
+    def _common(self, path: Sequence[int]) -> int:
+        """Leading tokens of text and path that the cache holds."""
+        text, held = self._text, self._in_cache
+        self._same = min(self._same, len(held))
+        while self._same < min(len(held), len(text)) and held[self._same] == text[self._same]:
+            self._same += 1
+        common = self._same
+        if common == len(text):
+            for token in path:
+                if common == len(held) or held[common] != token:
+                    break
+                common += 1
+        return common
+
+    def _between(self, path: Sequence[int], start: int, stop: int) -> list[int]:
+        n = len(self._text)
+        return [*self._text[start:stop], *path[max(0, start - n) : max(0, stop - n)]]
+
+
+def _best_two(logits: mx.array) -> tuple[list[int], list[float]]:
+    """Of (V,): the two best tokens, best first, and their probabilities."""
+    logits = logits.astype(mx.float32)
+    first = mx.argmax(logits)
+    second = mx.argmax(mx.where(mx.arange(logits.size) == first, -mx.inf, logits))
+    two = mx.stack([first, second])
+    shares = mx.exp(logits[two] - mx.logsumexp(logits))
+    mx.eval(two, shares)
+    ids: list[int] = two.tolist()  # type: ignore[assignment]  # one dimension
+    probabilities: list[float] = shares.tolist()  # type: ignore[assignment]
+    return ids, probabilities
+
+
+class DraftWriter:
+    """Follows one text on one stream.
+
+    Args:
+        connect: opens the stream, given where its frames are to be written.
+        context_tokens, vocab_size: the draft model's.
+        grow: asked for room for so many tokens of KV before they are computed; raises OutOfMemory.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        model: Guesser,
+        connect: Callable[[Place], FramePipe],
+        lookahead: Lookahead,
+        *,
+        context_tokens: int,
+        vocab_size: int,
+        grow: Callable[[int], None] = lambda tokens: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._model = model
+        self._lookahead = lookahead
+        self._context_tokens = context_tokens
+        self._vocab_size = vocab_size
+        self._grow = grow
+        self._clock = clock
+        self._trail = wire.TextHash()
+        self._error: FleetError | None = None
+        self._heard_s = clock()
+        # Tokens that were drafted on the way, and of those that were judged, how many were right.
+        self.drafted = self.judged = self.right = 0
+        self._pipe = connect(self._place)
+
+    @property
+    def ready(self) -> bool:
+        """Whether ``step`` can do or tell something now; takes in what has come."""
+        self._receive()
+        return self._error is not None or self._due is not None
+
+    @property
+    def due_s(self) -> float | None:
+        """When, on the clock, ``step`` gives the text up if nothing comes."""
+        return self._heard_s + limits.DRAFT_IDLE_S
+
+    def step(self, chunk_tokens: int) -> None:
+        """Prefill a chunk or guess one token, without waiting.
+
+        Raises:
+            FleetError: the stream broke, or there is no memory; nothing more will be drafted.
+        """
+        if not self.ready and self._clock() >= self._heard_s + limits.DRAFT_IDLE_S:
+            self._error = PeerLost(f"Nothing came for {limits.DRAFT_IDLE_S:.0f} s.")
+        if self._error is not None:
+            raise self._error
+        if (path := self._due) is None:
+            return
+        self._grow(self._trail.length + self._lookahead.ahead + limits.DRAFT_DETOUR_TOKENS)
+        if self._model.missing(path) > limits.DRAFT_AHEAD:
+            self._model.prefill(path, chunk_tokens)
+            return
+        guess = self._model.guess(path)
+        self._send(self._lookahead.guessed(guess))
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._pipe.close()
+
+    @property
+    def _due(self) -> list[int] | None:
+        """After which path the next guess is wanted; None where there is nothing to do."""
+        # A stream that takes nothing is stalled: what it would be sent is of no use by then.
+        if not self._trail.length or self._pipe.backlog > limits.KIB:
+            return None
+        path = self._lookahead.next()
+        if path is None or self._trail.length + len(path) >= self._context_tokens:
+            return None
+        return path
+
+    def _send(self, path: list[int]) -> None:
+        self.drafted += 1
+        branch = path[: limits.DRAFT_BRANCH_TOKENS]
+        self._pipe.send(*wire.draft(self._trail.length, self._trail.hash, [branch]))
+
+    def _place(self, head: FrameHeader) -> list[memoryview]:
+        return wire.place_commit(head, context_tokens=self._context_tokens)
+
+    def _receive(self) -> None:
+        if self._error is not None:
+            return
+        try:
+            while (frame := self._pipe.receive()) is not None:
+                self._heard_s = self._clock()
+                self._take(frame)
+        except FleetError as error:
+            self._error = error
+
+    def _take(self, frame: Frame) -> None:
+        head = frame.head
+        if (head.start, head.prefix) != (self._trail.length, self._trail.hash):
+            raise ProtocolError(
+                f"A commit goes on from another text of {head.start} tokens than the one here."
+            )
+        tokens = wire.tokens_of(frame, self._vocab_size)
+        if self._trail.length:
+            foreseen = self._lookahead.committed(tokens)
+            self.judged += min(len(tokens), foreseen + 1)
+            self.right += foreseen
+        self._model.committed(tokens)
+        self._trail.extend(tokens)

@@ -1,0 +1,244 @@
+"""Whether a block of tokens gives, on this device, the bytes of single steps: asked at load, not assumed.
+
+    canonical    batch of one, a token per pass, as answers are decoded without drafts
+    block        the same tokens, n per pass, on a cache of its own, as drafts are verified
+
+Compared are the raw bytes of the logits and of all keys and values, at contexts where kernels change. GPU
+kernels are chosen by the number of rows, so there every width is tried, and the verdict holds for contexts up
+to the largest one that was probed. Where the arithmetic is exact by construction (``cpu.py``, with MKL) a few
+widths stand for all, and so do the contexts at which its own sums are cut.
+
+The passes are timed as well: they are the first points of the cost curve.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+
+from fleetd import limits
+from fleetd.engine import cpu
+from fleetd.engine.speculation import rollback
+
+# So that two steps lie on both sides of where sums over keys change their shape in cpu.py: fewer than COLUMNS
+# keys, and more than PIECE.
+EXACT_CONTEXTS = (cpu.COLUMNS - 2, cpu.PIECE - 1)
+EXACT_WIDTHS = (4, limits.SPEC_WIDTH)
+EXACT_STEPS = 2
+# What they take together, in single steps of a model that reads its weights most of the time.
+EXACT_COST = 10
+# Metal's attention changes kernels at these (MLX 0.32: two passes from 1024 or 4096 keys on, then other block
+# counts), CUDA's at 256; a block that starts a little before them straddles them.
+KERNEL_CONTEXTS = (250, 1020, 4090, 8186, 16378, 32762, 65530)
+KERNEL_STEPS = 16
+# Tokens of context that are computed, if need be; longer contexts are made up: a prompt of 64k tokens would
+# take minutes, and what it says does not matter.
+COMPUTED, COMPUTED_MOST = 32, 256
+MADE_UP_BYTES = 512 * limits.MIB
+# Raised when a verdict of before would not be one any more: other comparisons, other arithmetic.
+PROBE_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ProbePlan:
+    """What to try: ``steps`` single steps at each context, and blocks of each width. ``every``: the verdict
+    holds at any context."""
+
+    contexts: tuple[int, ...]
+    widths: tuple[int, ...]
+    steps: int
+    every: bool
+
+    @classmethod
+    def of(cls, device: str, step_s: float) -> ProbePlan:
+        """``step_s``: what a single step takes; a slow model is probed with less."""
+        if device == "cpu" and cpu.exact():
+            if step_s * EXACT_COST > limits.SPEC_PROBE_S:
+                return cls(EXACT_CONTEXTS[:1], EXACT_WIDTHS[-1:], EXACT_STEPS, every=True)
+            return cls(EXACT_CONTEXTS, EXACT_WIDTHS, EXACT_STEPS, every=True)
+        return cls(KERNEL_CONTEXTS, tuple(range(2, limits.SPEC_WIDTH + 1)), KERNEL_STEPS, every=False)
+
+
+@dataclass(frozen=True, slots=True)
+class ExactnessVerdict:
+    """``width``: tokens of one pass that are exact, 1 where none are; ``context``: up to so many tokens.
+
+    ``seconds``: of a pass by its width, where it was probed.
+    """
+
+    width: int = 1
+    context: int = 0
+    text: str = ""
+    seconds: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def exact(self) -> bool:
+        return self.width > 1
+
+    def at_pace(self, step_s: float) -> ExactnessVerdict:
+        """The same where a single step takes so long now: what wider passes take is known as shares of it."""
+        if not (before_s := self.seconds.get(1)):
+            return self
+        return replace(self, seconds={n: s * step_s / before_s for n, s in self.seconds.items()})
+
+
+def probe(
+    model: Any,
+    *,
+    vocab_size: int,
+    context_tokens: int,
+    plan: ProbePlan,
+    clock: Callable[[], float] = time.monotonic,
+) -> ExactnessVerdict:
+    """Compare. Contexts that do not fit the model, or its memory, are left out."""
+    empty = make_prompt_cache(model)
+    if why := rollback.declined(empty):
+        return ExactnessVerdict(text=f"declined: {why}")
+    verdict = _Probing(model, vocab_size, plan, clock).all(min(context_tokens, rollback.room(empty)))
+    mx.clear_cache()
+    return verdict
+
+
+class _Probing:
+    def __init__(self, model: Any, vocab_size: int, plan: ProbePlan, clock: Callable[[], float]) -> None:
+        self._model, self._vocab_size, self._plan, self._clock = model, vocab_size, plan, clock
+        self._width = max(plan.widths)
+        self._context = 0
+        self._seconds: dict[int, float] = {}
+        self._why = ""
+
+    def all(self, most: int) -> ExactnessVerdict:
+        begun = self._clock()
+        for context in self._plan.contexts:
+            late = self._clock() - begun > limits.SPEC_PROBE_KERNELS_S
+            if self._context and (late or context + self._width > most):
+                break
+            context = max(1, min(context, most - self._width))
+            if (base := self._base(context)) is None:
+                break
+            self._at(context, base)
+            if self._width < 2:
+                return ExactnessVerdict(text=f"declined: {self._why}", seconds=self._seconds)
+            self._context = context
+        if not self._context:
+            return ExactnessVerdict(text="declined: there was no room to probe it", seconds=self._seconds)
+        text = f"exact: blocks of up to {self._width} tokens"
+        if not self._plan.every:
+            text += f", contexts of up to {self._context}"
+        if self._why:
+            text += f"; {self._why}"
+        until = rollback.ANY if self._plan.every else self._context + self._plan.steps
+        return ExactnessVerdict(self._width, until, text, self._seconds)
+
+    def _at(self, context: int, base: list[Any]) -> None:
+        tokens = [(7919 * i + 3) % self._vocab_size for i in range(max(self._width, self._plan.steps))]
+        logits, rows = self._single_steps(base, tokens[: self._plan.steps])
+        exact = [1]
+        for width in sorted(w for w in self._plan.widths if w <= self._width):
+            found, found_rows = self._blocks(base, tokens, width)
+            count = min(len(found), len(logits))
+            if not _same(found[:count], logits[:count]):
+                self._why = f"blocks of {width} tokens give other logits at {context} tokens of context"
+                break
+            if not _same(found_rows, rows):
+                self._why = f"blocks of {width} tokens give other keys or values at {context} of context"
+                break
+            exact.append(width)
+        self._width = exact[-1]
+
+    def _single_steps(self, base: list[Any], tokens: Sequence[int]) -> tuple[list[mx.array], list[mx.array]]:
+        """Logits (V,) of each step and the rows that the steps wrote, as a batch computes them."""
+        batched = all(hasattr(layer, "merge") for layer in base)
+        cache = rollback.private(base)
+        if batched:
+            cache = [layer.merge([layer]) for layer in cache]
+        logits = [self._pass(cache, [token])[0] for token in tokens]
+        if batched:
+            cache = [layer.extract(0) for layer in cache]
+        return logits, _rows(cache, rollback.held(base), len(tokens))
+
+    def _blocks(
+        self, base: list[Any], tokens: Sequence[int], width: int
+    ) -> tuple[list[mx.array], list[mx.array]]:
+        """The same, at least as many tokens, ``width`` per pass."""
+        cache = rollback.private(base)
+        logits: list[mx.array] = []
+        while len(logits) < self._plan.steps:
+            at = len(logits)
+            rows = self._pass(cache, tokens[at : at + width])
+            # What a rejected draft leaves behind must not matter to the next block.
+            undone = len(rows) - min(len(rows), self._plan.steps - at)
+            logits += rows[: len(rows) - undone]
+            rollback.take_back(cache, undone)
+        return logits, _rows(cache, rollback.held(base), self._plan.steps)
+
+    def _pass(self, cache: list[Any], tokens: Sequence[int]) -> list[mx.array]:
+        inputs = mx.array([list(tokens)])
+        begun = self._clock()
+        logits = self._model(inputs, cache=cache)  # (1, n, V)
+        mx.eval(logits, [layer.state for layer in cache])
+        took_s = self._clock() - begun
+        n = len(tokens)
+        self._seconds[n] = min(took_s, self._seconds.get(n, took_s))
+        return [logits[0, i] for i in range(n)]
+
+    def _base(self, context: int) -> list[Any] | None:
+        """A cache with ``context`` tokens, computed if short, else made up; None if it would be too large."""
+        cache: list[Any] = make_prompt_cache(self._model)
+        rows = all(type(layer) is KVCache for layer in cache)
+        computed = min(context, COMPUTED if rows else COMPUTED_MOST)
+        prompt = mx.array([[(31 * i + 7) % self._vocab_size for i in range(computed)]])
+        self._model(prompt, cache=cache)
+        mx.eval([layer.state for layer in cache])
+        if computed == context:
+            return cache
+        if not rows:
+            return None
+        row_bytes = sum((c.keys.nbytes + c.values.nbytes) // c.keys.shape[2] for c in cache)
+        if row_bytes * context > MADE_UP_BYTES:
+            return None
+        return [_made_up(layer, context, seed) for seed, layer in enumerate(cache)]
+
+
+def _made_up(like: Any, context: int, seed: int) -> Any:
+    """``like``'s rows over and over with a little noise, so that no two of them are equal."""
+    made = KVCache()
+    keys = mx.random.split(mx.random.key(seed), 2)
+    parts = []
+    for key, part in zip(keys, like.keys_and_values(), strict=True):
+        times = -(-context // part.shape[2])
+        rows = mx.concatenate([part] * times, axis=2)[:, :, :context]
+        noise = mx.random.normal(rows.shape, key=key).astype(rows.dtype)
+        parts.append(rows * (1 + noise / 8))
+    made.keys, made.values = parts
+    made.offset = context
+    mx.eval(made.state)
+    return made
+
+
+def _rows(cache: list[Any], first: int, count: int) -> list[mx.array]:
+    """All keys and values of ``count`` tokens from ``first`` on, where they lie by position."""
+    arrays = []
+    for _, array in tree_flatten([layer.state for layer in cache]):
+        if isinstance(array, mx.array) and array.ndim == 4:
+            arrays.append(array[:, :, first : first + count])
+    return arrays
+
+
+def _same(a: Sequence[mx.array], b: Sequence[mx.array]) -> bool:
+    """Byte for byte: -0.0 is not 0.0 here, and a NaN equals itself."""
+    return len(a) == len(b) and all(
+        x.shape == y.shape and x.dtype == y.dtype and bool(np.array_equal(_bytes(x), _bytes(y)))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _bytes(array: mx.array) -> Any:
+    return np.array(mx.contiguous(array).view(mx.uint8), copy=False)

@@ -1,0 +1,30 @@
+"""Where drafts come from: guesses at the tokens that an answer goes on with.
+
+A wrong guess costs time and nothing else, so a source may be as careless as it likes, but it never waits:
+what it does not know now it leaves to others, or to a plain step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class DraftSource(Protocol):
+    """Guesses for one answer. All calls come from the compute thread, between two passes."""
+
+    @property
+    def name(self) -> str:
+        """A word for figures and people, from a closed list: "lookup", "suffix", "remote", …"""
+
+    def propose(self, tokens: Sequence[int], width: int) -> list[int]:
+        """At most ``width`` tokens that may follow ``tokens`` (prompt and answer so far), or none.
+
+        ``tokens`` grow between calls and never change; the sequence is only valid during the call.
+        """
+
+    def committed(self, tokens: Sequence[int]) -> None:
+        """These were added to the answer, whoever had guessed them."""
+
+    def close(self) -> None:
+        """The answer has ended; nothing more is asked. May be called twice."""

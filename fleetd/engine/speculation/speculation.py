@@ -1,0 +1,151 @@
+"""What a worker knows about speculation, and one answer's drafts: its sources and who decides between them.
+
+    Speculation (one per worker)   the probe's verdict, the cost curve, past answers if they may be kept
+    Drafting    (one per answer)   sources → controller → the next pass's drafts; counts for figures
+
+A source that raises is left out from then on: drafts are never worth an answer.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from fleetd import limits
+from fleetd.engine.protocol import Generate, SourceCounts, Speculated
+from fleetd.engine.speculation.controller import Controller, Draft
+from fleetd.engine.speculation.pass_costs import Costs
+from fleetd.engine.speculation.lookup import PromptLookup
+from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
+from fleetd.engine.speculation.rounds import Promise
+from fleetd.engine.speculation.sources import DraftSource
+from fleetd.engine.speculation.suffix import PastAnswers, SuffixSource
+
+Mode = Literal["auto", "on", "off"]
+
+
+@dataclass
+class WorkerSpeculation:
+    """``computes_ahead``: the batch computes the next token while this one is looked at (any GPU), which an
+    answer that verifies drafts gives up; then it stays in the batch while it has none."""
+
+    verdict: ExactnessVerdict
+    vocab_size: int
+    mode: Mode = "auto"
+    past: PastAnswers | None = None
+    computes_ahead: bool = False
+    costs: Costs = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.costs = Costs(self.verdict.seconds if 1 in self.verdict.seconds else {1: 1.0})
+
+    def drafting(self, request: Generate) -> SequenceDrafts | None:
+        """For a new answer; None where nothing is to be drafted for it."""
+        wanted = request.speculate
+        if not self.verdict.exact or self.mode == "off" or (wanted is not None and not wanted.enabled):
+            return None
+        names = None if wanted is None else wanted.sources
+        key = "" if wanted is None else wanted.key
+        width = min(self.verdict.width, limits.SPEC_WIDTH, (wanted.width if wanted else 0) or 1 << 30)
+        local: list[DraftSource] = [SuffixSource(self.past.of(key) if self.past else ()), PromptLookup()]
+        return SequenceDrafts(
+            sources=[source for source in local if names is None or source.name in names],
+            names=names,
+            controller=Controller(self.costs, most=width - 1, always=self.mode == "on"),
+            vocab_size=self.vocab_size,
+        )
+
+    def ended(self, request: Generate, answered: Sequence[int]) -> None:
+        """An answer is complete; it is remembered if it may be."""
+        if self.past is not None:
+            self.past.add(request.speculate.key if request.speculate else "", answered)
+
+
+@dataclass(slots=True)
+class SequenceDrafts:
+    """``names``: sources that the request allows, None for all."""
+
+    sources: list[DraftSource]
+    names: list[str] | None
+    controller: Controller
+    vocab_size: int
+    # Passes in a row without a draft.
+    idle: int = 0
+
+    def add(self, source: DraftSource) -> None:
+        """Preferred to those that are there: it had to be asked for."""
+        if self.names is None or source.name in self.names:
+            self.sources.insert(0, source)
+
+    def choose(self, tokens: Sequence[int], room: int) -> Draft:
+        """What the next pass verifies, at most ``room`` drafts."""
+        most = self.controller.most
+        proposals = {}
+        for source in list(self.sources):
+            try:
+                proposals[source.name] = self._known(source.propose(tokens, most))
+            except Exception:
+                self._drop(source)
+        draft = self.controller.choose(proposals, room)
+        self.idle = 0 if draft.tokens else self.idle + 1
+        return draft
+
+    def promise(self, draft: Draft) -> Promise:
+        """What the pass over ``draft`` is expected to bring."""
+        return self.controller.promise(draft)
+
+    def verified(
+        self, draft: Draft, emitted: Sequence[int], seconds: float, saved_s: float | None = None
+    ) -> None:
+        """``Controller.verified``, and the sources are told."""
+        self.controller.verified(draft, emitted, seconds, saved_s)
+        self._committed(emitted)
+
+    def came(self, token: int) -> None:
+        """A token of plain decoding."""
+        self.controller.came((token,))
+        self._committed((token,))
+
+    def close(self) -> None:
+        for source in list(self.sources):
+            source.close()
+
+    @property
+    def report(self) -> Speculated | None:
+        """None where no draft was verified."""
+        c = self.controller
+        used = {name: r for name, r in c.records.items() if r.passes}
+        if not used:
+            return None
+        return Speculated(
+            width=c.most + 1,
+            drafted=sum(r.drafted for r in used.values()),
+            accepted=sum(r.accepted for r in used.values()),
+            passes=c.passes,
+            tokens=c.tokens,
+            saved_s=c.saved_s,
+            sources={n: SourceCounts(r.drafted, r.accepted, r.passes) for n, r in used.items()},
+        )
+
+    def _committed(self, tokens: Sequence[int]) -> None:
+        for source in list(self.sources):
+            try:
+                source.committed(tokens)
+            except Exception:
+                self._drop(source)
+
+    def _known(self, drafts: Sequence[int]) -> list[int]:
+        """Up to the first one that is no token of this model."""
+        known = []
+        for token in drafts:
+            if not 0 <= token < self.vocab_size:
+                break
+            known.append(token)
+        return known
+
+    def _drop(self, source: DraftSource) -> None:
+        traceback.print_exc()
+        self.sources.remove(source)
+        source.close()

@@ -1,0 +1,1 @@
+"""Streams between workers: sockets handed over by the daemon, frames on them."""

@@ -1,0 +1,71 @@
+"""The channel on which sockets go to a worker, beside the one for messages: both of its ends.
+
+The daemon dials and accepts; the engine that the bytes are for reads and writes them itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.protocol import StreamTag
+from fleetd.errors import EngineDied, ProtocolError
+from fleetd.sealed import handoff
+
+
+class SocketSender:
+    """The daemon's end."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        channel.settimeout(limits.HANDOFF_S)
+        self._channel = channel
+        # One message after the other: a thread each, and a message may take more than one write.
+        self._turn = threading.Lock()
+
+    async def give(self, tag: StreamTag, sock: socket.socket) -> None:
+        """Hand over a connected socket, which is closed here in any case. Raises EngineDied."""
+        # A thread that has begun cannot be cancelled; it closes the socket whoever still waits for it.
+        if (error := await asyncio.shield(asyncio.to_thread(self._give, tag, sock))) is not None:
+            raise EngineDied(f"A stream could not be handed to the engine ({error}).", retry_after_s=1)
+
+    def _give(self, tag: StreamTag, sock: socket.socket) -> OSError | None:
+        with sock, self._turn:
+            try:
+                handoff.send(self._channel, msgspec.msgpack.encode(tag), sock)
+            except OSError as error:
+                return error
+        return None
+
+    def close(self) -> None:
+        """Idempotent. A hand-over that is under way fails."""
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        self._channel.close()
+
+
+def receive_sockets(channel: socket.socket, taken: Callable[[StreamTag, socket.socket], None]) -> None:
+    """The worker's end: call ``taken`` with each stream, until the daemon is gone.
+
+    Raises:
+        ProtocolError: what came is no stream.
+    """
+    decode = msgspec.msgpack.Decoder(StreamTag).decode
+    while True:
+        try:
+            body, sock = handoff.receive(channel)
+        except (EOFError, OSError):
+            return
+        if sock is None:
+            raise ProtocolError("A message about a stream came without its socket.")
+        try:
+            tag = decode(body)
+        except msgspec.DecodeError as error:
+            sock.close()
+            raise ProtocolError(f"A message about a stream cannot be read: {error}.") from None
+        taken(tag, sock)

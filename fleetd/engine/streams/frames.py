@@ -1,0 +1,130 @@
+"""Frames between the workers that share a prefill: tokens, hidden states, keys and values.
+
+Sans-IO. A frame is a head of fixed size and a payload of raw numbers, in the byte order of the machines that
+compute (little endian):
+
+    kind u8 | layer u16 | start u32 | count u32 | index u32 | prefix 8 bytes | sizes u64 u64 | payload
+
+Nothing in a head is news to its receiver: what comes when, and how many bytes it has, follows from the split
+(``engine/share/due.py``). A head that is not the one that is due is refused before its payload is read.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from fleetd.errors import ProtocolError
+
+
+class Kind(IntEnum):
+    # The prompt's tokens, int32 (count,); where some are left out, each with its position, int32 (count, 2).
+    TOKENS = 1
+    # Keys (heads, count, key width) and values (heads, count, value width) of one layer's tokens.
+    ROWS = 2
+    # The same of a cache that rotates: all rows that it holds, in the order in which it holds them.
+    STATE = 3
+    # Hidden states (count, width) on their way into ``layer``.
+    HIDDEN = 4
+    # Nothing more follows.
+    DONE = 5
+    # Between an answer and its drafter (``engine/spec/draft_wire.py``): what the text became.
+    COMMIT = 6
+    # What it may become.
+    DRAFT = 7
+
+
+_HEAD = struct.Struct("<BHIII8sQQ")
+HEAD_BYTES = _HEAD.size
+_LARGEST = 1 << 40
+NO_PREFIX = bytes(8)
+
+
+@dataclass(frozen=True, slots=True)
+class FrameHeader:
+    """``start`` and ``count`` are tokens, as the split counts them; ``sizes`` the bytes of the payload's two
+    parts.
+
+    A STATE's ``start`` is 0 and its ``count`` all tokens that its cache has seen; ``index`` is where the
+    cache writes next. ``prefix`` is ``plan.split.prefix_hashes`` at ``start + count``.
+    """
+
+    kind: Kind
+    layer: int = 0
+    start: int = 0
+    count: int = 0
+    sizes: tuple[int, int] = (0, 0)
+    index: int = 0
+    prefix: bytes = NO_PREFIX
+
+    @property
+    def nbytes(self) -> int:
+        """Of the payload."""
+        return sum(self.sizes)
+
+    @property
+    def end(self) -> int:
+        return self.start + self.count
+
+    def pack(self) -> bytes:
+        """``HEAD_BYTES`` bytes."""
+        return _HEAD.pack(self.kind, self.layer, self.start, self.count, self.index, self.prefix, *self.sizes)
+
+    @classmethod
+    def unpack(cls, data: bytes | bytearray | memoryview) -> FrameHeader:
+        """From ``HEAD_BYTES`` bytes. Raises ProtocolError for what is no head."""
+        if len(data) != HEAD_BYTES:
+            raise ProtocolError(f"A frame's head of {len(data)} bytes came where {HEAD_BYTES} were due.")
+        kind, layer, start, count, index, prefix, first, second = _HEAD.unpack(data)
+        if kind not in Kind._value2member_map_ or max(first, second) > _LARGEST:
+            raise ProtocolError(
+                f"A frame of unknown kind {kind} or absurd size ({first} and {second} bytes)."
+            )
+        return cls(Kind(kind), layer, start, count, (first, second), index, prefix)
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A head and the buffers that now hold its payload, as ``Place`` named them."""
+
+    head: FrameHeader
+    buffers: list[memoryview]
+
+
+# Where a frame's payload is to be written: any number of buffers, ``head.nbytes`` together, in the payload's
+# order. Called before the payload is read, on whatever thread reads. Raises ProtocolError for a frame that is
+# not due.
+Place = Callable[[FrameHeader], list[memoryview]]
+
+
+class FramePipe(Protocol):
+    """One stream to one other worker. No method waits."""
+
+    def send(self, head: FrameHeader, *payload: memoryview) -> None:
+        """Queue a frame. ``payload`` is any number of buffers, ``head.nbytes`` together; they must not change
+        until they are sent."""
+
+    @property
+    def backlog(self) -> int:
+        """Bytes queued and not yet written."""
+
+    def receive(self) -> Frame | None:
+        """The next frame; None where none has come.
+
+        Raises:
+            FleetError: the stream broke, or carried what is not due. Frames before that come first.
+        """
+
+    def finish(self) -> None:
+        """Nothing more will be sent."""
+
+    def close(self) -> None:
+        """At once, whatever is still queued. Idempotent. No buffer is read or written afterwards."""
+
+
+# Opens the stream of that name ("home", "in", "out", "helper0", …) of one share or assist. Its pipe wakes the
+# compute thread whenever something came, was sent, or broke.
+Connect = Callable[[str, Place], FramePipe]

@@ -1,0 +1,113 @@
+"""Streams to other machines that the daemon handed over, until the prompts that they are for take them.
+
+A stream may come before the command that it belongs to, or after it, or for a prompt that has just ended.
+Whatever nobody takes is closed. The channel's thread puts them in, the compute thread makes pipes of them.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+from fleetd import limits
+from fleetd.engine.protocol import StreamTag
+from fleetd.engine.shared_prefill.frame_schedule import has_next
+from fleetd.engine.streams.frames import Connect, Place
+from fleetd.engine.streams.pipe import SocketPipe
+from fleetd.plan.prefill.split import Split
+
+HOME, IN, OUT = "home", "in", "out"
+
+
+def helper_name(place: int) -> str:
+    """Of home's stream to a helper."""
+    return f"helper{place}"
+
+
+def home_streams(split: Split) -> list[str]:
+    """What the machine that answers needs before it can begin."""
+    names = [helper_name(place) for place in range(split.helpers)]
+    return [*names, IN] if has_next(split, split.helpers - 1) else names
+
+
+def helper_streams(split: Split, place: int) -> list[str]:
+    """The same for the helper at ``place``."""
+    return [HOME, *([IN] if place else []), *([OUT] if has_next(split, place) else [])]
+
+
+class HandedOverStreams:
+    """``wake`` is called, on any thread, when a stream came, and whenever one that was taken moved.
+
+    ``eager``: as ``SocketPipe`` has it.
+    """
+
+    def __init__(
+        self,
+        wake: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        eager: bool = False,
+    ) -> None:
+        self._wake = wake
+        self._eager = eager
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._held: dict[tuple[str, str], tuple[StreamTag, socket.socket, float]] = {}
+
+    def put(self, tag: StreamTag, sock: socket.socket) -> None:
+        """A second one of the same name replaces the first; of too many the oldest goes."""
+        key = tag.job, tag.name
+        with self._lock:
+            unwanted = [self._held.pop(key)] if key in self._held else []
+            self._held[key] = tag, sock, self._clock()
+            while len(self._held) > limits.TICKETS:
+                unwanted.append(self._held.pop(next(iter(self._held))))
+        _close(unwanted)
+        self._wake()
+
+    def jobs(self, name: str) -> list[str]:
+        """Those that have a stream of this name which nobody has taken."""
+        with self._lock:
+            return [job for job, held in self._held if held == name]
+
+    def complete(self, job: str, names: Iterable[str]) -> bool:
+        with self._lock:
+            return all((job, name) in self._held for name in names)
+
+    def connect(self, job: str) -> Connect:
+        """How a job that is ``complete`` opens its streams, once each."""
+
+        def connect(name: str, place: Place) -> SocketPipe:
+            with self._lock:
+                tag, sock, _ = self._held.pop((job, name))
+            return SocketPipe(sock, tag.key, tag.role, place=place, wake=self._wake, eager=self._eager)
+
+        return connect
+
+    def drop(self, job: str) -> None:
+        """Close what is left of a job that has ended."""
+        self._drop(lambda key, _: key[0] == job)
+
+    def sweep(self) -> None:
+        """Close what nobody took for ``limits.TICKET_S``."""
+        oldest = self._clock() - limits.TICKET_S
+        self._drop(lambda _, since: since < oldest)
+
+    def close(self) -> None:
+        self._drop(lambda _key, _since: True)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def _drop(self, unwanted: Callable[[tuple[str, str], float], bool]) -> None:
+        with self._lock:
+            keys = [key for key, (_, _, since) in self._held.items() if unwanted(key, since)]
+            found = [self._held.pop(key) for key in keys]
+        _close(found)
+
+
+def _close(streams: Iterable[tuple[StreamTag, socket.socket, float]]) -> None:
+    for _, sock, _ in streams:
+        sock.close()

@@ -1,0 +1,231 @@
+"""Frames to and from a worker on another machine, beside the thread that computes.
+
+    compute thread   send → queue → writer thread → sealed socket
+                     receive ← queue ← reader thread ← sealed socket, payload straight into the buffers that
+                                                       ``place`` names
+
+Nothing here makes the compute thread wait. What goes wrong with the stream comes out of ``receive``, after
+the frames that came before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import select
+import socket
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+
+from fleetd import limits
+from fleetd.engine.streams.frames import HEAD_BYTES, Frame, FrameHeader, Place
+from fleetd.errors import EngineError, FleetError, ProtocolError
+from fleetd.sealed.chunks import Role
+from fleetd.sealed.stream import SealedReceiver, SealedSender
+
+# Shorter buffers are copied together into one sealed chunk; from here on a copy costs more than a chunk does.
+WHOLE_BYTES = 128 * limits.KIB
+# An ``eager`` pipe's shorter frames are written by whoever sends them: a socket that takes some takes this.
+EAGER_BYTES = limits.KIB
+# What the end of a stream counts for while it is queued: more than a last, empty frame does, so that nobody
+# takes a stream for written before its end is.
+_END_BYTES = limits.KIB
+# The threads only have to notice that their socket is shut down.
+_JOIN_S = 5.0
+
+
+class SocketPipe:
+    """The ``frames.FramePipe`` on a connected socket, which is its own from now on.
+
+    ``place`` is called on the reader thread; ``wake`` on both threads whenever something arrived, was sent,
+    or broke. ``eager``: short frames do not wait for the writer thread where nothing is queued.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        key: bytes,
+        role: Role,
+        *,
+        place: Place,
+        wake: Callable[[], None],
+        eager: bool = False,
+    ) -> None:
+        with contextlib.suppress(OSError):  # not TCP
+            # A last, short frame must not wait for the one before it to be acknowledged.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        self._place = place
+        self._wake = wake
+        self._eager = eager
+        self._writable = select.poll()
+        self._writable.register(sock, select.POLLOUT)
+        self._sender = SealedSender(sock, key, role)
+        self._receiver = SealedReceiver(sock, key, role)
+        self._out: queue.SimpleQueue[tuple[memoryview, ...] | None] = queue.SimpleQueue()
+        self._in: queue.SimpleQueue[Frame] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._backlog = 0
+        self._broken: FleetError | None = None
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._write, name="pipe-writer", daemon=True),
+            threading.Thread(target=self._read, name="pipe-reader", daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- for the compute thread ------------------------------------------------------------------------
+
+    def send(self, head: FrameHeader, *payload: memoryview) -> None:
+        """Queue a frame; its buffers must not change until ``backlog`` says that they were written."""
+        parts = (memoryview(head.pack()), *(part.cast("B") for part in payload))
+        if not self._sent_at_once(parts):
+            self._queue(parts)
+
+    @property
+    def backlog(self) -> int:
+        """Bytes queued and not yet written, the end included; 0 once nothing will be written any more."""
+        return self._backlog
+
+    def receive(self) -> Frame | None:
+        """The next frame, None where none has come. Raises what the stream broke with."""
+        try:
+            return self._in.get_nowait()
+        except queue.Empty:
+            pass
+        if self._broken is None:
+            return None
+        try:
+            # One may have come between the two questions.
+            return self._in.get_nowait()
+        except queue.Empty:
+            raise self._broken from None
+
+    def finish(self) -> None:
+        """Nothing more will be sent."""
+        self._queue(())
+
+    def close(self) -> None:
+        """End both threads and close the socket, whatever is still queued. Idempotent.
+
+        No buffer is written to afterwards.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._out.put(None)
+        self._shut_down()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+        self._sock.close()
+
+    def _sent_at_once(self, parts: tuple[memoryview, ...]) -> bool:
+        """Only where that cannot wait, and where the writer thread has nothing to do."""
+        if not self._eager or self._backlog or self._broken is not None or self._closed:
+            return False
+        if _cost(parts) > EAGER_BYTES or not self._writable.poll(0):
+            return False
+        try:
+            self._sender.send(b"".join(parts))
+        except FleetError as error:
+            self._break(error)
+        return True
+
+    def _queue(self, parts: tuple[memoryview, ...]) -> None:
+        with self._lock:
+            if self._broken is not None:
+                return  # receive tells
+            self._backlog += _cost(parts)
+        self._out.put(parts)
+
+    # ---- threads ---------------------------------------------------------------------------------------
+
+    def _write(self) -> None:
+        scratch = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
+        try:
+            while (parts := self._out.get()) is not None:
+                if parts:
+                    for piece in _gathered(parts, scratch):
+                        self._sender.send(piece)
+                else:
+                    self._sender.finish()
+                with self._lock:
+                    if self._broken is None:
+                        self._backlog -= _cost(parts)
+                del parts  # its buffers may be large, and the wait for the next frame long
+                self._wake()
+        except FleetError as error:
+            self._break(error)
+        except Exception as error:
+            traceback.print_exc()
+            self._break(EngineError(f"A frame could not be sent ({type(error).__name__})."))
+
+    def _read(self) -> None:
+        head_bytes = memoryview(bytearray(HEAD_BYTES))
+        try:
+            while self._next(head_bytes):
+                head = FrameHeader.unpack(head_bytes)
+                buffers = self._place(head)
+                if (room := sum(buffer.nbytes for buffer in buffers)) != head.nbytes:
+                    raise ProtocolError(f"A frame of {head.nbytes} bytes came where {room} were due.")
+                for buffer in buffers:
+                    self._fill(buffer)
+                self._in.put(Frame(head, buffers))
+                self._wake()
+        except FleetError as error:
+            self._break(error)
+        except Exception as error:
+            traceback.print_exc()
+            self._break(EngineError(f"A frame could not be taken ({type(error).__name__})."))
+
+    def _next(self, head: memoryview) -> bool:
+        """Read the next head. False at the stream's proper end."""
+        # Between frames the other side may compute for as long as its plan allows; that is not for here.
+        self._receiver.wait()
+        count = self._receiver.receive_into(head)
+        if 0 < count < len(head):
+            raise ProtocolError("A stream between engines ended within a frame.")
+        return count > 0
+
+    def _fill(self, buffer: memoryview) -> None:
+        if self._receiver.receive_into(buffer) < buffer.nbytes:
+            raise ProtocolError("A stream between engines ended within a frame.")
+
+    def _break(self, error: FleetError) -> None:
+        with self._lock:
+            if self._broken is None:
+                self._broken = error
+            self._backlog = 0
+            closed = self._closed
+        # The other thread must not wait for a side that is gone, nor the other side for this one.
+        self._out.put(None)
+        self._shut_down()
+        if not closed:
+            self._wake()
+
+    def _shut_down(self) -> None:
+        with contextlib.suppress(OSError):  # the other side was quicker
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+
+def _cost(parts: tuple[memoryview, ...]) -> int:
+    return sum(part.nbytes for part in parts) or _END_BYTES
+
+
+def _gathered(parts: tuple[memoryview, ...], scratch: memoryview) -> Iterator[memoryview]:
+    """The same bytes in fewer pieces: short parts are copied together. A piece is good until the next."""
+    filled = 0
+    for part in parts:
+        if filled and (part.nbytes >= WHOLE_BYTES or filled + part.nbytes > len(scratch)):
+            yield scratch[:filled]
+            filled = 0
+        if part.nbytes >= WHOLE_BYTES:
+            yield part
+        else:
+            scratch[filled : filled + part.nbytes] = part
+            filled += part.nbytes
+    if filled:
+        yield scratch[:filled]

@@ -1,0 +1,1 @@
+"""What this machine is: read without touching the accelerator, and named as people name it."""

@@ -1,0 +1,168 @@
+"""What this machine is: cheap facts, read without touching the accelerator.
+
+The figures respect limits set from outside (cgroups, CPU affinity): a container with 8 GB on a 512 GB host
+is a machine of 8 GB. Memory is the system's, which is the GPU's too on the machines this is made for.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import psutil
+
+from fleetd.hardware import facts as hardware_facts
+from fleetd.hardware.facts import text
+from fleetd.models.catalog import Tier, tier_of
+
+Accelerator = Literal["metal", "cuda", "cpu"]
+
+_SYSCTL_S = 2.0
+# Above this a cgroup v1 "limit" is the kernel's way to say that there is none.
+_UNLIMITED_BYTES = 1 << 60
+
+
+class HardwareReading(msgspec.Struct, frozen=True):
+    """One reading; ``available_bytes`` changes by the second, the rest does not.
+
+    ``product`` and ``gpu`` are "" where unknown. ``performance_cores``: those of ``cores`` that are of the
+    faster kind. ``wired_limit_bytes``: what a Mac's owner lets the GPU have; 0 is the system's choice.
+    """
+
+    platform: str
+    hostname: str
+    product: str
+    cpu: str
+    gpu: str
+    cores: int
+    performance_cores: int
+    memory_bytes: int
+    available_bytes: int
+    wired_limit_bytes: int
+    tier: Tier
+    accelerator: Accelerator
+
+
+class HardwareProbe:
+    """Reads the constant facts once and the changing one at every call."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+        self._cgroup = list(_cgroup_folders(root))
+        self._platform = f"{platform.system()} {platform.release()} {platform.machine()}"
+        self._hostname = hardware_facts.short_host(platform.node())
+        self._cores = cores()
+        self._accelerator = _accelerator(root)
+        self._product, self._cpu, self._gpu = "", "", ""
+        self._fast_cores = self._wired_limit_bytes = 0
+        if sys.platform == "darwin":
+            self._look_at_mac()
+        else:
+            self._look_at_linux(root)
+
+    def _look_at_mac(self) -> None:
+        facts = hardware_facts.mac_facts(_output(["/usr/sbin/sysctl", *hardware_facts.SYSCTLS]))
+        self._product, self._cpu = facts["product"], facts["cpu"] or platform.machine()
+        # One chip is both; Intel Macs have GPUs that nothing here computes on.
+        self._gpu = self._cpu if self._accelerator == "metal" else ""
+        self._fast_cores = facts["performance_cores"]
+        self._wired_limit_bytes = facts["wired_limit_bytes"]
+
+    def _look_at_linux(self, root: Path) -> None:
+        self._product = hardware_facts.linux_product(root)
+        named = hardware_facts.linux_cpu(text(root / "proc/cpuinfo"))
+        self._cpu = named or platform.processor() or platform.machine()
+        self._gpu = hardware_facts.linux_gpu(root)
+        self._fast_cores = hardware_facts.linux_fast_cores(root)
+
+    def read(self) -> HardwareReading:
+        memory = psutil.virtual_memory()
+        total, available = int(memory.total), int(memory.available)
+        for limit, used in _cgroup_memory(self._cgroup):
+            total = min(total, limit)
+            available = min(available, max(0, limit - used))
+        return HardwareReading(
+            platform=self._platform,
+            hostname=self._hostname,
+            product=self._product,
+            cpu=self._cpu,
+            gpu=self._gpu,
+            cores=self._cores,
+            performance_cores=min(self._fast_cores or self._cores, self._cores),
+            memory_bytes=total,
+            available_bytes=available,
+            wired_limit_bytes=self._wired_limit_bytes,
+            tier=tier_of(total),
+            accelerator=self._accelerator,
+        )
+
+
+def cores() -> int:
+    """That this process may use."""
+    # Absent on macOS, which has no CPU affinity.
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
+
+
+def _accelerator(root: Path) -> Accelerator:
+    """A guess good enough for status; the engine worker says what it really uses."""
+    if sys.platform == "darwin":
+        return "metal" if platform.machine() == "arm64" else "cpu"
+    if (root / "dev/nvidia0").exists() or shutil.which("nvidia-smi"):
+        return "cuda"
+    return "cpu"
+
+
+def _cgroup_folders(root: Path) -> Iterable[Path]:
+    """Our control group and its ancestors: the tightest limit on the way up is the one that kills."""
+    for line in text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
+        folder = base / path.lstrip("/")
+        # Inside a container the path may not exist under our mount; the mount's top is then our own group.
+        while folder != base:
+            if folder.is_dir():
+                yield folder
+            folder = folder.parent
+        if base.is_dir():
+            yield base
+
+
+def _cgroup_memory(folders: Iterable[Path]) -> Iterable[tuple[int, int]]:
+    """(limit, used) of each group that has a limit."""
+    for folder in folders:
+        for limit_name, used_name in (
+            ("memory.max", "memory.current"),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ):
+            limit = text(folder / limit_name).strip()
+            if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES:
+                used = text(folder / used_name).strip()
+                yield int(limit), int(used) - _reclaimable(folder) if used.isdecimal() else 0
+
+
+def _reclaimable(folder: Path) -> int:
+    """Page cache counts as used in a cgroup but gives way at once: a model file read once is no pressure."""
+    for line in text(folder / "memory.stat").splitlines():
+        name, _, value = line.partition(" ")
+        if name in ("inactive_file", "total_inactive_file") and value.isdecimal():
+            return int(value)
+    return 0
+
+
+def _output(command: list[str]) -> str:
+    """What it prints, also where it complains of a part of the question; "" where it does not run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SYSCTL_S, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout

@@ -1,1 +1,0 @@
-"""Jobs: one request from admission to its last token."""

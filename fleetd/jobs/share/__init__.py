@@ -1,1 +1,0 @@
-"""Shared prefill from the daemon's side: planned, agreed with helpers, watched, and helping others."""

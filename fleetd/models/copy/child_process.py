@@ -1,0 +1,68 @@
+"""What both processes of a copy share: how they hear from their daemon, and how they end.
+
+Standard input is a Unix socket on which messages and sockets come (``sealed.handoff``). It is also their
+lifeline: when the daemon closes it, or dies, they end at once.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from fleetd.errors import DownloadFailed, FleetError, ProtocolError
+from fleetd.models.reporter import Reporter
+from fleetd.sealed import handoff
+
+# Copying is not urgent: an engine keeps its cores.
+_NICE = 5
+
+Message = tuple[bytes, socket.socket | None]
+
+
+class DaemonLines:
+    """The other end of standard input."""
+
+    def __init__(self) -> None:
+        self._channel = socket.fromfd(0, socket.AF_UNIX, socket.SOCK_STREAM)
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def message(self) -> Message:
+        """Wait for the next one."""
+        return self._messages.get()
+
+    def stream(self) -> tuple[bytes, socket.socket]:
+        """The same, where it must come with a socket."""
+        body, sock = self.message()
+        if sock is None:
+            raise ProtocolError("The daemon handed over no socket.")
+        return body, sock
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._messages.put(handoff.receive(self._channel))
+        except (EOFError, OSError, ProtocolError):
+            # The main thread may be waiting for a disk or a lock: nothing there could be told.
+            os._exit(1)
+
+
+def run(work: Callable[[DaemonLines, Reporter], str]) -> int:
+    """The process's main function: report what ``work`` reports, its result or its error."""
+    os.nice(_NICE)
+    reporter = Reporter(as_json=True)
+    try:
+        name = work(DaemonLines(), reporter)
+    except FleetError as error:
+        reporter.close(None, error)
+        return 1
+    except Exception as error:  # the boundary of the process: the daemon gets a sentence, not a traceback
+        reporter.close(
+            None, DownloadFailed(f"The copy failed: {error!r}.", hint="Try again; then report this.")
+        )
+        return 1
+    reporter.close(name, None)
+    return 0

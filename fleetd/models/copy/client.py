@@ -1,0 +1,102 @@
+"""The daemon's side of a copy between machines: it starts the processes and hands them their sockets.
+
+    there   send(folder, needs, sock, key)              reads files, seals them
+    here    receive(offer, ..., connect) → progress     opens, checks, installs
+
+Which machine, and how to reach it, is the caller's affair; no byte of a model passes through the daemon.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from asyncio.subprocess import Process
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import msgspec
+
+from fleetd import limits
+from fleetd.errors import DownloadFailed, ProtocolError
+from fleetd.models import child
+from fleetd.models.copy.messages import CopyLine, CopyNeed, CopyOffer, SendOrder
+from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.sealed import handoff
+
+#: Asks the other machine for these, and gives a socket connected to what it sends, and the stream's key.
+Connect = Callable[[list[CopyNeed]], Awaitable[tuple[socket.socket, bytes]]]
+
+
+async def receive(
+    offer: CopyOffer, models_dir: Path, connect: Connect, *, name: str, digest: str
+) -> AsyncGenerator[PullProgress, None]:
+    """Install the offered files as the model ``name``; ``aclose()`` ends it, and the next call resumes.
+
+    Args:
+        connect: not called when nothing lacks.
+        digest: what the files must add up to, whatever the offer says.
+
+    Raises:
+        ModelRefused, ModelCorrupt, PeerLost, SealBroken, DiskFull, DownloadFailed
+        FleetError: what ``connect`` raises.
+    """
+    arguments = [f"--models-dir={models_dir}", f"--name={name}", f"--digest={digest}"]
+    async with (
+        _running("fleetd.models.copy.receive", *arguments) as (process, channel),
+        aclosing(child.lines(process, CopyLine, f"The copy of {name}", "Try again.")) as lines,
+    ):
+        await _tell(channel, msgspec.msgpack.encode(offer))
+        async for line in lines:
+            if line.needs is not None:
+                sock, key = await connect(line.needs)
+                with sock:
+                    await _tell(channel, key, sock)
+            if line.progress is not None:
+                yield line.progress
+
+
+async def send(folder: Path, needs: list[CopyNeed], sock: socket.socket, key: bytes) -> None:
+    """Send what another machine lacks of a model on ``sock``, which is closed here.
+
+    Raises:
+        ProtocolError, ModelRefused, ModelCorrupt: it asks for what it cannot have.
+        PeerLost, DownloadFailed
+    """
+    with sock:
+        if len(needs) > limits.COPY_FILES:
+            raise ProtocolError(f"{len(needs)} files were asked for; a copy has at most {limits.COPY_FILES}.")
+        order = msgspec.msgpack.encode(SendOrder(folder=str(folder), key=key, needs=needs))
+        async with (
+            _running("fleetd.models.copy.send") as (process, channel),
+            aclosing(child.lines(process, CopyLine, f"Sending {folder.name}", "Try again.")) as lines,
+        ):
+            await _tell(channel, order, sock)
+            # The other side must see the end of the stream when the process ends, not when this returns.
+            sock.close()
+            async for _ in lines:
+                pass
+
+
+@contextlib.asynccontextmanager
+async def _running(module: str, *arguments: str) -> AsyncIterator[tuple[Process, socket.socket]]:
+    """A process whose standard input is the other end of the channel."""
+    channel, theirs = socket.socketpair()
+    with channel, theirs:
+        channel.settimeout(limits.HANDOFF_S)
+        async with child.running(module, *arguments, stdin=theirs.fileno()) as process:
+            # Only the process holds it now: when it ends, the channel breaks.
+            theirs.close()
+            yield process, channel
+
+
+async def _tell(channel: socket.socket, body: bytes, sock: socket.socket | None = None) -> None:
+    try:
+        await asyncio.to_thread(handoff.send, channel, body, sock)
+    except TimeoutError:
+        raise DownloadFailed(
+            f"A copying process took no message for {limits.HANDOFF_S:.0f} s.", hint="Try again."
+        ) from None
+    except ConnectionError:
+        pass  # it has ended; why, its last line says

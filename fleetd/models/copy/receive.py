@@ -1,0 +1,208 @@
+"""The receiving process of a copy: ``python -m fleetd.models.copy.receive``, started by the daemon.
+
+The daemon sends an ``CopyOffer``; this answers with a line that says what lacks, gets a connected socket and
+the stream's key, and ends with an installed model. What has arrived when it is interrupted is kept, and
+counts the next time if it is of the same content.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import blake3
+import msgspec
+
+from fleetd import limits
+from fleetd.errors import ModelCorrupt, ModelError, PeerLost, ProtocolError
+from fleetd.models.copy import child_process, messages
+from fleetd.models import install, manifest, names
+from fleetd.models.copy.child_process import DaemonLines
+from fleetd.models.copy.messages import CopyLine, CopyNeed, CopyOffer, OfferedFile
+from fleetd.models.folder import WEIGHTS_PATTERN, read_folder
+from fleetd.models.pull.pull_lines import PullProgress, Report
+from fleetd.models.reporter import Reporter
+from fleetd.models.verify import check_configs
+from fleetd.sealed.stream import SealedReceiver
+
+Connect = Callable[[list[CopyNeed]], contextlib.AbstractContextManager[SealedReceiver]]
+
+
+@dataclass(slots=True)
+class _Missing:
+    """A file that is not here whole; ``hasher`` has seen what is, ``have_bytes``."""
+
+    file: OfferedFile
+    have_bytes: int
+    hasher: Any
+
+
+def receive(offer: CopyOffer, digest: str, name: str, models_dir: Path, connect: Connect, report: Report) -> None:
+    """Install what is offered as the model ``name``, unless there is one of this name.
+
+    Raises:
+        ModelRefused, ModelCorrupt: the offer, or what came, is not what was asked for, or no sound model.
+        PeerLost, SealBroken: the stream did not arrive; what did is kept.
+        DiskFull: nothing is kept.
+    """
+    messages.check(offer, digest)
+    folder = names.folder_name(names.check(name))
+    staged = install.partial_folder(models_dir, folder)
+    with install.locked(models_dir, folder, report):
+        if (models_dir / folder / "config.json").is_file():  # somebody else brought it while we waited
+            read_folder(models_dir / folder, name=name, source=offer.source, revision=None)
+            return
+        with install.clean_on_full_disk(models_dir, staged):
+            install.resume(staged, offer.revision or f"digest:{digest}", [file.name for file in offer.files])
+            _fetch(_missing(offer, staged, report), offer, staged, connect, report)
+            with _cleared_if_unsound(staged):
+                install.publish(
+                    staged,
+                    models_dir,
+                    folder,
+                    name=name,
+                    source=offer.source,
+                    revision=offer.revision,
+                    report=report,
+                )
+
+
+@contextlib.contextmanager
+def _cleared_if_unsound(staged: Path) -> Iterator[None]:
+    """Of a model that must not be installed nothing is kept: the next attempt may have a better source."""
+    try:
+        yield
+    except ModelError:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+
+
+def _missing(offer: CopyOffer, staged: Path, report: Report) -> list[_Missing]:
+    """What is not here yet, small files first: a bad config ends it before the weights come."""
+    here = install.staged_bytes(staged)
+    done = 0
+
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        report(PullProgress(file="", done_bytes=done, total_bytes=here, stage="checking what is here"))
+
+    found = (
+        _look(file, staged, advance)
+        for file in sorted(offer.files, key=lambda file: (_is_weights(file), file.size_bytes, file.name))
+    )
+    return [missing for missing in found if missing is not None]
+
+
+def _look(file: OfferedFile, staged: Path, advance: Callable[[int], None]) -> _Missing | None:
+    whole, part = staged / file.name, staged / f"{file.name}{install.PART}"
+    for place in (whole, part):
+        if not place.is_file():
+            continue
+        hasher = blake3.blake3()
+        size = place.stat().st_size
+        if size <= file.size_bytes:
+            manifest.hash_into(hasher, place, advance)
+        if size == file.size_bytes and hasher.hexdigest() == file.blake3:
+            place.rename(whole)
+            return None
+        if place == part and size < file.size_bytes:
+            return _Missing(file, size, hasher)
+        place.unlink()
+    return _Missing(file, 0, blake3.blake3())
+
+
+def _fetch(missing: list[_Missing], offer: CopyOffer, staged: Path, connect: Connect, report: Report) -> None:
+    if not missing:
+        return
+    total = sum(file.size_bytes for file in offer.files)
+    lacking = sum(item.file.size_bytes - item.have_bytes for item in missing)
+    install.require_space(staged, lacking)
+    done = total - lacking
+
+    def advance(file: str, count: int) -> None:
+        nonlocal done
+        done += count
+        report(PullProgress(file=file, done_bytes=done, total_bytes=total, stage="copying"))
+
+    report(PullProgress(file="", done_bytes=done, total_bytes=total, stage="connecting"))
+    configs_checked = False
+    with connect([CopyNeed(item.file.name, item.have_bytes) for item in missing]) as stream:
+        buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
+        for item in missing:
+            if _is_weights(item.file) and not configs_checked:
+                with _cleared_if_unsound(staged):
+                    check_configs(staged)
+                configs_checked = True
+            _fetch_file(item, staged, stream, buffer, advance)
+        if stream.receive_into(buffer[:1]):
+            raise ProtocolError("The other machine sent more than it was asked for.")
+
+
+def _fetch_file(
+    item: _Missing,
+    staged: Path,
+    stream: SealedReceiver,
+    buffer: memoryview,
+    advance: Callable[[str, int], None],
+) -> None:
+    file = item.file
+    part = staged / f"{file.name}{install.PART}"
+    left = file.size_bytes - item.have_bytes
+    with part.open("ab") as out:
+        while left:
+            count = stream.receive_into(buffer[: min(left, len(buffer))])
+            if count == 0:
+                raise PeerLost(f"The other machine sent {file.name} without its last {left} bytes.")
+            item.hasher.update(buffer[:count])
+            out.write(buffer[:count])
+            left -= count
+            advance(file.name, count)
+    if item.hasher.hexdigest() != file.blake3:
+        part.unlink()
+        raise ModelCorrupt(
+            f"{file.name} arrived with another checksum than was offered, and was thrown away.",
+            hint="Pull again; if it stays, verify the model on the machine that it came from.",
+        )
+    part.rename(staged / file.name)
+
+
+def _is_weights(file: OfferedFile) -> bool:
+    return fnmatch.fnmatchcase(file.name, WEIGHTS_PATTERN)
+
+
+# ---- The process -----------------------------------------------------------------------------------------
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fleetd.models.copy.receive")
+    parser.add_argument("--models-dir", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    parser.add_argument("--digest", required=True)
+    options = parser.parse_args()
+
+    def work(daemon: DaemonLines, reporter: Reporter) -> str:
+        offer = msgspec.msgpack.decode(daemon.message()[0], type=CopyOffer)
+
+        @contextlib.contextmanager
+        def connect(needs: list[CopyNeed]) -> Iterator[SealedReceiver]:
+            reporter.line(CopyLine(needs=needs))
+            key, sock = daemon.stream()
+            with sock:
+                yield SealedReceiver(sock, key, "connector")
+
+        receive(offer, options.digest, options.name, options.models_dir, connect, reporter)
+        return str(options.name)
+
+    return child_process.run(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

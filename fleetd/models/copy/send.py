@@ -1,0 +1,82 @@
+"""The sending process of a copy: ``python -m fleetd.models.copy.send``, started by the daemon (copy_client).
+
+Its one message is a ``SendOrder``; the socket that comes with it takes the bytes. What to send was said by
+another machine: only data files are opened, and only where the model's files may lie.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+from io import FileIO
+from pathlib import Path
+
+import msgspec
+
+from fleetd import limits
+from fleetd.errors import ModelCorrupt, ModelRefused
+from fleetd.models.copy import child_process
+from fleetd.models import manifest, names, verify
+from fleetd.models.copy.child_process import DaemonLines
+from fleetd.models.copy.messages import CopyNeed, SendOrder
+from fleetd.models.pull.pull_lines import PullProgress, Report
+from fleetd.sealed.stream import SealedSender
+
+
+def send(order: SendOrder, sender: SealedSender, report: Report) -> None:
+    """Send the rest of each file, in order, and the end.
+
+    Raises:
+        ModelRefused: a name that no file of a model has.
+        ModelCorrupt: a file that is not there, or shorter than what the other side has of it.
+        PeerLost: the other side went away, or takes nothing.
+    """
+    homes = verify.homes(Path(order.folder))
+    # All before the first byte: a wrong name must not cost a transfer.
+    files = [(need, _find(Path(order.folder), need, homes)) for need in order.needs]
+    total = sum(file.stat().st_size - need.offset for need, file in files)
+    buffer = memoryview(bytearray(limits.SEALED_CHUNK_BYTES))
+    done = 0
+    for need, file in files:
+        with _open(file) as content:
+            content.seek(need.offset)
+            while count := content.readinto(buffer):
+                sender.send(buffer[:count])
+                done += count
+                report(PullProgress(need.file, done_bytes=done, total_bytes=total, stage="sending"))
+    sender.finish()
+
+
+def _find(folder: Path, need: CopyNeed, homes: list[Path]) -> Path:
+    if not names.is_file_name(need.file) or not manifest.is_part(need.file):
+        raise ModelRefused(f"{need.file[:80]!r} is not the name of a model's data file.")
+    try:
+        file = (folder / need.file).resolve(strict=True)
+        found = file.stat()
+    except (OSError, RuntimeError):
+        raise ModelCorrupt(f"{need.file} is not in {folder}.") from None
+    if not any(file.is_relative_to(home) for home in homes) or not stat.S_ISREG(found.st_mode):
+        raise ModelRefused(f"{folder / need.file} is not a file in the model's folder.")
+    if need.offset > found.st_size:
+        raise ModelCorrupt(
+            f"{need.file} has {found.st_size} bytes; those after {need.offset} were asked for."
+        )
+    return file
+
+
+def _open(file: Path) -> FileIO:
+    # Resolved before: a link that is there now was put there since.
+    return FileIO(os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC))
+
+
+def _work(daemon: DaemonLines, report: Report) -> str:
+    body, sock = daemon.stream()
+    order = msgspec.msgpack.decode(body, type=SendOrder)
+    with sock:
+        send(order, SealedSender(sock, order.key, "acceptor"), report)
+    return Path(order.folder).name
+
+
+if __name__ == "__main__":
+    sys.exit(child_process.run(_work))

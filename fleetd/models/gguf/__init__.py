@@ -1,0 +1,1 @@
+"""GGUF files: read with every count checked, and converted to a folder that mlx-lm loads."""

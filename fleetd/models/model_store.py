@@ -1,0 +1,280 @@
+"""The models on this machine: find, list, remove; and start a download in a process of its own.
+
+A name is looked up in this order: the catalog, the models folder, the Hugging Face cache; an absolute path
+is itself. Nothing here downloads, hashes or imports a heavy library in the daemon's process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+
+from fleetd.errors import InvalidValue, ModelCorrupt, ModelError, ModelNotFound
+from fleetd.models import catalog, hub_cache, install, manifest, names
+from fleetd.models.pull import client
+from fleetd.models import digest as digests
+from fleetd.models.digest import ModelDigest
+from fleetd.models.folder import ModelFolder, Source, read_folder
+from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.verify import Progress, verify
+
+__all__ = ["ModelStore", "PullProgress"]
+
+_RECORDS = ".records"
+
+
+class ModelStore:
+    """All methods but ``pull`` block; only ``digest`` and ``verify`` for longer than a moment.
+
+    Args:
+        models_dir: the folder that fleetd owns; need not exist yet.
+        hub_cache: the Hugging Face cache; by default where its own settings put it.
+    """
+
+    def __init__(self, models_dir: Path, *, hub_cache: Path | None = None) -> None:
+        self.models_dir = models_dir.expanduser().absolute()
+        self._hub_cache = hub_cache
+
+    @property
+    def hub_cache(self) -> Path:
+        return self._hub_cache if self._hub_cache is not None else hub_cache.location()
+
+    # ---- Finding -----------------------------------------------------------------------------------------
+
+    def resolve(self, ref: str) -> ModelFolder:
+        """The folder that ``ref`` means.
+
+        Raises:
+            ModelNotFound: not on this machine; says how to get it, or what it may have meant.
+            InvalidValue: not a name or absolute path at all.
+            ModelCorrupt: it is here, but holds no readable config or weights.
+        """
+        if names.is_path(ref):
+            return self._at_path(ref)
+        entry = catalog.find(ref)
+        name = entry.name if entry is not None else names.check(ref)
+        hub_id = entry.hub_id if entry is not None else (name if names.is_hub_id(name) else None)
+        for folder in self._candidates(name, hub_id):
+            if (folder / "config.json").is_file():
+                return self._owned(folder, name)
+        if hub_id is not None:
+            wanted = entry.revision if entry is not None else None
+            if (found := hub_cache.snapshot(self.hub_cache, hub_id, wanted)) is not None:
+                return read_folder(found, name=name, source="hub", revision=found.name)
+        raise self._not_found(ref, entry, hub_id)
+
+    def _candidates(self, name: str, hub_id: str | None) -> Iterator[Path]:
+        yield self.models_dir / names.folder_name(name)
+        if "/" in name:
+            yield self.models_dir / name
+        if hub_id is not None and hub_id != name:
+            yield self.models_dir / names.folder_name(hub_id)
+            yield self.models_dir / hub_id
+
+    def _owned(self, folder: Path, name: str) -> ModelFolder:
+        """A folder inside the models folder: ours if it has a manifest, else one that somebody put there."""
+        try:
+            known = manifest.load(folder / manifest.FILE_NAME)
+        except ModelCorrupt:
+            known = None  # verify says so; finding and removing must still work
+        source: Source = known.source if known else "folder"
+        return read_folder(folder, name=name, source=source, revision=known.revision if known else None)
+
+    def _at_path(self, ref: str) -> ModelFolder:
+        path = Path(ref).expanduser()
+        if path.suffix.lower() == ".gguf":
+            folder = self.models_dir / gguf_folder_name(path)
+            known = manifest.load(folder / manifest.FILE_NAME)
+            if known is None or known.origin is None or not _same_file(path, known.origin):
+                raise ModelNotFound(
+                    f"{path} is not imported yet.",
+                    hint=f"Import it: fleetctl models pull {path}",
+                    param="model",
+                )
+            return self._owned(folder, folder.name)
+        if not path.is_absolute() or not path.is_dir():
+            raise ModelNotFound(
+                f"There is no folder {path}.",
+                hint="Give a folder that holds config.json and *.safetensors.",
+                param="model",
+            )
+        path = path.resolve() if not hub_cache.is_snapshot(path) else path
+        if path.parent == self.models_dir.resolve():
+            return self.resolve(self._name_of(path))
+        return read_folder(path, name=str(path), source="folder", revision=None)
+
+    def _not_found(self, ref: str, entry: catalog.CatalogEntry | None, hub_id: str | None) -> ModelNotFound:
+        if entry is not None or hub_id is not None:
+            return ModelNotFound(
+                f"The model {ref!r} is not on this machine.",
+                hint=f"Get it with: fleetctl models pull {ref}",
+                param="model",
+            )
+        near = catalog.nearest(ref, (folder.name for folder in self.installed()))
+        return ModelNotFound(
+            f"There is no model {ref!r}.",
+            hint=f"Did you mean {' or '.join(near)}?" if near else "`fleetctl models` lists what there is.",
+            param="model",
+        )
+
+    def needs_pull(self, ref: str) -> bool:
+        """Whether ``pull`` could bring a model that is not here: a catalog name, a hub id, a GGUF file."""
+        try:
+            self.resolve(ref)
+        except ModelNotFound:
+            if names.is_path(ref):
+                path = Path(ref).expanduser()
+                return path.suffix.lower() == ".gguf" and path.is_file()
+            return catalog.find(ref) is not None or names.is_hub_id(ref)
+        except (InvalidValue, ModelError):
+            return False
+        return False
+
+    def installed(self) -> list[ModelFolder]:
+        """Every model that could be loaded, by name. A folder that cannot be read is left out."""
+        found: dict[str, ModelFolder] = {}
+        for folder in self._folders():
+            try:
+                model = self._owned(folder, self._name_of(folder))
+            except ModelError:
+                continue
+            found.setdefault(model.name, model)
+        for hub_id, snapshot in hub_cache.models(self.hub_cache):
+            entry = catalog.find(hub_id)
+            name = entry.name if entry is not None else hub_id
+            if name in found or not names.is_hub_id(hub_id):
+                continue
+            try:
+                model = read_folder(snapshot, name=name, source="hub", revision=snapshot.name)
+            except ModelError:
+                continue
+            if "model_type" in model.config:
+                found[name] = model
+        return sorted(found.values(), key=lambda model: model.name.lower())
+
+    def _folders(self) -> Iterator[Path]:
+        """Model folders in the models folder: at its top, or one level down as ORGANISATION/NAME."""
+        for top in _visible(self.models_dir):
+            if (top / "config.json").is_file():
+                yield top
+            else:
+                yield from (inner for inner in _visible(top) if (inner / "config.json").is_file())
+
+    def _name_of(self, folder: Path) -> str:
+        """The name by which ``resolve`` finds this folder."""
+        relative = folder.relative_to(self.models_dir) if folder.is_relative_to(self.models_dir) else None
+        name = "/".join(relative.parts) if relative is not None else folder.name
+        entry = catalog.find(name) or catalog.find(name.replace("--", "/", 1))
+        if entry is not None:
+            return entry.name
+        try:
+            known = manifest.load(folder / manifest.FILE_NAME)
+        except ModelCorrupt:
+            known = None
+        # The manifest may only say which way its own folder's name is to be read.
+        if known is not None and names.folder_name(known.name) == folder.name:
+            return known.name
+        return name
+
+    # ---- Changing ----------------------------------------------------------------------------------------
+
+    def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]:
+        """Bring a model to this machine, in a child process; ``aclose()`` ends it.
+
+        Yields nothing for a model that is here already. A cancelled hub download resumes the next time.
+
+        Raises:
+            ModelNotFound, DownloadFailed, DiskFull, ModelCorrupt, ModelRefused, ModelUnsupported
+        """
+        return client.pull(ref, self.models_dir, self._hub_cache)
+
+    def remove(self, ref: str) -> None:
+        """Delete a model that lies in the models folder.
+
+        Raises:
+            ModelNotFound: it is not there.
+            InvalidValue: it is there, but not fleetd's to delete.
+        """
+        try:
+            folder = self.resolve(ref)
+        except ModelCorrupt:
+            folder = self._damaged(ref)
+        home = self.models_dir.resolve()
+        if not folder.path.resolve().is_relative_to(home) or folder.path.is_symlink():
+            how = (
+                f"It belongs to the Hugging Face cache: hf cache rm model/{folder.name}"
+                if folder.source == "hub"
+                else f"Delete the folder {folder.path} yourself."
+            )
+            raise InvalidValue(f"{folder.name} is not in {self.models_dir}.", hint=how, param="model")
+        # Out of sight in one step, then gone: a crash in between leaves no half model to be found.
+        retired = install.partial_folder(self.models_dir, f"{folder.path.name}.removed")
+        retired.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(retired, ignore_errors=True)
+        folder.path.rename(retired)
+        shutil.rmtree(retired)
+        self.record_path(folder).unlink(missing_ok=True)
+
+    def _damaged(self, ref: str) -> ModelFolder:
+        """A folder in the models folder that can no longer be read, for removal. Raises ModelNotFound."""
+        entry = catalog.find(ref)
+        name = entry.name if entry is not None else names.check(ref)
+        for folder in self._candidates(name, entry.hub_id if entry is not None else None):
+            if (folder / "config.json").is_file():
+                return ModelFolder(name, folder, "folder", None, {}, 0, 0.0)
+        raise self._not_found(ref, entry, None)
+
+    # ---- Content -----------------------------------------------------------------------------------------
+
+    def record_path(self, folder: ModelFolder) -> Path:
+        """Where hashes of a folder that has no manifest of its own are kept."""
+        key = hashlib.sha256(str(folder.path).encode()).hexdigest()[:32]
+        return self.models_dir / _RECORDS / f"{key}.json"
+
+    def digest(self, folder: ModelFolder) -> ModelDigest:
+        """What identifies the model's content; hashes only what changed since the last time."""
+        return digests.digest(folder, self.record_path(folder), _own_manifest(folder))
+
+    def file_records(self, folder: ModelFolder) -> dict[str, manifest.FileRecord]:
+        """Sizes and hashes of the files that decide what the model computes; hashes as ``digest`` does."""
+        return digests.records(folder, self.record_path(folder), _own_manifest(folder))
+
+    def verify(
+        self, folder: ModelFolder, *, full: bool = False, progress: Progress = lambda done, total: None
+    ) -> None:
+        """``verify.verify`` with everything this store remembers. Raises ModelCorrupt or ModelRefused."""
+        verify(folder.path, full=full, record=self.record_path(folder), progress=progress)
+
+
+def _own_manifest(folder: ModelFolder) -> Path | None:
+    own = folder.path / manifest.FILE_NAME
+    return own if own.is_file() else None
+
+
+def gguf_folder_name(path: Path) -> str:
+    """The folder for an imported file: its name for people, a piece of its path's hash against namesakes."""
+    stem = "".join(
+        char if char.isascii() and (char.isalnum() or char in "._-") else "-" for char in path.stem
+    )
+    stem = stem.lstrip("._-").replace("..", ".").replace("--", "-")[:120] or "gguf"
+    return f"{stem}-{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:6]}"
+
+
+def _same_file(path: Path, origin: manifest.Origin) -> bool:
+    """Whether the imported file is unchanged; one that is gone has been imported and may be."""
+    try:
+        stat = path.stat()
+    except OSError:
+        return True
+    return (stat.st_size, stat.st_mtime_ns) == (origin.size_bytes, origin.mtime_ns)
+
+
+def _visible(folder: Path) -> list[Path]:
+    try:
+        return sorted(
+            entry for entry in folder.iterdir() if not entry.name.startswith(".") and entry.is_dir()
+        )
+    except OSError:
+        return []

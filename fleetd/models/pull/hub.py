@@ -1,0 +1,240 @@
+"""Fetch a model from the hub: only data files, all from one commit, each checked, resumed where it stopped.
+
+huggingface_hub supplies settings, tokens, retries and transfers. The partial file is kept here, because
+the library throws its own away when a download ends early, and a 5 GB shard should not start again for
+that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleetd import limits
+from fleetd.errors import DownloadFailed, ModelNotFound, ModelUnsupported
+from fleetd.models import install, names
+from fleetd.models.folder import WEIGHTS_PATTERN
+from fleetd.models.pull.pull_lines import PullProgress, Report
+from fleetd.models.verify import check_configs
+
+#: What a model consists of. Never code, never pickles, nothing in sub-folders.
+WANTED = ("*.json", WEIGHTS_PATTERN, "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteFile:
+    """``sha256`` for files in large-file storage, else ``git_sha1``, the hash git gives the file."""
+
+    name: str
+    size_bytes: int
+    sha256: str | None
+    git_sha1: str | None
+
+
+def pull_hub(
+    hub_id: str, revision: str | None, name: str, folder: str, models_dir: Path, report: Report
+) -> Path:
+    """Install a model of the hub. The caller holds the lock.
+
+    Args:
+        revision: the commit to take; None means what ``main`` is at the first attempt.
+
+    Raises:
+        ModelNotFound, ModelUnsupported, DownloadFailed, DiskFull, ModelCorrupt, ModelRefused
+    """
+    staged = install.partial_folder(models_dir, folder)
+    with install.clean_on_full_disk(models_dir, staged):
+        with _typed_failures(hub_id):
+            commit, files = _listing(hub_id, revision, staged)
+        install.resume(staged, commit, [file.name for file in files])
+        total = sum(file.size_bytes for file in files)
+        install.require_space(models_dir, max(0, total - install.staged_bytes(staged)))
+        _fetch_all(hub_id, commit, files, staged, report)
+        return install.publish(
+            staged, models_dir, folder, name=name, source="hub", revision=commit, report=report
+        )
+
+
+def _listing(hub_id: str, revision: str | None, staged: Path) -> tuple[str, list[RemoteFile]]:
+    """The commit and its wanted files, small ones first: a bad config ends it before the weights come."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RevisionNotFoundError
+
+    started = revision or install.staged_content(staged)
+    try:
+        info: Any = HfApi().model_info(hub_id, revision=started, files_metadata=True)
+    except RevisionNotFoundError:
+        if revision is not None or started is None:
+            raise
+        # The commit that an earlier attempt began with is gone; begin again.
+        info = HfApi().model_info(hub_id, files_metadata=True)
+    commit = str(info.sha or "")
+    if not re.fullmatch(r"[0-9a-f]{40}", commit):
+        raise DownloadFailed(f"The hub names no commit for {hub_id}.", hint="Try again later.")
+    files = [_remote_file(sibling) for sibling in info.siblings or []]
+    wanted = sorted(
+        (file for file in files if file is not None), key=lambda file: (file.size_bytes, file.name)
+    )
+    if not any(fnmatch.fnmatchcase(file.name, WEIGHTS_PATTERN) for file in wanted):
+        raise ModelUnsupported(
+            f"{hub_id} has no safetensors weights that fleetd reads ({WEIGHTS_PATTERN}).",
+            hint="Look for a copy under mlx-community.",
+        )
+    return commit, wanted
+
+
+def _remote_file(sibling: Any) -> RemoteFile | None:
+    name = str(sibling.rfilename)
+    if not names.is_file_name(name) or not any(fnmatch.fnmatchcase(name, glob) for glob in WANTED):
+        return None
+    if not isinstance(sibling.size, int) or sibling.size < 0:
+        raise DownloadFailed(f"The hub does not say how large {name} is.", hint="Try again later.")
+    large = sibling.lfs
+    return RemoteFile(name, sibling.size, str(large.sha256) if large else None, sibling.blob_id)
+
+
+def _fetch_all(hub_id: str, commit: str, files: list[RemoteFile], staged: Path, report: Report) -> None:
+    total = sum(file.size_bytes for file in files)
+    before = 0
+    configs_checked = False
+    for file in files:
+        if fnmatch.fnmatchcase(file.name, WEIGHTS_PATTERN) and not configs_checked:
+            configs_checked = True
+            if (staged / "config.json").is_file():
+                check_configs(staged)
+
+        def advance(done: int, file: RemoteFile = file, before: int = before) -> None:
+            report(
+                PullProgress(file=file.name, done_bytes=before + done, total_bytes=total, stage="downloading")
+            )
+
+        # It may be from another source: a peer's word is not enough here.
+        if not (staged / file.name).is_file() or not _has_its_hash(staged / file.name, file):
+            _fetch(hub_id, commit, file, staged, advance)
+        before += file.size_bytes
+        advance(file.size_bytes, before=before - file.size_bytes)
+
+
+def _fetch(hub_id: str, commit: str, file: RemoteFile, staged: Path, advance: Any) -> None:
+    """Append what is missing to the partial file, check it, and give it its name."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    partial = staged / f"{file.name}.part"
+    have = partial.stat().st_size if partial.exists() else 0
+    if have > file.size_bytes:
+        partial.unlink()
+        have = 0
+    with partial.open("ab") as out:
+        advance(have)
+        bar = _Bar.reporting(advance, have)
+        with _typed_failures(hub_id):
+            if have < file.size_bytes:
+                http_get(
+                    hf_hub_url(hub_id, file.name, revision=commit),
+                    out,
+                    resume_size=have,
+                    headers=build_hf_headers(),
+                    expected_size=file.size_bytes,
+                    tqdm_class=bar,
+                )
+    if not _has_its_hash(partial, file):
+        partial.unlink()
+        raise DownloadFailed(
+            f"{file.name} of {hub_id} arrived with another checksum than the hub lists, and was thrown away.",
+            hint="Pull again; if it stays, something between here and the hub changes files.",
+        )
+    partial.rename(staged / file.name)
+
+
+class _Bar:
+    """What huggingface_hub believes to be a progress bar."""
+
+    def __init__(self, advance: Any, initial: int) -> None:
+        self._advance = advance
+        self.n = initial
+        self.total: float | None = None
+
+    @classmethod
+    def reporting(cls, advance: Any, initial: int) -> Any:
+        """A stand-in for the bar's class: called with the bar's settings, it gives the bar."""
+        return lambda *args, **settings: cls(advance, initial)
+
+    def update(self, count: float | None = 1) -> None:
+        self.n += int(count or 0)
+        self._advance(self.n)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **settings: None  # titles, colours, refreshes
+
+
+def _has_its_hash(path: Path, file: RemoteFile) -> bool:
+    if path.stat().st_size != file.size_bytes:
+        return False
+    if file.sha256 is not None:
+        hasher, wanted = hashlib.sha256(), file.sha256
+    elif file.git_sha1 is not None:
+        hasher = hashlib.sha1(b"blob %d\0" % file.size_bytes, usedforsecurity=False)
+        wanted = file.git_sha1
+    else:
+        return True  # the hub lists no hash; size and structure are still checked
+    with path.open("rb") as stream:
+        while piece := stream.read(4 * limits.MIB):
+            hasher.update(piece)
+    return hasher.hexdigest() == wanted
+
+
+@contextlib.contextmanager
+def _typed_failures(hub_id: str) -> Iterator[None]:
+    import httpx
+    from huggingface_hub import errors
+
+    resumes = "Pull again; what has arrived is kept."
+    try:
+        yield
+    except errors.GatedRepoError:
+        raise DownloadFailed(
+            f"{hub_id} is given only to people who accepted its terms.",
+            hint="Accept them on the model's page, then run `hf auth login` or set HF_TOKEN, and pull again.",
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise ModelNotFound(
+            f"The hub has no model {hub_id}, or does not show it to you.",
+            hint="Check the spelling; for a private model run `hf auth login` or set HF_TOKEN.",
+            param="model",
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise DownloadFailed(
+            f"The hub no longer has the pinned version of {hub_id}.", hint="Report this."
+        ) from None
+    except errors.HFValidationError:
+        raise ModelNotFound(f"{hub_id!r} is not a hub id.", hint="A hub id is ORGANISATION/NAME.") from None
+    except errors.OfflineModeIsEnabled:
+        raise DownloadFailed(
+            f"{hub_id} is not on this machine, and HF_HUB_OFFLINE forbids fetching it.",
+            hint="Unset it and pull again.",
+        ) from None
+    except (httpx.TransportError, ConnectionError, TimeoutError) as error:
+        raise DownloadFailed(
+            f"The hub could not be reached, or stopped answering ({type(error).__name__}).",
+            hint=f"Check the network. {resumes}",
+        ) from None
+    except httpx.HTTPError as error:
+        raise DownloadFailed(f"The hub answered with an error: {error}.", hint=resumes) from None
+    except OSError as error:
+        if error.errno is not None:
+            raise  # of the disk, not of the network
+        raise DownloadFailed(f"The download of {hub_id} stopped: {error}.", hint=resumes) from None

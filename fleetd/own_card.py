@@ -1,0 +1,243 @@
+"""This machine's own card: what it is, which models it has, how busy it is; told when it changes.
+
+The disk is looked at rarely and in a thread; the rest is memory. A model's digest may take minutes of
+reading the first time, so digests are found one at a time in the background, and a card goes out without
+them until then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.supervisor import EngineStatus
+from fleetd.errors import FleetError
+from fleetd.requests.runner import RequestCounts
+from fleetd.limits import MIB
+from fleetd.hardware.probe import HardwareReading
+from fleetd.models.catalog import find
+from fleetd.models.folder import ModelFolder
+from fleetd.observe import get_logger
+from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
+from fleetd.plan.model_speeds import ModelSpeeds
+
+log = get_logger("fleetd.own_card")
+
+# How often the models folder is read, and how often anything is compared with what was told.
+_LISTING_S, _LOOK_S = 15.0, 0.25
+# Free memory changes all the time; a change is news from this size on.
+_MEMORY_STEP_BYTES = 256 * MIB
+_UNLIMITED_BYTES = 1 << 62
+# Runtime and the first few thousand tokens, for a model that the catalog does not know.
+_ROOM_BYTES = 512 * MIB
+
+
+class Models(Protocol):
+    def installed(self) -> Sequence[ModelFolder]: ...
+    def digest(self, folder: Any) -> object: ...
+
+
+class CardMaker:
+    """Args:
+    publish: sends a new card to everybody.
+    memory_fraction, max_memory_bytes: as ``WorkerSettings`` has them.
+    """
+
+    def __init__(
+        self,
+        *,
+        node_id: str,
+        epoch: int,
+        name: str,
+        software: str,
+        models: Models,
+        engines: Callable[[], Sequence[EngineStatus]],
+        machine: Callable[[], HardwareReading],
+        counts: Callable[[], RequestCounts],
+        draining: Callable[[], bool],
+        max_streams: int,
+        publish: Callable[[Card], None],
+        speeds: ModelSpeeds,
+        memory_fraction: float = 1.0,
+        max_memory_bytes: int = 0,
+    ) -> None:
+        self._bare = Card(node_id, epoch, 0, name=name, software=software, max_streams=max_streams)
+        self._models = models
+        self._engines = engines
+        self._machine = machine
+        self._counts = counts
+        self._draining = draining
+        self._publish = publish
+        self._speeds = speeds
+        self._fraction = memory_fraction
+        self._most_bytes = max_memory_bytes or _UNLIMITED_BYTES
+        # Workers whose measurement at load is in the book already.
+        self._seeded: dict[str, int | None] = {}
+        # Model → what its last worker here computed in: the next one will, too.
+        self._arithmetic: dict[str, tuple[str, str]] = {}
+        self._installed: list[ModelFolder] = []
+        self._digests: dict[tuple[str, float, int], str] = {}
+        self._sequence = 0
+        self._available_bytes = 0
+        self._look = asyncio.Event()
+
+    def card(self) -> Card:
+        """As of now; ``sequence`` is that of the last card told."""
+        machine = self._machine()
+        # The same figure until it has moved by a step, so that a breath of the page cache is no news.
+        if abs(machine.available_bytes - self._available_bytes) >= _MEMORY_STEP_BYTES:
+            self._available_bytes = machine.available_bytes
+        engines = {engine.model: engine for engine in self._engines()}
+        idle = [e for e in engines.values() if e.state == "ready" and not _busy(e)]
+        parts = _parts(engines.values())
+        self._seed(engines.values())
+        counts = self._counts()
+        return msgspec.structs.replace(
+            self._bare,
+            sequence=self._sequence,
+            machine=facts(machine),
+            models=[
+                self._model(folder, engines.get(folder.name), parts.get(folder.name))
+                for folder in self._installed
+            ],
+            available_bytes=self._available_bytes,
+            usable_bytes=min(int(self._available_bytes * self._fraction), self._most_bytes),
+            evictable_bytes=sum(e.memory_bytes for e in idle),
+            # Parts of others' prompts take turns with this machine's own, as any request does.
+            running=counts.running + sum(engine.assisting for engine in engines.values()),
+            waiting=counts.waiting,
+            draining=self._draining(),
+            load=round(os.getloadavg()[0] / max(1, machine.cores)),
+        )
+
+    def changed(self) -> None:
+        """Something may have: models came or went."""
+        self._look.set()
+
+    async def run(self) -> None:
+        """Tell the first card at once, then whatever changes, and every CARD_REPEAT_S that nothing did."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._list_models(), name="list models")
+            group.create_task(self._find_digests(), name="find digests")
+            told, told_at = None, 0.0
+            loop = asyncio.get_running_loop()
+            while True:
+                card = self.card()
+                if told is None or card != told or loop.time() - told_at >= limits.CARD_REPEAT_S:
+                    self._sequence += 1
+                    told, told_at = msgspec.structs.replace(card, sequence=self._sequence), loop.time()
+                    self._publish(told)
+                await asyncio.sleep(_LOOK_S)
+
+    async def _list_models(self) -> None:
+        while True:
+            self._look.clear()
+            try:
+                self._installed = list(await asyncio.to_thread(self._models.installed))
+            except (FleetError, OSError) as error:
+                log.warning("card.models_unreadable", error=str(error))
+            try:
+                async with asyncio.timeout(_LISTING_S):
+                    await self._look.wait()
+            except TimeoutError:
+                pass
+
+    async def _find_digests(self) -> None:
+        while True:
+            for folder in list(self._installed):
+                if _key(folder) not in self._digests:
+                    try:
+                        found = str(await asyncio.to_thread(self._models.digest, folder))
+                    except (FleetError, OSError) as error:
+                        log.warning("card.no_digest", model=folder.name, error=str(error))
+                        found = ""
+                    self._digests[_key(folder)] = found
+            await asyncio.sleep(_LOOK_S)
+
+    def _seed(self, engines: Iterable[EngineStatus]) -> None:
+        for engine in engines:
+            if engine.state == "ready" and self._seeded.get(engine.model) != engine.pid:
+                self._seeded[engine.model] = engine.pid
+                name, decode_tok_s, arithmetic = engine.model, engine.decode_tok_s, engine.arithmetic
+                if engine.part_of:
+                    # It decodes nothing, and some layers' arithmetic is not comparable to the whole model's.
+                    name, arithmetic = engine.part_of, self._arithmetic.get(engine.part_of, ("", ""))[1]
+                    decode_tok_s = self._speeds.of(name).decode_tok_s
+                self._arithmetic[name] = engine.dtype or "", arithmetic
+                self._speeds.seed(
+                    name,
+                    engine.prefill_tok_s,
+                    decode_tok_s,
+                    engine.prefill_context_s,
+                    engine.prefill_fixed_s,
+                )
+
+    def _model(
+        self, folder: ModelFolder, engine: EngineStatus | None, part: EngineStatus | None
+    ) -> ModelCard:
+        entry = find(folder.name)
+        speed = self._speeds.of(folder.name)
+        dtype, arithmetic = self._arithmetic.get(folder.name, ("", ""))
+        state = {"ready": "loaded", "loading": "loading"}.get(engine.state if engine else "", "installed")
+        helping = part if part is not None and state == "installed" else None
+        holder = engine if state == "loaded" else helping
+        return ModelCard(
+            name=folder.name,
+            digest=self._digests.get(_key(folder), ""),
+            revision=folder.revision,
+            source=folder.source,
+            roles=list(entry.roles) if entry is not None else ["chat"],
+            architecture=folder.architecture,
+            weights_bytes=folder.weights_bytes,
+            memory_bytes=entry.memory_bytes if entry is not None else folder.weights_bytes + _ROOM_BYTES,
+            context_tokens=folder.context_tokens,
+            state=state,  # type: ignore[arg-type]  # the values of the mapping above
+            prefill_tok_s=_rough(speed.prefill_tok_s),
+            decode_tok_s=_rough(speed.decode_tok_s),
+            prefill_context_s=_rough(speed.prefill_context_s),
+            prefill_fixed_s=_rough(speed.prefill_fixed_s),
+            kv_budget_bytes=holder.kv_budget_bytes if holder is not None else 0,
+            part_first=helping.first_layer if helping is not None else 0,
+            part_last=helping.last_layer if helping is not None else 0,
+            dtype=dtype,
+            arithmetic=arithmetic,
+            sparse=holder is not None and holder.shares_sparse,
+            exactness=engine.speculation[: limits.CARD_TEXT_CHARS] if engine and state == "loaded" else "",
+        )
+
+
+def facts(machine: HardwareReading) -> MachineFacts:
+    """The part of a reading that does not change."""
+    return MachineFacts(
+        platform=machine.platform,
+        product=machine.product,
+        chip=machine.gpu or machine.cpu,
+        cores=machine.cores,
+        memory_bytes=machine.memory_bytes,
+        tier=machine.tier,
+        accelerator=machine.accelerator,
+    )
+
+
+def _parts(engines: Iterable[EngineStatus]) -> dict[str, EngineStatus]:
+    """Of each model the worker that has most of its layers, among those that have only some."""
+    ready = [engine for engine in engines if engine.part_of and engine.state == "ready"]
+    return {e.part_of: e for e in sorted(ready, key=lambda e: e.last_layer - e.first_layer)}
+
+
+def _rough(speed: float) -> float:
+    """Two digits: every answer moves the average a little, and a little is no news."""
+    return float(f"{speed:.2g}")
+
+
+def _busy(engine: EngineStatus) -> bool:
+    return engine.prefilling + engine.decoding + engine.waiting + engine.assisting > 0
+
+
+def _key(folder: ModelFolder) -> tuple[str, float, int]:
+    return str(folder.path), folder.created_s, folder.weights_bytes

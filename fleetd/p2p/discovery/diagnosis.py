@@ -1,0 +1,55 @@
+"""What ``fleetctl doctor`` is told of the network, as this process sees it. Blocks for a second or two.
+
+A terminal may see another network than a service does: on macOS the permission to use the local network
+belongs to each program. So the daemon looks itself.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from fleetd.p2p.discovery import interfaces, network_checks
+from fleetd.p2p.discovery.interfaces import Interface
+from fleetd.p2p.discovery.network_checks import PortFact
+
+_PROBES = 4
+_EVERYWHERE = ("*", "0.0.0.0", "::")  # noqa: S104  compared with, not bound
+
+
+def gather(host: str, port: int) -> dict[str, Any]:
+    """Args:
+    host: where the peer port listens, as the settings say it.
+    """
+    found = interfaces.read()
+    shared = [interface for interface in found if interface.is_shared]
+    everywhere = host in _EVERYWHERE
+    own = [address for interface in shared for address in interface.addresses] if everywhere else [host]
+    # Side by side: each may wait for something that never comes, and a person waits for all of them.
+    with ThreadPoolExecutor(_PROBES) as pool:
+        told = pool.map(_interface, [interface for interface in found if interface.up])
+        ports = pool.map(network_checks.probe_port, own[:_PROBES], [port] * _PROBES)
+    return {
+        "interfaces": list(told),
+        "port": _port(list(ports), port),
+        "firewall": [fact.hint for fact in network_checks.read_firewalls(port) if fact.hint],
+        "mtu": network_checks.mtu_hints(found),
+        "clock_synchronised": network_checks.read_clock_synchronised(),
+    }
+
+
+def _interface(interface: Interface) -> dict[str, Any]:
+    told = {"name": interface.name, "kind": interface.kind, "mtu": interface.mtu}
+    told["addresses"] = list(interface.addresses)
+    if interface.is_shared:
+        fact = network_checks.probe_multicast(interface)
+        told["multicast"] = "ok" if fact.works else fact.reason
+    return told
+
+
+def _port(facts: list[PortFact], port: int) -> dict[str, Any]:
+    """The first of this machine's addresses that answers, or why the first one does not."""
+    if not facts:
+        return {"host": "", "port": port, "reachable": None, "reason": "This machine is on no network."}
+    best = next((fact for fact in facts if fact.open), facts[0])
+    return {"host": best.address, "port": port, "reachable": best.open, "reason": best.reason}

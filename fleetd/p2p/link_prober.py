@@ -1,0 +1,202 @@
+"""How fast each way to a peer is: a few echoes and a short burst on a sealed stream of its own.
+
+The session's pings measure only the way that the session takes; a peer may have better ones. So every known
+address is tried when a peer connects, and its echoes again now and then. Bursts are not repeated while a
+session lasts: ten megabytes every few minutes would be most of what an idle fleet sends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.errors import FleetError, Overloaded, ProtocolError
+from fleetd.limits import KIB, MIB
+from fleetd.observe import get_logger
+from fleetd.p2p import bulk_connections
+from fleetd.p2p.mesh import Address
+from fleetd.p2p.messages import reader
+from fleetd.p2p.node import Node
+from fleetd.p2p.session.transport import PeerStream
+from fleetd.sealed.stream import SealedReceiver, SealedSender
+
+log = get_logger("fleetd.p2p")
+
+METHOD = "link.probe"
+_ECHO = bytes(16)
+_ECHOES = 4
+# Each burst tells whether the next one would take too long on this way.
+_BURSTS = (128 * KIB, MIB, 8 * MIB)
+_LONGEST_S = 1.0
+# A new peer first gets the work that it came for.
+_SETTLE_S = 1.0
+
+
+class Invitation(msgspec.Struct, frozen=True, array_like=True):
+    """The answer: what to show at the peer port, and what seals the stream."""
+
+    ticket: Annotated[bytes, Meta(min_length=32, max_length=32)]
+    key: Annotated[bytes, Meta(min_length=32, max_length=32)]
+
+
+# Raises ProtocolError.
+invitation: Callable[[bytes], Invitation] = reader(Invitation, "A peer's invitation")
+_T = TypeVar("_T")
+
+
+class LinkProber:
+    """Measures outgoing ways, and answers the measurements of others."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        # When, and in which life of the peer, each way was measured.
+        self._measured: dict[tuple[str, Address], tuple[float, int]] = {}
+        self._answering = 0
+        # One at a time for each peer: the next may be asked for before the last one has been put away.
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        node.handle(METHOD, self.answer)
+
+    async def run(self) -> None:
+        """Measure whatever is new or old, one way at a time, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_SETTLE_S)
+            self._forget_old_ways()
+            for node_id, peer in list(self._node.mesh.peers.items()):
+                life = peer.link.epoch if peer.link is not None else 0
+                for path in list(peer.paths) if peer.usable else ():
+                    at, before = self._measured.get((node_id, path.address), (-math.inf, -1))
+                    if life != before or loop.time() - at >= limits.LINK_PROBE_S:
+                        self._measured[node_id, path.address] = (loop.time(), life)
+                        await self._measure(node_id, path.address, _BURSTS if life != before else ())
+                self._node.prefer_best_path(node_id)
+
+    def _forget_old_ways(self) -> None:
+        peers = self._node.mesh.peers.items()
+        known = {(node_id, path.address) for node_id, peer in peers for path in peer.paths}
+        self._measured = {way: when for way, when in self._measured.items() if way in known}
+
+    async def _measure(self, node_id: str, address: Address, bursts: Sequence[int]) -> None:
+        peer = self._node.mesh.peers.get(node_id)
+        if peer is None:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            rtt_s, speeds = await self.measure(node_id, address, bursts)
+        except Overloaded:
+            del self._measured[node_id, address]  # nothing about this way; soon again
+            return
+        except FleetError as error:
+            if self._node.connection(node_id) is not None:  # else it says nothing about this way
+                peer.paths.failed(address, error.message, loop.time(), 0.0)
+            return
+        peer.paths.succeeded(address, loop.time())
+        peer.paths.round_trip(address, rtt_s, loop.time())
+        for count, seconds in speeds:
+            peer.paths.transferred(address, count, seconds)
+
+    async def measure(
+        self, node_id: str, address: Address, bursts: Sequence[int] = _BURSTS
+    ) -> tuple[float, list[tuple[int, float]]]:
+        """Round trip in seconds, and (bytes, seconds) of each burst. Raises FleetError."""
+        stream = self._node.request(node_id, METHOD, b"")
+        try:
+            async with asyncio.timeout(limits.LINK_PROBE_WITHIN_S):
+                answer = await stream.receive()
+                if answer is None:
+                    raise ProtocolError("A peer gave no invitation.")
+                invited = invitation(answer)
+                sock = await bulk_connections.connect(address, invited.ticket)
+                with contextlib.closing(sock):
+                    return await _in_thread(partial(_burst, sock, invited.key, bursts), sock)
+        except TimeoutError:
+            raise ProtocolError("A measurement took too long.") from None
+        finally:
+            stream.cancel()
+
+    async def answer(self, peer: str, _body: bytes, stream: PeerStream) -> None:
+        """The handler of METHOD. Raises Overloaded, ProtocolError, PeerLost."""
+        try:
+            async with asyncio.timeout(limits.LINK_PROBE_WITHIN_S), self._turns[peer]:
+                if self._answering >= limits.LINK_PROBES:
+                    raise Overloaded(f"{limits.LINK_PROBES} measurements run here already.")
+                self._answering += 1
+                try:
+                    await self._be_measured(stream)
+                finally:
+                    self._answering -= 1
+        except TimeoutError:
+            raise ProtocolError("A measurement took too long.") from None
+
+    async def _be_measured(self, stream: PeerStream) -> None:
+        with self._node.bulk.expect() as expected:
+            stream.send(msgspec.msgpack.encode(Invitation(expected.ticket, expected.key)))
+            with contextlib.closing(await expected.socket()) as sock:
+                await _in_thread(partial(_swallow, sock, expected.key), sock)
+
+
+async def _in_thread(work: Callable[[], _T], sock: socket.socket) -> _T:
+    """Blocking work on a socket. A thread cannot be cancelled, but its socket can be shut."""
+    thread = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        await asyncio.gather(thread, return_exceptions=True)
+        raise
+
+
+def _burst(sock: socket.socket, key: bytes, bursts: Sequence[int]) -> tuple[float, list[tuple[int, float]]]:
+    sender, receiver = SealedSender(sock, key, "connector"), SealedReceiver(sock, key, "connector")
+    echo = bytearray(len(_ECHO))
+    trips = []
+    for _ in range(_ECHOES):
+        began = time.perf_counter()
+        sender.send(_ECHO)
+        receiver.receive_into(echo)
+        trips.append(time.perf_counter() - began)
+    rtt_s = statistics.median(trips)
+    speeds: list[tuple[int, float]] = []
+    for size in bursts:
+        if speeds and size * speeds[-1][1] / speeds[-1][0] > _LONGEST_S:
+            break
+        began = time.perf_counter()
+        sender.send(size.to_bytes(8, "big"))
+        sender.send(bytes(size))
+        receiver.receive_into(echo)
+        speeds.append((size, max(1e-6, time.perf_counter() - began - rtt_s)))
+    sender.finish()
+    return rtt_s, speeds
+
+
+def _swallow(sock: socket.socket, key: bytes) -> None:
+    """The other end: echo what is small, count what is announced, until the end."""
+    sender, receiver = SealedSender(sock, key, "acceptor"), SealedReceiver(sock, key, "acceptor")
+    echoes = 0
+    left = -1  # bytes of a burst to come; -1 while its size is awaited
+    for chunk in receiver.chunks():
+        if echoes < _ECHOES:
+            echoes += 1
+            sender.send(chunk)
+        elif left < 0:
+            left = int.from_bytes(chunk, "big")
+            if not 0 < left <= _BURSTS[-1]:
+                raise ProtocolError(f"A measurement announces {left} bytes.")
+        else:
+            left -= len(chunk)
+            if left <= 0:
+                sender.send(_ECHO)
+                left = -1

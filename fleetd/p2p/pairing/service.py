@@ -1,0 +1,332 @@
+"""Pairing with sockets and people: the window that `fleetctl pair` opens, and what `fleetctl join` does.
+
+The exchange itself is ``pairing``'s. Here bytes go in and out of it, people are asked, and what was agreed on
+is on the disk of each side before the other side hears that it is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from fleetd import limits
+from fleetd.config import DEFAULT_PEER_PORT
+from fleetd.errors import FleetError, PairingClosed, PairingFailed, PeerUnreachable
+from fleetd.observe import get_logger
+from fleetd.p2p.discovery import interfaces
+from fleetd.p2p.pairing import roles
+from fleetd.p2p.session import transport
+from fleetd.p2p.membership.identity import short_id
+from fleetd.p2p.mesh import Address
+from fleetd.p2p.node import Node
+from fleetd.p2p.pairing.roles import Inviter, Joiner
+from fleetd.p2p.pairing.code import PairingCode, PairingWindow
+from fleetd.p2p.port import PAIRING
+from fleetd.p2p.membership.roster_record import RosterRecord
+from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.views import CodeShown, Meeting, Paired, PairingEvent, Searching, WrongCode
+
+log = get_logger("fleetd.pairing")
+
+_READ_BYTES = 16 * 1024
+_SEARCH_STEP_S = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class _PersonsAnswer:
+    admit: bool
+    sees_prompts: bool
+
+
+@dataclass(slots=True)
+class _OpenWindow:
+    """The window that is open now. ``events``: for whoever opened it."""
+
+    code: PairingCode
+    window: PairingWindow
+    events: asyncio.Queue[PairingEvent | FleetError] = field(default_factory=asyncio.Queue)
+    asked: dict[str, asyncio.Future[_PersonsAnswer]] = field(default_factory=dict)
+    visitors: set[asyncio.Task[None]] = field(default_factory=set)
+
+
+class PairingService:
+    """One window at a time, and any number of machines to join."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._open: _OpenWindow | None = None
+
+    @property
+    def is_open(self) -> bool:
+        return self._open is not None
+
+    # ---- inviting ----------------------------------------------------------------------------------------
+
+    async def pair(self) -> AsyncGenerator[PairingEvent, None]:
+        """Show a code and let in who has it; ``aclose()`` closes the window.
+
+        Raises:
+            PairingClosed: another window is open, or this one ran out of time or tries.
+            PairingFailed: the machine that had the code did not get through to the end.
+        """
+        if self._open is not None:
+            raise PairingClosed(
+                "A pairing window is open already.", hint="Use its code, or close it first (Ctrl-C)."
+            )
+        now = asyncio.get_running_loop().time()
+        code = PairingCode.new(os.urandom)
+        opened = self._open = _OpenWindow(code, PairingWindow(code, now))
+        self._node.on_pairing_connection = self._visit
+        try:
+            await self._announce(code.nameplate)
+            yield CodeShown(
+                str(code),
+                limits.PAIRING_WINDOW_S,
+                limits.PAIRING_TRIES,
+                self._node.name,
+                self._node.port,
+                own_addresses(self._node.settings.host),
+            )
+            while True:
+                event = await self._next(opened)
+                yield event
+                if isinstance(event, Paired):
+                    return
+        finally:
+            opened.window.close()
+            self._node.on_pairing_connection = None
+            self._open = None
+            for task in list(opened.visitors):
+                task.cancel()
+            await self._announce("")
+
+    async def _next(self, opened: _OpenWindow) -> PairingEvent:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout_at(opened.window.expires):
+                event = await opened.events.get()
+        except TimeoutError:
+            raise PairingClosed(
+                f"Nobody used the code within {limits.PAIRING_WINDOW_S / 60:.0f} minutes.",
+                hint="Run `fleetctl pair` again for a new one.",
+            ) from None
+        if isinstance(event, FleetError):
+            raise event
+        if isinstance(event, WrongCode) and opened.window.state(loop.time()) == "exhausted":
+            raise PairingClosed(
+                f"The code was tried {limits.PAIRING_TRIES} times; the window is closed.",
+                hint="Run `fleetctl pair` again for a new one; whoever tried does not know it.",
+            )
+        return event
+
+    def answer(self, node_id: str, *, admit: bool, sees_prompts: bool) -> None:
+        """What the person at this machine says. Raises PairingClosed if nobody waits for that."""
+        asked = self._open.asked.get(node_id) if self._open is not None else None
+        if asked is None or asked.done():
+            raise PairingClosed("Nobody waits for an answer.", hint="`fleetctl pair` opens a window.")
+        asked.set_result(_PersonsAnswer(admit, sees_prompts))
+
+    async def _visit(self, sock: socket.socket) -> None:
+        """A connection to the open window."""
+        opened, task = self._open, asyncio.current_task()
+        with contextlib.closing(sock):
+            if opened is None or task is None or len(opened.visitors) >= limits.PAIRING_VISITORS:
+                return
+            opened.visitors.add(task)
+            try:
+                await self._invite(opened, sock)
+            except FleetError as error:
+                log.info("pairing.failed", error=str(error))
+            finally:
+                opened.visitors.discard(task)
+
+    async def _invite(self, opened: _OpenWindow, sock: socket.socket) -> None:
+        node, loop = self._node, asyncio.get_running_loop()
+        tries = opened.window.tries_left
+        side = Inviter(opened.window, node.identity, node.name, loop.time(), random_bytes=os.urandom)
+        meeting: roles.CodeAccepted | None = None
+        answer = _PersonsAnswer(admit=False, sees_prompts=False)
+        failure: FleetError | None = None
+        async for event in _talk(side, sock):
+            try:
+                match event:
+                    case roles.CodeAccepted():
+                        meeting = event
+                        answer = await self._ask(opened, event)
+                        if answer.admit:
+                            # Only said, not done: until it has confirmed, nobody else hears of it.
+                            trial = Roster(node.identity, node.roster.records())
+                            trial.join(event.certificate, event.name, answer.sees_prompts, ())
+                            side.approve(trial.records(), loop.time())
+                        else:
+                            side.cancel("Pairing was declined at this machine.")
+                    case roles.Joined(records) if meeting is not None:
+                        change = partial(_enter, meeting, answer.sees_prompts, records)
+                        await node.promise(change)
+                        await node.keep(change)
+                        side.saved()
+            except FleetError as error:
+                failure = error
+                side.give_up(error.message)
+        # The window may close when it hears of it, so the last word has to be out before.
+        if side.done and meeting is not None:
+            opened.events.put_nowait(self._paired(meeting, answer.sees_prompts))
+        elif side.failed is not None and meeting is not None:
+            opened.events.put_nowait(failure or side.failed)  # the code is used up
+        elif opened.window.tries_left < tries:
+            opened.events.put_nowait(WrongCode(opened.window.tries_left))
+
+    async def _ask(self, opened: _OpenWindow, met: roles.CodeAccepted) -> _PersonsAnswer:
+        asked: asyncio.Future[_PersonsAnswer] = asyncio.get_running_loop().create_future()
+        opened.asked[met.node_id] = asked
+        opened.events.put_nowait(Meeting(met.node_id, short_id(met.node_id), met.name, met.phrase))
+        try:
+            return await asked
+        finally:
+            del opened.asked[met.node_id]
+
+    def _paired(self, met: roles.CodeAccepted, sees_prompts: bool) -> Paired:
+        members = [member.name for member in self._node.roster.members.values()]
+        return Paired(met.node_id, short_id(met.node_id), met.name, sees_prompts, [self._node.name, *members])
+
+    # ---- joining -----------------------------------------------------------------------------------------
+
+    async def join(
+        self, code: str, host: str | None, *, sees_prompts: bool
+    ) -> AsyncGenerator[PairingEvent, None]:
+        """Join the fleet of the machine that shows ``code``.
+
+        Args:
+            host: its address, HOST or HOST:PORT; None looks for it by mDNS.
+            sees_prompts: whether that machine may see prompts given to this one.
+
+        Raises:
+            PairingFailed, PairingClosed: a wrong code, or the other side ended it.
+            PeerUnreachable: nobody shows this code here, or the address does not answer.
+        """
+        parsed = PairingCode.parse(code)
+        if host is None:
+            yield Searching(parsed.nameplate)
+        address, sock = await self._find(parsed, host)
+        with contextlib.closing(sock):
+            async for event in self._join(parsed, address, sock, sees_prompts):
+                yield event
+
+    async def _join(
+        self, code: PairingCode, address: Address, sock: socket.socket, sees_prompts: bool
+    ) -> AsyncGenerator[PairingEvent, None]:
+        node, loop = self._node, asyncio.get_running_loop()
+        with contextlib.suppress(OSError):  # reading tells it
+            await loop.sock_sendall(sock, PAIRING)
+        side = Joiner(node.identity, node.name, code, loop.time(), random_bytes=os.urandom)
+        meeting: roles.CodeAccepted | None = None
+        change: Callable[[Roster], tuple[RosterRecord, ...]] | None = None
+        failure: FleetError | None = None
+        try:
+            async for event in _talk(side, sock):
+                match event:
+                    case roles.CodeAccepted():
+                        meeting = event
+                        yield Meeting(event.node_id, short_id(event.node_id), event.name, event.phrase)
+                    case roles.Admitted(records) if meeting is not None:
+                        promised = partial(_enter, meeting, sees_prompts, records)
+                        try:
+                            side.saved(await node.promise(promised), loop.time())
+                            change = promised
+                        except FleetError as error:
+                            failure = error
+                            side.give_up(error.message)
+                    case roles.PairingBroke(error):
+                        failure = error
+        finally:
+            # Only a word from the other side makes it sure that it has not let this machine in.
+            if change is not None and side.refused:
+                node.drop(change)
+            elif change is not None:
+                await node.keep(change)
+        if failure is not None:
+            raise failure
+        if meeting is not None:
+            node.reached(meeting.node_id, address)
+            yield self._paired(meeting, sees_prompts)
+
+    async def _find(self, code: PairingCode, host: str | None) -> tuple[Address, socket.socket]:
+        if host is not None:
+            address = _address(host)
+            return address, await transport.open_socket(address)
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + limits.PAIRING_SEARCH_S
+        error: FleetError | None = None
+        while loop.time() < deadline:
+            discovery = self._node.discovery
+            for sighting in list(discovery.seen.values()) if discovery is not None else ():
+                for address in sighting.addresses if sighting.pairing == code.nameplate else ():
+                    try:
+                        return address, await transport.open_socket(address)
+                    except PeerUnreachable as failed:
+                        error = failed
+            await asyncio.sleep(_SEARCH_STEP_S)
+        raise error or PeerUnreachable(
+            f"No machine that shows a code with {code.nameplate} was found on this network.",
+            hint="Is `fleetctl pair` still open there? Where multicast is blocked: --host ADDRESS.",
+        )
+
+    async def _announce(self, nameplate: str) -> None:
+        if self._node.discovery is not None:
+            await self._node.discovery.announce_pairing(nameplate)
+
+
+def _enter(
+    met: roles.CodeAccepted, sees_prompts: bool, records: Sequence[RosterRecord], roster: Roster
+) -> tuple[RosterRecord, ...]:
+    """Pair with a machine and take over what its roster says; this machine's own records. Both sides do it:
+    a removal on either is over by that, and two fleets become one."""
+    return roster.join(met.certificate, met.name, sees_prompts, records)
+
+
+async def _talk(side: Inviter | Joiner, sock: socket.socket) -> AsyncIterator[roles.Event]:
+    """Move bytes between a socket and one side of the exchange until it ends, yielding its events.
+
+    The last one is Done or Failed. While somebody is asked about an event, nothing is read: that the other
+    side has left meanwhile shows afterwards.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        within = asyncio.timeout_at(side.deadline or loop.time() + limits.PAIRING_STEP_S)
+        with contextlib.suppress(OSError):  # reading tells it, too
+            async with within:
+                await loop.sock_sendall(sock, side.data_to_send())
+        if side.done or side.failed is not None:
+            return
+        try:
+            async with asyncio.timeout_at(side.deadline):
+                data = await loop.sock_recv(sock, _READ_BYTES)
+            events = side.receive(data, loop.time()) if data else side.disconnected()
+        except TimeoutError:
+            events = side.tick(loop.time())
+        except OSError:
+            events = side.disconnected()
+        for event in events:
+            yield event
+
+
+def own_addresses(host: str) -> list[str]:
+    """Where this machine can be reached, the most useful first; for people to type."""
+    if host not in ("*", "0.0.0.0", "::"):  # noqa: S104  compared with, not bound
+        return [host]
+    return [address for found in interfaces.read() if found.is_shared for address in found.addresses]
+
+
+def _address(host: str) -> Address:
+    """HOST, HOST:PORT, an IPv6 address, or [IPv6]:PORT."""
+    bare, colon, port = host.rpartition(":")
+    if not colon or (":" in bare.strip("[]") and not bare.startswith("[")):
+        return host.strip("[]"), DEFAULT_PEER_PORT
+    if not port.isdecimal() or not 0 < int(port) < 65536:
+        raise PairingFailed(f"{host!r} is not an address.", hint="Write HOST or HOST:PORT.")
+    return bare.strip("[]"), int(port)

@@ -1,0 +1,275 @@
+"""One control session between two paired daemons, as a state machine.
+
+Sans-IO: bytes and the time go in, bytes and events come out; TLS, sockets and clocks are the caller's. Both
+sides run the same machine. After any call, send what `data_to_send` gives and come back at `next_deadline`.
+All bounds are in limits.py, all rules in states.py.
+
+A request opens a stream; both sides send messages on it until each has ended its direction or one cancels.
+News are single messages without an answer. The messages of a stream arrive in order; between streams, and
+between streams and news, no order is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fleetd import limits
+from fleetd.errors import FleetError, PayloadTooLarge, PeerLost, ProtocolError, VersionMismatch
+from fleetd.p2p.session.events import (Cancelled, Closed, Ended, Event, Heard, Measured, Notified, Opened, Quiet, MessageReceived, Requested)
+from fleetd.p2p.session.frames import (Bye, End, Frame, FrameBuffer, Hello, NotifyFrame, Ping, Pong, encode)
+from fleetd.p2p.session.liveness import Liveness, LivenessVerdict
+from fleetd.p2p.session.outbox import Outbox
+from fleetd.p2p.session.states import SESSION_TABLE, Act, SessionState
+from fleetd.p2p.session.streams import StreamFrame, SessionStreams, error_of, wire_text
+
+__all__ = [
+    "Cancelled",
+    "Closed",
+    "Ended",
+    "Event",
+    "Heard",
+    "Measured",
+    "Notified",
+    "Opened",
+    "Quiet",
+    "MessageReceived",
+    "Requested",
+    "Session",
+    "SessionState",
+]
+
+# The code of a Bye that is nobody's fault: the daemon stops.
+GOODBYE = "goodbye"
+
+
+class Session:
+    """See the module. ``initiator`` is the side that dialled; ``hello`` is what this side says of itself."""
+
+    def __init__(self, *, hello: Hello, initiator: bool, now: float) -> None:
+        self.state = SessionState.NEW
+        self.hello = hello
+        self.peer: Hello | None = None
+        self.version = 0
+        self.life = Liveness(now)
+        self._began = now
+        self._in = FrameBuffer()
+        self._out = Outbox()
+        self._out.urgent.append(hello)
+        self._unsent = b""
+        self._streams = SessionStreams(self._out, initiator=initiator)
+
+    # ---- Bytes -------------------------------------------------------------------------------------------
+
+    def receive(self, data: bytes, now: float) -> list[Event]:
+        """What the other side sent, in any pieces."""
+        events: list[Event] = []
+        if not data or not self._is_listening():
+            return events
+        if self.life.heard(now):
+            events.append(Heard())
+        try:
+            for frame in self._in.feed(data):
+                _HOW[SESSION_TABLE[self.state][type(frame)]](self, frame, now, events)
+                if not self._is_listening():
+                    break
+                if len(self._out.urgent) > limits.SESSION_ANSWERS:
+                    raise ProtocolError(
+                        f"{self._who} asks, but has left {limits.SESSION_ANSWERS} answers unread."
+                    )
+        except (ProtocolError, VersionMismatch) as error:
+            events += self.close(error)
+        return events
+
+    def data_to_send(self, limit: int = limits.PEER_WRITE_BUFFER_BYTES) -> bytes:
+        """At most so many bytes to write next; none when there is nothing to say, or no credit to say it."""
+        parts, size = [self._unsent], len(self._unsent)
+        while size < limit and (frame := self._out.pop()) is not None:
+            parts.append(encode(frame))
+            size += len(parts[-1])
+            if type(frame) is End:
+                self._streams.sent(frame)
+        data = b"".join(parts)
+        self._unsent = data[limit:]
+        if self.state is SessionState.CLOSING and not self._unsent:
+            self.state = SessionState.CLOSED
+        return data[:limit]
+
+    # ---- Time --------------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        """When `tick` has something to do."""
+        if self.state is SessionState.NEW:
+            return self._began + limits.HELLO_S
+        return self.life.next_deadline() if self.state is SessionState.OPEN else None
+
+    def tick(self, now: float) -> list[Event]:
+        """Whatever is due: a ping, the judgement that the other side is quiet or gone."""
+        due = self.next_deadline()
+        if due is None or now < due:
+            return []
+        if self.state is SessionState.NEW:
+            return self.close(PeerLost(f"{self._who} did not say hello within {limits.HELLO_S:g} s."))
+        pinging = now >= self.life.ping_due
+        verdict = self.life.judge(now)
+        if verdict is LivenessVerdict.SILENT:
+            return self._over(PeerLost(f"{self._who} has been silent for {limits.DEAD_S:g} s."))
+        if verdict is LivenessVerdict.UNANSWERING:
+            return self.close(PeerLost(f"{self._who} left {limits.PINGS_UNANSWERED} pings unanswered."))
+        if pinging:
+            self.ping(now)
+        return [Quiet()] if verdict is LivenessVerdict.QUIET else []
+
+    def ping(self, now: float) -> int:
+        """Ask for a sign of life and the round trip; Measured tells."""
+        nonce = self.life.ping(now)
+        self._out.urgent.append(Ping(nonce))
+        return nonce
+
+    # ---- What this side wants ----------------------------------------------------------------------------
+
+    def open(self, method: str, body: bytes) -> int:
+        """Ask for something; the number of the stream that the answer comes on.
+
+        Raises:
+            PeerLost: the session is not open.
+            Overloaded: too many requests are open, or too much waits to be sent.
+            PayloadTooLarge: the body is over limits.MESSAGE_BYTES.
+        """
+        self._must_be_open()
+        return self._streams.open(method, body)
+
+    def send(self, stream: int, body: bytes) -> None:
+        """One message. Said to a stream that is over already, it is lost: the event that tells is under way.
+
+        Raises:
+            Overloaded: too much waits to be sent.
+            PayloadTooLarge: over limits.MESSAGE_BYTES.
+        """
+        self._streams.send(stream, body)
+
+    def end(self, stream: int) -> None:
+        """Send no more on this stream, after what was sent."""
+        self._streams.end(stream)
+
+    def cancel(self, stream: int, error: FleetError | None = None) -> None:
+        """End the stream at once, in both directions. None: the answer is no longer wanted."""
+        self._streams.cancel(stream, error)
+
+    def consumed(self, stream: int) -> None:
+        """The reader took the oldest message (or request) of this stream that it had not taken yet."""
+        self._streams.consumed(stream)
+
+    def queued(self, stream: int) -> int:
+        """Bytes of a stream that wait to be sent."""
+        return self._streams.queued(stream)
+
+    def notify(self, topic: str, body: bytes) -> None:
+        """News; whether they are heard is not told.
+
+        Raises:
+            PeerLost, Overloaded: as `open`.
+            PayloadTooLarge: over limits.NOTIFY_BYTES.
+        """
+        self._must_be_open()
+        if len(body) > limits.NOTIFY_BYTES:
+            raise PayloadTooLarge(
+                f"News of {len(body)} bytes are over the limit of {limits.NOTIFY_BYTES} bytes."
+            )
+        self._out.must_fit(body, self._who)
+        self._out.notify(NotifyFrame(topic, body))
+
+    def close(self, error: FleetError | None = None) -> list[Event]:
+        """End the session, with a goodbye or by telling the error. `data_to_send` has the last words."""
+        if not self._is_listening():
+            return []
+        self._forget()
+        self.state = SessionState.CLOSING
+        self._out.urgent.append(Bye(GOODBYE) if error is None else Bye(error.code, wire_text(error.message)))
+        return [Closed(error)]
+
+    # ---- What frames do ----------------------------------------------------------------------------------
+
+    def _refuse(self, frame: Frame, now: float, events: list[Event]) -> None:
+        raise ProtocolError(
+            f"{self._who} sent {type(frame).__name__} while the session is {self.state.value}."
+        )
+
+    def _greet(self, frame: Hello, now: float, events: list[Event]) -> None:
+        self.peer = frame
+        self._streams.peer = self._who
+        oldest, newest = frame.versions
+        own_oldest, own_newest = self.hello.versions
+        if oldest > newest:
+            raise ProtocolError(f"{self._who} speaks no protocol version: {oldest} to {newest}.")
+        version = min(newest, own_newest)
+        if version < max(oldest, own_oldest):
+            behind = frame.name if newest < own_oldest else self.hello.name
+            raise VersionMismatch(
+                f"{frame.name} speaks protocol versions {oldest} to {newest}, {self.hello.name} "
+                f"{own_oldest} to {own_newest}.",
+                hint=f"Update fleetd on {behind}.",
+            )
+        self.version = version
+        self.state = SessionState.OPEN
+        events.append(Opened(frame, version))
+        self.ping(now)
+
+    def _answer(self, frame: Ping, now: float, events: list[Event]) -> None:
+        self._out.urgent.append(Pong(frame.nonce))
+
+    def _measure(self, frame: Pong, now: float, events: list[Event]) -> None:
+        try:
+            rtt_s = self.life.pong(frame.nonce, now)
+        except ValueError as error:
+            raise ProtocolError(f"{self._who} answered a ping in advance: {error}.") from error
+        if rtt_s is not None:
+            events.append(Measured(rtt_s))
+
+    def _deliver(self, frame: NotifyFrame, now: float, events: list[Event]) -> None:
+        events.append(Notified(frame.topic, frame.body))
+
+    def _stream(self, frame: StreamFrame, now: float, events: list[Event]) -> None:
+        self._streams.on_frame(frame, events)
+
+    def _leave(self, frame: Bye, now: float, events: list[Event]) -> None:
+        polite = frame.code == GOODBYE
+        events += self._over(
+            None if polite else error_of(frame.code, f"{self._who} ended the session: {frame.message}")
+        )
+
+    # ---- Inside ------------------------------------------------------------------------------------------
+
+    @property
+    def _who(self) -> str:
+        return f"{self.peer.name} ({self.peer.node_id[:7]})" if self.peer else "The other side"
+
+    def _is_listening(self) -> bool:
+        return self.state is SessionState.NEW or self.state is SessionState.OPEN
+
+    def _must_be_open(self) -> None:
+        if self.state is not SessionState.OPEN:
+            raise PeerLost(f"The session is {self.state.value}.")
+
+    def _forget(self) -> None:
+        self._in = FrameBuffer()
+        self._streams.clear()
+
+    def _over(self, error: FleetError | None) -> list[Event]:
+        """Nobody is there any more to be told anything."""
+        self.state = SessionState.CLOSED
+        self._forget()
+        self._out.urgent.clear()
+        self._unsent = b""
+        return [Closed(error)]
+
+
+_HOW: dict[Act, Callable[[Session, Any, float, list[Event]], None]] = {
+    Act.REFUSE: Session._refuse,
+    Act.GREET: Session._greet,
+    Act.LEAVE: Session._leave,
+    Act.ANSWER: Session._answer,
+    Act.MEASURE: Session._measure,
+    Act.STREAM: Session._stream,
+    Act.DELIVER: Session._deliver,
+}

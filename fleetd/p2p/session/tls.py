@@ -1,0 +1,68 @@
+"""TLS between paired machines: version 1.3, certificates on both sides, nobody trusted but the roster.
+
+Trust anchors are the members' self-signed certificates themselves. There is no authority, no name check and
+no date check: a key is trusted until its machine is unpaired. Anchors cannot be taken out of a context, so
+every change of the roster makes new ones.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Container, Iterable
+
+from fleetd.errors import IdentityRefused, NotPaired
+from fleetd.p2p.membership.identity import Identity, node_id, public_key_of
+
+ALPN = "fleetd"
+# X509_V_FLAG_NO_CHECK_TIME; the ssl module has no name for it. A wrong clock must not split a fleet.
+_NO_CHECK_TIME = 0x200000
+
+
+def server_context(me: Identity, trusted: Iterable[bytes]) -> ssl.SSLContext:
+    """``trusted``: certificates, DER."""
+    context = _context(ssl.PROTOCOL_TLS_SERVER, me, trusted)
+    # Resumption would skip the certificate check that unpairing relies on.
+    context.num_tickets = 0
+    return context
+
+
+def client_context(me: Identity, trusted: Iterable[bytes]) -> ssl.SSLContext:
+    """``trusted``: certificates, DER."""
+    context = _context(ssl.PROTOCOL_TLS_CLIENT, me, trusted)
+    context.check_hostname = False  # machines are known by key, and have no names that anybody vouches for
+    return context
+
+
+def _context(protocol: int, me: Identity, trusted: Iterable[bytes]) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_flags |= ssl.VerifyFlags(_NO_CHECK_TIME)
+    context.set_alpn_protocols([ALPN])
+    context.load_cert_chain(me.certificate_file, me.key_file)
+    if anchors := b"".join(trusted):
+        context.load_verify_locations(cadata=anchors)
+    return context
+
+
+def pinned(connection: ssl.SSLObject | ssl.SSLSocket, members: Container[str]) -> str:
+    """The node id behind a finished handshake.
+
+    The chain check already refused strangers; this compares the key itself, so that nothing a certificate
+    says, and no certificate that a member might sign for somebody else, can stand in for it.
+
+    Raises:
+        NotPaired: no certificate, another protocol, or not the key of a member.
+    """
+    if connection.selected_alpn_protocol() != ALPN:
+        raise NotPaired("The other side does not speak fleetd's protocol.")
+    certificate = connection.getpeercert(binary_form=True)
+    if not certificate:
+        raise NotPaired("The other side showed no certificate.")
+    try:
+        found = node_id(public_key_of(certificate))
+    except IdentityRefused as error:
+        raise NotPaired(f"The other side's certificate is refused: {error.message}") from error
+    if found not in members:
+        raise NotPaired(f"The machine {found[:7]} is not paired with this one.")
+    return found

@@ -1,0 +1,497 @@
+"""A session on a TLS connection: bytes and timers in, events out to whoever owns it.
+
+The session decides everything; this feeds it. What is written at once is kept small (limits), because bytes
+that the transport holds can no longer be overtaken by a ping.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import ssl
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Container
+from typing import Protocol, cast
+
+from fleetd import limits
+from fleetd.errors import (
+    Draining,
+    FleetError,
+    NotPaired,
+    Overloaded,
+    PeerLost,
+    PeerUnreachable,
+    ProtocolError,
+)
+from fleetd.p2p.session import events as sans_io
+from fleetd.p2p.session import tls
+from fleetd.p2p.session.frames import Hello
+from fleetd.p2p.mesh import Dial
+from fleetd.p2p.session.session import Session
+from fleetd.p2p.discovery.unreachable import explain
+
+# Not a name of anybody: TLS wants one, and it must not tell a listener which machine is called.
+_SERVER_NAME = "fleetd"
+# The time for sessions. A loop's own clock may stand still within a turn and count whole milliseconds: a
+# round trip on a LAN takes a fraction of one.
+_clock = time.monotonic
+# What timers are exact to.
+_LATE_S = 0.001
+
+
+class Owner(Protocol):
+    """Who is told what happens on a connection. None of these may block or raise."""
+
+    def opened(self, connection: PeerConnection) -> None: ...
+    def requested(self, connection: PeerConnection, stream: PeerStream, method: str, body: bytes) -> None: ...
+    def notified(self, connection: PeerConnection, topic: str, body: bytes) -> None: ...
+    def quiet(self, connection: PeerConnection) -> None: ...
+    def heard(self, connection: PeerConnection) -> None: ...
+    def measured(self, connection: PeerConnection, rtt_s: float) -> None: ...
+    def closed(self, connection: PeerConnection, error: FleetError | None) -> None: ...
+
+
+class PeerStream:
+    """One request, from either end: messages in both directions until each side has ended.
+
+    ``send`` does not wait: it raises Overloaded where the other side reads too slowly.
+    """
+
+    def __init__(self, connection: PeerConnection, number: int) -> None:
+        self.connection = connection
+        self.number = number
+        self._inbox: deque[bytes] = deque()
+        self._ended = False
+        self._said_end = False
+        self._error: FleetError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        #: Called once if the other side cancels or is lost.
+        self.on_cancel: Callable[[], object] | None = None
+        #: Whether this side serves it and still works on the request itself, whose bytes count until then.
+        self.holds_request = False
+
+    async def receive(self) -> bytes | None:
+        """The next message; None after the last. Raises what the other side failed with, or PeerLost."""
+        self._release_request()
+        while not self._inbox:
+            if self._error is not None:
+                raise self._error
+            if self._ended:
+                return None
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        body = self._inbox.popleft()
+        self.connection.consumed(self.number)
+        return body
+
+    def send(self, body: bytes) -> None:
+        if self._error is not None:
+            raise self._error
+        self.connection.send(self.number, body)
+
+    async def drained(self) -> None:
+        """Wait until the other side has taken most of what was sent."""
+        await self.connection.drained(self.number)
+
+    def end(self) -> None:
+        """No more messages from here."""
+        if self._error is None and not self._said_end:
+            self._said_end = True
+            self._release_request()
+            self.connection.end(self.number)
+            self._forget_if_over()
+
+    def cancel(self, error: FleetError | None = None) -> None:
+        """Stop both directions; the other side is told why."""
+        if self._error is None and not (self._ended and self._said_end):
+            self._error = error or PeerLost("The request was cancelled here.")
+            self.connection.cancel(self.number, error)
+        self._wake()
+
+    # ---- told by the connection --------------------------------------------------------------------------
+
+    def deliver(self, body: bytes) -> None:
+        self._inbox.append(body)
+        self._wake()
+
+    def finish(self) -> None:
+        self._ended = True
+        self._forget_if_over()
+        self._wake()
+
+    def fail(self, error: FleetError) -> None:
+        if self._error is None:
+            self._error = error
+            if self.on_cancel is not None:
+                self.on_cancel()
+        self._wake()
+
+    def _release_request(self) -> None:
+        if self.holds_request:
+            self.holds_request = False
+            self.connection.consumed(self.number)
+
+    def _forget_if_over(self) -> None:
+        if self._ended and self._said_end:
+            self.connection.forget(self.number)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+class PeerConnection(asyncio.Protocol):
+    """One TLS connection and its session.
+
+    Args:
+        members: node ids that may be at the other end; looked at when the handshake is done.
+        dialled: what was called, if this side called; only the machine that it expects will do.
+    """
+
+    def __init__(
+        self, owner: Owner, hello: Hello, members: Container[str], *, dialled: Dial | None = None
+    ) -> None:
+        self.initiator = dialled is not None
+        self.dialled = dialled
+        self.address = dialled.address if dialled is not None else None
+        self.node_id = ""
+        self.hello: Hello | None = None
+        self.is_quiet = False
+        self.is_closed = False
+        self.rtt_s: float | None = None
+        #: Done when the session is open or the connection has failed before.
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        #: The transport is closed too, and with it the socket.
+        self.gone = asyncio.Event()
+        self._owner = owner
+        self._hello = hello
+        self._members = members
+        self._loop = asyncio.get_running_loop()
+        self._session: Session | None = None
+        self._transport: asyncio.Transport | None = None
+        self._paused = False
+        self._streams: dict[int, PeerStream] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        self._flushed: asyncio.Future[None] | None = None
+
+    @property
+    def peer_host(self) -> str:
+        """The address that the other side has, as this side sees it."""
+        found = self._transport.get_extra_info("peername") if self._transport else None
+        return str(found[0]) if found else ""
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether there is, or was, a transport; before that the connection is its maker's to end."""
+        return self._transport is not None
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is open."""
+        return bool(self._streams)
+
+    # ---- asyncio's side ----------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Not isinstance: uvloop's TLS transports look like one without being derived from it.
+        self._transport = transport = cast("asyncio.Transport", transport)
+        transport.set_write_buffer_limits(high=limits.PEER_WRITE_BUFFER_BYTES)
+        try:
+            self.node_id = tls.pinned(transport.get_extra_info("ssl_object"), self._members)
+            expected = self.dialled.expected if self.dialled is not None else ""
+            if expected and self.node_id != expected:
+                raise NotPaired(f"The machine {self.node_id[:7]} answers where {expected[:7]} should be.")
+        except NotPaired as error:
+            self._end(error)
+            transport.abort()
+            return
+        self._session = Session(hello=self._hello, initiator=self.initiator, now=_clock())
+        self._flush()
+
+    def data_received(self, data: bytes) -> None:
+        if self._session is None or self.is_closed:
+            return
+        self._handle(self._session.receive(data, _clock()))
+        self._flush()
+
+    def eof_received(self) -> bool:
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.gone.set()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self.is_closed:
+            return
+        if self.hello is None and self.initiator and (exc is None or isinstance(exc, ssl.SSLError)):
+            # A TLS 1.3 client is done before the server has looked at its certificate.
+            self._end(
+                NotPaired(
+                    "It refuses this machine's certificate.",
+                    hint="It does not know this machine (any more): pair them again with fleetctl pair.",
+                )
+            )
+        else:
+            self._end(PeerLost(f"The connection broke: {exc or 'the other side closed it'}."))
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+        self._flush()
+
+    # ---- the owner's side --------------------------------------------------------------------------------
+
+    def request(self, method: str, body: bytes) -> PeerStream:
+        """Begin a request. Raises PeerLost or Overloaded."""
+        number = self._alive().open(method, body)
+        stream = self._streams[number] = PeerStream(self, number)
+        self._flush()
+        return stream
+
+    def notify(self, topic: str, body: bytes) -> None:
+        """News, if the connection is still there to tell them."""
+        if not self.is_closed and self._session is not None:
+            with contextlib.suppress(PeerLost, Overloaded):
+                self._session.notify(topic, body)
+            self._flush()
+
+    def send(self, number: int, body: bytes) -> None:
+        self._alive().send(number, body)
+        self._flush()
+
+    def end(self, number: int) -> None:
+        if not self.is_closed and self._session is not None:
+            self._session.end(number)
+            self._flush()
+
+    def cancel(self, number: int, error: FleetError | None) -> None:
+        if not self.is_closed and self._session is not None:
+            self._streams.pop(number, None)
+            self._session.cancel(number, error)
+            self._flush()
+
+    def consumed(self, number: int) -> None:
+        if not self.is_closed and self._session is not None:
+            self._session.consumed(number)
+            self._flush()
+
+    async def drained(self, number: int) -> None:
+        """Wait until no more than one window of a stream's bytes waits to be sent. Raises PeerLost."""
+        while self._alive().queued(number) > limits.STREAM_WINDOW_BYTES:
+            if self._flushed is None or self._flushed.done():
+                self._flushed = self._loop.create_future()
+            await asyncio.shield(self._flushed)
+
+    def close(self, error: FleetError | None = None) -> None:
+        """Say why, or good-bye for None, after what is queued as far as it can go now; then close."""
+        if self.is_closed or self._session is None or self._transport is None:
+            return
+        self._flush()
+        self._session.close(error)
+        self._flush()
+        self._end(error, error or Draining("This machine stops."))
+        self._transport.close()
+
+    def abort(self, error: FleetError) -> None:
+        """Close without a word, also when closing politely has taken too long."""
+        self._end(error)
+        if self._transport is not None:
+            self._transport.abort()
+
+    # ---- inside ------------------------------------------------------------------------------------------
+
+    def _alive(self) -> Session:
+        if self.is_closed or self._session is None:
+            raise PeerLost("The connection to this machine is closed.")
+        return self._session
+
+    def _handle(self, events: list[sans_io.Event]) -> None:
+        for event in events:
+            match event:
+                case sans_io.MessageReceived(number, body):
+                    if (stream := self._streams.get(number)) is not None:
+                        stream.deliver(body)
+                case sans_io.Ended(number):
+                    if (stream := self._streams.get(number)) is not None:
+                        stream.finish()
+                case sans_io.Cancelled(number, error):
+                    if (stream := self._streams.pop(number, None)) is not None:
+                        stream.fail(error)
+                case sans_io.Requested(number, method, body):
+                    stream = self._streams[number] = PeerStream(self, number)
+                    # A peer that asks for much at once holds no more memory here than one that sends much.
+                    stream.holds_request = True
+                    self._owner.requested(self, stream, method, body)
+                case sans_io.Notified(topic, body):
+                    self._owner.notified(self, topic, body)
+                case sans_io.Measured(rtt_s):
+                    self.rtt_s = rtt_s
+                    self._owner.measured(self, rtt_s)
+                case sans_io.Quiet():
+                    self.is_quiet = True
+                    self._owner.quiet(self)
+                case sans_io.Heard():
+                    self.is_quiet = False
+                    self._owner.heard(self)
+                case sans_io.Opened(hello, _):
+                    self._open(hello)
+                case sans_io.Closed(error):
+                    self._flush()
+                    self._end(error)
+                    if self._transport is not None:
+                        self._transport.close()
+            if self.is_closed:
+                return
+
+    def _open(self, hello: Hello) -> None:
+        if hello.node_id != self.node_id:
+            self.abort(ProtocolError(f"{self.node_id[:7]} calls itself {hello.node_id[:7]}."))
+            return
+        self.hello = hello
+        if not self.ready.done():
+            self.ready.set_result(None)
+        self._owner.opened(self)
+
+    def forget(self, number: int) -> None:
+        """Both directions of a stream are over for the application."""
+        self._streams.pop(number, None)
+
+    def _flush(self) -> None:
+        session, transport = self._session, self._transport
+        if session is None or transport is None:
+            return
+        while not self._paused and not transport.is_closing():
+            data = session.data_to_send(limits.PEER_WRITE_BUFFER_BYTES)
+            if not data:
+                break
+            transport.write(data)
+        if self._flushed is not None and not self._flushed.done():
+            self._flushed.set_result(None)
+        self._arm()
+
+    def _arm(self) -> None:
+        """One timer, moved only to an earlier time: most deadlines have moved on by the time they come."""
+        if self.is_closed or self._session is None:
+            return
+        due = self._session.next_deadline()
+        if due is None or (self._timer is not None and self._due <= due):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due = due
+        # Rather a moment late than a few times early.
+        self._timer = self._loop.call_later(max(0.0, due - _clock()) + _LATE_S, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self._session is not None and not self.is_closed:
+            self._handle(self._session.tick(_clock()))
+            self._flush()
+
+    def _end(self, error: FleetError | None, lost: FleetError | None = None) -> None:
+        """Tell everybody, once; open requests end with ``lost``, by default the other side's doing."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if not self.ready.done():
+            self.ready.set_exception(error or PeerLost("The connection was closed."))
+            # Whoever waits sees it; a connection that nobody waits for is not an unheard error.
+            self.ready.exception()
+        if self._flushed is not None and not self._flushed.done():
+            self._flushed.set_result(None)
+        lost = lost or error or PeerLost("The other machine said good-bye.")
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.fail(lost)
+        self._owner.closed(self, error)
+
+
+async def accept(make: Callable[[], PeerConnection], sock: socket.socket, context: ssl.SSLContext) -> None:
+    """TLS for a socket that begins with a hello; returns when the handshake is over. Never raises for it."""
+    loop = asyncio.get_running_loop()
+    try:
+        await loop.connect_accepted_socket(
+            make,
+            sock,
+            ssl=context,
+            ssl_handshake_timeout=limits.PEER_HANDSHAKE_S,
+            ssl_shutdown_timeout=limits.PEER_SHUTDOWN_S,
+        )
+    except (OSError, ssl.SSLError, TimeoutError):
+        sock.close()
+
+
+async def connect(
+    make: Callable[[], PeerConnection], address: tuple[str, int], context: ssl.SSLContext
+) -> PeerConnection:
+    """Dial, shake hands and wait for the other side's hello.
+
+    Raises:
+        PeerUnreachable: no TCP connection; the OSError is its cause.
+        NotPaired, ProtocolError, VersionMismatch, PeerLost: what came of the connection.
+    """
+    loop = asyncio.get_running_loop()
+    sock = await open_socket(address)
+    try:
+        _, connection = await loop.create_connection(
+            make,
+            sock=sock,
+            ssl=context,
+            server_hostname=_SERVER_NAME,
+            ssl_handshake_timeout=limits.PEER_HANDSHAKE_S,
+            ssl_shutdown_timeout=limits.PEER_SHUTDOWN_S,
+        )
+    except ssl.SSLCertVerificationError as error:
+        sock.close()
+        raise NotPaired(
+            "Another machine answers there than any that is paired with this one.",
+            hint="Pair it with fleetctl pair, or correct the address.",
+        ) from error
+    except (OSError, TimeoutError) as error:
+        sock.close()
+        raise PeerUnreachable(f"The TLS handshake failed: {error or 'no answer in time'}.") from error
+    except BaseException:
+        sock.close()
+        raise
+    try:
+        await asyncio.shield(connection.ready)
+    except asyncio.CancelledError:
+        # Of two that open at the same time each cancels the other's dial; the mesh decides which one stays.
+        if not connection.ready.done():
+            connection.abort(PeerLost("Another connection was faster."))
+        raise
+    return connection
+
+
+async def open_socket(address: tuple[str, int]) -> socket.socket:
+    """A connected TCP socket, without delay. Raises PeerUnreachable, with the OSError as its cause."""
+    loop = asyncio.get_running_loop()
+    host, port = address
+    try:
+        async with asyncio.timeout(limits.PEER_CONNECT_S):
+            found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            family, kind, protocol, _, target = found[0]
+            sock = socket.socket(family, kind, protocol)
+            try:
+                sock.setblocking(False)
+                with contextlib.suppress(OSError):
+                    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                await loop.sock_connect(sock, target)
+            except BaseException:
+                sock.close()
+                raise
+    except (OSError, UnicodeError) as error:  # a timeout is an OSError; a host name may be no name
+        message, hint = explain(error, host, port, sys.platform)
+        raise PeerUnreachable(message, hint=hint) from error
+    return sock

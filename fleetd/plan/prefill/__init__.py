@@ -1,0 +1,1 @@
+"""Planning one prompt's prefill: who may help, how it is split, and what each split takes."""

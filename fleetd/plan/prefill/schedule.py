@@ -1,0 +1,264 @@
+"""How long a split prefill takes, from the agreement to the moment that decoding may begin.
+
+Every machine and every link is a stage that takes pieces in order, one at a time. So the end is the longest
+path through (stage, piece), and it is found without playing the schedule through: chunks cost linearly more
+as the context grows, which leaves few pieces at which that path can pass from one stage to the next.
+
+    layers   pieces are chunks    helper 0 ---- hidden states --- helper 1 ---- hidden states --- home
+                                      `------------ rows -------------`------------ rows ----------'
+    tokens   pieces are layers    helper 0 -------- rows -------- helper 1 -------- rows -------- home
+                                      `------------------------- rows ----------------------------'
+
+Where layers are split, rows of a chunk leave when its machine has computed it; hidden states share the link
+with them and get half of it. For S equal stages and links that cost nothing this is GPipe's (m + S - 1)·tau
+(arXiv 1811.06965, section 2.3).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from fleetd import limits
+from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.prefill.split import Split
+
+# Before anything is computed: asking and offering, going, a connection and its first sealed frame.
+SETUP_ROUND_TRIPS = 4
+# What the daemons and workers at both ends take for that.
+SETUP_S = 0.02
+_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSize:
+    """What is to be prefilled.
+
+    ``tokens`` and ``cached`` as ``Split`` has them: the prompt without its last token, and how much of that
+    is in the prefix cache. Bytes over all layers: of a token's keys and values; of its hidden state; of the
+    weights, and ``outside_bytes`` of those that belong to no layer. ``chunk``: how many tokens at a time
+    would be computed alone; with ``exact_chunks`` no other size will do. ``span``: as ``Split`` has it, where
+    tokens are left out; only those that are kept cost anything. ``unshareable``: why nobody can help, ""
+    where they can.
+    """
+
+    tokens: int
+    cached: int
+    layers: int
+    kv_bytes_per_token: int
+    hidden_bytes: int
+    chunk: int
+    exact_chunks: bool = False
+    span: int = 0
+    unshareable: str = ""
+    weights_bytes: int = 0
+    outside_bytes: int = 0
+
+    @property
+    def new(self) -> range:
+        return range(self.cached, self.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A helper in the chain: its speed now, and its link to the machine that answers."""
+
+    speed: PrefillSpeed
+    link: LinkSpeed
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """Seconds of each step as the machine that answers sees them, one after another."""
+
+    agreed_s: float
+    prefix_s: float
+    waited_s: float
+    computed_s: float
+    exposed_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.agreed_s + self.prefix_s + self.waited_s + self.computed_s + self.exposed_s
+
+
+def timeline(prompt: PrefillSize, split: Split, helpers: Sequence[Place], home: PrefillSpeed) -> Timeline:
+    """Of a split that ``plan.split.checked`` has passed, with one place per helper."""
+    chain = Chain(prompt, helpers, home)
+    priced = chain.layers if split.kind == "layers" else chain.tokens
+    return priced(split.cuts, split.chunk)
+
+
+class Chain:
+    """Machines in a fixed order, with everything worked out that no cut changes."""
+
+    def __init__(self, prompt: PrefillSize, helpers: Sequence[Place], home: PrefillSpeed) -> None:
+        self._prompt, self._helpers, self._home = prompt, helpers, home
+        self._new = prompt.new
+        links = [helper.link for helper in helpers]
+        self._between = [a.and_(b) for a, b in itertools.pairwise(links)]
+        # All that helpers send to one machine, or get from it, passes its one port.
+        self._port = max(links, key=lambda link: link.bytes_per_s)
+        self._agreed_s = SETUP_S + SETUP_ROUND_TRIPS * max(link.rtt_s for link in links)
+        # Home first computes some of the helpers' work itself, to compare.
+        spot_s = home.seconds(1.0, prompt.cached, min(limits.SHARE_SPOT_TOKENS, len(self._new)))
+        self._home_free_s = self._agreed_s + spot_s
+
+    def layers(self, cuts: Sequence[int], chunk: int) -> Timeline:
+        """``cuts`` as in ``Split``; the last part, which is home's, may be empty."""
+        prompt, new = self._prompt, self._new
+        *shares, home_share = [(b - a) / prompt.layers for a, b in itertools.pairwise(cuts)]
+        begun_s = self._agreed_s + self._prefix_s(shares)
+        pipe = _PipeTimeline(*divmod(len(new), chunk))
+        rows: list[tuple[int, _StageTimeline]] = []
+        for i, (helper, share) in enumerate(zip(self._helpers, shares, strict=True)):
+            pipe.stages.append(self._computing(helper.speed, share, chunk, begun_s))
+            to_home = prompt.kv_bytes_per_token * share
+            onward = self._between[i] if i < len(self._between) else helper.link
+            if onward is helper.link and home_share:
+                to_home += prompt.hidden_bytes
+            rows.append((len(pipe.stages), self._carrying(helper.link, to_home, chunk)))
+            if onward is not helper.link or home_share:
+                pipe.stages.append(self._carrying(onward, 2 * prompt.hidden_bytes, chunk))
+        if home_share:
+            pipe.stages.append(self._computing(self._home, home_share, chunk, self._home_free_s))
+        computed_end_s, rows_end_s = pipe.ends(rows)
+        port_s = self._port.seconds(sum(shares) * prompt.kv_bytes_per_token * len(new))
+        rows_end_s = max(rows_end_s, begun_s + port_s, self._home_free_s)
+        computed_s = self._home.total(home_share, new, chunk)
+        return Timeline(
+            agreed_s=self._agreed_s,
+            prefix_s=begun_s - self._agreed_s,
+            waited_s=max(0.0, computed_end_s - computed_s - begun_s),
+            computed_s=computed_s,
+            exposed_s=max(0.0, rows_end_s - computed_end_s),
+        )
+
+    def tokens(self, cuts: Sequence[int], chunk: int) -> Timeline:
+        """``cuts`` as in ``Split``. Nothing is exposed: home needs a layer's rows before it computes it."""
+        prompt, layers = self._prompt, self._prompt.layers
+        *parts, home_part = [range(a, b) for a, b in itertools.pairwise(cuts)]
+        begun_s = self._agreed_s + self._prefix_s([1.0] * len(parts))
+        row_bytes = prompt.kv_bytes_per_token / layers
+        home_s = self._home.total(1.0, home_part, chunk)
+        port_s = self._port.seconds(prompt.kv_bytes_per_token * (home_part.start - prompt.cached))
+        end_s = max(self._home_free_s + home_s, begun_s + port_s + home_s / layers)
+        # The chain so far: each stage's seconds for one layer, and what the links add once.
+        path: list[float] = []
+        late_s = 0.0
+        for i, (helper, part) in enumerate(zip(self._helpers, parts, strict=True)):
+            path.append(helper.speed.total(1.0, part, chunk) / layers)
+            stages = [*path, helper.link.seconds(row_bytes * len(part)), home_s / layers]
+            lead_s = begun_s + late_s + helper.link.one_way_s
+            end_s = max(end_s, lead_s + sum(stages) + (layers - 1) * max(stages))
+            if i < len(self._between):
+                path.append(self._between[i].seconds(row_bytes * (part.stop - prompt.cached)))
+                late_s += self._between[i].one_way_s
+        return Timeline(
+            self._agreed_s, begun_s - self._agreed_s, max(0.0, end_s - home_s - begun_s), home_s, 0.0
+        )
+
+    def _prefix_s(self, shares: Sequence[float]) -> float:
+        """The tokens, and the rows of those that are cached, to everybody at once."""
+        prompt, all_bytes, slowest_s = self._prompt, 0.0, 0.0
+        for helper, share in zip(self._helpers, shares, strict=True):
+            # Where tokens are left out, each of the others comes with its position.
+            token_bytes = _TOKEN_BYTES * (2 if prompt.span else 1)
+            n_bytes = token_bytes * prompt.tokens + prompt.kv_bytes_per_token * prompt.cached * share
+            all_bytes += n_bytes
+            slowest_s = max(slowest_s, helper.link.seconds(n_bytes) + helper.link.one_way_s)
+        return max(slowest_s, self._port.seconds(all_bytes))
+
+    def _computing(self, speed: PrefillSpeed, share: float, chunk: int, free_s: float) -> _StageTimeline:
+        prompt, rest = self._prompt, len(self._new) % chunk
+        return _StageTimeline(
+            first_s=speed.seconds(share, prompt.cached, chunk),
+            growth_s=share * speed.context_s * chunk * chunk,
+            rest_s=speed.seconds(share, prompt.tokens - rest, rest),
+            free_s=free_s,
+        )
+
+    def _carrying(self, link: LinkSpeed, token_bytes: float, chunk: int) -> _StageTimeline:
+        rest = len(self._new) % chunk
+        return _StageTimeline(
+            first_s=link.seconds(token_bytes * chunk),
+            growth_s=0.0,
+            rest_s=link.seconds(token_bytes * rest),
+            late_s=link.one_way_s,
+        )
+
+
+@dataclass(slots=True)
+class _StageTimeline:
+    """Takes ``first_s + c · growth_s`` for whole chunk c, and ``rest_s`` for the shorter one at the end.
+
+    It begins no sooner than ``free_s``, and what it is done with arrives ``late_s`` later.
+    """
+
+    first_s: float
+    growth_s: float
+    rest_s: float
+    free_s: float = 0.0
+    late_s: float = 0.0
+
+
+@dataclass(slots=True)
+class _StageDone:
+    """When a stage's results arrive: of the chunks at which paths may turn, and of all chunks."""
+
+    turns_s: list[float]
+    end_s: float
+
+
+class _PipeTimeline:
+    """Stages in order, and through them ``chunks`` whole chunks and, if ``rest``, a shorter one."""
+
+    def __init__(self, chunks: int, rest: int) -> None:
+        self.stages: list[_StageTimeline] = []
+        self._chunks, self._rest = chunks, rest
+
+    def ends(self, branches: Sequence[tuple[int, _StageTimeline]]) -> tuple[float, float]:
+        """When the last stage is done, and when all ``branches`` are: (behind how many stages, stage)."""
+        turns = self._turns()
+        done = [_StageDone([0.0] * len(turns), 0.0)]
+        for stage in self.stages:
+            done.append(self._through(stage, turns, done[-1]))
+        return done[-1].end_s, max(self._through(stage, turns, done[at]).end_s for at, stage in branches)
+
+    def _through(self, stage: _StageTimeline, turns: Sequence[int], before: _StageDone) -> _StageDone:
+        # A path comes in with some chunk, or at the start, and stays for all up to a later one.
+        first_s, growth_s = stage.first_s, stage.growth_s
+        lead_s = finished_s = stage.free_s
+        turns_s = []
+        for c, before_s in zip(turns, before.turns_s, strict=True):
+            until_s = c * (first_s + growth_s * (c - 1) / 2)  # all whole chunks before this one
+            if before_s - until_s > lead_s:
+                lead_s = before_s - until_s
+            finished_s = lead_s + until_s + first_s + growth_s * c
+            turns_s.append(finished_s + stage.late_s)
+        if self._rest:
+            finished_s = max(finished_s, before.end_s) + stage.rest_s
+        return _StageDone(turns_s, finished_s + stage.late_s)
+
+    def _turns(self) -> list[int]:
+        """The whole chunks with which the longest path may pass from one stage to a later one.
+
+        Passing one chunk later adds a chunk's time on the earlier stage and saves one's on the later; where
+        the later one's chunks grow faster, that gains up to one point. Elsewhere it is the first or the last.
+        """
+        if not self._chunks:
+            return []
+        last = self._chunks - 1
+        turns = {0, last}
+        for i, early in enumerate(self.stages):
+            between_s = 0.0  # stages that the path passes with one chunk take longer for the next one
+            for late in self.stages[i + 1 :]:
+                if late.growth_s > early.growth_s:
+                    gain_s = early.first_s + early.growth_s + between_s - late.first_s
+                    at = gain_s / (late.growth_s - early.growth_s)
+                    if 0 < at < last:
+                        turns.add(math.ceil(at))
+                between_s += late.growth_s
+        return sorted(turns)

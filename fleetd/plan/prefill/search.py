@@ -1,0 +1,367 @@
+"""Where to cut a prompt between machines in a given order: the cuts and the chunk size that end first.
+
+Balanced machines finish together, so that is where the search begins; from there one cut at a time moves by a
+layer, or by a chunk, while that helps. With one helper that finds the best cut: the end is the longest of
+paths whose lengths are linear in the layers, which has no second valley.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
+from fleetd.plan.prefill.schedule import Chain, Place, PrefillSize, Timeline
+
+# Of larger ones than were measured nothing is known: that they cost less by the token is not always so.
+CHUNKS = (MEASURED_TOKENS // 2, MEASURED_TOKENS)
+# Sizes this close to the best one may still win when their cuts have been moved.
+_CLOSE = 1.02
+# A part of so few layers is worth no more than none.
+_HARDLY = 2.0
+# Steps by which the size of chunks is fitted to a cut, as shares of it.
+_FINER = (24, 120)
+# Of each, at most so many: a cut moves by a part of a chunk.
+_MOVES = 5
+# In a prompt of so many chunks, less than one of them is not worth the search.
+_MANY = 64
+# Halvings in the search for the time that balanced machines take; cuts are whole chunks anyway.
+_HALVINGS = 16
+
+Cuts = tuple[int, ...]
+# Layers [first, last).
+Part = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchHelper:
+    """A helper and its bounds.
+
+    ``room_bytes``: for keys, values and hidden states, and for its part of the weights where they are not
+    ``loaded``. ``step_s``: how long it should compute at a time. ``held``: the only layers that it has; None
+    is all.
+    """
+
+    place: Place
+    room_bytes: float = math.inf
+    loaded: bool = True
+    step_s: float = math.inf
+    held: Part | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    cuts: Cuts
+    chunk: int
+    timeline: Timeline
+
+    @property
+    def total_s(self) -> float:
+        return self.timeline.total_s
+
+
+def cut_bounds(layers: int, held: Sequence[Part | None], *, whole: bool = False) -> list[Part] | None:
+    """For each cut behind a helper, between which layers it may stand, so that all have what they compute.
+
+    Args:
+        held: the layers that each helper of a chain has; None is all.
+        whole: nothing is left for home.
+
+    None where machines with these layers, in this order, are no chain.
+    """
+    parts = [part or (0, layers) for part in held]
+    firsts = [first for first, _ in parts]
+    lows, highs = [0], [layers if whole else layers - 1]
+    for first in (*firsts[1:], layers if whole else 0):
+        lows.append(max(lows[-1] + 1, first))
+    for _, last in reversed(parts):
+        highs[0] = min(highs[0], last)
+        highs.insert(0, highs[0] - 1)
+    bounds = list(zip(lows, highs, strict=True))[1:]
+    return bounds if firsts[0] == 0 and all(low <= high for low, high in bounds) else None
+
+
+class Search:
+    """For one prompt and one chain of helpers. ``evaluations`` counts the schedules that were priced."""
+
+    def __init__(
+        self, prompt: PrefillSize, helpers: Sequence[SearchHelper], home: PrefillSpeed, home_step_s: float = math.inf
+    ) -> None:
+        self._prompt, self._helpers, self._home, self._home_step_s = prompt, helpers, home, home_step_s
+        self._chain = Chain(prompt, [helper.place for helper in helpers], home)
+        links = [helper.place.link for helper in helpers]
+        self._onward: list[LinkSpeed | None] = [a.and_(b) for a, b in itertools.pairwise(links)]
+        self._onward.append(None)
+        self.evaluations = 0
+
+    def layers(self, *, whole: bool = False) -> Found | None:
+        """As a pipeline of chunks; ``whole``: with nothing for home. None where the helpers lack room.
+
+        Several helpers are asked for the whole only where home could hardly take a layer.
+        """
+        if whole and len(self._helpers) > 1 and self._home_layers() > _HARDLY:
+            return None
+        bounds = cut_bounds(self._prompt.layers, [helper.held for helper in self._helpers], whole=whole)
+        if bounds is None:
+            return None
+        starts = [
+            (chunk, cuts)
+            for chunk in self._sizes()
+            if (cuts := self._even_layers(chunk, bounds, whole=whole))
+        ]
+        quick = [start for start in starts if self._steps_fit(*start)] or starts[:1]
+        moved = range(1, len(self._helpers) + (0 if whole else 1))
+        least = 0 if whole else 1
+
+        def price(cuts: Cuts, chunk: int) -> Timeline | None:
+            fits = _apart(cuts, least) and self._layers_fit(cuts, chunk)
+            return self._chain.layers(cuts, chunk) if fits else None
+
+        return self._best(quick, price, moved, lambda chunk: 1)
+
+    def tokens(self) -> Found | None:
+        """Layer after layer, each machine on tokens of its own.
+
+        None as above, for too short a prompt, or where a helper does not have all layers.
+        """
+        if any(helper.held is not None for helper in self._helpers):
+            return None
+        ends = self._even_tokens()
+        starts = [(chunk, cuts) for chunk in self._sizes() if (cuts := self._rounded(ends, chunk))]
+
+        def price(cuts: Cuts, chunk: int) -> Timeline | None:
+            return self._chain.tokens(cuts, chunk) if _apart(cuts, 1) and self._tokens_fit(cuts) else None
+
+        moved = range(1, len(self._helpers) + 1)
+        # With one helper each size has a best cut of its own; with several, one size says enough.
+        groups = [[start] for start in starts] if len(moved) == 1 else [starts]
+        best = [found for group in groups if (found := self._best(group, price, moved, lambda chunk: chunk))]
+        if not self._prompt.exact_chunks and len(self._prompt.new) < _MANY * CHUNKS[-1]:
+            best = [self._fitted(found, price) for found in best]
+        return min(best, key=lambda found: found.total_s, default=None)
+
+    def _fitted(self, found: Found, price: Callable[[Cuts, int], Timeline | None]) -> Found:
+        """With chunks of nearly that size, as many for each helper: so its cut moves by less than a chunk.
+
+        Where balanced machines should be cut is seldom a whole number of the usual chunks.
+        """
+        cached, *ends, tokens = found.cuts
+        most = max(found.chunk, CHUNKS[-1])
+
+        def sized(counts: Sequence[int], chunk: int) -> Found | None:
+            cuts = (cached, *(cached + count * chunk for count in counts), tokens)
+            if not 0 < chunk <= most or cuts[-2] >= tokens:
+                return None
+            timeline = price(cuts, chunk)
+            self.evaluations += timeline is not None
+            return Found(cuts, chunk, timeline) if timeline is not None else None
+
+        def fitted(counts: Sequence[int], at: Found) -> Found:
+            for step in (max(1, found.chunk // parts) * way for parts in _FINER for way in (1, -1)):
+                for _ in range(_MOVES):
+                    moved = sized(counts, at.chunk + step)
+                    if moved is None or moved.total_s >= at.total_s:
+                        break
+                    at = moved
+            return at
+
+        counts = [(end - cached) // found.chunk for end in ends]
+        best = fitted(counts, found)
+        if best.chunk + found.chunk // _FINER[-1] < most:
+            return best
+        # They would be longer still: one more for the first helper, for the others in proportion.
+        more = [count + count // counts[0] for count in counts]
+        begun = sized(more, found.chunk * counts[0] // more[0])
+        return best if begun is None else min(best, fitted(more, begun), key=lambda one: one.total_s)
+
+    def _sizes(self) -> list[int]:
+        """Chunk sizes to try, ascending; one that is longer than the prompt is as good as the prompt.
+
+        A smaller one than these is what a busy machine takes alone, not to keep others waiting; shared with
+        helpers it would mostly cost what each chunk costs.
+        """
+        own, new = self._prompt.chunk, len(self._prompt.new)
+        if self._prompt.exact_chunks:
+            return [own]
+        sizes = sorted({*CHUNKS, max(own, CHUNKS[0])})
+        return [size for size in sizes if size <= new] or sizes[:1]
+
+    # ---- Search -------------------------------------------------------------------------------------------
+
+    def _best(
+        self,
+        starts: Sequence[tuple[int, Cuts]],
+        price: Callable[[Cuts, int], Timeline | None],
+        moved: Sequence[int],
+        unit: Callable[[int], int],
+    ) -> Found | None:
+        def at(chunk: int, cuts: Cuts) -> Found | None:
+            found = price(cuts, chunk)
+            self.evaluations += found is not None
+            return Found(cuts, chunk, found) if found is not None else None
+
+        def climbed(found: Found) -> Found:
+            for index, way in _moves(moved):
+                while better := at(found.chunk, _shifted(found.cuts, index, way * unit(found.chunk))):
+                    if better.total_s >= found.total_s:
+                        break
+                    found = better
+            return found
+
+        begun = _descended(len(starts), lambda index: at(*starts[index]))
+        if not begun:
+            return None
+        begun.sort(key=lambda found: found.total_s)
+        close = [found for found in begun if found.total_s <= _CLOSE * begun[0].total_s]
+        # With several helpers the cuts of one size say enough about the others.
+        return min(map(climbed, close if len(moved) <= 1 else close[:1]), key=lambda found: found.total_s)
+
+    # ---- Where balanced machines are cut -------------------------------------------------------------------
+
+    def _home_layers(self) -> float:
+        """Home's part if everybody computed for the same time."""
+        prompt = self._prompt
+        speeds = [helper.place.speed for helper in self._helpers]
+        rates = [1 / speed.total(1.0, prompt.new, prompt.chunk) for speed in (*speeds, self._home)]
+        return prompt.layers * rates[-1] / sum(rates)
+
+    def _even_layers(self, chunk: int, bounds: Sequence[Part], *, whole: bool) -> Cuts | None:
+        """Layers in proportion to how many of them a machine, or its link, gets through in the same time."""
+        prompt, layers = self._prompt, self._prompt.layers
+        sent = prompt.kv_bytes_per_token * len(prompt.new)
+        rates, rooms = [], []
+        for helper in self._helpers:
+            busy_s = max(helper.place.speed.total(1.0, prompt.new, chunk), helper.place.link.seconds(sent))
+            rates.append(1 / busy_s)
+            rooms.append(self._layers_room(helper, chunk))
+        if not whole:
+            rates.append(1 / self._home.total(1.0, prompt.new, chunk))
+        cuts, left_rate = [0], sum(rates)
+        for rate, room, (low, high) in zip(rates[: len(rooms)], rooms, bounds, strict=True):
+            share = round((layers - cuts[-1]) * rate / left_rate)
+            cut = max(low, cuts[-1] + 1, min(high, cuts[-1] + min(share, room)))
+            if cut > min(high, cuts[-1] + room):
+                return None
+            cuts.append(cut)
+            left_rate -= rate
+        return (*cuts, layers)
+
+    def _even_tokens(self) -> list[float]:
+        """Where each helper's tokens end if everybody takes the same time."""
+        prompt = self._prompt
+        low_s, high_s = 0.0, self._home.total(1.0, prompt.new, prompt.chunk)
+        ends = self._filled(high_s)
+        for _ in range(_HALVINGS):
+            middle_s = (low_s + high_s) / 2
+            tried = self._filled(middle_s)
+            if self._home.fitting(tried[-1], middle_s, prompt.chunk) >= prompt.tokens - tried[-1]:
+                high_s, ends = middle_s, tried
+            else:
+                low_s = middle_s
+        return ends
+
+    def _rounded(self, ends: Sequence[float], chunk: int) -> Cuts | None:
+        """Cuts between chunks that are near, if there are chunks for everybody."""
+        prompt = self._prompt
+        last = math.ceil(len(prompt.new) / chunk) - 1  # a chunk for home
+        cuts, before = [prompt.cached], 0
+        for i, end in enumerate(ends):
+            unit = min(round((end - prompt.cached) / chunk), last - (len(ends) - 1 - i))
+            before = max(before + 1, unit)
+            cuts.append(prompt.cached + before * chunk)
+        return (*cuts, prompt.tokens) if cuts[-1] < prompt.tokens else None
+
+    def _filled(self, seconds: float) -> list[float]:
+        """Where each helper's tokens end if it, and every link that it sends on, is busy for ``seconds``."""
+        prompt, kv, chunk = self._prompt, max(1, self._prompt.kv_bytes_per_token), self._prompt.chunk
+        ends, at = [], float(prompt.cached)
+        for helper, onward in zip(self._helpers, self._onward, strict=True):
+            link, room = helper.place.link, helper.room_bytes - self._weights_bytes(helper)
+            end = at + helper.place.speed.fitting(at, seconds, chunk)
+            end = min(end, at + seconds * max(1.0, link.bytes_per_s) / kv)
+            if onward is not None:
+                end = min(end, prompt.cached + seconds * max(1.0, onward.bytes_per_s) / kv)
+            end = min(end, (room + at * prompt.hidden_bytes) / (kv + prompt.hidden_bytes), prompt.tokens)
+            at = max(at, end)
+            ends.append(at)
+        return ends
+
+    # ---- Bounds -------------------------------------------------------------------------------------------
+
+    def _layers_room(self, helper: SearchHelper, chunk: int) -> int:
+        """How many layers' rows, and weights where they are not loaded, it has room for."""
+        prompt = self._prompt
+        room, per_layer = helper.room_bytes - 2 * chunk * prompt.hidden_bytes, 0.0
+        if not helper.loaded:
+            # No part has both ends of the model, the embedding and the head; which one, is not known yet.
+            room -= prompt.outside_bytes
+            per_layer = max(0, prompt.weights_bytes - prompt.outside_bytes) / prompt.layers
+        per_layer += prompt.kv_bytes_per_token * prompt.tokens / prompt.layers
+        if room == math.inf or room >= per_layer * prompt.layers:
+            return prompt.layers
+        return max(0, math.floor(room / per_layer))
+
+    def _layers_fit(self, cuts: Cuts, chunk: int) -> bool:
+        parts = itertools.pairwise(cuts)
+        return all(
+            b - a <= self._layers_room(helper, chunk)
+            and (helper.held is None or helper.held[0] <= a <= b <= helper.held[1])
+            for helper, (a, b) in zip(self._helpers, parts, strict=False)
+        )
+
+    def _tokens_fit(self, cuts: Cuts) -> bool:
+        """Rows of all tokens up to its own last, and its own tokens' hidden states between two layers."""
+        prompt = self._prompt
+        return all(
+            self._weights_bytes(helper) + b * prompt.kv_bytes_per_token + (b - a) * prompt.hidden_bytes
+            <= helper.room_bytes
+            for helper, (a, b) in zip(self._helpers, itertools.pairwise(cuts), strict=False)
+        )
+
+    def _weights_bytes(self, helper: SearchHelper) -> int:
+        return 0 if helper.loaded else self._prompt.weights_bytes
+
+    def _steps_fit(self, chunk: int, cuts: Cuts) -> bool:
+        """Whether nobody computes for longer at a time than it should, at the end of the prompt."""
+        prompt = self._prompt
+        start = max(prompt.cached, prompt.tokens - chunk)
+        machines = [(helper.place.speed, helper.step_s) for helper in self._helpers]
+        machines.append((self._home, self._home_step_s))
+        return all(
+            speed.seconds((b - a) / prompt.layers, start, chunk) <= step_s
+            for (speed, step_s), (a, b) in zip(machines, itertools.pairwise(cuts), strict=True)
+        )
+
+
+def _apart(cuts: Cuts, least_last: int) -> bool:
+    """Whether every helper has a part, and the last machine as much as it must."""
+    return all(a < b for a, b in itertools.pairwise(cuts[:-1])) and cuts[-1] - cuts[-2] >= least_last
+
+
+def _moves(moved: Sequence[int]) -> list[tuple[int, int]]:
+    return [(index, way) for index in moved for way in (1, -1)]
+
+
+def _shifted(cuts: Cuts, index: int, by: int) -> Cuts:
+    return (*cuts[:index], cuts[index] + by, *cuts[index + 1 :])
+
+
+def _descended(count: int, at_index: Callable[[int], Found | None]) -> list[Found]:
+    """What was found from the middle on in the direction in which it gets better, until it gets worse."""
+    found: dict[int, Found] = {}
+
+    def seen(index: int) -> float:
+        if index not in found and 0 <= index < count and (made := at_index(index)) is not None:
+            found[index] = made
+        return found[index].total_s if index in found else math.inf
+
+    at = count // 2
+    way = -1 if seen(at - 1) < seen(at) else 1
+    while seen(at + way) <= seen(at) < math.inf:
+        at += way
+    if not found:  # what does not fit in the middle may fit in smaller chunks
+        for at in range(count):
+            seen(at)
+    return list(found.values())

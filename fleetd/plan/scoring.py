@@ -1,0 +1,194 @@
+"""Whether reading a prompt twice pays: a small model scores it, then a large one prefills what matters.
+
+    smart = scoring on the slowest scorer + prefill of the part that is kept      dense = the best other way
+
+Of a share q that is kept, linear work shrinks with q and attention with q² (SpecPrefill, arXiv 2502.02789,
+section 4). Here each term is priced from what the machines measured of themselves.
+
+Several scorers share a prompt by segments, each with the prompt's head and the question around it. Small
+machines are taken first: the large ones are wanted for what only they can hold. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fleetd import limits
+from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
+from fleetd.plan.route import ADVANTAGE, SHARING
+
+Code = Literal["", "no_scorer", "slower", "margin"]
+
+# Head, question and look-ahead around each segment, in tokens.
+AROUND_TOKENS = 384
+# A scorer stops at a calibrated layer; until it has told which, about this share of its layers counts.
+EXIT_SHARE = 0.6
+# Text in bytes per token, for the way to another machine; scores come back as about as many.
+_TEXT_BYTES, _SCORE_BYTES = 4, 120
+# How much later the first token may be with small machines only, before others are asked after all.
+_SMALL_FIRST = 1.25
+_SMALL = frozenset({"tiny", "small"})
+
+
+@dataclass(frozen=True, slots=True)
+class Scorer:
+    """A machine that has the compressor. ``speed`` is that model's there, over ``share`` of its layers.
+
+    ``link`` leads to it, None for this machine. ``load_s``: until it is loaded. ``running``: what else
+    computes there. ``context_tokens``: what it reads at once, 0 where unknown. ``measured``: ``speed`` is.
+    """
+
+    node_id: str
+    name: str
+    speed: PrefillSpeed
+    share: float = EXIT_SHARE
+    link: LinkSpeed | None = None
+    tier: str = ""
+    load_s: float = 0.0
+    running: int = 0
+    context_tokens: int = 0
+    measured: bool = True
+
+    def seconds(self, tokens: int, segments: int = 1) -> float:
+        """To score so many tokens in so many segments, one after another."""
+        if tokens <= 0 or segments <= 0:
+            return 0.0
+        each = math.ceil(tokens / segments) + AROUND_TOKENS
+        computed_s = segments * self.speed.total(self.share, range(each), MEASURED_TOKENS)
+        there_s = 0.0
+        if self.link is not None:
+            n_bytes = tokens * (_TEXT_BYTES + _SCORE_BYTES)
+            there_s = segments * self.link.rtt_s + self.link.seconds(n_bytes)
+        return self.load_s + computed_s * (1 + SHARING * self.running) + there_s
+
+
+@dataclass(frozen=True, slots=True)
+class SmartPrefillQuestion:
+    """A prompt of ``tokens``, of which ``ratio`` shall be kept.
+
+    ``target``: the machine and model that answer, None where nobody knows their speed. ``dense_s``: the best
+    way without dropping anything, what is cached already counted, and ``kept_s`` the best way of reading what
+    is kept, with others' help; 0 where unknown.
+    """
+
+    tokens: int
+    ratio: float
+    target: PrefillSpeed | None
+    chunk: int = MEASURED_TOKENS
+    dense_s: float = 0.0
+    kept_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A scorer's part of the text: shares of its length, [first, last), cut into ``count`` equal segments."""
+
+    scorer: Scorer
+    first: float
+    last: float
+    count: int = 1
+
+    def seconds(self, tokens: int) -> float:
+        """Of a text of so many tokens."""
+        return self.scorer.seconds(math.ceil(tokens * (self.last - self.first)), self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class SmartPlan:
+    """``predicted_s`` = ``score_s`` + ``prefill_s``, against ``dense_s``; 0 where it is not known.
+
+    ``code`` "" is worth it; any other says why not, and ``reason`` says it with the figures.
+    """
+
+    parts: tuple[Segments, ...] = ()
+    score_s: float = 0.0
+    prefill_s: float = 0.0
+    dense_s: float = 0.0
+    code: Code = ""
+    reason: str = ""
+
+    @property
+    def predicted_s(self) -> float:
+        return self.score_s + self.prefill_s
+
+    @property
+    def worth_it(self) -> bool:
+        return not self.code
+
+
+def plan(asked: SmartPrefillQuestion, scorers: Iterable[Scorer]) -> SmartPlan:
+    """The best way to score a prompt, and whether it beats reading all of it. Order changes nothing."""
+    able = sorted(scorers, key=lambda s: (s.seconds(asked.tokens), s.node_id))
+    if not able:
+        return SmartPlan(dense_s=asked.dense_s, code="no_scorer", reason="No machine has a compressor.")
+    score_s, parts = _best(asked.tokens, able)
+    small = [scorer for scorer in able if scorer.tier in _SMALL]
+    if small and len(small) < len(able):
+        small_s, small_parts = _best(asked.tokens, small)
+        prefill_s = _prefill_s(asked)
+        if small_s + prefill_s <= _SMALL_FIRST * (score_s + prefill_s):
+            score_s, parts = small_s, small_parts
+    return _judged(asked, parts, score_s)
+
+
+def _judged(asked: SmartPrefillQuestion, parts: tuple[Segments, ...], score_s: float) -> SmartPlan:
+    prefill_s = _prefill_s(asked)
+    code: Code = ""
+    reason = ""
+    measured = all(part.scorer.measured for part in parts) and asked.target is not None
+    if measured and asked.dense_s > 0 and score_s + prefill_s > ADVANTAGE * asked.dense_s:
+        code = "margin" if score_s + prefill_s <= asked.dense_s else "slower"
+        reason = (
+            f"Scoring would take {score_s:.2f} s and prefilling {asked.ratio:.0%} of it {prefill_s:.2f} s; "
+            f"all of it takes {asked.dense_s:.2f} s."
+        )
+    return SmartPlan(parts, score_s, prefill_s, asked.dense_s, code, reason)
+
+
+def _prefill_s(asked: SmartPrefillQuestion) -> float:
+    """Of what is kept: its tokens see each other only."""
+    if asked.target is None:
+        return 0.0
+    alone_s = asked.target.total(1.0, range(math.ceil(asked.tokens * asked.ratio)), asked.chunk)
+    return min(alone_s, asked.kept_s) if asked.kept_s > 0 else alone_s
+
+
+def _best(tokens: int, able: Sequence[Scorer]) -> tuple[float, tuple[Segments, ...]]:
+    """Seconds and parts: as few machines as are not clearly slower than more of them."""
+    best_s = math.inf
+    best: tuple[Segments, ...] = ()
+    for count in range(1, min(len(able), limits.SMART_SCORERS) + 1):
+        parts = _divided(tokens, able[:count])
+        seconds = max(part.seconds(tokens) for part in parts)
+        if seconds < ADVANTAGE * best_s:
+            best_s, best = seconds, parts
+    return best_s, best
+
+
+def _divided(tokens: int, scorers: Sequence[Scorer]) -> tuple[Segments, ...]:
+    """Each by its pace, so that all are done at about the same time."""
+    # Two rounds: what a machine takes does not grow in proportion to its part.
+    shares = [1 / len(scorers)] * len(scorers)
+    for _ in range(2 if len(scorers) > 1 else 0):
+        paces = [
+            share / max(1e-9, scorer.seconds(max(1, round(tokens * share))))
+            for scorer, share in zip(scorers, shares, strict=True)
+        ]
+        shares = [pace / sum(paces) for pace in paces]
+    parts, first = [], 0.0
+    for place, (scorer, share) in enumerate(zip(scorers, shares, strict=True)):
+        last = 1.0 if place == len(scorers) - 1 else first + share
+        parts.append(Segments(scorer, first, last, _count(scorer, round(tokens * (last - first)))))
+        first = last
+    return tuple(parts)
+
+
+def _count(scorer: Scorer, tokens: int) -> int:
+    """Segments that a machine needs, as no model reads more than its context at once."""
+    room = scorer.context_tokens - AROUND_TOKENS
+    if scorer.context_tokens <= 0 or tokens <= room:
+        return 1
+    return min(limits.SMART_SEGMENTS, math.ceil(tokens / max(AROUND_TOKENS, room)))

@@ -1,0 +1,45 @@
+"""Ways to other machines, as jobs use them: opening sealed streams, and how fast one is going to be."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import AbstractContextManager
+
+from fleetd.errors import FleetError, NotFound
+from fleetd.p2p import bulk_connections
+from fleetd.p2p.bulk_connections import Expected
+from fleetd.p2p.links import PeerPath
+from fleetd.p2p.node import Node
+from fleetd.p2p.link_prober import Invitation
+
+
+class BulkDialer:
+    def __init__(self, node: Node) -> None:
+        self._node = node
+
+    def expect(self) -> AbstractContextManager[Expected]:
+        """Invite one visitor, for as long as the context lasts. Raises Overloaded."""
+        return self._node.bulk.expect()
+
+    async def connect(self, node_id: str, invited: Invitation) -> socket.socket:
+        """To where a member expects this machine, over the best way for bulk, else over the others.
+
+        Raises PeerUnreachable, or NotFound for a stranger.
+        """
+        error: FleetError | None = None
+        for address in self._node.bulk_addresses(node_id):
+            try:
+                return await bulk_connections.connect(address, invited.ticket)
+            except FleetError as failed:
+                error = failed
+        raise error or NotFound(f"No address of {self._node.name_of(node_id)} is known.")
+
+    def best(self, node_id: str) -> PeerPath | None:
+        """The way that a stream would take; None where none works."""
+        peer = self._node.mesh.peers.get(node_id)
+        address = peer.paths.best_for_bulk() if peer is not None else None
+        return peer.paths.get(address) if peer is not None and address is not None else None
+
+
+def invitation(expected: Expected) -> Invitation:
+    return Invitation(expected.ticket, expected.key)

@@ -1,0 +1,56 @@
+"""What jobs share of waiting: for several things at once, with signs of life, for tasks to end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Iterable
+from typing import Any, TypeVar
+
+from fleetd.errors import FleetError
+
+_T = TypeVar("_T")
+_END: Any = object()
+
+
+async def gather_or_cancel(*work: Coroutine[Any, Any, _T]) -> list[_T]:
+    """All results in order. The first failure ends the others and is raised as it is."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except BaseExceptionGroup as failures:
+        known = [error for error in failures.exceptions if isinstance(error, FleetError)]
+        raise (known or failures.exceptions)[0] from None
+    return [task.result() for task in tasks]
+
+
+async def with_heartbeats(events: AsyncGenerator[_T, None], every_s: float) -> AsyncGenerator[_T | None, None]:
+    """The events, and None whenever none came for so long. The caller closes ``events``."""
+    pending: asyncio.Task[_T] | None = None
+    try:
+        while True:
+            pending = pending or asyncio.create_task(_next(events))
+            done, _ = await asyncio.wait({pending}, timeout=every_s)
+            if not done:
+                yield None
+                continue
+            event, pending = pending.result(), None
+            if event is _END:
+                return
+            yield event
+    finally:
+        if pending is not None:
+            await cancel_all([pending])
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks and wait until all of them have ended. What they raise is left in them."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    if ending:
+        await asyncio.wait(ending)
+
+
+async def _next(events: AsyncGenerator[_T, None]) -> _T:
+    found: _T = await anext(events, _END)
+    return found

@@ -1,0 +1,1 @@
+"""Drafters from the daemon's side: finding one for an answer, and drafting for others."""

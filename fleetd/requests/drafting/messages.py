@@ -1,0 +1,71 @@
+"""What machines say to each other about drafts, each a request of its own on their session.
+
+One is asked to draft for another one's answer:
+
+    → FOLLOW  Ask                     which model is to draft, and what its token ids must mean
+    ← b""*, Offer                     its engine is ready; where the answer's stream is expected
+    ← b""*, Done                      the text has ended
+
+The text itself and the drafts go from worker to worker (``engine/spec/draft_wire.py``).
+
+Errors and cancellation are the stream's own. All messages are bounded before they are decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.requests import message_codec
+from fleetd.requests.message_codec import Digest, ModelName, RequestId
+from fleetd.p2p.messages import reader
+from fleetd.p2p.link_prober import Invitation
+
+FOLLOW = "draft.follow"
+
+_Vocabulary = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-f]*$")]
+_Count = Annotated[int, Meta(ge=0, le=2**53)]
+
+
+class DraftQuestion(msgspec.Struct, frozen=True):
+    """``id``: of the request, as the machine that answers has it. ``vocabulary``: its model's."""
+
+    model: ModelName
+    digest: Digest
+    id: RequestId
+    vocabulary: _Vocabulary
+
+
+class DraftOffer(msgspec.Struct, frozen=True):
+    vocabulary: _Vocabulary
+    invitation: Invitation
+
+
+class DraftDone(msgspec.Struct, frozen=True):
+    """Tokens, as ``engine.protocol.Followed`` has them."""
+
+    drafted: _Count = 0
+    judged: _Count = 0
+    right: _Count = 0
+
+
+_T = TypeVar("_T")
+_readers: dict[type, Callable[[bytes], Any]] = {
+    kind: reader(kind, f"A peer's {kind.__name__}", limits.SHARE_MESSAGE_BYTES) for kind in (DraftQuestion, DraftOffer, DraftDone)
+}
+
+
+def encode(message: DraftQuestion | DraftOffer | DraftDone) -> bytes:
+    return message_codec.encode(message)
+
+
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """Raises ProtocolError for anything that is not one honest message of this kind."""
+    message: _T = _readers[kind](body)
+    if isinstance(message, DraftQuestion):
+        message_codec.check_name(message.model)
+    return message

@@ -1,0 +1,66 @@
+"""Drafting for answers of other machines: what a member may ask for, and how its text is followed here.
+
+    Ask ──► digest and vocabulary checked, engine loaded beside what runs ──► Offer ──► stream to the engine
+        ──► alive, alive … ──► Done
+
+The request's stream is the life of it: when the machine that asked is gone, so is everything begun for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import AbstractContextManager, aclosing
+from typing import Protocol
+
+from fleetd import limits
+from fleetd.engine.protocol import DraftFor, StreamTag
+from fleetd.requests.drafting import messages
+from fleetd.requests.drafting.client import DRAFTS, Pool, accepted, check_vocabulary, ended
+from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.remote import Stream, own_id
+from fleetd.requests.admission import ServingContext, ConcurrencyLimit
+from fleetd.requests.concurrency import with_heartbeats
+from fleetd.requests.bulk_dialer import invitation
+from fleetd.p2p.bulk_connections import Expected
+
+
+class _ArrivingStream(Protocol):
+    """``fleetd.requests.bulk_dialer.BulkDialer``."""
+
+    def expect(self) -> AbstractContextManager[Expected]: ...
+
+
+class DraftServer:
+    """The handler of ``wire.FOLLOW``."""
+
+    def __init__(self, meeting: _ArrivingStream, pool: Pool, host: ServingContext) -> None:
+        self._meeting = meeting
+        self._pool = pool
+        self._host = host
+        self._served = ConcurrencyLimit(host, "draft", limits.FOLLOWS, f"drafts for {limits.FOLLOWS} texts")
+
+    async def __call__(self, peer: str, body: bytes, stream: Stream) -> None:
+        """Raises FleetError: what the other side is told."""
+        ask = messages.decode(body, messages.DraftQuestion)
+        with self._served.visit(peer, ask.id) as visit:
+            async with (
+                aclosing(self._follow(ask)) as said,
+                aclosing(with_heartbeats(said, limits.JOB_ALIVE_S)) as beats,
+            ):
+                async for message in beats:
+                    stream.send(ALIVE if message is None else messages.encode(message))
+                    visit.done = visit.done or isinstance(message, messages.DraftDone)
+
+    async def _follow(self, ask: messages.DraftQuestion) -> AsyncGenerator[messages.DraftOffer | messages.DraftDone, None]:
+        folder = await self._host.holding(ask.model, ask.digest)
+        async with self._pool.assisting(folder, 0, 0) as engine:
+            check_vocabulary(engine.facts, ask.vocabulary)
+            follow = DraftFor(own_id(ask.id))
+            async with aclosing(engine.follow(follow)) as events:
+                await accepted(events)
+                with self._meeting.expect() as home:
+                    yield messages.DraftOffer(ask.vocabulary, invitation(home))
+                    sock = await home.socket()
+                await engine.give_stream(StreamTag(follow.id, DRAFTS, home.key, "acceptor"), sock)
+                done = await ended(events)
+                yield messages.DraftDone(done.drafted, done.judged, done.right)

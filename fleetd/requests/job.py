@@ -1,0 +1,96 @@
+"""One piece of work as a client asked for it: which model, what to generate, and where it came from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+import msgspec
+
+from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
+from fleetd.requests.smart_prefill.views import SmartPrefillResult
+from fleetd.plan.prefill.options import Way
+from fleetd.compression.policy import SmartPrefillPolicy
+
+Origin = Literal["socket", "http", "peer"]
+Exactness = Literal["exact", "plan", "lossy"]
+PlanKind = Literal[Way, "remote"]
+
+
+# English text in common tokenizers; only prices depend on it.
+CHARS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """``model`` as the client named it; "" or "default" is the configured one. ``route``: for the ledger.
+
+    ``local_only``: this machine or none. It holds for every job that came from a peer, so that no request
+    travels in circles. ``digest``: only a model of exactly this content will do; "" is any. ``smart``: how
+    its prompt is to be shortened; None reads it whole.
+    """
+
+    model: str
+    request: Generate
+    origin: Origin
+    route: str
+    local_only: bool = False
+    digest: str = ""
+    smart: SmartPrefillPolicy | None = None
+
+    @cached_property
+    def prompt_text(self) -> str:
+        """``prompt_text`` of its request, built once: prompts are long, and several decisions look at it."""
+        return prompt_text(self.request)
+
+    @property
+    def shareable(self) -> bool:
+        """Whether others may help; a prompt that came from another machine was allowed to leave that one."""
+        return self.origin == "peer" or not self.local_only
+
+
+def prompt_text(request: Generate) -> str:
+    """The prompt as one text, in the order in which a template renders it; roughly as long as that."""
+    match request.prompt:
+        case TokenPrompt(tokens):
+            return "".join(f"{token:<{CHARS_PER_TOKEN}}" for token in tokens)
+        case TextPrompt(text):
+            return text
+        case ChatPrompt(messages=messages, tools=tools):
+            return f"{tools or ''}{messages}"
+
+
+class Planned(msgspec.Struct, frozen=True):
+    """Comes before anything of the answer, and again when the job moves or goes on without its helpers.
+
+    ``nodes`` are names for people, "this" for the machine that was asked: of "remote" the machine that
+    answers, then its helpers; of "layers", "tokens" and "whole" (``plan.split``) the helpers, then "this".
+    ``reason``: why it changed. ``smart``: what came of smart prefill, where it was asked for.
+    """
+
+    kind: PlanKind
+    nodes: tuple[str, ...]
+    exactness: Exactness
+    reason: str = ""
+    smart: SmartPrefillResult | None = None
+
+    def __str__(self) -> str:
+        return f"{self.kind}; nodes={','.join(self.nodes)}"
+
+    @property
+    def answered_here(self) -> bool:
+        return self.kind != "remote"
+
+    @property
+    def shared(self) -> bool:
+        return self.kind not in ("local", "remote")
+
+    @property
+    def helpers(self) -> tuple[str, ...]:
+        return self.nodes[:-1] if self.shared else ()
+
+
+# What a machine is called in what it says of itself.
+THIS_NAME = "this"
+LOCAL = Planned("local", (THIS_NAME,), "exact")

@@ -1,0 +1,21 @@
+"""The models of this machine that others may ask for: those on its card, with just those files."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+from fleetd.errors import ModelNotFound
+from fleetd.p2p.membership.cards import Card
+
+
+class Models(Protocol):
+    def resolve(self, ref: str) -> Any: ...
+
+
+async def model_by_digest(models: Models, card: Card, model: str, digest: str) -> Any:
+    """The folder that ``card`` shows with this digest; its name here may be another. Raises ModelNotFound."""
+    name = next((m.name for m in card.models if m.digest == digest), None)
+    if name is None:
+        raise ModelNotFound(f"This machine does not have these files of {model} (any more).")
+    return await asyncio.to_thread(models.resolve, name)

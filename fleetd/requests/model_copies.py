@@ -1,0 +1,196 @@
+"""Models from a peer instead of the internet: who has the same files, and both ends of the copy.
+
+    here    MODEL_OFFER digest            →  names, sizes and hashes of its files, checked against the digest
+    here    MODEL_SEND digest, what lacks →  an invitation; a child process reads the sealed stream
+    there                                    a child process reads the files and seals them
+
+Whatever goes wrong with one peer, the next one is tried, and then the source that the model came from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Annotated, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.errors import (
+    DiskFull,
+    FleetError,
+    Overloaded,
+    PeerUnreachable,
+    ProtocolError,
+)
+from fleetd.requests.model_by_digest import model_by_digest
+from fleetd.requests.message_codec import Digest, encode
+from fleetd.requests.placement import canonical
+from fleetd.requests.bulk_dialer import BulkDialer, invitation
+from fleetd.models.copy import client
+from fleetd.models.catalog import find
+from fleetd.models.copy.messages import CopyNeed, CopyOffer, offer_of
+from fleetd.models.folder import ModelFolder
+from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.models.model_store import ModelStore
+from fleetd.observe import get_logger
+from fleetd.p2p import link_prober
+from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.p2p.messages import reader
+from fleetd.p2p.node import Node
+from fleetd.p2p.session.transport import PeerStream
+
+log = get_logger("fleetd.copies")
+
+MODEL_OFFER, MODEL_SEND = "model.offer", "model.send"
+_ATTEMPTS = 3
+# Stages of a copy that are the other machine's as well.
+_ON_THE_WAY = ("connecting", "copying")
+
+
+class CopyQuestion(msgspec.Struct, frozen=True):
+    digest: Digest
+
+
+class Order(msgspec.Struct, frozen=True):
+    digest: Digest
+    needs: Annotated[list[CopyNeed], Meta(max_length=limits.COPY_FILES)]
+
+
+# Each raises ProtocolError.
+_read_wanted: Callable[[bytes], CopyQuestion] = reader(CopyQuestion, "A peer's wish for a model")
+_read_order: Callable[[bytes], Order] = reader(Order, "A peer's order of a model")
+_read_offer: Callable[[bytes], CopyOffer] = reader(CopyOffer, "A peer's offer of a model")
+
+
+class CopySource(Protocol):
+    def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]: ...
+
+
+class ModelCopies:
+    """Serves this machine's models to peers, and fetches theirs."""
+
+    def __init__(self, node: Node, models: ModelStore, own_card: Callable[[], Card]) -> None:
+        self._node = node
+        self._ways = BulkDialer(node)
+        self._models = models
+        self._own_card = own_card
+        self._given = 0
+        node.handle(MODEL_OFFER, self._offer)
+        node.handle(MODEL_SEND, self._send)
+
+    # ---- fetching ----------------------------------------------------------------------------------------
+
+    async def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]:
+        """From a peer that has it, else from where it comes from; nothing for a model that is here.
+
+        Raises:
+            FleetError: as ``ModelStore.pull``.
+        """
+        for node_id, model in await self._holders(ref):
+            try:
+                async with aclosing(self._copy(node_id, model)) as steps:
+                    async for step in steps:
+                        yield step
+            except DiskFull:
+                raise
+            except FleetError as error:
+                log.warning(
+                    "copy.failed", peer=self._node.name_of(node_id), model=model.name, error=str(error)
+                )
+            else:
+                return
+        async with aclosing(self._models.pull(ref)) as steps:
+            async for step in steps:
+                yield step
+
+    async def _holders(self, ref: str) -> list[tuple[str, ModelCard]]:
+        """Peers that have the model, the fastest way first; of different files only the most common ones."""
+        with contextlib.suppress(FleetError):
+            await asyncio.to_thread(self._models.resolve, ref)
+            return []
+        name, entry = canonical(ref), find(ref)
+        pinned = entry.revision if entry is not None else None
+        mesh = self._node.mesh
+        found = [
+            (card.node_id, model)
+            for card in mesh.cards
+            for model in card.models
+            if model.name == name
+            and model.digest
+            and (pinned is None or model.revision == pinned)
+            and (peer := mesh.peers.get(card.node_id)) is not None
+            and peer.usable
+        ]
+        counts: dict[str, int] = {}
+        for _, model in found:
+            counts[model.digest] = counts.get(model.digest, 0) + 1
+        common = max(counts, key=lambda digest: (counts[digest], digest), default="")
+        found = [(node_id, model) for node_id, model in found if model.digest == common]
+        found.sort(key=lambda item: (-self._speed(item[0]), item[0]))
+        return found[:_ATTEMPTS]
+
+    def _speed(self, node_id: str) -> float:
+        best = self._ways.best(node_id)
+        return best.expected_bytes_per_s if best is not None else 0.0
+
+    async def _copy(self, node_id: str, model: ModelCard) -> AsyncGenerator[PullProgress, None]:
+        name = self._node.name_of(node_id)
+        log.info("copy.begins", peer=name, model=model.name)
+        body = encode(CopyQuestion(model.digest))
+        offer = _read_offer(await self._node.ask(node_id, MODEL_OFFER, body, within_s=limits.COPY_OFFER_S))
+        opened: list[PeerStream] = []
+
+        async def connect(needs: list[CopyNeed]) -> tuple[socket.socket, bytes]:
+            stream = self._node.request(node_id, MODEL_SEND, encode(Order(model.digest, needs)))
+            opened.append(stream)
+            try:
+                async with asyncio.timeout(limits.COPY_OFFER_S):
+                    answer = await stream.receive()
+            except TimeoutError:
+                raise PeerUnreachable(f"{name} did not answer within {limits.COPY_OFFER_S:.0f} s.") from None
+            if answer is None:
+                raise ProtocolError(f"{name} gave no invitation.")
+            invited = link_prober.invitation(answer)
+            return await self._ways.connect(node_id, invited), invited.key
+
+        try:
+            steps = client.receive(
+                offer, self._models.models_dir, connect, name=model.name, digest=model.digest
+            )
+            async with aclosing(steps):
+                async for step in steps:
+                    if step.stage in _ON_THE_WAY:
+                        step = msgspec.structs.replace(step, file=f"{step.file} from {name}".strip())
+                    yield step
+        finally:
+            for stream in opened:
+                stream.cancel()
+
+    # ---- serving -----------------------------------------------------------------------------------------
+
+    async def _offer(self, _peer: str, body: bytes, stream: PeerStream) -> None:
+        folder = await self._holding(_read_wanted(body).digest)
+        stream.send(encode(await asyncio.to_thread(offer_of, self._models, folder)))
+
+    async def _send(self, peer: str, body: bytes, stream: PeerStream) -> None:
+        order = _read_order(body)
+        if self._given >= limits.COPIES_GIVEN:
+            raise Overloaded(f"This machine gives {limits.COPIES_GIVEN} copies already.")
+        self._given += 1
+        try:
+            folder = await self._holding(order.digest)
+            with self._ways.expect() as expected:
+                stream.send(encode(invitation(expected)))
+                log.info("copy.serving", peer=self._node.name_of(peer), model=folder.name)
+                await client.send(folder.path, order.needs, await expected.socket(), expected.key)
+        finally:
+            self._given -= 1
+
+    async def _holding(self, digest: str) -> ModelFolder:
+        folder: ModelFolder = await model_by_digest(self._models, self._own_card(), "that model", digest)
+        return folder

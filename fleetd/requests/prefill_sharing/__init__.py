@@ -1,0 +1,1 @@
+"""Shared prefill from the daemon's side: asking helpers, and helping others."""

@@ -1,0 +1,200 @@
+"""One shared prefill seen from the machine that answers: its helpers agree, get their streams, are watched.
+
+    Ask ──► every helper at once ──► Offer: compared
+    Go  ──► every helper           here: dial each helper; expect the last one, if its output comes here
+    from then on each helper's request is watched: it computes, is done, failed, or is silent
+
+Knows neither why these helpers were chosen nor what follows from a failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fleetd import limits
+from fleetd.engine.protocol import Arithmetic, StepTime, StreamTag
+from fleetd.errors import FleetError, PeerLost, ProtocolError
+from fleetd.requests.remote import Stream, next_message, said_by
+from fleetd.requests.prefill_sharing import messages
+from fleetd.requests.prefill_sharing.compatibility import compare
+from fleetd.requests.concurrency import gather_or_cancel
+from fleetd.requests.bulk_dialer import invitation
+from fleetd.p2p.bulk_connections import Expected
+from fleetd.p2p.link_prober import Invitation
+from fleetd.plan.prefill.split import Split
+
+
+class Partners(Protocol):
+    """The rest of the fleet, as far as sharing needs it (``fleetd.fleet.Fleet``)."""
+
+    @property
+    def node_id(self) -> str: ...
+    def request(self, node_id: str, method: str, body: bytes) -> Stream: ...
+    def expect(self) -> AbstractContextManager[Expected]: ...
+    async def connect(self, node_id: str, invited: Invitation) -> socket.socket: ...
+
+
+class Engine(Protocol):
+    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharingTerms:
+    """What is agreed on. ``id``: of the request; ``arithmetic``: of the engine here.
+
+    ``own_chunks``: the prompt is cut into chunks as it would be here alone.
+    """
+
+    id: str
+    model: str
+    digest: str
+    split: Split
+    arithmetic: Arithmetic
+    own_chunks: bool
+
+
+@dataclass(slots=True)
+class AgreedHelper:
+    """``failed``: why it is given up; ``steps``: what it did, once it is done."""
+
+    node_id: str
+    name: str
+    place: int
+    stream: Stream = field(init=False)
+    offer: messages.AssistOffer = field(init=False)
+    ready: bool = False
+    failed: FleetError | None = None
+    steps: Sequence[StepTime] | None = None
+
+
+class Agreement:
+    """Args:
+    helpers: node ids and names, in the order of the chain.
+    """
+
+    def __init__(
+        self, partners: Partners, engine: Engine, terms: SharingTerms, helpers: Sequence[tuple[str, str]]
+    ) -> None:
+        self.helpers = [AgreedHelper(node_id, name, place) for place, (node_id, name) in enumerate(helpers)]
+        self._partners = partners
+        self._engine = engine
+        self._terms = terms
+        self._opened: list[Stream] = []
+
+    async def reach(self, within_s: float = limits.SHARE_SETUP_S) -> bool:
+        """Once every stream is with the engine: whether the result will be exactly this machine's own.
+
+        Raises FleetError; then some helper has ``failed``, unless the fault is here.
+        """
+        try:
+            async with asyncio.timeout(within_s):
+                exact = await gather_or_cancel(*(self._ask(helper) for helper in self.helpers))
+                await self._unless_one_fails(self._connect())
+        except TimeoutError:
+            late = PeerLost(f"It did not agree to help within {within_s:.1f} s.")
+            for helper in self.helpers:
+                if not helper.ready:
+                    helper.failed = late
+            names = ", ".join(helper.name for helper in self.helpers if not helper.ready)
+            raise PeerLost(f"{names} did not agree to help within {within_s:.1f} s.") from None
+        return all(exact)
+
+    async def watch(self) -> None:
+        """Return when every helper is done. Raises the first one's failure, at once."""
+        await gather_or_cancel(*(self._watch(helper) for helper in self.helpers))
+
+    def close(self) -> None:
+        """End what is not done, there as well; idempotent."""
+        for stream in self._opened:
+            stream.cancel()
+
+    # ---- one helper --------------------------------------------------------------------------------------
+
+    async def _ask(self, helper: AgreedHelper) -> bool:
+        terms = self._terms
+        ask = messages.AssistQuestion(terms.model, terms.digest, terms.split, helper.place, terms.id, terms.arithmetic)
+        with _blaming(helper):
+            helper.stream = self._partners.request(helper.node_id, messages.ASSIST, messages.encode(ask))
+            self._opened.append(helper.stream)
+            helper.offer = offer = messages.decode(await require_message(helper.stream), messages.AssistOffer)
+            if (offer.input is None) != (helper.place == 0):
+                raise ProtocolError(f"{helper.name} expects streams that this split does not have.")
+            layers, sparse = terms.split.layers_of(helper.place), bool(terms.split.span)
+            return compare(
+                terms.arithmetic, offer.arithmetic, layers, own_chunks=terms.own_chunks, sparse=sparse
+            )
+
+    async def _connect(self) -> None:
+        split = self._terms.split
+        with ExitStack() as stack:
+            own: Expected | None = None
+            if split.kind == "layers" and split.layers_of(split.helpers):
+                own = stack.enter_context(self._partners.expect())
+            for helper in self.helpers:
+                with _blaming(helper):
+                    helper.stream.send(messages.encode(self._go(helper, own)))
+                    helper.stream.end()
+            work = [self._dial(helper) for helper in self.helpers]
+            if own is not None:
+                work.append(self._visited(self.helpers[-1], own))
+            await gather_or_cancel(*work)
+
+    def _go(self, helper: AgreedHelper, own: Expected | None) -> messages.AssistGo:
+        if helper is not self.helpers[-1]:
+            following = self.helpers[helper.place + 1]
+            return messages.AssistGo(following.node_id, following.offer.input)
+        return messages.AssistGo() if own is None else messages.AssistGo(self._partners.node_id, invitation(own))
+
+    async def _dial(self, helper: AgreedHelper) -> None:
+        with _blaming(helper):
+            invited = helper.offer.home
+            sock = await self._partners.connect(helper.node_id, invited)
+        tag = StreamTag(self._terms.id, f"helper{helper.place}", invited.key, "connector")
+        await self._engine.give_stream(tag, sock)
+        helper.ready = True
+
+    async def _visited(self, helper: AgreedHelper, own: Expected) -> None:
+        with _blaming(helper):
+            sock = await own.socket()
+        await self._engine.give_stream(StreamTag(self._terms.id, "in", own.key, "acceptor"), sock)
+
+    async def _unless_one_fails(self, work: Coroutine[Any, Any, None]) -> None:
+        """A helper that is gone opens no streams: nobody waits for them then."""
+        working, watching = asyncio.create_task(work), asyncio.create_task(self.watch())
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                await watching
+            await working
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+
+    async def _watch(self, helper: AgreedHelper) -> None:
+        if helper.steps is not None:
+            return
+        with _blaming(helper):
+            helper.steps = messages.decode(await require_message(helper.stream), messages.AssistDone).steps
+
+
+@contextmanager
+def _blaming(helper: AgreedHelper) -> Iterator[None]:
+    """Errors inside are this helper's, and carry its name."""
+    try:
+        yield
+    except FleetError as error:
+        helper.failed = said_by(helper.name, error)
+        raise helper.failed from error
+
+
+async def require_message(stream: Stream) -> bytes:
+    """The next message that says more than that it is alive. Raises PeerLost for silence."""
+    if (body := await next_message(stream)) is None:
+        raise ProtocolError("It ended its help without having done it.")
+    return body

@@ -1,0 +1,433 @@
+"""Prompts that other machines help to prefill: decided for each, agreed, watched, and written down.
+
+    possible? ──no──► today's path, untouched
+        │ yes
+    Generate(shared) ─► Accepted ─► planned ─► local ──────────────────────► Alone
+                                       └─────► all helpers agree? ──no─────► Alone
+                                                 └─yes─► Share ─► one fails ► Alone, from what is verified
+                                                           └────► Shared
+
+Whatever goes wrong with helpers, the answer comes: sharing fails no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.protocol import (Accepted, Event, Finished, Generate, Loading, Ready, PrefillShared, Shared, StepTime)
+from fleetd.errors import ContextLengthExceeded, EngineError, FleetError, ModelNotFound, PeerError, from_code
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
+from fleetd.requests.placement import Member
+from fleetd.requests.prefill_sharing import agreement, planner_facts, messages
+from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
+from fleetd.requests.backoff import PeerBackoff
+from fleetd.requests.prefill_sharing.planner_facts import PartOfSplit
+from fleetd.requests.prefill_sharing.record import Account, SharingRecord
+from fleetd.requests.prefill_sharing.views import DrafterView, PlanQuestion, PlanView, Trace
+from fleetd.requests.concurrency import cancel_all
+from fleetd.observe import get_logger
+from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.prefill.options import PlanChoice, Load, PrefillOption
+from fleetd.plan.prefill.options import HelperSpec as PlannedMachine
+from fleetd.plan.speed_corrections import SpeedCorrections
+from fleetd.plan.prefill.choice import AFTER_PREFILL
+
+log = get_logger("fleetd.sharing")
+
+# Nobody waits longer for helpers than they would save; but this much is forgiven to a busy machine.
+_SETUP_LEAST_S = 0.5
+# For the helpers' own accounts of what they did; they come with the last bytes or not at all.
+_ACCOUNTS_S = 2.0
+_WARM_WITHIN_S = 5.0
+# The planner's name for the step that is over when a share begins.
+_AGREED = "agreed"
+
+
+class Partners(agreement.Partners, Protocol):
+    """``fleetd.fleet.Fleet``."""
+
+    def machines(self) -> Iterable[Member]: ...
+    async def ask(self, node_id: str, method: str, body: bytes, *, within_s: float) -> bytes: ...
+
+
+class Engine(agreement.Engine, Protocol):
+    """``fleetd.engine.supervisor.EngineProcess``."""
+
+    @property
+    def facts(self) -> Ready | None: ...
+    def share(self, share: PrefillShared) -> None: ...
+    def alone(self, request_id: str, reason: str = "") -> None: ...
+
+
+class Pool(Protocol):
+    def engine(self, folder: Any) -> Engine | None: ...
+    def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Loading | Event, None]: ...
+
+
+class Metrics(Protocol):
+    def fallback(self, reason: str) -> None: ...
+    def share(self, kind: str, outcome: str, n_bytes: int) -> None: ...
+
+
+class PrefillSharing:
+    """Args:
+    own_card: what this machine tells others of itself now.
+    record: keeps what came of a prompt (``traces.Traces.record``).
+    drafter: who drafts for an answer that runs (``drafts.drafting.Drafting.drafter``).
+    local_only: by the settings, no prompt leaves this machine.
+    """
+
+    def __init__(
+        self,
+        partners: Partners,
+        pool: Pool,
+        own_card: Callable[[], Card],
+        record: Callable[[Trace], None],
+        metrics: Metrics,
+        *,
+        drafter: Callable[[str], DrafterView | None] = lambda request_id: None,
+        local_only: bool = False,
+        monotonic: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.partners = partners
+        self.pool = pool
+        self.metrics = metrics
+        self.monotonic = monotonic
+        self.now = now
+        self.penalties = PeerBackoff()
+        self.paces = SpeedCorrections()
+        self._own_card = own_card
+        self._record = record
+        self._drafter = drafter
+        self._local_only = local_only
+        # By model: what its last prompt got, which the next one keeps where two ways are alike.
+        self._previous: dict[str, PrefillOption] = {}
+        self._warmed: dict[tuple[str, str], float] = {}
+        self._background: set[asyncio.Task[None]] = set()
+
+    # ---- one prompt --------------------------------------------------------------------------------------
+
+    def possible(self, job: Job, folder: Any) -> bool:
+        """Whether it is worth asking the engine for a prompt that waits. Cheap, above all where it is not."""
+        if self._local_only or not job.shareable:
+            return False
+        members = list(self.partners.machines())
+        if not members or (own := self.held(folder.name)) is None:
+            return False
+        engine = self.pool.engine(folder)
+        if engine is not None and engine.facts is not None and engine.facts.unshareable:
+            return False
+        if not any(planner_facts.may_help(member, own.digest) for member in members):
+            return False
+        return len(job.prompt_text) // CHARS_PER_TOKEN >= limits.SHARE_LEAST_TOKENS
+
+    async def stream(
+        self, job: Job, folder: Any, alone: Planned, arrived_s: float
+    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        """The answer's events; Planned before its Accepted, and again where it goes on without its helpers.
+
+        Args:
+            alone: what is told where nobody helps.
+            arrived_s: when the request came, on ``monotonic``.
+
+        Raises FleetError: the engine's own.
+        """
+        prompt = _SharedPrompt(self, folder, alone, SharingRecord(job.request.id, folder.name, self.now(), arrived_s))
+        request = msgspec.structs.replace(job.request, shared=True)
+        try:
+            async with aclosing(self.pool.stream(folder, request)) as events:
+                async for event in events:
+                    if isinstance(event, Shared):
+                        if (planned := prompt.ended(event)) is not None:
+                            yield planned
+                        continue
+                    if isinstance(event, Accepted):
+                        yield await prompt.decide(event)
+                    prompt.record.on_event(event, self.monotonic())
+                    if isinstance(event, Finished):
+                        prompt.record.drafted(self._drafter(event.id))
+                    yield event
+        except FleetError as error:
+            prompt.record.failed(error)
+            raise
+        finally:
+            prompt.close()
+
+    # ---- for people --------------------------------------------------------------------------------------
+
+    def plan(self, question: PlanQuestion, folder: Any) -> PlanView:
+        """What would be done with such a prompt now.
+
+        Raises:
+            ModelNotFound: the model is not loaded.
+            ContextLengthExceeded: it takes no such prompt.
+        """
+        engine, own = self.pool.engine(folder), self.held(folder.name)
+        if engine is None or engine.facts is None or own is None:
+            raise ModelNotFound(
+                f"{folder.name} is not loaded, so nothing is known of what a prompt would take.",
+                hint=f"Load it with `fleetctl models load {folder.name}`.",
+                param="model",
+            )
+        tokens = question.tokens or len(question.text or "") // CHARS_PER_TOKEN
+        if tokens > engine.facts.context_tokens:
+            most = engine.facts.context_tokens
+            raise ContextLengthExceeded(
+                f"{folder.name} takes {most} tokens; asked was for {tokens}.", param="tokens"
+            )
+        choice = self.choose(own, tokens, question.cached, MEASURED_TOKENS, engine.facts)
+        return PlanView(folder.name, tokens, min(question.cached, tokens), planner_facts.views(choice))
+
+    def best_s(self, folder: Any, tokens: int, cached: int, kept: int = 0) -> float:
+        """Seconds that the best way of computing such a prompt here would take; 0 where nobody knows.
+
+        ``kept``: of its tokens, those that are computed, where not all are.
+        """
+        engine, own = self.pool.engine(folder), self.held(folder.name)
+        if self._local_only or engine is None or engine.facts is None or own is None:
+            return 0.0
+        return self.choose(own, tokens, cached, MEASURED_TOKENS, engine.facts, kept).best.predicted_s
+
+    # ---- for prompts -------------------------------------------------------------------------------------
+
+    def held(self, name: str) -> ModelCard | None:
+        """The model on this machine, once its files are hashed."""
+        return next((m for m in self._own_card().models if m.name == name and m.digest), None)
+
+    def choose(
+        self, own: ModelCard, tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0
+    ) -> PlanChoice:
+        """``kept``: of the tokens, those that are computed, where not all are."""
+        here, *helpers = map(partial(self._paced, own), self.machines(own, facts))
+        asked = planner_facts.prompt(tokens, cached, chunk, facts, kept)
+        return planner_facts.choose(asked, here, helpers, self._previous.get(own.name))
+
+    def machines(self, own: ModelCard, facts: Ready) -> list[PlannedMachine]:
+        """This machine first, all by their own figures."""
+        now_s, card = self.monotonic(), self._own_card()
+        pace = planner_facts.pace(card, own, facts)
+        return [
+            planner_facts.home(card, own, facts),
+            *(
+                planner_facts.helper(member, own, facts, pace, self.penalties.reason(member.card.node_id, now_s))
+                for member in self.partners.machines()
+            ),
+        ]
+
+    def _paced(self, own: ModelCard, machine: PlannedMachine) -> PlannedMachine:
+        """By what its parts of other prompts took."""
+        now_s = self.monotonic()
+        factor = self.paces.factor(machine.node_id, own.digest, machine.speed.token_s, now_s)
+        return replace(machine, speed=machine.speed.times(factor))
+
+    def chose(self, choice: PlanChoice, own: ModelCard) -> None:
+        """Remember it, and let helpers load what would have made this one faster."""
+        self._previous[own.name] = choice.best
+        now_s = self.monotonic()
+        for load in choice.warm:
+            before_s = self._warmed.get((load.node_id, own.digest), float("-inf"))
+            if now_s - before_s >= limits.SHARE_WARM_S:
+                self._warmed[load.node_id, own.digest] = now_s
+                self.later(self._warm(load, own))
+
+    def learn(self, digest: str, parts: Iterable[tuple[PartOfSplit, Sequence[StepTime]]]) -> None:
+        """What each machine took for its part, in the order of the chain."""
+        for part, steps in parts:
+            took_s = sum(step.seconds for step in steps if step.name == planner_facts.COMPUTED)
+            self.paces.ran(
+                part.node_id,
+                digest,
+                part.token_s,
+                self.monotonic(),
+                expected_s=part.expected_s,
+                took_s=took_s,
+            )
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Something that nobody waits for."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    def keep(self, record: SharingRecord, steps: Iterable[Account]) -> None:
+        if (trace := record.trace(steps)) is not None:
+            if record.planned:
+                n_bytes = sum(step.n_bytes for step in trace.steps)
+                self.metrics.share(trace.chosen.kind, trace.outcome, n_bytes)
+            self._record(trace)
+
+    def blame(self, shared: Agreement) -> None:
+        """Who failed is left out for a while. To have no room or to stop is no failure; its card will say."""
+        now_s = self.monotonic()
+        for helper in shared.helpers:
+            if isinstance(helper.failed, PeerError | EngineError):
+                self.penalties.failed(helper.node_id, helper.failed.code, now_s)
+
+    async def close(self) -> None:
+        """End what still runs in the background."""
+        await cancel_all(self._background)
+
+    async def _warm(self, load: Load, own: ModelCard) -> None:
+        try:
+            body = messages.encode(messages.WarmModel(own.name, own.digest, load.first, load.last))
+            await self.partners.ask(load.node_id, messages.WARM, body, within_s=_WARM_WITHIN_S)
+        except FleetError as error:
+            log.info("share.not_warmed", peer=load.node_id[:7], model=own.name, reason=str(error))
+
+
+class _SharedPrompt:
+    """One prompt that may be shared, from its Accepted to what is written down of it."""
+
+    def __init__(self, sharing: PrefillSharing, folder: Any, alone: Planned, record: SharingRecord) -> None:
+        self.record = record
+        self._sharing = sharing
+        self._folder = folder
+        self._alone = alone
+        self._agreement: Agreement | None = None
+        self._parts: list[PartOfSplit] = []
+        self._digest = ""
+        self._task: asyncio.Task[None] | None = None
+        self._planned: asyncio.Future[Planned] = asyncio.get_running_loop().create_future()
+
+    async def decide(self, accepted: Accepted) -> Planned:
+        """Choose, agree, and tell the engine; it prefills when this returns."""
+        engine = self._sharing.pool.engine(self._folder)
+        if not accepted.waits or engine is None:
+            return self._alone
+        try:
+            return await self._decide(engine, accepted)
+        except Exception as error:
+            # A bug here must not cost anybody an answer.
+            log.warning("share.bug", type=type(error).__name__)
+            engine.alone(accepted.id)
+            return self._alone
+
+    async def _decide(self, engine: Engine, accepted: Accepted) -> Planned:
+        name, facts = self._folder.name, engine.facts
+        own = self._sharing.held(name)
+        if facts is None or own is None:
+            engine.alone(accepted.id)
+            return self._alone
+        tokens = (accepted.prompt_tokens, accepted.cached, accepted.chunk)
+        choice = self._sharing.choose(own, *tokens, facts, accepted.kept)
+        self.record.decided(choice, accepted, self._sharing.monotonic())
+        split = choice.best.split
+        if split is None or facts.arithmetic is None:
+            engine.alone(accepted.id)
+            self._sharing.chose(choice, own)
+            return self._alone_because()
+        own_chunks = split.chunk == accepted.chunk
+        terms = SharingTerms(accepted.id, name, own.digest, split, facts.arithmetic, own_chunks)
+        self._digest = own.digest
+        self._parts = planner_facts.parts(choice.best, self._sharing.machines(own, facts))
+        chain = list(zip(choice.best.helpers, choice.best.names, strict=True))
+        self._agreement = Agreement(self._sharing.partners, engine, terms, chain)
+        within_s = min(limits.SHARE_SETUP_S, max(_SETUP_LEAST_S, _gain_s(choice)))
+        self._task = asyncio.create_task(
+            self._together(engine, self._agreement, choice.best, terms, within_s)
+        )
+        self._sharing.chose(choice, own)
+        # Waiting for a future itself would cancel it with whoever waits.
+        await asyncio.wait({self._planned})
+        return self._planned.result()
+
+    async def _together(
+        self, engine: Engine, agreed: Agreement, option: PrefillOption, terms: SharingTerms, within_s: float
+    ) -> None:
+        """Agree, say so, watch the helpers. A failure ends in Alone at once, before a deadline finds out."""
+        try:
+            exact = await agreed.reach(within_s)
+            engine.share(PrefillShared(terms.id, terms.split, _left_s(option), exact))
+            self.record.agreed(exact)
+            names = (*option.names, THIS_NAME)
+            self._planned.set_result(Planned(_kind(option), names, self.record.exactness))
+            await agreed.watch()
+        except FleetError as error:
+            engine.alone(terms.id, error.message)
+            self.record.gave_up(error)
+            self._sharing.blame(agreed)
+            log.warning("share.failed", request=terms.id, code=error.code, reason=error.message)
+        except Exception as error:
+            engine.alone(terms.id, "internal error")
+            log.warning("share.bug", type=type(error).__name__)
+        finally:
+            if not self._planned.done():
+                self._planned.set_result(self._alone_because())
+
+    def ended(self, shared: Shared) -> Planned | None:
+        """The engine is past the prefill, or goes on alone: then how the job stands now."""
+        self.record.ended(shared)
+        agreed, task = self._agreement, self._task
+        if agreed is None or task is None:
+            return None
+        if not shared.code:
+            for helper in agreed.helpers:
+                self._sharing.penalties.succeeded(helper.node_id)
+            return None
+        if all(helper.failed is None for helper in agreed.helpers):
+            # The engine itself found fault with what came, or with what did not come; whose, it cannot know.
+            for helper in agreed.helpers:
+                helper.failed = from_code(shared.code, shared.reason)
+            self._sharing.blame(agreed)
+        # First whoever watches them: for it, helpers that are sent away would be helpers that failed.
+        task.cancel()
+        agreed.close()
+        self._sharing.metrics.fallback(self.record.code)
+        return self._alone_because()
+
+    def _alone_because(self) -> Planned:
+        reason = self.record.reason or self._alone.reason
+        return Planned("local", LOCAL.nodes, self.record.exactness, reason)
+
+    def close(self) -> None:
+        """The answer has ended, in any way."""
+        if self._task is None or self._agreement is None:
+            self._sharing.keep(self.record, ())
+        elif self.record.went_well:
+            self._sharing.later(self._conclude(self._task, self._agreement))
+        else:
+            self._end(self._task, self._agreement)
+
+    async def _conclude(self, task: asyncio.Task[None], agreed: Agreement) -> None:
+        """The helpers' own accounts come with the last bytes, or not at all."""
+        try:
+            await asyncio.wait({task}, timeout=_ACCOUNTS_S)
+        finally:
+            self._end(task, agreed)
+
+    def _end(self, task: asyncio.Task[None], agreed: Agreement) -> None:
+        task.cancel()
+        agreed.close()
+        self._sharing.keep(self.record, [(helper.name, helper.steps or ()) for helper in agreed.helpers])
+        if self.record.went_well:
+            steps = [*(helper.steps or () for helper in agreed.helpers), self.record.steps]
+            self._sharing.learn(self._digest, zip(self._parts, steps, strict=False))
+
+
+def _gain_s(choice: PlanChoice) -> float:
+    """Seconds that the chosen way saves over staying here."""
+    local_s = [option.predicted_s for option in choice.rejected if option.kind == "local"]
+    return sum(local_s) - choice.best.predicted_s
+
+
+def _left_s(option: PrefillOption) -> float:
+    """What the plan expects from the agreement to the end of the prefill."""
+    others = sum(seconds for name, seconds in option.steps if name in (_AGREED, AFTER_PREFILL))
+    return option.predicted_s - others
+
+
+def _kind(option: PrefillOption) -> PlanKind:
+    if option.kind == "any":
+        raise ValueError("a machine that cannot help is no way to compute")
+    return option.kind

@@ -1,0 +1,137 @@
+"""How machines agree on one shared prefill: one request per helper on its session, opened by home.
+
+    → ASSIST  Ask                     what is to be computed, which part of it, and home's arithmetic
+    ← Offer                           an engine is ready; where its streams are expected
+    → Go                              where its last output goes
+    ← b""*, Done                      it computes; it has sent everything
+
+    → WARM    Warm                    load a model, or some layers of it, for the next prompt
+    ← b""
+
+Errors and cancellation are the stream's own. All messages are bounded before they are decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.engine.protocol import Arithmetic, StepTime
+from fleetd.errors import ProtocolError
+from fleetd.requests import message_codec
+from fleetd.requests.message_codec import Digest, ModelName, RequestId
+from fleetd.p2p.messages import reader
+from fleetd.p2p.link_prober import Invitation
+from fleetd.plan.prefill.split import Split
+
+ASSIST, WARM = "shard.assist", "shard.warm"
+
+_FINGERPRINT_BYTES = 8
+_VERSIONS = 16
+_STEP_SECONDS = 1e9
+
+_Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
+_Node = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
+
+
+class AssistQuestion(msgspec.Struct, frozen=True):
+    """``id``: of the request, as home has it. ``arithmetic``: home's."""
+
+    model: ModelName
+    digest: Digest
+    split: Split
+    place: Annotated[int, Meta(ge=0, lt=limits.SHARE_MACHINES - 1)]
+    id: RequestId
+    arithmetic: Arithmetic
+
+
+class AssistOffer(msgspec.Struct, frozen=True):
+    """``arithmetic``: the helper's. ``home``: for the machine that answers; ``input``: for the helper before,
+    where there is one."""
+
+    arithmetic: Arithmetic
+    home: Invitation
+    input: Invitation | None = None
+
+
+class AssistGo(msgspec.Struct, frozen=True):
+    """``next``: node id of the machine that takes this helper's output, with its invitation; or neither."""
+
+    next: _Node = ""
+    invitation: Invitation | None = None
+
+
+class AssistDone(msgspec.Struct, frozen=True):
+    """Everything is computed and sent."""
+
+    steps: Annotated[list[StepTime], Meta(max_length=limits.SHARE_STEPS)] = []
+
+
+class WarmModel(msgspec.Struct, frozen=True):
+    """Layers [``first``, ``last``), where there is no room for all; (0, 0) is the whole model."""
+
+    model: ModelName
+    digest: Digest
+    first: _Layer = 0
+    last: _Layer = 0
+
+
+_Message = AssistQuestion | AssistOffer | AssistGo | AssistDone | WarmModel
+_T = TypeVar("_T")
+_readers: dict[type, Callable[[bytes], Any]] = {
+    kind: reader(kind, f"A peer's {kind.__name__}", limits.SHARE_MESSAGE_BYTES)
+    for kind in (AssistQuestion, AssistOffer, AssistGo, AssistDone, WarmModel)
+}
+
+
+def encode(message: _Message) -> bytes:
+    return message_codec.encode(message)
+
+
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """Raises ProtocolError for anything that is not one honest message of this kind."""
+    message: Any = _readers[kind](body)
+    match message:
+        case AssistQuestion(model, _, _, _, _, arithmetic):
+            message_codec.check_name(model)
+            _check_arithmetic(arithmetic)
+        case AssistOffer(arithmetic):
+            _check_arithmetic(arithmetic)
+        case AssistGo(next_node, invitation) if (next_node == "") != (invitation is None):
+            raise ProtocolError("A peer's Go has an address without an invitation, or the reverse.")
+        case AssistDone(steps):
+            for step in steps:
+                _check_step(step)
+        case WarmModel(model, _, first, last):
+            message_codec.check_name(model)
+            if not first < last and (first, last) != (0, 0):
+                raise ProtocolError(f"A peer asked for layers {first} to {last}, which are none.")
+        case _:
+            pass
+    found: _T = message
+    return found
+
+
+def _check_arithmetic(arithmetic: Arithmetic) -> None:
+    """Its struct is the worker's too, which needs no bounds."""
+    texts = [arithmetic.accelerator, arithmetic.dtype, arithmetic.sparse]
+    texts += [*arithmetic.versions, *arithmetic.versions.values()]
+    if (
+        len(arithmetic.versions) > _VERSIONS
+        or any(len(text) > limits.CARD_TEXT_CHARS for text in texts)
+        or any(len(layer) != _FINGERPRINT_BYTES for layer in arithmetic.layers)
+        or not 0 <= arithmetic.first_layer <= arithmetic.first_layer + len(arithmetic.layers) <= limits.LAYERS
+    ):
+        raise ProtocolError("A peer describes its arithmetic as no engine would.")
+
+
+def _check_step(step: StepTime) -> None:
+    """What people are shown later; NaN fails every comparison."""
+    if not (
+        len(step.name) <= limits.CARD_TEXT_CHARS and 0 <= step.seconds < _STEP_SECONDS and step.n_bytes >= 0
+    ):
+        raise ProtocolError("A peer's account of its steps makes no sense.")

@@ -1,0 +1,200 @@
+"""Helping with other machines' prompts: what a member may ask for, and how a part of a prefill runs here.
+
+    Ask ──► digest, split, arithmetic checked ──► engine reserves memory ──► Offer
+    Go  ──► streams to the engine ──► alive, alive … ──► Done
+
+The request's stream is the life of it: when the machine that asked is gone, so is everything begun for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, aclosing
+from typing import Any, Protocol
+
+from fleetd import limits
+from fleetd.engine.protocol import (Accepted, Arithmetic, AssistPrefill, Assisted, Event, Ready, StreamTag)
+from fleetd.errors import EngineDied, FleetError, Overloaded, PeerLost, ProtocolError
+from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.remote import Stream, own_id
+from fleetd.requests.admission import ServingContext, ConcurrencyLimit, ServedRequest
+from fleetd.requests.prefill_sharing import messages
+from fleetd.requests.prefill_sharing.compatibility import checked_split, compare
+from fleetd.requests.concurrency import with_heartbeats, cancel_all, gather_or_cancel
+from fleetd.requests.bulk_dialer import invitation
+from fleetd.observe import get_logger
+from fleetd.p2p.bulk_connections import Expected
+from fleetd.p2p.link_prober import Invitation
+
+log = get_logger("fleetd.assisting")
+
+
+class Engine(Protocol):
+    """``fleetd.engine.supervisor.EngineProcess``."""
+
+    @property
+    def facts(self) -> Ready | None: ...
+    def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]: ...
+    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None: ...
+
+
+class Pool(Protocol):
+    def engine(self, folder: Any) -> Engine | None:
+        """The worker that has the whole model, if it is ready."""
+
+    def holds(self, folder: Any, first: int, last: int) -> bool:
+        """Whether a ready worker has these layers, so that helping would load nothing."""
+
+    def part(self, folder: Any) -> tuple[int, int] | None:
+        """Layers that a worker has, or is loading, which has not all of them."""
+
+    def assisting(self, folder: Any, first: int, last: int) -> AbstractAsyncContextManager[Engine]:
+        """A ready engine that has these layers, and keeps them while it is used; loads one if need be."""
+
+
+class _ArrivingStreams(Protocol):
+    """Where streams from and to other machines meet (``fleetd.requests.bulk_dialer.BulkDialer``)."""
+
+    def expect(self) -> AbstractContextManager[Expected]: ...
+    async def connect(self, node_id: str, invited: Invitation) -> socket.socket: ...
+
+
+class AssistServer:
+    """The handlers of ``wire.ASSIST`` and ``WARM``."""
+
+    def __init__(self, meeting: _ArrivingStreams, pool: Pool, host: ServingContext) -> None:
+        self._meeting = meeting
+        self._pool = pool
+        self._host = host
+        self._served = ConcurrencyLimit(host, "assist", limits.ASSISTS, f"helps with {limits.ASSISTS} prompts")
+        self._warming: asyncio.Task[None] | None = None
+        # Models that could not be loaded for others, and until when that is not tried again.
+        self._unloadable_s: dict[str, float] = {}
+
+    async def assist(self, peer: str, body: bytes, stream: Stream) -> None:
+        """Compute one part of a prompt. Raises FleetError: what the other side is told."""
+        ask = messages.decode(body, messages.AssistQuestion)
+        with self._served.visit(peer, ask.id) as visit:
+            await self._assist(ask, stream, visit)
+
+    async def _assist(self, ask: messages.AssistQuestion, stream: Stream, visit: ServedRequest) -> None:
+        folder = await self._host.holding(ask.model, ask.digest)
+        split, place = ask.split, ask.place
+        # Before an engine is asked for, whose own figures are checked below: these must make sense at all.
+        checked_split(split, layers=split.layers, context_tokens=folder.context_tokens, place=place)
+        layers = split.layers_of(place)
+        if not self._pool.holds(folder, layers.start, layers.stop):
+            raise Overloaded(f"{folder.name} is not loaded on this machine.", hint="Ask again when it is.")
+        async with self._pool.assisting(folder, layers.start, layers.stop) as engine:
+            facts = engine.facts
+            if facts is None or facts.arithmetic is None:
+                raise EngineDied(f"The engine for {folder.name} has just ended.")
+            checked_split(split, layers=facts.layers, context_tokens=facts.context_tokens, place=place)
+            compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True, sparse=bool(split.span))
+            job = own_id(ask.id)
+            async with aclosing(engine.assist(AssistPrefill(job, split, place))) as events:
+                if not isinstance(await anext(events, None), Accepted):
+                    raise EngineDied(f"The engine for {folder.name} did not take the work.")
+                # An engine that ends before it has its streams must not leave others waiting for them.
+                await gather_or_cancel(
+                    self._meet(ask, job, engine, facts.arithmetic, stream), _finish(events, stream, visit)
+                )
+
+    async def _meet(
+        self, ask: messages.AssistQuestion, job: str, engine: Engine, arithmetic: Arithmetic, stream: Stream
+    ) -> None:
+        """Offer, wait for Go, and give the engine its streams."""
+        with ExitStack() as stack:
+            home = stack.enter_context(self._meeting.expect())
+            before = stack.enter_context(self._meeting.expect()) if ask.place else None
+            offer = messages.AssistOffer(arithmetic, invitation(home), invitation(before) if before else None)
+            stream.send(messages.encode(offer))
+            await self._stream(job, engine, home, before, await _go(stream))
+
+    async def _stream(
+        self, job: str, engine: Engine, home: Expected, before: Expected | None, go: messages.AssistGo
+    ) -> None:
+        async def come(name: str, visitor: Expected) -> None:
+            sock = await visitor.socket()
+            await engine.give_stream(StreamTag(job, name, visitor.key, "acceptor"), sock)
+
+        async def leave(invited: Invitation) -> None:
+            sock = await self._meeting.connect(go.next, invited)
+            await engine.give_stream(StreamTag(job, "out", invited.key, "connector"), sock)
+
+        work = [come("home", home)]
+        if before is not None:
+            work.append(come("in", before))
+        if go.invitation is not None:
+            work.append(leave(go.invitation))
+        await gather_or_cancel(*work)
+
+    # ---- getting ready -----------------------------------------------------------------------------------
+
+    async def warm(self, _peer: str, body: bytes, stream: Stream) -> None:
+        """Load a model for prompts to come, or some layers of it where it does not fit.
+
+        Answered at once; one at a time, and nothing that is loaded gives way.
+        """
+        asked = messages.decode(body, messages.WarmModel)
+        self._host.admit()
+        if self._warming is not None and not self._warming.done():
+            raise Overloaded("This machine is loading a model already.")
+        folder = await self._host.holding(asked.model, asked.digest)
+        if not self._pool.holds(folder, asked.first, asked.last):
+            if (part := self._pool.part(folder)) is not None:
+                raise Overloaded(f"This machine has layers {part[0]} to {part[1]} of {folder.name} already.")
+            self._check_room(asked, folder.name)
+            self._warming = asyncio.create_task(self._load(folder, asked.first, asked.last))
+        stream.send(ALIVE)
+
+    def _check_room(self, asked: messages.WarmModel, name: str) -> None:
+        """What is loaded and idle is for this machine's own next prompt: it does not give way."""
+        if asyncio.get_running_loop().time() < self._unloadable_s.get(name, float("-inf")):
+            raise Overloaded(f"{asked.model} could not be loaded on this machine a short while ago.")
+        # What some layers need, only their worker finds out; it takes no more than is free either.
+        card = self._host.own_card()
+        needed = next((model.memory_bytes for model in card.models if model.digest == asked.digest), 0)
+        if not asked.last and needed > (card.usable_bytes or card.available_bytes):
+            raise Overloaded(f"{asked.model} needs more memory than is free on this machine now.")
+
+    async def _load(self, folder: Any, first: int, last: int) -> None:
+        log.info("assist.warming", model=folder.name, layers=f"{first}:{last}" if last else "all")
+        try:
+            async with self._pool.assisting(folder, first, last):
+                pass  # it stays loaded
+        except FleetError as error:
+            again_s = asyncio.get_running_loop().time() + limits.SHARE_LOAD_AGAIN_S
+            self._unloadable_s[folder.name] = again_s
+            log.warning("assist.not_warmed", model=folder.name, error=str(error))
+
+    async def close(self) -> None:
+        """End a load that is under way."""
+        if self._warming is not None:
+            await cancel_all([self._warming])
+
+
+async def _go(stream: Stream) -> messages.AssistGo:
+    # Whoever asked has given up long before, if it has not said so by then.
+    try:
+        async with asyncio.timeout(2 * limits.SHARE_SETUP_S):
+            body = await stream.receive()
+    except TimeoutError:
+        raise PeerLost(f"No word to begin within {2 * limits.SHARE_SETUP_S:.0f} s.") from None
+    if body is None:
+        raise ProtocolError("A peer asked for help and ended without taking it.")
+    return messages.decode(body, messages.AssistGo)
+
+
+async def _finish(events: AsyncGenerator[Event, None], stream: Stream, visit: ServedRequest) -> None:
+    async with aclosing(with_heartbeats(events, limits.JOB_ALIVE_S)) as beats:
+        async for event in beats:
+            if event is None:
+                stream.send(ALIVE)
+            elif isinstance(event, Assisted):
+                stream.send(messages.encode(messages.AssistDone(event.steps[: limits.SHARE_STEPS])))
+                visit.done = True
+                return
+    raise EngineDied("The engine ended its part without finishing it.")

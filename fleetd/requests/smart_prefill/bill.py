@@ -1,0 +1,64 @@
+"""What scoring one prompt costs in the ledger: a row per machine, paid only where the scores were of use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from fleetd.engine.protocol import Timings, Usage
+from fleetd.requests.job import THIS_NAME
+from fleetd.requests.placement import THIS_NODE
+from fleetd.requests.smart_prefill.segment_scoring import ScorerRun
+from fleetd.ledger import Reservation
+from fleetd.plan.scoring import Scorer
+
+
+class Ledger(Protocol):
+    """``fleetd.ledger.Ledger``."""
+
+    async def reserve(self, reservation: Reservation) -> None: ...
+    def settle(self, reservation: Reservation, usage: Usage, timings: Timings, reason: str) -> None: ...
+    def refund(self, reservation: Reservation, reason: str) -> None: ...
+
+
+class ScoringBill:
+    """The rows of one request."""
+
+    def __init__(self, ledger: Ledger, request_id: str, now: Callable[[], float]) -> None:
+        self._ledger = ledger
+        self._id = request_id
+        self._now = now
+        self._rows: dict[str, Reservation] = {}
+        self._ran: list[ScorerRun] = []
+
+    async def reserve(self, model: str, scorers: Iterable[Scorer]) -> None:
+        """Before they begin."""
+        for scorer in {scorer.node_id: scorer for scorer in scorers}.values():
+            await self._ledger.reserve(self._row(model, scorer))
+
+    def ran(self, model: str, ran: Iterable[ScorerRun]) -> None:
+        """What they did; one may have stepped in for another."""
+        self._ran = list(ran)
+        for each in self._ran:
+            self._row(model, each.scorer)
+
+    def close(self, refunded: str = "") -> None:
+        """Once; ``refunded``: why nobody pays."""
+        done = {each.scorer.node_id: each for each in self._ran}
+        for node_id, row in self._rows.items():
+            each = done.get(node_id)
+            if refunded or each is None or each.error is not None or not each.tokens:
+                error = each.error if each is not None else None
+                self._ledger.refund(row, error.code if error is not None else refunded or "unused")
+            else:
+                usage = Usage(prompt_tokens=each.tokens)
+                self._ledger.settle(row, usage, Timings(prefill_s=each.seconds), "stop")
+        self._rows = {}
+
+    def _row(self, model: str, scorer: Scorer) -> Reservation:
+        if (row := self._rows.get(scorer.node_id)) is None:
+            node = THIS_NAME if scorer.node_id == THIS_NODE else scorer.name
+            # As long ids as clients' own may be; the ledger tells rows apart by them.
+            row = Reservation(f"{self._id}.score{len(self._rows)}", model, node, "score", self._now())
+            self._rows[scorer.node_id] = row
+        return row

@@ -1,0 +1,223 @@
+"""From a document to what is kept of it: who scores, is it worth it, the scores, the selection.
+
+    Passage ──► compressor and machines ──► price ──► scored, or known already ──► selected
+
+Scores are remembered by text and question: the choices of one request, and a request that is repeated, are
+scored once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fleetd import limits
+from fleetd.engine.protocol import Loading
+from fleetd.errors import ProtocolError
+from fleetd.requests.prefill_sharing.views import StepView
+from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
+from fleetd.requests.smart_prefill.bill import ScoringBill, Ledger
+from fleetd.requests.smart_prefill.scorers import Scorers
+from fleetd.requests.smart_prefill.segment_scoring import (CompressorModel, ScoringQuestion, SegmentScoring, ScoringJob)
+from fleetd.requests.smart_prefill.views import SkipCompression
+from fleetd.requests.concurrency import cancel_all
+from fleetd.plan import scoring as planner
+from fleetd.plan.scoring import SmartPrefillQuestion, Scorer, SmartPlan
+from fleetd.compression.document import Document
+from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.compression.select import select
+from fleetd.compression.selection import Selection
+from fleetd.compression.words import Range
+
+if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
+    from fleetd.compression.token_scores import SegmentScores, TokenScores
+
+# A ratio for prices where the scores themselves decide how much is kept.
+USUAL_RATIO = 0.3
+# What a scorer reads to find out which of its heads find what is asked for.
+_PROFILE_TOKENS = 8000
+# How often progress is told while scorers work.
+_TOLD_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class CompressionPrice:
+    """What reading all of it would take, by ``asked``, and how large the model is that does."""
+
+    asked: SmartPrefillQuestion
+    weights_bytes: int = 0
+
+
+@dataclass(slots=True)
+class CompressionJob:
+    """One document on its way. What is not known yet is empty.
+
+    ``tokens``: about how many it has. ``price`` None: it is to be compressed whatever that costs. ``aged``:
+    what earlier turns of a conversation decided (``smart.history``). Seconds are from the beginning to the
+    scores, and from there to the selection; ``scored_tokens`` is what compressors read for it.
+    """
+
+    id: str
+    document: Document
+    tokens: int
+    policy: SmartPrefillPolicy
+    bill: ScoringBill
+    local_only: bool = False
+    price: Callable[[int, float], CompressionPrice] | None = None
+    aged: Mapping[int, Sequence[Range]] = field(default_factory=dict)
+    compressor: str = ""
+    plan: SmartPlan | None = None
+    names: tuple[str, ...] = ()
+    selection: Selection | None = None
+    scored_tokens: int = 0
+    score_s: float = 0.0
+    select_s: float = 0.0
+    steps: list[StepView] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Remembered:
+    """``failure``: why there are no scores, for those who waited for them."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    tokens: TokenScores | None = None
+    failure: Exception | None = None
+    names: tuple[str, ...] = ()
+
+
+class CompressionService:
+    def __init__(
+        self,
+        scoring: SegmentScoring,
+        scorers: Scorers,
+        ledger: Ledger,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.scorers = scorers
+        self._scoring = scoring
+        self._ledger = ledger
+        self._monotonic = monotonic
+        self._now = now
+        self._remembered: OrderedDict[bytes, _Remembered] = OrderedDict()
+
+    def bill(self, request_id: str) -> ScoringBill:
+        return ScoringBill(self._ledger, request_id, self._now)
+
+    async def run(self, passage: CompressionJob) -> AsyncGenerator[Loading, None]:
+        """Fill in ``passage``; its bill is left open. Raises Skip, FleetError."""
+        began_s = self._monotonic()
+        tokens, ratio = passage.tokens, kept_share(passage.policy, passage.tokens)
+        price = passage.price(tokens, ratio) if passage.price else None
+        target_bytes = price.weights_bytes if price else 0
+        compressor, able = await self.scorers.find(
+            passage.policy, target_bytes, local_only=passage.local_only
+        )
+        passage.compressor = compressor.name
+        asked = price.asked if price else SmartPrefillQuestion(tokens, ratio, None)
+        plan = passage.plan = planner.plan(asked, able)
+        key = smart_prompt.key(passage.document, compressor.key)
+        remembered = self._remember(key)
+        async with remembered.lock:
+            if remembered.failure is not None:
+                raise remembered.failure
+            if remembered.tokens is None:
+                if not plan.worth_it:
+                    raise SkipCompression(plan.code, plan.reason)
+                try:
+                    async with aclosing(self._score(passage, compressor, plan, able, remembered)) as steps:
+                        async for progress in steps:
+                            yield progress
+                except Exception as error:
+                    # Who waits for the lock has waited long enough; who comes later tries anew.
+                    remembered.failure = error
+                    if self._remembered.get(key) is remembered:
+                        del self._remembered[key]
+                    raise
+        passage.names = remembered.names
+        passage.score_s = self._monotonic() - began_s
+        passage.selection = await asyncio.to_thread(_selected, passage, remembered.tokens)
+        passage.select_s = self._monotonic() - began_s - passage.score_s
+
+    async def options(self, price: CompressionPrice, policy: SmartPrefillPolicy) -> SmartPlan:
+        """What would be done with such a prompt now. Raises Skip."""
+        _, able = await self.scorers.find(policy, price.weights_bytes, False)
+        return planner.plan(price.asked, able)
+
+    async def _score(
+        self,
+        passage: CompressionJob,
+        compressor: CompressorModel,
+        plan: SmartPlan,
+        able: Sequence[Scorer],
+        remembered: _Remembered,
+    ) -> AsyncGenerator[Loading, None]:
+        """Within the deadline. Raises Skip, FleetError."""
+        found = passage.document
+        question = ScoringQuestion(passage.id, found.text, found.questions)
+        work = ScoringJob(question, compressor, self.scorers.profile(compressor))
+        await passage.bill.reserve(compressor.name, [part.scorer for part in plan.parts])
+        within_s = limits.SMART_LATE * plan.score_s + limits.SMART_GRACE_S
+        if work.profile is None:
+            # Finding out which heads to ask takes about as long as scoring a prompt of that length.
+            within_s += limits.SMART_LATE * plan.parts[0].scorer.seconds(_PROFILE_TOKENS)
+        within_s = min(limits.SMART_SCORE_S, within_s)
+        until_s = self._monotonic() + within_s
+        task = asyncio.create_task(self._scoring.run(work, plan.parts, able))
+        late = False
+        try:
+            while not task.done():
+                left_s = until_s - self._monotonic()
+                if left_s <= 0:
+                    late = True
+                    raise SkipCompression("timeout", f"Scoring took longer than {within_s:.0f} s.")
+                await asyncio.wait({task}, timeout=min(_TOLD_S, left_s))
+                if not task.done():
+                    yield work.progress
+            remembered.tokens = await asyncio.to_thread(_merged, task.result())
+        finally:
+            await cancel_all([task])
+            passage.bill.ran(compressor.name, work.ran.values())
+            self.scorers.learn(work, late=late)
+        remembered.names = work.names
+        passage.scored_tokens = sum(ran.tokens for ran in work.ran.values())
+        passage.steps = [
+            StepView("scored", ran.seconds, machine=ran.scorer.name)
+            for ran in work.ran.values()
+            if ran.tokens
+        ]
+
+    def _remember(self, key: bytes) -> _Remembered:
+        found = self._remembered.setdefault(key, _Remembered())
+        self._remembered.move_to_end(key)
+        while len(self._remembered) > limits.SMART_REMEMBERED:
+            self._remembered.popitem(last=False)
+        return found
+
+
+def kept_share(policy: SmartPrefillPolicy, tokens: int) -> float:
+    """About what share of so many tokens is kept."""
+    kept = max(tokens * (policy.target_ratio or USUAL_RATIO), policy.min_keep_tokens)
+    if policy.max_keep_tokens:
+        kept = min(kept, policy.max_keep_tokens)
+    return min(1.0, kept / max(1, tokens))
+
+
+def _merged(segments: Sequence[SegmentScores]) -> TokenScores:
+    """In a thread, as it needs numpy. Raises ProtocolError."""
+    from fleetd.compression.token_scores import merge
+
+    try:
+        return merge(segments)
+    except ValueError as error:
+        raise ProtocolError(f"The scores do not fit the prompt: {error}.") from None
+
+
+def _selected(passage: CompressionJob, scores: TokenScores | None) -> Selection:
+    return select(passage.document, scores, passage.policy, passage.aged)

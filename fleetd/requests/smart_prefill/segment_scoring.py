@@ -1,0 +1,308 @@
+"""Scores one prompt: its segments side by side on several machines, one after another on each.
+
+    plan ─► cut ─► machine 1: segment, segment ─┐
+                   machine 2: segment          ─┴─► checked, all in the order of the text
+
+A machine that fails, or whose scores cannot be, is not asked again for this prompt; what it left goes to the
+others, cheapest first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
+from fleetd.errors import EngineDied, FleetError, ModelUnsupported, PeerLost, ProtocolError
+from fleetd.requests.placement import THIS_NODE
+from fleetd.requests.remote import Stream, next_message, said_by
+from fleetd.requests.smart_prefill import messages
+from fleetd.requests.concurrency import gather_or_cancel
+from fleetd.observe import get_logger
+from fleetd.plan.scoring import Scorer, Segments
+
+if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
+    from fleetd.compression.token_scores import SegmentScores
+
+log = get_logger("fleetd.compression")
+
+# No tokenizer makes fewer tokens of a text than one of so many characters that are not blank.
+_TOKEN_CHARS = 64
+
+Steps = AsyncGenerator[Loading | Prefill | Scored, None]
+
+
+class Pool(Protocol):
+    def score(self, folder: Any, score: Score, *, evict: bool) -> Steps: ...
+
+
+class Others(Protocol):
+    def request(self, node_id: str, method: str, body: bytes) -> Stream: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CompressorModel:
+    """A model that scores. ``folder``: it on this machine, None where only others have it."""
+
+    name: str
+    digest: str = ""
+    folder: Any = None
+
+    @property
+    def key(self) -> str:
+        """What is known of it is known under this: its digest, or its name before that is known."""
+        return self.digest or self.name
+
+
+@dataclass(frozen=True, slots=True)
+class ScoringQuestion:
+    """What is to be scored: a text, and which characters of it ask."""
+
+    id: str
+    text: str
+    questions: Sequence[tuple[int, int]]
+
+    def own(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """What of these characters is to be scored: all that does not ask."""
+        for start, end in self.questions:
+            if first < min(start, last):
+                yield first, min(start, last)
+            first = max(first, end)
+        if first < last:
+            yield first, last
+
+
+@dataclass(slots=True)
+class ScorerRun:
+    """What one machine did for a prompt: from question to scores, and what its engine says it computed.
+
+    ``unanswered``: segments that it was asked for and did not score.
+    """
+
+    scorer: Scorer
+    unanswered: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    computed_s: float = 0.0
+    error: FleetError | None = None
+
+
+@dataclass(slots=True)
+class ScoringJob:
+    """A prompt being scored: what is known of it so far. ``profile``: of all segments, or None at first."""
+
+    question: ScoringQuestion
+    compressor: CompressorModel
+    profile: Profile | None = None
+    ran: dict[str, ScorerRun] = field(default_factory=dict)
+    loading: Loading | None = None
+    _done: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+
+    def on_event(self, segment: tuple[int, int], event: Loading | Prefill) -> None:
+        if isinstance(event, Prefill):
+            self.loading = None
+            self._done[segment] = (event.done, event.total)
+        else:
+            self.loading = event
+
+    @property
+    def progress(self) -> Loading:
+        if self.loading is not None:
+            return self.loading
+        done = sum(done for done, _ in self._done.values())
+        total = sum(total for _, total in self._done.values())
+        return Loading(f"scoring the prompt with {self.compressor.name}", done, total)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(ran.scorer.name for ran in self.ran.values() if ran.tokens)
+
+
+class SegmentScoring:
+    """Args:
+    others: None for a machine that has none.
+    """
+
+    def __init__(self, pool: Pool, others: Others | None, *, monotonic: Callable[[], float]) -> None:
+        self._pool = pool
+        self._others = others
+        self._monotonic = monotonic
+
+    async def run(self, work: ScoringJob, parts: Sequence[Segments], able: Sequence[Scorer]) -> list[SegmentScores]:
+        """All segments' scores, in the order of the text.
+
+        Args:
+            able: everybody who could score, cheapest first; the machines of ``parts`` are among them.
+
+        Raises FleetError: the last machine's that was tried. Cancelling it cancels all the work everywhere.
+        """
+        planned = [(part.scorer, segments) for part in parts if (segments := cut(work.question, part))]
+        # Where nothing is to be scored, an engine says so.
+        planned = planned or [(parts[0].scorer, [(0, 0)])]
+        found: list[list[SegmentScores]] = [[] for _ in planned]
+        if work.profile is None and sum(len(segments) for _, segments in planned) > 1:
+            # Scores merge only where the same heads gave them, and these the first segment finds.
+            found[0] += await self._part(work, planned[0][0], planned[0][1][:1], able)
+        rest = [
+            self._part(work, scorer, segments[len(known) :], able)
+            for (scorer, segments), known in zip(planned, found, strict=True)
+        ]
+        for known, more in zip(found, await gather_or_cancel(*rest), strict=True):
+            known += more
+        return [scored for part in found for scored in part]
+
+    async def _part(
+        self, work: ScoringJob, first: Scorer, segments: Sequence[tuple[int, int]], able: Sequence[Scorer]
+    ) -> list[SegmentScores]:
+        found: list[SegmentScores] = []
+        last: FleetError | None = None
+        for scorer in (first, *(other for other in able if other.node_id != first.node_id)):
+            ran = work.ran.setdefault(scorer.node_id, ScorerRun(scorer))
+            if ran.error is not None:
+                last = last or ran.error
+                continue
+            try:
+                while len(found) < len(segments):
+                    found.append(await self._segment(work, ran, segments[len(found)]))
+            except FleetError as error:
+                ran.error = last = error if scorer.node_id == THIS_NODE else said_by(scorer.name, error)
+                log.warning(
+                    "smart.scorer_failed", request=work.question.id, node=scorer.name, code=error.code
+                )
+                if isinstance(error, ModelUnsupported):
+                    # The others have the same files.
+                    break
+            else:
+                return found
+        raise last or EngineDied("No machine is left that could score the prompt.")
+
+    async def _segment(self, work: ScoringJob, ran: ScorerRun, segment: tuple[int, int]) -> SegmentScores:
+        question = work.question
+        score = Score(
+            f"{question.id}.score{segment[0]}",
+            question.text,
+            list(question.questions),
+            segment=segment,
+            profile=work.profile,
+        )
+        began_s = self._monotonic()
+        ran.unanswered += 1
+        scored: Scored | None = None
+        async with aclosing(self._steps(work.compressor, ran.scorer, score)) as steps:
+            async for step in steps:
+                if isinstance(step, Scored):
+                    scored = step
+                    break
+                work.on_event(segment, step)
+        if scored is None:
+            raise EngineDied("The engine ended its scoring without scores.")
+        took_s = self._monotonic() - began_s
+        found = await asyncio.to_thread(_unpacked, scored, question, score)
+        ran.unanswered -= 1
+        ran.tokens += scored.tokens
+        ran.seconds += took_s
+        ran.computed_s += scored.seconds
+        work.profile = work.profile or scored.profile
+        return found
+
+    def _steps(self, compressor: CompressorModel, scorer: Scorer, score: Score) -> Steps:
+        if scorer.node_id == THIS_NODE:
+            # What answers is loaded already, and idle: it must not make room for what scores.
+            return self._pool.score(compressor.folder, score, evict=False)
+        if self._others is None:
+            raise PeerLost("It is not there any more.")
+        return elsewhere(self._others, scorer, messages.ScoreQuestion(compressor.name, compressor.digest, score))
+
+
+async def elsewhere(others: Others, scorer: Scorer, ask: messages.ScoreQuestion) -> Steps:
+    """Have a segment scored on another machine. Raises FleetError."""
+    stream = others.request(scorer.node_id, messages.SCORE, messages.encode(ask))
+    ended = False
+    try:
+        stream.end()
+        while True:
+            body = await next_message(stream, "the scores")
+            if body is None:
+                ended = True
+                raise ProtocolError("It ended the scoring without scores.")
+            event = messages.decode_event(body)
+            if isinstance(event, Scored):
+                ended = True
+                yield msgspec.structs.replace(event, id=ask.score.id)
+                return
+            yield event
+    finally:
+        if not ended:
+            stream.cancel()
+
+
+def _unpacked(scored: Scored, question: ScoringQuestion, asked: Score) -> SegmentScores:
+    """The scores, if they can be those of the segment that was asked for. Raises ProtocolError.
+
+    In a thread: it takes a while, and loads numpy.
+    """
+    from fleetd.compression.token_scores import SegmentScores
+
+    try:
+        found = SegmentScores.unpack(scored.scores)
+    except ValueError as error:
+        raise ProtocolError(f"The scores do not fit the prompt: {error}.") from None
+    if asked.profile not in (None, scored.profile) or len(found.log_sums) != len(scored.profile.heads):
+        raise ProtocolError("The scores are those of other heads than were asked.")
+    first, last = asked.segment[0], asked.segment[1] or len(question.text)
+    chars = sum(len(word) for a, b in question.own(first, last) for word in question.text[a:b].split())
+    # Where nothing is said to ask, the last tokens do.
+    asking = 0 if question.questions else limits.SCORE_QUERIES
+    if not found.within(first, last) or (len(found.starts) + asking) * _TOKEN_CHARS < chars:
+        raise ProtocolError("The scores are not those of the segment that was asked for.")
+    return found
+
+
+def cut(question: ScoringQuestion, part: Segments) -> list[tuple[int, int]]:
+    """A part's segments as ranges of the text: whole lines where lines end near, else whole words.
+
+    Shares are of what is to be scored, so that none is all question; one that is blank besides is left out.
+    (0, 0) stands for the whole text, as ``Score`` has it.
+    """
+    if part.first <= 0 and part.last >= 1 and part.count == 1:
+        return [(0, 0)]
+    text = question.text
+    own = list(question.own(0, len(text)))
+    shares = [part.first + (part.last - part.first) * n / part.count for n in range(part.count + 1)]
+    edges = [_edge(text, _place(text, own, share)) for share in shares]
+    return [
+        (first, last)
+        for first, last in itertools.pairwise(edges)
+        if any(text[a:b].strip() for a, b in question.own(first, last))
+    ]
+
+
+def _place(text: str, own: Sequence[tuple[int, int]], share: float) -> int:
+    """Before which character that share of what is to be scored lies."""
+    if share >= 1:
+        return len(text)
+    left = round(share * sum(end - start for start, end in own))
+    for start, end in own:
+        if left < end - start:
+            return start + left
+        left -= end - start
+    return len(text)
+
+
+def _edge(text: str, at: int) -> int:
+    """The same for neighbours, so that segments touch."""
+    if at <= 0 or at >= len(text):
+        return max(0, min(at, len(text)))
+    reach = 400
+    for gap in ("\n", " "):
+        found = text.rfind(gap, max(0, at - reach), at)
+        if found >= 0:
+            return found + 1
+    return at

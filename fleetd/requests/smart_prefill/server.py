@@ -1,0 +1,75 @@
+"""Scoring prompts of other machines: what a member may ask for, and the bounds of it.
+
+    Ask ──► digest on this machine's own card? room? ──► the engine scores a segment ──► Scored
+
+Nothing that is loaded gives way for it. When the machine that asked is gone, the work ends with its stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import aclosing
+
+import msgspec
+
+from fleetd import limits
+from fleetd.engine.protocol import Scored, Timings, Usage
+from fleetd.errors import EngineDied, FleetError
+from fleetd.requests.job import THIS_NAME
+from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.remote import Stream, drained, own_id
+from fleetd.requests.admission import ServingContext, ConcurrencyLimit
+from fleetd.requests.smart_prefill import messages
+from fleetd.requests.smart_prefill.segment_scoring import Pool
+from fleetd.requests.concurrency import with_heartbeats
+from fleetd.ledger import Ledger, Reservation
+
+
+class ScoreServer:
+    """The handler of ``wire.SCORE``."""
+
+    def __init__(
+        self,
+        pool: Pool,
+        host: ServingContext,
+        ledger: Ledger,
+        *,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self._pool = pool
+        self._host = host
+        self._ledger = ledger
+        self._now = now
+        self._served = ConcurrencyLimit(host, "score", limits.SMART_SERVED, f"scores {limits.SMART_SERVED} prompts")
+
+    async def __call__(self, peer: str, body: bytes, stream: Stream) -> None:
+        """Raises FleetError: what the other side is told."""
+        ask = messages.decode_ask(body)
+        with self._served.visit(peer, ask.score.id):
+            await self._score(ask, stream)
+
+    async def _score(self, ask: messages.ScoreQuestion, stream: Stream) -> None:
+        folder = await self._host.holding(ask.model, ask.digest)
+        score = msgspec.structs.replace(ask.score, id=own_id(ask.score.id))
+        row = Reservation(score.id, folder.name, THIS_NAME, "score", self._now())
+        await self._ledger.reserve(row)
+        scored: Scored | None = None
+        try:
+            async with (
+                aclosing(self._pool.score(folder, score, evict=False)) as steps,
+                aclosing(with_heartbeats(steps, limits.JOB_ALIVE_S)) as beats,
+            ):
+                async for step in beats:
+                    stream.send(ALIVE if step is None else messages.encode(step))
+                    if isinstance(step, Scored):
+                        scored = step
+                        break
+            if scored is None:
+                raise EngineDied("The engine ended its scoring without scores.")
+            await drained(stream)
+        except BaseException as error:
+            code = error.code if isinstance(error, FleetError) else "cancelled"
+            self._ledger.refund(row, code)
+            raise
+        self._ledger.settle(row, Usage(scored.tokens), Timings(prefill_s=scored.seconds), "stop")

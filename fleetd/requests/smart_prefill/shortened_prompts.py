@@ -1,0 +1,95 @@
+"""A request's prompt as smart prefill sees it, and the same prompt with less in it. Pure.
+
+Generate ──document──► blocks ──(scored, selected)──► Generate: text rewritten, or Keep
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt, TokenPrompt
+from fleetd.compression import elide
+from fleetd.compression.document import Document, unmark, unmarked
+from fleetd.compression.selection import Selection
+from fleetd.compression.words import Range, estimate_tokens
+
+
+def document(request: Generate) -> Document | None:
+    """None for a prompt of token ids, which has no text that could be cut."""
+    match request.prompt:
+        case ChatPrompt(messages=messages):
+            return Document.of_messages(messages)
+        case TextPrompt(text):
+            return Document.of_text(text)
+        case TokenPrompt():
+            return None
+
+
+def plain(request: Generate) -> Generate:
+    """The whole prompt, without the marks that only selection understands."""
+    match request.prompt:
+        case ChatPrompt(messages=messages):
+            prompt = msgspec.structs.replace(request.prompt, messages=unmarked(messages))
+            return msgspec.structs.replace(request, prompt=prompt)
+        case TextPrompt(text):
+            return msgspec.structs.replace(request, prompt=TextPrompt(unmark(text)[0]))
+        case TokenPrompt():
+            return request
+
+
+def shortened(request: Generate, found: Document, selection: Selection) -> Generate:
+    """What is kept, in its order, with a line for what is not. What is no text stays as it is."""
+    match request.prompt:
+        case ChatPrompt(messages=messages):
+            kept = elide.messages(found, selection, messages)
+            return msgspec.structs.replace(
+                request, prompt=msgspec.structs.replace(request.prompt, messages=kept)
+            )
+        case TextPrompt():
+            return msgspec.structs.replace(request, prompt=TextPrompt(elide.texts(found, selection)[0]))
+        case TokenPrompt():
+            return request
+
+
+def sparse(request: Generate, found: Document, selection: Selection) -> Generate:
+    """The whole prompt, and which of it is to be computed."""
+    parts = {
+        index: list(ranges)
+        for index, ranges in enumerate(selection.kept)
+        if not selection.whole(found, index)
+    }
+    return msgspec.structs.replace(plain(request), keep=Keep(parts))
+
+
+def said(request: Generate) -> list[dict[str, Any]]:
+    """A conversation's messages as the client sent them; none of a text prompt."""
+    return request.prompt.messages if isinstance(request.prompt, ChatPrompt) else []
+
+
+def fresh_tokens(found: Document, aged: Mapping[int, Sequence[Range]]) -> int:
+    """About how many tokens nobody has decided about yet."""
+    return sum(estimate_tokens(block.text) for i, block in enumerate(found.blocks) if i not in aged)
+
+
+def turns(found: Document) -> int:
+    """How many answers of a model the prompt holds."""
+    return sum(block.role == "assistant" for block in found.blocks)
+
+
+def is_empty(found: Document, selection: Selection) -> bool:
+    """Whether nothing would be left to read: not one character of any text."""
+    return not any(
+        found.blocks[index].text[start:end].strip()
+        for index, ranges in enumerate(selection.kept)
+        for start, end in ranges
+    )
+
+
+def key(found: Document, compressor: str) -> bytes:
+    """Equal for prompts whose scores are equal."""
+    parts = (found.text, found.questions, compressor)
+    return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).digest()

@@ -1,0 +1,84 @@
+"""What was planned for a prompt and what came of it: the newest ``limits.TRACES``, in the daemon's database.
+
+Written like the ledger: off the loop, in order, and never in the way. A disk that does not take a trace costs
+that trace and a line per minute in the log.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import msgspec
+
+from fleetd import limits
+from fleetd.requests.prefill_sharing.views import Trace, TracesView
+from fleetd.observe import get_logger
+from fleetd.store import Store, StoreUnavailable
+
+log = get_logger("fleetd.traces")
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(Trace).decode
+
+
+class Traces:
+    def __init__(self, store: Store, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._monotonic = monotonic
+        self._told_s = float("-inf")
+
+    def record(self, trace: Trace) -> None:
+        """Does not wait and does not raise."""
+        body = _encode(trace)
+
+        def write(db: sqlite3.Connection) -> None:
+            db.execute(
+                "INSERT INTO trace (request_id, at_s, body) VALUES (?, ?, ?)", (trace.id, trace.at_s, body)
+            )
+            db.execute(
+                "DELETE FROM trace WHERE number <= (SELECT max(number) FROM trace) - ?", (limits.TRACES,)
+            )
+
+        try:
+            self._store.submit(write).add_done_callback(self._written)
+        except StoreUnavailable as error:
+            self._complain(error)
+
+    def newest(self, last: int, request_id: str = "") -> TracesView:
+        """At most ``last``, newest first; of one request only if it is named, as its client knows it. Blocks.
+
+        Each of its answers has an id of its own, which has more behind that. An unusable disk has none.
+        """
+        try:
+            rows = self._store.call(
+                lambda db: db.execute(
+                    "SELECT body FROM trace WHERE :id IN ('', request_id) "
+                    "OR substr(request_id, 1, length(:id) + 1) = :id || '-' ORDER BY number DESC LIMIT :last",
+                    {"id": request_id, "last": last},
+                ).fetchall()
+            )
+        except StoreUnavailable as error:
+            self._complain(error)
+            rows = []
+        return TracesView([found for (body,) in rows if (found := _readable(body)) is not None])
+
+    def _written(self, future: Future[None]) -> None:
+        if (error := future.exception()) is not None:
+            self._complain(error)
+
+    def _complain(self, error: BaseException) -> None:
+        now_s = self._monotonic()
+        if now_s - self._told_s >= limits.REPEAT_LOG_S:
+            self._told_s = now_s
+            log.warning("traces.degraded", error=str(error), note="answers are not affected")
+
+
+def _readable(body: bytes) -> Trace | None:
+    """None for one that another version wrote differently."""
+    try:
+        return _decode(body)
+    except msgspec.DecodeError:
+        return None

@@ -1,0 +1,150 @@
+"""The cost curve and who decides how much is drafted: pure, so every answer here is simulated."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fleetd.engine.speculation.controller import LONGEST_REST, Controller, Draft
+from fleetd.engine.speculation.pass_costs import Costs
+
+FLAT = {1: 1.0, 4: 1.05, 16: 1.5}
+STEEP = {1: 1.0, 2: 1.9, 4: 3.7, 16: 15.0}
+
+
+def answer(
+    curve: dict[int, float], acceptance: float, tokens: int = 2000, seed: int = 1, most: int = 15
+) -> tuple[Controller, float]:
+    """Decode an answer of which each draft is right with that chance; its seconds per token."""
+    dice, truth = random.Random(seed), Costs(curve)
+    controller = Controller(Costs(curve), most)
+    seconds, came = 0.0, 0
+    while came < tokens:
+        drafts = [came + i + 1 if dice.random() < acceptance else -1 for i in range(most)]
+        draft = controller.choose({"s": drafts}, most)
+        right = 0
+        while right < len(draft.tokens) and draft.tokens[right] == came + right + 1:
+            right += 1
+        emitted = [came + i + 1 for i in range(right + 1)]
+        took = truth.ratio(1 + len(draft.tokens))
+        controller.verified(draft, emitted, took)
+        came += len(emitted)
+        seconds += took
+    return controller, seconds / came
+
+
+def best(curve: dict[int, float], a: float) -> float:
+    costs = Costs(curve)
+    return min(costs.ratio(k + 1) * (1 - a) / (1 - a ** (k + 1)) for k in range(16))
+
+
+@pytest.mark.parametrize("acceptance", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("curve", [FLAT, STEEP])
+def test_it_comes_near_the_best_fixed_width(curve: dict[int, float], acceptance: float) -> None:
+    _, per_token = answer(curve, acceptance)
+    assert per_token <= min(1.02, 1.2 * best(curve, acceptance))
+
+
+@settings(max_examples=40)
+@given(
+    st.floats(0, 0.97),
+    st.floats(0, 0.5),
+    st.floats(0, 1.2),
+    st.integers(0, 1000),
+)
+def test_it_never_loses_much(acceptance: float, first: float, each: float, seed: int) -> None:
+    curve = {1: 1.0, 2: 1 + first} | {n: 1 + first + each * (n - 2) for n in (4, 8, 16)}
+    _, per_token = answer(curve, acceptance, seed=seed)
+    assert per_token <= 1.03
+
+
+def test_drafts_that_are_never_right_are_soon_left_alone() -> None:
+    controller, per_token = answer(FLAT, 0.0)
+    assert controller.records["s"].passes <= 20
+    assert per_token <= 1.005
+
+
+def test_a_source_that_gets_good_is_used_again_without_having_been_tried() -> None:
+    controller = Controller(Costs(FLAT), 15)
+    for i in range(200):
+        draft = controller.choose({"s": [-1] * 5}, 15)
+        controller.verified(draft, [i], 1.05 if draft.tokens else 1.0)
+    assert controller.choose({"s": [-1] * 5}, 15) == Draft()
+    before = controller.records["s"].passes
+    for i in range(200, 260):
+        controller.came([i])
+        controller.choose({"s": [i + 1, i + 2, i + 3]}, 15)
+        if controller.choose({"s": [i + 1, i + 2, i + 3]}, 15).tokens:
+            break
+    else:
+        pytest.fail("it never came back")
+    assert controller.records["s"].passes == before
+
+
+def test_the_better_source_is_taken() -> None:
+    controller = Controller(Costs(FLAT), 15)
+    for i in range(40):
+        proposals = {"bad": [-1] * 15, "good": [i, i + 1, i + 2, i + 3]}
+        draft = controller.choose(proposals, 15)
+        controller.verified(Draft(), [i], 1.0)
+    assert draft.source == "good"
+
+
+def test_passes_that_lose_time_though_they_should_not_are_ended() -> None:
+    """The curve says that wide passes are cheap, and each of them takes far longer."""
+    controller = Controller(Costs({1: 1.0, 16: 1.0}), 15)
+    seconds, tokens, i = 0.0, 0, 0
+    while tokens < 3000:
+        draft = controller.choose({"s": [i, -1]}, 15)
+        emitted = [i, i + 1] if draft.tokens else [i]
+        took = 4.0 if draft.tokens else 1.0
+        controller.verified(draft, emitted, took)
+        seconds, tokens, i = seconds + took, tokens + len(emitted), i + len(emitted)
+    assert seconds / tokens <= 1.03
+    assert controller._next_rest <= LONGEST_REST
+
+
+def test_always_verifies_what_there_is() -> None:
+    controller = Controller(Costs(STEEP), 15, always=True)
+    for _ in range(50):
+        draft = controller.choose({"s": [-1] * 4}, 3)
+        assert draft == Draft("s", (-1, -1, -1))
+        controller.verified(draft, [1], 9.0)
+
+
+def test_no_room_no_drafts() -> None:
+    for always in (False, True):
+        controller = Controller(Costs(FLAT), 15, always=always)
+        for room in (0, -1):
+            assert controller.choose({"s": [1, 2, 3]}, room) == Draft()
+
+
+@given(st.lists(st.tuples(st.integers(1, 16), st.floats(1e-6, 1e3)), max_size=200))
+def test_the_curve_never_falls_whatever_is_measured(passes: list[tuple[int, float]]) -> None:
+    costs = Costs(FLAT)
+    for width, seconds in passes:
+        costs.took(width, seconds)
+        curve = [costs.ratio(n) for n in range(1, 20)]
+        assert curve[0] == 1.0
+        assert all(a <= b + 1e-9 for a, b in itertools.pairwise(curve))
+        assert costs.step_s > 0
+
+
+def test_one_pass_that_was_held_up_does_not_stop_drafts_for_good() -> None:
+    costs = Costs(FLAT)
+    for _ in range(5):
+        costs.took(2, 50.0)
+    assert costs.ratio(2) > 2
+    for _ in range(2000):
+        costs.took(1, 1.0)
+    assert costs.ratio(2) < 1.1
+
+
+def test_a_wider_pass_than_was_measured_is_expected_to_cost_more() -> None:
+    costs = Costs({1: 1.0, 4: 1.3})
+    assert costs.ratio(8) == pytest.approx(1.7)
+    assert Costs({1: 2.0}).ratio(2) == pytest.approx(1.05)

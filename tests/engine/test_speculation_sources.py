@@ -1,0 +1,135 @@
+"""Prompt lookup and the suffix automaton against brute force, and the past that is remembered."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetd import limits
+from fleetd.engine.speculation.automaton import BYTES_PER_TOKEN, ROOT, Automaton
+from fleetd.engine.speculation.lookup import LONGEST, SHORTEST, PromptLookup
+from fleetd.engine.speculation.suffix import PastAnswers, SuffixSource
+
+# Few different tokens, so that much is repeated.
+texts = st.lists(st.integers(0, 3), max_size=60)
+
+
+def brute_lookup(text: list[int], width: int) -> list[int]:
+    for n in range(LONGEST, SHORTEST - 1, -1):
+        for end in range(len(text) - 1, n - 1, -1):
+            if len(text) > n and text[end - n : end] == text[-n:]:
+                return text[end : end + width]
+    return []
+
+
+def brute_matched(text: list[int]) -> int:
+    """Length of the longest end of the text that also ends earlier."""
+    for n in range(len(text) - 1, 0, -1):
+        if any(text[i : i + n] == text[-n:] for i in range(len(text) - n)):
+            return n
+    return 0
+
+
+@given(texts, st.integers(1, 8))
+def test_lookup_is_the_longest_match_and_of_those_the_newest(text: list[int], width: int) -> None:
+    grown = PromptLookup()
+    for end in range(len(text) + 1):
+        assert grown.propose(text[:end], width) == brute_lookup(text[:end], width)
+    assert PromptLookup().propose(text, width) == brute_lookup(text, width)
+
+
+@given(texts)
+def test_the_automaton_knows_the_longest_end_that_was_there_before(text: list[int]) -> None:
+    automaton = Automaton()
+    for end, token in enumerate(text, 1):
+        automaton.append(token)
+        assert automaton.matched == brute_matched(text[:end])
+        n, after = automaton.matched, automaton.matched_end
+        if n:
+            assert after < end
+            assert text[after - n : after] == text[end - n : end]
+
+
+@given(texts, texts)
+def test_another_text_is_followed_through_the_automaton(past: list[int], text: list[int]) -> None:
+    automaton = Automaton()
+    for token in past:
+        automaton.append(token)
+    state, matched = ROOT, 0
+    for end, token in enumerate(text, 1):
+        state, matched = automaton.step(state, matched, token)
+        ends = [n for n in range(end + 1) if contains(past, text[end - n : end])]
+        assert matched == max(ends)
+        after = automaton.after(state)
+        assert past[after - matched : after] == text[end - matched : end]
+
+
+def contains(text: list[int], part: list[int]) -> bool:
+    return any(text[i : i + len(part)] == part for i in range(len(text) - len(part) + 1))
+
+
+@given(texts, st.integers(1, 8))
+def test_a_suffix_draft_is_no_longer_than_its_match(text: list[int], width: int) -> None:
+    drafts = SuffixSource().propose(text, width)
+    matched = brute_matched(text)
+    assert len(drafts) <= min(width, matched)
+    assert drafts == [] or matched >= 3
+    assert bool(drafts) == (matched >= 3)
+
+
+def test_states_grow_with_the_tokens_even_where_all_are_equal() -> None:
+    automaton = Automaton()
+    for _ in range(5000):
+        automaton.append(7)
+    assert automaton.matched == 4999
+    assert len(automaton._next) <= 2 * 5000
+
+
+@pytest.mark.parametrize("source", [PromptLookup, SuffixSource])
+def test_a_long_prompt_is_taken_up_bit_by_bit_and_only_its_end(
+    source: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SPEC_INDEX_TOKENS", 40)
+    monkeypatch.setattr(limits, "SPEC_INDEX_STEP", 16)
+    text = [1, 2, 3, 4, 5, *range(100, 130), 6, 7, 8, 9, 10, *range(200, 210)]
+    drafting = source()
+    for _ in range(2):
+        assert drafting.propose([*text, 6, 7, 8], 2) == []
+    assert drafting.propose([*text, 6, 7, 8], 2) == [9, 10]
+    # What is older than the bound is not found.
+    assert drafting.propose([*text, 6, 7, 8, 1, 2, 3], 2) == []
+
+
+def test_a_past_answer_is_found_where_its_key_is_the_same() -> None:
+    past = PastAnswers(limits.SPEC_PAST_BYTES)
+    past.add("a", [10, 11, 12, 13, 14, 15])
+    text = [1, 2, 10, 11, 12]
+    assert SuffixSource(past.of("a")).propose(text, 8) == [13, 14, 15]
+    assert SuffixSource(past.of("b")).propose(text, 8) == []
+    # A draft never goes on from one answer into the next one.
+    past.add("a", [10, 11, 12, 99])
+    assert SuffixSource(past.of("a")).propose(text, 8) == [99]
+
+
+def test_the_past_is_bounded_and_forgets_the_oldest_first() -> None:
+    past = PastAnswers(200 * BYTES_PER_TOKEN)
+    for i in range(100):
+        past.add("a", [1000 * i + j for j in range(20)])
+        assert past.nbytes <= 200 * BYTES_PER_TOKEN
+    find = lambda i: SuffixSource(past.of("a")).propose([1000 * i + j for j in range(5)], 3)  # noqa: E731
+    assert find(99) == [99005, 99006, 99007]
+    assert find(0) == []
+
+
+def test_of_many_keys_the_one_not_used_for_longest_goes() -> None:
+    past = PastAnswers(200 * BYTES_PER_TOKEN)
+    for key in "abcdef":
+        past.add(key, list(range(60)))
+        past.add("a", [500, 501, 502, 503])
+        assert past.nbytes <= 200 * BYTES_PER_TOKEN
+    assert past.of("b") == ()
+    assert past.of("f") != ()
+    assert past.of("a") != ()

@@ -1,0 +1,167 @@
+"""Verdicts on the disk: found again where they still hold, and only there; what they say of costs."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from asking import folder_of
+
+from fleetd.home import durable
+from fleetd.engine import loading
+from fleetd.engine.protocol import Loading
+from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.speculation import rollback
+from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
+from fleetd.engine.speculation.verdicts import VerdictKey, Verdicts
+from fleetd.errors import DiskFull
+from fleetd.models import digest as digests
+
+BASIS = VerdictKey("ab" * 32, "cpu", "x86_64 AVX2", "Linux-6", {"mlx": "0.32"}, {"MKL_CBWR": "AVX2,STRICT"}, 2)
+FOUND = ExactnessVerdict(8, rollback.ANY, "exact: blocks of up to 8 tokens", {1: 0.01, 4: 0.012, 8: 0.02})
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Verdicts:
+    verdicts = Verdicts(tmp_path)
+    verdicts.keep(BASIS, FOUND)
+    return verdicts
+
+
+def file_of(cache: Path) -> Path:
+    (found,) = (cache / "verdicts").iterdir()
+    return found
+
+
+def test_a_verdict_is_found_again(kept: Verdicts, tmp_path: Path) -> None:
+    assert kept.find(BASIS) == FOUND
+    assert Verdicts(tmp_path).find(BASIS) == FOUND
+    other = ExactnessVerdict(text="declined: blocks of 2 tokens give other logits at 30 tokens of context")
+    kept.keep(BASIS, other)
+    assert kept.find(BASIS) == other
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"digest": "cd" * 32},
+        {"device": "metal"},
+        {"accelerator": "x86_64 AVX512"},
+        {"system": "Linux-7"},
+        {"versions": {"mlx": "0.33"}},
+        {"environment": {"MKL_CBWR": "AVX2"}},
+        {"environment": {}},
+        {"cores": 4},
+        {"fleetd": "0.0.1"},
+        {"probe": 0},
+    ],
+    ids=str,
+)
+def test_whatever_it_rests_on_may_change_it(kept: Verdicts, change: dict[str, Any]) -> None:
+    assert kept.find(msgspec.structs.replace(BASIS, **change)) is None
+    assert kept.find(BASIS) == FOUND
+
+
+def test_models_and_devices_have_a_file_each(kept: Verdicts) -> None:
+    others = [msgspec.structs.replace(BASIS, digest="cd" * 32), msgspec.structs.replace(BASIS, device="cuda")]
+    for width, basis in enumerate(others, 2):
+        kept.keep(basis, ExactnessVerdict(width, 100))
+    assert [verdict.width for basis in (BASIS, *others) if (verdict := kept.find(basis))] == [8, 2, 3]
+
+
+def test_a_damaged_file_is_no_verdict(kept: Verdicts, tmp_path: Path) -> None:
+    file = file_of(tmp_path)
+    whole = file.read_bytes()
+    assert b'"width":8' in whole
+    damaged = [
+        b"",
+        whole[:-1],
+        whole[: len(whole) // 2],
+        b"\xff" + whole,
+        whole.replace(b'"width":8', b'"width":9'),
+    ]
+    damaged += [b"[" * 60_000, b"{}", whole + b" " * (1 << 16)]
+    for raw in damaged:
+        file.write_bytes(raw)
+        assert kept.find(BASIS) is None
+    kept.keep(BASIS, FOUND)
+    assert kept.find(BASIS) == FOUND
+
+
+def test_what_cannot_be_read_or_written_costs_a_probe_and_no_more(
+    kept: Verdicts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = file_of(tmp_path)
+    elsewhere = tmp_path / "elsewhere"
+    file.rename(elsewhere)
+    file.symlink_to(elsewhere)
+    assert kept.find(BASIS) is None
+
+    def full(path: Path, data: bytes) -> None:
+        raise DiskFull(os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(durable, "replace", full)
+    kept.keep(BASIS, FOUND)
+    blocked = tmp_path / "file"
+    blocked.write_bytes(b"")
+    Verdicts(blocked).keep(BASIS, FOUND)
+    assert Verdicts(blocked).find(BASIS) is None
+
+
+def test_a_model_that_nobody_hashed_is_probed_each_time(tmp_path: Path) -> None:
+    unknown = msgspec.structs.replace(BASIS, digest="")
+    verdicts = Verdicts(tmp_path)
+    verdicts.keep(unknown, FOUND)
+    assert verdicts.find(unknown) is None
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_variables_that_choose_kernels_count() -> None:
+    environ = {"MKL_CBWR": "AVX2", "MLX_SDPA_BLOCKS": "32", "HOME": "/home/a", "PATH": "x"}
+    assert VerdictKey.now("", "cpu", "", {}, environ).environment == {"MKL_CBWR": "AVX2", "MLX_SDPA_BLOCKS": "32"}
+
+
+def test_costs_are_those_of_today() -> None:
+    """The machine is half as fast as when it was probed: so are wider passes, until they were seen."""
+    assert FOUND.at_pace(0.02).seconds == pytest.approx({1: 0.02, 4: 0.024, 8: 0.04})
+    nothing = ExactnessVerdict(text="declined: a ArraysCache cannot take tokens back")
+    assert nothing.at_pace(0.02) == nothing
+
+
+def test_the_second_load_does_not_probe(
+    chain_path: Path, tmp_path: Path, cpu_installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed: list[ExactnessVerdict] = []
+    probe = loading.probe
+
+    def counting(*args: Any, **kwargs: Any) -> ExactnessVerdict:
+        probed.append(probe(*args, **kwargs))
+        return probed[-1]
+
+    monkeypatch.setattr(loading, "probe", counting)
+    record, said = tmp_path / "record.json", list[Loading]()
+    settings = WorkerSettings("m", str(chain_path), str(record), device="cpu", cache=str(tmp_path))
+
+    def load() -> loading.Loaded:
+        return loading.load(settings, "cpu", said.append)
+
+    load()
+    assert len(probed) == 1  # and nobody knew which model it is
+    digests.digest(folder_of(chain_path), record)
+    first = load().verdict
+    again = load()
+    assert len(probed) == 2
+    assert first.exact
+    assert (again.verdict.width, again.verdict.context, again.verdict.text) == (
+        first.width,
+        first.context,
+        first.text,
+    )
+    assert again.facts.speculation == first.text
+    assert again.verdict.seconds[1] == pytest.approx(1 / again.facts.decode_tok_s)
+    shares = [s / again.verdict.seconds[1] for s in again.verdict.seconds.values()]
+    assert shares == pytest.approx([s / first.seconds[1] for s in first.seconds.values()])

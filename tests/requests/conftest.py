@@ -1,0 +1,27 @@
+"""Fixtures of the tests of requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from daemon_fakes import FakeModels, FakePool
+
+from fleetd.ledger import Ledger
+from fleetd.metrics import Metrics
+from fleetd.requests.runner import Runner
+
+
+@pytest.fixture
+def make_runner(ledger: Ledger, metrics: Metrics) -> Callable[..., Runner]:
+    """A runner over fakes; only an async test may call it (it makes asyncio objects)."""
+
+    def make(pool: FakePool, models: FakeModels, **changes: Any) -> Runner:
+        def embedded(ref: str) -> str | None:
+            return "tiny" if ref in ("tiny", "tiny-alias") else None
+
+        options: dict[str, Any] = {"default_model": "m", "embedded": embedded} | changes
+        return Runner(pool=pool, models=models, ledger=ledger, metrics=metrics, **options)
+
+    return make

@@ -1,0 +1,213 @@
+"""One machine of those that faults strike, and the places at which they do.
+
+A worker and its pool are real; a request's stream, a disk and a log can be told to fail.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import sqlite3
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from asking import GREEDY
+from sharing import resources
+from wire import Effect
+
+from fleetd.engine.pool import EnginePool
+from fleetd.engine.protocol import Delta, Finished, Generate, TokenPrompt
+from fleetd.engine.supervisor import EngineProcess
+from fleetd.errors import FleetError
+from fleetd.requests.message_codec import ALIVE
+from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.p2p.node import Node
+from fleetd.store import Store
+
+WITHIN_S = 30.0
+DIGEST = "d" * 64
+GARBAGE = b"\xc1 no message"
+
+
+class FullDisk:
+    """Where logs go."""
+
+    def write(self, _text: str) -> int:
+        raise OSError(28, "No space left on device")
+
+    def flush(self) -> None:
+        raise OSError(28, "No space left on device")
+
+    def isatty(self) -> bool:
+        return False
+
+
+class FullableStore(Store):
+    full = False
+
+    def _attempt(self, work: Any) -> Any:
+        def on_a_full_disk(db: sqlite3.Connection) -> Any:
+            result = work(db)
+            if self.full:
+                raise sqlite3.OperationalError("database or disk is full")
+            return result
+
+        return super()._attempt(on_a_full_disk)
+
+
+class Tapped:
+    """A request's stream, seen from one machine."""
+
+    def __init__(
+        self, stream: Any, point: Callable[[str], Effect], sends: list[str], gets: list[str]
+    ) -> None:
+        self._stream, self._point, self._sends, self._gets = stream, point, sends, gets
+
+    def send(self, body: bytes) -> None:
+        if body != ALIVE and self._sends:
+            self._point(self._sends.pop(0))
+        self._stream.send(body)
+
+    async def receive(self) -> bytes | None:
+        body: bytes | None = await self._stream.receive()
+        if body and self._gets and self._point(self._gets.pop(0)) is Effect.SPOIL:
+            return GARBAGE
+        return body
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@dataclass
+class Machine:
+    name: str
+    node: Node
+    pool: EnginePool
+    folder: Any
+    killed: EngineProcess | None = None
+    # Of its worker, when it had nothing to do; by process.
+    baseline: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    @property
+    def node_id(self) -> str:
+        return self.node.identity.node_id
+
+    @property
+    def card(self) -> Card:
+        model = ModelCard(
+            self.folder.name, digest=DIGEST, state="loaded", memory_bytes=1000, prefill_tok_s=100.0
+        )
+        return Card(self.node_id, 1, 1, name=self.name, models=[model], available_bytes=1 << 30)
+
+    @property
+    def engine(self) -> EngineProcess | None:
+        return self.pool.engine(self.folder)
+
+    def resolve(self, ref: str) -> Any:
+        assert ref in (self.folder.name, "m")
+        return self.folder
+
+    def digest(self, _folder: Any) -> str:
+        return DIGEST
+
+    def needs_pull(self, _ref: str) -> bool:
+        return False
+
+    async def alone(self, request: Generate) -> Told:
+        return await told(self.pool.stream(self.folder, request))
+
+    async def ready(self) -> None:
+        """With a worker whose resources, doing nothing, are known."""
+        if self.killed is not None:
+            await settled(lambda: self.killed.state == "failed", f"{self.name}'s worker is known to be gone")  # type: ignore[union-attr]
+            self.killed = None
+        await self.pool.load(self.folder)
+        assert self.engine is not None
+        if self.engine.pid not in self.baseline:
+            await self.alone(request("warm", 10, -1))
+            await settled(self.idle, f"{self.name} has just answered alone")
+            self.baseline[self.engine.pid or 0] = resources(self.engine)
+
+    def idle(self) -> bool:
+        if self.engine is None:
+            return False
+        status = self.engine.status
+        return not any(
+            (status.kv_bytes, status.assisting, status.prefilling, status.decoding, status.waiting)
+        )
+
+    def spare(self) -> bool:
+        """Whether its worker holds what it held before anything happened."""
+        return self.engine is not None and resources(self.engine) == self.baseline[self.engine.pid or 0]
+
+    async def rested(self) -> None:
+        """Until its worker, a new one if it must be, does nothing and holds nothing."""
+        await self.ready()
+        await self.beaten()
+        await settled(self.idle, f"{self.name}'s worker does nothing and holds no keys and values")
+        try:
+            await settled(self.spare, "")
+        except AssertionError:
+            assert self.engine is not None
+            held, before = resources(self.engine), self.baseline[self.engine.pid or 0]
+            what = f"{self.name}'s worker has descriptors and threads {held}, and had {before}"
+            raise AssertionError(what) from None
+
+    async def beaten(self) -> None:
+        """Until its worker has said twice more how it is."""
+        for _ in range(2):
+            before = self.engine._beat if self.engine else None
+            await settled(
+                lambda before=before: self.engine is not None and self.engine._beat is not before,  # type: ignore[misc]
+                f"{self.name}'s worker says how it is",
+            )
+
+
+@dataclass
+class Told:
+    """What one request gave."""
+
+    events: list[Any]
+    error: FleetError | None = None
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    @property
+    def answer(self) -> tuple[str, list[Any]]:
+        """Text, tokens and log-probabilities, bit for bit."""
+        assert isinstance(self.events[-1], Finished), self.error
+        deltas = self.of(Delta)
+        numbers = [(p.token, p.logprob, p.top) for delta in deltas for p in delta.logprobs or []]
+        return "".join(delta.text for delta in deltas), numbers
+
+
+async def told(events: Any) -> Told:
+    found = Told([])
+    try:
+        async with contextlib.aclosing(events):
+            async for event in events:
+                found.events.append(event)
+    except FleetError as error:
+        found.error = error
+    return found
+
+
+def request(request_id: str, tokens: int, seed: int, **fields: Any) -> Generate:
+    drawn = random.Random(seed).choices(range(300), k=tokens)
+    # No two that follow each other begin alike: what is cached of one is of no use to the next.
+    drawn[0] = seed % 300
+    return Generate(
+        request_id, TokenPrompt(drawn), **{"sampling": GREEDY, "max_tokens": 3, "top_logprobs": 2, **fields}
+    )
+
+
+async def settled(check: Callable[[], bool], what: str) -> None:
+    try:
+        async with asyncio.timeout(WITHIN_S):
+            while not check():  # noqa: ASYNC110 — what is waited for happens in other processes
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"never: {what}") from None

@@ -1,0 +1,331 @@
+"""Machines that agree on shared prefills: real nodes on loopback, engines that only look like engines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.append(str(Path(__file__).parents[1] / "p2p"))
+
+from fleet_nodes import introduce, running, settings, together
+from msgspec.structs import replace
+
+from fleetd.engine.protocol import (Accepted, Arithmetic, AssistPrefill, Assisted, Delta, Event, Finished, Generate, Loading, Prefill, Ready, PrefillShared, Shared, StepTime, StreamTag, Timings, Usage)
+from fleetd.errors import FleetError
+from fleetd.requests.placement import Member
+from fleetd.requests.remote import Stream
+from fleetd.requests.admission import ServingContext
+from fleetd.requests.prefill_sharing import messages
+from fleetd.requests.prefill_sharing.server import AssistServer
+from fleetd.requests.bulk_dialer import BulkDialer
+from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.p2p.node import Node
+from fleetd.plan.route import USABLE
+from fleetd.plan.prefill.split import Split
+
+WITHIN_S = 20.0
+DIGEST = "d" * 64
+LAYERS = 4
+ARITHMETIC = Arithmetic(
+    "cpu",
+    "float32",
+    {"mlx": "1", "mlx-lm": "1"},
+    layers=[bytes([n]) * 8 for n in range(LAYERS)],
+    chunks="any",
+    sparse="",
+)
+FACTS = Ready(
+    architecture="llama",
+    device="cpu",
+    dtype="float32",
+    layers=LAYERS,
+    vocab_size=100,
+    context_tokens=8192,
+    weights_bytes=1000,
+    kv_bytes_per_token=1024,
+    kv_budget_bytes=1 << 30,
+    has_chat_template=True,
+    tool_calls=False,
+    reasoning=False,
+    load_s=1.0,
+    versions=ARITHMETIC.versions,
+    prefill_tok_s=100.0,
+    decode_tok_s=10.0,
+    hidden_bytes=256,
+    arithmetic=ARITHMETIC,
+)
+STEPS = [StepTime("compute", 0.5, 1000)]
+
+
+def split(helpers: int = 1, kind: Any = "layers", home: bool = True) -> Split:
+    """Of 4 layers and 1024 tokens among so many helpers and, if it has a part at all, home."""
+    parts = helpers + home
+    whole = LAYERS if kind == "layers" else 1024
+    cuts = [whole * n // parts for n in range(parts + 1)] if home else [*range(helpers), whole, whole]
+    return Split(kind, tuple(cuts), LAYERS, 0, 1024, 256)
+
+
+@dataclass
+class FakeEngine:
+    """Takes what it is given; an assist ends when ``end`` is set, or with ``error``."""
+
+    facts: Ready | None = FACTS
+    error: FleetError | None = None
+    steps: list[StepTime] = field(default_factory=lambda: list(STEPS))
+    end: asyncio.Event = field(default_factory=asyncio.Event)
+    assists: list[AssistPrefill] = field(default_factory=list)
+    shares: list[PrefillShared] = field(default_factory=list)
+    lonely: list[tuple[str, str]] = field(default_factory=list)
+    streams: dict[str, socket.socket] = field(default_factory=dict)
+    tags: dict[str, StreamTag] = field(default_factory=dict)
+    cancelled: int = 0
+    told: asyncio.Task[None] | None = None
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]:
+        if self.error is not None and not self.assists:
+            self.assists.append(assist)
+            raise self.error
+        self.assists.append(assist)
+        try:
+            yield Accepted(assist.id, assist.split.tokens)
+            await self.end.wait()
+            if self.error is not None:
+                raise self.error
+            yield Assisted(assist.id, self.steps)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.cancelled += 1
+            raise
+        finally:
+            await self._notify()
+
+    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
+        if (before := self.streams.get(tag.name)) is not None:
+            before.close()
+        self.streams[tag.name], self.tags[tag.name] = sock, tag
+        await self._notify()
+
+    def share(self, share: PrefillShared) -> None:
+        self.shares.append(share)
+        self._soon()
+
+    def alone(self, request_id: str, reason: str = "") -> None:
+        self.lonely.append((request_id, reason))
+        self._soon()
+
+    def _soon(self) -> None:
+        self.told = asyncio.create_task(self._notify())
+
+    async def until(self, condition: Any) -> None:
+        async with asyncio.timeout(WITHIN_S), self.changed:
+            await self.changed.wait_for(condition)
+
+    def close(self) -> None:
+        for sock in self.streams.values():
+            sock.close()
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+@dataclass
+class FakeFolder:
+    name: str = "m"
+    context_tokens: int = 8192
+
+
+@dataclass
+class FakeAssistPool:
+    """One engine, with all layers or with those that were loaded for somebody, which are kept in ``loads``.
+
+    ``refusal``: why none can be.
+    """
+
+    fake: FakeEngine
+    loaded: bool = True
+    refusal: FleetError | None = None
+    loads: list[tuple[int, int]] = field(default_factory=list)
+    used: int = 0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def holds(self, folder: Any, first: int, last: int) -> bool:
+        if not self.loaded or (part := self.part(folder)) is None:
+            return self.loaded
+        return part[0] <= first < last <= part[1]
+
+    def engine(self, folder: Any) -> FakeEngine | None:
+        return self.fake if self.loaded and self.part(folder) is None else None
+
+    def part(self, folder: Any) -> tuple[int, int] | None:
+        return self.loads[-1] if self.loads and self.loads[-1][1] else None
+
+    @contextlib.asynccontextmanager
+    async def assisting(self, folder: Any, first: int, last: int) -> AsyncIterator[FakeEngine]:
+        self.used += 1
+        try:
+            if not self.holds(folder, first, last):
+                self.loads.append((first, last))
+                await self.gate.wait()
+                if self.refusal is not None:
+                    self.loads.clear()
+                    raise self.refusal
+                self.loaded = True
+            yield self.fake
+        finally:
+            self.used -= 1
+
+
+@dataclass
+class FakeHomePool:
+    """An engine that answers: it waits for word how to prefill, then follows ``ending``.
+
+    ``ending``: what the prefill comes to once it is shared; "wait" is until ``engine.alone`` is told.
+    """
+
+    fake: FakeEngine
+    ending: Shared | str = "wait"
+    waits: bool = True
+    cached: int = 0
+    exact: bool = True
+    tokens: int = 4096
+    kept: int = 0
+    text: str = "hello"
+    requests: list[Generate] = field(default_factory=list)
+    left: int = 0
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def engine(self, folder: Any) -> FakeEngine | None:
+        return self.fake
+
+    async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Loading | Event, None]:
+        self.requests.append(request)
+        done = False
+        try:
+            waits = self.waits and request.shared
+            yield Accepted(request.id, self.tokens, self.cached, 256, waits, self.exact, self.kept)
+            if waits:
+                async for event in self._prefilled(request.id):
+                    yield event
+            yield Delta(request.id, self.text)
+            done = True
+            yield Finished(request.id, "stop", Usage(self.tokens, 0, 1), Timings(0.1, 0.2, 0.3))
+        finally:
+            self.left += not done
+
+    async def _prefilled(self, request_id: str) -> AsyncGenerator[Event, None]:
+        engine = self.fake
+        await engine.until(lambda: engine.shares or engine.lonely)
+        yield Prefill(request_id, 1, self.tokens)
+        if not engine.shares:
+            return
+        self.begun.set()
+        await self.gate.wait()
+        if isinstance(self.ending, Shared):
+            yield self.ending
+        else:
+            await engine.until(lambda: engine.lonely)
+            yield Shared(request_id, [], "alone", engine.lonely[0][1], 256)
+
+
+class FakeModels:
+    def resolve(self, ref: str) -> FakeFolder:
+        assert ref == "m", "only what the card shows is ever looked for"
+        return FakeFolder()
+
+
+def own_card(name: str, **model: Any) -> Card:
+    fields: dict[str, Any] = {
+        "digest": DIGEST,
+        "state": "loaded",
+        "memory_bytes": 1000,
+        "prefill_tok_s": 100.0,
+        "sparse": True,
+    }
+    return Card(name, 1, 1, name=name, models=[ModelCard("m", **fields | model)], available_bytes=1 << 30)
+
+
+class HelperMachine:
+    """A machine that helps: a node and the handlers, over a fake engine."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.engine = FakeEngine()
+        self.pool = FakeAssistPool(self.engine)
+        self.draining = False
+        self.outcomes: list[str] = []
+        self.card = own_card(node.name)
+        host = ServingContext(
+            FakeModels(),
+            lambda: self.card,
+            draining=lambda: self.draining,
+            finished=lambda _kind, outcome: self.outcomes.append(outcome),
+        )
+        self.assists = AssistServer(BulkDialer(node), self.pool, host)
+        node.handle(messages.ASSIST, self.assists.assist)
+        node.handle(messages.WARM, self.assists.warm)
+
+    @property
+    def node_id(self) -> str:
+        return self.node.identity.node_id
+
+
+class HomePartners:
+    """``sharing.Partners`` on a node. ``fields``: of every machine but its card."""
+
+    def __init__(self, node: Node, helpers: Sequence[HelperMachine] = (), **fields: Any) -> None:
+        self.node = node
+        self.helpers = helpers
+        self.fields: dict[str, Any] = {
+            "reach": USABLE,
+            "sees_prompts": True,
+            "rtt_s": 0.001,
+            "bytes_per_s": 1e9,
+        }
+        self.fields |= fields
+        self.ways = BulkDialer(node)
+        self.expect = self.ways.expect
+        self.connect = self.ways.connect
+        self.asked: list[tuple[str, str]] = []
+
+    @property
+    def node_id(self) -> str:
+        return self.node.identity.node_id
+
+    def machines(self) -> list[Member]:
+        return [
+            Member(replace(helper.card, node_id=helper.node_id), helper.node.name, **self.fields)
+            for helper in self.helpers
+        ]
+
+    async def ask(self, node_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
+        self.asked.append((node_id, method))
+        return await self.node.ask(node_id, method, body, within_s=within_s)
+
+    def request(self, node_id: str, method: str, body: bytes) -> Stream:
+        self.asked.append((node_id, method))
+        return self.node.request(node_id, method, body)
+
+
+@contextlib.asynccontextmanager
+async def machines(folder: Path, helpers: int) -> AsyncIterator[tuple[Node, list[HelperMachine]]]:
+    """A home and its helpers, paired and in session with each other."""
+    home = Node(settings(folder, "home"))
+    others = [HelperMachine(Node(settings(folder, f"helper{n}"))) for n in range(helpers)]
+    nodes = [home, *(other.node for other in others)]
+    try:
+        async with running(*nodes):
+            await introduce(*nodes)
+            await together(nodes)
+            yield home, others
+    finally:
+        for other in others:
+            await other.assists.close()
+            other.engine.close()

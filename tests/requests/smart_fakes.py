@@ -1,0 +1,217 @@
+"""A compressor that likes what holds a word, and prompts with one line that is worth keeping."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import struct
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from daemon_fakes import FakePool
+from msgspec.structs import replace
+
+from fleetd.engine.protocol import (
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Event,
+    Finished,
+    Generate,
+    Loading,
+    Prefill,
+    Profile,
+    Score,
+    Scored,
+    TextPrompt,
+    Timings,
+    Usage,
+)
+from fleetd.errors import FleetError
+from fleetd.compression.packed import PackedScores
+
+NEEDLE = "The code of the green safe is 4711."
+FILLER = [
+    f"Day {n}: the weather was calm, the harbour quiet, and nobody wrote anything of note about it."
+    for n in range(400)
+]
+QUESTION = "What is the code of the green safe?"
+PROFILE = Profile(heads=[(0, 0)], exit_layer=1)
+
+
+def haystack(lines: int = 200, at: int = 90) -> str:
+    """About 20 tokens a line."""
+    return "\n\n".join([*FILLER[:at], NEEDLE, *FILLER[at:lines]])
+
+
+def messages(text: str | None = None) -> list[dict[str, Any]]:
+    return [
+        {"role": "system", "content": "You answer in one line."},
+        {"role": "user", "content": haystack() if text is None else text},
+        {"role": "user", "content": QUESTION},
+    ]
+
+
+def chat(text: str | None = None, request_id: str = "r1", **fields: Any) -> Generate:
+    return Generate(request_id, ChatPrompt(messages(text)), **fields)
+
+
+def completion(request_id: str = "r1") -> Generate:
+    return Generate(request_id, TextPrompt(f"{haystack()}\n\n{QUESTION}"))
+
+
+def scored(score: Score, like: str = "safe") -> Scored:
+    """Tokens of four characters in the segment; those in a line that holds ``like`` matter."""
+    text = score.text
+    first, last = score.segment if score.segment != (0, 0) else (0, len(text))
+    spans: list[tuple[int, int]] = []
+    logits: list[float] = []
+    for start in range(first, last, 4):
+        end = min(start + 4, last)
+        if any(a < end and start < b for a, b in score.questions):
+            continue
+        line = text[text.rfind("\n", 0, start) + 1 : (text.find("\n", start) + 1 or len(text))]
+        spans.append((start, end))
+        logits.append(8.0 if like in line else 0.0)
+    n = len(spans)
+    total = math.log(sum(math.exp(value) for value in logits)) if logits else 0.0
+    packed = PackedScores(
+        1,
+        1,
+        struct.pack(f"<{n}i", *(a for a, _ in spans)),
+        struct.pack(f"<{n}i", *(b for _, b in spans)),
+        struct.pack(f"<{n}H", *([0] * n)),
+        struct.pack(f"<{n}f", *logits),
+        struct.pack("<f", total),
+    )
+    return Scored(score.id, packed, PROFILE, n, 0.01)
+
+
+def spoiled(honest: Scored, how: str) -> Scored:
+    """The same as a machine tells it that is broken, or lies."""
+    packed = honest.scores
+    starts, ends = (struct.unpack(f"<{len(part) // 4}i", part) for part in (packed.starts, packed.ends))
+    match how:
+        case "garbage":
+            packed = PackedScores(1, 1, b"", b"", packed.pairs, b"", b"")
+        case "elsewhere":
+            away = 10**6
+            packed = replace(
+                packed,
+                starts=struct.pack(f"<{len(starts)}i", *(start + away for start in starts)),
+                ends=struct.pack(f"<{len(ends)}i", *(end + away for end in ends)),
+            )
+        case "one":
+            packed = PackedScores(
+                1, 1, packed.starts[:4], packed.ends[:4], packed.pairs[:2], packed.logits[:4], packed.log_sums
+            )
+        case "heads":
+            return replace(honest, profile=Profile(heads=[(0, 0), (0, 1)], exit_layer=1))
+    return replace(honest, scores=packed)
+
+
+@dataclass
+class ScoringPool(FakePool):
+    """Answers with ``script`` whatever it is asked, and scores.
+
+    ``trouble`` happens instead, once per entry: an error, an event to wait for, "nothing", or how the scores
+    are ``spoiled``; ``after`` the same by the number of the segment, from 1 on. ``sparse``: why tokens cannot
+    be left out; "" where they can, but for the last ``tail``.
+    """
+
+    asked: list[Generate] = field(default_factory=list)
+    scores: list[Score] = field(default_factory=list)
+    trouble: list[BaseException | asyncio.Event | str] = field(default_factory=list)
+    after: dict[int, BaseException] = field(default_factory=dict)
+    answers: list[BaseException | None] = field(default_factory=list)
+    sparse: str = "it has no such ropes."
+    tail: int = 8
+    kept: int = 0
+    cancelled_scores: int = 0
+    loaded: list[str] = field(default_factory=lambda: ["m", "smollm2-135m"])
+
+    async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Loading | Event, None]:
+        self.asked.append(request)
+        if self.answers and (error := self.answers.pop(0)) is not None:
+            raise error
+        kept = self.kept if request.keep is not None else 0
+        yield Accepted(request.id, prompt_tokens=50, kept=kept)
+        yield Prefill(request.id, done=50, total=50)
+        yield Delta(request.id, "4711")
+        yield Finished(
+            request.id, "stop", Usage(prompt_tokens=50, completion_tokens=1), Timings(0.0, 0.2, 0.1)
+        )
+
+    async def score(
+        self, folder: Any, score: Score, *, evict: bool
+    ) -> AsyncGenerator[Loading | Prefill | Scored, None]:
+        assert not evict
+        self.scores.append(score)
+        trouble = self.trouble.pop(0) if self.trouble else self.after.get(len(self.scores))
+        try:
+            yield Prefill(score.id, 1, 2)
+            if isinstance(trouble, BaseException):
+                raise trouble
+            if isinstance(trouble, asyncio.Event):
+                await trouble.wait()
+            if trouble == "nothing":
+                return
+            found = scored(score)
+            if isinstance(trouble, str):
+                found = spoiled(found, trouble)
+            yield found
+        except (GeneratorExit, asyncio.CancelledError):
+            self.cancelled_scores += 1
+            raise
+
+    async def loading(self, folder: Any) -> AsyncGenerator[Loading, None]:
+        return
+        yield Loading("reading")  # what makes it a generator
+
+    def engine(self, folder: Any) -> Any:
+        return SmartEngine(SmartFacts(self.sparse, self.tail)) if folder.name in self.loaded else None
+
+
+@dataclass(frozen=True)
+class SmartFacts:
+    sparse: str
+    sparse_tail: int
+
+
+@dataclass(frozen=True)
+class SmartEngine:
+    facts: SmartFacts
+
+
+@dataclass(frozen=True)
+class SmartFolder:
+    name: str
+    weights_bytes: int = 1000
+    context_tokens: int = 100_000
+
+
+@dataclass
+class SmartModels:
+    """``m`` answers; the others may score."""
+
+    names: list[str] = field(default_factory=lambda: ["m", "smollm2-135m"])
+    error: FleetError | None = None
+
+    def installed(self) -> Sequence[SmartFolder]:
+        if self.error is not None:
+            raise self.error
+        return [SmartFolder(name) for name in self.names]
+
+    def resolve(self, ref: str) -> SmartFolder:
+        return SmartFolder(ref)
+
+    def needs_pull(self, ref: str) -> bool:
+        return False
+
+    def digest(self, folder: Any) -> str:
+        return "d"
+
+    async def pull(self, ref: str) -> AsyncGenerator[Any, None]:
+        return
+        yield

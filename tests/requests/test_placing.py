@@ -1,0 +1,400 @@
+"""Where jobs go: what stays, what travels, what is tried next, what people are told when nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Iterable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from daemon_fakes import FakeModels, FakePool, answer
+from msgspec.structs import replace
+
+from fleetd import limits
+from fleetd.engine.protocol import Delta, Finished, Generate, TextPrompt
+from fleetd.errors import (
+    FleetError,
+    InvalidValue,
+    ModelNotFound,
+    NoMachine,
+    OutOfMemory,
+    PeerLost,
+    PeerUnreachable,
+    ProtocolError,
+)
+from fleetd.requests import remote, messages
+from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.placement import Member, Placer, alike
+from fleetd.requests.runner import Runner
+from fleetd.ledger import Ledger
+from fleetd.limits import GIB
+from fleetd.metrics import Metrics
+from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
+from fleetd.plan.route import USABLE
+from fleetd.store import Store
+
+FACTS = MachineFacts(tier="standard", chip="cpu", cores=8, memory_bytes=64 * GIB, accelerator="cpu")
+MODEL = ModelCard(
+    "big",
+    digest="d",
+    roles=["chat"],
+    state="loaded",
+    weights_bytes=GIB,
+    memory_bytes=GIB,
+    prefill_tok_s=100.0,
+    decode_tok_s=10.0,
+)
+
+
+def machine(
+    name: str, *, faster: float = 1.0, sees: bool = True, reach: str = USABLE, **model: Any
+) -> Member:
+    fields = {f: getattr(MODEL, f) for f in MODEL.__struct_fields__} | model
+    fields["prefill_tok_s"] *= faster
+    fields["decode_tok_s"] *= faster
+    card = Card(name, 1, 1, name=name, machine=FACTS, models=[ModelCard(**fields)], available_bytes=32 * GIB)
+    return Member(card, name, reach, sees, 0.001)
+
+
+OWN = Card("me", 1, 1, name="me", machine=FACTS, available_bytes=8 * GIB, max_streams=16)
+
+
+class FakeStream:
+    """A peer's answer: bodies are received, exceptions raised, None hangs."""
+
+    def __init__(self, script: Iterable[bytes | FleetError | None]) -> None:
+        self.script = list(script)
+        self.cancelled = False
+        self.ended = False
+
+    async def receive(self) -> bytes | None:
+        if not self.script:
+            return None
+        step = self.script.pop(0)
+        if step is None:
+            await asyncio.Event().wait()
+        if isinstance(step, FleetError):
+            raise step
+        return step
+
+    def send(self, body: bytes) -> None:
+        raise AssertionError("who asks says everything in the request")
+
+    async def drained(self) -> None: ...
+
+    def end(self) -> None:
+        self.ended = True
+
+    def cancel(self, error: FleetError | None = None) -> None:
+        self.cancelled = True
+
+
+class FakeOthers:
+    """Scripted peers: node id → what its streams say, one script per request."""
+
+    def __init__(self, *found: Member, **scripts: list[Any]) -> None:
+        self.found = list(found)
+        self.scripts = scripts
+        self.asked: list[tuple[str, messages.RunJob]] = []
+        self.streams: list[FakeStream] = []
+
+    def machines(self) -> list[Member]:
+        return self.found
+
+    def request(self, node_id: str, method: str, body: bytes) -> FakeStream:
+        assert method == messages.RUN
+        self.asked.append((node_id, messages.decode_run(body)))
+        script = self.scripts[node_id].pop(0)
+        if isinstance(script, FleetError):
+            raise script
+        self.streams.append(FakeStream(script))
+        return self.streams[-1]
+
+    @property
+    def order(self) -> list[str]:
+        return [node_id for node_id, _ in self.asked]
+
+
+def spoken(*events: Any) -> list[bytes]:
+    return [messages.encode(event) for event in events]
+
+
+WHOLE = spoken(*answer())
+
+
+def job(model: str = "big", **fields: Any) -> Job:
+    return Job(model, Generate("r1", TextPrompt("x" * 400), max_tokens=10), "http", "chat", **fields)
+
+
+def has(digest: str) -> bool:
+    return True
+
+
+Make = Callable[..., Runner]
+
+
+@pytest.fixture
+def make(store: Store) -> Make:
+    def build(
+        others: FakeOthers, *, models: Any = None, pool: Any = None, own: Card = OWN, **more: Any
+    ) -> Runner:
+        return Runner(
+            pool=pool or FakePool(answer()),
+            models=models or FakeModels(names=set()),
+            ledger=Ledger(store),
+            metrics=Metrics("0"),
+            default_model="big",
+            embedded=lambda ref: None,
+            placing=Placer(others, lambda: own, **more),
+        )
+
+    return build
+
+
+async def collect(events: AsyncGenerator[Any, None]) -> list[Any]:
+    async with aclosing(events):
+        return [event async for event in events]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "exactness"),
+    [("bits", "bits", "exact"), ("bits", "other bits", "plan"), ("", "", "plan"), ("bits", "", "plan")],
+)
+def test_an_answer_from_elsewhere_is_exact_only_where_both_measured_the_same_arithmetic(
+    mine: str, theirs: str, exactness: str
+) -> None:
+    here, there = (machine("a", arithmetic=arithmetic).card for arithmetic in (mine, theirs))
+    assert alike(here, there, "big") is (exactness == "exact")
+    assert not alike(here, machine("a", arithmetic=theirs, digest="e").card, "big")
+
+
+async def test_the_header_says_exact_of_an_answer_with_the_bytes_that_this_machine_would_give(
+    make: Make,
+) -> None:
+    others = FakeOthers(machine("studio", faster=100, arithmetic="bits"), studio=[WHOLE])
+    own = replace(OWN, models=[replace(MODEL, arithmetic="bits")])
+    seen = await collect(make(others, own=own).run(job()))
+    assert seen[0] == Planned("remote", ("studio",), "exact")
+
+
+# ---- where ---------------------------------------------------------------------------------------------
+
+
+async def test_a_model_that_is_not_here_runs_where_it_is(make: Make, store: Store) -> None:
+    others = FakeOthers(machine("studio"), studio=[WHOLE])
+    seen = await collect(make(others).run(job()))
+    assert seen[0] == Planned("remote", ("studio",), "plan")
+    assert seen[1:] == answer()
+    ((_, run),) = others.asked
+    assert (run.model, run.digest, run.route) == ("big", "d", "chat")
+    assert others.streams[0].ended
+    assert store.call(lambda db: db.execute("SELECT node, state FROM usage").fetchall()) == [
+        ("studio", "settled")
+    ]
+
+
+async def test_the_machine_that_finishes_first_gets_it(make: Make) -> None:
+    others = FakeOthers(machine("slow"), machine("fast", faster=3.0), fast=[WHOLE])
+    await collect(make(others).run(job()))
+    assert others.order == ["fast"]
+
+
+async def test_a_peer_that_may_not_see_prompts_never_gets_one(make: Make) -> None:
+    others = FakeOthers(machine("nosy", faster=100.0, sees=False), machine("studio"), studio=[WHOLE])
+    await collect(make(others).run(job()))
+    assert others.order == ["studio"]
+
+
+async def test_only_a_nosy_peer_left_is_said_so(make: Make) -> None:
+    others = FakeOthers(machine("nosy", sees=False))
+    with pytest.raises(NoMachine, match="nosy may not see prompts"):
+        await collect(make(others).run(job()))
+    assert others.order == []
+
+
+@pytest.mark.parametrize("how", ["request", "settings"])
+async def test_local_only_never_leaves(make: Make, how: str) -> None:
+    others = FakeOthers(machine("studio", faster=100.0))
+    with pytest.raises(ModelNotFound):
+        await collect(make(others, local_only=how == "settings").run(job(local_only=how == "request")))
+    here = make(others, models=FakeModels(names={"big"}), local_only=how == "settings")
+    assert (await collect(here.run(job(local_only=how == "request"))))[0] == LOCAL
+    assert others.order == []
+
+
+async def test_a_job_from_a_peer_is_never_passed_on(make: Make) -> None:
+    """Or two machines that each think the other has it would send it to and fro."""
+    others = FakeOthers(machine("studio"))
+    body = messages.encode(messages.RunJob("big", job().request, "chat"))
+    with pytest.raises(ModelNotFound):
+        await remote.JobServer(make(others).run, has)("peer", body, FakeStream([]))
+    assert others.order == []
+
+
+async def test_unreachable_machines_are_named_with_the_reason(make: Make) -> None:
+    others = FakeOthers(machine("studio", reach="Nothing was heard from it for 3 s."))
+    with pytest.raises(NoMachine, match="studio cannot be used: Nothing was heard"):
+        await collect(make(others).run(job()))
+
+
+# ---- what is tried next --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        PeerUnreachable("gone"),
+        [PeerLost("cut")],
+        [OutOfMemory("full")],
+        [*WHOLE[:2], PeerLost("cut before the first token")],
+        [b"garbage"],
+        [],
+    ],
+    ids=["unreachable", "lost", "memory", "lost in prefill", "garbage", "ends at once"],
+)
+async def test_failures_before_the_first_token_are_not_seen(make: Make, failure: Any) -> None:
+    others = FakeOthers(machine("first", faster=3.0), machine("second"), first=[failure], second=[WHOLE])
+    seen = await collect(make(others).run(job()))
+    assert others.order == ["first", "second"]
+    plans = [event for event in seen if isinstance(event, Planned)]
+    assert [plan.nodes for plan in plans] == [("first",), ("second",)]
+    assert plans[1].reason
+    assert seen[-len(answer()) :] == answer()
+
+
+async def test_a_silent_machine_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "JOB_SILENCE_S", 0.05)
+    others = FakeOthers(
+        machine("first", faster=3.0), machine("second"), first=[[ALIVE, None]], second=[WHOLE]
+    )
+    assert (await collect(make(others).run(job())))[-1] == answer()[-1]
+    assert others.streams[0].cancelled
+
+
+async def test_after_the_first_token_the_failure_is_told(make: Make, store: Store) -> None:
+    cut = [*spoken(*answer()[:-1]), PeerLost("cut")]
+    others = FakeOthers(machine("first", faster=3.0), machine("second"), first=[cut])
+    with pytest.raises(PeerLost):
+        await collect(make(others).run(job()))
+    assert others.order == ["first"]
+    assert store.call(lambda db: db.execute("SELECT state FROM usage").fetchall()) == [("refunded",)]
+
+
+async def test_what_every_machine_would_refuse_is_asked_once(make: Make) -> None:
+    others = FakeOthers(machine("first", faster=3.0), machine("second"), first=[[InvalidValue("bad")]])
+    with pytest.raises(InvalidValue):
+        await collect(make(others).run(job()))
+    assert others.order == ["first"]
+
+
+async def test_no_more_machines_are_tried_than_the_limit(make: Make) -> None:
+    names = ["a", "b", "c", "d"]
+    others = FakeOthers(*map(machine, names), **{name: [[PeerLost(name)]] for name in names})
+    with pytest.raises(PeerLost):
+        await collect(make(others).run(job()))
+    assert len(others.order) == limits.ATTEMPTS == len(set(others.order))
+
+
+async def test_a_model_too_big_for_this_machine_goes_to_one_that_holds_it(make: Make) -> None:
+    """The files are here, the engine refuses to load them."""
+    others = FakeOthers(machine("studio"), studio=[WHOLE])
+    pool = FakePool([OutOfMemory("It needs 40 GiB.")])
+    own = replace(OWN, models=[MODEL])
+    seen = await collect(make(others, models=FakeModels(names={"big"}), pool=pool, own=own).run(job()))
+    assert [event.nodes for event in seen if isinstance(event, Planned)] == [("this",), ("studio",)]
+    assert isinstance(seen[-1], Finished)
+
+
+async def test_leaving_cancels_the_work_there(make: Make) -> None:
+    others = FakeOthers(machine("studio"), studio=[[*spoken(*answer()[:-1]), None]])
+    async with aclosing(make(others).run(job())) as events:
+        async for event in events:
+            if isinstance(event, Delta):
+                break
+    assert others.streams[0].cancelled
+
+
+# ---- the serving end -----------------------------------------------------------------------------------
+
+
+class Heard(FakeStream):
+    def __init__(self, enough: int = 10**9) -> None:
+        super().__init__([])
+        self.sent: list[bytes] = []
+        self.enough = asyncio.Event()
+        self._until = enough
+
+    def send(self, body: bytes) -> None:
+        self.sent.append(body)
+        if len(self.sent) >= self._until:
+            self.enough.set()
+
+
+async def test_the_serving_end_sends_what_its_runner_yields(make: Make) -> None:
+    runner = make(FakeOthers(), models=FakeModels(names={"big"}))
+    stream = Heard()
+    await remote.JobServer(runner.run, has)("peer", messages.encode(messages.RunJob("big", job().request, "chat")), stream)
+    assert [messages.decode_event(body) for body in stream.sent] == answer()
+
+
+async def test_the_serving_end_says_that_it_is_alive(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "JOB_ALIVE_S", 0.01)
+    gate = asyncio.Event()
+    runner = make(FakeOthers(), models=FakeModels(names={"big"}), pool=FakePool([gate, *answer()]))
+    stream = Heard(enough=3)
+    task = asyncio.create_task(
+        remote.JobServer(runner.run, has)("peer", messages.encode(messages.RunJob("big", job().request, "chat")), stream)
+    )
+    await stream.enough.wait()
+    assert stream.sent[:3] == [ALIVE] * 3
+    gate.set()
+    await task
+    assert messages.decode_event(stream.sent[-1]) == answer()[-1]
+
+
+async def test_other_files_under_the_same_name_are_refused(make: Make) -> None:
+    runner = make(FakeOthers(), models=FakeModels(names={"big"}))
+    body = messages.encode(messages.RunJob("big", job().request, "chat", digest="0" * 64))
+    with pytest.raises(ModelNotFound, match="other files under the name"):
+        await remote.JobServer(runner.run, has)("peer", body, Heard())
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"\x80", b"\xff" * 100, b"\x81" * 5000])
+async def test_garbage_instead_of_a_job_is_refused(make: Make, body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        await remote.JobServer(make(FakeOthers()).run, has)("peer", body, Heard())
+
+
+async def test_the_next_turn_goes_where_the_last_one_was_read(make: Make) -> None:
+    """Of two equal machines the first by id would win otherwise."""
+    text = "A long conversation. " * 400
+    others = FakeOthers(machine("a", reach="It is away."), machine("b"), a=[WHOLE], b=[WHOLE, WHOLE])
+    runner = make(others)
+    first = Job("big", Generate("r1", TextPrompt(text), max_tokens=10), "http", "chat")
+    await collect(runner.run(first))
+    others.found[0] = machine("a")
+    await collect(
+        runner.run(Job("big", Generate("r2", TextPrompt(text + "More."), max_tokens=10), "http", "chat"))
+    )
+    assert others.order == ["b", "b"]
+    await collect(runner.run(Job("big", Generate("r3", TextPrompt("Other."), max_tokens=10), "http", "chat")))
+    assert others.order == ["b", "b", "a"]
+
+
+async def test_who_helped_there_is_told_here(make: Make) -> None:
+    """The machine that answers knows; the one that was asked shows it."""
+    script = [
+        messages.encode(messages.RanAt(("mini",))),
+        *spoken(answer()[0]),
+        messages.encode(messages.RanAt((), "mini: it went away.")),
+        *spoken(*answer()[1:]),
+    ]
+    others = FakeOthers(machine("studio"), studio=[script])
+    plans = [event for event in await collect(make(others).run(job())) if isinstance(event, Planned)]
+    assert plans == [
+        Planned("remote", ("studio",), "plan"),
+        Planned("remote", ("studio", "mini"), "plan"),
+        Planned("remote", ("studio",), "plan", "mini: it went away."),
+    ]

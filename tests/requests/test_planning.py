@@ -1,0 +1,118 @@
+"""What the planner is told of machines: from cards and engines, measured, modelled, or held in part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from sharing_fakes import FACTS, own_card
+
+from fleetd.engine.memory import WORKING_BYTES
+from fleetd.engine.protocol import Ready
+from fleetd.requests.placement import Member
+from fleetd.requests.prefill_sharing import planner_facts
+from fleetd.limits import GIB
+from fleetd.p2p.membership.cards import Card, MachineFacts
+from fleetd.plan import chip_speeds
+from fleetd.plan.prefill import choice
+from fleetd.plan.costs import PrefillSpeed
+from fleetd.plan.route import USABLE
+
+M4 = MachineFacts(chip="Apple M4", accelerator="metal")
+M4_MAX = MachineFacts(chip="Apple M4 Max", accelerator="metal")
+MODEL: Ready = replace(
+    FACTS, layers=32, weights_bytes=4 * GIB, outside_bytes=GIB // 2, hidden_bytes=8192, prefill_tok_s=300.0
+)
+UNKNOWN: dict[str, Any] = {"prefill_tok_s": 0.0}
+
+
+def card(name: str = "mini", machine: MachineFacts = M4, usable: int = 0, **model: Any) -> Card:
+    return replace(own_card(name, **model), machine=machine, available_bytes=16 * GIB, usable_bytes=usable)
+
+
+def helper(of: Card, pace: float = 1.0) -> choice.HelperSpec:
+    member = Member(of, of.name, USABLE, True, 0.001, 1e9)
+    return planner_facts.helper(member, card("home").models[0], MODEL, pace)
+
+
+def home(of: Card) -> choice.HelperSpec:
+    return planner_facts.home(of, of.models[0], MODEL)
+
+
+def test_a_loaded_model_has_room_for_what_its_engine_may_take() -> None:
+    assert helper(card()).room_bytes == 16 * GIB
+    assert helper(card(kv_budget_bytes=GIB)).room_bytes == GIB
+    assert helper(card(kv_budget_bytes=64 * GIB)).room_bytes == 16 * GIB
+
+
+def test_a_cold_one_has_room_for_what_is_left_beside_a_running_program() -> None:
+    cold = helper(card(usable=3 * GIB, state="installed", kv_budget_bytes=0))
+    assert (cold.loaded, cold.held, cold.room_bytes) == (False, None, 3 * GIB - WORKING_BYTES)
+    assert cold.load_s > 0
+
+
+def test_some_layers_are_a_help_without_a_load() -> None:
+    part = helper(card(usable=GIB, state="installed", part_last=14, kv_budget_bytes=GIB))
+    assert (part.loaded, part.load_s, part.held, part.room_bytes) == (True, 0.0, (0, 14), GIB)
+    assert not part.modelled
+    # Whoever has all of it has no need of them.
+    assert helper(card(part_last=14)).held is None
+
+
+def test_only_what_is_loaded_says_that_it_cannot_leave_tokens_out() -> None:
+    assert not helper(card(sparse=False)).sparse
+    assert not helper(card(sparse=False, state="installed", part_last=14)).sparse
+    assert helper(card(sparse=False, state="installed")).sparse
+    assert helper(card()).sparse
+
+
+@pytest.mark.parametrize("part", [(3, 3), (5, 2)], ids=str)
+def test_layers_on_a_hostile_card_that_are_none_help_nobody(part: tuple[int, int]) -> None:
+    first, last = part
+    assert not helper(card(state="installed", part_first=first, part_last=last)).loaded
+
+
+def test_layers_beyond_the_model_on_a_hostile_card_make_no_split() -> None:
+    far = helper(card(state="installed", part_first=0, part_last=4000))
+    here = home(card("home", prefill_tok_s=100.0))
+    for option in choice.options(planner_facts.prompt(4096, 0, 256, MODEL), here, [far]):
+        assert option.split is None or option.split.cuts[-1] == MODEL.layers
+
+
+def test_a_machine_that_nobody_measured_keeps_the_pace_of_this_one() -> None:
+    """By the makers' figures the Max is 16/4.2 times as fast, whatever both really make of this model."""
+    here = card("home", prefill_tok_s=100.0)
+    pace = planner_facts.pace(here, here.models[0], MODEL)
+    unknown = helper(card(machine=M4_MAX, **UNKNOWN), pace)
+    assert unknown.modelled
+    assert home(here).speed.seconds(1.0, 0, 256) / unknown.speed.seconds(1.0, 0, 256) == pytest.approx(
+        16 / 4.2, rel=0.2
+    )
+    # It says nothing against a measurement, and needs one itself.
+    assert helper(card(), pace) == helper(card())
+    assert planner_facts.pace(card("home", **UNKNOWN), card(**UNKNOWN).models[0], replace(MODEL, **UNKNOWN)) == 1
+    for tok_s in (1e-6, 1e9):
+        odd = card("home", prefill_tok_s=tok_s)
+        assert 0.1 <= planner_facts.pace(odd, odd.models[0], MODEL) <= 10
+
+
+def test_a_context_that_nobody_measured_is_taken_from_the_makers_figures() -> None:
+    chip = chip_speeds.hardware_of(M4.chip, M4.accelerator, 0)
+    measured = {"prefill_tok_s": 100.0, "prefill_fixed_s": 0.1}
+    context_s = chip.prefill_context_s(MODEL.layers, MODEL.hidden_bytes)
+    assert context_s > 0
+    for found in (home(card(**measured)), helper(card(**measured))):
+        assert found.speed == PrefillSpeed.measured(100.0, context_s, 0.1)
+    assert helper(card(**measured, prefill_context_s=1e-9)).speed == PrefillSpeed.measured(100.0, 1e-9, 0.1)
+
+
+def test_the_engine_knows_its_speed_before_its_card_does() -> None:
+    found = home(card(**UNKNOWN))
+    assert not found.modelled
+    assert found.speed.token_s == pytest.approx(1 / 300, rel=0.3)
+
+
+def test_a_prompt_is_what_decoding_does_not_compute() -> None:
+    asked = planner_facts.prompt(100, 100, 32, MODEL)
+    assert (asked.tokens, asked.cached, asked.outside_bytes) == (99, 99, GIB // 2)

@@ -1,0 +1,435 @@
+"""A job from admission to its last ledger row, and every way it can end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from daemon_fakes import FakeModels, FakePool, answer, job
+from structlog.testing import capture_logs
+
+from fleetd import limits
+from fleetd.engine.protocol import (
+    Accepted,
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    Loading,
+    Prefill,
+    Timings,
+    Usage,
+)
+from fleetd.errors import (
+    ContextLengthExceeded,
+    DownloadFailed,
+    Draining,
+    EngineDied,
+    FleetError,
+    ModelNotFound,
+    Overloaded,
+)
+from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.runner import RequestCounts, Runner
+from fleetd.metrics import Metrics
+from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.store import Store
+
+Make = Callable[..., Runner]
+
+
+async def planned(runner: Runner, this: Job) -> AsyncGenerator[Loading | Event, None]:
+    """The events after the first one, which says that the job runs here."""
+    async with aclosing(runner.run(this)) as events:
+        assert await anext(events) == LOCAL
+        async for event in events:
+            assert not isinstance(event, Planned)
+            yield event
+
+
+async def collect(runner: Runner, this: Job) -> list[Loading | Event]:
+    return [event async for event in planned(runner, this)]
+
+
+def rows(store: Store) -> list[tuple[Any, ...]]:
+    return store.call(
+        lambda db: db.execute(
+            "SELECT model, state, reason, prompt_tokens, cached_tokens, completion_tokens FROM usage"
+        ).fetchall()
+    )
+
+
+def shown(metrics: Metrics, line: str) -> bool:
+    return line in metrics.render()[0].decode().splitlines()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  (conditions on figures, which announce nothing)
+            await asyncio.sleep(0.001)
+
+
+async def test_an_answer_passes_through_whole_and_is_settled(
+    make_runner: Make, store: Store, metrics: Metrics
+) -> None:
+    script = answer()
+    runner = make_runner(FakePool(list(script)), FakeModels())
+    assert await collect(runner, job()) == script
+    assert rows(store) == [("m", "settled", "stop", 7, 3, 2)]
+    assert runner.counts == RequestCounts(completed=1)
+    assert shown(metrics, 'vllm:generation_tokens_total{model_name="m"} 2.0')
+    assert shown(metrics, 'vllm:num_requests_running{model_name="m"} 0.0')
+    assert shown(metrics, 'vllm:num_requests_waiting{model_name="m"} 0.0')
+    assert shown(metrics, 'vllm:time_to_first_token_seconds_count{model_name="m"} 1.0')
+    assert shown(metrics, 'vllm:inter_token_latency_seconds_count{model_name="m"} 1.0')
+
+
+@pytest.mark.parametrize("asked", ["", "default", "m"])
+async def test_no_name_means_the_default_model(make_runner: Make, asked: str) -> None:
+    pool = FakePool(answer())
+    await collect(make_runner(pool, FakeModels()), job(asked))
+    assert pool.streamed == ["m"]
+
+
+async def test_the_row_is_reserved_before_the_engine_works(make_runner: Make, store: Store) -> None:
+    gate = asyncio.Event()
+    runner = make_runner(FakePool([gate, *answer()]), FakeModels())
+    task = asyncio.create_task(collect(runner, job()))
+    await until(lambda: bool(rows(store)))
+    assert rows(store) == [("m", "reserved", "", 0, 0, 0)]
+    assert runner.counts == RequestCounts(waiting=1)
+    gate.set()
+    await task
+    assert rows(store)[0][1] == "settled"
+
+
+async def test_a_request_runs_once_the_engine_prefills(make_runner: Make) -> None:
+    gate = asyncio.Event()
+    runner = make_runner(FakePool([Prefill("r1", 1, 2), gate, *answer()]), FakeModels())
+    async with aclosing(planned(runner, job())) as events:
+        await anext(events)
+        assert runner.counts == RequestCounts(running=1)
+    assert runner.counts == RequestCounts()
+
+
+@pytest.mark.parametrize("died_after", range(5))
+async def test_an_engine_death_anywhere_is_refunded(make_runner: Make, store: Store, died_after: int) -> None:
+    pool = FakePool([*answer()[:died_after], EngineDied("The worker died.")])
+    runner = make_runner(pool, FakeModels())
+    seen: list[Loading | Event] = []
+
+    async def read() -> None:
+        async for event in planned(runner, job()):
+            seen.append(event)  # noqa: PERF401  (what came before the error counts)
+
+    with pytest.raises(EngineDied, match="The worker died"):
+        await read()
+    assert seen == answer()[:died_after]
+    assert rows(store) == [("m", "refunded", "engine_died", 0, 0, 0)]
+    assert runner.counts == RequestCounts(failed=1)
+
+
+async def test_a_failed_event_becomes_its_error(make_runner: Make, store: Store) -> None:
+    failed = Failed("r1", "context_length_exceeded", "Too long.", hint="Shorten it.", param="messages")
+    with pytest.raises(ContextLengthExceeded) as caught:
+        await collect(make_runner(FakePool([failed]), FakeModels()), job())
+    assert (caught.value.hint, caught.value.param) == ("Shorten it.", "messages")
+    assert rows(store) == [("m", "refunded", "context_length_exceeded", 0, 0, 0)]
+
+
+async def test_a_stream_that_just_ends_is_an_error(make_runner: Make, store: Store) -> None:
+    with pytest.raises(EngineDied):
+        await collect(make_runner(FakePool(answer()[:-1]), FakeModels()), job())
+    assert rows(store)[0][1] == "refunded"
+
+
+async def test_a_bug_is_told_without_its_text(make_runner: Make, store: Store) -> None:
+    runner = make_runner(FakePool([RuntimeError("prompt was: secret")]), FakeModels())
+    with capture_logs() as logs, pytest.raises(FleetError) as caught:
+        await collect(runner, job())
+    assert "secret" not in str(caught.value)
+    assert "secret" not in str(logs)
+    assert rows(store) == [("m", "refunded", "internal_error", 0, 0, 0)]
+
+
+@pytest.mark.parametrize("steps", range(1, 6))
+async def test_leaving_early_cancels_the_engine_and_bills_what_was_made(
+    make_runner: Make, store: Store, steps: int
+) -> None:
+    pool = FakePool([*answer(), asyncio.Event()])
+    runner = make_runner(pool, FakeModels())
+    async with aclosing(planned(runner, job())) as events:
+        for _ in range(steps):
+            await anext(events)
+    assert pool.cancelled == 1
+    prompt, cached = (7, 3) if steps > 1 else (0, 0)
+    assert rows(store) == [("m", "settled", "cancelled", prompt, cached, max(0, steps - 3))]
+    assert runner.counts == RequestCounts()
+
+
+async def test_a_cancelled_task_is_the_same(make_runner: Make, store: Store) -> None:
+    pool = FakePool([Accepted("r1", 7), Prefill("r1", 7, 7), Delta("r1", "x"), asyncio.Event()])
+    runner = make_runner(pool, FakeModels())
+    task = asyncio.create_task(collect(runner, job()))
+    await until(lambda: runner.counts.running == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert pool.cancelled == 1
+    assert rows(store) == [("m", "settled", "cancelled", 7, 0, 1)]
+
+
+async def test_the_last_event_is_settled_before_it_is_seen(make_runner: Make, store: Store) -> None:
+    async with aclosing(planned(make_runner(FakePool(answer()), FakeModels()), job())) as events:
+        async for event in events:
+            if isinstance(event, Finished):
+                assert rows(store)[0][1:3] == ("settled", "stop")
+
+
+# ---- finding the model -----------------------------------------------------------------------------------
+
+
+async def test_an_unknown_model_is_refused_without_a_row(make_runner: Make, store: Store) -> None:
+    runner = make_runner(FakePool(answer()), FakeModels())
+    with pytest.raises(ModelNotFound, match="nope") as caught:
+        await collect(runner, job("nope"))
+    assert "Did you mean" in caught.value.hint
+    assert rows(store) == []
+    assert runner.counts == RequestCounts(failed=1)
+
+
+async def test_a_model_of_the_hub_is_not_fetched_unasked(make_runner: Make) -> None:
+    models = FakeModels(known={"qwen"})
+    with pytest.raises(ModelNotFound) as caught:
+        await collect(make_runner(FakePool(answer()), models), job("qwen"))
+    assert caught.value.hint == "Get it with `fleetctl models pull qwen`."
+    assert models.pulls == 0
+
+
+async def test_the_embedded_model_is_fetched_with_progress(make_runner: Make, store: Store) -> None:
+    models = FakeModels(names=set())
+    models.gate.set()
+    pool = FakePool(answer())
+    seen = await collect(make_runner(pool, models, default_model="tiny"), job(""))
+    assert Loading("downloading weights", 2, 2) in seen  # a reader sees the latest, not every step
+    assert isinstance(seen[-1], Finished)
+    assert models.pulls == 1
+    assert rows(store)[0][:2] == ("tiny", "settled")
+
+
+async def test_two_first_requests_share_one_download(make_runner: Make) -> None:
+    models = FakeModels(names=set())
+    runner = make_runner(FakePool(answer()), models)
+    first, second = planned(runner, job("tiny", "r1")), planned(runner, job("tiny", "r2"))
+    async with aclosing(first), aclosing(second):
+        assert await anext(first) == await anext(second) == Loading("downloading weights", 1, 2)
+        models.gate.set()
+        for events in (first, second):
+            assert isinstance([event async for event in events][-1], Finished)
+    assert models.pulls == 1
+
+
+async def test_the_first_to_leave_does_not_stop_the_others_download(make_runner: Make) -> None:
+    models = FakeModels(names=set())
+    runner = make_runner(FakePool(answer()), models)
+    async with aclosing(planned(runner, job("tiny", "r2"))) as second:
+        async with aclosing(planned(runner, job("tiny", "r1"))) as first:
+            await anext(first)
+            await anext(second)
+        assert models.cancelled_pulls == 0
+        models.gate.set()
+        assert isinstance([event async for event in second][-1], Finished)
+
+
+async def test_the_last_to_leave_stops_the_download(make_runner: Make, store: Store) -> None:
+    models = FakeModels(names=set())
+    runner = make_runner(FakePool(answer()), models)
+    async with aclosing(planned(runner, job("tiny"))) as events:
+        await anext(events)
+    assert models.cancelled_pulls == 1
+    assert rows(store) == [("tiny", "settled", "cancelled", 0, 0, 0)]
+    models.gate.set()
+    assert isinstance((await collect(runner, job("tiny", "r2")))[-1], Finished)  # and it can start again
+    assert models.pulls == 2
+
+
+async def test_a_failed_download_reaches_everybody(make_runner: Make, store: Store) -> None:
+    models = FakeModels(names=set(), error=DownloadFailed("The index does not answer."))
+    runner = make_runner(FakePool(answer()), models)
+    tasks = [asyncio.create_task(collect(runner, job("tiny", f"r{number}"))) for number in range(3)]
+    await until(lambda: runner.counts.waiting == 3 and models.pulls == 1)
+    models.gate.set()
+    for result in await asyncio.gather(*tasks, return_exceptions=True):
+        assert isinstance(result, DownloadFailed)
+    assert {row[1:3] for row in rows(store)} == {("refunded", "download_failed")}
+
+
+# ---- bounds and stopping ---------------------------------------------------------------------------------
+
+
+async def test_the_queue_is_bounded_exactly(make_runner: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "QUEUED_REQUESTS", 3)
+    gate = asyncio.Event()
+    runner = make_runner(FakePool([gate, *answer()]), FakeModels())
+    tasks = [asyncio.create_task(collect(runner, job(request_id=f"r{number}"))) for number in range(3)]
+    await until(lambda: runner.counts.waiting == 3)
+    with pytest.raises(Overloaded, match="limit is 3") as caught:
+        await collect(runner, job(request_id="r4"))
+    assert caught.value.retry_after_s == 5.0
+    gate.set()
+    await asyncio.gather(*tasks)
+    assert (await collect(runner, job(request_id="r5")))[-1] == answer()[-1]
+
+
+async def test_draining_refuses_new_work_and_waits_for_old(make_runner: Make) -> None:
+    gate = asyncio.Event()
+    runner = make_runner(FakePool([Prefill("r1", 1, 1), gate, *answer()]), FakeModels())
+    task = asyncio.create_task(collect(runner, job()))
+    await until(lambda: runner.counts.running == 1)
+    runner.begin_drain()
+    with pytest.raises(Draining):
+        await collect(runner, job(request_id="r2"))
+    drained = asyncio.create_task(runner.drained())
+    await asyncio.sleep(0)
+    assert not drained.done()
+    gate.set()
+    assert isinstance((await task)[-1], Finished)
+    await asyncio.wait_for(drained, 10)
+
+
+async def test_what_is_cut_off_by_the_stop_says_so(make_runner: Make, store: Store) -> None:
+    gate = asyncio.Event()
+    pool = FakePool([Prefill("r1", 1, 1), gate, EngineDied("The worker was told to stop.")])
+    runner = make_runner(pool, FakeModels())
+    task = asyncio.create_task(collect(runner, job()))
+    await until(lambda: runner.counts.running == 1)
+    await runner.abandon()
+    gate.set()
+    with pytest.raises(Draining, match="before the answer was complete"):
+        await task
+    assert rows(store) == [("m", "refunded", "draining", 0, 0, 0)]
+
+
+async def test_a_download_cut_off_by_the_stop_says_so(make_runner: Make) -> None:
+    models = FakeModels(names=set())
+    runner = make_runner(FakePool(answer()), models)
+    task = asyncio.create_task(collect(runner, job("tiny")))
+    await until(lambda: models.pulls == 1)
+    await runner.abandon()
+    with pytest.raises(Draining):
+        await task
+    assert models.cancelled_pulls == 1
+
+
+# ---- what must never be written down ---------------------------------------------------------------------
+
+
+async def test_prompt_leak_into_logs_database_or_metrics(
+    make_runner: Make, store: Store, metrics: Metrics, caplog: pytest.LogCaptureFixture
+) -> None:
+    canary = "canary-5f1d-prompt"
+    caplog.set_level(logging.DEBUG)
+    endings: tuple[list[Any], ...] = (
+        answer(text=(canary, canary)),
+        [EngineDied("died")],
+        [RuntimeError(canary)],
+        [Delta("r", canary)],
+    )
+    with capture_logs() as logs:
+        for number, script in enumerate(endings):
+            runner = make_runner(FakePool(list(script)), FakeModels())
+            this = job(request_id=f"r{number}", prompt=canary)
+            (result,) = await asyncio.gather(collect(runner, this), return_exceptions=True)
+            assert not isinstance(result, BaseException) or canary not in str(result)
+    assert logs
+    assert len(rows(store)) == len(endings)
+    assert canary not in str(logs)
+    assert canary not in caplog.text
+    assert canary.encode() not in metrics.render()[0]
+    files = [path for path in store.path.parent.iterdir() if path.is_file()]
+    assert any(path.stat().st_size > 0 for path in files)
+    for path in files:
+        assert canary.encode() not in path.read_bytes(), path
+
+
+# ---- prefills that others help with ----------------------------------------------------------------------
+
+HELPED = Planned("layers", ("studio", "this"), "exact")
+
+
+class FakeSharing:
+    """Shares what ``may`` says, as ``script`` has it."""
+
+    def __init__(self, script: list[Any], *, may: bool = True) -> None:
+        self.script = script
+        self.may = may
+        self.asked: list[Job] = []
+
+    def possible(self, this: Job, folder: Any) -> bool:
+        self.asked.append(this)
+        return self.may
+
+    async def stream(
+        self, this: Job, folder: Any, alone: Planned, arrived_s: float
+    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        assert alone == LOCAL
+        for event in self.script:
+            if isinstance(event, FleetError):
+                raise event
+            yield event
+
+
+async def test_a_job_that_nobody_can_help_with_runs_as_ever(make_runner: Make, metrics: Metrics) -> None:
+    sharing = FakeSharing([], may=False)
+    pool = FakePool(answer())
+    runner = make_runner(pool, FakeModels(), sharing=sharing)
+    assert await collect(runner, job()) == answer()
+    assert len(sharing.asked) == 1
+    assert shown(metrics, 'fleetd_plan_total{kind="local",reason="only"} 1.0')
+
+
+async def test_a_shared_answer_is_this_machines_own_and_teaches_no_speed(
+    make_runner: Make, store: Store, metrics: Metrics
+) -> None:
+    long = Timings(queue_s=0.1, prefill_s=1.0, decode_s=0.0)
+    finished = Finished("r1", "stop", Usage(prompt_tokens=1000, completion_tokens=1), long)
+    speeds = ModelSpeeds()
+    sharing = FakeSharing([HELPED, *answer()[:-1], finished])
+    runner = make_runner(FakePool(), FakeModels(), sharing=sharing, speeds=speeds)
+    events = [event async for event in runner.run(job())]
+    assert events == [HELPED, *answer()[:-1], finished]
+    assert rows(store)[0][1] == "settled"
+    assert store.call(lambda db: db.execute("SELECT node FROM usage").fetchone()) == ("this",)
+    assert shown(metrics, 'fleetd_plan_total{kind="layers",reason="only"} 1.0')
+    assert speeds.of("m").prefill_tok_s == 0
+
+
+async def test_tokens_that_are_left_out_teach_no_speed(make_runner: Make) -> None:
+    taught = []
+    for tokens, kept in ((1000, 0), (9000, 1000)):
+        usage = Usage(prompt_tokens=tokens, completion_tokens=1)
+        finished = Finished("r1", "stop", usage, Timings(queue_s=0.1, prefill_s=1.0, decode_s=0.0))
+        speeds, pool = ModelSpeeds(), FakePool([Accepted("r1", tokens, kept=kept), finished])
+        await collect(make_runner(pool, FakeModels(), speeds=speeds), job())
+        taught.append(speeds.of("m").prefill_tok_s)
+    assert taught[0] == taught[1] > 0
+
+
+async def test_a_helper_that_fails_is_a_fallback_of_the_plan(make_runner: Make, metrics: Metrics) -> None:
+    moved = Planned("local", ("this",), "exact", "studio: it went away.")
+    sharing = FakeSharing([HELPED, answer()[0], moved, *answer()[1:]])
+    runner = make_runner(FakePool(), FakeModels(), sharing=sharing)
+    assert [event async for event in runner.run(job()) if isinstance(event, Planned)] == [HELPED, moved]
+    assert shown(metrics, 'fleetd_plan_total{kind="local",reason="fallback"} 1.0')
+
+
+async def test_a_model_that_has_to_be_fetched_first_is_not_shared(make_runner: Make) -> None:
+    sharing = FakeSharing([])
+    models = FakeModels(names=set())
+    models.gate.set()
+    await collect(make_runner(FakePool(answer()), models, sharing=sharing), job("tiny"))
+    assert sharing.asked == []

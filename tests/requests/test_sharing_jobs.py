@@ -1,0 +1,498 @@
+"""A prompt whose prefill is shared, seen from the machine that answers: decided, agreed, failed, recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from sharing_fakes import (
+    ARITHMETIC,
+    DIGEST,
+    FACTS,
+    STEPS,
+    WITHIN_S,
+    FakeEngine,
+    FakeFolder,
+    FakeHomePool,
+    HelperMachine,
+    HomePartners,
+    machines,
+    own_card,
+)
+
+from fleetd.engine.memory import WORKING_BYTES
+from fleetd.engine.protocol import Accepted, ChatPrompt, Delta, Finished, Generate, Prefill, Shared, StepTime
+from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, PeerLost
+from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.prefill_sharing import planner_facts, messages
+from fleetd.requests.prefill_sharing.agreement import Agreement
+from fleetd.requests.prefill_sharing.client import PrefillSharing
+from fleetd.requests.prefill_sharing.views import DrafterView, PlanQuestion, Trace
+from fleetd.metrics import Metrics
+from fleetd.p2p.node import Node
+
+LONG = "word " * 4096
+OK = Shared("r1", [StepTime("computed", 1.0, 500)])
+
+
+def job(text: str = LONG, **fields: Any) -> Job:
+    prompt = ChatPrompt([{"role": "user", "content": text}])
+    return Job("m", Generate("r1", prompt), **{"origin": "socket", "route": "chat", **fields})
+
+
+@dataclass
+class Home:
+    """The machine that answers, over a fake engine."""
+
+    node: Node
+    helpers: list[HelperMachine]
+    partners: HomePartners
+    pool: FakeHomePool
+    sharing: PrefillSharing
+    metrics: Metrics
+    traces: list[Trace] = field(default_factory=list)
+
+    async def ask(self, this: Job | None = None) -> list[Any]:
+        async with asyncio.timeout(WITHIN_S):
+            events = self.sharing.stream(this or job(), FakeFolder(), LOCAL, self.sharing.monotonic())
+            return [event async for event in events]
+
+    async def trace(self, count: int = 1) -> Trace:
+        async with asyncio.timeout(WITHIN_S):
+            while len(self.traces) < count:  # noqa: ASYNC110  (a list of a callback, which announces nothing)
+                await asyncio.sleep(0.01)
+        return self.traces[-1]
+
+    def shown(self, line: str) -> bool:
+        return line in self.metrics.render()[0].decode().splitlines()
+
+
+@contextlib.asynccontextmanager
+async def home_with(
+    folder: Path, helpers: int = 1, ending: Shared | str = OK, card: Any = None, **fields: Any
+) -> AsyncIterator[Home]:
+    async with machines(folder, helpers) as (node, others):
+        partners = HomePartners(node, others, **fields)
+        engine = FakeEngine()
+        pool = FakeHomePool(engine, ending)
+        pool.gate.set()
+        metrics, traces = Metrics("0"), list[Trace]()
+        own = replace(card or own_card("home"), node_id=node.identity.node_id)
+        sharing = PrefillSharing(partners, pool, lambda: own, traces.append, metrics)
+        for other in others:
+            other.engine.end.set()
+        try:
+            yield Home(node, others, partners, pool, sharing, metrics, traces)
+        finally:
+            await sharing.close()
+            engine.close()
+
+
+async def test_a_trace_names_who_drafted(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        home.sharing._drafter = {"r1": DrafterView("small", "studio")}.get
+        await home.ask()
+        trace = await home.trace()
+        assert trace.drafter == DrafterView("small", "studio")
+        assert trace.chosen.kind != "local"
+
+
+# ---- whether it is asked at all --------------------------------------------------------------------------
+
+
+async def test_a_long_prompt_may_be_shared(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        assert home.sharing.possible(job(), FakeFolder())
+        assert home.sharing.possible(job(origin="peer", local_only=True), FakeFolder())
+        assert not home.sharing.possible(job("short"), FakeFolder())
+
+
+async def test_a_prompt_that_has_to_stay_is_never_shared(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        assert not home.sharing.possible(job(local_only=True), FakeFolder())
+        staying = PrefillSharing(
+            home.partners,
+            home.pool,
+            lambda: own_card("home"),
+            home.traces.append,
+            home.metrics,
+            local_only=True,
+        )
+        assert not staying.possible(job(), FakeFolder())
+
+
+@pytest.mark.parametrize("fields", [{"sees_prompts": False}, {"reach": "It is gone."}], ids=str)
+async def test_a_member_that_may_not_see_prompts_is_never_asked(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    async with home_with(tmp_path, **fields) as home:
+        assert not home.sharing.possible(job(), FakeFolder())
+        # Even if the engine has been told to wait, nobody is asked.
+        assert (await home.ask())[0] == LOCAL
+        assert home.partners.asked == []
+        assert home.pool.fake.lonely == [("r1", "")]
+
+
+@pytest.mark.parametrize("card", [{"digest": "e" * 64}, {"digest": ""}], ids=str)
+async def test_a_member_with_other_files_is_never_asked(tmp_path: Path, card: dict[str, Any]) -> None:
+    async with home_with(tmp_path) as home:
+        home.helpers[0].card = own_card("helper0", **card)
+        assert not home.sharing.possible(job(), FakeFolder())
+
+
+async def test_a_model_that_cannot_be_shared_costs_nothing(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        home.pool.fake.facts = replace(FACTS, unshareable="It has recurrent layers.")
+        assert not home.sharing.possible(job(), FakeFolder())
+
+
+# ---- shared ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("helpers", [1, 2])
+async def test_a_shared_prompt_says_so_before_anything_else(tmp_path: Path, helpers: int) -> None:
+    async with home_with(tmp_path, helpers) as home:
+        planned, *events = await home.ask()
+        assert planned.kind in ("layers", "tokens", "whole")
+        names = {helper.node.name for helper in home.helpers}
+        assert set(planned.nodes[:-1]) <= names
+        assert (planned.nodes[-1], planned.exactness, planned.reason) == ("this", "exact", "")
+        assert [type(event) for event in events] == [Accepted, Prefill, Delta, Finished]
+        (share,) = home.pool.fake.shares
+        assert share.exact
+        assert share.predicted_s > 0
+        assert home.pool.fake.lonely == []
+        assert {f"helper{n}" for n in range(share.split.helpers)} <= set(home.pool.fake.streams)
+        assert home.pool.requests[0].shared
+        trace = await home.trace()
+        assert (trace.outcome, trace.code, trace.exactness) == ("shared", "", "exact")
+        assert trace.chosen.nodes == list(planned.nodes)
+        assert trace.chosen.predicted_s
+        assert {"local"} <= {loser.kind for loser in trace.losers}
+        assert {(step.machine, step.name) for step in trace.steps} >= {
+            ("this", "computed"),
+            ("helper0", STEPS[0].name),
+        }
+        assert trace.prefill_s is not None
+        assert trace.ttft_s is not None
+        assert trace.ttft_s >= trace.prefill_s
+        assert home.shown(f'fleetd_share_total{{kind="{planned.kind}",outcome="shared"}} 1.0')
+        n_bytes = 500.0 + 1000.0 * share.split.helpers
+        assert home.shown(f"fleetd_share_bytes_total {n_bytes}")
+
+
+async def test_other_arithmetic_is_no_exact_answer(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        home.helpers[0].engine.facts = replace(
+            FACTS, arithmetic=replace(ARITHMETIC, accelerator="metal", layers=[b"x" * 8] * 4)
+        )
+        planned = (await home.ask())[0]
+        assert planned.exactness == "plan"
+        assert not home.pool.fake.shares[0].exact
+        assert (await home.trace()).exactness == "plan"
+
+
+@pytest.mark.parametrize("fields", [{}, {"bytes_per_s": 1000.0}], ids=["shared", "alone"])
+async def test_what_rests_on_cached_numbers_of_others_is_no_exact_answer(
+    tmp_path: Path, fields: dict[str, Any]
+) -> None:
+    async with home_with(tmp_path, **fields) as home:
+        home.pool.cached, home.pool.exact = 256, False
+        assert (await home.ask())[0].exactness == "plan"
+        assert (await home.trace()).exactness == "plan"
+
+
+# ---- of which tokens are left out ------------------------------------------------------------------------
+
+
+async def test_a_prompt_in_part_is_shared_by_what_is_kept_and_called_lossy(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        home.pool.tokens, home.pool.kept = 8000, 4096
+        planned, *_ = await home.ask()
+        assert planned.shared
+        assert planned.exactness == "lossy"
+        (share,) = home.pool.fake.shares
+        assert (share.split.tokens, share.split.span) == (4095, 7999)
+        assert home.helpers[0].engine.assists[0].split == share.split
+        trace = await home.trace()
+        assert (trace.outcome, trace.exactness) == ("shared", "lossy")
+        assert (trace.prompt_tokens, trace.kept_tokens) == (8000, 4096)
+
+
+async def test_a_helper_that_takes_whole_prompts_only_is_left_out_by_its_card(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        home.pool.tokens, home.pool.kept = 8000, 4096
+        home.helpers[0].card = own_card("helper0", sparse=False)
+        assert (await home.ask())[0].kind == "local"
+        assert home.partners.asked == []
+        (loser,) = (await home.trace()).losers
+        assert (loser.code, loser.reason) == ("sparse", "helper0 helps with whole prompts only.")
+        home.pool.kept = 0
+        assert (await home.ask())[0].shared
+
+
+async def test_a_helper_of_an_older_version_refuses_by_the_fields_name(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        home.pool.tokens, home.pool.kept = 8000, 4096
+        home.helpers[0].engine.facts = replace(FACTS, arithmetic=replace(ARITHMETIC, sparse="It is old."))
+        planned = (await home.ask())[0]
+        assert (planned.kind, planned.exactness) == ("local", "lossy")
+        assert "cannot leave out tokens" in planned.reason
+        assert (await home.trace()).code == "incompatible"
+
+
+async def test_a_model_that_shares_whole_prompts_only_says_why(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        home.pool.tokens, home.pool.kept = 8000, 4096
+        home.pool.fake.facts = replace(FACTS, arithmetic=replace(ARITHMETIC, sparse="It has windows."))
+        assert (await home.ask())[0].kind == "local"
+        assert [(o.code, o.reason) for o in (await home.trace()).losers] == [
+            ("unshareable", "It has windows.")
+        ]
+
+
+# ---- not shared ------------------------------------------------------------------------------------------
+
+
+async def test_where_it_does_not_pay_the_engine_hears_at_once(tmp_path: Path) -> None:
+    async with home_with(tmp_path, bytes_per_s=1000.0) as home:
+        planned, *events = await home.ask()
+        assert planned == LOCAL
+        assert [type(event) for event in events] == [Accepted, Prefill, Delta, Finished]
+        assert home.pool.fake.lonely == [("r1", "")]
+        assert home.partners.asked == []
+        trace = await home.trace()
+        assert (trace.outcome, trace.chosen.kind, trace.code) == ("local", "local", "")
+        assert trace.losers[0].reason
+
+
+async def test_an_engine_that_does_not_wait_is_left_alone(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        home.pool.waits = False
+        assert (await home.ask())[0] == LOCAL
+        assert home.pool.fake.lonely == home.pool.fake.shares == []
+        assert home.traces == []
+
+
+async def test_a_helper_that_refuses_costs_only_its_help(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        home.helpers[0].engine.facts = replace(FACTS, arithmetic=replace(ARITHMETIC, dtype="float16"))
+        planned, *events = await home.ask()
+        assert (planned.kind, planned.nodes, planned.exactness) == ("local", ("this",), "exact")
+        assert "dtype" in planned.reason
+        assert isinstance(events[-1], Finished)
+        trace = await home.trace()
+        assert (trace.outcome, trace.code) == ("local", "incompatible")
+        # And for a while it is not asked again.
+        assert (await home.ask())[0] == LOCAL
+        assert len(home.partners.asked) == 1
+        assert "left out" in (await home.trace(2)).losers[0].reason
+
+
+async def test_nobody_waits_longer_for_helpers_than_they_would_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    within: list[float] = []
+
+    async def late(_agreement: Any, within_s: float) -> bool:
+        within.append(within_s)
+        raise PeerLost("It did not agree.")
+
+    monkeypatch.setattr(Agreement, "reach", late)
+    for tok_s, bounds in ((100.0, (2.0, 2.0)), (3000.0, (0.5, 0.9)), (8000.0, (0.5, 0.5))):
+        speed = {"prefill_tok_s": tok_s, "prefill_context_s": 1e-12}
+        async with home_with(tmp_path / str(tok_s), card=own_card("home", **speed)) as home:
+            home.helpers[0].card = own_card("helper0", **speed)
+            await home.ask()
+            assert bounds[0] <= within[-1] <= bounds[1]
+    assert len(within) == 3
+
+
+async def test_a_bug_in_pricing_costs_nobody_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with home_with(tmp_path) as home:
+
+        def broken(*_: Any) -> None:
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(home.sharing, "choose", broken)
+        events = await home.ask()
+        assert events[0] == LOCAL
+        assert isinstance(events[-1], Finished)
+        assert home.pool.fake.lonely == [("r1", "")]
+
+
+# ---- while it is shared ----------------------------------------------------------------------------------
+
+
+async def test_a_helper_that_dies_is_given_up_at_once(tmp_path: Path) -> None:
+    async with home_with(tmp_path, ending="wait") as home:
+        helper = home.helpers[0].engine
+        helper.end.clear()
+        asking = asyncio.create_task(home.ask())
+        await home.pool.begun.wait()
+        helper.error = EngineDied("Its engine ended.")
+        helper.end.set()
+        first, *events = await asking
+        assert first.kind != "local"
+        (moved,) = [event for event in events if isinstance(event, Planned)]
+        assert (moved.kind, moved.nodes, moved.exactness) == ("local", ("this",), "exact")
+        assert moved.reason == "helper0: Its engine ended."
+        assert [type(event) for event in events] == [Accepted, Prefill, Planned, Delta, Finished]
+        trace = await home.trace()
+        assert (trace.outcome, trace.code, trace.verified_tokens) == ("fallback", "engine_died", 256)
+        assert home.shown('fleetd_fallback_total{reason="engine_died"} 1.0')
+        assert home.sharing.penalties.reason(home.helpers[0].node_id, home.sharing.monotonic())
+
+
+async def test_what_the_engine_finds_wrong_is_the_helpers_fault(tmp_path: Path) -> None:
+    ending = Shared("r1", [], "protocol_error", "Rows that are not due.", 0)
+    async with home_with(tmp_path, ending=ending) as home:
+        home.helpers[0].engine.end.clear()
+        events = await home.ask()
+        (_, moved) = [event for event in events if isinstance(event, Planned)]
+        assert (moved.kind, moved.reason) == ("local", "Rows that are not due.")
+        assert (await home.trace()).code == "protocol_error"
+        assert "protocol_error" in home.sharing.penalties.reason(
+            home.helpers[0].node_id, home.sharing.monotonic()
+        )
+        assert home.pool.fake.lonely == [], "it knows already"
+        # Its work there has ended too.
+        await home.helpers[0].engine.until(lambda: home.helpers[0].engine.cancelled == 1)
+
+
+async def test_what_was_verified_before_a_failure_is_still_theirs(tmp_path: Path) -> None:
+    ending = Shared("r1", [], "peer_lost", "It went away.", 512)
+    async with home_with(tmp_path, ending=ending) as home:
+        other = replace(ARITHMETIC, accelerator="metal", layers=[b"x" * 8] * 4)
+        home.helpers[0].engine.facts = replace(FACTS, arithmetic=other)
+        assert [event.exactness for event in await home.ask() if isinstance(event, Planned)] == [
+            "plan",
+            "plan",
+        ]
+        home.pool.ending = replace(ending, verified=0)
+        home.sharing.penalties.succeeded(home.helpers[0].node_id)
+        assert [event.exactness for event in await home.ask() if isinstance(event, Planned)] == [
+            "plan",
+            "exact",
+        ]
+
+
+async def test_whoever_leaves_ends_it_everywhere(tmp_path: Path) -> None:
+    async with home_with(tmp_path, ending="wait") as home:
+        home.helpers[0].engine.end.clear()
+        asking = asyncio.create_task(home.ask())
+        await home.pool.begun.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert home.pool.left == 1
+        await home.helpers[0].engine.until(lambda: home.helpers[0].engine.cancelled == 1)
+        assert (await home.trace()).outcome == "cancelled"
+        assert not home.sharing.penalties.reason(home.helpers[0].node_id, home.sharing.monotonic())
+
+
+async def test_whoever_leaves_while_machines_agree_ends_that(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        never = asyncio.Event()
+        reached = asyncio.Event()
+
+        async def silent(*_: Any) -> None:
+            reached.set()
+            await never.wait()
+
+        home.helpers[0].node.handle(messages.ASSIST, silent)
+        asking = asyncio.create_task(home.ask())
+        await reached.wait()
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        assert home.pool.left == 1
+        assert home.pool.fake.shares == home.pool.fake.lonely == []
+
+
+# ---- getting others ready, and questions -----------------------------------------------------------------
+
+
+async def test_a_helper_without_the_model_loaded_is_asked_to_load_it(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        cold = home.helpers[0]
+        cold.pool.loaded = False
+        cold.card = own_card("helper0", state="installed")
+        cold.pool.gate.set()
+        assert home.sharing.possible(job(), FakeFolder())
+        assert (await home.ask())[0] == LOCAL
+        async with asyncio.timeout(WITHIN_S):
+            while not cold.pool.loads:  # noqa: ASYNC110  (a fake's figure)
+                await asyncio.sleep(0.01)
+        await home.ask()
+        assert home.partners.asked == [(cold.node_id, messages.WARM)], "not at every prompt"
+
+
+async def test_one_that_has_no_room_for_the_model_is_asked_to_load_some_layers(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        small = home.helpers[0]
+        small.pool.loaded = False
+        small.pool.gate.set()
+        home.pool.fake.facts = replace(FACTS, weights_bytes=1 << 30)
+        room = WORKING_BYTES + (1 << 30) * 5 // 8
+        small.card = replace(own_card("helper0", state="installed"), usable_bytes=room)
+        assert (await home.ask())[0] == LOCAL
+        async with asyncio.timeout(WITHIN_S):
+            while not small.pool.loaded:  # noqa: ASYNC110  (a fake's figure)
+                await asyncio.sleep(0.01)
+        assert small.pool.loads == [(0, 2)]
+        # Once it says so, they are used, by layers, and nobody is asked to load anything.
+        small.card = own_card("helper0", state="installed", part_last=2)
+        assert (await home.ask())[0].kind == "layers"
+        assert home.pool.fake.shares[0].split.cuts[1] <= 2
+        assert home.partners.asked == [(small.node_id, messages.WARM), (small.node_id, messages.ASSIST)]
+
+
+async def test_a_plan_can_be_asked_for(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        view = home.sharing.plan(PlanQuestion("m", 4096), FakeFolder())
+        assert (view.model, view.prompt_tokens, view.cached_tokens) == ("m", 4096, 0)
+        assert [option.chosen for option in view.options].count(True) == 1
+        assert view.options[0].chosen
+        assert view.options[0].nodes == ["helper0", "this"]
+        assert all(option.reason for option in view.options[1:])
+        counted = home.sharing.plan(PlanQuestion("m", text="x" * 4000), FakeFolder())
+        assert counted.prompt_tokens == 1000
+        with pytest.raises(ContextLengthExceeded):
+            home.sharing.plan(PlanQuestion("m", 8193), FakeFolder())
+        home.pool.fake.facts = None
+        with pytest.raises(ModelNotFound, match="not loaded"):
+            home.sharing.plan(PlanQuestion("m", 4096), FakeFolder())
+
+
+async def test_prompt_leak_into_traces(tmp_path: Path) -> None:
+    canary = "canary-7a31-prompt"
+    async with home_with(tmp_path) as home:
+        await home.ask(job(canary + LONG))
+        assert canary not in str(await home.trace())
+
+
+# ---- what is learned --------------------------------------------------------------------------------------
+
+
+async def test_a_helper_that_takes_longer_than_it_should_is_expected_to_the_next_time(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        # By any figures so much that it counts as the most.
+        home.helpers[0].engine.steps = [StepTime(planner_facts.COMPUTED, 1e6, 1000)]
+        await home.ask()
+        first = (await home.trace()).chosen
+        assert first.kind != "local"
+        await home.ask()
+        second = (await home.trace(2)).chosen
+        node_id = home.helpers[0].node.identity.node_id
+        factor = home.sharing.paces.factor(node_id, DIGEST, 1 / 100, home.sharing.monotonic())
+        assert factor > 2
+        assert second.kind == "local" or (second.predicted_s or 0) > (first.predicted_s or 0)

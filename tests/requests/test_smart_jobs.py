@@ -1,0 +1,569 @@
+"""Smart prefill of one request: what reaches the engine, what is told and billed; and that it fails none."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+from smart_fakes import (
+    NEEDLE,
+    QUESTION,
+    ScoringPool,
+    SmartModels,
+    chat,
+    completion,
+    haystack,
+    messages,
+)
+
+from fleetd import limits
+from fleetd.engine.protocol import ChatPrompt, Finished, Generate, TextPrompt, TokenPrompt
+from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
+from fleetd.requests.job import Job, Planned
+from fleetd.requests.runner import Runner
+from fleetd.requests.prefill_sharing.views import OptionView, PlanView, Trace
+from fleetd.requests.smart_prefill import compression_job
+from fleetd.requests.smart_prefill.compression_job import (USUAL_RATIO, CompressionService, kept_share)
+from fleetd.requests.smart_prefill.client import SmartPrefill
+from fleetd.requests.smart_prefill.scorers import Scorers
+from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
+from fleetd.requests.smart_prefill.views import SmartPrefillResult
+from fleetd.ledger import Ledger
+from fleetd.metrics import Metrics
+from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.compression.selection import Selection
+from fleetd.compression.words import estimate_tokens
+from fleetd.store import Store
+
+WITHIN_S = 20.0
+ASKED = SmartPrefillPolicy(enabled=True, target_ratio=0.2, min_prompt_tokens=500)
+
+
+@dataclass
+class Home:
+    runner: Runner
+    pool: ScoringPool
+    models: SmartModels
+    store: Store
+    metrics: Metrics
+    speeds: ModelSpeeds
+    smart: SmartPrefill
+    traces: list[Trace] = field(default_factory=list)
+
+    async def ask(self, request: Generate, policy: SmartPrefillPolicy | None = ASKED, **fields: Any) -> list[Any]:
+        job = Job("m", request, **{"origin": "socket", "route": "chat", "smart": policy, **fields})
+        async with asyncio.timeout(WITHIN_S), aclosing(self.runner.run(job)) as events:
+            return [event async for event in events]
+
+    async def told(self, request: Generate, policy: SmartPrefillPolicy | None = ASKED, **fields: Any) -> SmartPrefillResult:
+        events = await self.ask(request, policy, **fields)
+        assert isinstance(events[-1], Finished)
+        planned = [event for event in events if isinstance(event, Planned)]
+        assert planned[-1].smart is not None
+        assert planned[-1].exactness == ("lossy" if planned[-1].smart.used else "exact")
+        return planned[-1].smart
+
+    def rows(self) -> list[tuple[Any, ...]]:
+        return self.store.call(
+            lambda db: db.execute(
+                "SELECT route, model, state, reason, prompt_tokens > 0 FROM usage ORDER BY route"
+            ).fetchall()
+        )
+
+    def shown(self, line: str) -> bool:
+        return line in self.metrics.render()[0].decode().splitlines()
+
+
+@pytest.fixture
+def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
+    def make(**fields: Any) -> Home:
+        pool, models, speeds = ScoringPool(**fields), SmartModels(), ModelSpeeds()
+        traces: list[Trace] = []
+        scoring = SegmentScoring(pool, None, monotonic=time.monotonic)
+        compressing = CompressionService(scoring, Scorers(pool, models, speeds), ledger)
+        smart = SmartPrefill(compressing, pool, metrics, traces.append)
+        runner = Runner(
+            pool=pool,
+            models=models,
+            ledger=ledger,
+            metrics=metrics,
+            default_model="m",
+            embedded=lambda ref: None,
+            smart=smart,
+            speeds=speeds,
+        )
+        return Home(runner, pool, models, store, metrics, speeds, smart, traces)
+
+    return make
+
+
+def text_of(request: Generate) -> str:
+    match request.prompt:
+        case ChatPrompt(messages=sent):
+            return "\n".join(str(message["content"]) for message in sent)
+        case TextPrompt(text):
+            return text
+        case TokenPrompt():
+            return ""
+
+
+# ---- Text ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("request_", [chat(), completion()], ids=["chat", "completions"])
+async def test_what_matters_reaches_the_engine_and_little_else(home: Any, request_: Generate) -> None:
+    this = home()
+    told = await this.told(request_)
+    (sent,) = this.pool.asked
+    assert NEEDLE in text_of(sent)
+    assert QUESTION in text_of(sent)
+    assert len(text_of(sent)) < 0.5 * len(text_of(request_))
+    assert sent.keep is None
+    assert (told.form, told.compressor, told.nodes) == ("text", "smollm2-135m", ("this",))
+    assert told.compressed_tokens < 0.5 * told.original_tokens
+    assert told.score_s > 0
+    assert this.rows() == [
+        ("chat", "m", "settled", "stop", 1),
+        ("score", "smollm2-135m", "settled", "stop", 1),
+    ]
+    assert this.shown('fleetd_smart_total{mode="text",outcome="used"} 1.0')
+    assert this.shown(f'fleetd_smart_tokens_total{{fate="kept"}} {float(told.compressed_tokens)}')
+
+
+async def test_lines_that_say_what_is_missing_are_counted(home: Any) -> None:
+    this = home()
+    turns = [
+        {"role": ("user", "assistant")[n % 2], "content": haystack(8, 3).replace(NEEDLE, f"Well {n}.")}
+        for n in range(20)
+    ]
+    request = Generate("r1", ChatPrompt([*turns, *messages()[1:]]))
+    told = await this.told(request, replace(ASKED, mode="text"))
+    (sent,) = this.pool.asked
+    lines = text_of(sent).count("tokens omitted")
+    assert lines > 10
+    share = told.compressed_tokens / told.original_tokens
+    assert share == pytest.approx(estimate_tokens(text_of(sent)) / estimate_tokens(text_of(request)), rel=0.2)
+
+
+async def test_a_prompt_that_does_not_ask_is_untouched(home: Any) -> None:
+    this = home()
+    events = await this.ask(chat(), None)
+    assert this.pool.asked == [chat()]
+    assert not this.pool.scores
+    assert all(event.smart is None for event in events if isinstance(event, Planned))
+    assert not this.traces
+
+
+async def test_the_system_prompt_and_the_question_are_kept_whole(home: Any) -> None:
+    this = home()
+    await this.told(chat())
+    (sent,) = this.pool.asked
+    assert isinstance(sent.prompt, ChatPrompt)
+    assert sent.prompt.messages[0] == messages()[0]
+    assert sent.prompt.messages[-1] == messages()[-1]
+
+
+async def test_tool_results_count_and_calls_stay_as_they_are(home: Any) -> None:
+    """Agents send almost everything as tool results: cutting the last user turn alone gains nothing."""
+    call = {"id": "c1", "type": "function", "function": {"name": "read", "arguments": {"path": "log"}}}
+    sent = [
+        {"role": "user", "content": QUESTION},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": haystack()},
+    ]
+    tools = [{"type": "function", "function": {"name": "read"}}]
+    this = home()
+    told = await this.told(Generate("r1", ChatPrompt(sent, tools=tools)))
+    assert told.used, told
+    prompt = this.pool.asked[0].prompt
+    assert isinstance(prompt, ChatPrompt)
+    assert prompt.tools == tools
+    assert prompt.messages[:2] == sent[:2]
+    assert NEEDLE in prompt.messages[2]["content"]
+    assert len(prompt.messages[2]["content"]) < 0.5 * len(haystack())
+    assert prompt.messages[2]["tool_call_id"] == "c1"
+
+
+async def test_choices_of_one_request_are_scored_once(home: Any) -> None:
+    this = home()
+    await asyncio.gather(this.told(chat(request_id="r1")), this.told(chat(request_id="r2")))
+    assert len(this.pool.scores) == 1
+    assert text_of(this.pool.asked[0]) == text_of(this.pool.asked[1])
+
+
+async def test_marks_of_a_user_never_reach_a_model(home: Any) -> None:
+    this = home()
+    await this.told(chat("<fleet:keep>short</fleet:keep>"))
+    assert "fleet:keep" not in text_of(this.pool.asked[0])
+    assert "short" in text_of(this.pool.asked[0])
+
+
+async def test_the_next_turn_begins_as_the_one_before_it_did(home: Any) -> None:
+    """Or it would find nothing of it in the prefix cache; and it is not scored again."""
+    this = home()
+    await this.told(chat())
+    answered = [{"role": "assistant", "content": "4711"}, {"role": "user", "content": "Say the code again."}]
+    told = await this.told(Generate("r2", ChatPrompt([*messages(), *answered])))
+    first, second = (sent.prompt.messages for sent in this.pool.asked)
+    assert second[: len(first)] == first
+    assert second[len(first) :] == answered
+    assert len(this.pool.scores) == 1
+    assert (told.form, told.compressor) == ("text", "smollm2-135m")
+    assert told.compressed_tokens < 0.5 * told.original_tokens
+
+
+async def test_the_next_turn_is_labelled_with_the_compressor_of_its_conversation(home: Any) -> None:
+    this = home()
+    await this.told(chat())
+    this.models.names = ["m", "qwen3-0.6b"]
+    assert (await this.told(chat(f"Another log.\n\n{haystack()}"))).compressor == "qwen3-0.6b"
+    answered = [{"role": "assistant", "content": "4711"}, {"role": "user", "content": "Say the code again."}]
+    told = await this.told(Generate("r2", ChatPrompt([*messages(), *answered])))
+    assert told.compressor == "smollm2-135m"
+
+
+async def test_a_prompt_of_which_nothing_would_be_left_is_read_whole(
+    home: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    empty = Selection(((), (), ()), 4000, 0)
+    monkeypatch.setattr(compression_job, "select", lambda *args: empty)
+    this = home()
+    assert (await this.told(chat())).code == "empty"
+    assert this.pool.asked == [chat()]
+
+
+async def test_a_turn_after_a_sparse_one_is_text(home: Any) -> None:
+    this = home(sparse="", kept=20)
+    assert (await this.told(chat())).form == "sparse"
+    answered = [{"role": "assistant", "content": "4711"}, {"role": "user", "content": "Say the code again."}]
+    assert (await this.told(Generate("r2", ChatPrompt([*messages(), *answered])))).form == "text"
+    assert this.pool.asked[1].keep is None
+    assert NEEDLE in text_of(this.pool.asked[1])
+
+
+# ---- Sparse ----------------------------------------------------------------------------------------------
+
+
+async def test_sparse_sends_the_whole_text_and_what_of_it_to_compute(home: Any) -> None:
+    this = home(sparse="", kept=20)
+    told = await this.told(chat())
+    (sent,) = this.pool.asked
+    assert told.form == "sparse"
+    assert sent.prompt == chat().prompt
+    assert sent.keep is not None
+    assert 0 not in sent.keep.parts  # the system message is whole
+    kept = "".join(haystack()[a:b] for a, b in sent.keep.parts[1])
+    assert NEEDLE in kept
+    assert len(kept) < 0.5 * len(haystack())
+
+
+async def test_a_conversation_is_shortened_as_text_which_its_next_turn_finds_cached(home: Any) -> None:
+    turns = [*messages()[:2], {"role": "assistant", "content": "Yes?"}, messages()[2]]
+    this = home(sparse="", kept=20)
+    assert (await this.told(Generate("r1", ChatPrompt(turns)))).form == "text"
+
+
+async def test_an_engine_that_reads_all_of_it_after_all_is_told_so(home: Any) -> None:
+    this = home(sparse="", kept=0)
+    told = await this.told(chat())
+    assert (told.form, told.code) == ("", "no_form")
+    assert this.rows()[1][2:4] == ("refunded", "no_form")
+
+
+async def test_what_the_engine_keeps_is_what_is_told(home: Any) -> None:
+    """It always keeps more than was selected: a sliding window, what the template writes."""
+    this = home(sparse="", kept=20)
+    told = await this.told(chat())
+    assert (told.original_tokens, told.compressed_tokens) == (50, 20)
+
+
+async def test_a_window_that_is_always_kept_is_priced(home: Any) -> None:
+    this = home(sparse="", tail=5000, kept=20)
+    this.speeds.seed("m", 500.0, 20.0)
+    this.speeds.seed("smollm2-135m", 2000.0, 20.0)
+    local = OptionView("local", ["this"], 8.0, chosen=True)
+    view = PlanView("m", 4000, 0, [local])
+    plans = {
+        mode: await this.smart.plan(view, 0.2, this.models.resolve("m"), replace(ASKED, mode=mode))
+        for mode in ("text", "auto")
+    }
+    assert plans["auto"] == plans["text"]
+    # Sparse, it would be all of the prompt.
+    assert (await this.told(chat())).form == "text"
+    told = await this.told(chat(f"Another log.\n\n{haystack()}"), replace(ASKED, mode="sparse"))
+    assert told.code == "slower"
+
+
+@pytest.mark.parametrize(
+    ("bounds", "code"),
+    [({}, ""), ({"min_keep_tokens": 100_000}, "slower")],
+)
+async def test_what_has_to_be_kept_is_priced(home: Any, bounds: dict[str, int], code: str) -> None:
+    this = home()
+    this.speeds.seed("m", 500.0, 20.0)
+    this.speeds.seed("smollm2-135m", 3000.0, 20.0)
+    assert (await this.told(chat(), replace(ASKED, **bounds))).code == code
+    local = OptionView("local", ["this"], 8.0, chosen=True)
+    view = await this.smart.plan(
+        PlanView("m", 4000, 0, [local]), 0.2, this.models.resolve("m"), replace(ASKED, **bounds)
+    )
+    (smart,) = [option for option in view.options if option.kind == "smart"]
+    assert smart.code == code
+
+
+@pytest.mark.parametrize(
+    ("policy", "share"),
+    [
+        (SmartPrefillPolicy(), USUAL_RATIO),
+        (SmartPrefillPolicy(target_ratio=0.2), 0.2),
+        (SmartPrefillPolicy(target_ratio=0.2, min_keep_tokens=500), 0.5),
+        (SmartPrefillPolicy(target_ratio=0.2, max_keep_tokens=100), 0.1),
+        (SmartPrefillPolicy(target_ratio=0.2, min_keep_tokens=5000), 1.0),
+    ],
+)
+def test_the_bounds_of_a_policy_decide_what_is_kept(policy: SmartPrefillPolicy, share: float) -> None:
+    assert kept_share(policy, 1000) == pytest.approx(share)
+
+
+async def test_sparse_where_it_cannot_be_done_is_not_done(home: Any) -> None:
+    this = home()
+    told = await this.told(chat(), replace(ASKED, mode="sparse"))
+    assert told.code == "no_form"
+    assert this.pool.asked == [chat()]
+
+
+@pytest.mark.parametrize("form", ["sparse", "text"])
+async def test_what_is_kept_is_priced_with_the_help_of_others(home: Any, form: Any) -> None:
+    this = home(sparse="", kept=20)
+    this.speeds.seed("m", 500.0, 20.0)
+    asked: list[tuple[int, int]] = []
+
+    def best_s(_folder: Any, tokens: int, _cached: int, kept: int) -> float:
+        asked.append((tokens, kept))
+        return 0.0
+
+    this.smart._best_s = best_s
+    assert (await this.told(chat(), replace(ASKED, mode=form))).form == form
+    (whole, all_of_it), (tokens, kept) = asked
+    assert all_of_it == 0
+    if form == "sparse":
+        assert tokens == whole > 2 * kept > 0
+    else:
+        assert kept == 0
+        assert whole > 2 * tokens > 0
+
+
+# ---- Falling through -------------------------------------------------------------------------------------
+
+
+TROUBLE = {
+    "crash": (EngineDied("The engine died."), "engine_died"),
+    "stall": (EngineStalled("No progress."), "engine_stalled"),
+    "memory": (OutOfMemory("No room."), "out_of_memory"),
+    "bug": (KeyError("x"), "failed"),
+    "nothing": ("nothing", "engine_died"),
+    "garbage": ("garbage", "protocol_error"),
+}
+
+
+@pytest.mark.parametrize("request_", [chat(), completion()], ids=["chat", "completions"])
+@pytest.mark.parametrize("trouble", TROUBLE)
+async def test_a_scorer_in_trouble_costs_nobody_an_answer(
+    home: Any, trouble: str, request_: Generate
+) -> None:
+    what, code = TROUBLE[trouble]
+    this = home(trouble=[what])
+    told = await this.told(request_)
+    assert (told.form, told.code) == ("", code)
+    assert told.reason
+    assert this.pool.asked == [request_]
+    assert this.rows()[0][2] == "settled"
+    assert [row[2:] for row in this.rows() if row[0] == "score"] == [("refunded", code, 0)]
+    assert this.shown(f'fleetd_smart_total{{mode="full",outcome="{code}"}} 1.0')
+
+
+async def test_scoring_that_takes_too_long_is_given_up(home: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "SMART_SCORE_S", 0.1)
+    this = home(trouble=[asyncio.Event()])
+    assert (await this.told(chat())).code == "timeout"
+    assert this.pool.cancelled_scores == 1
+    assert this.pool.asked == [chat()]
+
+
+async def test_choices_wait_once_for_scoring_that_takes_too_long(
+    home: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SMART_SCORE_S", 2.0)
+    this = home(trouble=[asyncio.Event()])
+    told = await asyncio.gather(*(this.told(chat(request_id=f"r{n}")) for n in range(4)))
+    assert [each.code for each in told] == ["timeout"] * 4
+    assert len(this.pool.scores) == this.pool.cancelled_scores == 1
+    assert [row[2:4] for row in this.rows() if row[0] == "score"] == [("refunded", "timeout")]
+
+
+async def test_the_next_request_does_not_lose_the_time_again(
+    home: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "SMART_SCORE_S", 0.1)
+    this = home(trouble=[asyncio.Event()])
+    assert (await this.told(chat())).code == "timeout"
+    assert (await this.told(chat())).code == "no_compressor"
+    assert len(this.pool.scores) == 1
+    # It is tried anew once that has passed.
+    monkeypatch.setattr(limits, "SHARE_PENALTY_S", 0.0)
+    this = home(trouble=[asyncio.Event()])
+    assert (await this.told(chat())).code == "timeout"
+    monkeypatch.setattr(limits, "SMART_SCORE_S", WITHIN_S)
+    assert (await this.told(chat())).used
+
+
+async def test_more_prompts_than_can_be_scored_at_once_are_all_answered(home: Any) -> None:
+    gate = asyncio.Event()
+    busy = [Overloaded(f"{limits.SCORES} texts are being scored already.")] * 2
+    this = home(trouble=[*[gate] * limits.SCORES, *busy])
+    asked = [
+        asyncio.create_task(this.told(chat(haystack(200, at=n), request_id=f"r{n}")))
+        for n in range(limits.SCORES + len(busy))
+    ]
+    async with asyncio.timeout(WITHIN_S):
+        while len(this.pool.scores) < len(asked):  # noqa: ASYNC110  (a fake's figure)
+            await asyncio.sleep(0.01)
+    gate.set()
+    told = await asyncio.gather(*asked)
+    assert sorted(each.code for each in told) == [*[""] * limits.SCORES, "overloaded", "overloaded"]
+    states = [row[2] for row in this.rows() if row[0] == "score"]
+    assert sorted(states) == ["refunded"] * 2 + ["settled"] * limits.SCORES
+    # Who was busy did not fail.
+    assert (await this.told(chat(haystack(220)))).used
+
+
+async def test_without_a_compressor_all_of_it_is_read(home: Any) -> None:
+    this = home()
+    this.models.names = ["m"]
+    told = await this.told(chat())
+    assert told.code == "no_compressor"
+    assert this.rows() == [("chat", "m", "settled", "stop", 1)]
+
+
+async def test_a_compressor_that_nobody_has_is_named(home: Any) -> None:
+    told = await home().told(chat(), replace(ASKED, compressor_model="qwen3-0.6b"))
+    assert told.code == "no_compressor"
+    assert "qwen3-0.6b" in told.reason
+
+
+@pytest.mark.parametrize(
+    ("request_", "code"),
+    [
+        (chat("Short."), "short"),
+        (Generate("r1", TokenPrompt([1] * 9000)), "token_prompt"),
+        (chat(echo=True), "echo"),
+    ],
+)
+async def test_some_prompts_are_not_for_shortening(home: Any, request_: Generate, code: str) -> None:
+    this = home()
+    assert (await this.told(request_)).code == code
+    assert this.pool.asked == [request_]
+    assert not this.pool.scores
+
+
+async def test_a_shortened_prompt_that_cannot_be_answered_is_asked_whole(home: Any) -> None:
+    this = home(answers=[EngineDied("The engine died.")])
+    told = await this.told(chat())
+    assert (told.form, told.code) == ("", "engine_died")
+    assert [len(text_of(sent)) for sent in this.pool.asked][1] == len(text_of(chat()))
+    assert [row[2] for row in this.rows()] == ["settled", "refunded"]
+
+
+async def test_an_error_of_the_whole_prompt_is_the_clients(home: Any) -> None:
+    this = home(answers=[EngineDied("one"), EngineDied("two")])
+    with pytest.raises(EngineDied, match="two"):
+        await this.ask(chat())
+
+
+async def test_it_is_not_done_where_it_would_not_pay(home: Any) -> None:
+    this = home()
+    this.speeds.seed("m", 10_000.0, 100.0)
+    this.speeds.seed("smollm2-135m", 100.0, 100.0)
+    told = await this.told(chat())
+    assert told.code == "slower"
+    assert " s; all of it takes " in told.reason
+    assert not this.pool.scores
+
+
+async def test_who_leaves_ends_the_scoring(home: Any) -> None:
+    this = home(trouble=[asyncio.Event()])
+    job = Job("m", chat(), "socket", "chat", smart=ASKED)
+    events = this.runner.run(job)
+    await anext(events)
+    await events.aclose()
+    assert this.pool.cancelled_scores == 1
+    assert not this.pool.asked
+    assert {row[2:4] for row in this.rows() if row[0] == "score"} == {("refunded", "cancelled")}
+
+
+async def test_dense_and_shortened_prompts_do_not_disturb_each_other(home: Any) -> None:
+    this = home(sparse="", kept=20)
+    asked = [this.ask(chat(request_id=f"r{n}"), ASKED if n % 2 else None) for n in range(6)]
+    for n, events in enumerate(await asyncio.gather(*asked)):
+        planned = next(event for event in events if isinstance(event, Planned))
+        assert (planned.smart is not None and planned.smart.used) == bool(n % 2)
+    for sent in this.pool.asked:
+        assert (sent.keep is not None) == bool(int(sent.id[1:]) % 2)
+
+
+async def test_what_was_done_is_written_down(home: Any) -> None:
+    this = home()
+    await this.told(chat())
+    (trace,) = this.traces
+    assert (trace.chosen.kind, trace.outcome, trace.exactness) == ("smart", "smart", "lossy")
+    assert [step.name for step in trace.steps] == ["scored", "prefilled"]
+    assert trace.ttft_s is not None
+
+
+async def test_where_there_was_no_room_it_is_not_tried_again_at_once(home: Any) -> None:
+    this = home(trouble=[OutOfMemory("No room.")])
+    this.pool.loaded = ["m"]
+    assert (await this.told(chat())).code == "out_of_memory"
+    assert (await this.told(chat())).code == "no_compressor"
+    assert len(this.pool.scores) == 1
+
+
+# ---- For people ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "scorer_tok_s", "code"),
+    [(8000, 2000.0, ""), (8000, 20.0, "slower"), (300, 2000.0, "short")],
+)
+async def test_what_would_be_done_is_told_with_its_price(
+    home: Any, tokens: int, scorer_tok_s: float, code: str
+) -> None:
+    this = home()
+    this.speeds.seed("m", 100.0, 10.0)
+    this.speeds.seed("smollm2-135m", scorer_tok_s, 100.0)
+    local = OptionView("local", ["this"], tokens / 100, chosen=True)
+    view = await this.smart.plan(PlanView("m", tokens, 0, [local]), 0.2, this.models.resolve("m"), ASKED)
+    found = {option.kind: option for option in view.options}
+    assert found["smart"].code == code
+    assert bool(found["smart"].reason) == bool(code)
+    assert found["smart"].chosen == (not code)
+    assert found["local"].chosen == bool(code)
+    if not code:
+        assert view.options[0].kind == "smart"
+        assert found["smart"].predicted_s == pytest.approx(sum(s.seconds for s in found["smart"].steps))
+        assert 3 < local.predicted_s / found["smart"].predicted_s < 5
+    assert not this.pool.scores
+
+
+async def test_without_a_compressor_a_plan_says_so(home: Any) -> None:
+    this = home()
+    this.models.names = ["m"]
+    view = await this.smart.plan(PlanView("m", 8000, 0, []), 0.0, this.models.resolve("m"), ASKED)
+    (option,) = view.options
+    assert (option.code, option.predicted_s) == ("no_compressor", None)

@@ -1,0 +1,97 @@
+"""Traces on the disk: bounded, newest first, and never in the way of an answer."""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import pytest
+from structlog.testing import capture_logs
+
+from fleetd import limits
+from fleetd.requests.backoff import PeerBackoff
+from fleetd.requests.prefill_sharing.views import OptionView, StepView, Trace
+from fleetd.requests.traces import Traces
+from fleetd.store import Store
+
+CHOSEN = OptionView("layers", ["mini", "this"], 1.5, [StepView("prefill", 1.0)], chosen=True, cuts=[0, 3, 4])
+LOSER = OptionView("local", ["this"], 3.0, code="slower", reason="3.0 s here alone.")
+
+
+def trace(request_id: str, at_s: float = 1.0) -> Trace:
+    steps = [StepView("chunk 1", 0.5, 1000, "mini")]
+    return Trace(request_id, at_s, "m", 1000, 10, CHOSEN, [LOSER], steps, "shared", "plan", 1.4, 1.6)
+
+
+def test_a_trace_comes_back_as_it_was(store: Store) -> None:
+    traces = Traces(store)
+    traces.record(trace("r1"))
+    assert traces.newest(20).traces == [trace("r1")]
+
+
+def test_the_newest_come_first_and_one_can_be_named(store: Store) -> None:
+    traces = Traces(store)
+    for number in range(5):
+        traces.record(trace(f"r{number}"))
+    assert [found.id for found in traces.newest(3).traces] == ["r4", "r3", "r2"]
+    assert [found.id for found in traces.newest(3, "r1").traces] == ["r1"]
+    assert traces.newest(3, "r9").traces == []
+
+
+def test_a_request_is_found_by_the_id_that_its_client_was_told(store: Store) -> None:
+    """Every choice has one of its own, and one from another machine has more behind that."""
+    traces = Traces(store)
+    for found in ("cmpl-ab-0", "cmpl-ab-1.c0ffee", "cmpl-abc-0", "cmpl-ab"):
+        traces.record(trace(found))
+    ids = [found.id for found in traces.newest(9, "cmpl-ab").traces]
+    assert ids == ["cmpl-ab", "cmpl-ab-1.c0ffee", "cmpl-ab-0"]
+    assert [found.id for found in traces.newest(9, "cmpl-ab-0").traces] == ["cmpl-ab-0"]
+
+
+def test_only_so_many_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "TRACES", 3)
+    traces = Traces(store)
+    for number in range(5):
+        traces.record(trace(f"r{number}"))
+    assert [found.id for found in traces.newest(10).traces] == ["r4", "r3", "r2"]
+
+
+def test_a_disk_that_fails_costs_a_line_in_the_log_and_nothing_else(tmp_path: Path) -> None:
+    clock = iter([0.0, 1.0, 2.0, limits.REPEAT_LOG_S + 1]).__next__
+    broken = Store(tmp_path / "no-folder" / "db")
+    traces = Traces(broken, monotonic=clock)
+    with capture_logs() as logs:
+        traces.record(trace("r1"))
+        assert traces.newest(3).traces == []
+        broken.close()
+        traces.record(trace("r2"))
+        assert traces.newest(3).traces == []
+    assert [entry["event"] for entry in logs] == ["traces.degraded"] * 2
+
+
+def test_one_of_another_version_is_left_out(store: Store) -> None:
+    traces = Traces(store)
+    traces.record(trace("r1"))
+
+    def foreign(db: sqlite3.Connection) -> None:
+        db.execute("INSERT INTO trace (request_id, at_s, body) VALUES ('r2', 0, ?)", (b"\x81\xa1x\x01",))
+
+    store.call(foreign)
+    assert [found.id for found in traces.newest(3).traces] == ["r1"]
+
+
+def test_a_helper_that_failed_is_left_out_longer_each_time() -> None:
+    penalties = PeerBackoff()
+    assert penalties.reason("a", 0.0) == ""
+    penalties.failed("a", "peer_lost", 0.0)
+    assert "peer_lost" in penalties.reason("a", limits.SHARE_PENALTY_S - 1)
+    assert penalties.reason("a", limits.SHARE_PENALTY_S) == ""
+    penalties.failed("a", "peer_lost", 100.0)
+    assert penalties.reason("a", 100.0 + 2 * limits.SHARE_PENALTY_S - 1)
+    assert penalties.reason("b", 100.0) == ""
+    for _ in range(100):
+        penalties.failed("a", "peer_lost", 200.0)
+    assert penalties.reason("a", 200.0 + limits.SHARE_PENALTY_MOST_S) == ""
+    penalties.succeeded("a")
+    penalties.failed("a", "peer_lost", 300.0)
+    assert penalties.reason("a", 300.0 + limits.SHARE_PENALTY_S) == ""
