@@ -34,10 +34,10 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.streams.frames import Place
-from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.engine.speculation.remote_source import RemoteSource
+from fleetd.engine.streams.frames import Place
+from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.models.catalog import DEFAULT_MODEL
 from fleetd.sealed import handoff

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from fleetd.engine.streams.frames import Place
-from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.engine.speculation.drafter import DraftWriter
 from fleetd.engine.speculation.lookahead import Guess, Lookahead
+from fleetd.engine.streams.frames import Place
+from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.errors import PeerLost
 from fleetd.sealed import handoff
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from bench.figures import Figure, Measured, at_most
 from fleetd.limits import KIB, MIB
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.prefill.choice import HelperSpec, PlanChoice, PrefillOption, PrefillSize, choose, options
 from fleetd.plan.prefill.schedule import Place, timeline
-from fleetd.plan.prefill.choice import (PlanChoice, HelperSpec, PrefillOption, PrefillSize, choose, options)
 from fleetd.plan.prefill.split import Split, checked
 
 TITLE = "Others' figures, as the planner predicts them"

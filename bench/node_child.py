@@ -15,10 +15,10 @@ import uvloop
 
 from bench.child import serve
 from fleetd import limits
+from fleetd.p2p.link_prober import LinkProber
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.node import Node, NodeSettings
-from fleetd.p2p.link_prober import LinkProber
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
 
 _ECHO = "bench.echo"

@@ -22,13 +22,24 @@ from bench.shard_core import starting_on
 from bench.shard_machines import CHUNK_TOKENS
 from bench.throwaway import MODEL
 from fleetd import observe
-from fleetd.engine.protocol import (Accepted, AssistPrefill, Delta, Generate, Ready, Sampling, PrefillShared, Shared, StreamTag, TokenPrompt)
+from fleetd.engine.protocol import (
+    Accepted,
+    AssistPrefill,
+    Delta,
+    Generate,
+    PrefillShared,
+    Ready,
+    Sampling,
+    Shared,
+    StreamTag,
+    TokenPrompt,
+)
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.streams.handed_over import HOME, IN, OUT, helper_name, home_streams
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.models.catalog import DEFAULT_MODEL
 from fleetd.plan.costs import PrefillSpeed
-from fleetd.plan.prefill.choice import (LinkSpeed, HelperSpec, PrefillOption, PrefillSize, options)
+from fleetd.plan.prefill.choice import HelperSpec, LinkSpeed, PrefillOption, PrefillSize, options
 from fleetd.plan.prefill.split import Split
 
 _LENGTHS = (2000, 4000)
@@ -142,7 +153,9 @@ async def _alone(engine: EngineProcess, tokens: list[int]) -> float:
     return took_s
 
 
-async def _split(home: EngineProcess, helper: EngineProcess, tokens: list[int], option: PrefillOption) -> float:
+async def _split(
+    home: EngineProcess, helper: EngineProcess, tokens: list[int], option: PrefillOption
+) -> float:
     """Seconds to the first token. Raises RuntimeError if it did not go as planned."""
     split = option.split
     assert split is not None

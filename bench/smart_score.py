@@ -15,10 +15,10 @@ from itertools import pairwise
 from bench import prompts
 from bench.figures import Bar, Figure, Measured, at_least
 from bench.throwaway import MODEL
+from fleetd.compression.token_scores import SegmentScores, merge
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Generate, Prefill, Profile, Sampling, Score, Scored, TokenPrompt
 from fleetd.models.folder import ModelFolder
-from fleetd.compression.token_scores import SegmentScores, merge
 
 TITLE = "Scoring a prompt"
 RUNS, QUICK_RUNS = 3, 1

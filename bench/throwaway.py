@@ -21,9 +21,9 @@ from types import TracebackType
 from typing import Any, Literal, Self
 
 from bench.child import ROOT
-from fleetd.models.pull import process
 from fleetd.models.catalog import DEFAULT_MODEL
 from fleetd.models.model_store import ModelStore
+from fleetd.models.pull import process
 
 MODELS = ROOT / ".cache" / "models"
 MODEL = MODELS / DEFAULT_MODEL

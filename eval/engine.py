@@ -13,6 +13,9 @@ from typing import Any, Self
 from tokenizers import Tokenizer
 
 from bench.throwaway import MODEL
+from fleetd.compression.document import Document
+from fleetd.compression.token_scores import SegmentScores, TokenScores, merge
+from fleetd.compression.words import Range
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import (
     Accepted,
@@ -30,9 +33,6 @@ from fleetd.engine.protocol import (
     TextPrompt,
 )
 from fleetd.models.folder import ModelFolder
-from fleetd.compression.document import Document
-from fleetd.compression.token_scores import SegmentScores, TokenScores, merge
-from fleetd.compression.words import Range
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from fleetd.compression.document import Document
 from fleetd.compression.pins import pins
 from fleetd.compression.policy import Mode, SmartPrefillPolicy
-from fleetd.compression.token_scores import TokenScores
 from fleetd.compression.select import select
 from fleetd.compression.selection import Selection, by_block
-from fleetd.compression.words import Range, estimate_tokens, merged
 from fleetd.compression.text_units import units
+from fleetd.compression.token_scores import TokenScores
+from fleetd.compression.words import Range, estimate_tokens, merged
 
 # Baselines are what people do without a selection: units at random, and the end of the prompt.
 FORMS = ("text", "sparse", "words", "random", "truncated")

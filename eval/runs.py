@@ -15,12 +15,12 @@ from eval import forms
 from eval.engine import Engine
 from eval.statistics import Ratio, Share
 from eval.tasks import Task, task
-from fleetd.engine.protocol import Keep
 from fleetd.compression import elide
 from fleetd.compression.document import Document
-from fleetd.compression.token_scores import TokenScores
 from fleetd.compression.select import select
 from fleetd.compression.selection import Selection
+from fleetd.compression.token_scores import TokenScores
+from fleetd.engine.protocol import Keep
 
 Log = Callable[[str], None]
 

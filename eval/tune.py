@@ -18,8 +18,8 @@ from eval.runs import lost
 from eval.statistics import Share
 from eval.tasks import Task, task
 from fleetd.compression.document import Document
-from fleetd.compression.token_scores import TokenScores
 from fleetd.compression.select import Weights, select
+from fleetd.compression.token_scores import TokenScores
 
 KINDS = ("single", "distractors", "needles4", "needles8", "hop", "code", "json", "table", "dialogue")
 RATIOS = (0.1, 0.2, 0.3)

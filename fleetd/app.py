@@ -27,48 +27,48 @@ import uvloop
 from aiohttp import web
 
 from fleetd import __version__, limits
-from fleetd.home import paths
 from fleetd.api.app import build_app, make_runner
 from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.api.services import Services
-from fleetd.own_card import CardMaker
 from fleetd.config import DEFAULT_PORT, Config
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.errors import ConfigError, Draining, PortInUse
 from fleetd.fleet import Fleet, default_name
-from fleetd.host_port import host_port
-from fleetd.requests import remote, messages
-from fleetd.requests.model_copies import ModelCopies
-from fleetd.requests.drafting import messages as drafting_wire
-from fleetd.requests.drafting.client import DrafterService
-from fleetd.requests.drafting.server import DraftServer
-from fleetd.requests.placement import Placer
-from fleetd.requests.runner import Runner
-from fleetd.requests.admission import ServingContext
-from fleetd.requests.prefill_sharing import messages as share_wire
-from fleetd.requests.prefill_sharing.server import AssistServer
-from fleetd.requests.prefill_sharing.client import PrefillSharing
-from fleetd.requests.smart_prefill import messages as smart_wire
-from fleetd.requests.smart_prefill.compression_job import CompressionService
-from fleetd.requests.smart_prefill.client import SmartPrefill
-from fleetd.requests.smart_prefill.scorers import Scorers
-from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
-from fleetd.requests.smart_prefill.server import ScoreServer
-from fleetd.requests.traces import Traces
-from fleetd.requests.bulk_dialer import BulkDialer
-from fleetd.ledger import Ledger
 from fleetd.hardware.probe import HardwareProbe
+from fleetd.home import paths
+from fleetd.home.paths import HomeFolder
+from fleetd.host_port import host_port
+from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.models.catalog import CATALOG, find
 from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
 from fleetd.notify import Notifier
 from fleetd.observe import get_logger
+from fleetd.own_card import CardMaker
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
 from fleetd.p2p.views import PeerView
-from fleetd.home.paths import HomeFolder
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.requests import messages, remote
+from fleetd.requests.admission import ServingContext
+from fleetd.requests.bulk_dialer import BulkDialer
+from fleetd.requests.drafting import messages as drafting_wire
+from fleetd.requests.drafting.client import DrafterService
+from fleetd.requests.drafting.server import DraftServer
+from fleetd.requests.model_copies import ModelCopies
+from fleetd.requests.placement import Placer
+from fleetd.requests.prefill_sharing import messages as share_wire
+from fleetd.requests.prefill_sharing.client import PrefillSharing
+from fleetd.requests.prefill_sharing.server import AssistServer
+from fleetd.requests.runner import Runner
+from fleetd.requests.smart_prefill import messages as smart_wire
+from fleetd.requests.smart_prefill.client import SmartPrefill
+from fleetd.requests.smart_prefill.compression_job import CompressionService
+from fleetd.requests.smart_prefill.scorers import Scorers
+from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
+from fleetd.requests.smart_prefill.server import ScoreServer
+from fleetd.requests.traces import Traces
 from fleetd.status import HttpAddress, Status
 from fleetd.store import Store, StoreUnavailable
 

@@ -15,8 +15,8 @@ from typing import Any
 import click
 
 from fleetd import __version__, config, observe
-from fleetd.home import paths
 from fleetd.errors import AlreadyRunning, ConfigError, FleetError, PortInUse, SocketPathTooLong
+from fleetd.home import paths
 
 EXIT_CODES: tuple[tuple[type[FleetError], int], ...] = (
     (ConfigError, 2),
@@ -136,7 +136,9 @@ def version() -> None:
     click.echo(__version__)
 
 
-def _load(home: Path | None, config_file: Path | None, **flags: Any) -> tuple[paths.HomeFolder, config.Config]:
+def _load(
+    home: Path | None, config_file: Path | None, **flags: Any
+) -> tuple[paths.HomeFolder, config.Config]:
     place = paths.resolve(home)
     given: dict[str, tuple[str, Any]] = {}
     for name, value in flags.items():

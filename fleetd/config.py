@@ -25,9 +25,9 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from fleetd.compression.policy import MIN_PROMPT_TOKENS, SmartPrefillPolicy
 from fleetd.errors import ConfigError
 from fleetd.limits import GIB, KIB, MEMBERS_CONFIGURED, MIB
-from fleetd.compression.policy import MIN_PROMPT_TOKENS, SmartPrefillPolicy
 
 DEFAULT_PORT = 8114
 DEFAULT_PEER_PORT = 8115

@@ -20,19 +20,19 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import FleetError, InvalidValue, NotFound
-from fleetd.requests.placement import Member
-from fleetd.requests.bulk_dialer import BulkDialer
-from fleetd.p2p.discovery import diagnosis
 from fleetd.p2p.bulk_connections import Expected
-from fleetd.p2p.pairing.service import PairingService
+from fleetd.p2p.discovery import diagnosis
+from fleetd.p2p.link_prober import Invitation, LinkProber
 from fleetd.p2p.membership.identity import short_id
+from fleetd.p2p.membership.roster import RosterMember
 from fleetd.p2p.node import Node
 from fleetd.p2p.overview import fleet_view, peer_view, reach
-from fleetd.p2p.link_prober import Invitation, LinkProber
-from fleetd.p2p.membership.roster import RosterMember
+from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
 from fleetd.plan.route import USABLE
+from fleetd.requests.bulk_dialer import BulkDialer
+from fleetd.requests.placement import Member
 
 CLOCK = "node.clock"
 

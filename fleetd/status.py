@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from fleetd.engine.supervisor import EngineStatus
-from fleetd.requests.runner import RequestCounts
 from fleetd.hardware.probe import HardwareReading
 from fleetd.p2p.views import FleetView
+from fleetd.requests.runner import RequestCounts
 
 
 class HttpAddress(msgspec.Struct, frozen=True):

@@ -16,10 +16,10 @@ from aiohttp.typedefs import Handler
 
 from fleetd import limits
 from fleetd.api import auth, body, compress, failures, health, openapi
-from fleetd.api.openai import chat, completions, models
-from fleetd.api.control import daemon, peers, plan
 from fleetd.api.context import REQUEST_ID, SERVICES, is_gone
+from fleetd.api.control import daemon, peers, plan
 from fleetd.api.deadlines import make_runner
+from fleetd.api.openai import chat, completions, models
 from fleetd.api.services import Services
 from fleetd.errors import FleetError
 

@@ -20,16 +20,16 @@ from msgspec import UNSET, Meta, UnsetType
 
 from fleetd import limits
 from fleetd.api import body as http_body
-from fleetd.api.openai import bodies, translate
 from fleetd.api.context import SERVICES
+from fleetd.api.openai import bodies, translate
 from fleetd.api.services import view
 from fleetd.api.smart_prefill_reports import line
+from fleetd.compression import elide
+from fleetd.compression.document import Document
+from fleetd.compression.policy import Ratio, SmartPrefillBody, SmartPrefillPolicy, Tokens, resolve
 from fleetd.errors import Draining, FleetError, InvalidValue, NoMachine
 from fleetd.requests.smart_prefill.compression_job import CompressionJob
 from fleetd.requests.smart_prefill.views import SkipCompression
-from fleetd.compression import elide
-from fleetd.compression.document import Document
-from fleetd.compression.policy import (SmartPrefillPolicy, Ratio, Tokens, SmartPrefillBody, resolve)
 
 
 class CompressBody(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fleetd.errors import FleetError, NotPaired, PairingClosed
-from fleetd.requests.prefill_sharing.views import PlanQuestion, PlanView
 from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
+from fleetd.requests.prefill_sharing.views import PlanQuestion, PlanView
 
 
 class DisabledFleet:

@@ -9,9 +9,9 @@ import msgspec
 from aiohttp import web
 
 from fleetd.api import compress
-from fleetd.api.openai import objects, bodies
 from fleetd.api.context import SERVICES
 from fleetd.api.failures import ErrorReply
+from fleetd.api.openai import bodies, objects
 
 _REF = "#/components/schemas/{name}"
 _TYPES = (

@@ -14,13 +14,13 @@ from typing import Any, Protocol
 import msgspec
 
 from fleetd.api.disabled_fleet import DisabledFleet
+from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.protocol import Event, Loading
+from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.prefill_sharing.views import PlanQuestion, PlanView, TracesView
 from fleetd.requests.smart_prefill.bill import ScoringBill
 from fleetd.requests.smart_prefill.compression_job import CompressionJob
-from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
-from fleetd.compression.policy import SmartPrefillPolicy
 
 
 class Runner(Protocol):

@@ -9,8 +9,8 @@ from urllib.parse import quote
 import msgspec
 
 from fleetd.api.openai import objects as o
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 # Printable ASCII besides letters: a header holds one line of that.
 _PLAIN = " !\"#$&'()*+,-./:;<=>?@[]^_`{|}~"

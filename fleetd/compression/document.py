@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetd.compression.words import (PARAGRAPH_END, Range, estimate_tokens, lines, merged, sentences)
+from fleetd.compression.words import PARAGRAPH_END, Range, estimate_tokens, lines, merged, sentences
 
 # Text between these is always kept; models never see them. One alone on its line takes the line with it.
 _MARK = re.compile(r"(?m)^[ \t]*</?fleet:keep>[ \t]*\n|</?fleet:keep>")

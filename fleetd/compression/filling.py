@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fleetd.compression.words import Range
 from fleetd.compression.text_units import TextUnit
+from fleetd.compression.words import Range
 
 # What "[... 212 tokens omitted ...]" on a line of its own comes to.
 MARKER_TOKENS = 9
@@ -116,7 +116,9 @@ class KeptPieces:
         return beside not in self.indexes and beside not in added
 
 
-def fill(kept: KeptPieces, order: Sequence[Piece], room: int, *, least: int = 0, strict: bool = False) -> None:
+def fill(
+    kept: KeptPieces, order: Sequence[Piece], room: int, *, least: int = 0, strict: bool = False
+) -> None:
     """Add pieces in ``order`` while they fit, and what belongs to the best of them.
 
     The very first is added even where what is always kept leaves no room: there is no point in all the rest

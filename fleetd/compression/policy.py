@@ -66,7 +66,9 @@ class SmartPrefillPolicy(msgspec.Struct, frozen=True, omit_defaults=True):
     mode: Mode = "auto"
 
 
-def resolve(wanted: bool | SmartPrefillBody | None, defaults: SmartPrefillPolicy) -> SmartPrefillPolicy | None:
+def resolve(
+    wanted: bool | SmartPrefillBody | None, defaults: SmartPrefillPolicy
+) -> SmartPrefillPolicy | None:
     """The policy of one request; None where its prompt is to be read whole.
 
     Raises InvalidValue where the bounds contradict each other.

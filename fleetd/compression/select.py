@@ -25,8 +25,8 @@ from fleetd.compression.gate import judge
 from fleetd.compression.pins import pins
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.selection import Selection, by_block, everything, holes
-from fleetd.compression.words import Range, estimate_tokens
 from fleetd.compression.text_units import MOST_CHARS, units
+from fleetd.compression.words import Range, estimate_tokens
 
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
     from fleetd.compression.token_scores import TokenScores

@@ -14,9 +14,9 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from fleetd.home import durable
 from fleetd import limits
 from fleetd.errors import FleetError
+from fleetd.home import durable
 
 T = TypeVar("T")
 
@@ -65,7 +65,9 @@ class CachedResult(Generic[T]):
     def keep(self, found: T) -> None:
         if self._file is None:
             return
-        kept = msgspec.json.encode(_StoredResult(msgspec.Raw(self._basis), msgspec.Raw(msgspec.json.encode(found))))
+        kept = msgspec.json.encode(
+            _StoredResult(msgspec.Raw(self._basis), msgspec.Raw(msgspec.json.encode(found)))
+        )
         file = _File(hashlib.sha256(kept).hexdigest(), msgspec.Raw(kept))
         with suppress(FleetError):
             durable.private_folder(self._file.parent)

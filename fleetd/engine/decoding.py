@@ -23,12 +23,19 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from fleetd.engine.sequence import ScheduledSequence
 from fleetd.engine.logprobs import Logprobs
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import FinishReason, Report
-from fleetd.engine.sampling import (SamplingDefaults, LogitsProcessor, Sampler, SeededSampler, make_processors, make_sampler)
+from fleetd.engine.sampling import (
+    LogitsProcessor,
+    Sampler,
+    SamplingDefaults,
+    SeededSampler,
+    make_processors,
+    make_sampler,
+)
+from fleetd.engine.sequence import ScheduledSequence
 from fleetd.engine.sparse_prefill.sparse_caches import rows
 from fleetd.engine.speculation import rollback
 from fleetd.engine.speculation.controller import Draft

@@ -9,8 +9,8 @@ from typing import Generic, Protocol, TypeVar
 
 from fleetd import limits
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.engine.steppable import Steppable, can_step
+from fleetd.engine.streams.handed_over import HandedOverStreams
 
 
 class Command(Protocol):

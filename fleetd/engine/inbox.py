@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fleetd.engine.prompt_encoding import PreparedPrompt
-from fleetd.engine.protocol import PrefillAlone, AssistPrefill, Cancel, DraftFor, PrefillShared
+from fleetd.engine.protocol import AssistPrefill, Cancel, DraftFor, PrefillAlone, PrefillShared
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
 
 
@@ -16,7 +16,9 @@ class Stop:
     """End the loop."""
 
 
-Item = PreparedPrompt | ScoringLayout | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Cancel | Stop
+Item = (
+    PreparedPrompt | ScoringLayout | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Cancel | Stop
+)
 
 
 class Inbox:

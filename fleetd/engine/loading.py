@@ -20,16 +20,16 @@ from mlx_lm.utils import load_config, load_model
 
 from fleetd import limits
 from fleetd.engine import cpu
-from fleetd.engine.calibrate import calibrate
 from fleetd.engine.cached_results import CachedResult
+from fleetd.engine.calibrate import calibrate
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
 from fleetd.engine.protocol import Loading, Profile, Ready
 from fleetd.engine.sampling import SamplingDefaults
+from fleetd.engine.scoring.head_profile import ProfileKey as ProfileBasis
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
-from fleetd.engine.scoring.head_profile import ProfileKey as ProfileBasis
 from fleetd.engine.sparse_prefill.sparse import Sparse
-from fleetd.engine.speculation.exactness_probe import ProbePlan, ExactnessVerdict, probe
+from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
 from fleetd.engine.speculation.verdicts import VerdictKey, Verdicts
 from fleetd.engine.speculation.vocabulary import vocabulary_of
 from fleetd.engine.stage import Stage
@@ -197,7 +197,9 @@ def _verdict(
     if settings.speculation == "off":
         return ExactnessVerdict(text="off: speculation.mode is off")
     if device == "cpu" and not cpu.exact():
-        return ExactnessVerdict(text="declined: without MKL a CPU's numbers depend on how many are computed at once")
+        return ExactnessVerdict(
+            text="declined: without MKL a CPU's numbers depend on how many are computed at once"
+        )
     step_s = 1 / decode_tok_s
     kept = Verdicts(Path(settings.cache))
     basis = VerdictKey.now(digest, device, accelerator_name(device), versions())

@@ -8,8 +8,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from fleetd.engine.protocol import TokenLogprob, TopLogprob
 from fleetd.engine.output_text import token_bytes
+from fleetd.engine.protocol import TokenLogprob, TopLogprob
 
 IMPOSSIBLE = -9999.0
 

@@ -12,7 +12,13 @@ import jinja2
 
 from fleetd import limits
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
-from fleetd.engine.sparse_prefill.kept_tokens import (NotSparse, Range, dropped_of_messages, gaps_of, kept_tokens)
+from fleetd.engine.sparse_prefill.kept_tokens import (
+    NotSparse,
+    Range,
+    dropped_of_messages,
+    gaps_of,
+    kept_tokens,
+)
 from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
 
 
@@ -114,7 +120,9 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
     # The template has written the special tokens; a BOS added here would be a second one.
     tokens = list(tokenizer.encode(text + primed, add_special_tokens=False))
     if primed:
-        prepared = PreparedPrompt(request, tokens, "tool", primed.removeprefix(tokenizer.tool_call_start), tools)
+        prepared = PreparedPrompt(
+            request, tokens, "tool", primed.removeprefix(tokenizer.tool_call_start), tools
+        )
     else:
         prepared = PreparedPrompt(request, tokens, _initial_state(tokenizer, tokens), "", tools)
     if (keep := request.keep) is None:

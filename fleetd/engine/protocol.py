@@ -26,8 +26,8 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.plan.prefill.split import Split
 from fleetd.compression.packed import PackedScores
+from fleetd.plan.prefill.split import Split
 
 # ---- What to generate ------------------------------------------------------------------------------------
 

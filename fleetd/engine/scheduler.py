@@ -25,33 +25,47 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
-from fleetd.engine.sequence import ScheduledSequence
+from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.chunk_size import Chunks
 from fleetd.engine.decoding import GROWTH_TOKENS, Decoding
 from fleetd.engine.failures import failed
-from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.inbox import Inbox, Stop
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.memory import KvBudget
+from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt
-from fleetd.engine.protocol import (Accepted, PrefillAlone, AssistPrefill, Heartbeat, Cancel, ChatPrompt, Delta, FinishReason, DraftFor, Prefill, Profile, Report, PrefillShared)
+from fleetd.engine.protocol import (
+    Accepted,
+    AssistPrefill,
+    Cancel,
+    ChatPrompt,
+    Delta,
+    DraftFor,
+    FinishReason,
+    Heartbeat,
+    Prefill,
+    PrefillAlone,
+    PrefillShared,
+    Profile,
+    Report,
+)
 from fleetd.engine.sampling import SamplingDefaults
+from fleetd.engine.scoring.score_guests import ScoreGuests
+from fleetd.engine.scoring.scoring_layout import ScoringLayout
+from fleetd.engine.sequence import ScheduledSequence
 from fleetd.engine.shared_prefill.helper_guests import HelperGuests
+from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.shared_prefill.shared_prompts import SharedAnswers
-from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
-from fleetd.engine.streams.handed_over import HandedOverStreams
-from fleetd.engine.scoring.scoring_layout import ScoringLayout
-from fleetd.engine.scoring.score_guests import ScoreGuests
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading, leading_cache
-from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.engine.speculation.draft_guests import DraftGuests
+from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.engine.speculation.remote_source import RemoteSource
 from fleetd.engine.speculation.speculation import WorkerSpeculation
-from fleetd.engine.output_text import AnswerText
 from fleetd.engine.steppable import wait_s
+from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import ContextLengthExceeded
 
 # Turns after which a waiting prompt goes before shorter ones that came later.
@@ -365,7 +379,9 @@ class Scheduler:
             return Prefiller(self.model, tokens, hit.cache, hit.tokens)
         return Prefiller(self.model, tokens, make_prompt_cache(self.model))
 
-    def _begin_decode(self, answer: ScheduledSequence, prefiller: Prefiller | SharedPrefill | SparsePrefiller) -> None:
+    def _begin_decode(
+        self, answer: ScheduledSequence, prefiller: Prefiller | SharedPrefill | SparsePrefiller
+    ) -> None:
         request = answer.prepared.request
         cache = prefiller.cache
         if isinstance(prefiller, SharedPrefill):

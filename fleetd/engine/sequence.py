@@ -6,14 +6,14 @@ import time
 from dataclasses import dataclass
 
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
+from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, Hit
 from fleetd.engine.prompt_encoding import PreparedPrompt
-from fleetd.engine.protocol import (Finished, FinishReason, PrefillShared, Speculated, Timings, Usage)
-from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.protocol import Finished, FinishReason, PrefillShared, Speculated, Timings, Usage
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
+from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
-from fleetd.engine.output_text import AnswerText
 from fleetd.engine.steppable import can_step
 
 

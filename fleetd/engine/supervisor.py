@@ -19,9 +19,29 @@ import structlog
 
 from fleetd import limits
 from fleetd.engine import protocol
-from fleetd.engine.streams.channel import SocketSender
-from fleetd.engine.protocol import (PrefillAlone, AssistPrefill, Assisted, Heartbeat, Cancel, Event, Failed, Finished, DraftFor, Followed, Generate, LoadFailed, Loading, Ready, Score, Scored, PrefillShared, Shutdown, StreamTag)
+from fleetd.engine.protocol import (
+    Assisted,
+    AssistPrefill,
+    Cancel,
+    DraftFor,
+    Event,
+    Failed,
+    Finished,
+    Followed,
+    Generate,
+    Heartbeat,
+    LoadFailed,
+    Loading,
+    PrefillAlone,
+    PrefillShared,
+    Ready,
+    Score,
+    Scored,
+    Shutdown,
+    StreamTag,
+)
 from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.streams.channel import SocketSender
 from fleetd.errors import EngineDied, EngineStalled, FleetError, Overloaded, from_code
 
 log = structlog.get_logger(__name__)

@@ -29,18 +29,32 @@ import msgspec
 
 from fleetd import limits
 from fleetd.engine import cpu, protocol
-from fleetd.engine.streams.channel import receive_sockets
 from fleetd.engine.chunk_size import Chunks, FixedChunks, PacedChunks
-from fleetd.engine.protocol import (PrefillAlone, AssistPrefill, Cancel, Failed, DraftFor, Generate, LoadFailed, Ready, Report, Score, PrefillShared, Shutdown, StreamTag)
+from fleetd.engine.protocol import (
+    AssistPrefill,
+    Cancel,
+    DraftFor,
+    Failed,
+    Generate,
+    LoadFailed,
+    PrefillAlone,
+    PrefillShared,
+    Ready,
+    Report,
+    Score,
+    Shutdown,
+    StreamTag,
+)
 from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.streams.channel import receive_sockets
 from fleetd.errors import EngineError, FleetError
 
 if TYPE_CHECKING:
     from fleetd.engine.loading import Loaded
     from fleetd.engine.prompt_encoding import PreparedPrompt
     from fleetd.engine.scheduler import Scheduler
-    from fleetd.engine.shared_prefill.helper_loop import HelperLoop
     from fleetd.engine.scoring.scoring_layout import ScoringLayout
+    from fleetd.engine.shared_prefill.helper_loop import HelperLoop
     from fleetd.engine.speculation.speculation import WorkerSpeculation
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
@@ -251,8 +265,8 @@ def _start(
     from fleetd.engine.prefix_cache import PrefixCache
     from fleetd.engine.scheduler import Scheduler
     from fleetd.engine.shared_prefill.helper_loop import HelperLoop
-    from fleetd.engine.streams.handed_over import HandedOverStreams
     from fleetd.engine.speculation.draft_messages import DRAFTS
+    from fleetd.engine.streams.handed_over import HandedOverStreams
 
     device = loading.pick_device(settings.device)
     if device == "cpu":

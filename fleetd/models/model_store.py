@@ -13,10 +13,10 @@ from pathlib import Path
 
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelError, ModelNotFound
 from fleetd.models import catalog, hub_cache, install, manifest, names
-from fleetd.models.pull import client
 from fleetd.models import digest as digests
 from fleetd.models.digest import ModelDigest
 from fleetd.models.folder import ModelFolder, Source, read_folder
+from fleetd.models.pull import client
 from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.models.verify import Progress, verify
 

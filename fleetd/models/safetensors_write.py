@@ -33,7 +33,9 @@ class PlannedTensor:
 
 
 def write_safetensors(
-    path: Path, tensors: Sequence[PlannedTensor], progress: Callable[[int, int], None] = lambda done, total: None
+    path: Path,
+    tensors: Sequence[PlannedTensor],
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write and fsync; ``progress(done_bytes, total_bytes)`` after each tensor."""
     ordered = sorted(tensors, key=lambda tensor: tensor.name)

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 from fleetd import limits
 from fleetd.errors import FleetError, NotPaired, ProtocolError, VersionMismatch
+from fleetd.p2p.links import Kind, PeerPath, PeerPaths, Source, backoff_s, guess_kind
 from fleetd.p2p.membership import cards, gossip
 from fleetd.p2p.membership.cards import Card, CardTable
 from fleetd.p2p.membership.gossip import ADDRESSES, CARD, ROSTER, AddressHint
-from fleetd.p2p.links import Kind, PeerPath, PeerPaths, Source, backoff_s, guess_kind
-from fleetd.p2p.membership.roster import RosterRecord, Roster
+from fleetd.p2p.membership.roster import Roster, RosterRecord
 
 Address = tuple[str, int]
 

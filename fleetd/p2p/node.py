@@ -20,19 +20,19 @@ from typing import Any, TypeVar
 from fleetd import limits
 from fleetd.errors import Draining, FleetError, NotFound, Overloaded, PeerUnreachable
 from fleetd.observe import get_logger
-from fleetd.p2p.discovery import interfaces
-from fleetd.p2p.session import tls, transport
 from fleetd.p2p import mesh as decide
-from fleetd.p2p.membership.address_file import AddressFile
 from fleetd.p2p.bulk_connections import Bulk
+from fleetd.p2p.discovery import interfaces
+from fleetd.p2p.discovery.discovery import DiscoveredPeer, Discovery
+from fleetd.p2p.membership.address_file import AddressFile
 from fleetd.p2p.membership.cards import Card
-from fleetd.p2p.discovery.discovery import Discovery, DiscoveredPeer
-from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 from fleetd.p2p.membership.identity import Identity, short_id
-from fleetd.p2p.mesh import Address, Dial, Mesh
-from fleetd.p2p.port import PeerPort, ConnectionHandlers
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_file import RosterFile
+from fleetd.p2p.mesh import Address, Dial, Mesh
+from fleetd.p2p.port import ConnectionHandlers, PeerPort
+from fleetd.p2p.session import tls, transport
+from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
 
 log = get_logger("fleetd.p2p")
@@ -83,7 +83,9 @@ class Node:
         self.on_pairing_connection: Callable[[socket.socket], Coroutine[Any, Any, None]] | None = None
         self._roster_file = RosterFile(settings.folder / "roster")
         self._addresses = AddressFile(settings.folder / "addresses.json")
-        self._peer_port = PeerPort(ConnectionHandlers(self._session_visitor, self.bulk.visitor, self._pairing_visit))
+        self._peer_port = PeerPort(
+            ConnectionHandlers(self._session_visitor, self.bulk.visitor, self._pairing_visit)
+        )
         self.discovery: Discovery | None = None
         self._handlers: dict[str, Handler] = {}
         self._connections: dict[int, PeerConnection] = {}

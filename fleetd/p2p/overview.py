@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from fleetd.errors import NotPaired, ProtocolError, VersionMismatch
 from fleetd.host_port import host_port
+from fleetd.p2p.links import PeerPath
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.identity import short_id
-from fleetd.p2p.links import PeerPath
+from fleetd.p2p.membership.roster import RosterMember
 from fleetd.p2p.mesh import Mesh, Peer
 from fleetd.p2p.node import Node
-from fleetd.p2p.membership.roster import RosterMember
 from fleetd.p2p.views import Configured, FleetView, Neighbour, PathView, PeerModel, PeerState, PeerView
 
 

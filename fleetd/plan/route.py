@@ -156,7 +156,8 @@ def route(ask: RouteQuestion, candidates: Iterable[Candidate]) -> Ranked:
     same = [c for c in able if lead is not None and (c is lead or _alike(lead, c))]
     return Ranked(
         tuple(
-            PricedMachine(c.node_id, c.name, c.model.digest if c.model else "", prices[c.node_id]) for c in same
+            PricedMachine(c.node_id, c.name, c.model.digest if c.model else "", prices[c.node_id])
+            for c in same
         ),
         tuple(refusals[c.node_id] or _other_files(ask, c) for c in machines if c not in same),
     )

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fleetd.errors import Draining, FleetError, Overloaded
-from fleetd.requests.model_by_digest import Models, model_by_digest
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import Card
+from fleetd.requests.model_by_digest import Models, model_by_digest
 
 log = get_logger("fleetd.serving")
 

@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 from fleetd.errors import FleetError, NotFound
 from fleetd.p2p import bulk_connections
 from fleetd.p2p.bulk_connections import Expected
+from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.links import PeerPath
 from fleetd.p2p.node import Node
-from fleetd.p2p.link_prober import Invitation
 
 
 class BulkDialer:

@@ -23,7 +23,9 @@ async def gather_or_cancel(*work: Coroutine[Any, Any, _T]) -> list[_T]:
     return [task.result() for task in tasks]
 
 
-async def with_heartbeats(events: AsyncGenerator[_T, None], every_s: float) -> AsyncGenerator[_T | None, None]:
+async def with_heartbeats(
+    events: AsyncGenerator[_T, None], every_s: float
+) -> AsyncGenerator[_T | None, None]:
     """The events, and None whenever none came for so long. The caller closes ``events``."""
     pending: asyncio.Task[_T] | None = None
     try:

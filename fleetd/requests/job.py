@@ -8,10 +8,10 @@ from typing import Literal
 
 import msgspec
 
-from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
-from fleetd.plan.prefill.options import Way
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
+from fleetd.plan.prefill.options import Way
+from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 Origin = Literal["socket", "http", "peer"]
 Exactness = Literal["exact", "plan", "lossy"]

@@ -28,8 +28,8 @@ from fleetd.engine.protocol import (
     ToolCall,
 )
 from fleetd.errors import ProtocolError
-from fleetd.requests import message_codec
 from fleetd.p2p.messages import reader
+from fleetd.requests import message_codec
 
 RUN = "job.run"
 

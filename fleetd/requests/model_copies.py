@@ -27,22 +27,22 @@ from fleetd.errors import (
     PeerUnreachable,
     ProtocolError,
 )
-from fleetd.requests.model_by_digest import model_by_digest
-from fleetd.requests.message_codec import Digest, encode
-from fleetd.requests.placement import canonical
-from fleetd.requests.bulk_dialer import BulkDialer, invitation
-from fleetd.models.copy import client
 from fleetd.models.catalog import find
+from fleetd.models.copy import client
 from fleetd.models.copy.messages import CopyNeed, CopyOffer, offer_of
 from fleetd.models.folder import ModelFolder
-from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.models.model_store import ModelStore
+from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.observe import get_logger
 from fleetd.p2p import link_prober
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.messages import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.requests.bulk_dialer import BulkDialer, invitation
+from fleetd.requests.message_codec import Digest, encode
+from fleetd.requests.model_by_digest import model_by_digest
+from fleetd.requests.placement import canonical
 
 log = get_logger("fleetd.copies")
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from fleetd.errors import FleetError, NoMachine
-from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, Exactness, Job, Planned
-from fleetd.requests.remote import Stream
 from fleetd.models.catalog import find
 from fleetd.p2p.membership.cards import Card
 from fleetd.plan.affinity import Affinity, chain
-from fleetd.plan.route import SELF, RouteQuestion, Candidate, Holding, Ranked, route
+from fleetd.plan.route import SELF, Candidate, Holding, Ranked, RouteQuestion, route
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, Exactness, Job, Planned
+from fleetd.requests.remote import Stream
 
 # An answer whose length is left open.
 _ANSWER_TOKENS = 256
@@ -161,7 +161,9 @@ class Placer:
     @staticmethod
     def _nowhere(name: str, ranked: Ranked, why: FleetError | None, *, tried: bool) -> FleetError:
         telling = [
-            r.sentence for r in ranked.rejected if r.node_id != THIS_NODE and r.code not in ("absent", "tried")
+            r.sentence
+            for r in ranked.rejected
+            if r.node_id != THIS_NODE and r.code not in ("absent", "tried")
         ]
         if why is not None and (tried or not telling):
             return why

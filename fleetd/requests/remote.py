@@ -14,9 +14,9 @@ from fleetd import limits
 from fleetd.engine.protocol import Assisted, Event, Failed, Finished, Followed, Loading, Scored, Shared
 from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError, from_code
 from fleetd.requests import messages
+from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.concurrency import with_heartbeats
 
 
 class Stream(Protocol):
@@ -59,7 +59,9 @@ async def run(
         FleetError: what the job failed with there.
     """
     yield planned
-    stream = request(messages.RUN, messages.encode(messages.RunJob(model, job.request, job.route, digest, where=True)))
+    stream = request(
+        messages.RUN, messages.encode(messages.RunJob(model, job.request, job.route, digest, where=True))
+    )
     ended = False
     try:
         stream.end()
@@ -107,7 +109,10 @@ class JobServer:
             raise ModelNotFound(f"This machine does not have these files of {asked.model} (any more).")
         request = msgspec.structs.replace(asked.request, id=own_id(asked.request.id))
         job = Job(asked.model, request, "peer", asked.route, local_only=True, digest=asked.digest)
-        async with aclosing(self._run(job)) as run, aclosing(with_heartbeats(run, limits.JOB_ALIVE_S)) as events:
+        async with (
+            aclosing(self._run(job)) as run,
+            aclosing(with_heartbeats(run, limits.JOB_ALIVE_S)) as events,
+        ):
             async for event in events:
                 if event is None:
                     stream.send(ALIVE)

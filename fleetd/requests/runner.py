@@ -50,16 +50,16 @@ from fleetd.errors import (
     PeerError,
     from_code,
 )
-from fleetd.requests import remote
-from fleetd.requests.drafting.client import DrafterService
-from fleetd.requests.progress import RequestProgress, Gauges
-from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
-from fleetd.requests.placement import THIS_NODE, Placement, Placer, canonical
-from fleetd.requests.pulls import Pulls, ModelSource
-from fleetd.requests.smart_prefill.client import SmartPrefill, AnsweringModel
 from fleetd.ledger import Ledger, Reservation
 from fleetd.observe import get_logger
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.requests import remote
+from fleetd.requests.drafting.client import DrafterService
+from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
+from fleetd.requests.placement import THIS_NODE, Placement, Placer, canonical
+from fleetd.requests.progress import Gauges, RequestProgress
+from fleetd.requests.pulls import ModelSource, Pulls
+from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
 
 log = get_logger("fleetd.requests")
 
@@ -336,7 +336,9 @@ class Runner:
                     raise from_code(event.code, event.message, hint=event.hint, param=event.param)
                 yield event
 
-    def _choose(self, job: Job, located: _Located, tried: frozenset[str], why: FleetError | None) -> Placement:
+    def _choose(
+        self, job: Job, located: _Located, tried: frozenset[str], why: FleetError | None
+    ) -> Placement:
         """Raises FleetError where no machine is left."""
         here = located.folder is not None
         if self._placing is None:

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 import msgspec
 
 from fleetd import limits
-from fleetd.requests.prefill_sharing.views import Trace, TracesView
 from fleetd.observe import get_logger
+from fleetd.requests.prefill_sharing.views import Trace, TracesView
 from fleetd.store import Store, StoreUnavailable
 
 log = get_logger("fleetd.traces")

@@ -19,11 +19,11 @@ from msgspec.structs import replace as replace_fields
 from fleetd import errors
 from fleetd.api.app import build_app, make_runner
 from fleetd.api.services import Services
+from fleetd.compression.selection import Selection
 from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
-from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.p2p import views
-from fleetd.compression.selection import Selection
+from fleetd.requests.job import LOCAL, Job, Planned
 
 TOKEN = "fleet-test-token"
 MODEL = "smollm2-135m"

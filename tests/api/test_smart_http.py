@@ -13,15 +13,17 @@ from api_fakes import frames, serve, serve_unix, services, speak
 from msgspec import structs
 
 from fleetd import limits
+from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine import protocol as p
 from fleetd.engine.protocol import Event, Loading
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.smart_prefill.views import SmartPrefillResult
-from fleetd.compression.policy import SmartPrefillPolicy
 
 USED = SmartPrefillResult("text", "smollm2-135m", ("mini",), 1000, 200, 1100, 1.5)
 SPARSE = structs.replace(USED, form="sparse")
-SKIPPED = SmartPrefillResult(original_tokens=40, code="short", reason="The prompt has about 40 tokens… too few.")
+SKIPPED = SmartPrefillResult(
+    original_tokens=40, code="short", reason="The prompt has about 40 tokens… too few."
+)
 ROUTES = {
     "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}),
     "completions": ("/v1/completions", {"prompt": "hi"}),
@@ -59,7 +61,11 @@ class Told:
 
 
 async def asked(
-    runner: Told, route: str = "chat", socket: Path | None = None, defaults: SmartPrefillPolicy | None = None, **body: Any
+    runner: Told,
+    route: str = "chat",
+    socket: Path | None = None,
+    defaults: SmartPrefillPolicy | None = None,
+    **body: Any,
 ) -> tuple[int, Any, str]:
     path, fields = ROUTES[route]
     made = services(runner, smart_defaults=defaults or SmartPrefillPolicy())

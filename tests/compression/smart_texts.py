@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fleetd.compression.document import Document
-from fleetd.compression.policy import SmartPrefillPolicy, SmartPrefillBody, resolve
+from fleetd.compression.policy import SmartPrefillBody, SmartPrefillPolicy, resolve
 from fleetd.compression.token_scores import TokenScores
 from fleetd.compression.words import Range
 

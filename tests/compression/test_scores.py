@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fleetd.compression.packed import PackedScores
-from fleetd.compression.token_scores import (PAIRS, SegmentScores, join, log_sum_exp, merge, pooled, reduced)
+from fleetd.compression.token_scores import PAIRS, SegmentScores, join, log_sum_exp, merge, pooled, reduced
 
 HEADS, QUERIES, TOKENS = 3, 5, 400
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from smart_texts import brace_code, haystack, prose, python_code, records, table
 
 from fleetd.compression.elide import elided, marker
-from fleetd.compression.words import merged
 from fleetd.compression.text_units import units
+from fleetd.compression.words import merged
 
 MARK = re.compile(r"\[\.\.\. \d+ tokens omitted \.\.\.\]")
 

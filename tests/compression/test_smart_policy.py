@@ -3,8 +3,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from fleetd.compression.policy import SmartPrefillBody, SmartPrefillPolicy, resolve
 from fleetd.errors import InvalidValue
-from fleetd.compression.policy import SmartPrefillPolicy, SmartPrefillBody, resolve
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,9 @@ from fleetd.compression.policy import SmartPrefillPolicy, SmartPrefillBody, reso
         (SmartPrefillBody(enabled=False), True, False),
     ],
 )
-def test_what_is_said_goes_over_what_is_set(wanted: bool | SmartPrefillBody | None, enabled: bool, runs: bool) -> None:
+def test_what_is_said_goes_over_what_is_set(
+    wanted: bool | SmartPrefillBody | None, enabled: bool, runs: bool
+) -> None:
     policy = resolve(wanted, SmartPrefillPolicy(enabled=enabled))
     assert (policy is not None) == runs
     assert policy is None or policy.enabled

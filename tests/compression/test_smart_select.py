@@ -11,11 +11,11 @@ from smart_texts import brace_code, haystack, kept_text, policy, prose, python_c
 from fleetd.compression import elide
 from fleetd.compression.document import Document
 from fleetd.compression.pins import pins
-from fleetd.compression.policy import SmartPrefillPolicy, SmartPrefillBody, resolve
-from fleetd.compression.token_scores import TokenScores
+from fleetd.compression.policy import SmartPrefillBody, SmartPrefillPolicy, resolve
 from fleetd.compression.select import select
-from fleetd.compression.words import estimate_tokens
 from fleetd.compression.text_units import MOST_CHARS
+from fleetd.compression.token_scores import TokenScores
+from fleetd.compression.words import estimate_tokens
 
 NEEDLE = "The secret code of the harbour office is 48213."
 QUESTION = "What is the secret code of the harbour office?"
@@ -64,7 +64,9 @@ def test_ranges_pins_and_budget(
     data: st.DataObject,
 ) -> None:
     document = Document.of_messages(messages)
-    wanted = SmartPrefillBody(target_ratio=ratio or None, preserve_boundaries=boundaries, max_keep_tokens=most)
+    wanted = SmartPrefillBody(
+        target_ratio=ratio or None, preserve_boundaries=boundaries, max_keep_tokens=most
+    )
     found = resolve(wanted, SmartPrefillPolicy())
     assert found is not None
     size = len(document.text)

@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from fleetd.hardware import facts as hardware_facts
-from fleetd.limits import GIB
 from fleetd.hardware.probe import HardwareProbe
+from fleetd.limits import GIB
 
 
 @pytest.fixture

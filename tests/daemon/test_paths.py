@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from fleetd import limits
-from fleetd.home import paths
 from fleetd.errors import AlreadyRunning, ConfigError, Forbidden, SocketPathTooLong
+from fleetd.home import paths
 from fleetd.home.paths import HomeFolder, HomeLock
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetd.engine.chunk_size import (ALONE_S, CPU_LARGEST, FIXED, SHARED_S, STEP, FixedChunks, PacedChunks)
+from fleetd.engine.chunk_size import ALONE_S, CPU_LARGEST, FIXED, SHARED_S, STEP, FixedChunks, PacedChunks
 
 
 @pytest.mark.parametrize(

@@ -14,12 +14,12 @@ import pytest
 from drafts import LIES, VOCAB, Decoded, Oracle, decode, greedy, scrambled
 
 from fleetd import limits
-from fleetd.engine.streams.frames import FrameHeader, Kind, Place
-from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.engine.speculation import draft_messages as wire
 from fleetd.engine.speculation.drafter import DraftWriter, Guesser
 from fleetd.engine.speculation.lookahead import Lookahead
 from fleetd.engine.speculation.remote_source import RemoteSource
+from fleetd.engine.streams.frames import FrameHeader, Kind, Place
+from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.errors import FleetError, OutOfMemory, PeerLost, ProtocolError
 
 PROMPT = [7, 99, 3, 250, 12, 12, 12, 5]

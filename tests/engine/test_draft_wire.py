@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.engine.streams.frames import HEAD_BYTES, Frame, FrameHeader, Kind
 from fleetd.engine.speculation import draft_messages as wire
+from fleetd.engine.streams.frames import HEAD_BYTES, Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
 from fleetd.plan.prefill.split import prefix_hashes
 

@@ -24,8 +24,8 @@ from sharing import Told, prompt, resources, settle, workers, write
 
 from fleetd import limits
 from fleetd.engine.protocol import Cancel, DraftFor, Followed, Generate, Speculate
+from fleetd.engine.speculation.drafter import DraftModel, DraftWriter
 from fleetd.engine.streams.frames import FrameHeader
-from fleetd.engine.speculation.drafter import DraftWriter, DraftModel
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import InvalidValue, Overloaded, PeerLost
 
@@ -153,7 +153,9 @@ async def test_every_lie_and_breaks_at_every_stage(model: Path, on_cpu: None) ->
         known, before = Known(learning._text), resources(home)
         sent = 0
 
-        def from_then(step: int, tamper: Tamper, head: FrameHeader, payload: bytes) -> list[tuple[FrameHeader, bytes]]:
+        def from_then(
+            step: int, tamper: Tamper, head: FrameHeader, payload: bytes
+        ) -> list[tuple[FrameHeader, bytes]]:
             nonlocal sent
             sent += 1
             return tamper(head, payload) if sent > step else [(head, payload)]

@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 
 from fleetd.engine import protocol, worker
-from fleetd.engine.protocol import (PrefillAlone, AssistPrefill, Cancel, Failed, Finished, Generate, Report, PrefillShared, TextPrompt)
+from fleetd.engine.protocol import (
+    AssistPrefill,
+    Cancel,
+    Failed,
+    Finished,
+    Generate,
+    PrefillAlone,
+    PrefillShared,
+    Report,
+    TextPrompt,
+)
 from fleetd.errors import BadRequest
 from fleetd.plan.prefill.split import Split
 
@@ -108,7 +118,9 @@ SPLIT = Split("layers", (0, 1, 2), 2, 0, 300, 64)
 
 
 @pytest.mark.parametrize(
-    "command", [Cancel("r"), PrefillShared("r", SPLIT, 1.0), PrefillAlone("r"), AssistPrefill("r", SPLIT, 0)], ids=lambda c: type(c)
+    "command",
+    [Cancel("r"), PrefillShared("r", SPLIT, 1.0), PrefillAlone("r"), AssistPrefill("r", SPLIT, 0)],
+    ids=lambda c: type(c),
 )
 def test_a_command_about_an_unknown_request_reaches_the_scheduler(ends: Ends, command: Any) -> None:
     read(ends, protocol.encode(command))

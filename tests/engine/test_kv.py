@@ -13,9 +13,9 @@ from tiny_architectures import WINDOW, tiny
 
 from fleetd.engine.architectures import CUT
 from fleetd.engine.shared_prefill import layer_kv
-from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
-from fleetd.engine.shared_prefill.layer_kv import (RowBuffer, LayerShape, KvLayout, RingState, RingStates)
+from fleetd.engine.shared_prefill.layer_kv import KvLayout, LayerShape, RingState, RingStates, RowBuffer
 from fleetd.engine.stage import Stage
+from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
 from fleetd.plan.prefill.split import Split
 

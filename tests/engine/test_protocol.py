@@ -12,10 +12,48 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.engine import protocol
-from fleetd.engine.protocol import (Accepted, PrefillAlone, Arithmetic, AssistPrefill, Assisted, Heartbeat, Cancel, ChatPrompt, Command, Delta, Failed, Finished, DraftFor, Followed, FrameTooLong, Generate, Keep, LoadFailed, Loading, Prefill, Profile, Ready, Report, Sampling, Score, Scored, PrefillShared, Shared, Shutdown, StepTime, TextPrompt, Timings, TokenLogprob, TokenPrompt, ToolCall, TopLogprob, Usage)
-from fleetd.plan.prefill.split import Split
 from fleetd.compression.packed import PackedScores
+from fleetd.engine import protocol
+from fleetd.engine.protocol import (
+    Accepted,
+    Arithmetic,
+    Assisted,
+    AssistPrefill,
+    Cancel,
+    ChatPrompt,
+    Command,
+    Delta,
+    DraftFor,
+    Failed,
+    Finished,
+    Followed,
+    FrameTooLong,
+    Generate,
+    Heartbeat,
+    Keep,
+    LoadFailed,
+    Loading,
+    Prefill,
+    PrefillAlone,
+    PrefillShared,
+    Profile,
+    Ready,
+    Report,
+    Sampling,
+    Score,
+    Scored,
+    Shared,
+    Shutdown,
+    StepTime,
+    TextPrompt,
+    Timings,
+    TokenLogprob,
+    TokenPrompt,
+    ToolCall,
+    TopLogprob,
+    Usage,
+)
+from fleetd.plan.prefill.split import Split
 
 SPLIT = Split("layers", (0, 3, 8), 8, 16, 400, 128)
 COMMANDS: list[Any] = [

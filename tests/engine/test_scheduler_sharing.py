@@ -15,7 +15,19 @@ from fleetd import limits
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PLAN, PrefixCache
 from fleetd.engine.prompt_encoding import prepare
-from fleetd.engine.protocol import (Accepted, PrefillAlone, AssistPrefill, Heartbeat, Cancel, Delta, Failed, Finished, Report, PrefillShared, Shared)
+from fleetd.engine.protocol import (
+    Accepted,
+    AssistPrefill,
+    Cancel,
+    Delta,
+    Failed,
+    Finished,
+    Heartbeat,
+    PrefillAlone,
+    PrefillShared,
+    Report,
+    Shared,
+)
 from fleetd.engine.scheduler import Scheduler
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
@@ -129,7 +141,9 @@ def test_without_word_or_streams_it_goes_on_alone(parts: tuple[Any, Any, Sharabl
 
 
 @pytest.mark.parametrize("word", [None, PrefillShared("r", SPLIT, 1.0), PrefillAlone("r")])
-def test_cancelled_while_it_waits(parts: tuple[Any, Any, Sharable], word: PrefillShared | PrefillAlone | None) -> None:
+def test_cancelled_while_it_waits(
+    parts: tuple[Any, Any, Sharable], word: PrefillShared | PrefillAlone | None
+) -> None:
     bench = Bench(parts)
     bench.ask("r")
     bench.turn()

@@ -10,6 +10,10 @@ from contextlib import aclosing
 import pytest
 from asking import GREEDY, ask, run
 
+from fleetd.compression.document import Document
+from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.compression.select import select
+from fleetd.compression.token_scores import SegmentScores, merge
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import (
     Accepted,
@@ -24,10 +28,6 @@ from fleetd.engine.protocol import (
 )
 from fleetd.errors import BadRequest, EngineDied, InvalidValue
 from fleetd.models.folder import ModelFolder
-from fleetd.compression.document import Document
-from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.compression.token_scores import SegmentScores, merge
-from fleetd.compression.select import select
 
 TEXT = "abc def " * 300 + "which?"
 SCORE = Score("s", TEXT, [(2400, 2406)], profile=Profile([(0, 0)], 1))

@@ -15,17 +15,17 @@ import pytest
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from tiny_architectures import VOCAB, tiny
 
+from fleetd.compression.token_scores import SegmentScores, log_sum_exp, merge
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.protocol import Accepted, Failed, Finished, Prefill, Profile, Report, Score, Scored
 from fleetd.engine.scoring import head_profile as profiles
 from fleetd.engine.scoring import score_guests
-from fleetd.engine.scoring.scoring_layout import HEAD_TOKENS, LayoutPass, lay_out
 from fleetd.engine.scoring.attention_pass import AttentionPass, AttentionTap, logits_of
+from fleetd.engine.scoring.head_profile import NeedleResult, ProfileKey, choose, settled
 from fleetd.engine.scoring.needles import needles
-from fleetd.engine.scoring.head_profile import ProfileKey, NeedleResult, choose, settled
 from fleetd.engine.scoring.score_guests import ScoreGuests
+from fleetd.engine.scoring.scoring_layout import HEAD_TOKENS, LayoutPass, lay_out
 from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, ModelUnsupported
-from fleetd.compression.token_scores import SegmentScores, log_sum_exp, merge
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(1, VOCAB, 90)]
@@ -45,7 +45,9 @@ PASS = LayoutPass(TOKENS, own=4, count=70, asking=10, first=0)
 A = npt.NDArray[Any]
 
 
-def looked(sight: AttentionTap, work: LayoutPass, layers: list[int], *, rotated: bool, chunk: int) -> AttentionPass:
+def looked(
+    sight: AttentionTap, work: LayoutPass, layers: list[int], *, rotated: bool, chunk: int
+) -> AttentionPass:
     looking = AttentionPass(sight, work, {n: sight.key_heads(n) for n in layers}, rotated)
     while not looking.finished:
         looking.step(chunk)

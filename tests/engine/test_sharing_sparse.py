@@ -12,13 +12,13 @@ from tiny_architectures import tiny
 
 from fleetd.engine.protocol import PrefillShared
 from fleetd.engine.shared_prefill import frame_schedule
-from fleetd.engine.streams.frames import FrameHeader, Kind
+from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.layer_kv import copy_on_write
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.stage import Stage
+from fleetd.engine.streams.frames import FrameHeader, Kind
 from fleetd.errors import FleetError, InvalidValue, ProtocolError
 from fleetd.plan.prefill.split import Split, checked
 

@@ -14,7 +14,7 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from tiny_architectures import VOCAB, tiny
 
 from fleetd.engine.architectures import CUT
-from fleetd.engine.sparse_prefill.rope import RopeOffset, PosRoPE, install
+from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller
 from fleetd.engine.sparse_prefill.sparse_caches import sparse_cache
 from fleetd.errors import ModelUnsupported

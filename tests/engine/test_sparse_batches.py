@@ -16,7 +16,7 @@ from tiny_architectures import VOCAB, WINDOW, tiny
 from fleetd.engine.architectures import CUT
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading, leading_cache
-from fleetd.engine.sparse_prefill.sparse_caches import (SparseKV, SparseWindow, rows, sparse_cache)
+from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, SparseWindow, rows, sparse_cache
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 

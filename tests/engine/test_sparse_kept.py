@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
 from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt, TokenPrompt
-from fleetd.engine.sparse_prefill.kept_tokens import (NotSparse, dropped_of_messages, gaps_of, kept_tokens)
+from fleetd.engine.sparse_prefill.kept_tokens import NotSparse, dropped_of_messages, gaps_of, kept_tokens
 from fleetd.models.folder import ModelFolder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fleetd.engine.speculation.rounds import (LONGEST_REST, PAUSE, REST, STEPS, WINDOW, Promise, Rounds)
+from fleetd.engine.speculation.rounds import LONGEST_REST, PAUSE, REST, STEPS, WINDOW, Promise, Rounds
 
 
 def measured(size: int, seconds: float) -> Rounds:

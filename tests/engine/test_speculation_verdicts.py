@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from asking import folder_of
 
-from fleetd.home import durable
 from fleetd.engine import loading
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import WorkerSettings
@@ -19,9 +18,12 @@ from fleetd.engine.speculation import rollback
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.verdicts import VerdictKey, Verdicts
 from fleetd.errors import DiskFull
+from fleetd.home import durable
 from fleetd.models import digest as digests
 
-BASIS = VerdictKey("ab" * 32, "cpu", "x86_64 AVX2", "Linux-6", {"mlx": "0.32"}, {"MKL_CBWR": "AVX2,STRICT"}, 2)
+BASIS = VerdictKey(
+    "ab" * 32, "cpu", "x86_64 AVX2", "Linux-6", {"mlx": "0.32"}, {"MKL_CBWR": "AVX2,STRICT"}, 2
+)
 FOUND = ExactnessVerdict(8, rollback.ANY, "exact: blocks of up to 8 tokens", {1: 0.01, 4: 0.012, 8: 0.02})
 
 
@@ -122,7 +124,10 @@ def test_a_model_that_nobody_hashed_is_probed_each_time(tmp_path: Path) -> None:
 
 def test_only_variables_that_choose_kernels_count() -> None:
     environ = {"MKL_CBWR": "AVX2", "MLX_SDPA_BLOCKS": "32", "HOME": "/home/a", "PATH": "x"}
-    assert VerdictKey.now("", "cpu", "", {}, environ).environment == {"MKL_CBWR": "AVX2", "MLX_SDPA_BLOCKS": "32"}
+    assert VerdictKey.now("", "cpu", "", {}, environ).environment == {
+        "MKL_CBWR": "AVX2",
+        "MLX_SDPA_BLOCKS": "32",
+    }
 
 
 def test_costs_are_those_of_today() -> None:

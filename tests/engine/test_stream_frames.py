@@ -11,7 +11,9 @@ from fleetd.errors import ProtocolError
 
 u16, u32 = st.integers(0, 2**16 - 1), st.integers(0, 2**32 - 1)
 sizes = st.tuples(st.integers(0, 1 << 40), st.integers(0, 1 << 40))
-heads = st.builds(FrameHeader, st.sampled_from(Kind), u16, u32, u32, sizes, u32, st.binary(min_size=8, max_size=8))
+heads = st.builds(
+    FrameHeader, st.sampled_from(Kind), u16, u32, u32, sizes, u32, st.binary(min_size=8, max_size=8)
+)
 
 
 @given(heads)

@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from fleetd import limits
-from fleetd.engine.streams.channel import receive_sockets
 from fleetd.engine.protocol import StreamTag
+from fleetd.engine.streams.channel import receive_sockets
 from fleetd.engine.streams.handed_over import HandedOverStreams, helper_streams, home_streams
 from fleetd.errors import ProtocolError
 from fleetd.plan.prefill.split import Split

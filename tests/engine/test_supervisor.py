@@ -17,7 +17,7 @@ from asking import ask, folder_of, run
 
 from fleetd import limits
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import (AssistPrefill, Event, Finished, Loading, PrefillShared, StreamTag)
+from fleetd.engine.protocol import AssistPrefill, Event, Finished, Loading, PrefillShared, StreamTag
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
 from fleetd.plan.prefill.split import Split

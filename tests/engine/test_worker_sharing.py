@@ -28,7 +28,18 @@ from sharing import (
 )
 
 from fleetd import limits
-from fleetd.engine.protocol import (Accepted, AssistPrefill, Assisted, Delta, Generate, Keep, Prefill, PrefillShared, Shared, TextPrompt)
+from fleetd.engine.protocol import (
+    Accepted,
+    Assisted,
+    AssistPrefill,
+    Delta,
+    Generate,
+    Keep,
+    Prefill,
+    PrefillShared,
+    Shared,
+    TextPrompt,
+)
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, InvalidValue, OutOfMemory, Overloaded, PeerError
 from fleetd.plan.prefill.split import Split

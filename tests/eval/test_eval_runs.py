@@ -9,8 +9,8 @@ import pytest
 from eval.engine import Said
 from eval.runs import Outcome, Runner, compared, intact, recall
 from eval.statistics import Ratio
-from fleetd.engine.protocol import Keep
 from fleetd.compression.words import estimate_tokens
+from fleetd.engine.protocol import Keep
 
 
 class Reader:

@@ -13,8 +13,8 @@ from two_machines import SHARDS
 
 from fleetd.models import install
 from fleetd.models.copy.messages import CopyOffer, offer_of
-from fleetd.models.safetensors_write import PlannedTensor, write_safetensors
 from fleetd.models.model_store import ModelStore
+from fleetd.models.safetensors_write import PlannedTensor, write_safetensors
 
 
 @pytest.fixture

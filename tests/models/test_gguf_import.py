@@ -16,8 +16,8 @@ from tokenizers import Tokenizer
 
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models import catalog
-from fleetd.models.gguf import hf_config
 from fleetd.models.folder import ModelFolder
+from fleetd.models.gguf import hf_config
 from fleetd.models.gguf.conversion import import_gguf
 from fleetd.models.verify import verify
 

@@ -40,8 +40,8 @@ from fleetd.errors import (
     PeerLost,
     SealBroken,
 )
-from fleetd.models.copy import client, receive, send
 from fleetd.models import install
+from fleetd.models.copy import client, receive, send
 from fleetd.models.copy.messages import CopyNeed, CopyOffer, SendOrder, digest_of, offer_of
 from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify

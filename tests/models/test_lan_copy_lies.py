@@ -35,7 +35,7 @@ from fleetd.errors import (
     ProtocolError,
 )
 from fleetd.models.copy import client
-from fleetd.models.copy.messages import (CopyNeed, CopyOffer, OfferedFile, check, digest_of, offer_of)
+from fleetd.models.copy.messages import CopyNeed, CopyOffer, OfferedFile, check, digest_of, offer_of
 from fleetd.models.model_store import ModelStore
 from fleetd.sealed.stream import SealedReceiver
 
@@ -65,7 +65,9 @@ async def test_attack_files_that_are_not_what_their_hash_says(
     assert SHARDS[0] in partials(here)
 
 
-async def test_attack_offered_sizes_that_are_wrong(there: ModelStore, here: ModelStore, offer: CopyOffer) -> None:
+async def test_attack_offered_sizes_that_are_wrong(
+    there: ModelStore, here: ModelStore, offer: CopyOffer
+) -> None:
     size = next(file.size_bytes for file in offer.files if file.name == SHARDS[1])
     with pytest.raises(ModelCorrupt, match="another checksum"):
         await copied(there, here, offer=changed(offer, SHARDS[1], size_bytes=size - 1))

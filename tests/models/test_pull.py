@@ -31,9 +31,10 @@ from fleetd.errors import (
     ModelUnsupported,
 )
 from fleetd.models import catalog, install
-from fleetd.models.pull import process as pull, wheel as pull_wheel
-from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.models.model_store import ModelStore
+from fleetd.models.pull import process as pull
+from fleetd.models.pull import wheel as pull_wheel
+from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.models.verify import verify
 
 HUB_ID = "org/tiny-model"
@@ -439,7 +440,14 @@ def test_write_error_in_the_middle_of_a_tensor(
 
 
 def test_by_hand_it_talks_to_a_person(store: ModelStore, hub: Hub) -> None:
-    command = [sys.executable, "-m", "fleetd.models.pull.process", HUB_ID, "--models-dir", str(store.models_dir)]
+    command = [
+        sys.executable,
+        "-m",
+        "fleetd.models.pull.process",
+        HUB_ID,
+        "--models-dir",
+        str(store.models_dir),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{HUB_ID}\n"

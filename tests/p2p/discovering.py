@@ -9,7 +9,7 @@ import asyncio
 import json
 import sys
 
-from fleetd.p2p.discovery.discovery import Discovery, DiscoveredPeer
+from fleetd.p2p.discovery.discovery import DiscoveredPeer, Discovery
 
 LOOK_S = 0.02
 

@@ -11,9 +11,18 @@ from typing import Any
 from machines import Machine, machine
 
 from fleetd.errors import PairingFailed
-from fleetd.p2p.pairing import messages
-from fleetd.p2p.pairing.roles import (Admitted, CodeAccepted, Event, Inviter, Joined, Joiner, PairingCode, PairingWindow)
 from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.pairing import messages
+from fleetd.p2p.pairing.roles import (
+    Admitted,
+    CodeAccepted,
+    Event,
+    Inviter,
+    Joined,
+    Joiner,
+    PairingCode,
+    PairingWindow,
+)
 
 A, B, M = machine(0), machine(1), machine(2)
 CODE = PairingCode("42", b"code")

@@ -7,8 +7,8 @@ import itertools
 import msgspec
 from machines import Machine, machine
 
-from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_record import RosterRecord
 
 A, B, C, D, E = (machine(number) for number in range(5))
 NAMES = {who.node_id: name for who, name in zip((A, B, C, D, E), "abcde", strict=True)}

@@ -11,12 +11,12 @@ from simulated_wire import Wire
 
 from fleetd import limits
 from fleetd.errors import FleetError
-from fleetd.p2p.session import events as heard
 from fleetd.p2p import mesh as decide
 from fleetd.p2p.membership.cards import Card
-from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
-from fleetd.p2p.mesh import Address, Dial, Mesh
 from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.mesh import Address, Dial, Mesh
+from fleetd.p2p.session import events as heard
+from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 
 if TYPE_CHECKING:
     from simulated_wire import End

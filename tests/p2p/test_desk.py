@@ -17,15 +17,15 @@ from fleet_nodes import running, settings, together, until
 
 from fleetd import limits
 from fleetd.errors import PairingClosed, PairingFailed, PeerUnreachable
-from fleetd.p2p.pairing import service as desks
-from fleetd.p2p.pairing import roles
-from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.membership.identity import Identity
-from fleetd.p2p.node import Node
-from fleetd.p2p.pairing.roles import Joiner
-from fleetd.p2p.pairing.code import PairingCode
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_file import RosterFile
+from fleetd.p2p.node import Node
+from fleetd.p2p.pairing import roles
+from fleetd.p2p.pairing import service as desks
+from fleetd.p2p.pairing.code import PairingCode
+from fleetd.p2p.pairing.roles import Joiner
+from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.views import CodeShown, Meeting, Paired, PairingEvent, WrongCode
 
 pytestmark = pytest.mark.timeout(60)
@@ -273,7 +273,9 @@ async def test_a_machine_that_resets_the_connection_is_said_so(
     async with running(a, b):
         monkeypatch.setattr(type(asyncio.get_running_loop()), "sock_sendall", reset)
         with pytest.raises(PairingFailed, match="broke off"):
-            await collect(PairingService(b).join(str(PairingCode.new(os.urandom)), host(a), sees_prompts=True))
+            await collect(
+                PairingService(b).join(str(PairingCode.new(os.urandom)), host(a), sees_prompts=True)
+            )
         monkeypatch.undo()
 
 

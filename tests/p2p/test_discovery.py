@@ -22,9 +22,9 @@ from zeroconf import ServiceInfo
 from zeroconf._protocol.outgoing import DNSOutgoing
 
 from fleetd import limits
+from fleetd.p2p.discovery import discovered, interfaces, mdns
 from fleetd.p2p.discovery import discovery as module
-from fleetd.p2p.discovery import interfaces, mdns, discovered
-from fleetd.p2p.discovery.discovery import RUNNING, Discovery, DiscoveredPeer, choose
+from fleetd.p2p.discovery.discovery import RUNNING, DiscoveredPeer, Discovery, choose
 from fleetd.p2p.discovery.interfaces import Interface
 from fleetd.p2p.discovery.mdns import SERVICE, FloodFilter, budget
 from fleetd.p2p.discovery.network_checks import probe_multicast

@@ -15,7 +15,21 @@ from wired import frames, pieces
 
 from fleetd import limits
 from fleetd.errors import ProtocolError
-from fleetd.p2p.session.frames import (Bye, CancelFrame, DataFrame, End, Frame, FrameBuffer, Hello, NotifyFrame, Open, Ping, Pong, WindowFrame, encode)
+from fleetd.p2p.session.frames import (
+    Bye,
+    CancelFrame,
+    DataFrame,
+    End,
+    Frame,
+    FrameBuffer,
+    Hello,
+    NotifyFrame,
+    Open,
+    Ping,
+    Pong,
+    WindowFrame,
+    encode,
+)
 from fleetd.p2p.session.streams import wire_text
 
 ID = "a" * 56

@@ -17,20 +17,20 @@ from fleet_nodes import card, introduce, running, settings, together, until
 
 from fleetd import limits
 from fleetd.errors import FleetError, ModelNotFound, Overloaded, PeerUnreachable
-from fleetd.requests.model_copies import MODEL_OFFER, MODEL_SEND, ModelCopies, Order
 from fleetd.models.copy import client
 from fleetd.models.copy.messages import CopyOffer, OfferedFile
 from fleetd.models.folder import ModelFolder
 from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.p2p import bulk_connections, link_prober
-from fleetd.p2p.session import tls, transport
+from fleetd.p2p.link_prober import LinkProber
 from fleetd.p2p.membership.cards import ModelCard
-from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.mesh import Dial
 from fleetd.p2p.node import Node
-from fleetd.p2p.link_prober import LinkProber
+from fleetd.p2p.session import tls, transport
+from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
+from fleetd.requests.model_copies import MODEL_OFFER, MODEL_SEND, ModelCopies, Order
 from fleetd.sealed.chunks import HEADER_BYTES, TAG_BYTES, Sealer
 
 pytestmark = pytest.mark.timeout(60)
@@ -235,7 +235,10 @@ async def test_stalled_measurements_cannot_take_all_threads(
             held.enter_context(contextlib.closing((await take_up(session))[0]))
             for _ in range(limits.PEER_REQUESTS - 1):
                 session.request(link_prober.METHOD, b"")
-        assert await outcome((await (await recruit("late")).call()).request(link_prober.METHOD, b"")) is Overloaded
+        assert (
+            await outcome((await (await recruit("late")).call()).request(link_prober.METHOD, b""))
+            is Overloaded
+        )
         async with asyncio.timeout(PATIENCE_S):
             await asyncio.to_thread(lambda: None)
 

@@ -7,7 +7,7 @@ import ipaddress
 import pytest
 
 from fleetd.p2p.discovery import interfaces
-from fleetd.p2p.discovery.interfaces import (Interface, kind_of, kind_of_interface, parse_hardware_ports)
+from fleetd.p2p.discovery.interfaces import Interface, kind_of, kind_of_interface, parse_hardware_ports
 
 HARDWARE_PORTS = """
 Hardware Port: Ethernet

@@ -15,8 +15,8 @@ from fleetd.errors import FleetError, NotPaired, PeerLost, PeerUnreachable, Prot
 from fleetd.p2p.membership import cards, gossip
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.gossip import ADDRESSES, CARD, ROSTER, AddressHint
-from fleetd.p2p.mesh import Action, Address, Dial, Drop, Mesh, SendNotify, Retire, Save
-from fleetd.p2p.membership.roster import RosterRecord, Roster
+from fleetd.p2p.membership.roster import Roster, RosterRecord
+from fleetd.p2p.mesh import Action, Address, Dial, Drop, Mesh, Retire, Save, SendNotify
 
 OTHER = b"x" * 16  # digest of some other roster
 ME = machine(0)
@@ -223,7 +223,9 @@ def test_a_machine_that_is_no_member_is_dropped() -> None:
 def test_claims_about_strangers_are_not_followed() -> None:
     end = Tried()
     end.sights(2, at(2))
-    end.mesh.notified(end.opens(1), ADDRESSES, gossip.write_told([AddressHint(machine(2).node_id, *at(2))]), 0.0)
+    end.mesh.notified(
+        end.opens(1), ADDRESSES, gossip.write_told([AddressHint(machine(2).node_id, *at(2))]), 0.0
+    )
     end.mesh.tick(100.0)
     assert end.dials() == []
 

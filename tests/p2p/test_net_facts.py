@@ -15,7 +15,15 @@ import pytest
 from fleetd import limits
 from fleetd.p2p.discovery import interfaces, network_checks
 from fleetd.p2p.discovery.interfaces import Interface
-from fleetd.p2p.discovery.network_checks import (linux_firewalls, mtu_hints, parse_socketfilterfw, probe_multicast, probe_port, read_clock_synchronised, read_firewalls)
+from fleetd.p2p.discovery.network_checks import (
+    linux_firewalls,
+    mtu_hints,
+    parse_socketfilterfw,
+    probe_multicast,
+    probe_port,
+    read_clock_synchronised,
+    read_firewalls,
+)
 
 
 @pytest.fixture

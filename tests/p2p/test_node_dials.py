@@ -9,8 +9,8 @@ import pytest
 from fleet_nodes import introduce, running, settings
 
 from fleetd.errors import PeerUnreachable
-from fleetd.p2p.session import transport
 from fleetd.p2p.node import Node
+from fleetd.p2p.session import transport
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "."])

@@ -12,9 +12,18 @@ from pairs import CODE, NOW, A, B, Pair, chance, inviter, joiner, kinds, pair, w
 
 from fleetd import limits
 from fleetd.errors import PairingClosed, PairingFailed
-from fleetd.p2p.pairing import proquint
-from fleetd.p2p.pairing.roles import (Admitted, CodeAccepted, PairingDone, Event, PairingBroke, Joined, Joiner, PairingCode)
 from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.pairing import proquint
+from fleetd.p2p.pairing.roles import (
+    Admitted,
+    CodeAccepted,
+    Event,
+    Joined,
+    Joiner,
+    PairingBroke,
+    PairingCode,
+    PairingDone,
+)
 
 # ---- As it should go ------------------------------------------------------------------------------------
 

@@ -15,12 +15,21 @@ from pairs import NOW, WRONG, A, B, M, Pair, inviter, joiner, kinds, pair, split
 
 from fleetd import limits
 from fleetd.errors import PairingClosed, PairingFailed
-from fleetd.p2p.pairing import key_agreement, messages as pairing_wire
-from fleetd.p2p.pairing.roles import (Admitted, CodeAccepted, Event, PairingBroke, Inviter, Joined, PairingCode)
-from fleetd.p2p.pairing.side import Side
-from fleetd.p2p.pairing.messages import (Confirm, PairingFinished, PairingHello, Proof, Records, Refuse, PakeShare)
-from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_record import RosterRecord
+from fleetd.p2p.pairing import key_agreement
+from fleetd.p2p.pairing import messages as pairing_wire
+from fleetd.p2p.pairing.messages import (
+    Confirm,
+    PairingFinished,
+    PairingHello,
+    PakeShare,
+    Proof,
+    Records,
+    Refuse,
+)
+from fleetd.p2p.pairing.roles import Admitted, CodeAccepted, Event, Inviter, Joined, PairingBroke, PairingCode
+from fleetd.p2p.pairing.side import Side
 
 # ---- Attacks on the code --------------------------------------------------------------------------------
 
@@ -33,7 +42,11 @@ def test_wrong_code_fails_on_both_sides_and_costs_a_try() -> None:
     assert opened.tries_left == limits.PAIRING_TRIES - 1
     assert opened.state(NOW) == "open"
     said_by_inviter = [pairing_wire.decode(frame[2:]) for sender, frame in met.wire if sender == "inviter"]
-    assert [type(message) for message in said_by_inviter] == [PairingHello, PakeShare, Refuse]  # not that it has the key
+    assert [type(message) for message in said_by_inviter] == [
+        PairingHello,
+        PakeShare,
+        Refuse,
+    ]  # not that it has the key
     assert pair(opened).joining.done  # the right one still works
 
 

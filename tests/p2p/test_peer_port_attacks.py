@@ -21,10 +21,10 @@ from fleet_nodes import introduce, running, settings, together, until
 
 from fleetd import limits
 from fleetd.p2p import tickets
-from fleetd.p2p.session import tls
-from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello, encode
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.node import Node
+from fleetd.p2p.session import tls
+from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello, encode
 
 pytestmark = pytest.mark.timeout(60)
 PATIENCE_S = 10.0

@@ -10,8 +10,8 @@ from fleet_nodes import introduce, running, settings, together
 from fleetd import limits
 from fleetd.errors import FleetError
 from fleetd.p2p import link_prober
-from fleetd.p2p.node import Node
 from fleetd.p2p.link_prober import LinkProber
+from fleetd.p2p.node import Node
 
 
 async def test_a_way_is_measured_by_echoes_and_bursts(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from rosters import A, B, C, D, E, exchange, names, pair, said
 
 from fleetd import limits
 from fleetd.errors import IdentityRefused, NotFound, Overloaded, RosterRefused
-from fleetd.p2p.membership.roster_record import SEQUENCE_MAX, RosterRecord, clean_name, is_name
 from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_record import SEQUENCE_MAX, RosterRecord, clean_name, is_name
 
 # ---- One machine's word ---------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rosters import A, B, C, D, E, exchange, names, said
 
 from fleetd.errors import RosterRefused
-from fleetd.p2p.membership.roster_record import SEQUENCE_MAX, RosterRecord
 from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_record import SEQUENCE_MAX, RosterRecord
 
 
 def test_entry_by_a_stranger_is_refused() -> None:

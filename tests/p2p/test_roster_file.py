@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 from machines import machine
 
-from fleetd.home import durable
 from fleetd import limits
 from fleetd.errors import ConfigError, DiskFull, Forbidden, RosterRefused
-from fleetd.p2p.membership.roster_record import RosterRecord
+from fleetd.home import durable
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_file import RosterFile
+from fleetd.p2p.membership.roster_record import RosterRecord
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from machines import machine
 from rosters import A, B, C, D, exchange, said
 
-from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_record import RosterRecord
 
 # ---- Merging in any order -------------------------------------------------------------------------------
 

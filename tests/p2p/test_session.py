@@ -29,7 +29,7 @@ from fleetd.errors import (
     ProtocolError,
     VersionMismatch,
 )
-from fleetd.p2p.session.events import Ended, Measured, Opened, MessageReceived, Requested
+from fleetd.p2p.session.events import Ended, Measured, MessageReceived, Opened, Requested
 from fleetd.p2p.session.frames import encode
 from fleetd.p2p.session.session import Session
 

@@ -21,7 +21,7 @@ from fleetd.errors import (
     Overloaded,
     PeerError,
 )
-from fleetd.p2p.session.events import Closed, Notified, MessageReceived
+from fleetd.p2p.session.events import Closed, MessageReceived, Notified
 from fleetd.p2p.session.frames import Bye, CancelFrame, End, NotifyFrame, Open, Ping
 from fleetd.p2p.session.session import GOODBYE, SessionState
 
@@ -123,7 +123,10 @@ def test_a_frame_half_sent_is_finished_before_the_goodbye() -> None:
     wire.b.send(number, b"x" * 30_000)
     first = wire.b.data_to_send(1000)
     wire.b.close()
-    assert wire.a.receive(first + drain(wire.b), 0.0) == [MessageReceived(number, b"x" * 30_000), Closed(None)]
+    assert wire.a.receive(first + drain(wire.b), 0.0) == [
+        MessageReceived(number, b"x" * 30_000),
+        Closed(None),
+    ]
 
 
 def test_nothing_is_said_to_a_side_that_has_left() -> None:

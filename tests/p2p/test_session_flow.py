@@ -25,8 +25,18 @@ from fleetd.errors import (
     PayloadTooLarge,
     ProtocolError,
 )
-from fleetd.p2p.session.events import Notified, MessageReceived, Requested
-from fleetd.p2p.session.frames import (CancelFrame, DataFrame, End, NotifyFrame, Open, Ping, Pong, WindowFrame, encode)
+from fleetd.p2p.session.events import MessageReceived, Notified, Requested
+from fleetd.p2p.session.frames import (
+    CancelFrame,
+    DataFrame,
+    End,
+    NotifyFrame,
+    Open,
+    Ping,
+    Pong,
+    WindowFrame,
+    encode,
+)
 from fleetd.p2p.session.session import Session, SessionState
 from fleetd.p2p.session.stream import cost
 
@@ -293,7 +303,9 @@ def test_the_peers_open_streams_are_bounded() -> None:
     (refusal,) = sent(session)
     assert isinstance(refusal, CancelFrame)
     assert (refusal.stream, refusal.code) == (last + 2, "overloaded")
-    assert feed(session, CancelFrame(2, "withdrawn"), Open(last + 4, "m"))[1:] == [Requested(last + 4, "m", b"")]
+    assert feed(session, CancelFrame(2, "withdrawn"), Open(last + 4, "m"))[1:] == [
+        Requested(last + 4, "m", b"")
+    ]
 
 
 def test_own_open_streams_are_bounded_by_what_the_peer_takes() -> None:

@@ -17,8 +17,20 @@ from wired import Wire, check, credit_is_conserved, drain, hello, opened
 
 from fleetd import limits
 from fleetd.errors import FleetError, Overloaded, ProtocolError, VersionMismatch
-from fleetd.p2p.session.events import (Cancelled, Closed, Ended, Event, Notified, MessageReceived, Requested)
-from fleetd.p2p.session.frames import (Bye, CancelFrame, DataFrame, End, Frame, NotifyFrame, Open, Ping, Pong, WindowFrame, encode)
+from fleetd.p2p.session.events import Cancelled, Closed, Ended, Event, MessageReceived, Notified, Requested
+from fleetd.p2p.session.frames import (
+    Bye,
+    CancelFrame,
+    DataFrame,
+    End,
+    Frame,
+    NotifyFrame,
+    Open,
+    Ping,
+    Pong,
+    WindowFrame,
+    encode,
+)
 from fleetd.p2p.session.session import Session, SessionState
 
 KIB = limits.KIB

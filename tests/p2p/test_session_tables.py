@@ -22,8 +22,20 @@ from fleetd.errors import (
     FleetError,
     ProtocolError,
 )
-from fleetd.p2p.session.events import (Closed, Ended, Measured, Notified, Opened, MessageReceived, Requested)
-from fleetd.p2p.session.frames import (Bye, CancelFrame, DataFrame, End, Frame, Hello, NotifyFrame, Open, Ping, Pong, WindowFrame)
+from fleetd.p2p.session.events import Closed, Ended, Measured, MessageReceived, Notified, Opened, Requested
+from fleetd.p2p.session.frames import (
+    Bye,
+    CancelFrame,
+    DataFrame,
+    End,
+    Frame,
+    Hello,
+    NotifyFrame,
+    Open,
+    Ping,
+    Pong,
+    WindowFrame,
+)
 from fleetd.p2p.session.session import GOODBYE, Session, SessionState
 from fleetd.p2p.session.states import SESSION_TABLE, STREAM_TABLE, Act, StreamState
 

@@ -9,7 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.p2p.discovery.discovered import (DiscoveredPeer, DiscoveryTable, is_plausible, read_sighting, write_text)
+from fleetd.p2p.discovery.discovered import (
+    DiscoveredPeer,
+    DiscoveryTable,
+    is_plausible,
+    read_sighting,
+    write_text,
+)
 
 ME, OTHER = "m" * 56, "o" * 56
 HOST = "192.168.1.7"

@@ -6,15 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed, modelled
 from fleetd.plan.chip_speeds import APPLE, GB10
+from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed, modelled
 from fleetd.plan.prefill.split import chunks
 
-speeds = st.builds(PrefillSpeed, st.floats(1e-6, 1.0), st.just(0.0) | st.floats(1e-10, 1e-3), st.floats(0, 1.0))
+speeds = st.builds(
+    PrefillSpeed, st.floats(1e-6, 1.0), st.just(0.0) | st.floats(1e-10, 1e-3), st.floats(0, 1.0)
+)
 
 
 @given(speeds, st.floats(0.01, 1), st.integers(0, 10**5), st.integers(1, 10**4), st.integers(1, 4096))
-def test_chunks_add_up_to_the_whole(speed: PrefillSpeed, share: float, start: int, count: int, chunk: int) -> None:
+def test_chunks_add_up_to_the_whole(
+    speed: PrefillSpeed, share: float, start: int, count: int, chunk: int
+) -> None:
     tokens = range(start, start + count)
     one_by_one = sum(speed.seconds(share, part.start, len(part)) for part in chunks(tokens, chunk))
     assert speed.total(share, tokens, chunk) == pytest.approx(one_by_one, rel=1e-9)
@@ -33,7 +37,9 @@ def test_context_is_what_each_token_sees() -> None:
 
 
 @given(speeds, st.floats(0, 1e5), st.floats(1e-3, 1e4), st.integers(1, 4096))
-def test_fitting_is_the_inverse_of_total(speed: PrefillSpeed, start: float, seconds: float, chunk: int) -> None:
+def test_fitting_is_the_inverse_of_total(
+    speed: PrefillSpeed, start: float, seconds: float, chunk: int
+) -> None:
     count = speed.fitting(start, seconds, chunk)
     took = count * (speed.token_s + speed.fixed_s / chunk + speed.context_s * (start + count / 2))
     assert took == pytest.approx(seconds, rel=1e-6)

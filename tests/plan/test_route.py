@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.limits import GIB
-from fleetd.plan.route import (ADVANTAGE, PULL_S, SELF, USABLE, RouteQuestion, Candidate, Holding, Ranked, price, route)
+from fleetd.plan.route import (
+    ADVANTAGE,
+    PULL_S,
+    SELF,
+    USABLE,
+    Candidate,
+    Holding,
+    Ranked,
+    RouteQuestion,
+    price,
+    route,
+)
 
 ASK = RouteQuestion("qwen3-8b", prompt_tokens=2000, max_tokens=200)
 HELD = Holding("d1", "loaded", 4 * GIB, 6 * GIB, prefill_tok_s=400.0, decode_tok_s=40.0, roles=("chat",))
@@ -355,7 +366,9 @@ def test_attack_a_machine_that_may_not_see_a_prompt_is_never_proposed(
 
 
 @given(asks, fleets, st.randoms(use_true_random=False))
-def test_the_order_of_the_candidates_changes_nothing(ask: RouteQuestion, fleet: list[Candidate], chance: Any) -> None:
+def test_the_order_of_the_candidates_changes_nothing(
+    ask: RouteQuestion, fleet: list[Candidate], chance: Any
+) -> None:
     shuffled = list(fleet)
     chance.shuffle(shuffled)
     assert route(ask, shuffled) == route(ask, fleet)

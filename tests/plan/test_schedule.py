@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
-from fleetd.plan.prefill.schedule import (SETUP_ROUND_TRIPS, SETUP_S, Place, PrefillSize, timeline)
+from fleetd.plan.prefill.schedule import SETUP_ROUND_TRIPS, SETUP_S, Place, PrefillSize, timeline
 from fleetd.plan.prefill.split import Split, checked
 
 NO_LINK = LinkSpeed(1e18, 0.0)
-PROMPT = PrefillSize(tokens=8192, cached=0, layers=32, kv_bytes_per_token=131072, hidden_bytes=8192, chunk=1024)
+PROMPT = PrefillSize(
+    tokens=8192, cached=0, layers=32, kv_bytes_per_token=131072, hidden_bytes=8192, chunk=1024
+)
 
 
 def split(prompt: PrefillSize, kind: str, cuts: tuple[int, ...], chunk: int) -> Split:

@@ -15,9 +15,22 @@ from hypothesis import strategies as st
 from fleetd import limits
 from fleetd.limits import GIB
 from fleetd.plan.prefill import schedule
-from fleetd.plan.route import ADVANTAGE, CAUTION
-from fleetd.plan.prefill.choice import (BUSY_FROM, HYSTERESIS, PlanChoice, LinkSpeed, Load, HelperSpec, PrefillOption, PrefillSize, PrefillSpeed, choose, options, refusal)
+from fleetd.plan.prefill.choice import (
+    BUSY_FROM,
+    HYSTERESIS,
+    HelperSpec,
+    LinkSpeed,
+    Load,
+    PlanChoice,
+    PrefillOption,
+    PrefillSize,
+    PrefillSpeed,
+    choose,
+    options,
+    refusal,
+)
 from fleetd.plan.prefill.split import checked
+from fleetd.plan.route import ADVANTAGE, CAUTION
 
 PROMPT = PrefillSize(8192, 0, 32, 131072, 8192, 512, weights_bytes=5 * GIB)
 SPEED = PrefillSpeed(token_s=1e-3, context_s=1e-8, fixed_s=0.01)
@@ -30,7 +43,10 @@ def helper(node_id: str = "a", faster: float = 1.0, link: LinkSpeed = LAN, **fie
 
 
 def chosen(
-    *helpers: HelperSpec, prompt: PrefillSize = PROMPT, previous: PrefillOption | None = None, home: HelperSpec = HOME
+    *helpers: HelperSpec,
+    prompt: PrefillSize = PROMPT,
+    previous: PrefillOption | None = None,
+    home: HelperSpec = HOME,
 ) -> PlanChoice:
     return choose(options(prompt, home, helpers), previous)
 
@@ -148,7 +164,9 @@ def test_exact_chunks_are_kept() -> None:
 
 # ---- Never slower ----------------------------------------------------------------------------------------
 
-speeds = st.builds(PrefillSpeed, st.floats(1e-5, 1e-2), st.just(0.0) | st.floats(1e-9, 1e-6), st.floats(0, 0.2))
+speeds = st.builds(
+    PrefillSpeed, st.floats(1e-5, 1e-2), st.just(0.0) | st.floats(1e-9, 1e-6), st.floats(0, 0.2)
+)
 links = st.builds(LinkSpeed, st.floats(1e5, 1e10), st.floats(0, 0.1))
 
 
@@ -231,7 +249,9 @@ def test_the_chosen_way_is_never_slower_and_every_way_is_valid(
 
 @settings(max_examples=60)
 @given(prompts(), speeds, helpers())
-def test_what_does_not_fit_is_not_offered(prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec]) -> None:
+def test_what_does_not_fit_is_not_offered(
+    prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec]
+) -> None:
     room = {machine.node_id: machine for machine in others}
     for option in options(prompt, replace(HOME, speed=speed), others):
         if (split := option.split) is None:
@@ -273,7 +293,9 @@ def test_equal_questions_have_equal_answers(
 
 @settings(max_examples=60)
 @given(prompts(), speeds, helpers())
-def test_one_helper_more_never_makes_it_slower(prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec]) -> None:
+def test_one_helper_more_never_makes_it_slower(
+    prompt: PrefillSize, speed: PrefillSpeed, others: list[HelperSpec]
+) -> None:
     home = replace(HOME, speed=speed)
     usable = [replace(machine, modelled=False) for machine in others]
     fewer, more = (chosen(*some, prompt=prompt, home=home).best for some in (usable[:-1], usable))
@@ -292,7 +314,9 @@ def test_a_faster_link_never_makes_it_slower(
         return min(o.predicted_s for o in options(prompt, home, machines) if o.priced)
 
     better = [
-        replace(m, link=LinkSpeed(m.link.bytes_per_s * wider, m.link.rtt_s * nearer)) for m in others if m.link
+        replace(m, link=LinkSpeed(m.link.bytes_per_s * wider, m.link.rtt_s * nearer))
+        for m in others
+        if m.link
     ]
     assert cheapest(better) <= cheapest(others) * 1.03
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
-from fleetd.plan.scoring import AROUND_TOKENS, SmartPrefillQuestion, Scorer, plan
+from fleetd.plan.scoring import AROUND_TOKENS, Scorer, SmartPrefillQuestion, plan
 
 N = 8000
 TARGET = PrefillSpeed(1 / 500)

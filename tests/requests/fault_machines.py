@@ -49,23 +49,23 @@ from fleetd import limits, observe
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Generate, PrefillShared, StreamTag
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.requests.job import Job
-from fleetd.requests.placement import Member
-from fleetd.requests.runner import Runner
-from fleetd.requests.admission import ServingContext
-from fleetd.requests.prefill_sharing import client as sharing_module
-from fleetd.requests.prefill_sharing import messages as share_wire
-from fleetd.requests.prefill_sharing.server import AssistServer
-from fleetd.requests.prefill_sharing.client import PrefillSharing
-from fleetd.requests.prefill_sharing.views import Trace
-from fleetd.requests.traces import Traces
-from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.p2p import node as node_module
 from fleetd.p2p.node import Node
-from fleetd.plan.route import USABLE
 from fleetd.plan.prefill.choice import PlanChoice, PrefillOption
+from fleetd.plan.route import USABLE
+from fleetd.requests.admission import ServingContext
+from fleetd.requests.bulk_dialer import BulkDialer
+from fleetd.requests.job import Job
+from fleetd.requests.placement import Member
+from fleetd.requests.prefill_sharing import client as sharing_module
+from fleetd.requests.prefill_sharing import messages as share_wire
+from fleetd.requests.prefill_sharing.client import PrefillSharing
+from fleetd.requests.prefill_sharing.server import AssistServer
+from fleetd.requests.prefill_sharing.views import Trace
+from fleetd.requests.runner import Runner
+from fleetd.requests.traces import Traces
 
 # Where no time is to be lost: until who stands still is given up, and until an agreement is.
 LATE_S, DECIDE_S = 3.0, 3.0
@@ -176,7 +176,9 @@ class Machines:
     async def ask(self, *_: Any, **__: Any) -> bytes:
         raise AssertionError("nobody is to be asked to load anything")
 
-    def _choose(self, _own: Any, tokens: int, cached: int, chunk: int, _facts: Any, _kept: int = 0) -> PlanChoice:
+    def _choose(
+        self, _own: Any, tokens: int, cached: int, chunk: int, _facts: Any, _kept: int = 0
+    ) -> PlanChoice:
         split = self.scenario.split
         assert (split.tokens, split.cached, split.chunk) == (tokens - 1, cached, chunk)
         chain = self.helpers[: split.helpers]

@@ -21,9 +21,9 @@ from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Delta, Finished, Generate, TokenPrompt
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
-from fleetd.requests.message_codec import ALIVE
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
+from fleetd.requests.message_codec import ALIVE
 from fleetd.store import Store
 
 WITHIN_S = 30.0

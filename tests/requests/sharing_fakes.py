@@ -16,18 +16,36 @@ sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 from fleet_nodes import introduce, running, settings, together
 from msgspec.structs import replace
 
-from fleetd.engine.protocol import (Accepted, Arithmetic, AssistPrefill, Assisted, Delta, Event, Finished, Generate, Loading, Prefill, Ready, PrefillShared, Shared, StepTime, StreamTag, Timings, Usage)
+from fleetd.engine.protocol import (
+    Accepted,
+    Arithmetic,
+    Assisted,
+    AssistPrefill,
+    Delta,
+    Event,
+    Finished,
+    Generate,
+    Loading,
+    Prefill,
+    PrefillShared,
+    Ready,
+    Shared,
+    StepTime,
+    StreamTag,
+    Timings,
+    Usage,
+)
 from fleetd.errors import FleetError
-from fleetd.requests.placement import Member
-from fleetd.requests.remote import Stream
-from fleetd.requests.admission import ServingContext
-from fleetd.requests.prefill_sharing import messages
-from fleetd.requests.prefill_sharing.server import AssistServer
-from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
-from fleetd.plan.route import USABLE
 from fleetd.plan.prefill.split import Split
+from fleetd.plan.route import USABLE
+from fleetd.requests.admission import ServingContext
+from fleetd.requests.bulk_dialer import BulkDialer
+from fleetd.requests.placement import Member
+from fleetd.requests.prefill_sharing import messages
+from fleetd.requests.prefill_sharing.server import AssistServer
+from fleetd.requests.remote import Stream
 
 WITHIN_S = 20.0
 DIGEST = "d" * 64

@@ -12,6 +12,7 @@ from typing import Any
 from daemon_fakes import FakePool
 from msgspec.structs import replace
 
+from fleetd.compression.packed import PackedScores
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
@@ -29,7 +30,6 @@ from fleetd.engine.protocol import (
     Usage,
 )
 from fleetd.errors import FleetError
-from fleetd.compression.packed import PackedScores
 
 NEEDLE = "The code of the green safe is 4711."
 FILLER = [

@@ -38,11 +38,11 @@ from fleetd.errors import (
     PeerUnreachable,
     ProtocolError,
 )
+from fleetd.p2p.node import Node
+from fleetd.plan.prefill.split import Split
 from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
-from fleetd.p2p.node import Node
-from fleetd.plan.prefill.split import Split
 
 TERMS = SharingTerms("r1", "m", DIGEST, split(), ARITHMETIC, own_chunks=True)
 ASK = messages.AssistQuestion("m", DIGEST, split(), 0, "r1", ARITHMETIC)
@@ -347,7 +347,9 @@ async def test_a_flood_of_assists_is_bounded(tmp_path: Path) -> None:
     ],
     ids=["huge", "context", "layers", "empty", "nothing-new", "place", "path", "id"],
 )
-async def test_an_absurd_ask_is_refused_before_memory_is_reserved(tmp_path: Path, ask: messages.AssistQuestion) -> None:
+async def test_an_absurd_ask_is_refused_before_memory_is_reserved(
+    tmp_path: Path, ask: messages.AssistQuestion
+) -> None:
     async with machines(tmp_path, 1) as (home, helpers):
         with pytest.raises(ProtocolError):
             await home.ask(helpers[0].node_id, messages.ASSIST, messages.encode(ask), within_s=WITHIN_S)

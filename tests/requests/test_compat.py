@@ -11,10 +11,10 @@ from msgspec.structs import replace
 from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime
 from fleetd.errors import Incompatible, ProtocolError
-from fleetd.requests.prefill_sharing import messages
-from fleetd.requests.prefill_sharing.compatibility import checked_split, compare
 from fleetd.p2p.link_prober import Invitation
 from fleetd.plan.prefill.split import Split
+from fleetd.requests.prefill_sharing import messages
+from fleetd.requests.prefill_sharing.compatibility import checked_split, compare
 
 DIGEST = "d" * 64
 HOME = Arithmetic(
@@ -87,13 +87,17 @@ def test_an_mlx_that_computes_the_same_is_the_same() -> None:
 def test_who_knows_whole_prompts_only_says_so_and_takes_them() -> None:
     older = Arithmetic(HOME.accelerator, HOME.dtype, HOME.versions, 0, HOME.layers, HOME.chunks)
     for other in (older, replace(HOME, sparse="It has sliding windows.")):
-        told = messages.decode(messages.encode(messages.AssistOffer(other, INVITED)), messages.AssistOffer).arithmetic
+        told = messages.decode(
+            messages.encode(messages.AssistOffer(other, INVITED)), messages.AssistOffer
+        ).arithmetic
         with pytest.raises(Incompatible, match="leave out") as caught:
             compare(HOME, told, range(4), own_chunks=True, sparse=True)
         assert caught.value.param == "sparse"
         assert told.sparse in caught.value.message
         assert compare(HOME, told, range(4), own_chunks=True)
-    told = messages.decode(messages.encode(messages.AssistOffer(HOME, INVITED)), messages.AssistOffer).arithmetic
+    told = messages.decode(
+        messages.encode(messages.AssistOffer(HOME, INVITED)), messages.AssistOffer
+    ).arithmetic
     assert compare(HOME, told, range(4), own_chunks=True, sparse=True)
 
 

@@ -21,7 +21,22 @@ import fleet_nodes
 from sharing_fakes import DIGEST, FACTS, WITHIN_S, FakeFolder, HomePartners, own_card
 
 from fleetd import limits
-from fleetd.engine.protocol import (Accepted, ChatPrompt, Delta, Event, Finished, DraftFor, Followed, Generate, Prefill, Ready, SourceCounts, Speculate, Speculated, StreamTag)
+from fleetd.engine.protocol import (
+    Accepted,
+    ChatPrompt,
+    Delta,
+    DraftFor,
+    Event,
+    Finished,
+    Followed,
+    Generate,
+    Prefill,
+    Ready,
+    SourceCounts,
+    Speculate,
+    Speculated,
+    StreamTag,
+)
 from fleetd.errors import (
     EngineDied,
     FleetError,
@@ -31,16 +46,16 @@ from fleetd.errors import (
     Overloaded,
     ProtocolError,
 )
+from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.p2p.node import Node
+from fleetd.requests.admission import ServingContext
+from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.drafting import messages
 from fleetd.requests.drafting.client import DrafterCandidate, DrafterService, check_vocabulary
 from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.job import Job
 from fleetd.requests.placement import Member
-from fleetd.requests.admission import ServingContext
 from fleetd.requests.prefill_sharing.views import DrafterView, DraftsView, PlanView, Trace
-from fleetd.requests.bulk_dialer import BulkDialer
-from fleetd.p2p.membership.cards import Card, ModelCard
-from fleetd.p2p.node import Node
 
 WORDS = "ab" * 16
 SMALL = "small"

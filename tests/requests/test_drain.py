@@ -19,13 +19,13 @@ import pytest
 from daemon_fakes import FakeModels, FakePool, answer
 
 from fleetd import limits
-from fleetd.home import paths
 from fleetd.app import Daemon
 from fleetd.config import Config, FleetSettings, HttpSettings
 from fleetd.engine.protocol import Accepted, Delta, Prefill
 from fleetd.errors import EngineDied
-from fleetd.notify import Notifier
+from fleetd.home import paths
 from fleetd.home.paths import HomeFolder
+from fleetd.notify import Notifier
 
 
 @dataclass
@@ -79,7 +79,9 @@ def start(tmp_path: Path) -> Start:
     async def running(pool: Engines) -> AsyncIterator[Running]:
         home = HomeFolder(tmp_path / "h")
         paths.prepare(home)
-        config = Config(http=HttpSettings(listen="127.0.0.1:0"), fleet=FleetSettings(listen="127.0.0.1:0", mdns=False))
+        config = Config(
+            http=HttpSettings(listen="127.0.0.1:0"), fleet=FleetSettings(listen="127.0.0.1:0", mdns=False)
+        )
         resorts: list[float] = []
         daemon = Daemon(
             config,

@@ -23,16 +23,16 @@ from fleetd.errors import (
     PeerUnreachable,
     ProtocolError,
 )
-from fleetd.requests import remote, messages
-from fleetd.requests.job import LOCAL, Job, Planned
-from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.placement import Member, Placer, alike
-from fleetd.requests.runner import Runner
 from fleetd.ledger import Ledger
 from fleetd.limits import GIB
 from fleetd.metrics import Metrics
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.route import USABLE
+from fleetd.requests import messages, remote
+from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.placement import Member, Placer, alike
+from fleetd.requests.runner import Runner
 from fleetd.store import Store
 
 FACTS = MachineFacts(tier="standard", chip="cpu", cores=8, memory_bytes=64 * GIB, accelerator="cpu")
@@ -335,7 +335,9 @@ class Heard(FakeStream):
 async def test_the_serving_end_sends_what_its_runner_yields(make: Make) -> None:
     runner = make(FakeOthers(), models=FakeModels(names={"big"}))
     stream = Heard()
-    await remote.JobServer(runner.run, has)("peer", messages.encode(messages.RunJob("big", job().request, "chat")), stream)
+    await remote.JobServer(runner.run, has)(
+        "peer", messages.encode(messages.RunJob("big", job().request, "chat")), stream
+    )
     assert [messages.decode_event(body) for body in stream.sent] == answer()
 
 
@@ -345,7 +347,9 @@ async def test_the_serving_end_says_that_it_is_alive(make: Make, monkeypatch: py
     runner = make(FakeOthers(), models=FakeModels(names={"big"}), pool=FakePool([gate, *answer()]))
     stream = Heard(enough=3)
     task = asyncio.create_task(
-        remote.JobServer(runner.run, has)("peer", messages.encode(messages.RunJob("big", job().request, "chat")), stream)
+        remote.JobServer(runner.run, has)(
+            "peer", messages.encode(messages.RunJob("big", job().request, "chat")), stream
+        )
     )
     await stream.enough.wait()
     assert stream.sent[:3] == [ALIVE] * 3

@@ -10,14 +10,14 @@ from sharing_fakes import FACTS, own_card
 
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Ready
-from fleetd.requests.placement import Member
-from fleetd.requests.prefill_sharing import planner_facts
 from fleetd.limits import GIB
 from fleetd.p2p.membership.cards import Card, MachineFacts
 from fleetd.plan import chip_speeds
-from fleetd.plan.prefill import choice
 from fleetd.plan.costs import PrefillSpeed
+from fleetd.plan.prefill import choice
 from fleetd.plan.route import USABLE
+from fleetd.requests.placement import Member
+from fleetd.requests.prefill_sharing import planner_facts
 
 M4 = MachineFacts(chip="Apple M4", accelerator="metal")
 M4_MAX = MachineFacts(chip="Apple M4 Max", accelerator="metal")
@@ -91,7 +91,9 @@ def test_a_machine_that_nobody_measured_keeps_the_pace_of_this_one() -> None:
     )
     # It says nothing against a measurement, and needs one itself.
     assert helper(card(), pace) == helper(card())
-    assert planner_facts.pace(card("home", **UNKNOWN), card(**UNKNOWN).models[0], replace(MODEL, **UNKNOWN)) == 1
+    assert (
+        planner_facts.pace(card("home", **UNKNOWN), card(**UNKNOWN).models[0], replace(MODEL, **UNKNOWN)) == 1
+    )
     for tok_s in (1e-6, 1e9):
         odd = card("home", prefill_tok_s=tok_s)
         assert 0.1 <= planner_facts.pace(odd, odd.models[0], MODEL) <= 10

@@ -33,10 +33,10 @@ from fleetd.errors import (
     ModelNotFound,
     Overloaded,
 )
-from fleetd.requests.job import LOCAL, Job, Planned
-from fleetd.requests.runner import RequestCounts, Runner
 from fleetd.metrics import Metrics
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.runner import RequestCounts, Runner
 from fleetd.store import Store
 
 Make = Callable[..., Runner]

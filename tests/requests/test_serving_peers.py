@@ -13,7 +13,7 @@ from daemon_fakes import answer
 from fleetd import limits
 from fleetd.engine.protocol import ChatPrompt, Event, Generate, Loading, Sampling, TextPrompt
 from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError
-from fleetd.requests import remote, messages
+from fleetd.requests import messages, remote
 from fleetd.requests.job import Job, Planned
 
 PROMPT = TextPrompt("hi")

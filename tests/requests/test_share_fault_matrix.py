@@ -26,8 +26,8 @@ from wire import Effect
 
 from fleetd.engine.protocol import Accepted, AssistPrefill, Shared
 from fleetd.errors import EngineDied
-from fleetd.requests.job import Planned
 from fleetd.plan.prefill.split import Split
+from fleetd.requests.job import Planned
 
 _CASES = [case for case in table() if isinstance(case, Case)]
 # A machine that stands still goes on after this, where it is the one that answers.

@@ -29,13 +29,13 @@ from sharing_fakes import (
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Accepted, ChatPrompt, Delta, Finished, Generate, Prefill, Shared, StepTime
 from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, PeerLost
+from fleetd.metrics import Metrics
+from fleetd.p2p.node import Node
 from fleetd.requests.job import LOCAL, Job, Planned
-from fleetd.requests.prefill_sharing import planner_facts, messages
+from fleetd.requests.prefill_sharing import messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.views import DrafterView, PlanQuestion, Trace
-from fleetd.metrics import Metrics
-from fleetd.p2p.node import Node
 
 LONG = "word " * 4096
 OK = Shared("r1", [StepTime("computed", 1.0, 500)])

@@ -22,23 +22,23 @@ from smart_fakes import (
 )
 
 from fleetd import limits
-from fleetd.engine.protocol import ChatPrompt, Finished, Generate, TextPrompt, TokenPrompt
-from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
-from fleetd.requests.job import Job, Planned
-from fleetd.requests.runner import Runner
-from fleetd.requests.prefill_sharing.views import OptionView, PlanView, Trace
-from fleetd.requests.smart_prefill import compression_job
-from fleetd.requests.smart_prefill.compression_job import (USUAL_RATIO, CompressionService, kept_share)
-from fleetd.requests.smart_prefill.client import SmartPrefill
-from fleetd.requests.smart_prefill.scorers import Scorers
-from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
-from fleetd.ledger import Ledger
-from fleetd.metrics import Metrics
-from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.selection import Selection
 from fleetd.compression.words import estimate_tokens
+from fleetd.engine.protocol import ChatPrompt, Finished, Generate, TextPrompt, TokenPrompt
+from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
+from fleetd.ledger import Ledger
+from fleetd.metrics import Metrics
+from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.requests.job import Job, Planned
+from fleetd.requests.prefill_sharing.views import OptionView, PlanView, Trace
+from fleetd.requests.runner import Runner
+from fleetd.requests.smart_prefill import compression_job
+from fleetd.requests.smart_prefill.client import SmartPrefill
+from fleetd.requests.smart_prefill.compression_job import USUAL_RATIO, CompressionService, kept_share
+from fleetd.requests.smart_prefill.scorers import Scorers
+from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
+from fleetd.requests.smart_prefill.views import SmartPrefillResult
 from fleetd.store import Store
 
 WITHIN_S = 20.0
@@ -56,12 +56,16 @@ class Home:
     smart: SmartPrefill
     traces: list[Trace] = field(default_factory=list)
 
-    async def ask(self, request: Generate, policy: SmartPrefillPolicy | None = ASKED, **fields: Any) -> list[Any]:
+    async def ask(
+        self, request: Generate, policy: SmartPrefillPolicy | None = ASKED, **fields: Any
+    ) -> list[Any]:
         job = Job("m", request, **{"origin": "socket", "route": "chat", "smart": policy, **fields})
         async with asyncio.timeout(WITHIN_S), aclosing(self.runner.run(job)) as events:
             return [event async for event in events]
 
-    async def told(self, request: Generate, policy: SmartPrefillPolicy | None = ASKED, **fields: Any) -> SmartPrefillResult:
+    async def told(
+        self, request: Generate, policy: SmartPrefillPolicy | None = ASKED, **fields: Any
+    ) -> SmartPrefillResult:
         events = await self.ask(request, policy, **fields)
         assert isinstance(events[-1], Finished)
         planned = [event for event in events if isinstance(event, Planned)]

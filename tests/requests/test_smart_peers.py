@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from smart_fakes import NEEDLE, PROFILE, QUESTION, ScoringPool, SmartModels, chat, haystack, scored
 
 from fleetd import limits
+from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.protocol import ChatPrompt, Finished, Loading, Prefill, Score
 from fleetd.errors import (
     Draining,
@@ -30,26 +31,25 @@ from fleetd.errors import (
     PeerLost,
     ProtocolError,
 )
-from fleetd.requests.job import Job, Planned
-from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.placement import Member
-from fleetd.requests.runner import Runner
-from fleetd.requests.admission import ServingContext
-from fleetd.requests.smart_prefill import messages
-from fleetd.requests.smart_prefill.compression_job import CompressionService
-from fleetd.requests.smart_prefill.client import SmartPrefill
-from fleetd.requests.smart_prefill.scorers import Scorers
-from fleetd.requests.smart_prefill.segment_scoring import ScoringQuestion, SegmentScoring, cut
-from fleetd.requests.smart_prefill.server import ScoreServer
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.costs import PrefillSpeed
+from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.route import USABLE
 from fleetd.plan.scoring import Scorer, Segments
-from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.requests.admission import ServingContext
+from fleetd.requests.job import Job, Planned
+from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.placement import Member
+from fleetd.requests.runner import Runner
+from fleetd.requests.smart_prefill import messages
+from fleetd.requests.smart_prefill.client import SmartPrefill
+from fleetd.requests.smart_prefill.compression_job import CompressionService
+from fleetd.requests.smart_prefill.scorers import Scorers
+from fleetd.requests.smart_prefill.segment_scoring import ScoringQuestion, SegmentScoring, cut
+from fleetd.requests.smart_prefill.server import ScoreServer
+from fleetd.requests.smart_prefill.views import SmartPrefillResult
 from fleetd.store import Store
 
 WITHIN_S = 20.0
@@ -160,7 +160,9 @@ class Home:
     store: Store
     speeds: ModelSpeeds
 
-    async def told(self, policy: SmartPrefillPolicy = ASKED, *, text: str | None = None, **fields: Any) -> SmartPrefillResult:
+    async def told(
+        self, policy: SmartPrefillPolicy = ASKED, *, text: str | None = None, **fields: Any
+    ) -> SmartPrefillResult:
         job = Job("m", chat(text), **{"origin": "socket", "route": "chat", "smart": policy, **fields})
         async with asyncio.timeout(WITHIN_S):
             events = [event async for event in self.runner.run(job)]

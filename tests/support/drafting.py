@@ -13,11 +13,11 @@ from sharing import Told, settle
 
 from bench.draft_link import Delayed
 from fleetd.engine.protocol import Accepted, Delta, DraftFor, Generate, StreamTag
-from fleetd.engine.streams.frames import FrameHeader, Place
-from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.engine.speculation.drafter import DraftWriter, Guesser
 from fleetd.engine.speculation.lookahead import Lookahead
+from fleetd.engine.streams.frames import FrameHeader, Place
+from fleetd.engine.streams.pipe import SocketPipe
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
 
@@ -36,7 +36,9 @@ async def answer(home: EngineProcess, request: Generate) -> Told:
 
 
 @asynccontextmanager
-async def following(drafter: EngineProcess, follow: DraftFor) -> AsyncIterator[tuple[Told, asyncio.Task[None]]]:
+async def following(
+    drafter: EngineProcess, follow: DraftFor
+) -> AsyncIterator[tuple[Told, asyncio.Task[None]]]:
     """A follow that is accepted, or has failed."""
     told, ready = Told(), asyncio.Event()
 

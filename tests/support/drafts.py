@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from fleetd import limits
-from fleetd.engine.streams.frames import FrameHeader, Kind
 from fleetd.engine.speculation import draft_messages as wire
 from fleetd.engine.speculation.lookahead import Guess
 from fleetd.engine.speculation.remote_source import RemoteSource
+from fleetd.engine.streams.frames import FrameHeader, Kind
 
 VOCAB = 512
 # What the next token of a text is.

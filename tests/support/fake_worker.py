@@ -8,7 +8,17 @@ import sys
 import time
 
 from fleetd.engine import protocol
-from fleetd.engine.protocol import (Accepted, Heartbeat, Delta, Finished, Generate, LoadFailed, Loading, Ready, Shutdown)
+from fleetd.engine.protocol import (
+    Accepted,
+    Delta,
+    Finished,
+    Generate,
+    Heartbeat,
+    LoadFailed,
+    Loading,
+    Ready,
+    Shutdown,
+)
 
 READY = Ready("fake", "cpu", "float32", 1, 8, 64, 1, 1, 1, True, False, False, 0.0, {})
 

@@ -60,7 +60,13 @@ class _Shortage:
 
 def install() -> None:
     """Into a process that is to become a worker."""
-    from fleetd.engine.shared_prefill import (helper_prefill, frame_schedule, home_work, frame_writer, home_prefill)
+    from fleetd.engine.shared_prefill import (
+        frame_schedule,
+        frame_writer,
+        helper_prefill,
+        home_prefill,
+        home_work,
+    )
 
     now = _Shortage()
     share_init, assist_init = home_prefill.SharedPrefill.__init__, helper_prefill.HelperPrefill.__init__

@@ -17,10 +17,10 @@ from tiny_architectures import VOCAB
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import AssistPrefill, PrefillShared
-from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
 from fleetd.engine.shared_prefill.fingerprint import any_chunks
-from fleetd.engine.shared_prefill.layer_kv import KvLayout, copy_on_write
+from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
+from fleetd.engine.shared_prefill.layer_kv import KvLayout, copy_on_write
 from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
 from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError

@@ -20,7 +20,20 @@ import psutil
 import tiny_architectures
 from asking import GREEDY
 
-from fleetd.engine.protocol import (Accepted, AssistPrefill, Assisted, Delta, Event, Finished, Generate, Prefill, PrefillShared, Shared, StreamTag, TokenPrompt)
+from fleetd.engine.protocol import (
+    Accepted,
+    Assisted,
+    AssistPrefill,
+    Delta,
+    Event,
+    Finished,
+    Generate,
+    Prefill,
+    PrefillShared,
+    Shared,
+    StreamTag,
+    TokenPrompt,
+)
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.streams.handed_over import helper_streams
 from fleetd.engine.supervisor import EngineProcess
@@ -163,7 +176,9 @@ class Sharing:
         except FleetError as error:
             self.told.error = error
 
-    async def _assist(self, told: Told, engine: EngineProcess, assist: AssistPrefill, ready: asyncio.Event) -> None:
+    async def _assist(
+        self, told: Told, engine: EngineProcess, assist: AssistPrefill, ready: asyncio.Event
+    ) -> None:
         try:
             async for event in engine.assist(assist):
                 told.events.append(event)

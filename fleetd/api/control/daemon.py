@@ -12,9 +12,9 @@ from aiohttp import hdrs, web
 
 from fleetd.api import body as http_body
 from fleetd.api.context import SERVICES
+from fleetd.api.openai.bodies import parse
 from fleetd.api.openai.models import json, loaded_models
 from fleetd.api.relay import relay
-from fleetd.api.openai.bodies import parse
 from fleetd.api.services import Services, view
 from fleetd.errors import InvalidValue, ModelNotFound
 

@@ -13,9 +13,9 @@ from fleetd import limits
 from fleetd.api import body as http_body
 from fleetd.api.context import SERVICES
 from fleetd.api.control.daemon import Route
+from fleetd.api.openai.bodies import parse
 from fleetd.api.openai.models import json
 from fleetd.api.relay import relay
-from fleetd.api.openai.bodies import parse
 from fleetd.p2p.views import PairingEvent
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.CONTROL_TEXT_CHARS)]

@@ -13,8 +13,8 @@ from fleetd import limits
 from fleetd.api import body as http_body
 from fleetd.api.context import SERVICES
 from fleetd.api.control.daemon import Route
-from fleetd.api.openai.models import json
 from fleetd.api.openai.bodies import parse
+from fleetd.api.openai.models import json
 from fleetd.errors import InvalidValue
 from fleetd.requests.prefill_sharing.views import PlanQuestion
 

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.compression.policy import SmartPrefillBody
 from fleetd.engine.protocol import (
     Bias,
     Fraction,
@@ -32,7 +33,6 @@ from fleetd.engine.protocol import (
     TopP,
 )
 from fleetd.errors import BadRequest, FleetError, InvalidValue, UnsupportedParameter
-from fleetd.compression.policy import SmartPrefillBody
 
 # ---- Pieces ----------------------------------------------------------------------------------------------
 

@@ -9,8 +9,8 @@ from aiohttp import web
 
 from fleetd.api import body as http_body
 from fleetd.api import generate
-from fleetd.api.openai import bodies, translate
 from fleetd.api.context import SERVICES
+from fleetd.api.openai import bodies, translate
 from fleetd.api.openai.render import ChatStream, ChatWhole, ReplyHeader
 from fleetd.api.services import Services
 from fleetd.compression.policy import resolve

@@ -6,9 +6,9 @@ from aiohttp import web
 
 from fleetd.api import body as http_body
 from fleetd.api import generate
+from fleetd.api.context import SERVICES
 from fleetd.api.openai import bodies, translate
 from fleetd.api.openai.chat import head
-from fleetd.api.context import SERVICES
 from fleetd.api.openai.render import TextStream, TextWhole
 from fleetd.compression.policy import resolve
 

@@ -13,8 +13,8 @@ from fleetd.api.context import SERVICES
 from fleetd.api.openai.objects import ModelDetails, ModelList, ModelObject, ModelPlace
 from fleetd.api.services import Folder, Services, view
 from fleetd.errors import ModelNotFound
-from fleetd.requests.job import THIS_NAME
 from fleetd.models.catalog import find
+from fleetd.requests.job import THIS_NAME
 
 
 async def index(request: web.Request) -> web.StreamResponse:

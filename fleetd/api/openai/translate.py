@@ -12,7 +12,19 @@ from typing import Any
 import msgspec
 
 from fleetd import limits
-from fleetd.api.openai.bodies import (AssistantMessage, ChatBody, Common, CompletionBody, Message, ContentPart, SystemMessage, ToolChoice, ToolMessage, UserMessage, parse)
+from fleetd.api.openai.bodies import (
+    AssistantMessage,
+    ChatBody,
+    Common,
+    CompletionBody,
+    ContentPart,
+    Message,
+    SystemMessage,
+    ToolChoice,
+    ToolMessage,
+    UserMessage,
+    parse,
+)
 from fleetd.engine.protocol import (
     RESERVED_TEMPLATE_KWARGS,
     ChatPrompt,

@@ -19,12 +19,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import KVCache
 
+from fleetd.compression.token_scores import F32
 from fleetd.engine.scoring.scoring_layout import LayoutPass
 from fleetd.engine.sparse_prefill.rope import PosRoPE, install
 from fleetd.engine.sparse_prefill.sparse_caches import sparse_cache
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelUnsupported
-from fleetd.compression.token_scores import F32
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ import numpy as np
 from msgspec import Meta
 
 from fleetd import __version__, limits
+from fleetd.compression.token_scores import F32, POOL, log_sum_exp, pooled
 from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.protocol import Natural, Profile, Score
-from fleetd.engine.scoring.scoring_layout import lay_out
 from fleetd.engine.scoring.attention_pass import AttentionPass, AttentionTap, logits_of
 from fleetd.engine.scoring.needles import Needle, needles
-from fleetd.compression.token_scores import F32, POOL, log_sum_exp, pooled
+from fleetd.engine.scoring.scoring_layout import lay_out
 
 _FOLDER = "profiles"
 NEEDLES, SENTENCES = 12, 36
@@ -64,7 +64,9 @@ class ProfileKey(msgspec.Struct, frozen=True):
 
     def finding(self, cache: Path) -> CachedResult[Profile]:
         """Where it is kept. ``cache``: the home's folder for what can be found out again."""
-        return CachedResult(cache / _FOLDER / f"{self.digest[:32]}.json" if self.digest else None, self, _StoredProfile)
+        return CachedResult(
+            cache / _FOLDER / f"{self.digest[:32]}.json" if self.digest else None, self, _StoredProfile
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from fleetd import limits
-from fleetd.engine.failures import failed
+from fleetd.compression.token_scores import TOKEN_BYTES, SegmentScores, join
 from fleetd.engine.cached_results import CachedResult
+from fleetd.engine.failures import failed
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.protocol import Accepted, Finished, Prefill, Profile, Report, Scored
-from fleetd.engine.scoring.scoring_layout import ScoringLayout
 from fleetd.engine.scoring.attention_pass import AttentionPass, AttentionTap, logits_of
 from fleetd.engine.scoring.head_profile import LEAST_FOUND, Profiling
+from fleetd.engine.scoring.scoring_layout import ScoringLayout
 from fleetd.errors import InvalidValue, ModelUnsupported, Overloaded
-from fleetd.compression.token_scores import TOKEN_BYTES, SegmentScores, join
 
 
 @dataclass(slots=True)
@@ -227,7 +227,9 @@ def _key_heads(sight: AttentionTap, layer: int, heads: Iterable[tuple[int, int]]
     return sorted({head * keys // queries for where, head in heads if where == layer})
 
 
-def _scores(sight: AttentionTap, layout: ScoringLayout, looking: AttentionPass, heads: list[tuple[int, int]]) -> SegmentScores:
+def _scores(
+    sight: AttentionTap, layout: ScoringLayout, looking: AttentionPass, heads: list[tuple[int, int]]
+) -> SegmentScores:
     """The logits of a finished pass, head by head in the order of the profile."""
     work = looking.work
     logits = np.empty((len(heads), work.asking, work.count), np.float32)

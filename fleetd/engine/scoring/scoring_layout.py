@@ -18,9 +18,9 @@ from typing import Any
 import numpy as np
 
 from fleetd import limits
+from fleetd.compression.token_scores import I32
 from fleetd.engine.protocol import Score
 from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, ModelUnsupported
-from fleetd.compression.token_scores import I32
 
 HEAD_TOKENS = 256
 # Longer questions lose their beginnings: what they ask stands at the end.

@@ -131,7 +131,11 @@ class Incoming:
     """
 
     def __init__(
-        self, stream: str, heads: Iterable[FrameHeader], sizes: Sizes, buffers: Callable[[FrameHeader], list[memoryview]]
+        self,
+        stream: str,
+        heads: Iterable[FrameHeader],
+        sizes: Sizes,
+        buffers: Callable[[FrameHeader], list[memoryview]],
     ) -> None:
         self._stream = stream
         self._placed = list(heads)

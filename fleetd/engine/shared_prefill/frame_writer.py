@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from fleetd.engine.shared_prefill import layer_kv
 from fleetd.engine.shared_prefill.frame_schedule import Outgoing
-from fleetd.engine.streams.frames import FrameHeader, Kind, FramePipe
+from fleetd.engine.streams.frames import FrameHeader, FramePipe, Kind
 
 
 class FrameWriter:
@@ -35,14 +35,17 @@ class FrameWriter:
     def rows(self, keys: mx.array, values: mx.array) -> None:
         """(1, heads, T, width) each, evaluated."""
         self._send(
-            self._out.next(), [piece for x in (keys, values) for piece in layer_kv.pieces(layer_kv.as_bytes(x)[0])]
+            self._out.next(),
+            [piece for x in (keys, values) for piece in layer_kv.pieces(layer_kv.as_bytes(x)[0])],
         )
 
     def cache(self, cache: Any) -> None:
         """What is due of a layer's cache, which is not copied: nothing may be added to it in place."""
         head = self._out.next()
         if head.kind is Kind.STATE:
-            parts = [layer_kv.pieces(layer_kv.as_bytes(mx.contiguous(x))[0]) for x in (cache.keys, cache.values)]
+            parts = [
+                layer_kv.pieces(layer_kv.as_bytes(mx.contiguous(x))[0]) for x in (cache.keys, cache.values)
+            ]
             sizes = sum(p.nbytes for p in parts[0]), sum(p.nbytes for p in parts[1])
             self._send(self._out.state(head, sizes, cache._idx), [p for part in parts for p in part])
         else:

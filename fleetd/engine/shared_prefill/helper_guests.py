@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 
 from fleetd import limits
 from fleetd.engine.failures import failed
+from fleetd.engine.guests import GuestTask, GuestTasks
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.protocol import Accepted, AssistPrefill, Assisted, Finished, Report
+from fleetd.engine.protocol import Accepted, Assisted, AssistPrefill, Finished, Report
 from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.streams.handed_over import HandedOverStreams, helper_streams
-from fleetd.engine.guests import GuestTask, GuestTasks
 from fleetd.errors import FleetError, InvalidValue, ModelUnsupported, Overloaded, PeerLost
 from fleetd.plan.prefill.split import checked
 

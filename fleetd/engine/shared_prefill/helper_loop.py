@@ -11,11 +11,20 @@ import mlx.core as mx
 from fleetd import limits
 from fleetd.engine.inbox import Inbox, Stop
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.protocol import (PrefillAlone, AssistPrefill, Heartbeat, Cancel, Failed, DraftFor, Report, PrefillShared)
+from fleetd.engine.protocol import (
+    AssistPrefill,
+    Cancel,
+    DraftFor,
+    Failed,
+    Heartbeat,
+    PrefillAlone,
+    PrefillShared,
+    Report,
+)
 from fleetd.engine.shared_prefill.helper_guests import HelperGuests
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.engine.steppable import wait_s
+from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import ModelUnsupported
 
 

@@ -16,12 +16,12 @@ from fleetd import limits
 from fleetd.engine.protocol import AssistPrefill, StepTime
 from fleetd.engine.shared_prefill import frame_schedule
 from fleetd.engine.shared_prefill.frame_schedule import Incoming
-from fleetd.engine.streams.frames import HEAD_BYTES, Connect, FramePipe
+from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.helper_work import helper_work
 from fleetd.engine.shared_prefill.layer_kv import KvLayout
-from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.step_times import HelperTimes
 from fleetd.engine.stage import Stage
+from fleetd.engine.streams.frames import HEAD_BYTES, Connect, FramePipe
 from fleetd.errors import FleetError, InvalidValue, PeerLost, from_code
 from fleetd.plan.prefill.split import checked
 
@@ -81,9 +81,13 @@ class HelperPrefill:
         for name, heads in streams.items():
             incoming = self._incoming[name] = Incoming(name, heads, layout, work.buffers)
             self._pipes[name] = connect(name, incoming.place)
-        self._outlets["home"] = FrameWriter(self._pipes["home"], frame_schedule.to_home(split, place, layout), self._hashes)
+        self._outlets["home"] = FrameWriter(
+            self._pipes["home"], frame_schedule.to_home(split, place, layout), self._hashes
+        )
         if "out" in streams:
-            self._outlets["out"] = FrameWriter(self._pipes["out"], frame_schedule.to_next(split, place, layout), self._hashes)
+            self._outlets["out"] = FrameWriter(
+                self._pipes["out"], frame_schedule.to_next(split, place, layout), self._hashes
+            )
 
     # ---- turns -----------------------------------------------------------------------------------------
 

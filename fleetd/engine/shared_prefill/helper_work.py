@@ -15,12 +15,12 @@ from typing import Any
 import mlx.core as mx
 
 from fleetd.engine.shared_prefill import layer_kv, passes
-from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
-from fleetd.engine.shared_prefill.layer_kv import RowBuffer, KvLayout, RingStates
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
+from fleetd.engine.shared_prefill.layer_kv import KvLayout, RingStates, RowBuffer
 from fleetd.engine.shared_prefill.passes import LayerMajor
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.stage import Stage
+from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
 from fleetd.plan.prefill.split import Split
 

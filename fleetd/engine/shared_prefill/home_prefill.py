@@ -20,14 +20,14 @@ from fleetd import limits
 from fleetd.engine.protocol import PrefillShared, StepTime
 from fleetd.engine.shared_prefill import frame_schedule
 from fleetd.engine.shared_prefill.frame_schedule import Incoming
-from fleetd.engine.streams.frames import Connect, FrameHeader, FramePipe
+from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.home_work import home_work
 from fleetd.engine.shared_prefill.layer_kv import KvLayout
-from fleetd.engine.shared_prefill.frame_writer import FrameWriter
-from fleetd.engine.shared_prefill.step_times import HomeTimes
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import SpotCheck
+from fleetd.engine.shared_prefill.step_times import HomeTimes
 from fleetd.engine.stage import Stage
+from fleetd.engine.streams.frames import Connect, FrameHeader, FramePipe
 from fleetd.errors import FleetError, InvalidValue, PeerLate, from_code
 from fleetd.plan.prefill.split import checked
 

@@ -18,11 +18,11 @@ from mlx_lm.models.cache import RotatingKVCache
 
 from fleetd import limits
 from fleetd.engine.shared_prefill import layer_kv, passes
-from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
-from fleetd.engine.shared_prefill.layer_kv import RowBuffer, KvLayout, RingState, RingStates
+from fleetd.engine.shared_prefill.layer_kv import KvLayout, RingState, RingStates, RowBuffer
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import Pair, Probe
 from fleetd.engine.stage import Stage
+from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.plan.prefill.split import Split
 
 
@@ -56,7 +56,9 @@ class _HomeWork:
         """A cache to compute with or to be written into, holding the cached prefix."""
         prefix = self.prefix[layer]
         if not self.layout.layer(layer).window:
-            cache = layer_kv.preallocated(self.layout.layer(layer), tokens, prefix, sparse=bool(self.split.span))
+            cache = layer_kv.preallocated(
+                self.layout.layer(layer), tokens, prefix, sparse=bool(self.split.span)
+            )
             # From now on the prefix is in there; kept twice it would take twice the memory.
             self.prefix[layer] = None
             return cache
@@ -84,7 +86,9 @@ class _HomeWork:
             return self.caches
         if not done:
             return (
-                [layer_kv.empty(sparse=True) for _ in self.caches] if self.split.span else self.stage.make_caches()
+                [layer_kv.empty(sparse=True) for _ in self.caches]
+                if self.split.span
+                else self.stage.make_caches()
             )
         return [
             self.prefix[layer] if self.layout.layer(layer).window else layer_kv.truncated(cache, done)

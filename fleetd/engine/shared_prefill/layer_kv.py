@@ -18,9 +18,9 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
-from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV
 from fleetd.engine.stage import Stage
+from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
 from fleetd.plan.prefill.split import Split, chunks
 
@@ -139,7 +139,9 @@ def empty(*, sparse: bool) -> KVCache:
     return SparseKV() if sparse else KVCache()
 
 
-def preallocated(shape: LayerShape, tokens: int, prefix: KVCache | None = None, *, sparse: bool = False) -> KVCache:
+def preallocated(
+    shape: LayerShape, tokens: int, prefix: KVCache | None = None, *, sparse: bool = False
+) -> KVCache:
     """A cache with room for ``tokens`` in the steps in which mlx-lm makes room, ``prefix`` copied into it."""
     room = -(-max(tokens, 1) // KVCache.step) * KVCache.step
     cache = empty(sparse=sparse)

@@ -18,7 +18,9 @@ from fleetd.engine.stage import Stage
 
 def part_speeds(stage: Stage, layout: KvLayout, context_tokens: int, budget_s: float) -> Speeds:
     """Measure within ``budget_s``, as ``calibrate`` does. Decoding is left out: it is not done in parts."""
-    held = calibrate(_PartModel(stage, layout), vocab_size=1, context_tokens=context_tokens, budget_s=budget_s)
+    held = calibrate(
+        _PartModel(stage, layout), vocab_size=1, context_tokens=context_tokens, budget_s=budget_s
+    )
     whole = stage.total / (stage.last - stage.first)
     return Speeds(
         prefill_tok_s=held.prefill_tok_s / whole,

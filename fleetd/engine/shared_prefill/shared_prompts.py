@@ -18,15 +18,15 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
-from fleetd.engine.sequence import ScheduledSequence, Undecided
 from fleetd.engine.failures import typed
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, PLAN, Hit, PrefixCache
-from fleetd.engine.protocol import Accepted, Report, PrefillShared, Shared, StepTime
-from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.protocol import Accepted, PrefillShared, Report, Shared, StepTime
+from fleetd.engine.sequence import ScheduledSequence, Undecided
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
-from fleetd.engine.streams.handed_over import HandedOverStreams, home_streams
+from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.sparse_prefill.sparse import SparsePrefiller, leading
+from fleetd.engine.streams.handed_over import HandedOverStreams, home_streams
 from fleetd.errors import InvalidValue, PeerUnreachable
 
 

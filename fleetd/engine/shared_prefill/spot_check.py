@@ -142,7 +142,9 @@ class SpotCheck:
 
 def same(ours: mx.array, theirs: mx.array) -> bool:
     """Bit for bit."""
-    return bool(np.array_equal(layer_kv.as_bytes(mx.contiguous(ours)), layer_kv.as_bytes(mx.contiguous(theirs))))
+    return bool(
+        np.array_equal(layer_kv.as_bytes(mx.contiguous(ours)), layer_kv.as_bytes(mx.contiguous(theirs)))
+    )
 
 
 def alike(ours: mx.array, theirs: mx.array) -> bool:

@@ -38,7 +38,9 @@ class RopeOffset(int):
     positions: mx.array | int | None
     look: Look | None
 
-    def __new__(cls, slots: int, positions: mx.array | int | None = None, look: Look | None = None) -> RopeOffset:
+    def __new__(
+        cls, slots: int, positions: mx.array | int | None = None, look: Look | None = None
+    ) -> RopeOffset:
         made = super().__new__(cls, slots)
         made.positions, made.look = positions, look
         return made

@@ -18,7 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from fleetd.engine.architectures import CUT
-from fleetd.engine.sparse_prefill.rope import RopeOffset, PosRoPE, install
+from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
 from fleetd.errors import ModelUnsupported
 

@@ -18,14 +18,14 @@ import mlx.core as mx
 from fleetd import limits
 from fleetd.engine.decoding import GROWTH_TOKENS
 from fleetd.engine.failures import failed
+from fleetd.engine.guests import GuestTask, GuestTasks
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import DENSE, PrefixCache
-from fleetd.engine.protocol import Accepted, Finished, DraftFor, Followed, Report
-from fleetd.engine.streams.handed_over import HandedOverStreams
+from fleetd.engine.protocol import Accepted, DraftFor, Finished, Followed, Report
 from fleetd.engine.speculation.draft_messages import DRAFTS
-from fleetd.engine.speculation.drafter import DraftWriter, DraftModel
+from fleetd.engine.speculation.drafter import DraftModel, DraftWriter
 from fleetd.engine.speculation.lookahead import Lookahead
-from fleetd.engine.guests import GuestTask, GuestTasks
+from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import InvalidValue, Overloaded, PeerLost
 
 # Read in blocks whose rounding is nobody else's: good enough to guess from, and for nothing that is exact.

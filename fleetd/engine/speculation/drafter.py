@@ -17,9 +17,9 @@ from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_p
 
 from fleetd import limits
 from fleetd.engine.prefix_cache import Hit
-from fleetd.engine.streams.frames import Frame, FrameHeader, FramePipe, Place
 from fleetd.engine.speculation import draft_messages as wire
 from fleetd.engine.speculation.lookahead import Guess, Lookahead
+from fleetd.engine.streams.frames import Frame, FrameHeader, FramePipe, Place
 from fleetd.errors import FleetError, ModelUnsupported, PeerLost, ProtocolError
 
 # Guesses after which memory that MLX keeps for reuse is given back.

@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fleetd import limits
-from fleetd.engine.streams.frames import Frame, FrameHeader, FramePipe, Place
 from fleetd.engine.speculation import draft_messages as wire
+from fleetd.engine.streams.frames import Frame, FrameHeader, FramePipe, Place
 from fleetd.errors import FleetError, PeerLost, ProtocolError
 
 
@@ -51,7 +51,12 @@ class RemoteSource:
     name = "drafter"
 
     def __init__(
-        self, connect: Callable[[Place], FramePipe], text: Sequence[int], vocab_size: int, *, begun: bool = False
+        self,
+        connect: Callable[[Place], FramePipe],
+        text: Sequence[int],
+        vocab_size: int,
+        *,
+        begun: bool = False,
     ) -> None:
         self.error: FleetError | None = None
         self._vocab_size = vocab_size

@@ -16,9 +16,9 @@ from typing import Literal
 from fleetd import limits
 from fleetd.engine.protocol import Generate, SourceCounts, Speculated
 from fleetd.engine.speculation.controller import Controller, Draft
-from fleetd.engine.speculation.pass_costs import Costs
-from fleetd.engine.speculation.lookup import PromptLookup
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
+from fleetd.engine.speculation.lookup import PromptLookup
+from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
 from fleetd.engine.speculation.sources import DraftSource
 from fleetd.engine.speculation.suffix import PastAnswers, SuffixSource

@@ -22,8 +22,8 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelError, PeerLost, ProtocolError
-from fleetd.models.copy import child_process, messages
 from fleetd.models import install, manifest, names
+from fleetd.models.copy import child_process, messages
 from fleetd.models.copy.child_process import DaemonLines
 from fleetd.models.copy.messages import CopyLine, CopyNeed, CopyOffer, OfferedFile
 from fleetd.models.folder import WEIGHTS_PATTERN, read_folder
@@ -44,7 +44,9 @@ class _Missing:
     hasher: Any
 
 
-def receive(offer: CopyOffer, digest: str, name: str, models_dir: Path, connect: Connect, report: Report) -> None:
+def receive(
+    offer: CopyOffer, digest: str, name: str, models_dir: Path, connect: Connect, report: Report
+) -> None:
     """Install what is offered as the model ``name``, unless there is one of this name.
 
     Raises:

@@ -16,8 +16,8 @@ import msgspec
 
 from fleetd import limits
 from fleetd.errors import ModelCorrupt, ModelRefused
-from fleetd.models.copy import child_process
 from fleetd.models import manifest, names, verify
+from fleetd.models.copy import child_process
 from fleetd.models.copy.child_process import DaemonLines
 from fleetd.models.copy.messages import CopyNeed, SendOrder
 from fleetd.models.pull.pull_lines import PullProgress, Report

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fleetd.errors import FleetError, ModelCorrupt, ModelUnsupported
-from fleetd.models.gguf import hf_config, quantization, tokenizer as gguf_tokenizer
+from fleetd.models.gguf import hf_config, quantization
+from fleetd.models.gguf import tokenizer as gguf_tokenizer
 from fleetd.models.gguf.header import GgufHeader, GgufTensor, read_header
 from fleetd.models.safetensors_write import PlannedTensor, write_safetensors
 
@@ -152,7 +153,9 @@ def _triple(
     groups = (rows, columns // quantization.GROUP_SIZE)
     word_columns = columns * quantization.BITS[kind] // 32
     return (
-        PlannedTensor(f"{module}.weight", "U32", (rows, word_columns), lambda: quantization.words(kind, blocks())),
+        PlannedTensor(
+            f"{module}.weight", "U32", (rows, word_columns), lambda: quantization.words(kind, blocks())
+        ),
         PlannedTensor(f"{module}.scales", "F16", groups, lambda: finite(quantization.scales(blocks()))),
         PlannedTensor(f"{module}.biases", "F16", groups, lambda: finite(quantization.biases(kind, blocks()))),
     )

@@ -18,9 +18,9 @@ from pathlib import Path
 from fleetd.errors import BadRequest, DownloadFailed, FleetError, ModelNotFound
 from fleetd.models import catalog, install, manifest, names
 from fleetd.models.gguf.conversion import import_gguf
+from fleetd.models.model_store import ModelStore, gguf_folder_name
 from fleetd.models.pull.pull_lines import PullProgress, Report
 from fleetd.models.reporter import Reporter
-from fleetd.models.model_store import ModelStore, gguf_folder_name
 
 
 def pull(ref: str, store: ModelStore, report: Report) -> str:
@@ -91,7 +91,9 @@ def _end_with_parent() -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m fleetd.models.pull.process", description="Bring a model here.")
+    parser = argparse.ArgumentParser(
+        prog="python -m fleetd.models.pull.process", description="Bring a model here."
+    )
     parser.add_argument("model", help="a catalog name, a hub id (ORGANISATION/NAME) or a .gguf file")
     parser.add_argument("--models-dir", type=Path, required=True)
     parser.add_argument("--hub-cache", type=Path)

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING
 from fleetd import limits
 from fleetd.observe import get_logger
 from fleetd.p2p.discovery import interfaces
+from fleetd.p2p.discovery.discovered import DiscoveredPeer, DiscoveryTable, read_sighting, write_text
 from fleetd.p2p.discovery.interfaces import Interface
-from fleetd.p2p.discovery.discovered import (DiscoveredPeer, DiscoveryTable, read_sighting, write_text)
 from fleetd.p2p.discovery.unreachable import explain_multicast
 
 if TYPE_CHECKING:
     from fleetd.p2p.discovery.mdns import Claim, Responder
 
-__all__ = ["Discovery", "DiscoveredPeer"]
+__all__ = ["DiscoveredPeer", "Discovery"]
 
 log = get_logger("fleetd.discovery")
 

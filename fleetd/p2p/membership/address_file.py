@@ -9,9 +9,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from fleetd.home import durable
 from fleetd import limits
 from fleetd.errors import FleetError
+from fleetd.home import durable
 
 Address = tuple[Annotated[str, Meta(max_length=limits.PEER_NAME_CHARS)], Annotated[int, Meta(ge=1, le=65535)]]
 _List = Annotated[list[Address], Meta(max_length=limits.ADDRESSES_PER_PEER)]

@@ -19,11 +19,19 @@ from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fleetd.home import durable
 from fleetd import limits
 from fleetd.errors import FleetError, IdentityRefused
+from fleetd.home import durable
 from fleetd.observe import get_logger
-from fleetd.p2p.membership.keys import (certificate_for, display_id, node_id, parse_node_id, public_key_of, short_id, verify)
+from fleetd.p2p.membership.keys import (
+    certificate_for,
+    display_id,
+    node_id,
+    parse_node_id,
+    public_key_of,
+    short_id,
+    verify,
+)
 
 __all__ = ["Identity", "display_id", "node_id", "parse_node_id", "public_key_of", "short_id", "verify"]
 

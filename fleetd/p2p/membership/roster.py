@@ -34,7 +34,7 @@ from fleetd.p2p.membership import keys
 from fleetd.p2p.membership.keys import short_id
 from fleetd.p2p.membership.roster_record import SEQUENCE_MAX, RosterRecord, is_name, subject_of
 
-__all__ = ["RosterMember", "Merged", "RosterRecord", "Roster", "Signer"]
+__all__ = ["Merged", "Roster", "RosterMember", "RosterRecord", "Signer"]
 
 _DIGEST_BYTES = 16
 

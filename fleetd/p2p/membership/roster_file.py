@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from fleetd.home import durable
 from fleetd import limits
 from fleetd.errors import RosterRefused
+from fleetd.home import durable
 from fleetd.p2p.membership.roster_record import RosterRecord
 
 _MAGIC = b"fleetd roster 1\n"

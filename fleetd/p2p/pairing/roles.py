@@ -27,23 +27,33 @@ from collections.abc import Callable, Iterable
 
 from fleetd import limits
 from fleetd.errors import PairingClosed
+from fleetd.p2p.membership.roster import Signer
+from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.pairing.code import PairingCode, PairingWindow
 from fleetd.p2p.pairing.key_agreement import Pake
-from fleetd.p2p.pairing.side import (Admitted, CodeAccepted, PairingDone, Event, PairingBroke, Joined, Side, of_kind, wrong_code)
-from fleetd.p2p.pairing.messages import Confirm, PairingFinished, Message, PakeShare
-from fleetd.p2p.membership.roster_record import RosterRecord
-from fleetd.p2p.membership.roster import Signer
+from fleetd.p2p.pairing.messages import Confirm, Message, PairingFinished, PakeShare
+from fleetd.p2p.pairing.side import (
+    Admitted,
+    CodeAccepted,
+    Event,
+    Joined,
+    PairingBroke,
+    PairingDone,
+    Side,
+    of_kind,
+    wrong_code,
+)
 
 __all__ = [
     "Admitted",
     "CodeAccepted",
-    "PairingDone",
     "Event",
-    "PairingBroke",
     "Inviter",
     "Joined",
     "Joiner",
+    "PairingBroke",
     "PairingCode",
+    "PairingDone",
     "PairingWindow",
 ]
 

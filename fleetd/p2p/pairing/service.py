@@ -19,16 +19,16 @@ from fleetd.config import DEFAULT_PEER_PORT
 from fleetd.errors import FleetError, PairingClosed, PairingFailed, PeerUnreachable
 from fleetd.observe import get_logger
 from fleetd.p2p.discovery import interfaces
-from fleetd.p2p.pairing import roles
-from fleetd.p2p.session import transport
 from fleetd.p2p.membership.identity import short_id
+from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.mesh import Address
 from fleetd.p2p.node import Node
-from fleetd.p2p.pairing.roles import Inviter, Joiner
+from fleetd.p2p.pairing import roles
 from fleetd.p2p.pairing.code import PairingCode, PairingWindow
+from fleetd.p2p.pairing.roles import Inviter, Joiner
 from fleetd.p2p.port import PAIRING
-from fleetd.p2p.membership.roster_record import RosterRecord
-from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.session import transport
 from fleetd.p2p.views import CodeShown, Meeting, Paired, PairingEvent, Searching, WrongCode
 
 log = get_logger("fleetd.pairing")

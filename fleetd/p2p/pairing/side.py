@@ -14,11 +14,11 @@ from typing import Literal, TypeVar
 from fleetd import limits
 from fleetd.errors import IdentityRefused, PairingClosed, PairingFailed
 from fleetd.p2p.membership import keys
+from fleetd.p2p.membership.roster import Signer
+from fleetd.p2p.membership.roster_record import RosterRecord, clean_name, is_name, subject_of
 from fleetd.p2p.pairing import messages as wire
 from fleetd.p2p.pairing.key_agreement import Keys, Pake, Role, transcript
-from fleetd.p2p.pairing.messages import (PairingHello, Message, Proof, Records, Refusal, Refuse, PakeShare)
-from fleetd.p2p.membership.roster_record import RosterRecord, clean_name, is_name, subject_of
-from fleetd.p2p.membership.roster import Signer
+from fleetd.p2p.pairing.messages import Message, PairingHello, PakeShare, Proof, Records, Refusal, Refuse
 
 # ---- Events ----------------------------------------------------------------------------------------------
 

@@ -76,4 +76,6 @@ class Closed:
     error: FleetError | None
 
 
-Event = Opened | Requested | MessageReceived | Ended | Cancelled | Notified | Measured | Quiet | Heard | Closed
+Event = (
+    Opened | Requested | MessageReceived | Ended | Cancelled | Notified | Measured | Quiet | Heard | Closed
+)

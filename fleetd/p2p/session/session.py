@@ -16,12 +16,24 @@ from typing import Any
 
 from fleetd import limits
 from fleetd.errors import FleetError, PayloadTooLarge, PeerLost, ProtocolError, VersionMismatch
-from fleetd.p2p.session.events import (Cancelled, Closed, Ended, Event, Heard, Measured, Notified, Opened, Quiet, MessageReceived, Requested)
-from fleetd.p2p.session.frames import (Bye, End, Frame, FrameBuffer, Hello, NotifyFrame, Ping, Pong, encode)
+from fleetd.p2p.session.events import (
+    Cancelled,
+    Closed,
+    Ended,
+    Event,
+    Heard,
+    Measured,
+    MessageReceived,
+    Notified,
+    Opened,
+    Quiet,
+    Requested,
+)
+from fleetd.p2p.session.frames import Bye, End, Frame, FrameBuffer, Hello, NotifyFrame, Ping, Pong, encode
 from fleetd.p2p.session.liveness import Liveness, LivenessVerdict
 from fleetd.p2p.session.outbox import Outbox
 from fleetd.p2p.session.states import SESSION_TABLE, Act, SessionState
-from fleetd.p2p.session.streams import StreamFrame, SessionStreams, error_of, wire_text
+from fleetd.p2p.session.streams import SessionStreams, StreamFrame, error_of, wire_text
 
 __all__ = [
     "Cancelled",
@@ -30,10 +42,10 @@ __all__ = [
     "Event",
     "Heard",
     "Measured",
+    "MessageReceived",
     "Notified",
     "Opened",
     "Quiet",
-    "MessageReceived",
     "Requested",
     "Session",
     "SessionState",

@@ -9,7 +9,19 @@ from __future__ import annotations
 from enum import Enum
 from typing import get_args
 
-from fleetd.p2p.session.frames import (Bye, CancelFrame, DataFrame, End, Frame, Hello, NotifyFrame, Open, Ping, Pong, WindowFrame)
+from fleetd.p2p.session.frames import (
+    Bye,
+    CancelFrame,
+    DataFrame,
+    End,
+    Frame,
+    Hello,
+    NotifyFrame,
+    Open,
+    Ping,
+    Pong,
+    WindowFrame,
+)
 
 
 class SessionState(Enum):

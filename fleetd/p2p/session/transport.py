@@ -26,12 +26,12 @@ from fleetd.errors import (
     PeerUnreachable,
     ProtocolError,
 )
+from fleetd.p2p.discovery.unreachable import explain
+from fleetd.p2p.mesh import Dial
 from fleetd.p2p.session import events as sans_io
 from fleetd.p2p.session import tls
 from fleetd.p2p.session.frames import Hello
-from fleetd.p2p.mesh import Dial
 from fleetd.p2p.session.session import Session
-from fleetd.p2p.discovery.unreachable import explain
 
 # Not a name of anybody: TLS wants one, and it must not tell a listener which machine is called.
 _SERVER_NAME = "fleetd"

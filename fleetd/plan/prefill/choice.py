@@ -16,21 +16,30 @@ from dataclasses import replace
 
 from fleetd import limits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
-from fleetd.plan.prefill.search import Found, SearchHelper, Part, Search, cut_bounds
-from fleetd.plan.prefill.options import (PlanChoice, Code, Kind, Load, HelperSpec, PrefillOption, Refusal, refusal)
-from fleetd.plan.route import ADVANTAGE, CAUTION
-from fleetd.plan.prefill.schedule import (SETUP_ROUND_TRIPS, Place, PrefillSize, Timeline, timeline)
+from fleetd.plan.prefill.options import (
+    Code,
+    HelperSpec,
+    Kind,
+    Load,
+    PlanChoice,
+    PrefillOption,
+    Refusal,
+    refusal,
+)
+from fleetd.plan.prefill.schedule import SETUP_ROUND_TRIPS, Place, PrefillSize, Timeline, timeline
+from fleetd.plan.prefill.search import Found, Part, Search, SearchHelper, cut_bounds
 from fleetd.plan.prefill.split import Split, checked
+from fleetd.plan.route import ADVANTAGE, CAUTION
 
 __all__ = [
-    "PlanChoice",
+    "HelperSpec",
     "LinkSpeed",
     "Load",
-    "HelperSpec",
+    "PlanChoice",
     "PrefillOption",
     "PrefillSize",
-    "Refusal",
     "PrefillSpeed",
+    "Refusal",
     "choose",
     "options",
     "refusal",
@@ -58,7 +67,9 @@ def options(prompt: PrefillSize, home: HelperSpec, helpers: Iterable[HelperSpec]
     """All ways, local first; whoever is refused appears once. The order of ``helpers`` changes nothing."""
     machines = sorted(helpers, key=lambda machine: machine.node_id)
     local_s = _speed(home).total(1.0, prompt.new, prompt.chunk)
-    found = [PrefillOption("local", predicted_s=local_s, steps=(("computed", local_s),), modelled=home.modelled)]
+    found = [
+        PrefillOption("local", predicted_s=local_s, steps=(("computed", local_s),), modelled=home.modelled)
+    ]
     able = []
     for machine in machines:
         refused = _refusal(prompt, machine)
@@ -167,7 +178,9 @@ def _chain(prompt: PrefillSize, machines: Sequence[HelperSpec]) -> Sequence[Help
     return next((order for order in orders if cut_bounds(prompt.layers, [m.held for m in order])), None)
 
 
-def _option(kind: Kind, prompt: PrefillSize, home: HelperSpec, chain: Sequence[HelperSpec], found: Found) -> PrefillOption:
+def _option(
+    kind: Kind, prompt: PrefillSize, home: HelperSpec, chain: Sequence[HelperSpec], found: Found
+) -> PrefillOption:
     split = checked(
         Split(
             kind="tokens" if kind == "tokens" else "layers",
@@ -269,7 +282,9 @@ def _with_link(
     return [way if way.code else replace(way, code="slow_link", reason=sentence) for way in ways]
 
 
-def _least_rate(prompt: PrefillSize, split: Split, helper: Place, home: PrefillSpeed, target_s: float) -> float:
+def _least_rate(
+    prompt: PrefillSize, split: Split, helper: Place, home: PrefillSpeed, target_s: float
+) -> float:
     """Bytes per second from which on a split takes no longer than ``target_s``."""
     low, high = max(1.0, helper.link.bytes_per_s), _UNLIMITED
     # Up to a hundredth: it is a figure for people.

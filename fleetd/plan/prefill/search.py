@@ -87,7 +87,11 @@ class Search:
     """For one prompt and one chain of helpers. ``evaluations`` counts the schedules that were priced."""
 
     def __init__(
-        self, prompt: PrefillSize, helpers: Sequence[SearchHelper], home: PrefillSpeed, home_step_s: float = math.inf
+        self,
+        prompt: PrefillSize,
+        helpers: Sequence[SearchHelper],
+        home: PrefillSpeed,
+        home_step_s: float = math.inf,
     ) -> None:
         self._prompt, self._helpers, self._home, self._home_step_s = prompt, helpers, home, home_step_s
         self._chain = Chain(prompt, [helper.place for helper in helpers], home)

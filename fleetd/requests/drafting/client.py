@@ -20,24 +20,24 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from fleetd.engine.protocol import (Accepted, Event, DraftFor, Followed, Loading, Ready, StreamTag)
+from fleetd.engine.protocol import Accepted, DraftFor, Event, Followed, Loading, Ready, StreamTag
 from fleetd.errors import EngineDied, FleetError, Incompatible, ModelNotFound, PeerError
-from fleetd.requests.drafting import plan_view, messages
-from fleetd.requests.drafting.plan_view import DRAFTER
-from fleetd.requests.model_by_digest import Models
-from fleetd.requests.job import THIS_NAME, Job, Planned
-from fleetd.requests.placement import Member, canonical
-from fleetd.requests.remote import Stream, own_id, said_by
-from fleetd.requests.prefill_sharing.agreement import require_message
-from fleetd.requests.backoff import PeerBackoff
-from fleetd.requests.prefill_sharing.record import SharingRecord
-from fleetd.requests.prefill_sharing.views import DrafterView, PlanView, Trace
-from fleetd.requests.concurrency import cancel_all
 from fleetd.models import names
 from fleetd.observe import get_logger
-from fleetd.p2p.membership.cards import ModelCard
 from fleetd.p2p.link_prober import Invitation
+from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.route import USABLE
+from fleetd.requests.backoff import PeerBackoff
+from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.drafting import messages, plan_view
+from fleetd.requests.drafting.plan_view import DRAFTER
+from fleetd.requests.job import THIS_NAME, Job, Planned
+from fleetd.requests.model_by_digest import Models
+from fleetd.requests.placement import Member, canonical
+from fleetd.requests.prefill_sharing.agreement import require_message
+from fleetd.requests.prefill_sharing.record import SharingRecord
+from fleetd.requests.prefill_sharing.views import DrafterView, PlanView, Trace
+from fleetd.requests.remote import Stream, own_id, said_by
 
 log = get_logger("fleetd.drafting")
 
@@ -207,7 +207,11 @@ class DrafterService:
         """Who drafts for an answer that runs."""
         drafts = self._answers.get(request_id)
         found = drafts.drafter if drafts is not None else None
-        return DrafterView(found.model, found.name if found.node_id else THIS_NAME) if found is not None else None
+        return (
+            DrafterView(found.model, found.name if found.node_id else THIS_NAME)
+            if found is not None
+            else None
+        )
 
     async def plan(self, view: PlanView, folder: Any) -> PlanView:
         """The same, and how the answer would be drafted for. Nothing is loaded for that."""

@@ -20,10 +20,10 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.p2p.link_prober import Invitation
+from fleetd.p2p.messages import reader
 from fleetd.requests import message_codec
 from fleetd.requests.message_codec import Digest, ModelName, RequestId
-from fleetd.p2p.messages import reader
-from fleetd.p2p.link_prober import Invitation
 
 FOLLOW = "draft.follow"
 
@@ -55,7 +55,8 @@ class DraftDone(msgspec.Struct, frozen=True):
 
 _T = TypeVar("_T")
 _readers: dict[type, Callable[[bytes], Any]] = {
-    kind: reader(kind, f"A peer's {kind.__name__}", limits.SHARE_MESSAGE_BYTES) for kind in (DraftQuestion, DraftOffer, DraftDone)
+    kind: reader(kind, f"A peer's {kind.__name__}", limits.SHARE_MESSAGE_BYTES)
+    for kind in (DraftQuestion, DraftOffer, DraftDone)
 }
 
 

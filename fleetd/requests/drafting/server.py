@@ -14,14 +14,14 @@ from typing import Protocol
 
 from fleetd import limits
 from fleetd.engine.protocol import DraftFor, StreamTag
+from fleetd.p2p.bulk_connections import Expected
+from fleetd.requests.admission import ConcurrencyLimit, ServingContext
+from fleetd.requests.bulk_dialer import invitation
+from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.drafting import messages
 from fleetd.requests.drafting.client import DRAFTS, Pool, accepted, check_vocabulary, ended
 from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.remote import Stream, own_id
-from fleetd.requests.admission import ServingContext, ConcurrencyLimit
-from fleetd.requests.concurrency import with_heartbeats
-from fleetd.requests.bulk_dialer import invitation
-from fleetd.p2p.bulk_connections import Expected
 
 
 class _ArrivingStream(Protocol):
@@ -51,7 +51,9 @@ class DraftServer:
                     stream.send(ALIVE if message is None else messages.encode(message))
                     visit.done = visit.done or isinstance(message, messages.DraftDone)
 
-    async def _follow(self, ask: messages.DraftQuestion) -> AsyncGenerator[messages.DraftOffer | messages.DraftDone, None]:
+    async def _follow(
+        self, ask: messages.DraftQuestion
+    ) -> AsyncGenerator[messages.DraftOffer | messages.DraftDone, None]:
         folder = await self._host.holding(ask.model, ask.digest)
         async with self._pool.assisting(folder, 0, 0) as engine:
             check_vocabulary(engine.facts, ask.vocabulary)

@@ -19,14 +19,14 @@ from typing import Any, Protocol
 from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime, StreamTag
 from fleetd.errors import FleetError, PeerLost, ProtocolError
-from fleetd.requests.remote import Stream, next_message, said_by
-from fleetd.requests.prefill_sharing import messages
-from fleetd.requests.prefill_sharing.compatibility import compare
-from fleetd.requests.concurrency import gather_or_cancel
-from fleetd.requests.bulk_dialer import invitation
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.link_prober import Invitation
 from fleetd.plan.prefill.split import Split
+from fleetd.requests.bulk_dialer import invitation
+from fleetd.requests.concurrency import gather_or_cancel
+from fleetd.requests.prefill_sharing import messages
+from fleetd.requests.prefill_sharing.compatibility import compare
+from fleetd.requests.remote import Stream, next_message, said_by
 
 
 class Partners(Protocol):
@@ -117,7 +117,9 @@ class Agreement:
 
     async def _ask(self, helper: AgreedHelper) -> bool:
         terms = self._terms
-        ask = messages.AssistQuestion(terms.model, terms.digest, terms.split, helper.place, terms.id, terms.arithmetic)
+        ask = messages.AssistQuestion(
+            terms.model, terms.digest, terms.split, helper.place, terms.id, terms.arithmetic
+        )
         with _blaming(helper):
             helper.stream = self._partners.request(helper.node_id, messages.ASSIST, messages.encode(ask))
             self._opened.append(helper.stream)
@@ -148,7 +150,9 @@ class Agreement:
         if helper is not self.helpers[-1]:
             following = self.helpers[helper.place + 1]
             return messages.AssistGo(following.node_id, following.offer.input)
-        return messages.AssistGo() if own is None else messages.AssistGo(self._partners.node_id, invitation(own))
+        return (
+            messages.AssistGo() if own is None else messages.AssistGo(self._partners.node_id, invitation(own))
+        )
 
     async def _dial(self, helper: AgreedHelper) -> None:
         with _blaming(helper):

@@ -23,24 +23,34 @@ from typing import Any, Protocol
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.protocol import (Accepted, Event, Finished, Generate, Loading, Ready, PrefillShared, Shared, StepTime)
+from fleetd.engine.protocol import (
+    Accepted,
+    Event,
+    Finished,
+    Generate,
+    Loading,
+    PrefillShared,
+    Ready,
+    Shared,
+    StepTime,
+)
 from fleetd.errors import ContextLengthExceeded, EngineError, FleetError, ModelNotFound, PeerError, from_code
-from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
-from fleetd.requests.placement import Member
-from fleetd.requests.prefill_sharing import agreement, planner_facts, messages
-from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
-from fleetd.requests.backoff import PeerBackoff
-from fleetd.requests.prefill_sharing.planner_facts import PartOfSplit
-from fleetd.requests.prefill_sharing.record import Account, SharingRecord
-from fleetd.requests.prefill_sharing.views import DrafterView, PlanQuestion, PlanView, Trace
-from fleetd.requests.concurrency import cancel_all
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan.costs import MEASURED_TOKENS
-from fleetd.plan.prefill.options import PlanChoice, Load, PrefillOption
-from fleetd.plan.prefill.options import HelperSpec as PlannedMachine
-from fleetd.plan.speed_corrections import SpeedCorrections
 from fleetd.plan.prefill.choice import AFTER_PREFILL
+from fleetd.plan.prefill.options import HelperSpec as PlannedMachine
+from fleetd.plan.prefill.options import Load, PlanChoice, PrefillOption
+from fleetd.plan.speed_corrections import SpeedCorrections
+from fleetd.requests.backoff import PeerBackoff
+from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
+from fleetd.requests.placement import Member
+from fleetd.requests.prefill_sharing import agreement, messages, planner_facts
+from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
+from fleetd.requests.prefill_sharing.planner_facts import PartOfSplit
+from fleetd.requests.prefill_sharing.record import Account, SharingRecord
+from fleetd.requests.prefill_sharing.views import DrafterView, PlanQuestion, PlanView, Trace
 
 log = get_logger("fleetd.sharing")
 
@@ -143,7 +153,9 @@ class PrefillSharing:
 
         Raises FleetError: the engine's own.
         """
-        prompt = _SharedPrompt(self, folder, alone, SharingRecord(job.request.id, folder.name, self.now(), arrived_s))
+        prompt = _SharedPrompt(
+            self, folder, alone, SharingRecord(job.request.id, folder.name, self.now(), arrived_s)
+        )
         request = msgspec.structs.replace(job.request, shared=True)
         try:
             async with aclosing(self.pool.stream(folder, request)) as events:
@@ -220,7 +232,9 @@ class PrefillSharing:
         return [
             planner_facts.home(card, own, facts),
             *(
-                planner_facts.helper(member, own, facts, pace, self.penalties.reason(member.card.node_id, now_s))
+                planner_facts.helper(
+                    member, own, facts, pace, self.penalties.reason(member.card.node_id, now_s)
+                )
                 for member in self.partners.machines()
             ),
         ]

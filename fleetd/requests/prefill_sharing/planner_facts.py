@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Ready
+from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.plan import chip_speeds
+from fleetd.plan.costs import LinkSpeed, PrefillSpeed, modelled
+from fleetd.plan.prefill import choice as sharing
+from fleetd.plan.prefill.choice import HelperSpec, PlanChoice, PrefillOption, PrefillSize, Refusal, refusal
+from fleetd.plan.route import USABLE
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.placement import Member
 from fleetd.requests.prefill_sharing.views import OptionView, StepView
-from fleetd.p2p.membership.cards import Card, ModelCard
-from fleetd.plan import chip_speeds
-from fleetd.plan.prefill import choice as sharing
-from fleetd.plan.costs import LinkSpeed, PrefillSpeed, modelled
-from fleetd.plan.route import USABLE
-from fleetd.plan.prefill.choice import (PlanChoice, HelperSpec, PrefillOption, PrefillSize, Refusal, refusal)
 
 # Workers' own word for the step in which they compute.
 COMPUTED = "computed"
@@ -165,7 +165,9 @@ def _chip(card: Card) -> chip_speeds.Hardware:
     return chip_speeds.hardware_of(machine.chip, machine.accelerator, machine.cores)
 
 
-def choose(asked: PrefillSize, here: HelperSpec, helpers: Iterable[HelperSpec], previous: PrefillOption | None) -> PlanChoice:
+def choose(
+    asked: PrefillSize, here: HelperSpec, helpers: Iterable[HelperSpec], previous: PrefillOption | None
+) -> PlanChoice:
     return sharing.choose(sharing.options(asked, here, helpers), previous)
 
 

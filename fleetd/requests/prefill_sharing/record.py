@@ -18,10 +18,10 @@ from fleetd.engine.protocol import (
     ToolCall,
 )
 from fleetd.errors import FleetError
+from fleetd.plan.prefill.choice import PlanChoice
 from fleetd.requests.job import THIS_NAME, Exactness
 from fleetd.requests.prefill_sharing import planner_facts
-from fleetd.requests.prefill_sharing.views import (DrafterView, OptionView, Outcome, StepView, Trace)
-from fleetd.plan.prefill.choice import PlanChoice
+from fleetd.requests.prefill_sharing.views import DrafterView, OptionView, Outcome, StepView, Trace
 
 # A helper's name, and what it did by its own account.
 Account = tuple[str, Sequence[StepTime]]

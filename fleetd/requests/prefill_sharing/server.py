@@ -15,18 +15,18 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, Exit
 from typing import Any, Protocol
 
 from fleetd import limits
-from fleetd.engine.protocol import (Accepted, Arithmetic, AssistPrefill, Assisted, Event, Ready, StreamTag)
+from fleetd.engine.protocol import Accepted, Arithmetic, Assisted, AssistPrefill, Event, Ready, StreamTag
 from fleetd.errors import EngineDied, FleetError, Overloaded, PeerLost, ProtocolError
-from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.remote import Stream, own_id
-from fleetd.requests.admission import ServingContext, ConcurrencyLimit, ServedRequest
-from fleetd.requests.prefill_sharing import messages
-from fleetd.requests.prefill_sharing.compatibility import checked_split, compare
-from fleetd.requests.concurrency import with_heartbeats, cancel_all, gather_or_cancel
-from fleetd.requests.bulk_dialer import invitation
 from fleetd.observe import get_logger
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.link_prober import Invitation
+from fleetd.requests.admission import ConcurrencyLimit, ServedRequest, ServingContext
+from fleetd.requests.bulk_dialer import invitation
+from fleetd.requests.concurrency import cancel_all, gather_or_cancel, with_heartbeats
+from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.prefill_sharing import messages
+from fleetd.requests.prefill_sharing.compatibility import checked_split, compare
+from fleetd.requests.remote import Stream, own_id
 
 log = get_logger("fleetd.assisting")
 
@@ -68,7 +68,9 @@ class AssistServer:
         self._meeting = meeting
         self._pool = pool
         self._host = host
-        self._served = ConcurrencyLimit(host, "assist", limits.ASSISTS, f"helps with {limits.ASSISTS} prompts")
+        self._served = ConcurrencyLimit(
+            host, "assist", limits.ASSISTS, f"helps with {limits.ASSISTS} prompts"
+        )
         self._warming: asyncio.Task[None] | None = None
         # Models that could not be loaded for others, and until when that is not tried again.
         self._unloadable_s: dict[str, float] = {}

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from fleetd.engine.protocol import Timings, Usage
+from fleetd.ledger import Reservation
+from fleetd.plan.scoring import Scorer
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.placement import THIS_NODE
 from fleetd.requests.smart_prefill.segment_scoring import ScorerRun
-from fleetd.ledger import Reservation
-from fleetd.plan.scoring import Scorer
 
 
 class Ledger(Protocol):

@@ -20,24 +20,29 @@ from typing import Any, Protocol
 
 import msgspec
 
-from fleetd.engine.protocol import Accepted, Event, Finished, Loading, Ready
-from fleetd.errors import EngineDied, FleetError
-from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, Planned, prompt_text
-from fleetd.requests.placement import THIS_NODE, Placement
-from fleetd.requests.prefill_sharing.views import DrafterView, OptionView, PlanView, Trace
-from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
-from fleetd.requests.smart_prefill.compression_job import (CompressionService, CompressionJob, CompressionPrice, kept_share)
-from fleetd.requests.smart_prefill.record import SmartPrefillRecord, options
-from fleetd.requests.smart_prefill.views import Form, SkipCompression
-from fleetd.observe import get_logger
-from fleetd.plan.affinity import Affinity, chain
-from fleetd.plan.costs import MEASURED_TOKENS
-from fleetd.plan.scoring import SmartPrefillQuestion
 from fleetd.compression.document import Document
 from fleetd.compression.history import Aged, History, still_serves
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.select import select
 from fleetd.compression.selection import Selection
+from fleetd.engine.protocol import Accepted, Event, Finished, Loading, Ready
+from fleetd.errors import EngineDied, FleetError
+from fleetd.observe import get_logger
+from fleetd.plan.affinity import Affinity, chain
+from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.scoring import SmartPrefillQuestion
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, Planned, prompt_text
+from fleetd.requests.placement import THIS_NODE, Placement
+from fleetd.requests.prefill_sharing.views import DrafterView, OptionView, PlanView, Trace
+from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
+from fleetd.requests.smart_prefill.compression_job import (
+    CompressionJob,
+    CompressionPrice,
+    CompressionService,
+    kept_share,
+)
+from fleetd.requests.smart_prefill.record import SmartPrefillRecord, options
+from fleetd.requests.smart_prefill.views import Form, SkipCompression
 
 log = get_logger("fleetd.compression")
 
@@ -362,7 +367,9 @@ class SmartPrefill:
             return ratio
         return min(1.0, max(ratio, self._tail(target) / max(1, tokens)))
 
-    def _price(self, job: Job, target: AnsweringModel, form: Form, tokens: int, ratio: float) -> CompressionPrice:
+    def _price(
+        self, job: Job, target: AnsweringModel, form: Form, tokens: int, ratio: float
+    ) -> CompressionPrice:
         """What reading all of it would take, what is cached already counted."""
         ratio = self._computed(form, target, tokens, ratio)
         node_id = target.choice.node_id
@@ -380,7 +387,9 @@ class SmartPrefill:
             kept_s = self._kept_s(target.folder, form, tokens, ratio)
         if helped_s > 0:
             dense_s = min(dense_s, helped_s)
-        return CompressionPrice(SmartPrefillQuestion(tokens, ratio, speed, dense_s=dense_s, kept_s=kept_s), weights_bytes)
+        return CompressionPrice(
+            SmartPrefillQuestion(tokens, ratio, speed, dense_s=dense_s, kept_s=kept_s), weights_bytes
+        )
 
     def _kept_s(self, folder: Any, form: Form, tokens: int, ratio: float) -> float:
         """What reading the rest takes with the help of others, 0 where nobody knows."""

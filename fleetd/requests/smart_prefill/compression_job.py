@@ -17,22 +17,27 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fleetd import limits
-from fleetd.engine.protocol import Loading
-from fleetd.errors import ProtocolError
-from fleetd.requests.prefill_sharing.views import StepView
-from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
-from fleetd.requests.smart_prefill.bill import ScoringBill, Ledger
-from fleetd.requests.smart_prefill.scorers import Scorers
-from fleetd.requests.smart_prefill.segment_scoring import (CompressorModel, ScoringQuestion, SegmentScoring, ScoringJob)
-from fleetd.requests.smart_prefill.views import SkipCompression
-from fleetd.requests.concurrency import cancel_all
-from fleetd.plan import scoring as planner
-from fleetd.plan.scoring import SmartPrefillQuestion, Scorer, SmartPlan
 from fleetd.compression.document import Document
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.select import select
 from fleetd.compression.selection import Selection
 from fleetd.compression.words import Range
+from fleetd.engine.protocol import Loading
+from fleetd.errors import ProtocolError
+from fleetd.plan import scoring as planner
+from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
+from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.prefill_sharing.views import StepView
+from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
+from fleetd.requests.smart_prefill.bill import Ledger, ScoringBill
+from fleetd.requests.smart_prefill.scorers import Scorers
+from fleetd.requests.smart_prefill.segment_scoring import (
+    CompressorModel,
+    ScoringJob,
+    ScoringQuestion,
+    SegmentScoring,
+)
+from fleetd.requests.smart_prefill.views import SkipCompression
 
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
     from fleetd.compression.token_scores import SegmentScores, TokenScores

@@ -16,9 +16,9 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.protocol import Loading, Prefill, Score, Scored
 from fleetd.errors import ProtocolError
+from fleetd.p2p.messages import reader
 from fleetd.requests import message_codec
 from fleetd.requests.message_codec import Digest, ModelName
-from fleetd.p2p.messages import reader
 
 SCORE = "smart.score"
 

@@ -10,13 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fleetd.requests.placement import THIS_NODE, Member, canonical
-from fleetd.requests.smart_prefill.segment_scoring import CompressorModel
 from fleetd.p2p.membership.cards import MachineFacts, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed, modelled
 from fleetd.plan.route import USABLE
 from fleetd.plan.scoring import Scorer
+from fleetd.requests.placement import THIS_NODE, Member, canonical
+from fleetd.requests.smart_prefill.segment_scoring import CompressorModel
 
 # A chat model that has no other role scores for models at least so many times its size.
 _CLEARLY_LARGER = 4
@@ -87,7 +87,9 @@ def choose(named: str, found: Sequence[ModelHolder], target_bytes: int) -> list[
     if not able:
         return []
     # This machine's files decide where several have the same name.
-    best = min(able, key=lambda h: (h.model.weights_bytes, h.model.name, h.node_id != THIS_NODE, h.model.digest))
+    best = min(
+        able, key=lambda h: (h.model.weights_bytes, h.model.name, h.node_id != THIS_NODE, h.model.digest)
+    )
     return [
         holder
         for holder in able

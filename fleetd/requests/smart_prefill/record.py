@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
+from fleetd.compression.selection import Selection
 from fleetd.engine.protocol import Accepted, Delta, Event, Finished, Loading, ToolCall
+from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import THIS_NAME, Exactness
-from fleetd.requests.prefill_sharing.views import (DrafterView, OptionView, Outcome, StepView, Trace)
+from fleetd.requests.prefill_sharing.views import DrafterView, OptionView, Outcome, StepView, Trace
 from fleetd.requests.smart_prefill.bill import ScoringBill
 from fleetd.requests.smart_prefill.compression_job import CompressionJob
 from fleetd.requests.smart_prefill.views import Form, SmartPrefillResult
-from fleetd.plan.scoring import SmartPlan
-from fleetd.compression.selection import Selection
 
 
 class SmartPrefillRecord:

@@ -11,23 +11,23 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.protocol import Profile
 from fleetd.errors import EngineError, InvalidValue, ModelUnsupported, OutOfMemory, PeerError
-from fleetd.requests.job import THIS_NAME
-from fleetd.requests.placement import THIS_NODE, Member
-from fleetd.requests.backoff import PeerBackoff
-from fleetd.requests.smart_prefill import model_holders
-from fleetd.requests.smart_prefill.model_holders import ModelHolder
-from fleetd.requests.smart_prefill.segment_scoring import CompressorModel, ScoringJob
-from fleetd.requests.smart_prefill.views import SkipCompression
 from fleetd.models.catalog import find as in_catalog
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import scoring as planner
 from fleetd.plan.costs import PrefillSpeed
-from fleetd.plan.speed_corrections import SpeedCorrections
-from fleetd.plan.scoring import Scorer
 from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.plan.scoring import Scorer
+from fleetd.plan.speed_corrections import SpeedCorrections
+from fleetd.requests.backoff import PeerBackoff
+from fleetd.requests.job import THIS_NAME
+from fleetd.requests.placement import THIS_NODE, Member
+from fleetd.requests.smart_prefill import model_holders
+from fleetd.requests.smart_prefill.model_holders import ModelHolder
+from fleetd.requests.smart_prefill.segment_scoring import CompressorModel, ScoringJob
+from fleetd.requests.smart_prefill.views import SkipCompression
 
 
 class Pool(Protocol):

@@ -21,12 +21,12 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
 from fleetd.errors import EngineDied, FleetError, ModelUnsupported, PeerLost, ProtocolError
+from fleetd.observe import get_logger
+from fleetd.plan.scoring import Scorer, Segments
+from fleetd.requests.concurrency import gather_or_cancel
 from fleetd.requests.placement import THIS_NODE
 from fleetd.requests.remote import Stream, next_message, said_by
 from fleetd.requests.smart_prefill import messages
-from fleetd.requests.concurrency import gather_or_cancel
-from fleetd.observe import get_logger
-from fleetd.plan.scoring import Scorer, Segments
 
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
     from fleetd.compression.token_scores import SegmentScores
@@ -135,7 +135,9 @@ class SegmentScoring:
         self._others = others
         self._monotonic = monotonic
 
-    async def run(self, work: ScoringJob, parts: Sequence[Segments], able: Sequence[Scorer]) -> list[SegmentScores]:
+    async def run(
+        self, work: ScoringJob, parts: Sequence[Segments], able: Sequence[Scorer]
+    ) -> list[SegmentScores]:
         """All segments' scores, in the order of the text.
 
         Args:
@@ -218,7 +220,9 @@ class SegmentScoring:
             return self._pool.score(compressor.folder, score, evict=False)
         if self._others is None:
             raise PeerLost("It is not there any more.")
-        return elsewhere(self._others, scorer, messages.ScoreQuestion(compressor.name, compressor.digest, score))
+        return elsewhere(
+            self._others, scorer, messages.ScoreQuestion(compressor.name, compressor.digest, score)
+        )
 
 
 async def elsewhere(others: Others, scorer: Scorer, ask: messages.ScoreQuestion) -> Steps:

@@ -16,14 +16,14 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.protocol import Scored, Timings, Usage
 from fleetd.errors import EngineDied, FleetError
+from fleetd.ledger import Ledger, Reservation
+from fleetd.requests.admission import ConcurrencyLimit, ServingContext
+from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.remote import Stream, drained, own_id
-from fleetd.requests.admission import ServingContext, ConcurrencyLimit
 from fleetd.requests.smart_prefill import messages
 from fleetd.requests.smart_prefill.segment_scoring import Pool
-from fleetd.requests.concurrency import with_heartbeats
-from fleetd.ledger import Ledger, Reservation
 
 
 class ScoreServer:
@@ -41,7 +41,9 @@ class ScoreServer:
         self._host = host
         self._ledger = ledger
         self._now = now
-        self._served = ConcurrencyLimit(host, "score", limits.SMART_SERVED, f"scores {limits.SMART_SERVED} prompts")
+        self._served = ConcurrencyLimit(
+            host, "score", limits.SMART_SERVED, f"scores {limits.SMART_SERVED} prompts"
+        )
 
     async def __call__(self, peer: str, body: bytes, stream: Stream) -> None:
         """Raises FleetError: what the other side is told."""

@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt, TokenPrompt
 from fleetd.compression import elide
 from fleetd.compression.document import Document, unmark, unmarked
 from fleetd.compression.selection import Selection
 from fleetd.compression.words import Range, estimate_tokens
+from fleetd.engine.protocol import ChatPrompt, Generate, Keep, TextPrompt, TokenPrompt
 
 
 def document(request: Generate) -> Document | None:
