@@ -10,12 +10,14 @@ import ipaddress
 from collections.abc import Sequence
 
 from fleetctl import checks_network
-from fleetctl.checks_network import BY_ADDRESS, Diagnosis, Interface
+from fleetctl.checks_network import BY_ADDRESS
 from fleetctl.client import Client
 from fleetctl.findings import Finding, fail, ok, warn
-from fleetctl.fleet import Fleet, Path, Peer, fetch, read
-from fleetctl.fleet_words import OFF
+from fleetctl.fleet_words import OFF, label_of
+from fleetctl.replies import fetch_fleet, read
 from fleetctl.text import clause, listed, one_line
+from fleetd.control.fleet_view import FleetView, PathView, PeerView
+from fleetd.control.network_diagnosis import InterfaceView, NetworkDiagnosis
 from fleetd.errors import FleetError
 
 _PAIR = "`fleetctl pair` here, then `fleetctl join CODE` there."
@@ -28,13 +30,13 @@ _FAST, _SLOW = ("thunderbolt", "wired"), ("wifi", "tailscale")
 def check(client: Client) -> list[Finding]:
     """All of them, with what the daemon knows now."""
     try:
-        fleet = fetch(client)
+        fleet = fetch_fleet(client)
     except FleetError as error:
         return [fail("fleet", f"It could not be checked: {one_line(error.message)}", _fix(error))]
     if not fleet.enabled:
         return [ok("fleet", f"{OFF}: this machine works alone")]
     try:
-        return judge(fleet, read(client.get("/fleet/v1/diagnose"), Diagnosis))
+        return judge(fleet, read(client.get("/fleet/v1/diagnose"), NetworkDiagnosis))
     except FleetError as error:
         what = f"It could not be looked at: {one_line(error.message)}"
         return [*judge(fleet, None), warn("network", what, _fix(error))]
@@ -44,7 +46,7 @@ def _fix(error: FleetError) -> str:
     return one_line(error.hint) or "The daemon's log tells more."
 
 
-def judge(fleet: Fleet, facts: Diagnosis | None) -> list[Finding]:
+def judge(fleet: FleetView, facts: NetworkDiagnosis | None) -> list[Finding]:
     """Findings in the order in which a person would look; without ``facts`` those about the fleet alone."""
     return [
         *members(fleet),
@@ -58,7 +60,7 @@ def judge(fleet: Fleet, facts: Diagnosis | None) -> list[Finding]:
     ]
 
 
-def members(fleet: Fleet) -> list[Finding]:
+def members(fleet: FleetView) -> list[Finding]:
     """Paired machines, and each that cannot be used."""
     found = []
     if by := one_line(fleet.removed_by):
@@ -74,7 +76,7 @@ def members(fleet: Fleet) -> list[Finding]:
     return [*found, *(_unusable(peer) for peer in fleet.peers if not peer.usable)]
 
 
-def _unusable(peer: Peer) -> Finding:
+def _unusable(peer: PeerView) -> Finding:
     name = f"peer {one_line(peer.name)}"
     reason = one_line(peer.reason) or f"It is {one_line(peer.state)}."
     if peer.state == "incompatible":
@@ -90,7 +92,7 @@ def _unusable(peer: Peer) -> Finding:
     return level(name, reason, one_line(peer.hint) or fix)
 
 
-def configured(fleet: Fleet) -> list[Finding]:
+def configured(fleet: FleetView) -> list[Finding]:
     """Addresses that somebody wrote into the settings should lead somewhere."""
     return [
         warn(
@@ -102,18 +104,18 @@ def configured(fleet: Fleet) -> list[Finding]:
     ]
 
 
-def neighbours(fleet: Fleet) -> list[Finding]:
+def neighbours(fleet: FleetView) -> list[Finding]:
     """Machines that run fleetd on this network, and that nobody has paired."""
     found = []
-    if shown := [neighbour.label for neighbour in fleet.neighbours if neighbour.pairing]:
+    if shown := [label_of(neighbour) for neighbour in fleet.neighbours if neighbour.pairing]:
         found.append(warn("neighbours", f"{listed(shown)} shows a code.", "`fleetctl join CODE` here."))
-    if others := [neighbour.label for neighbour in fleet.neighbours if not neighbour.pairing]:
+    if others := [label_of(neighbour) for neighbour in fleet.neighbours if not neighbour.pairing]:
         what = f"{listed(others)} {'runs' if len(others) == 1 else 'run'} fleetd here and "
         found.append(warn("neighbours", f"{what}{'is' if len(others) == 1 else 'are'} not paired.", _PAIR))
     return found
 
 
-def mdns(fleet: Fleet) -> Finding:
+def mdns(fleet: FleetView) -> Finding:
     """Whether machines find each other by themselves."""
     if fleet.mdns == "running":
         return ok("mdns", "running")
@@ -128,7 +130,7 @@ def mdns(fleet: Fleet) -> Finding:
     return warn("mdns", what, f"Set fleet.mdns = true, or {BY_ADDRESS}.")
 
 
-def local_network(fleet: Fleet, interfaces: Sequence[Interface] = ()) -> list[Finding]:
+def local_network(fleet: FleetView, interfaces: Sequence[InterfaceView] = ()) -> list[Finding]:
     """macOS tells a program without this permission that there is no route, as to a machine that is off."""
     fix = (
         "System Settings → Privacy & Security → Local Network: allow fleetd (or the Python or the terminal "
@@ -139,7 +141,7 @@ def local_network(fleet: Fleet, interfaces: Sequence[Interface] = ()) -> list[Fi
     if any(path.in_use and path.kind in _LOCAL for peer in fleet.peers for path in peer.paths):
         return []
     silent = [
-        peer.label
+        label_of(peer)
         for peer in fleet.peers
         if any(_LOCAL_NETWORK in reason for reason in (peer.reason, *(path.reason for path in peer.paths)))
     ]
@@ -149,7 +151,7 @@ def local_network(fleet: Fleet, interfaces: Sequence[Interface] = ()) -> list[Fi
     return [warn("local network", what, fix)]
 
 
-def listening(fleet: Fleet) -> list[Finding]:
+def listening(fleet: FleetView) -> list[Finding]:
     """A daemon that listens on loopback alone is not heard by the machines it sees."""
     if not _loopback(fleet.host):
         return []
@@ -167,7 +169,7 @@ def listening(fleet: Fleet) -> list[Finding]:
     ]
 
 
-def slow_paths(fleet: Fleet) -> list[Finding]:
+def slow_paths(fleet: FleetView) -> list[Finding]:
     """A cable that is there and not used."""
     found = []
     for peer in fleet.peers:
@@ -178,8 +180,8 @@ def slow_paths(fleet: Fleet) -> list[Finding]:
     return found
 
 
-def _slow_path(peer: Peer, used: Path, better: Path) -> Finding:
-    what = f"{peer.label} is reached over {one_line(used.kind)} ({one_line(used.host)})"
+def _slow_path(peer: PeerView, used: PathView, better: PathView) -> Finding:
+    what = f"{label_of(peer)} is reached over {one_line(used.kind)} ({one_line(used.host)})"
     why = f": {clause(better.reason)}" if better.reason else ""
     return warn(
         "path",

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import msgspec
-
 from fleetctl.findings import Finding, fail, ok, warn
-from fleetctl.fleet import Fleet
 from fleetctl.text import clause, duration, listed, one_line
+from fleetd.control.fleet_view import FleetView
+from fleetd.control.network_diagnosis import ClockOffsets, InterfaceView, NetworkDiagnosis, PeerPortView
 
 BY_ADDRESS = "name the other machine's address in fleet.peers (or `fleetd run --peer HOST`)"
 # Sessions do not look at the clock; logs and the usage of a day become hard to compare.
@@ -20,44 +19,7 @@ _CLOCK_S = 30.0
 _NOT_LOCAL = ("loopback", "virtual", "tailscale")
 
 
-class Interface(msgspec.Struct, frozen=True):
-    """``multicast``: "ok", or why none passes; "" is unknown."""
-
-    name: str = ""
-    kind: str = ""
-    addresses: list[str] = []
-    multicast: str = ""
-
-
-class Port(msgspec.Struct, frozen=True):
-    """``reachable``: whether this machine's own address answers on it; None is unknown."""
-
-    host: str = ""
-    reachable: bool | None = None
-    reason: str = ""
-
-
-class Offset(msgspec.Struct, frozen=True):
-    name: str = ""
-    offset_s: float | None = None
-
-
-class Clock(msgspec.Struct, frozen=True):
-    peers: list[Offset] | None = None
-
-
-class Diagnosis(msgspec.Struct, frozen=True):
-    """``firewall``: how to open each one that is on. ``mtu``: sentences about unusual ones."""
-
-    interfaces: list[Interface] | None = None
-    port: Port | None = None
-    firewall: list[str] | None = None
-    mtu: list[str] | None = None
-    clock: Clock | None = None
-    clock_synchronised: bool | None = None
-
-
-def judge(fleet: Fleet, facts: Diagnosis) -> list[Finding]:
+def judge(fleet: FleetView, facts: NetworkDiagnosis) -> list[Finding]:
     return [
         *port(fleet, facts.port),
         *firewall(fleet, facts.firewall),
@@ -68,7 +30,7 @@ def judge(fleet: Fleet, facts: Diagnosis) -> list[Finding]:
     ]
 
 
-def port(fleet: Fleet, found: Port | None) -> list[Finding]:
+def port(fleet: FleetView, found: PeerPortView | None) -> list[Finding]:
     """Whether a connection to the peer port comes through."""
     if found is None or found.reachable is None:
         return []
@@ -78,7 +40,7 @@ def port(fleet: Fleet, found: Port | None) -> list[Finding]:
     return [fail("peer port", what, f"Let TCP port {fleet.port} through the firewall of this machine.")]
 
 
-def firewall(fleet: Fleet, hints: Sequence[str] | None) -> list[Finding]:
+def firewall(fleet: FleetView, hints: Sequence[str] | None) -> list[Finding]:
     """One that is on may be in the way; while every machine is reached it is not."""
     hints = [one_line(hint) for hint in hints or () if one_line(hint)]
     if hints and fleet.peers and all(peer.usable for peer in fleet.peers):
@@ -86,7 +48,7 @@ def firewall(fleet: Fleet, hints: Sequence[str] | None) -> list[Finding]:
     return [warn("firewall", "There is one, and it may keep other machines away.", hint) for hint in hints]
 
 
-def multicast(interfaces: Sequence[Interface] | None) -> list[Finding]:
+def multicast(interfaces: Sequence[InterfaceView] | None) -> list[Finding]:
     """mDNS needs it, on each network that machines are to be found on."""
     asked = [interface for interface in _local(interfaces) if interface.multicast]
     good = [one_line(i.name) for i in asked if i.multicast == "ok"]
@@ -105,7 +67,7 @@ def mtu(sentences: Sequence[str] | None) -> list[Finding]:
     return [warn("mtu", one_line(sentence), fix) for sentence in sentences or () if one_line(sentence)]
 
 
-def clocks(clock: Clock | None, *, synchronised: bool | None = None) -> list[Finding]:
+def clocks(clock: ClockOffsets | None, *, synchronised: bool | None = None) -> list[Finding]:
     """Compared with those of connected machines or, where there are none, by whether anything keeps it."""
     fix = "Switch time synchronisation on."
     known = [(o, o.offset_s) for o in (clock.peers if clock else None) or () if o.offset_s is not None]
@@ -120,7 +82,7 @@ def clocks(clock: Clock | None, *, synchronised: bool | None = None) -> list[Fin
     return off or [ok("clocks", f"agree with those of {listed([one_line(o.name) for o, _ in known])}")]
 
 
-def unknown(fleet: Fleet, facts: Diagnosis) -> list[Finding]:
+def unknown(fleet: FleetView, facts: NetworkDiagnosis) -> list[Finding]:
     """One finding for all that the daemon could not tell."""
     missing = []
     if facts.interfaces is None:
@@ -144,6 +106,6 @@ def unknown(fleet: Fleet, facts: Diagnosis) -> list[Finding]:
     return [warn("network", what, "The daemon's log may say why it could not look.")]
 
 
-def _local(interfaces: Sequence[Interface] | None) -> list[Interface]:
+def _local(interfaces: Sequence[InterfaceView] | None) -> list[InterfaceView]:
     """Those behind which other machines may be; without an address there is nobody."""
     return [i for i in interfaces or () if i.addresses and i.kind not in _NOT_LOCAL]

@@ -8,9 +8,11 @@ from typing import Any
 import click
 
 from fleetctl.cli import Session, json_option, note, pass_session
-from fleetctl.compress_view import page, read, summary
+from fleetctl.compress_view import page, summary
+from fleetctl.replies import read
 from fleetctl.text_files import read_text
 from fleetd import limits
+from fleetd.control.compression_reply import Compression
 
 
 @click.command("compress")
@@ -60,14 +62,14 @@ def command(
     }
     given = {name: value for name, value in body.items() if value is not None}
     answer = session.client().post("/v1/compress", given, timeout_s=limits.CLIENT_LONG_CALL_S)
-    found = read(answer)
+    found = read(answer, Compression)
     if session.json:
         session.emit(answer, "")
         return
     if sys.stdout.isatty():
         click.echo(page(_unmarked(text), found))
     else:
-        sys.stdout.write(found.prompt)
+        sys.stdout.write(found.prompt or "")
         sys.stdout.flush()
     note(click.style(summary(found), dim=True))
 

@@ -3,49 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import click
-import msgspec
 
 from fleetctl.text import count, duration, listed, one_line, printable
-
-Span = tuple[int, int]
-
-
-class Kept(msgspec.Struct, frozen=True):
-    index: int = 0
-    spans: list[Span] = []
+from fleetd.control.compression_reply import Compression
 
 
-class Usage(msgspec.Struct, frozen=True):
-    original_tokens: int = 0
-    compressed_tokens: int = 0
-    total_tokens: int = 0
-
-
-class Timings(msgspec.Struct, frozen=True):
-    score_ms: float = 0.0
-    select_ms: float = 0.0
-
-
-class Compression(msgspec.Struct, frozen=True):
-    """The daemon's answer (`/v1/compress`), as far as it is shown."""
-
-    model: str = ""
-    prompt: str = ""
-    kept: list[Kept] = []
-    declined: str = ""
-    nodes: list[str] = []
-    usage: Usage = Usage()
-    timings: Timings = Timings()
-
-
-def read(value: Any) -> Compression:
-    return msgspec.convert(value, Compression, strict=False)
-
-
-def pieces(text: str, spans: Sequence[Span]) -> Iterator[tuple[bool, str]]:
+def pieces(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[bool, str]]:
     """Whether each piece was kept, and the piece; together they are the text."""
     at = 0
     for start, end in spans:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import click
 
@@ -19,7 +18,9 @@ from fleetctl.exits import Exit
 from fleetctl.findings import Finding, Level, fail
 from fleetctl.home import Address
 from fleetctl.progress import Progress
+from fleetctl.replies import read
 from fleetctl.text import printable
+from fleetd.control.daemon_status import DaemonStatus, HardwareReading
 from fleetd.errors import FleetError
 
 Check = Callable[[], Finding | list[Finding]]
@@ -36,8 +37,8 @@ def command(session: Session) -> int:
     findings: list[Finding] = []
     with Progress() as progress:
         status, found = _status(client)
-        if status is not None and session.socket is not None and status.get("home"):
-            address = Address(home=Path(status["home"]), socket=address.socket)
+        if status is not None and session.socket is not None and status.home:
+            address = Address(home=Path(status.home), socket=address.socket)
         if found is not None:
             findings.append(found)
             _show(session, progress, [found])
@@ -54,18 +55,25 @@ def command(session: Session) -> int:
     return Exit.ERROR if failed else Exit.OK
 
 
-def _status(client: Client) -> tuple[dict[str, Any] | None, Finding | None]:
-    """The daemon's status, or the finding that there is none."""
+def _status(client: Client) -> tuple[DaemonStatus | None, Finding | None]:
+    """The daemon's status, or the finding that there is none, or that it has another form."""
     try:
-        return client.get("/fleet/v1/status"), None
+        answer = client.get("/fleet/v1/status")
     except FleetError as error:
         return None, fail("daemon", error.message, error.hint)
+    try:
+        return read(answer, DaemonStatus), None
+    except FleetError as error:
+        # It runs all the same, and its version tells why.
+        version = str(answer.get("version")) if isinstance(answer, dict) else ""
+        fix = "Restart it: `fleetctl service install` (or stop and start `fleetd run`)."
+        return DaemonStatus(version=version), fail("daemon", error.message, fix)
 
 
-def _checks(address: Address, client: Client, status: dict[str, Any] | None) -> Iterator[tuple[str, Check]]:
+def _checks(address: Address, client: Client, status: DaemonStatus | None) -> Iterator[tuple[str, Check]]:
     """All checks in the order in which a person would look; those of the daemon only while it runs."""
     running = status is not None
-    home, machine = address.home, (status or {}).get("machine") or {}
+    home = address.home
     if status is not None:
         known = status
         yield "daemon", lambda: checks_daemon.daemon(known)
@@ -75,14 +83,14 @@ def _checks(address: Address, client: Client, status: dict[str, Any] | None) -> 
         )
     yield "home", lambda: checks_local.home(home, os.geteuid())
     yield "token", lambda: checks_local.token(address, running=running)
-    http = (status or {}).get("http")
-    if not running:
+    if status is None:
         yield "port", lambda: checks_local.port_free(checks_local.listen_address(home, os.environ))
-    elif http:
-        yield "port", lambda: checks_local.port_answers((str(http["host"]), int(http["port"])))
+    elif http := status.http:
+        yield "port", lambda: checks_local.port_answers((http.host, http.port))
     yield "service", lambda: checks_machine.services(running=running)
     yield "disk", lambda: checks_local.disk(home)
-    yield "memory", lambda: checks_local.memory(machine.get("available_bytes"), machine.get("memory_bytes"))
+    machine = status.machine if status is not None else HardwareReading()
+    yield "memory", lambda: checks_local.memory(machine.available_bytes or None, machine.memory_bytes)
     yield "clock", lambda: checks_local.clock(home, time.time())
     yield "python", lambda: checks_local.python((sys.version_info.major, sys.version_info.minor))
     yield "MLX", checks_machine.mlx

@@ -8,6 +8,8 @@ import click
 
 from fleetctl.cli import Session, json_option, pass_session
 from fleetctl.exits import ClientError
+from fleetctl.replies import read
+from fleetd.control.daemon_status import ClientSettings
 
 
 @click.command("env")
@@ -18,11 +20,12 @@ def command(session: Session) -> None:
 
     The key is a secret of this machine: whoever has it may use the models.
     """
-    env = session.client().get("/fleet/v1/env")
-    if not env.get("base_url"):
+    answer = session.client().get("/fleet/v1/env")
+    env = read(answer, ClientSettings)
+    if not env.base_url:
         raise ClientError(
             "The daemon has no HTTP address, only its socket.",
             hint="Start it with `fleetd run --http 127.0.0.1:8114`, or set http.listen in fleetd.toml.",
         )
-    names = {"OPENAI_BASE_URL": env["base_url"], "OPENAI_API_KEY": env.get("api_key") or "not-needed"}
-    session.emit(env, "\n".join(f"export {name}={shlex.quote(str(value))}" for name, value in names.items()))
+    names = {"OPENAI_BASE_URL": env.base_url, "OPENAI_API_KEY": env.api_key or "not-needed"}
+    session.emit(answer, "\n".join(f"export {name}={shlex.quote(value)}" for name, value in names.items()))

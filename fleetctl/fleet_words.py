@@ -1,8 +1,16 @@
-"""How machines, and this machine's part in the fleet, are worded in every verb. Pure, and light to import."""
+"""How every verb words a machine, and this machine's part in the fleet. Pure, and light to import."""
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from fleetctl.text import one_line
+
+if (
+    TYPE_CHECKING
+):  # `fleetctl status` does without msgspec, which takes longer to load than to be of use there
+    from fleetd.control.fleet_view import FleetView, Neighbour, PeerView
+    from fleetd.control.pairing_events import Meeting, Paired
 
 # Anything else is the reason why it does not run.
 MDNS_STATES = ("running", "starting", "stopped", "off")
@@ -12,6 +20,11 @@ OFF = "off (fleet.enabled in fleetd.toml)"
 def label(name: str, short_id: str) -> str:
     """Name and short id, because names may be alike."""
     return f"{one_line(name)} ({one_line(short_id)})"
+
+
+def label_of(machine: FleetView | PeerView | Neighbour | Meeting | Paired) -> str:
+    """The label of a machine as the daemon describes it."""
+    return label(machine.name, machine.short_id)
 
 
 def summary(
@@ -32,6 +45,6 @@ def summary(
 
 
 def removal(by: str) -> str:
-    """The sentence for a machine that another one removed."""
+    """The sentence on a machine that another machine removed from the fleet."""
     undo = "`fleetctl pair` there and `fleetctl join CODE` here undo it"
     return f"{one_line(by)} removed this machine from the fleet; {undo}."

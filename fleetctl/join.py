@@ -8,9 +8,11 @@ import click
 
 from fleetctl.cli import Session, json_option, note, pass_session
 from fleetctl.exits import Exit
-from fleetctl.pairing import Meeting, Paired, Searching, events, members_line, need_a_person, show_phrase
+from fleetctl.fleet_words import label_of
+from fleetctl.pairing import events, members_line, need_a_person, show_phrase
 from fleetctl.progress import Progress
 from fleetctl.text import one_line
+from fleetd.control.pairing_events import Meeting, Paired, Searching
 
 
 @click.command("join")
@@ -51,10 +53,10 @@ def command(session: Session, code: str, host: str | None, yes: bool, no_prompts
 
 def _show_meeting(session: Session, met: Meeting) -> None:
     if not session.json:
-        note(f"Found {met.label}. This phrase has to be on both screens; if it is not, press Ctrl-C:")
+        note(f"Found {label_of(met)}. This phrase has to be on both screens; if it is not, press Ctrl-C:")
         show_phrase(met.phrase)
 
 
 def _show_paired(session: Session, paired: Paired) -> None:
     if not session.json:
-        click.echo(f"This machine is paired with {paired.label}. {members_line(paired.members)}")
+        click.echo(f"This machine is paired with {label_of(paired)}. {members_line(paired.members)}")

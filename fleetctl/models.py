@@ -10,8 +10,10 @@ import click
 from fleetctl.cli import Session, json_option, note, pass_session
 from fleetctl.exits import ClientError, ConnectionBroken, Exit
 from fleetctl.progress import Progress
+from fleetctl.replies import read
 from fleetctl.text import count, one_line, size, table
 from fleetd import limits
+from fleetd.control.model_listing import InstalledModel, ModelListing, ModelVerdict, OfferedModel
 
 
 @click.group("models", invoke_without_command=True)
@@ -29,7 +31,7 @@ def command(context: click.Context) -> None:
 def list_models(session: Session) -> None:
     """List installed models and the catalog (the default)."""
     models = session.client().get("/fleet/v1/models")
-    session.emit(models, lambda: render(models))
+    session.emit(models, lambda: render(read(models, ModelListing)))
 
 
 @command.command("pull")
@@ -74,7 +76,7 @@ def verify(session: Session, name: str) -> None:
         progress.update(f"verifying {name}")
         body = {"model": name}
         found = session.client().post("/fleet/v1/models/verify", body, timeout_s=limits.CLIENT_LONG_CALL_S)
-    session.emit(found, lambda: f"{name} is intact: {one_line(str(found.get('digest')))}")
+    session.emit(found, lambda: f"{name} is intact: {one_line(read(found, ModelVerdict).digest)}")
 
 
 @command.command("load")
@@ -118,14 +120,13 @@ def remove(session: Session, name: str, yes: bool) -> int:
     return Exit.OK
 
 
-def render(models: dict[str, Any]) -> str:
+def render(models: ModelListing) -> str:
     """Two tables: what is here, and what the catalog offers beyond it."""
-    installed = models.get("installed") or []
-    offered = [entry for entry in models.get("catalog") or [] if not entry.get("installed")]
+    offered = [entry for entry in models.catalog if not entry.installed]
     parts = []
-    if installed:
+    if models.installed:
         header = ("INSTALLED", "ARCHITECTURE", "WEIGHTS", "CONTEXT", "ROLES", "SOURCE", "")
-        parts.append(table(header, [_installed(model) for model in installed], right=(2, 3)))
+        parts.append(table(header, [_installed(model) for model in models.installed], right=(2, 3)))
     else:
         parts.append("No model is installed yet; the default one is fetched with the first request.")
     if offered:
@@ -135,24 +136,24 @@ def render(models: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _installed(model: dict[str, Any]) -> tuple[str, ...]:
+def _installed(model: InstalledModel) -> tuple[str, ...]:
     return (
-        str(model.get("name")),
-        str(model.get("architecture") or "?"),
-        size(model.get("weights_bytes")),
-        count(model.get("context_tokens") or 0),
-        ", ".join(model.get("roles") or ()) or "-",
-        str(model.get("source") or "-"),
-        "loaded" if model.get("loaded") else "",
+        model.name,
+        model.architecture or "?",
+        size(model.weights_bytes),
+        count(model.context_tokens),
+        ", ".join(model.roles) or "-",
+        model.source or "-",
+        "loaded" if model.loaded else "",
     )
 
 
-def _offered(entry: dict[str, Any]) -> tuple[str, ...]:
+def _offered(entry: OfferedModel) -> tuple[str, ...]:
     return (
-        str(entry.get("name")),
-        size(entry.get("memory_bytes")),
-        count(entry.get("context_tokens") or 0),
-        ", ".join(entry.get("roles") or ()) or "-",
-        str(entry.get("tier") or "-"),
-        "yes" if entry.get("fits") else "no",
+        entry.name,
+        size(entry.memory_bytes),
+        count(entry.context_tokens),
+        ", ".join(entry.roles) or "-",
+        entry.tier or "-",
+        "yes" if entry.fits else "no",
     )

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import click
 
 from fleetctl.columns import Column, drawn, fitted, shortened
-from fleetctl.shares import Option
+from fleetctl.shares import machines
 from fleetctl.text import brief, one_line, wrapped
+from fleetd.control.prefill_plan import OptionView
 
 _MACHINES_CHARS = 40
 
 
-def options_table(options: Sequence[Option], local_s: float | None, width: int | None) -> list[str]:
+def options_table(options: Sequence[OptionView], local_s: float | None, width: int | None) -> list[str]:
     """Lines. ``local_s``: what this machine alone would take, which the others are compared with."""
     columns = [
         Column(" ", ["*" if option.chosen else " " for option in options], 9),
@@ -31,13 +32,14 @@ def options_table(options: Sequence[Option], local_s: float | None, width: int |
     return lines
 
 
-def _kind(option: Option) -> str:
+def _kind(option: OptionView) -> str:
     # "any" is said of a machine that cannot help in any way.
     return "-" if option.kind in ("", "any") else one_line(option.kind)
 
 
-def _machines(option: Option, *, cut: bool) -> str:
-    return shortened(option.machines, _MACHINES_CHARS) if cut else option.machines
+def _machines(option: OptionView, *, cut: bool) -> str:
+    named = machines(option)
+    return shortened(named, _MACHINES_CHARS) if cut else named
 
 
 def _against(seconds: float | None, local_s: float | None) -> str:

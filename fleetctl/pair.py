@@ -9,21 +9,14 @@ import click
 
 from fleetctl.cli import Session, json_option, note, pass_session
 from fleetctl.exits import ClientError, Exit
-from fleetctl.fleet import DEFAULT_PEER_PORT
-from fleetctl.pairing import (
-    Code,
-    Meeting,
-    Paired,
-    WrongCode,
-    events,
-    members_line,
-    need_a_person,
-    show_phrase,
-)
+from fleetctl.fleet_words import label_of
+from fleetctl.pairing import events, members_line, need_a_person, show_phrase
 from fleetctl.progress import Progress
 from fleetctl.text import duration, one_line
+from fleetd.control.pairing_events import CodeShown, Meeting, Paired, WrongCode
 from fleetd.host_port import host_port
 
+DEFAULT_PEER_PORT = 8115
 # The daemon names the most useful first; a list of all would bury the code.
 _ADDRESSES = 3
 _WAITING = "waiting for the other machine"
@@ -47,7 +40,7 @@ def command(session: Session, yes: bool, no_prompts: bool) -> int:
             for event in happening:
                 progress.clear()
                 match event:
-                    case Code():
+                    case CodeShown():
                         _show_code(session, event)
                         ends = time.monotonic() + event.expires_s
                         progress.update(_WAITING, left_s=event.expires_s)
@@ -56,7 +49,7 @@ def command(session: Session, yes: bool, no_prompts: bool) -> int:
                         progress.update(_WAITING, left_s=ends - time.monotonic())
                     case Meeting():
                         _answer(session, event, yes=yes, prompts=not no_prompts)
-                        progress.update(f"waiting for {event.label}")
+                        progress.update(f"waiting for {label_of(event)}")
                     case Paired():
                         _show_paired(session, event)
     except (KeyboardInterrupt, click.Abort):
@@ -65,7 +58,7 @@ def command(session: Session, yes: bool, no_prompts: bool) -> int:
     return Exit.OK
 
 
-def _show_code(session: Session, shown: Code) -> None:
+def _show_code(session: Session, shown: CodeShown) -> None:
     if session.json:
         return
     code = click.style(one_line(shown.code), bold=True)
@@ -90,7 +83,7 @@ def _host(address: str, port: int) -> str:
 def _answer(session: Session, met: Meeting, *, yes: bool, prompts: bool) -> None:
     """Ask the two questions, and tell the daemon; raises ClientError when this machine is not let in."""
     if not session.json:
-        note(f"{met.label} has the code. This phrase has to be on both screens:")
+        note(f"{label_of(met)} has the code. This phrase has to be on both screens:")
         show_phrase(met.phrase)
     same = yes or click.confirm("Is it on the other screen?", default=None, err=True)
     if same and prompts and not yes:
@@ -100,7 +93,7 @@ def _answer(session: Session, met: Meeting, *, yes: bool, prompts: bool) -> None
     session.client().post("/fleet/v1/pair/answer", body)
     if not same:
         raise ClientError(
-            f"{met.label} was not let in.",
+            f"{label_of(met)} was not let in.",
             hint="Another phrase means that somebody is in between: find out who before you pair again.",
         )
 
@@ -108,4 +101,4 @@ def _answer(session: Session, met: Meeting, *, yes: bool, prompts: bool) -> None
 def _show_paired(session: Session, paired: Paired) -> None:
     if not session.json:
         may = "may see prompts" if paired.sees_prompts else "sees no prompts"
-        click.echo(f"{paired.label} is paired and {may}. {members_line(paired.members)}")
+        click.echo(f"{label_of(paired)} is paired and {may}. {members_line(paired.members)}")

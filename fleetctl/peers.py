@@ -14,10 +14,12 @@ from fleetctl.cli import Session, json_option, pass_session
 from fleetctl.client import Client
 from fleetctl.columns import terminal_width
 from fleetctl.exits import Exit
-from fleetctl.fleet import Fleet, Peer, fetch, read
+from fleetctl.fleet_words import label_of
 from fleetctl.peers_table import render
 from fleetctl.progress import live_terminal
+from fleetctl.replies import fetch_fleet, read
 from fleetctl.text import one_line, wrapped
+from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.errors import FleetError
 
 _EVERY_S = 0.5
@@ -38,11 +40,11 @@ def command(context: click.Context, watch: bool) -> int:
     client = session.client()
     if not watch:
         found = client.get("/fleet/v1/peers")
-        session.emit(found, lambda: render(read(found, Fleet), terminal_width()))
+        session.emit(found, lambda: render(read(found, FleetView), terminal_width()))
         return Exit.OK
     if session.json or not (live_terminal(sys.stdout) and sys.stdin.isatty()):
         return _follow(session, client)
-    fetch(client)  # A daemon that cannot be reached at all is an error, not a page.
+    fetch_fleet(client)  # A daemon that cannot be reached at all is an error, not a page.
     from fleetctl.live import watch as show
 
     return show(lambda columns: _page(client, columns))
@@ -57,15 +59,15 @@ def prompts(session: Session, name: str, allowed: str) -> None:
     """Say whether a machine may see prompts: only then can it help with them."""
     body = {"peer": name, "allowed": allowed == "yes"}
     answered = session.client().post("/fleet/v1/peers/prompts", body)
-    peer = read(answered, Peer)
+    peer = read(answered, PeerView)
     what = "may see prompts" if peer.sees_prompts else "sees no prompts any more"
-    session.emit(answered, f"{peer.label} {what}.")
+    session.emit(answered, f"{label_of(peer)} {what}.")
 
 
 def _page(client: Client, columns: int) -> str:
     """The page or, while the daemon restarts, why there is none."""
     try:
-        return render(fetch(client), columns)
+        return render(fetch_fleet(client), columns)
     except FleetError as error:
         said = [wrapped(one_line(text), columns) for text in (error.message, error.hint)]
         return "\n".join([click.style("error", fg="red"), *said, "", "Trying again."])
@@ -76,7 +78,7 @@ def _follow(session: Session, client: Client) -> int:
     last: Any = None
     while True:
         found = client.get("/fleet/v1/peers")
-        fleet = read(found, Fleet)
+        fleet = read(found, FleetView)
         if (now := _essence(found)) != last:
             last = now
             if session.json:

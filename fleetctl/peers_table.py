@@ -10,19 +10,19 @@ from collections.abc import Sequence
 import click
 
 from fleetctl.columns import Column, drawn, fitted, shortened, total
-from fleetctl.fleet import Fleet, Model, Peer
-from fleetctl.fleet_words import OFF, removal
+from fleetctl.fleet_words import OFF, label_of, removal, summary
 from fleetctl.text import layers, one_line, size, wrapped
+from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
 
 _COLOURS = {"usable": "green", "connecting": "yellow", "quiet": "yellow", "draining": "yellow"}
 _NAME_CHARS = 20
 
 
-def render(fleet: Fleet, width: int | None) -> str:
+def render(fleet: FleetView, width: int | None) -> str:
     """The whole page; ``width`` None is for files and pipes, where nothing is cut."""
     if not fleet.enabled:
         return f"The fleet is {OFF}: this machine works alone."
-    parts = [wrapped(fleet.summary, width)]
+    parts = [wrapped(_summary(fleet), width)]
     if fleet.removed_by:
         parts.append(click.style(wrapped(removal(fleet.removed_by), width), fg="yellow"))
     if fleet.peers:
@@ -42,17 +42,29 @@ def render(fleet: Fleet, width: int | None) -> str:
     return "\n\n".join(parts)
 
 
-def _neighbours(fleet: Fleet, width: int | None) -> str:
+def _summary(fleet: FleetView) -> str:
+    return summary(
+        label_of(fleet),
+        port=fleet.port,
+        usable=sum(peer.usable for peer in fleet.peers),
+        peers=len(fleet.peers),
+        mdns=fleet.mdns,
+        local_only=fleet.local_only,
+        pairing=fleet.pairing,
+    )
+
+
+def _neighbours(fleet: FleetView, width: int | None) -> str:
     lines = []
-    if shown := [neighbour.label for neighbour in fleet.neighbours if neighbour.pairing]:
+    if shown := [label_of(neighbour) for neighbour in fleet.neighbours if neighbour.pairing]:
         lines.append(f"Showing a code: {', '.join(shown)}. Join with `fleetctl join CODE` here.")
-    if others := [neighbour.label for neighbour in fleet.neighbours if not neighbour.pairing]:
+    if others := [label_of(neighbour) for neighbour in fleet.neighbours if not neighbour.pairing]:
         what = f"Seen on this network, not paired: {', '.join(others)}."
         lines.append(f"{what} Pair with `fleetctl pair` here, then `fleetctl join CODE` there.")
     return "\n".join(wrapped(line, width) for line in lines)
 
 
-def _rows(peers: Sequence[Peer], width: int | None) -> list[str]:
+def _rows(peers: Sequence[PeerView], width: int | None) -> list[str]:
     columns = _columns(peers, cut=width is not None)
     beside = width is None or total(columns) <= width
     if not beside:
@@ -73,7 +85,7 @@ def _rows(peers: Sequence[Peer], width: int | None) -> list[str]:
     return [*lines, click.style(legend, dim=True)]
 
 
-def _columns(peers: Sequence[Peer], *, cut: bool) -> list[Column]:
+def _columns(peers: Sequence[PeerView], *, cut: bool) -> list[Column]:
     names = [one_line(peer.name) for peer in peers]
     # Where two machines have one name, only the id tells which is meant.
     ambiguous = len(set(names)) < len(names)
@@ -91,7 +103,7 @@ def _columns(peers: Sequence[Peer], *, cut: bool) -> list[Column]:
     ]
 
 
-def _models(models: Sequence[Model], room: int | None) -> str:
+def _models(models: Sequence[PeerModel], room: int | None) -> str:
     """Names, loaded ones first and marked; those that do not fit are counted."""
     ranked = sorted(models, key=lambda model: (model.state != "loaded", model.state != "loading"))
     names = [_model(model, model.name) for model in ranked]
@@ -109,14 +121,14 @@ def _models(models: Sequence[Model], room: int | None) -> str:
     return shortened(names[0], max(2, room - len(rest))) + rest
 
 
-def _model(model: Model, name: str) -> str:
+def _model(model: PeerModel, name: str) -> str:
     mark = {"loaded": "*", "loading": " (loading)"}.get(model.state, "")
     if model.part_last and not mark:
         mark = f" ({layers(model.part_first, model.part_last)})"
     return one_line(name) + mark
 
 
-def _why(peer: Peer, width: int | None) -> list[str]:
+def _why(peer: PeerView, width: int | None) -> list[str]:
     if peer.usable:
         return []
     lines = []
@@ -127,7 +139,7 @@ def _why(peer: Peer, width: int | None) -> list[str]:
     return lines
 
 
-def _memory(peer: Peer) -> str:
+def _memory(peer: PeerView) -> str:
     if not peer.memory_bytes:
         return "-"
     free, total = size(peer.available_bytes) if peer.usable else "-", size(peer.memory_bytes)
@@ -135,17 +147,17 @@ def _memory(peer: Peer) -> str:
     return f"{free.removesuffix(f' {unit}')}/{total}"
 
 
-def _load(peer: Peer) -> str:
+def _load(peer: PeerView) -> str:
     if not peer.usable:
         return "-"
     return f"{peer.running}+{peer.waiting}" if peer.running or peer.waiting else "idle"
 
 
-def _rtt(peer: Peer) -> str:
+def _rtt(peer: PeerView) -> str:
     if peer.rtt_ms is None:
         return "-"
     return f"{peer.rtt_ms:.{2 if peer.rtt_ms < 9.995 else 0}f} ms"
 
 
-def _bandwidth(peer: Peer) -> str:
+def _bandwidth(peer: PeerView) -> str:
     return "-" if peer.bytes_per_s is None else f"{size(peer.bytes_per_s)}/s"

@@ -10,11 +10,12 @@ import click
 
 from fleetctl.cli import Session, json_option, pass_session
 from fleetctl.columns import Column, drawn, fitted, terminal_width
-from fleetctl.fleet import read
 from fleetctl.options_table import options_table
-from fleetctl.shares import Plan, Step, prompt
+from fleetctl.replies import read
+from fleetctl.shares import division, drafts_line, local_s, prompt
 from fleetctl.text import brief, one_line, size, wrapped
 from fleetctl.text_files import read_text
+from fleetd.control.prefill_plan import PlanView, StepView
 
 
 @click.command("plan")
@@ -60,10 +61,10 @@ def command(
         body["smart"] = ratio or 0
     found = session.client().post("/fleet/v1/plan", body)
     estimated = file is not None
-    session.emit(found, lambda: render(read(found, Plan), terminal_width(), estimated=estimated))
+    session.emit(found, lambda: render(read(found, PlanView), terminal_width(), estimated=estimated))
 
 
-def render(plan: Plan, width: int | None, *, estimated: bool = False) -> str:
+def render(plan: PlanView, width: int | None, *, estimated: bool = False) -> str:
     """The page for people; ``width`` None is for files and pipes, where nothing is cut.
 
     ``estimated``: the tokens were counted roughly, from a text.
@@ -72,16 +73,16 @@ def render(plan: Plan, width: int | None, *, estimated: bool = False) -> str:
     parts = [wrapped(f"{one_line(plan.model)} · a prompt of {asked}", width)]
     if not plan.options:
         return f"{parts[0]}\n\nThere is no way to compute it."
-    parts.append("\n".join(options_table(plan.options, plan.local_s, width)))
+    parts.append("\n".join(options_table(plan.options, local_s(plan.options), width)))
     chosen = next((option for option in plan.options if option.chosen), None)
     if chosen is not None and chosen.steps:
-        parts.append("\n".join([wrapped(f"* {chosen.division}", width), *_steps(chosen.steps, width)]))
+        parts.append("\n".join([wrapped(f"* {division(chosen)}", width), *_steps(chosen.steps, width)]))
     if plan.drafts is not None:
-        parts.append(wrapped(plan.drafts.line, width))
+        parts.append(wrapped(drafts_line(plan.drafts), width))
     return "\n\n".join(parts)
 
 
-def _steps(steps: Sequence[Step], width: int | None) -> list[str]:
+def _steps(steps: Sequence[StepView], width: int | None) -> list[str]:
     columns = [
         Column("", [f"  {one_line(step.name)}" for step in steps], 9),
         Column("", [one_line(step.machine) for step in steps], 8),

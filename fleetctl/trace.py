@@ -9,11 +9,11 @@ import click
 from fleetctl.cli import Session, json_option, pass_session
 from fleetctl.client import Client
 from fleetctl.columns import terminal_width
-from fleetctl.fleet import read
-from fleetctl.shares import Traces
+from fleetctl.replies import read
 from fleetctl.text import one_line
 from fleetctl.trace_page import SHORT_ID_CHARS, listing, page
 from fleetd import limits
+from fleetd.control.prefill_trace import TracesView
 from fleetd.errors import InvalidValue, NotFound
 
 
@@ -38,10 +38,10 @@ def command(session: Session, request: str | None, last: int) -> None:
     client = session.client()
     if request is None:
         found = _fetch(client, last=last)
-        session.emit(found, lambda: listing(read(found, Traces).traces, terminal_width()))
+        session.emit(found, lambda: listing(read(found, TracesView).traces, terminal_width()))
         return
     found = _find(client, request)
-    pages = read({"traces": found}, Traces).traces
+    pages = read({"traces": found}, TracesView).traces
     session.emit(
         found[0] if len(found) == 1 else {"traces": found},
         lambda: "\n\n".join(page(trace, terminal_width()) for trace in pages),
@@ -72,5 +72,5 @@ def _find(client: Client, request: str) -> list[Any]:
 def _fetch(client: Client, *, last: int) -> Any:
     """The answer as it came, checked to be one that this fleetctl knows."""
     found = client.get(f"/fleet/v1/traces?last={last}")
-    read(found, Traces)
+    read(found, TracesView)
     return found

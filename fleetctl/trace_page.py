@@ -9,8 +9,10 @@ import click
 
 from fleetctl.columns import Column, drawn, fitted, shortened
 from fleetctl.options_table import options_table
-from fleetctl.shares import THIS, Drafter, Speculation, Step, Trace, deviation, local_s, prompt
+from fleetctl.shares import THIS, deviation, division, helpers, local_s, prompt
 from fleetctl.text import brief, clause, count, one_line, size, wrapped
+from fleetd.control.prefill_plan import StepView
+from fleetd.control.prefill_trace import DrafterView, Speculated, Trace
 
 # The end of a request's id, which tells it from the others in a list.
 SHORT_ID_CHARS = 8
@@ -62,7 +64,7 @@ def page(trace: Trace, width: int | None) -> str:
         ("request", f"{one_line(trace.id)} · {_date(trace.at_s)}"),
         ("model", one_line(trace.model)),
         ("prompt", prompt(trace.prompt_tokens, trace.cached_tokens, trace.kept_tokens)),
-        ("plan", chosen.division),
+        ("plan", division(chosen)),
         ("outcome", _outcome(trace)),
         ("prefill", _prefill(trace)),
     ]
@@ -81,7 +83,7 @@ def page(trace: Trace, width: int | None) -> str:
     return "\n\n".join(parts)
 
 
-def _drafts(told: Speculation, drafter: Drafter | None) -> str:
+def _drafts(told: Speculated, drafter: DrafterView | None) -> str:
     """What came of them, source by source, and what that did."""
     by_source = ", ".join(
         f"{_source(source, drafter)} {_share(found.accepted, found.drafted)} in {_passes(found.passes)}"
@@ -92,12 +94,12 @@ def _drafts(told: Speculation, drafter: Drafter | None) -> str:
     return f"right: {by_source}; {per_pass} of up to {told.width}; {word} {brief(abs(told.saved_s))}"
 
 
-def _source(name: str, drafter: Drafter | None) -> str:
+def _source(name: str, drafter: DrafterView | None) -> str:
     """As figures call it; of another worker's drafts also whose they are."""
     return f"drafter ({_named(drafter)})" if name == "drafter" and drafter is not None else one_line(name)
 
 
-def _named(drafter: Drafter) -> str:
+def _named(drafter: DrafterView) -> str:
     return f"{one_line(drafter.model)} on {one_line(drafter.machine)}"
 
 
@@ -137,13 +139,13 @@ def _why(trace: Trace) -> str:
 
 def _plan(trace: Trace, *, cut: bool) -> str:
     """In a list: the kind and who helps."""
-    kind, helpers = one_line(trace.chosen.kind) or "-", trace.chosen.helpers
-    if trace.chosen.kind == "local" or not helpers:
+    kind, others = one_line(trace.chosen.kind) or "-", helpers(trace.chosen)
+    if trace.chosen.kind == "local" or not others:
         return kind
     if not cut:
-        return f"{kind}: {', '.join(helpers)}"
-    others = f" +{len(helpers) - 1}" if helpers[1:] else ""
-    return f"{kind}: {shortened(helpers[0], _HELPER_CHARS)}{others}"
+        return f"{kind}: {', '.join(others)}"
+    more = f" +{len(others) - 1}" if others[1:] else ""
+    return f"{kind}: {shortened(others[0], _HELPER_CHARS)}{more}"
 
 
 def _tokens(trace: Trace) -> str:
@@ -157,7 +159,7 @@ def _model(name: str, *, cut: bool) -> str:
     return shortened(one_line(name.rpartition("/")[2]), _NAME_CHARS) if cut else one_line(name)
 
 
-def _steps(predicted: Sequence[Step], actual: Sequence[Step], width: int | None) -> list[str]:
+def _steps(predicted: Sequence[StepView], actual: Sequence[StepView], width: int | None) -> list[str]:
     """Both kinds side by side; what only one of them knows has a row as well."""
     pairs = list(_paired(predicted, actual))
     columns = [
@@ -176,8 +178,8 @@ def _steps(predicted: Sequence[Step], actual: Sequence[Step], width: int | None)
 
 
 def _paired(
-    predicted: Sequence[Step], actual: Sequence[Step]
-) -> Iterable[tuple[Step, Step | None, Step | None]]:
+    predicted: Sequence[StepView], actual: Sequence[StepView]
+) -> Iterable[tuple[StepView, StepView | None, StepView | None]]:
     """(either of them, predicted, actual), the predicted ones in their order first.
 
     Predictions are about the machine that answers, which they do not name.
@@ -193,21 +195,21 @@ def _paired(
         yield step, None, step
 
 
-def _several(*steps: Sequence[Step]) -> bool:
+def _several(*steps: Sequence[StepView]) -> bool:
     return len({step.machine for group in steps for step in group if step.machine}) > 1
 
 
-def _difference(predicted: Step | None, actual: Step | None) -> str:
+def _difference(predicted: StepView | None, actual: StepView | None) -> str:
     if predicted is None or actual is None:
         return "-"
     return deviation(actual.seconds, predicted.seconds)
 
 
-def _step_s(step: Step | None) -> str:
+def _step_s(step: StepView | None) -> str:
     return "-" if step is None else brief(step.seconds)
 
 
-def _bytes(step: Step | None) -> str:
+def _bytes(step: StepView | None) -> str:
     return size(step.n_bytes) if step is not None and step.n_bytes else "-"
 
 

@@ -5,19 +5,15 @@ from __future__ import annotations
 import sys
 
 import click
-import msgspec
 
 from fleetctl.cli import Session, json_option, pass_session
 from fleetctl.exits import ClientError, Exit
-from fleetctl.fleet import Fleet, fetch, read
+from fleetctl.fleet_words import label_of
+from fleetctl.replies import fetch_fleet, read
 from fleetctl.text import one_line
+from fleetd.control.fleet_view import FleetView
+from fleetd.control.pairing_events import Unpaired
 from fleetd.errors import InvalidValue
-
-
-class Unpaired(msgspec.Struct, frozen=True):
-    name: str = ""
-    told: list[str] = []
-    pending: list[str] = []
 
 
 @click.command("unpair")
@@ -28,7 +24,7 @@ class Unpaired(msgspec.Struct, frozen=True):
 def command(session: Session, name: str, yes: bool) -> int:
     """Remove a machine (its name or id) from the fleet; every other member hears of it."""
     client = session.client()
-    shown = _refuse_self(fetch(client), name)
+    shown = _refuse_self(fetch_fleet(client), name)
     if not yes:
         if session.json or not sys.stdin.isatty():
             raise click.UsageError(f"This removes {one_line(name)}; say --yes where nobody can be asked.")
@@ -39,15 +35,15 @@ def command(session: Session, name: str, yes: bool) -> int:
     return Exit.OK
 
 
-def _refuse_self(fleet: Fleet, name: str) -> str:
+def _refuse_self(fleet: FleetView, name: str) -> str:
     """How the machine is shown; raises InvalidValue where it is this one."""
     key = name.lower()
     for peer in fleet.peers:
         if key in (peer.name.lower(), peer.short_id, peer.node_id):
-            return peer.label
+            return label_of(peer)
     if fleet.enabled and key in (fleet.name.lower(), fleet.short_id, fleet.node_id):
         raise InvalidValue(
-            f"{fleet.label} is this machine.",
+            f"{label_of(fleet)} is this machine.",
             hint=f"On another machine of the fleet: `fleetctl unpair {one_line(fleet.short_id)}`. "
             "To keep to itself alone, set fleet.enabled = false in fleetd.toml.",
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from fleetctl.cli import Session, json_option, pass_session
+from fleetctl.replies import read
 from fleetctl.text import count, table
+from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 
 _HEADER = ("DAY", "MODEL", "REQUESTS", "FAILED", "PROMPT", "CACHED", "ANSWER", "PREFILL", "DECODE")
 
@@ -19,38 +19,36 @@ _HEADER = ("DAY", "MODEL", "REQUESTS", "FAILED", "PROMPT", "CACHED", "ANSWER", "
 def command(session: Session, days: int) -> None:
     """Show tokens and speeds per day and model. Prompts and answers are never recorded."""
     usage = session.client().get(f"/fleet/v1/usage?days={days}")
-    session.emit(usage, lambda: render(usage, days))
+    session.emit(usage, lambda: render(read(usage, UsageReport), days))
 
 
-def render(usage: dict[str, Any], days: int) -> str:
+def render(usage: UsageReport, days: int) -> str:
     """The table for people; speeds are tokens computed per second, so cached tokens do not count."""
-    rows = usage.get("rows") or []
-    if not rows:
+    if not usage.rows:
         return f"No requests in the last {days} day{'s' if days > 1 else ''}."
-    nodes = {row.get("node") for row in rows}
-    lines = [_row(row, str(row.get("day")), _model(row, with_node=len(nodes) > 1)) for row in rows]
-    lines.append(_row(usage.get("totals") or {}, "total", ""))
+    with_node = len({row.node for row in usage.rows}) > 1
+    lines = [_cells(row.day, _model(row, with_node=with_node), row) for row in usage.rows]
+    lines.append(_cells("total", "", usage.totals))
     return table(_HEADER, lines, right=range(2, len(_HEADER)))
 
 
-def _model(row: dict[str, Any], *, with_node: bool) -> str:
-    return f"{row.get('model')} @ {row.get('node')}" if with_node else str(row.get("model"))
+def _model(row: UsageRow, *, with_node: bool) -> str:
+    return f"{row.model} @ {row.node}" if with_node else row.model
 
 
-def _row(row: dict[str, Any], day: str, model: str) -> tuple[str, ...]:
-    prompt, cached, answer = (row.get(f"{kind}_tokens") or 0 for kind in ("prompt", "cached", "completion"))
+def _cells(day: str, model: str, used: UsageRow | UsageTotals) -> tuple[str, ...]:
     return (
         day,
         model,
-        count(row.get("requests") or 0),
-        count(row.get("failed") or 0),
-        count(prompt),
-        count(cached),
-        count(answer),
-        _speed(prompt - cached, row.get("prefill_s")),
-        _speed(answer, row.get("decode_s")),
+        count(used.requests),
+        count(used.failed),
+        count(used.prompt_tokens),
+        count(used.cached_tokens),
+        count(used.completion_tokens),
+        _speed(used.prompt_tokens - used.cached_tokens, used.prefill_s),
+        _speed(used.completion_tokens, used.decode_s),
     )
 
 
-def _speed(tokens: int, seconds: float | None) -> str:
+def _speed(tokens: int, seconds: float) -> str:
     return f"{count(tokens / seconds)} tok/s" if seconds and tokens > 0 else "-"

@@ -1,4 +1,4 @@
-"""The body of GET /fleet/v1/status: the daemon, its machine, its engines, its requests and its fleet.
+"""The bodies of GET /fleet/v1/status and /fleet/v1/env: the daemon and what it does, and how to reach it.
 
 Sizes are in bytes, times and ages in seconds.
 """
@@ -98,6 +98,16 @@ class RequestCounts(msgspec.Struct, frozen=True):
     waiting: int = 0
     completed: int = 0
     failed: int = 0
+
+
+class ClientSettings(msgspec.Struct, frozen=True):
+    """The body of GET /fleet/v1/env: what an OpenAI client on this machine needs.
+
+    ``base_url`` is None where the daemon listens on its socket alone.
+    """
+
+    base_url: str | None = None
+    api_key: str = ""
 
 
 class DaemonStatus(msgspec.Struct, frozen=True):

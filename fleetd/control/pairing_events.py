@@ -1,4 +1,7 @@
-"""The events of POST /fleet/v1/pair and /fleet/v1/join, and the answer of POST /fleet/v1/unpair."""
+"""The events of POST /fleet/v1/pair and /fleet/v1/join, and the answer of POST /fleet/v1/unpair.
+
+The code, and what a person compares before a machine is let in, have no defaults: nothing stands in for them.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ class CodeShown(msgspec.Struct, frozen=True, tag="code"):
     The window closes after ``expires_s`` seconds or ``tries`` wrong codes.
     """
 
-    code: str = ""
+    code: str
     expires_s: float = 0.0
     tries: int = 0
     name: str = ""
@@ -34,10 +37,10 @@ class Searching(msgspec.Struct, frozen=True, tag="searching"):
 class Meeting(msgspec.Struct, frozen=True, tag="meeting"):
     """The code was right on both sides. The phrase has to be the same on both screens."""
 
-    node_id: str = ""
-    short_id: str = ""
-    name: str = ""
-    phrase: str = ""
+    node_id: str
+    short_id: str
+    name: str
+    phrase: str
 
 
 class Paired(msgspec.Struct, frozen=True, tag="paired"):

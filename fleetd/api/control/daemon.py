@@ -16,6 +16,7 @@ from fleetd.api.openai.bodies import parse
 from fleetd.api.openai.models import json, loaded_models
 from fleetd.api.relay import relay
 from fleetd.api.services import Services
+from fleetd.control.daemon_status import ClientSettings
 from fleetd.control.model_listing import InstalledModel, ModelListing, ModelVerdict, OfferedModel
 from fleetd.errors import InvalidValue, ModelNotFound
 
@@ -106,7 +107,7 @@ async def env(request: web.Request) -> web.StreamResponse:
     if http is not None:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)  # noqa: S104  an address to call, not to bind
         base_url = f"http://[{host}]:{http.port}/v1" if ":" in host else f"http://{host}:{http.port}/v1"
-    return json({"base_url": base_url, "api_key": services.token})
+    return json(ClientSettings(base_url, services.token))
 
 
 # ---- Acting ----------------------------------------------------------------------------------------------
