@@ -9,14 +9,14 @@ from typing import Any
 
 import click
 
-from fleetctl.cli import Session, note
+from fleetctl.cli import CliSession, note
 from fleetctl.exits import ConnectionBroken
+from fleetctl.render.text import one_line
 from fleetctl.replies import read
-from fleetctl.text import one_line
 from fleetd.control.pairing_events import Paired, PairingEvent
 
 
-def events(session: Session, path: str, body: dict[str, Any]) -> Generator[PairingEvent, None, None]:
+def events(session: CliSession, path: str, body: dict[str, Any]) -> Generator[PairingEvent, None, None]:
     """The pairing as it happens, up to its end; with --json each event is a line on stdout.
 
     Close it to stop: the daemon then closes the window, or gives up the search.
@@ -36,7 +36,7 @@ def events(session: Session, path: str, body: dict[str, Any]) -> Generator[Pairi
     )
 
 
-def need_a_person(session: Session, instead: str) -> None:
+def need_a_person(session: CliSession, instead: str) -> None:
     """Before anything is begun: questions need somebody who can answer them."""
     if session.json or not sys.stdin.isatty():
         raise click.UsageError(f"Nobody can be asked here: say {instead}.")

@@ -24,8 +24,8 @@ from fleetctl.answer import Options, ask, closing
 from fleetctl.cli import note, show_error
 from fleetctl.client import Client
 from fleetctl.exits import Exit
+from fleetctl.render.text import one_line
 from fleetctl.replies import read
-from fleetctl.text import one_line
 from fleetd.control.daemon_status import DaemonStatus
 from fleetd.errors import FleetError
 

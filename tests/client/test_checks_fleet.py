@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_doctor import level
 
-from fleetctl import checks_fleet
 from fleetctl.client import Client
-from fleetctl.findings import Finding
+from fleetctl.doctor import checks_fleet
+from fleetctl.doctor.findings import Finding
 from fleetctl.home import locate
 from fleetctl.replies import read
 from fleetd.control.fleet_view import FleetView

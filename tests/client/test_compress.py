@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shares import PLAN
 
-from fleetctl import compress_view as view
 from fleetctl.exits import Exit
+from fleetctl.render import kept_text as view
 from fleetctl.replies import read
 from fleetd.control.compression_reply import Compression, CompressUsage, KeptSpan
 

@@ -15,13 +15,14 @@ import pytest
 from fake_daemon import STATUS, FakeDaemon, Reply, Run
 
 import fleetd
-from fleetctl import checks_daemon, checks_local, checks_machine, doctor
 from fleetctl.client import Client
+from fleetctl.doctor import checks_daemon, checks_local, checks_machine
+from fleetctl.doctor.findings import Finding
 from fleetctl.exits import Exit
-from fleetctl.findings import Finding
 from fleetctl.home import locate
 from fleetctl.managers import State
 from fleetctl.replies import read
+from fleetctl.verbs import doctor
 from fleetd import limits
 from fleetd.control.daemon_status import DaemonStatus
 

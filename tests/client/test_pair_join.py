@@ -12,7 +12,7 @@ import pytest
 from fake_daemon import FLEET, FLEETCTL, FakeDaemon, Reply, Run, data
 
 from fleetctl.exits import Exit
-from fleetctl.pair import _host
+from fleetctl.verbs.pair import _host
 
 CODE = {"type": "code", "code": "42-lusab-babad", "expires_s": 300.0, "tries": 3, "name": "mini"} | {
     "port": 8115,

@@ -18,11 +18,11 @@ from fake_daemon import FLEET, FLEETCTL, FakeDaemon, Reply, Run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetctl import live
 from fleetctl.exits import DaemonFailed, Exit
-from fleetctl.peers import _essence
-from fleetctl.peers_table import render
+from fleetctl.render import live_page
+from fleetctl.render.peers_table import render
 from fleetctl.replies import read
+from fleetctl.verbs.peers import _essence
 from fleetd.control.fleet_view import FleetView, UnansweredAddress
 
 Start = Callable[..., "pexpect.spawn[str]"]
@@ -284,7 +284,7 @@ def test_the_live_page_outlives_a_daemon_that_restarts(daemon: FakeDaemon, start
 
 
 def test_a_long_page_scrolls() -> None:
-    shown = live._Page()
+    shown = live_page._Page()
     shown.lines = [str(i) for i in range(10)]
     assert click.unstyle(shown.shown(5)).splitlines() == ["0", "1", "2", "3", "q quits · ↓ 6 more lines"]
     shown.top = 99
@@ -303,7 +303,7 @@ def test_a_fault_in_drawing_is_not_a_page_that_stands_still() -> None:
 
     with create_pipe_input() as keys, create_app_session(keys, DummyOutput()):
         with pytest.raises(ValueError, match="a bug"):
-            live.watch(draw)
+            live_page.watch(draw)
 
 
 def test_a_configured_address_that_does_not_answer_is_told_with_its_reason() -> None:

@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from shares import LAYERS, LOCAL, PLAN
 
 from fleetctl.exits import Exit
-from fleetctl.plan import render
+from fleetctl.render.plan_words import deviation, division
+from fleetctl.render.text import brief
 from fleetctl.replies import read
-from fleetctl.shares import deviation, division
-from fleetctl.text import brief
+from fleetctl.verbs.plan import render
 from fleetd import limits
 from fleetd.control.prefill_plan import OptionView, PlanQuestion, PlanView
 

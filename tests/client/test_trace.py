@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from shares import TRACES
 
 from fleetctl.exits import Exit
+from fleetctl.render.trace_page import listing, page
 from fleetctl.replies import read
-from fleetctl.trace_page import listing, page
 from fleetd import limits
 from fleetd.control.prefill_trace import SourceCounts, Speculated, Trace, TracesView
 

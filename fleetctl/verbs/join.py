@@ -6,12 +6,12 @@ from contextlib import closing
 
 import click
 
-from fleetctl.cli import Session, json_option, note, pass_session
+from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import Exit
-from fleetctl.fleet_words import label_of
 from fleetctl.pairing import events, members_line, need_a_person, show_phrase
-from fleetctl.progress import Progress
-from fleetctl.text import one_line
+from fleetctl.render.fleet_words import label_of
+from fleetctl.render.progress_line import Progress
+from fleetctl.render.text import one_line
 from fleetd.control.pairing_events import Meeting, Paired, Searching
 
 
@@ -22,7 +22,7 @@ from fleetd.control.pairing_events import Meeting, Paired, Searching
 @click.option("--no-prompts", is_flag=True, help="That machine may not see prompts typed here.")
 @json_option
 @pass_session
-def command(session: Session, code: str, host: str | None, yes: bool, no_prompts: bool) -> int:
+def command(session: CliSession, code: str, host: str | None, yes: bool, no_prompts: bool) -> int:
     """Join the fleet of the machine on which `fleetctl pair` shows CODE."""
     sees_prompts = not no_prompts
     if not yes and not no_prompts:
@@ -51,12 +51,12 @@ def command(session: Session, code: str, host: str | None, yes: bool, no_prompts
     return Exit.OK
 
 
-def _show_meeting(session: Session, met: Meeting) -> None:
+def _show_meeting(session: CliSession, met: Meeting) -> None:
     if not session.json:
         note(f"Found {label_of(met)}. This phrase has to be on both screens; if it is not, press Ctrl-C:")
         show_phrase(met.phrase)
 
 
-def _show_paired(session: Session, paired: Paired) -> None:
+def _show_paired(session: CliSession, paired: Paired) -> None:
     if not session.json:
         click.echo(f"This machine is paired with {label_of(paired)}. {members_line(paired.members)}")

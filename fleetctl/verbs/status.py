@@ -6,15 +6,15 @@ from typing import Any
 
 import click
 
-from fleetctl.cli import Session, json_option, pass_session
-from fleetctl.fleet_words import OFF, label, removal, summary
-from fleetctl.text import count, duration, layers, one_line, size, table
+from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.render.fleet_words import OFF, label, removal, summary
+from fleetctl.render.text import count, duration, layers, one_line, size, table
 
 
 @click.command("status")
 @json_option
 @pass_session
-def command(session: Session) -> None:
+def command(session: CliSession) -> None:
     """Show the daemon, its machine and its models."""
     status = session.client().get("/fleet/v1/status")
     session.emit(status, lambda: render(status))

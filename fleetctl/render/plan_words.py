@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from fleetctl.text import clause, count, one_line
+from fleetctl.render.text import clause, count, one_line
 from fleetd.control.prefill_plan import DraftsView, OptionView
 
 THIS = "this"

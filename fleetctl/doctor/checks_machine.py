@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 
+from fleetctl.doctor.findings import Finding, fail, ok, warn
 from fleetctl.exits import ClientError
-from fleetctl.findings import Finding, fail, ok, warn
 from fleetctl.managers import Scope, State, manager_for
-from fleetctl.text import one_line
+from fleetctl.render.text import one_line
 
 # A cold import of MLX from a slow disk takes 20 s; a wedged GPU driver never answers.
 MLX_S = 60.0

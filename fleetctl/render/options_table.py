@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import click
 
-from fleetctl.columns import Column, drawn, fitted, shortened
-from fleetctl.shares import machines
-from fleetctl.text import brief, one_line, wrapped
+from fleetctl.render.columns import Column, drawn, fitted, shortened
+from fleetctl.render.plan_words import machines
+from fleetctl.render.text import brief, one_line, wrapped
 from fleetd.control.prefill_plan import OptionView
 
 _MACHINES_CHARS = 40

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import click
 
-from fleetctl.columns import Column, drawn, fitted, shortened, total
-from fleetctl.fleet_words import OFF, label_of, removal, summary
-from fleetctl.text import layers, one_line, size, wrapped
+from fleetctl.render.columns import Column, drawn, fitted, shortened, total
+from fleetctl.render.fleet_words import OFF, label_of, removal, summary
+from fleetctl.render.text import layers, one_line, size, wrapped
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
 
 _COLOURS = {"usable": "green", "connecting": "yellow", "quiet": "yellow", "draining": "yellow"}

@@ -7,10 +7,10 @@ from collections.abc import Iterable, Sequence
 
 import click
 
-from fleetctl.columns import Column, drawn, fitted, shortened
-from fleetctl.options_table import options_table
-from fleetctl.shares import THIS, deviation, division, helpers, local_s, prompt
-from fleetctl.text import brief, clause, count, one_line, size, wrapped
+from fleetctl.render.columns import Column, drawn, fitted, shortened
+from fleetctl.render.options_table import options_table
+from fleetctl.render.plan_words import THIS, deviation, division, helpers, local_s, prompt
+from fleetctl.render.text import brief, clause, count, one_line, size, wrapped
 from fleetd.control.prefill_plan import StepView
 from fleetd.control.prefill_trace import DrafterView, Speculated, Trace
 

@@ -7,12 +7,12 @@ from contextlib import closing
 
 import click
 
-from fleetctl.cli import Session, json_option, note, pass_session
+from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import ClientError, Exit
-from fleetctl.fleet_words import label_of
 from fleetctl.pairing import events, members_line, need_a_person, show_phrase
-from fleetctl.progress import Progress
-from fleetctl.text import duration, one_line
+from fleetctl.render.fleet_words import label_of
+from fleetctl.render.progress_line import Progress
+from fleetctl.render.text import duration, one_line
 from fleetd.control.pairing_events import CodeShown, Meeting, Paired, WrongCode
 from fleetd.host_port import host_port
 
@@ -27,7 +27,7 @@ _WAITING = "waiting for the other machine"
 @click.option("--no-prompts", is_flag=True, help="The new machine may not see prompts.")
 @json_option
 @pass_session
-def command(session: Session, yes: bool, no_prompts: bool) -> int:
+def command(session: CliSession, yes: bool, no_prompts: bool) -> int:
     """Let another machine into this fleet: shows a code to type there with `fleetctl join`.
 
     The code works once. Ctrl-C closes the window.
@@ -58,7 +58,7 @@ def command(session: Session, yes: bool, no_prompts: bool) -> int:
     return Exit.OK
 
 
-def _show_code(session: Session, shown: CodeShown) -> None:
+def _show_code(session: CliSession, shown: CodeShown) -> None:
     if session.json:
         return
     code = click.style(one_line(shown.code), bold=True)
@@ -80,7 +80,7 @@ def _host(address: str, port: int) -> str:
     return host_port(address, port)
 
 
-def _answer(session: Session, met: Meeting, *, yes: bool, prompts: bool) -> None:
+def _answer(session: CliSession, met: Meeting, *, yes: bool, prompts: bool) -> None:
     """Ask the two questions, and tell the daemon; raises ClientError when this machine is not let in."""
     if not session.json:
         note(f"{label_of(met)} has the code. This phrase has to be on both screens:")
@@ -98,7 +98,7 @@ def _answer(session: Session, met: Meeting, *, yes: bool, prompts: bool) -> None
         )
 
 
-def _show_paired(session: Session, paired: Paired) -> None:
+def _show_paired(session: CliSession, paired: Paired) -> None:
     if not session.json:
         may = "may see prompts" if paired.sees_prompts else "sees no prompts"
         click.echo(f"{label_of(paired)} is paired and {may}. {members_line(paired.members)}")

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
-from fleetctl.cli import Session, json_option, note, pass_session
+from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import ClientError, ConnectionBroken, Exit
-from fleetctl.progress import Progress
+from fleetctl.render.progress_line import Progress
+from fleetctl.render.text import count, one_line, size, table
 from fleetctl.replies import read
-from fleetctl.text import count, one_line, size, table
 from fleetd import limits
 from fleetd.control.model_listing import InstalledModel, ModelListing, ModelVerdict, OfferedModel
 
@@ -28,7 +28,7 @@ def command(context: click.Context) -> None:
 @command.command("list")
 @json_option
 @pass_session
-def list_models(session: Session) -> None:
+def list_models(session: CliSession) -> None:
     """List installed models and the catalog (the default)."""
     models = session.client().get("/fleet/v1/models")
     session.emit(models, lambda: render(read(models, ModelListing)))
@@ -38,7 +38,7 @@ def list_models(session: Session) -> None:
 @click.argument("name")
 @json_option
 @pass_session
-def pull(session: Session, name: str) -> int:
+def pull(session: CliSession, name: str) -> int:
     """Download a model: a catalog name or a hub id such as mlx-community/Qwen3-0.6B-4bit.
 
     Ctrl-C stops it; pulling again continues where it stopped.
@@ -53,7 +53,7 @@ def pull(session: Session, name: str) -> int:
     return Exit.OK
 
 
-def _pull(session: Session, name: str, progress: Progress) -> dict[str, Any]:
+def _pull(session: CliSession, name: str, progress: Progress) -> dict[str, Any]:
     with session.client().stream("/fleet/v1/models/pull", {"model": name}) as stream:
         for report in stream.reports():
             if report.get("done") is True:
@@ -70,7 +70,7 @@ def _pull(session: Session, name: str, progress: Progress) -> dict[str, Any]:
 @click.argument("name")
 @json_option
 @pass_session
-def verify(session: Session, name: str) -> None:
+def verify(session: CliSession, name: str) -> None:
     """Check every file of a model and print its digest."""
     with Progress() as progress:
         progress.update(f"verifying {name}")
@@ -83,7 +83,7 @@ def verify(session: Session, name: str) -> None:
 @click.argument("name")
 @json_option
 @pass_session
-def load(session: Session, name: str) -> None:
+def load(session: CliSession, name: str) -> None:
     """Load a model now instead of with its first request."""
     with Progress() as progress:
         progress.update(f"loading {name}")
@@ -97,7 +97,7 @@ def load(session: Session, name: str) -> None:
 @click.argument("name")
 @json_option
 @pass_session
-def unload(session: Session, name: str) -> None:
+def unload(session: CliSession, name: str) -> None:
     """End a model's engine and free its memory; its files stay."""
     done = session.client().post("/fleet/v1/models/unload", {"model": name}, timeout_s=limits.DRAIN_S)
     session.emit(done, f"{name} is not loaded any more.")
@@ -108,7 +108,7 @@ def unload(session: Session, name: str) -> None:
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @json_option
 @pass_session
-def remove(session: Session, name: str, yes: bool) -> int:
+def remove(session: CliSession, name: str, yes: bool) -> int:
     """Delete a model's files."""
     if not yes:
         if session.json or not sys.stdin.isatty():

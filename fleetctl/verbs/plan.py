@@ -8,12 +8,12 @@ from typing import Any
 
 import click
 
-from fleetctl.cli import Session, json_option, pass_session
-from fleetctl.columns import Column, drawn, fitted, terminal_width
-from fleetctl.options_table import options_table
+from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.render.columns import Column, drawn, fitted, terminal_width
+from fleetctl.render.options_table import options_table
+from fleetctl.render.plan_words import division, drafts_line, local_s, prompt
+from fleetctl.render.text import brief, one_line, size, wrapped
 from fleetctl.replies import read
-from fleetctl.shares import division, drafts_line, local_s, prompt
-from fleetctl.text import brief, one_line, size, wrapped
 from fleetctl.text_files import read_text
 from fleetd.control.prefill_plan import PlanView, StepView
 
@@ -39,7 +39,7 @@ from fleetd.control.prefill_plan import PlanView, StepView
 @json_option
 @pass_session
 def command(
-    session: Session,
+    session: CliSession,
     file: str | None,
     model: str,
     tokens: int | None,

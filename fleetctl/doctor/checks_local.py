@@ -13,9 +13,9 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from fleetctl.findings import Finding, fail, ok, warn
+from fleetctl.doctor.findings import Finding, fail, ok, warn
 from fleetctl.home import Address
-from fleetctl.text import size
+from fleetctl.render.text import size
 from fleetd import limits
 
 DEFAULT_LISTEN = "127.0.0.1:8114"

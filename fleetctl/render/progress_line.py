@@ -14,7 +14,7 @@ import time
 from types import TracebackType
 from typing import TextIO
 
-from fleetctl.text import count, one_line, rough, size
+from fleetctl.render.text import count, one_line, rough, size
 
 SHOW_AFTER_S = 0.5
 _REPAINT_S = 0.2

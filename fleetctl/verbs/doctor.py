@@ -11,15 +11,15 @@ from pathlib import Path
 
 import click
 
-from fleetctl import checks_daemon, checks_fleet, checks_local, checks_machine
-from fleetctl.cli import Session, json_option, pass_session
+from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.client import Client
+from fleetctl.doctor import checks_daemon, checks_fleet, checks_local, checks_machine
+from fleetctl.doctor.findings import Finding, Level, fail
 from fleetctl.exits import Exit
-from fleetctl.findings import Finding, Level, fail
 from fleetctl.home import Address
-from fleetctl.progress import Progress
+from fleetctl.render.progress_line import Progress
+from fleetctl.render.text import printable
 from fleetctl.replies import read
-from fleetctl.text import printable
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading
 from fleetd.errors import FleetError
 
@@ -30,7 +30,7 @@ _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 @click.command("doctor")
 @json_option
 @pass_session
-def command(session: Session) -> int:
+def command(session: CliSession) -> int:
     """Check the daemon, its files, the machine and the models; exits 1 when something fails."""
     address = session.address
     client = session.client()
@@ -110,7 +110,7 @@ def _guarded(name: str, check: Check) -> list[Finding]:
     return found if isinstance(found, list) else [found]
 
 
-def _show(session: Session, progress: Progress, findings: list[Finding]) -> None:
+def _show(session: CliSession, progress: Progress, findings: list[Finding]) -> None:
     if session.json:
         return
     progress.clear()

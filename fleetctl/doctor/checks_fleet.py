@@ -1,6 +1,6 @@
 """Doctor's checks of the fleet: why machines that should find each other do not.
 
-These look at what the daemon sees of the fleet (`/fleet/v1/peers`); fleetctl/checks_network.py looks at the
+These look at what the daemon sees of the fleet (`/fleet/v1/peers`); fleetctl/doctor/checks_network.py looks at the
 network itself.
 """
 
@@ -9,13 +9,13 @@ from __future__ import annotations
 import ipaddress
 from collections.abc import Sequence
 
-from fleetctl import checks_network
-from fleetctl.checks_network import BY_ADDRESS
 from fleetctl.client import Client
-from fleetctl.findings import Finding, fail, ok, warn
-from fleetctl.fleet_words import OFF, label_of
+from fleetctl.doctor import checks_network
+from fleetctl.doctor.checks_network import BY_ADDRESS
+from fleetctl.doctor.findings import Finding, fail, ok, warn
+from fleetctl.render.fleet_words import OFF, label_of
+from fleetctl.render.text import clause, listed, one_line
 from fleetctl.replies import fetch_fleet, read
-from fleetctl.text import clause, listed, one_line
 from fleetd.control.fleet_view import FleetView, PathView, PeerView
 from fleetd.control.network_diagnosis import InterfaceView, NetworkDiagnosis
 from fleetd.errors import FleetError

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fleetctl.text import table
+from fleetctl.render.text import table
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ import sys
 
 import click
 
-from fleetctl.cli import Session, json_option, pass_session
+from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.exits import ClientError, Exit
-from fleetctl.fleet_words import label_of
+from fleetctl.render.fleet_words import label_of
+from fleetctl.render.text import one_line
 from fleetctl.replies import fetch_fleet, read
-from fleetctl.text import one_line
 from fleetd.control.fleet_view import FleetView
 from fleetd.control.pairing_events import Unpaired
 from fleetd.errors import InvalidValue
@@ -21,7 +21,7 @@ from fleetd.errors import InvalidValue
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 @json_option
 @pass_session
-def command(session: Session, name: str, yes: bool) -> int:
+def command(session: CliSession, name: str, yes: bool) -> int:
     """Remove a machine (its name or id) from the fleet; every other member hears of it."""
     client = session.client()
     shown = _refuse_self(fetch_fleet(client), name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fleetctl.text import one_line
+from fleetctl.render.text import one_line
 
 if (
     TYPE_CHECKING

@@ -10,7 +10,7 @@ import sys
 import click
 
 from fleetctl.answer import Options, ask, closing
-from fleetctl.cli import Session, json_option, note, pass_session
+from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import Exit
 from fleetctl.text_files import decoded
 from fleetd import limits
@@ -48,7 +48,7 @@ _STDIN_PATIENCE_S = 2.0
 @json_option
 @pass_session
 def command(
-    session: Session,
+    session: CliSession,
     prompt: tuple[str, ...],
     model: str,
     system: str,

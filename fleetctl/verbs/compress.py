@@ -7,8 +7,8 @@ from typing import Any
 
 import click
 
-from fleetctl.cli import Session, json_option, note, pass_session
-from fleetctl.compress_view import page, summary
+from fleetctl.cli import CliSession, json_option, note, pass_session
+from fleetctl.render.kept_text import page, summary
 from fleetctl.replies import read
 from fleetctl.text_files import read_text
 from fleetd import limits
@@ -32,7 +32,7 @@ from fleetd.control.compression_reply import Compression
 @json_option
 @pass_session
 def command(
-    session: Session,
+    session: CliSession,
     file: str,
     question: str | None,
     ratio: float | None,

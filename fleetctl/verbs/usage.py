@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import click
 
-from fleetctl.cli import Session, json_option, pass_session
+from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.render.text import count, table
 from fleetctl.replies import read
-from fleetctl.text import count, table
 from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 
 _HEADER = ("DAY", "MODEL", "REQUESTS", "FAILED", "PROMPT", "CACHED", "ANSWER", "PREFILL", "DECODE")
@@ -16,7 +16,7 @@ _HEADER = ("DAY", "MODEL", "REQUESTS", "FAILED", "PROMPT", "CACHED", "ANSWER", "
 @click.option("--days", type=click.IntRange(1, 3650), default=7, show_default=True, help="How far back.")
 @json_option
 @pass_session
-def command(session: Session, days: int) -> None:
+def command(session: CliSession, days: int) -> None:
     """Show tokens and speeds per day and model. Prompts and answers are never recorded."""
     usage = session.client().get(f"/fleet/v1/usage?days={days}")
     session.emit(usage, lambda: render(read(usage, UsageReport), days))

@@ -10,15 +10,15 @@ from typing import Any
 
 import click
 
-from fleetctl.cli import Session, json_option, pass_session
+from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.client import Client
-from fleetctl.columns import terminal_width
 from fleetctl.exits import Exit
-from fleetctl.fleet_words import label_of
-from fleetctl.peers_table import render
-from fleetctl.progress import live_terminal
+from fleetctl.render.columns import terminal_width
+from fleetctl.render.fleet_words import label_of
+from fleetctl.render.peers_table import render
+from fleetctl.render.progress_line import live_terminal
+from fleetctl.render.text import one_line, wrapped
 from fleetctl.replies import fetch_fleet, read
-from fleetctl.text import one_line, wrapped
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.errors import FleetError
 
@@ -34,7 +34,7 @@ _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 @click.pass_context
 def command(context: click.Context, watch: bool) -> int:
     """Show the machines of the fleet: what they have, what they do, and why one cannot be used."""
-    session = context.ensure_object(Session)
+    session = context.ensure_object(CliSession)
     if context.invoked_subcommand is not None:
         return Exit.OK
     client = session.client()
@@ -45,7 +45,7 @@ def command(context: click.Context, watch: bool) -> int:
     if session.json or not (live_terminal(sys.stdout) and sys.stdin.isatty()):
         return _follow(session, client)
     fetch_fleet(client)  # A daemon that cannot be reached at all is an error, not a page.
-    from fleetctl.live import watch as show
+    from fleetctl.render.live_page import watch as show
 
     return show(lambda columns: _page(client, columns))
 
@@ -55,7 +55,7 @@ def command(context: click.Context, watch: bool) -> int:
 @click.argument("allowed", type=click.Choice(["yes", "no"]))
 @json_option
 @pass_session
-def prompts(session: Session, name: str, allowed: str) -> None:
+def prompts(session: CliSession, name: str, allowed: str) -> None:
     """Say whether a machine may see prompts: only then can it help with them."""
     body = {"peer": name, "allowed": allowed == "yes"}
     answered = session.client().post("/fleet/v1/peers/prompts", body)
@@ -73,7 +73,7 @@ def _page(client: Client, columns: int) -> str:
         return "\n".join([click.style("error", fg="red"), *said, "", "Trying again."])
 
 
-def _follow(session: Session, client: Client) -> int:
+def _follow(session: CliSession, client: Client) -> int:
     """For files and pipes: the whole picture whenever something happened."""
     last: Any = None
     while True:

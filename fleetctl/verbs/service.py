@@ -12,7 +12,7 @@ import click
 
 import fleetd
 from fleetctl import units
-from fleetctl.cli import Session, json_option, note, pass_session
+from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import ClientError, Exit
 from fleetctl.home import SYSTEM_HOME
 from fleetctl.managers import Manager, Runner, Scope, manager_for, run_command
@@ -49,7 +49,7 @@ def command() -> None:
 @json_option
 @pass_session
 def install(
-    session: Session, scope: Scope | None, only_print: bool, program: Path | None, run_as: str | None
+    session: CliSession, scope: Scope | None, only_print: bool, program: Path | None, run_as: str | None
 ) -> None:
     """Install, enable and start the service; installing again updates it."""
     scope = scope or _default_scope()
@@ -73,7 +73,7 @@ def install(
 @_scope_options
 @json_option
 @pass_session
-def uninstall(session: Session, scope: Scope | None) -> None:
+def uninstall(session: CliSession, scope: Scope | None) -> None:
     """Stop and remove the service; its home with models and settings stays."""
     scope = scope or _default_scope()
     manager = manager_for(scope)
@@ -89,7 +89,7 @@ def uninstall(session: Session, scope: Scope | None) -> None:
 @_scope_options
 @json_option
 @pass_session
-def status(session: Session, scope: Scope | None) -> int:
+def status(session: CliSession, scope: Scope | None) -> int:
     """Tell whether the service is installed and running; exits 1 when it is not running."""
     scopes: tuple[Scope, ...] = (scope,) if scope else ("system", "user")
     states = [manager_for(each).state() for each in scopes]
@@ -100,7 +100,9 @@ def status(session: Session, scope: Scope | None) -> int:
     return Exit.OK if any(state.active for state in states) else Exit.ERROR
 
 
-def service_values(session: Session, scope: Scope, program: Path | None, run_as: str | None) -> units.Values:
+def service_values(
+    session: CliSession, scope: Scope, program: Path | None, run_as: str | None
+) -> units.Values:
     """Where things are on this machine."""
     fleetd_program = find_fleetd(program)
     if scope == "user":
@@ -229,7 +231,7 @@ def _need_root(scope: Scope) -> None:
         )
 
 
-def _report(session: Session, manager: Manager, did: list[str]) -> None:
+def _report(session: CliSession, manager: Manager, did: list[str]) -> None:
     for line in did:
         note(line)
     state = manager.state()

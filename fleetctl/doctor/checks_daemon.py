@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from fleetctl.client import Client
-from fleetctl.findings import Finding, fail, ok, warn
+from fleetctl.doctor.findings import Finding, fail, ok, warn
+from fleetctl.render.text import duration, one_line, size
 from fleetctl.replies import read
-from fleetctl.text import duration, one_line, size
 from fleetd import __version__, limits
 from fleetd.control.daemon_status import DaemonStatus, EngineStatus
 from fleetd.control.model_listing import ModelListing, ModelVerdict

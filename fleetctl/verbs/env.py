@@ -6,7 +6,7 @@ import shlex
 
 import click
 
-from fleetctl.cli import Session, json_option, pass_session
+from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.exits import ClientError
 from fleetctl.replies import read
 from fleetd.control.daemon_status import ClientSettings
@@ -15,7 +15,7 @@ from fleetd.control.daemon_status import ClientSettings
 @click.command("env")
 @json_option
 @pass_session
-def command(session: Session) -> None:
+def command(session: CliSession) -> None:
     """Print OPENAI_BASE_URL and OPENAI_API_KEY; use it as: eval "$(fleetctl env)".
 
     The key is a secret of this machine: whoever has it may use the models.

@@ -6,12 +6,12 @@ from typing import Any
 
 import click
 
-from fleetctl.cli import Session, json_option, pass_session
+from fleetctl.cli import CliSession, json_option, pass_session
 from fleetctl.client import Client
-from fleetctl.columns import terminal_width
+from fleetctl.render.columns import terminal_width
+from fleetctl.render.text import one_line
+from fleetctl.render.trace_page import SHORT_ID_CHARS, listing, page
 from fleetctl.replies import read
-from fleetctl.text import one_line
-from fleetctl.trace_page import SHORT_ID_CHARS, listing, page
 from fleetd import limits
 from fleetd.control.prefill_trace import TracesView
 from fleetd.errors import InvalidValue, NotFound
@@ -28,7 +28,7 @@ from fleetd.errors import InvalidValue, NotFound
 )
 @json_option
 @pass_session
-def command(session: Session, request: str | None, last: int) -> None:
+def command(session: CliSession, request: str | None, last: int) -> None:
     """Show how past prefills went, against what was planned; with a REQUEST each step of it.
 
     Listed are requests that other machines could have helped with, or that a model drafted for, newest

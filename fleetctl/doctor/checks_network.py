@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fleetctl.findings import Finding, fail, ok, warn
-from fleetctl.text import clause, duration, listed, one_line
+from fleetctl.doctor.findings import Finding, fail, ok, warn
+from fleetctl.render.text import clause, duration, listed, one_line
 from fleetd.control.fleet_view import FleetView
 from fleetd.control.network_diagnosis import ClockOffsets, InterfaceView, NetworkDiagnosis, PeerPortView
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from fleetctl.text import count, duration, listed, one_line, printable
+from fleetctl.render.text import count, duration, listed, one_line, printable
 from fleetd.control.compression_reply import Compression
 
 
