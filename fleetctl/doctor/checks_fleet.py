@@ -1,7 +1,6 @@
 """Doctor's checks of the fleet: why machines that should find each other do not.
 
-These look at what the daemon sees of the fleet (`/fleet/v1/peers`); fleetctl/doctor/checks_network.py looks at the
-network itself.
+These judge what the daemon sees of the fleet (`/fleet/v1/peers`); ``checks_network`` judges the network itself.
 """
 
 from __future__ import annotations
