@@ -1,6 +1,6 @@
 """Doctor's checks of the fleet: why machines that should find each other do not.
 
-These judge what the daemon sees of the fleet (`/fleet/v1/peers`); ``checks_network`` judges the network itself.
+These judge what the daemon sees of the fleet (`/fleet/v1/peers`); ``checks_network`` judges the network.
 """
 
 from __future__ import annotations
