@@ -41,7 +41,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class CliSession:
-    """What the global options chose."""
+    """The global options, and the client and output that they choose."""
 
     def __init__(self) -> None:
         self.home: Path | None = None
@@ -56,7 +56,7 @@ class CliSession:
         return Client(self.address)
 
     def emit(self, value: Any, text: str | Callable[[], str]) -> None:
-        """The answer on stdout: ``value`` with --json, else ``text``."""
+        """Print the answer on stdout: ``value`` with --json, else ``text``."""
         if self.json:
             click.echo(json.dumps(value, indent=2, ensure_ascii=False))
         else:
@@ -79,7 +79,7 @@ def json_option(function: F) -> F:
 
 
 def note(text: str) -> None:
-    """A remark on stderr; stdout is for answers."""
+    """Print a remark on stderr; stdout is for answers."""
     click.echo(text, err=True)
 
 
@@ -135,7 +135,7 @@ def fleetctl(session: CliSession, home: Path | None, socket: Path | None) -> Non
 
 
 def show_error(error: FleetError, *, as_json: bool = False) -> None:
-    """One sentence and what to do about it, on stderr."""
+    """Print the error's sentence and its hint on stderr; with ``as_json`` as one JSON object."""
     if as_json:
         fields = {
             "message": error.message,

@@ -1,4 +1,4 @@
-"""Server-sent events: bytes in any pieces in, comments and data out. No I/O."""
+"""An incremental decoder of server-sent events. No I/O."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Data:
 
 
 class EventTooLong(ValueError):
-    """An event over the size of a whole request body: this is not the stream it says it is."""
+    """An event is larger than a request body may be, so the stream is not what it claims to be."""
 
 
 class Decoder:
-    """Incremental decoder; ``feed`` yields whatever the bytes complete."""
+    """Decodes bytes in pieces of any size; ``feed`` yields each comment and event that they complete."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -52,4 +52,4 @@ class Decoder:
             yield Comment(line[1:].strip())
         elif line.startswith("data:"):
             self._data.append(line[5:].removeprefix(" "))
-        # event:, id: and retry: carry nothing that fleetctl needs.
+        # fleetctl needs nothing of event:, id: and retry:.

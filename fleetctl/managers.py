@@ -1,4 +1,4 @@
-"""systemd and launchd: put a service file in place, start it, take it away, tell how it is.
+"""systemd and launchd: install, start, remove and inspect a service.
 
 Commands go through a runner and files below a root, so that tests see every step without a service manager.
 """
@@ -54,7 +54,7 @@ def run_command(arguments: Sequence[str]) -> CommandResult:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How a service is: ``detail`` is the manager's own word for it."""
+    """The state of a service; ``detail`` is the manager's own word for it."""
 
     manager: str
     scope: Scope
@@ -66,7 +66,7 @@ class State:
 
 
 class Manager(Protocol):
-    """What `fleetctl service` needs of a service manager. Both verbs return what they did, in sentences."""
+    """A service manager as `fleetctl service` uses it. Both verbs return sentences that say what they did."""
 
     scope: Scope
     file: Path
@@ -86,7 +86,7 @@ def manager_for(scope: Scope, platform: str = sys.platform, run: Runner = run_co
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """All of the file or none of it, readable by all: service files hold no secrets."""
+    """Write all of the file or none of it, readable by all users: service files hold no secrets."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -102,7 +102,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class Systemd:
-    """The system's systemd, or the one of this user."""
+    """systemd, for the system or for this user."""
 
     UNIT = "fleetd.service"
 
@@ -230,7 +230,7 @@ class Launchd:
         return self._launchctl("print", f"{self._domain}/{self.label}").code == 0
 
     def _bootout(self) -> None:
-        """Unload and wait: launchd ends the job in the background, and a bootstrap meanwhile fails."""
+        """Unload the job and wait for its end: until then launchd refuses a bootstrap."""
         self._launchctl("bootout", f"{self._domain}/{self.label}")
         for _ in range(100):
             if not self._loaded():

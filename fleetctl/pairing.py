@@ -1,4 +1,4 @@
-"""What `pair` and `join` share: the events of a pairing, what is asked, and what is said about it."""
+"""The parts that `pair` and `join` share: the events of a pairing, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fleetd.control.pairing_events import Paired, PairingEvent
 
 
 def events(session: CliSession, path: str, body: dict[str, Any]) -> Generator[PairingEvent, None, None]:
-    """The pairing as it happens, up to its end; with --json each event is a line on stdout.
+    """Yield the events of a pairing until it is complete; with --json, print each as a line on stdout.
 
-    Close it to stop: the daemon then closes the window, or gives up the search.
+    Closing the generator cancels the pairing: the daemon closes the window, or ends the search.
     """
     with session.client().stream(path, body) as stream:
         for report in stream.reports():
             if session.json:
                 click.echo(json.dumps(report, ensure_ascii=False))
-            # The tagged union says which of them it is.
+            # The tag tells the kind of event.
             event: PairingEvent = read(report, PairingEvent)  # type: ignore[arg-type]
             yield event
             if isinstance(event, Paired):
@@ -37,7 +37,7 @@ def events(session: CliSession, path: str, body: dict[str, Any]) -> Generator[Pa
 
 
 def need_a_person(session: CliSession, instead: str) -> None:
-    """Before anything is begun: questions need somebody who can answer them."""
+    """Raise UsageError if no person can answer questions here; ``instead`` names the options to give."""
     if session.json or not sys.stdin.isatty():
         raise click.UsageError(f"Nobody can be asked here: say {instead}.")
 

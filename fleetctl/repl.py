@@ -59,7 +59,7 @@ def converse(client: Client, options: Options, system: str, *, stats: bool) -> i
         except EOFError:
             break
         except KeyboardInterrupt:
-            # A second Ctrl-C, while the first one was being dealt with.
+            # A second Ctrl-C, while the first one was being handled.
             continue
     return Exit.OK
 

@@ -168,9 +168,9 @@ def _insert(db: sqlite3.Connection, row: Reservation) -> None:
 
 def _report(db: sqlite3.Connection, now_s: float, days: int) -> list[UsageRow]:
     found = db.execute(
-        "SELECT date(started_s, 'unixepoch', 'localtime') AS day, model, node, count(*),"
-        " sum(state = 'refunded'), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens),"
-        " sum(prefill_s), sum(decode_s) FROM usage"
+        "SELECT count(*), sum(state = 'refunded'), sum(prompt_tokens), sum(cached_tokens),"
+        " sum(completion_tokens), sum(prefill_s), sum(decode_s),"
+        " date(started_s, 'unixepoch', 'localtime') AS day, model, node FROM usage"
         " WHERE date(started_s, 'unixepoch', 'localtime') > date(?, 'unixepoch', 'localtime', ?)"
         " GROUP BY day, model, node ORDER BY day DESC, model, node",
         (now_s, f"-{days} days"),

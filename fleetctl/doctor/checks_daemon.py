@@ -11,12 +11,12 @@ from fleetd.control.daemon_status import DaemonStatus, EngineStatus
 from fleetd.control.model_listing import ModelListing, ModelVerdict
 from fleetd.errors import FleetError, ModelError
 
-# Two missed beats (limits.ENGINE_BEAT_S) may be one long step; this is not.
+# Two missed heartbeats (limits.ENGINE_BEAT_S) may be one long step; so many seconds are not.
 _SLOW_S = 15.0
 
 
 def daemon(status: DaemonStatus) -> Finding:
-    """Running, ready, and of the same version."""
+    """Check that the daemon is ready, and of the same version as fleetctl."""
     version = status.version
     if version != __version__:
         return fail(
@@ -36,7 +36,7 @@ def daemon(status: DaemonStatus) -> Finding:
 
 
 def engines(status: DaemonStatus) -> list[Finding]:
-    """Each loaded model makes progress, or none is loaded."""
+    """Check that each loaded model makes progress."""
     found = [_engine(engine) for engine in status.engines]
     return found or [ok("engine", "no model is loaded; one is with the first request")]
 
@@ -64,7 +64,7 @@ def _engine(engine: EngineStatus) -> Finding:
 
 
 def default_model(client: Client, status: DaemonStatus) -> Finding:
-    """Installed and intact."""
+    """Check that the default model is installed and its files are intact."""
     name = status.default_model
     shown = one_line(name)
     if not name:

@@ -27,7 +27,7 @@ _FAST, _SLOW = ("thunderbolt", "wired"), ("wifi", "tailscale")
 
 
 def check(client: Client) -> list[Finding]:
-    """All of them, with what the daemon knows now."""
+    """Ask the daemon and return all findings about the fleet and its network."""
     try:
         fleet = fetch_fleet(client)
     except FleetError as error:
@@ -46,7 +46,7 @@ def _fix(error: FleetError) -> str:
 
 
 def judge(fleet: FleetView, facts: NetworkDiagnosis | None) -> list[Finding]:
-    """Findings in the order in which a person would look; without ``facts`` those about the fleet alone."""
+    """Findings, the likeliest causes first; without ``facts`` only those about the fleet."""
     return [
         *members(fleet),
         *neighbours(fleet),
@@ -60,7 +60,7 @@ def judge(fleet: FleetView, facts: NetworkDiagnosis | None) -> list[Finding]:
 
 
 def members(fleet: FleetView) -> list[Finding]:
-    """Paired machines, and each that cannot be used."""
+    """How many paired machines can be used, and a finding for each that cannot."""
     found = []
     if by := one_line(fleet.removed_by):
         what = f"{by} removed this machine from the fleet."
@@ -86,13 +86,13 @@ def _unusable(peer: PeerView) -> Finding:
         fix = f"`fleetctl unpair {one_line(peer.name)}` here and pair it again."
     else:
         fix = "Wait a moment; its `fleetctl doctor` tells more if this lasts."
-    # A machine that is switched off is not a fault of this one; one that answers and is not let in is.
+    # A machine that is switched off is no fault of this one; a refusal is.
     level = fail if peer.state in ("incompatible", "refused") else warn
     return level(name, reason, one_line(peer.hint) or fix)
 
 
 def configured(fleet: FleetView) -> list[Finding]:
-    """Addresses that somebody wrote into the settings should lead somewhere."""
+    """A finding for each address of the settings at which no usable peer answers."""
     return [
         warn(
             "configured peer",
@@ -104,7 +104,7 @@ def configured(fleet: FleetView) -> list[Finding]:
 
 
 def neighbours(fleet: FleetView) -> list[Finding]:
-    """Machines that run fleetd on this network, and that nobody has paired."""
+    """Machines that run fleetd on this network and are not paired."""
     found = []
     if shown := [label_of(neighbour) for neighbour in fleet.neighbours if neighbour.pairing]:
         found.append(warn("neighbours", f"{listed(shown)} shows a code.", "`fleetctl join CODE` here."))
@@ -115,7 +115,7 @@ def neighbours(fleet: FleetView) -> list[Finding]:
 
 
 def mdns(fleet: FleetView) -> Finding:
-    """Whether machines find each other by themselves."""
+    """Check that mDNS runs, so that machines find each other."""
     if fleet.mdns == "running":
         return ok("mdns", "running")
     if fleet.mdns in ("starting", "stopped"):
@@ -130,7 +130,10 @@ def mdns(fleet: FleetView) -> Finding:
 
 
 def local_network(fleet: FleetView, interfaces: Sequence[InterfaceView] = ()) -> list[Finding]:
-    """macOS tells a program without this permission that there is no route, as to a machine that is off."""
+    """Check the permission of macOS for the local network.
+
+    Without it, macOS reports "no route", the same error as for a machine that is switched off.
+    """
     fix = (
         "System Settings → Privacy & Security → Local Network: allow fleetd (or the Python or the terminal "
         "that runs it), then restart it."
@@ -146,12 +149,12 @@ def local_network(fleet: FleetView, interfaces: Sequence[InterfaceView] = ()) ->
     ]
     if not silent:
         return []
-    what = f"Either macOS keeps fleetd from the local network, or nobody is there: {listed(silent)}."
+    what = f"Either macOS keeps fleetd from the local network, or no machine is there: {listed(silent)}."
     return [warn("local network", what, fix)]
 
 
 def listening(fleet: FleetView) -> list[Finding]:
-    """A daemon that listens on loopback alone is not heard by the machines it sees."""
+    """Check that the daemon listens on more than loopback if other machines are known."""
     if not _loopback(fleet.host):
         return []
     hosts = [path.host for peer in fleet.peers for path in peer.paths]
@@ -169,7 +172,7 @@ def listening(fleet: FleetView) -> list[Finding]:
 
 
 def slow_paths(fleet: FleetView) -> list[Finding]:
-    """A cable that is there and not used."""
+    """A finding for each peer that is reached over a slow path although a fast one exists."""
     found = []
     for peer in fleet.peers:
         used = next((path for path in peer.paths if path.in_use), None)
@@ -199,7 +202,7 @@ def _loopback(host: str) -> bool:
 
 
 def _host(address: str) -> str:
-    """Of HOST, HOST:PORT or [HOST]:PORT."""
+    """The host of HOST, HOST:PORT or [HOST]:PORT."""
     if address.startswith("["):
         return address[1:].partition("]")[0]
     return address if address.count(":") > 1 else address.partition(":")[0]

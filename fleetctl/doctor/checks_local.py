@@ -29,7 +29,7 @@ _CONNECT_S = 1.0
 
 
 def python(version: tuple[int, int]) -> Finding:
-    """fleetd needs 3.11."""
+    """Check that Python is 3.11 or newer."""
     found = f"Python {version[0]}.{version[1]} at {sys.executable}"
     if version < (3, 11):
         return fail("python", found, "Install fleetd with Python 3.11 or newer.")
@@ -37,7 +37,7 @@ def python(version: tuple[int, int]) -> Finding:
 
 
 def clock(home: Path, now_s: float) -> Finding:
-    """A wrong clock breaks TLS and the usage ledger's days."""
+    """Check the clock: a wrong one breaks TLS and the days of the usage ledger."""
     shown = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now_s))
     if now_s < _WRITTEN_S:
         return fail(
@@ -58,7 +58,7 @@ def clock(home: Path, now_s: float) -> Finding:
 
 
 def home(path: Path, user_id: int) -> Finding:
-    """The home holds a token and a database of who asked when: it is for its owner only."""
+    """Check that only the owner can read the home: it holds the token and the usage database."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -80,7 +80,7 @@ def home(path: Path, user_id: int) -> Finding:
 
 
 def private_file(name: str, path: Path, *, kind: str, expected: bool) -> Finding:
-    """The token and the socket: for the owner alone."""
+    """Check that only the owner can use the token or the socket."""
     try:
         mode = stat.S_IMODE(path.lstat().st_mode)
     except PermissionError:
@@ -97,7 +97,7 @@ def private_file(name: str, path: Path, *, kind: str, expected: bool) -> Finding
 
 
 def listen_address(home_path: Path, environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where a daemon of this home would listen; None when that is off or cannot be known."""
+    """The address at which a daemon of this home would listen; None if that is off or unknown."""
     value = environ.get("FLEETD_HTTP_LISTEN")
     if value is None:
         try:
@@ -112,7 +112,7 @@ def listen_address(home_path: Path, environ: Mapping[str, str]) -> tuple[str, in
 
 
 def port_free(address: tuple[str, int] | None) -> Finding:
-    """Asked only while no daemon runs: whoever answers is another program."""
+    """Check that no other program has the port. Only for a daemon that does not run."""
     if address is None:
         return ok("port", "no fixed HTTP port is configured")
     host, port = address
@@ -130,7 +130,7 @@ def port_free(address: tuple[str, int] | None) -> Finding:
 
 
 def port_answers(address: tuple[str, int]) -> Finding:
-    """Asked while the daemon runs: its own HTTP port must take connections."""
+    """Check that the HTTP port of the running daemon takes connections."""
     host, port = address
     try:
         with socket.create_connection((host, port), timeout=_CONNECT_S):
@@ -144,7 +144,7 @@ def port_answers(address: tuple[str, int]) -> Finding:
 
 
 def disk(path: Path) -> Finding:
-    """Space where the models go."""
+    """Check the free space of the disk that holds the models."""
     while not path.exists():
         path = path.parent
     free = shutil.disk_usage(path).free
@@ -156,7 +156,7 @@ def disk(path: Path) -> Finding:
 
 
 def memory(available_bytes: int | None, total_bytes: int | None) -> Finding:
-    """Room for a model; figures from the daemon, or from here."""
+    """Check the memory that is free for a model. None for a figure reads it on this machine."""
     if available_bytes is None:
         import psutil
 

@@ -28,7 +28,7 @@ print(json.dumps({"blas": blas, "device": device, "version": mx.__version__, "ri
 
 
 def mlx(program: list[str] | None = None, timeout_s: float = MLX_S) -> list[Finding]:
-    """The accelerator computes, and on a Linux CPU a fast BLAS is in place."""
+    """Check that the accelerator computes right, and that a Linux CPU has a fast BLAS."""
     try:
         done = subprocess.run(
             program or [sys.executable, "-c", _MLX_PROBE],
@@ -88,7 +88,7 @@ def _cpu(*, fast: bool) -> Finding:
 
 
 def services(*, running: bool) -> list[Finding]:
-    """A service that is installed should run."""
+    """Check that each installed service runs."""
     findings = []
     scopes: tuple[Scope, ...] = ("system", "user")
     for scope in scopes:
@@ -102,7 +102,7 @@ def services(*, running: bool) -> list[Finding]:
 
 
 def service(state: State, *, running: bool) -> Finding:
-    """One installed service."""
+    """The finding for one installed service."""
     name = f"service ({state.scope})"
     if state.active:
         return ok(name, f"{state.manager}: {state.detail}")

@@ -1,6 +1,6 @@
-"""Doctor's checks of the network, from what the daemon finds out when asked (`/fleet/v1/diagnose`).
+"""Doctor's checks of the network, from what the daemon measures on request (`/fleet/v1/diagnose`).
 
-A fact that is absent is unknown: it is reported as such, never taken for fine.
+A missing fact is reported as unknown, never taken for a good one.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from fleetd.control.fleet_view import FleetView
 from fleetd.control.network_diagnosis import ClockOffsets, InterfaceView, NetworkDiagnosis, PeerPortView
 
 BY_ADDRESS = "name the other machine's address in fleet.peers (or `fleetd run --peer HOST`)"
-# Sessions do not look at the clock; logs and the usage of a day become hard to compare.
+# Sessions do not depend on the clock, but logs and daily usage become hard to compare.
 _CLOCK_S = 30.0
-# Of this machine itself, of containers, and of tunnels: nobody is looked for there by multicast.
+# Interfaces of this machine itself, of containers and of tunnels: mDNS does not use them.
 _NOT_LOCAL = ("loopback", "virtual", "tailscale")
 
 
@@ -31,7 +31,7 @@ def judge(fleet: FleetView, facts: NetworkDiagnosis) -> list[Finding]:
 
 
 def port(fleet: FleetView, found: PeerPortView | None) -> list[Finding]:
-    """Whether a connection to the peer port comes through."""
+    """Check that this machine's peer port can be reached."""
     if found is None or found.reachable is None:
         return []
     if found.reachable:
@@ -41,7 +41,7 @@ def port(fleet: FleetView, found: PeerPortView | None) -> list[Finding]:
 
 
 def firewall(fleet: FleetView, hints: Sequence[str] | None) -> list[Finding]:
-    """One that is on may be in the way; while every machine is reached it is not."""
+    """Warn of each firewall that is on, unless every paired machine is reached."""
     hints = [one_line(hint) for hint in hints or () if one_line(hint)]
     if hints and fleet.peers and all(peer.usable for peer in fleet.peers):
         return [ok("firewall", "there is one, and all paired machines are reached")]
@@ -49,7 +49,7 @@ def firewall(fleet: FleetView, hints: Sequence[str] | None) -> list[Finding]:
 
 
 def multicast(interfaces: Sequence[InterfaceView] | None) -> list[Finding]:
-    """mDNS needs it, on each network that machines are to be found on."""
+    """Check that multicast passes on each local network: mDNS needs it."""
     asked = [interface for interface in _local(interfaces) if interface.multicast]
     good = [one_line(i.name) for i in asked if i.multicast == "ok"]
     found = [ok("multicast", f"passes on {listed(good)}")] if good else []
@@ -62,13 +62,13 @@ def multicast(interfaces: Sequence[InterfaceView] | None) -> list[Finding]:
 
 
 def mtu(sentences: Sequence[str] | None) -> list[Finding]:
-    """Packets that are too large for one part of the way vanish, and only bulk transfers notice."""
+    """Warn of unusual packet sizes: packets too large for one hop are lost, in bulk transfers first."""
     fix = "Where in doubt, set 1500 on all of them."
     return [warn("mtu", one_line(sentence), fix) for sentence in sentences or () if one_line(sentence)]
 
 
 def clocks(clock: ClockOffsets | None, *, synchronised: bool | None = None) -> list[Finding]:
-    """Compared with those of connected machines or, where there are none, by whether anything keeps it."""
+    """Check this machine's clock against those of its peers or, without peers, that it is synchronised."""
     fix = "Switch time synchronisation on."
     known = [(o, o.offset_s) for o in (clock.peers if clock else None) or () if o.offset_s is not None]
     if not known:
@@ -83,7 +83,7 @@ def clocks(clock: ClockOffsets | None, *, synchronised: bool | None = None) -> l
 
 
 def unknown(fleet: FleetView, facts: NetworkDiagnosis) -> list[Finding]:
-    """One finding for all that the daemon could not tell."""
+    """One finding that lists all facts that the daemon could not find out."""
     missing = []
     if facts.interfaces is None:
         missing.append("whether multicast passes")
@@ -107,5 +107,5 @@ def unknown(fleet: FleetView, facts: NetworkDiagnosis) -> list[Finding]:
 
 
 def _local(interfaces: Sequence[InterfaceView] | None) -> list[InterfaceView]:
-    """Those behind which other machines may be; without an address there is nobody."""
+    """The interfaces with an address through which other machines may be reached."""
     return [i for i in interfaces or () if i.addresses and i.kind not in _NOT_LOCAL]

@@ -1,4 +1,4 @@
-"""What a check of `fleetctl doctor` says."""
+"""The result of a check of `fleetctl doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Level = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check: what is so, and what to do about it where it is not well."""
+    """The result of one check: what was found and, unless it is good, how to fix it."""
 
     name: str
     level: Level

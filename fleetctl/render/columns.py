@@ -1,4 +1,4 @@
-"""Tables fitted to a width: where there is no room, less important columns go first."""
+"""Tables fitted to a width: if there is no room, the least important columns are dropped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fleetctl.render.text import table
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``keep``: the column with the smallest figure goes first when there is no room."""
+    """A column; if there is no room, the one with the smallest ``keep`` is dropped first."""
 
     header: str
     cells: list[str]
@@ -25,12 +25,12 @@ class Column:
 
 
 def total(columns: Sequence[Column]) -> int:
-    """Cells of one line."""
+    """The width of a line of these columns, in characters."""
     return sum(column.width + 2 for column in columns) - 2
 
 
 def fitted(columns: Sequence[Column], width: int | None) -> list[Column]:
-    """As many of them as there is room for; those that are worth most stay in any case."""
+    """The columns that fit into ``width``; the most important ones always stay."""
     columns = list(columns)
     by_worth = sorted(columns, key=lambda column: column.keep)
     while width is not None and total(columns) > width and by_worth[0].keep < by_worth[-1].keep:
@@ -40,7 +40,7 @@ def fitted(columns: Sequence[Column], width: int | None) -> list[Column]:
 
 
 def drawn(columns: Sequence[Column]) -> list[str]:
-    """The header, then the rows."""
+    """The lines of the table: the header, then the rows."""
     return table(
         [column.header for column in columns],
         zip(*(column.cells for column in columns), strict=True),
@@ -53,5 +53,5 @@ def shortened(text: str, chars: int) -> str:
 
 
 def terminal_width() -> int | None:
-    """Of stdout; None for files and pipes, where nothing is cut."""
+    """The columns of stdout's terminal; None for files and pipes, where nothing is cut."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

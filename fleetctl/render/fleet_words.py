@@ -12,13 +12,13 @@ if (
     from fleetd.control.fleet_view import FleetView, Neighbour, PeerView
     from fleetd.control.pairing_events import Meeting, Paired
 
-# Anything else is the reason why it does not run.
+# Any other text is the reason why mDNS does not run.
 MDNS_STATES = ("running", "starting", "stopped", "off")
 OFF = "off (fleet.enabled in fleetd.toml)"
 
 
 def label(name: str, short_id: str) -> str:
-    """Name and short id, because names may be alike."""
+    """Name and short id: two machines may have the same name."""
     return f"{one_line(name)} ({one_line(short_id)})"
 
 
@@ -30,7 +30,7 @@ def label_of(machine: FleetView | PeerView | Neighbour | Meeting | Paired) -> st
 def summary(
     me: str, *, port: int, usable: int, peers: int, mdns: str, local_only: bool = False, pairing: bool = False
 ) -> str:
-    """One line; ``me`` is this machine's label."""
+    """This machine's part in the fleet, in one line; ``me`` is this machine's label."""
     parts = [
         me,
         f"port {port}",

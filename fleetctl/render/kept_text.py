@@ -1,4 +1,4 @@
-"""A text with what was kept of it: kept text plain, dropped text dim and struck through. Pure."""
+"""Shows a text with kept parts plain and dropped parts dim and struck through. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fleetd.control.compression_reply import Compression
 
 
 def pieces(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[bool, str]]:
-    """Whether each piece was kept, and the piece; together they are the text."""
+    """Yield (kept, piece) for consecutive pieces that together are the text."""
     at = 0
     for start, end in spans:
         start, end = max(at, min(start, len(text))), min(end, len(text))
@@ -27,7 +27,7 @@ def pieces(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[bool, 
 
 
 def page(text: str, found: Compression) -> str:
-    """For a terminal: control characters are gone, and every line carries its own style."""
+    """The text for a terminal, without control characters; each line has its own style."""
     spans = found.kept[0].spans if found.kept else [(0, len(text))]
     return "".join(
         printable(piece) if kept else _struck(printable(piece)) for kept, piece in pieces(text, spans)
@@ -35,7 +35,7 @@ def page(text: str, found: Compression) -> str:
 
 
 def summary(found: Compression) -> str:
-    """One line: how much is left, who scored it, and how long that took."""
+    """One line: how much is left, which model on which machines scored the text, and how long that took."""
     usage = found.usage
     if found.declined:
         return f"nothing was left out of {count(usage.original_tokens)} tokens: {one_line(found.declined)}"
@@ -49,7 +49,7 @@ def summary(found: Compression) -> str:
 
 
 def _struck(text: str) -> str:
-    """Line by line: a pager that cuts lines off must not strike the rest of the page."""
+    """Struck through line by line: if a pager cuts a line, the style must not reach the next one."""
     return "\n".join(
         click.style(line, dim=True, strikethrough=True) if line.strip() else line for line in text.split("\n")
     )

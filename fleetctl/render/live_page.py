@@ -18,14 +18,14 @@ REPAINT_S = 0.5
 
 
 class _Page:
-    """The text, and which part of it is in sight."""
+    """The lines of the page, and the number of the first visible one."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.top = 0
 
     def shown(self, rows: int) -> str:
-        """What fits, above a line that tells how to go on."""
+        """The visible lines, above a line that lists the keys."""
         room = max(1, rows - 1)
         self.top = max(0, min(self.top, len(self.lines) - room))
         visible = self.lines[self.top : self.top + room]
@@ -35,7 +35,10 @@ class _Page:
 
 
 def watch(draw: Callable[[int], str]) -> int:
-    """Show ``draw(columns)``, which runs in a thread and may wait, until the user leaves; the exit code."""
+    """Show ``draw(columns)`` until the user leaves; returns the exit code.
+
+    ``draw`` runs in a thread and may block.
+    """
     page = _Page()
     stop = threading.Event()
     control = FormattedTextControl(lambda: ANSI(page.shown(app.output.get_size().rows)))
@@ -60,12 +63,12 @@ def watch(draw: Callable[[int], str]) -> int:
             app.exit(exception=error)
 
     def end(number: int, _frame: FrameType | None) -> None:
-        # As the shell counts it. Without this the terminal would stay on the other screen, without a cursor.
+        # The exit code by the shell's rule. Without this handler the terminal would stay on the other screen.
         if app.is_running and not app.is_done:
             app.exit(result=128 + number)
 
     handlers = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGHUP)}
-    # It may wait for a daemon that does not answer; leaving does not wait for it.
+    # A daemon thread: it may block on a daemon that does not answer, and leaving must not wait for it.
     thread = threading.Thread(target=refresh, name="live", daemon=True)
     try:
         return app.run(pre_run=thread.start)

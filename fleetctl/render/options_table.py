@@ -1,4 +1,4 @@
-"""Ways to prefill a prompt as a table for people: prices and, where one was passed over, why. Pure."""
+"""A table of the ways to prefill a prompt, with their times and why each was not chosen. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MACHINES_CHARS = 40
 
 
 def options_table(options: Sequence[OptionView], local_s: float | None, width: int | None) -> list[str]:
-    """Lines. ``local_s``: what this machine alone would take, which the others are compared with."""
+    """The lines of the table. ``local_s``: seconds of this machine alone, the base of all comparisons."""
     columns = [
         Column(" ", ["*" if option.chosen else " " for option in options], 9),
         Column("PLAN", [_kind(option) for option in options], 9),
@@ -33,7 +33,7 @@ def options_table(options: Sequence[OptionView], local_s: float | None, width: i
 
 
 def _kind(option: OptionView) -> str:
-    # "any" is said of a machine that cannot help in any way.
+    # "any" stands for a machine that cannot help in any way.
     return "-" if option.kind in ("", "any") else one_line(option.kind)
 
 
@@ -43,5 +43,5 @@ def _machines(option: OptionView, *, cut: bool) -> str:
 
 
 def _against(seconds: float | None, local_s: float | None) -> str:
-    """How many times as fast as this machine alone."""
+    """The speed as a multiple of this machine alone; "-" if one of the times is unknown."""
     return f"{local_s / seconds:.2f}x" if seconds and local_s else "-"

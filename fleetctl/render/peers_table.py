@@ -1,6 +1,6 @@
-"""The fleet as a table for people, fitted to a width: less important columns go first. Pure.
+"""A table of the fleet, fitted to a width: the least important columns are dropped first. Pure.
 
-Below a machine that cannot be used stands why, and what to do about it.
+The lines below a machine that cannot be used say why, and what to do about it.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ def _columns(peers: Sequence[PeerView], *, cut: bool) -> list[Column]:
 
 
 def _models(models: Sequence[PeerModel], room: int | None) -> str:
-    """Names, loaded ones first and marked; those that do not fit are counted."""
+    """Names of models, loaded ones first and marked; those beyond ``room`` are counted."""
     ranked = sorted(models, key=lambda model: (model.state != "loaded", model.state != "loading"))
     names = [_model(model, model.name) for model in ranked]
     full = ", ".join(names) or "-"
     if room is None or len(full) <= room:
         return full
-    # The part before the slash says who converted a model; the part after it says which one it is.
+    # Before the slash is the publisher of a model, after it the model itself.
     names = [_model(model, model.name.rpartition("/")[2]) for model in ranked]
     for shown in range(len(names), 0, -1):
         rest = f", +{len(names) - shown}" if shown < len(names) else ""

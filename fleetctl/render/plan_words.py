@@ -42,7 +42,7 @@ def division(option: OptionView) -> str:
 def drafts_line(drafts: DraftsView) -> str:
     """Which sources would draft for the answer; where there are none, why."""
     if not drafts.sources:
-        return f"Drafts: none, {clause(drafts.reason) or 'nobody guesses'}."
+        return f"Drafts: none, {clause(drafts.reason) or 'no source can draft'}."
     words = {"lookup": "prompt lookup", "suffix": "suffix", "drafter": _drafter(drafts)}
     if drafts.remembers:
         words["suffix"] = "suffix with past answers"

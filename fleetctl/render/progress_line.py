@@ -1,7 +1,7 @@
-"""One line of progress on stderr: shown only when something takes a while, erased before the answer.
+"""One line of progress on stderr, shown after half a second and erased before the answer.
 
-A small thread repaints, so that the line appears and its clock runs even while the daemon says nothing. Where
-stderr is not a terminal there is a plain line per stage and then one every ten seconds, for logs.
+A thread repaints the line, so that its clock runs even while the daemon sends nothing. If stderr is not a
+terminal, each stage has a plain line, repeated every ten seconds, for logs.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _ERASE = "\r\x1b[K"
 
 
 def live_terminal(stream: TextIO) -> bool:
-    """Whether a line on this stream can be repainted."""
+    """True if a line on this stream can be repainted."""
     return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
 
 
 class Progress:
-    """Use as a context manager; ``update`` as often as news comes, ``clear`` before other output."""
+    """Use as a context manager; call ``update`` on each report, and ``clear`` before other output."""
 
     def __init__(self, stream: TextIO | None = None, *, show_after_s: float = SHOW_AFTER_S) -> None:
         self._stream = stream or sys.stderr
@@ -49,9 +49,9 @@ class Progress:
     def update(
         self, stage: str, done: int = 0, total: int = 0, *, unit: str = "", left_s: float | None = None
     ) -> None:
-        """News: ``done`` of ``total`` (0 = unknown) of a stage; the unit "bytes" is shown as kB, MB, ...
+        """Show ``done`` of ``total`` (0 = unknown) of a stage; the unit "bytes" is shown as kB, MB, ...
 
-        ``left_s``: the stage ends by itself after so long, and the clock runs backwards.
+        ``left_s``: seconds after which the stage ends by itself; the clock counts down.
         """
         now = time.monotonic()
         with self._lock:
@@ -69,14 +69,14 @@ class Progress:
             self._thread.start()
 
     def clear(self) -> None:
-        """Stop and erase; a later ``update`` starts afresh."""
+        """Stop repainting and erase the line; a later ``update`` starts again."""
         thread, self._thread = self._thread, None
         if thread is not None:
             self._stop.set()
             try:
                 thread.join()
             except RuntimeError:
-                # Ctrl-C came while it was being started. It may still start, and ends without painting.
+                # Ctrl-C came while the thread was starting. It may still start; it ends without painting.
                 pass
         if self._painted:
             self._write(_ERASE)

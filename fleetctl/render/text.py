@@ -10,22 +10,22 @@ from collections.abc import Iterable, Sequence
 # the window, rewrite the screen or answer to the shell.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
-# A terminal of fewer columns is not read but only glanced at.
+# Narrower lines are unreadable, so the text is not broken further.
 _NARROWEST = 20
 
 
 def printable(text: str) -> str:
-    """Text that a terminal shows and does not obey: controls become visible, carriage returns go."""
+    """Text that is safe on a terminal: control characters are escaped, carriage returns removed."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text.replace("\r", ""))
 
 
 def one_line(text: str) -> str:
-    """For names and messages in tables."""
+    """Safe text in one line, for names and messages in tables."""
     return printable(text.replace("\n", " ").replace("\t", " "))
 
 
 def clause(text: str) -> str:
-    """A sentence from elsewhere, as the end of one of ours."""
+    """A sentence of the daemon's without its full stop, for use within another sentence."""
     return one_line(text).rstrip(". ")
 
 

@@ -14,7 +14,7 @@ from fleetctl.render.text import brief, clause, count, one_line, size, wrapped
 from fleetd.control.prefill_plan import StepView
 from fleetd.control.prefill_trace import DrafterView, Speculated, Trace
 
-# The end of a request's id, which tells it from the others in a list.
+# Characters at the end of a request's id that identify it in a list.
 SHORT_ID_CHARS = 8
 _NAME_CHARS, _HELPER_CHARS = 20, 12
 _COLOURS = {"shared": "green", "smart": "green", "fallback": "yellow", "failed": "red", "cancelled": "yellow"}
@@ -155,7 +155,7 @@ def _tokens(trace: Trace) -> str:
 
 
 def _model(name: str, *, cut: bool) -> str:
-    # The part before the slash says who converted a model; the part after it says which one it is.
+    # Before the slash is the publisher of a model, after it the model itself.
     return shortened(one_line(name.rpartition("/")[2]), _NAME_CHARS) if cut else one_line(name)
 
 

@@ -15,7 +15,7 @@ from fleetctl.exits import Exit
 from fleetctl.text_files import decoded
 from fleetd import limits
 
-# A pipe whose writer says nothing for this long deserves an explanation of what chat is waiting for.
+# After so many seconds without input from a pipe, chat says what it is waiting for.
 _STDIN_PATIENCE_S = 2.0
 
 

@@ -1,4 +1,4 @@
-"""`fleetctl compress`: what smart prefill would keep of a text; nothing is answered."""
+"""`fleetctl compress`: shows what smart prefill would keep of a text, without asking the model."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def command(
 
 
 def _unmarked(text: str) -> str:
-    """Without the user's own marks, which the spans do not count."""
+    """The text without the user's own marks, which the spans do not count."""
     from fleetd.compression.document import unmark
 
     return unmark(text)[0]

@@ -71,7 +71,7 @@ def _status(client: Client) -> tuple[DaemonStatus | None, Finding | None]:
 
 
 def _checks(address: Address, client: Client, status: DaemonStatus | None) -> Iterator[tuple[str, Check]]:
-    """All checks in the order in which a person would look; those of the daemon only while it runs."""
+    """Yield the name of each check and the check; those of the daemon only if it runs."""
     running = status is not None
     home = address.home
     if status is not None:
@@ -102,7 +102,7 @@ def _checks(address: Address, client: Client, status: DaemonStatus | None) -> It
 
 
 def _guarded(name: str, check: Check) -> list[Finding]:
-    """A check that cannot be made is a finding, not the end of the others."""
+    """The findings of a check; an OSError becomes a finding, so that the other checks still run."""
     try:
         found = check()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""`fleetctl env`: what an OpenAI client on this machine needs, as shell commands."""
+"""`fleetctl env`: the settings of an OpenAI client on this machine, as shell commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fleetd.control.daemon_status import ClientSettings
 def command(session: CliSession) -> None:
     """Print OPENAI_BASE_URL and OPENAI_API_KEY; use it as: eval "$(fleetctl env)".
 
-    The key is a secret of this machine: whoever has it may use the models.
+    The key is a secret of this machine: every program that has it may use the models.
     """
     answer = session.client().get("/fleet/v1/env")
     env = read(answer, ClientSettings)

@@ -1,4 +1,4 @@
-"""`fleetctl models`: what is installed, what could be, and getting, checking, loading and removing it."""
+"""`fleetctl models`: list, pull, verify, load, unload and remove models."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def remove(session: CliSession, name: str, yes: bool) -> int:
     """Delete a model's files."""
     if not yes:
         if session.json or not sys.stdin.isatty():
-            raise click.UsageError(f"This deletes {name}'s files; say --yes where nobody can be asked.")
+            raise click.UsageError(f"This deletes {name}'s files; say --yes where no person can be asked.")
         if not click.confirm(f"Delete {name}'s files?", err=True):
             raise ClientError(f"{name} is kept.")
     done = session.client().post("/fleet/v1/models/remove", {"model": name}, timeout_s=limits.DRAIN_S)
@@ -121,7 +121,7 @@ def remove(session: CliSession, name: str, yes: bool) -> int:
 
 
 def render(models: ModelListing) -> str:
-    """Two tables: what is here, and what the catalog offers beyond it."""
+    """Two tables: installed models, and what the catalog offers besides."""
     offered = [entry for entry in models.catalog if not entry.installed]
     parts = []
     if models.installed:

@@ -1,4 +1,4 @@
-"""`fleetctl pair`: open a window, show the code, and let in who has it."""
+"""`fleetctl pair`: open a pairing window, show the code, and admit the machine that has it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fleetd.control.pairing_events import CodeShown, Meeting, Paired, WrongCode
 from fleetd.host_port import host_port
 
 DEFAULT_PEER_PORT = 8115
-# The daemon names the most useful first; a list of all would bury the code.
+# The daemon names the most useful addresses first; a list of all would hide the code.
 _ADDRESSES = 3
 _WAITING = "waiting for the other machine"
 
 
 @click.command("pair")
-@click.option("-y", "--yes", is_flag=True, help="Let in whoever has the code, without asking.")
+@click.option("-y", "--yes", is_flag=True, help="Admit the machine that has the code, without asking.")
 @click.option("--no-prompts", is_flag=True, help="The new machine may not see prompts.")
 @json_option
 @pass_session
@@ -33,7 +33,7 @@ def command(session: CliSession, yes: bool, no_prompts: bool) -> int:
     The code works once. Ctrl-C closes the window.
     """
     if not yes:
-        need_a_person(session, "--yes to let in whoever has the code")
+        need_a_person(session, "--yes to admit the machine that has the code")
     ends = 0.0
     try:
         with Progress() as progress, closing(events(session, "/fleet/v1/pair", {})) as happening:
@@ -45,7 +45,7 @@ def command(session: CliSession, yes: bool, no_prompts: bool) -> int:
                         ends = time.monotonic() + event.expires_s
                         progress.update(_WAITING, left_s=event.expires_s)
                     case WrongCode(tries_left=left):
-                        note(f"Somebody tried a wrong code; {left} {'try' if left == 1 else 'tries'} left.")
+                        note(f"A wrong code was tried; {left} {'try' if left == 1 else 'tries'} left.")
                         progress.update(_WAITING, left_s=ends - time.monotonic())
                     case Meeting():
                         _answer(session, event, yes=yes, prompts=not no_prompts)
@@ -81,7 +81,7 @@ def _host(address: str, port: int) -> str:
 
 
 def _answer(session: CliSession, met: Meeting, *, yes: bool, prompts: bool) -> None:
-    """Ask the two questions, and tell the daemon; raises ClientError when this machine is not let in."""
+    """Ask the two questions and send the answer. Raises ClientError if the machine is refused."""
     if not session.json:
         note(f"{label_of(met)} has the code. This phrase has to be on both screens:")
         show_phrase(met.phrase)
@@ -94,7 +94,7 @@ def _answer(session: CliSession, met: Meeting, *, yes: bool, prompts: bool) -> N
     if not same:
         raise ClientError(
             f"{label_of(met)} was not let in.",
-            hint="Another phrase means that somebody is in between: find out who before you pair again.",
+            hint="Different phrases mean that another machine is in between: find it before you pair again.",
         )
 
 

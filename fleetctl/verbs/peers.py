@@ -23,7 +23,7 @@ from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.errors import FleetError
 
 _EVERY_S = 0.5
-# They differ each time they are looked at.
+# Figures that differ in every answer.
 _FIGURES = frozenset({"rtt_ms", "bytes_per_s", "heard_s", "available_bytes", "prefill_tok_s", "decode_tok_s"})
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -65,7 +65,7 @@ def prompts(session: CliSession, name: str, allowed: str) -> None:
 
 
 def _page(client: Client, columns: int) -> str:
-    """The page or, while the daemon restarts, why there is none."""
+    """The page or, while the daemon restarts, the error."""
     try:
         return render(fetch_fleet(client), columns)
     except FleetError as error:
@@ -74,7 +74,7 @@ def _page(client: Client, columns: int) -> str:
 
 
 def _follow(session: CliSession, client: Client) -> int:
-    """For files and pipes: the whole picture whenever something happened."""
+    """Print the whole page after each change, for files and pipes; never returns."""
     last: Any = None
     while True:
         found = client.get("/fleet/v1/peers")
@@ -89,7 +89,7 @@ def _follow(session: CliSession, client: Client) -> int:
 
 
 def _essence(value: Any) -> Any:
-    """What is left when everything is taken out that changes without anything happening."""
+    """The value without the figures that change even if nothing happens, for comparison."""
     if isinstance(value, dict):
         return {
             key: _NUMBER.sub("#", part) if key == "reason" and isinstance(part, str) else _essence(part)

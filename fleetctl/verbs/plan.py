@@ -1,5 +1,4 @@
-"""`fleetctl plan`: the ways in which a prompt could be prefilled, with their prices, and the drafts of its
-answer; nothing is computed."""
+"""`fleetctl plan`: the ways to prefill a prompt with their times, and the drafts of its answer."""
 
 from __future__ import annotations
 
@@ -65,7 +64,7 @@ def command(
 
 
 def render(plan: PlanView, width: int | None, *, estimated: bool = False) -> str:
-    """The page for people; ``width`` None is for files and pipes, where nothing is cut.
+    """The whole page; ``width`` None is for files and pipes, where nothing is cut.
 
     ``estimated``: the tokens were counted roughly, from a text.
     """

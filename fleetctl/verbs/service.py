@@ -103,7 +103,7 @@ def status(session: CliSession, scope: Scope | None) -> int:
 def service_values(
     session: CliSession, scope: Scope, program: Path | None, run_as: str | None
 ) -> units.Values:
-    """Where things are on this machine."""
+    """The paths, user and groups that the service file names."""
     fleetd_program = find_fleetd(program)
     if scope == "user":
         return units.Values(fleetd=fleetd_program, home=session.address.home)
@@ -129,7 +129,7 @@ def service_values(
 
 
 def find_fleetd(program: Path | None) -> Path:
-    """The daemon's program: the one named, else the one of this installation, else the one on the PATH."""
+    """The path of fleetd: ``program`` if given, else that of this installation, else that on the PATH."""
     beside = Path(sys.executable).parent / "fleetd"
     if program is not None:
         path = program
@@ -149,7 +149,7 @@ def find_fleetd(program: Path | None) -> Path:
 
 
 def existing_groups(names: tuple[str, ...]) -> tuple[str, ...]:
-    """A unit that names a missing group does not start."""
+    """Those of ``names`` that exist: a unit that names a missing group does not start."""
     import grp
 
     known = {group.gr_name for group in grp.getgrall()}
@@ -157,7 +157,7 @@ def existing_groups(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def check_reachable(program: Path) -> None:
-    """Refuse a program in a home folder: the system service could not even see it."""
+    """Raise ClientError for a program in a home folder, which the system service cannot see."""
     parts = {program.resolve()}
     try:
         with program.open("rb") as file:
@@ -180,7 +180,7 @@ def check_reachable(program: Path) -> None:
 
 
 def prepare(scope: Scope, values: units.Values, run: Runner = run_command) -> list[str]:
-    """What must exist before the service starts: the system user, or the home that launchd logs into."""
+    """Create what the service needs to start: the system user, or the home that launchd logs into."""
     if sys.platform == "darwin":
         return _make_home(values)
     if scope == "user" or _user_exists(values.user):

@@ -1,4 +1,6 @@
-"""`fleetctl status`: what the daemon is, what it runs on and what it is doing."""
+"""`fleetctl status`: the daemon, its machine, its models and its fleet.
+
+Reads plain JSON: loading msgspec would cost this verb a sixth of its time."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def command(session: CliSession) -> None:
 
 
 def render(status: dict[str, Any]) -> str:
-    """The page for people; tolerant of missing fields, because an older daemon may lack some."""
+    """The whole page. Fields may be missing: an older daemon does not send all of them."""
     facts = [
         ("home", one_line(str(status.get("home", "-")))),
         ("http", _http(status)),
@@ -83,7 +85,7 @@ def _machine(status: dict[str, Any]) -> str:
 
 
 def _fleet(status: dict[str, Any]) -> list[tuple[str, str]]:
-    """One line, and one more for each machine that cannot be used."""
+    """One line about the fleet, and one more for each machine that cannot be used."""
     fleet = status.get("fleet")
     if not fleet:
         return []
@@ -140,14 +142,14 @@ def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _model(engine: dict[str, Any]) -> str:
-    """A worker that has only some layers helps other machines with them."""
+    """The model's name; of a worker that has only some layers, these too."""
     if not engine.get("part_of"):
         return str(engine.get("model"))
     return f"{engine['part_of']}, {layers(engine.get('first_layer', 0), engine.get('last_layer', 0))}"
 
 
 def _speed(tok_s: float | None) -> str:
-    """As measured when the model was loaded."""
+    """The speed as measured when the model was loaded."""
     if not tok_s:
         return "-"
     return f"{count(tok_s) if tok_s >= 99.95 else f'{tok_s:.1f}'} tok/s"

@@ -49,7 +49,7 @@ def command(session: CliSession, request: str | None, last: int) -> None:
 
 
 def _find(client: Client, request: str) -> list[Any]:
-    """The traces of the only answer whose id has that in it. Raises NotFound, InvalidValue.
+    """The traces of the only answer whose id contains ``request``. Raises NotFound, InvalidValue.
 
     Each answer to a request has an id of its own, and one that came from another machine is longer there. One
     whose prompt was shortened first and then read together with others has two traces.
@@ -70,7 +70,7 @@ def _find(client: Client, request: str) -> list[Any]:
 
 
 def _fetch(client: Client, *, last: int) -> Any:
-    """The answer as it came, checked to be one that this fleetctl knows."""
+    """The daemon's answer as it came. Raises DaemonFailed if fleetctl cannot read it."""
     found = client.get(f"/fleet/v1/traces?last={last}")
     read(found, TracesView)
     return found

@@ -1,4 +1,4 @@
-"""`fleetctl unpair`: put a machine out of the fleet."""
+"""`fleetctl unpair`: remove a machine from the fleet."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def command(session: CliSession, name: str, yes: bool) -> int:
     shown = _refuse_self(fetch_fleet(client), name)
     if not yes:
         if session.json or not sys.stdin.isatty():
-            raise click.UsageError(f"This removes {one_line(name)}; say --yes where nobody can be asked.")
+            raise click.UsageError(f"This removes {one_line(name)}; say --yes where no person can be asked.")
         if not click.confirm(f"Remove {shown} from the fleet?", err=True):
             raise ClientError(f"{shown} stays.")
     done = client.post("/fleet/v1/unpair", {"peer": name})
@@ -36,7 +36,7 @@ def command(session: CliSession, name: str, yes: bool) -> int:
 
 
 def _refuse_self(fleet: FleetView, name: str) -> str:
-    """How the machine is shown; raises InvalidValue where it is this one."""
+    """The label of the machine called ``name``. Raises InvalidValue if it is this machine."""
     key = name.lower()
     for peer in fleet.peers:
         if key in (peer.name.lower(), peer.short_id, peer.node_id):

@@ -1,4 +1,4 @@
-"""`fleetctl usage`: what was asked of each model, day by day."""
+"""`fleetctl usage`: tokens and speeds per day and model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def command(session: CliSession, days: int) -> None:
 
 
 def render(usage: UsageReport, days: int) -> str:
-    """The table for people; speeds are tokens computed per second, so cached tokens do not count."""
+    """The whole table; speeds are tokens computed per second, so cached tokens do not count."""
     if not usage.rows:
         return f"No requests in the last {days} day{'s' if days > 1 else ''}."
     with_node = len({row.node for row in usage.rows}) > 1
@@ -36,7 +36,7 @@ def _model(row: UsageRow, *, with_node: bool) -> str:
     return f"{row.model} @ {row.node}" if with_node else row.model
 
 
-def _cells(day: str, model: str, used: UsageRow | UsageTotals) -> tuple[str, ...]:
+def _cells(day: str, model: str, used: UsageTotals) -> tuple[str, ...]:
     return (
         day,
         model,

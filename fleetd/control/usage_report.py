@@ -6,7 +6,7 @@ import msgspec
 
 
 class UsageTotals(msgspec.Struct, frozen=True):
-    """Sums over all rows; ``failed`` counts the refunded among ``requests``."""
+    """Sums over requests; ``failed`` counts the refunded among ``requests``."""
 
     requests: int = 0
     failed: int = 0
@@ -17,19 +17,12 @@ class UsageTotals(msgspec.Struct, frozen=True):
     decode_s: float = 0.0
 
 
-class UsageRow(msgspec.Struct, frozen=True):
-    """One day of one model on one node; ``failed`` counts the refunded among ``requests``."""
+class UsageRow(UsageTotals, frozen=True):
+    """One day of one model on one node."""
 
     day: str = ""
     model: str = ""
     node: str = ""
-    requests: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
 
 
 class UsageReport(msgspec.Struct, frozen=True):

@@ -240,7 +240,7 @@ class FakeCompressing:
 
 class FakeLedger:
     def usage(self, days: int) -> UsageReport:
-        return UsageReport([UsageRow("2026-01-01", requests=days)], UsageTotals(requests=days))
+        return UsageReport([UsageRow(day="2026-01-01", requests=days)], UsageTotals(requests=days))
 
 
 class FakeMetrics:

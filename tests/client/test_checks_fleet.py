@@ -151,7 +151,7 @@ def test_the_macos_local_network_permission() -> None:
     for told in ({"reason": reason, "paths": []}, {"paths": paths}):
         finding = one("local network", studio(state="unreachable", **told))
         assert finding.level == "warn"
-        assert finding.what.endswith("nobody is there: studio (k3f9a2b).")
+        assert finding.what.endswith("no machine is there: studio (k3f9a2b).")
         assert "Privacy & Security → Local Network" in finding.fix
     assert one("local network", {**WELL, "mdns": silent}).level == "fail"
     denied = [interface(multicast=silent)]
