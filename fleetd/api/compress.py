@@ -124,7 +124,7 @@ async def compress(request: web.Request) -> web.StreamResponse:
         "X-SmartPrefill-Original-Tokens": str(reply.usage.original_tokens),
         "X-SmartPrefill-Compressed-Tokens": str(reply.usage.compressed_tokens),
     }
-    return web.Response(body=msgspec.json.encode(reply), content_type="application/json", headers=headers)
+    return http_body.json_answer(reply, headers=headers)
 
 
 def _document(body: CompressBody) -> tuple[Document, list[dict[str, Any]] | None]:

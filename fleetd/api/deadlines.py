@@ -1,4 +1,4 @@
-"""Bounds per connection, which aiohttp leaves to the application: deadlines, caps, and who is behind it.
+"""Bounds per connection, which aiohttp leaves to the application: deadlines, and caps on their number.
 
     connected ─ headers within HTTP_HEADERS_S ─▶ request ─ done ─▶ idle ─ HTTP_KEEPALIVE_IDLE_S ─▶ closed
                                                     ▲               │
@@ -15,10 +15,13 @@ import asyncio
 import logging
 from typing import Any, cast
 
+import msgspec
 from aiohttp import web
 
 from fleetd import limits
 from fleetd.api import failures
+from fleetd.api.context import DEFAULT_DIALECT
+from fleetd.api.dialect import Dialect
 from fleetd.errors import BadRequest, FleetError
 
 log = logging.getLogger(__name__)
@@ -70,6 +73,7 @@ class BoundedConnection(web.RequestHandler):
         self.known = manager.trusted
         self.busy = False
         self._connections = manager.tracked
+        self._dialect = manager.dialect
         self._deadline: asyncio.TimerHandle | None = None
 
     def authenticated(self) -> None:
@@ -93,7 +97,8 @@ class BoundedConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         if not self._connections.admit(self):
-            body = failures.encode(FleetError("Too many connections are open.", hint="Close some, or retry."))
+            error = FleetError("Too many connections are open.", hint="Close some, or retry.")
+            body = msgspec.json.encode(self._dialect.error(error))
             if self.transport is not None:
                 self.transport.write(_BUSY % (len(body), body))
             self.force_close()
@@ -122,12 +127,12 @@ class BoundedConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer bytes that are not HTTP. The parser's message quotes them, so nobody gets to see it."""
+        """Answer bytes that are not HTTP. The parser's message quotes them, so it is not passed on."""
         log.debug("http.bad_request type=%s", type(exc).__name__)
         error = (
             BadRequest("The request is not valid HTTP.") if status < 500 else FleetError("Internal error.")
         )
-        answer = failures.response(error)
+        answer = failures.response(error, self._dialect)
         answer.force_close()
         return answer
 
@@ -143,13 +148,15 @@ class BoundedConnection(web.RequestHandler):
 class BoundedServer(web.Server):
     """aiohttp's server, making bounded connections."""
 
-    def __init__(self, inner: web.Server, *, trusted: bool, **kwargs: Any) -> None:
+    def __init__(self, inner: web.Server, *, trusted: bool, dialect: Dialect, **kwargs: Any) -> None:
         super().__init__(
             self._serve, request_factory=inner.request_factory, handler_cancellation=True, **kwargs
         )
         self._inner = inner.request_handler
         self._options = kwargs
         self.trusted = trusted
+        # Of answers to bytes that are no request, so that no route is known.
+        self.dialect = dialect
         self.tracked = Connections()
 
     def __call__(self) -> BoundedConnection:
@@ -175,6 +182,7 @@ class BoundedRunner(web.AppRunner):
         return BoundedServer(
             await super()._make_server(),
             trusted=self._trusted,
+            dialect=self.app[DEFAULT_DIALECT],
             access_log=None,
             keepalive_timeout=limits.HTTP_KEEPALIVE_IDLE_S,
             lingering_time=_LINGER_S,

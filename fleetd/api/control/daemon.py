@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Annotated, Any
 
 import msgspec
-from aiohttp import hdrs, web
+from aiohttp import web
 
-from fleetd.api import body as http_body
+from fleetd.api.body import json_answer, parse, read
 from fleetd.api.context import SERVICES
-from fleetd.api.openai.bodies import parse
-from fleetd.api.openai.models import json, loaded_models
+from fleetd.api.openai.models import loaded_models
 from fleetd.api.relay import relay
 from fleetd.api.services import Services, view
 from fleetd.errors import InvalidValue, ModelNotFound
@@ -29,7 +28,7 @@ class ModelRef(msgspec.Struct, frozen=True):
 
 
 async def _ref(request: web.Request) -> ModelRef:
-    return parse(await http_body.read(request), ModelRef)
+    return parse(await read(request), ModelRef)
 
 
 async def _resolve(request: web.Request, ref: ModelRef | None = None) -> Any:
@@ -41,7 +40,7 @@ async def _resolve(request: web.Request, ref: ModelRef | None = None) -> Any:
 
 
 async def status(request: web.Request) -> web.StreamResponse:
-    return json(request.app[SERVICES].status())
+    return json_answer(request.app[SERVICES].status())
 
 
 async def models(request: web.Request) -> web.StreamResponse:
@@ -49,7 +48,7 @@ async def models(request: web.Request) -> web.StreamResponse:
     # The engines' state belongs to the event loop; only the disk is asked from a thread.
     loaded = loaded_models(services)
     memory_bytes = view(services.status()).machine.get("memory_bytes") or 0
-    return json(await asyncio.to_thread(_listing, services, loaded, memory_bytes))
+    return json_answer(await asyncio.to_thread(_listing, services, loaded, memory_bytes))
 
 
 def _listing(services: Services, loaded: frozenset[str], memory_bytes: int) -> dict[str, Any]:
@@ -95,7 +94,7 @@ async def usage(request: web.Request) -> web.StreamResponse:
     if not text.isascii() or not text.isdigit() or not _DAYS[0] <= int(text[:8]) <= _DAYS[1]:
         raise InvalidValue(f"days has to be a number from {_DAYS[0]} to {_DAYS[1]}.", param="days")
     # The ledger asks its disk.
-    return json(await asyncio.to_thread(request.app[SERVICES].ledger.usage, int(text)))
+    return json_answer(await asyncio.to_thread(request.app[SERVICES].ledger.usage, int(text)))
 
 
 async def env(request: web.Request) -> web.StreamResponse:
@@ -107,7 +106,7 @@ async def env(request: web.Request) -> web.StreamResponse:
         host = str(http["host"])
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  an address to call, not to bind
         base_url = f"http://[{host}]:{http['port']}/v1" if ":" in host else f"http://{host}:{http['port']}/v1"
-    return json({"base_url": base_url, "api_key": services.token})
+    return json_answer({"base_url": base_url, "api_key": services.token})
 
 
 # ---- Acting ----------------------------------------------------------------------------------------------
@@ -116,14 +115,14 @@ async def env(request: web.Request) -> web.StreamResponse:
 async def load(request: web.Request) -> web.StreamResponse:
     folder = await _resolve(request)
     await request.app[SERVICES].pool.load(folder)
-    return json({"ok": True})
+    return json_answer({"ok": True})
 
 
 async def unload(request: web.Request) -> web.StreamResponse:
     folder = await _resolve(request)
     if not await request.app[SERVICES].pool.unload(folder.name):
         raise ModelNotFound(f"{folder.name} is not loaded.", hint="`fleetctl status` lists what is.")
-    return json({"ok": True})
+    return json_answer({"ok": True})
 
 
 async def remove(request: web.Request) -> web.StreamResponse:
@@ -132,7 +131,7 @@ async def remove(request: web.Request) -> web.StreamResponse:
     folder = await _resolve(request)
     await services.pool.unload(folder.name)
     await asyncio.to_thread(services.models.remove, folder.name)
-    return json({"ok": True})
+    return json_answer({"ok": True})
 
 
 async def verify(request: web.Request) -> web.StreamResponse:
@@ -141,7 +140,7 @@ async def verify(request: web.Request) -> web.StreamResponse:
     folder = await _resolve(request, ref)
     await asyncio.to_thread(services.verify, folder.path, full=ref.full)
     digest = await asyncio.to_thread(services.models.digest, folder)
-    return json({"ok": True, "digest": str(digest)})
+    return json_answer({"ok": True, "digest": str(digest)})
 
 
 async def pull(request: web.Request) -> web.StreamResponse:
@@ -150,31 +149,14 @@ async def pull(request: web.Request) -> web.StreamResponse:
     return await relay(request, _pulling(services, (await _ref(request)).model))
 
 
-async def _pulling(services: Services, ref: str) -> AsyncGenerator[bytes, None]:
+async def _pulling(services: Services, ref: str) -> AsyncGenerator[object, None]:
     async with aclosing(services.pull(ref)) as steps:
         async for step in steps:
-            yield msgspec.json.encode(
-                {
-                    "file": step.file,
-                    "done_bytes": step.done_bytes,
-                    "total_bytes": step.total_bytes,
-                    "stage": step.stage,
-                }
-            )
+            yield {
+                "file": step.file,
+                "done_bytes": step.done_bytes,
+                "total_bytes": step.total_bytes,
+                "stage": step.stage,
+            }
     folder = await asyncio.to_thread(services.models.resolve, ref)
-    yield msgspec.json.encode({"done": True, "name": folder.name})
-
-
-Route = tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]
-
-ROUTES: tuple[Route, ...] = (
-    (hdrs.METH_GET, "/fleet/v1/status", status),
-    (hdrs.METH_GET, "/fleet/v1/models", models),
-    (hdrs.METH_GET, "/fleet/v1/usage", usage),
-    (hdrs.METH_GET, "/fleet/v1/env", env),
-    (hdrs.METH_POST, "/fleet/v1/models/pull", pull),
-    (hdrs.METH_POST, "/fleet/v1/models/load", load),
-    (hdrs.METH_POST, "/fleet/v1/models/unload", unload),
-    (hdrs.METH_POST, "/fleet/v1/models/verify", verify),
-    (hdrs.METH_POST, "/fleet/v1/models/remove", remove),
-)
+    yield {"done": True, "name": folder.name}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 from aiohttp import web
 
+from fleetd.api.body import json_answer
 from fleetd.api.context import SERVICES
 from fleetd.api.openai.objects import ModelDetails, ModelList, ModelObject, ModelPlace
 from fleetd.api.services import Folder, Services, view
@@ -19,7 +19,7 @@ from fleetd.requests.job import THIS_NAME
 
 async def index(request: web.Request) -> web.StreamResponse:
     """The fleet's models, each once; and the default one even before its first use fetches it."""
-    return json(ModelList(data=await _all(request.app[SERVICES])))
+    return json_answer(ModelList(data=await _all(request.app[SERVICES])))
 
 
 async def show(request: web.Request) -> web.StreamResponse:
@@ -33,8 +33,8 @@ async def show(request: web.Request) -> web.StreamResponse:
         found = [model for model in await _all(services) if model.id in (name, canonical)]
         if not found:
             raise
-        return json(msgspec.structs.replace(found[0], id=name))
-    return json(_describe(folder, loaded_models(services), elsewhere(services)))
+        return json_answer(msgspec.structs.replace(found[0], id=name))
+    return json_answer(_describe(folder, loaded_models(services), elsewhere(services)))
 
 
 async def _all(services: Services) -> list[ModelObject]:
@@ -60,10 +60,6 @@ def elsewhere(services: Services) -> dict[str, list[ModelPlace]]:
 
 def loaded_models(services: Services) -> frozenset[str]:
     return frozenset(engine.model for engine in view(services.status()).engines if engine.state == "ready")
-
-
-def json(body: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
 
 
 def _describe(folder: Folder, loaded: frozenset[str], others: Mapping[str, list[ModelPlace]]) -> ModelObject:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from fleetd import limits
+from fleetd.api.body import parse
 from fleetd.api.openai.bodies import (
     AssistantMessage,
     ChatBody,
@@ -23,7 +24,6 @@ from fleetd.api.openai.bodies import (
     ToolChoice,
     ToolMessage,
     UserMessage,
-    parse,
 )
 from fleetd.engine.protocol import (
     RESERVED_TEMPLATE_KWARGS,
