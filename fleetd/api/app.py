@@ -20,7 +20,7 @@ from fleetd.api import auth, body, failures
 from fleetd.api.context import DEFAULT_DIALECT, REQUEST_ID, ROUTES, SERVICES, dialect_of, is_gone
 from fleetd.api.deadlines import make_runner
 from fleetd.api.openai.dialect import OPENAI
-from fleetd.api.route import Route
+from fleetd.api.route_entry import Route
 from fleetd.api.routes import ALL_ROUTES
 from fleetd.api.services import Services
 from fleetd.errors import FleetError

@@ -16,7 +16,8 @@ import socket
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
-from fleetd.api.context import SERVICES, connection, is_open, is_trusted
+from fleetd.api.context import SERVICES, is_open
+from fleetd.api.deadlines import connection, is_trusted
 from fleetd.api.services import Services
 from fleetd.errors import Forbidden, NotFound, Unauthorized, UnsupportedMediaType
 from fleetd.peercred import peer_uid

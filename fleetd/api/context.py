@@ -1,13 +1,11 @@
-"""What handlers find on the application, the request and its connection."""
+"""What handlers find on the application and the request."""
 
 from __future__ import annotations
-
-from typing import Protocol, runtime_checkable
 
 from aiohttp import web
 
 from fleetd.api.dialect import Dialect
-from fleetd.api.route import Route
+from fleetd.api.route_entry import Route
 from fleetd.api.services import Services
 
 SERVICES: web.AppKey[Services] = web.AppKey("services", Services)
@@ -27,27 +25,6 @@ def is_open(request: web.Request) -> bool:
     return any(route.open and route.path == request.path for route in request.app[ROUTES].values())
 
 
-@runtime_checkable
-class Connection(Protocol):
-    """The connection behind a request: set by ``deadlines.make_runner``."""
-
-    trusted: bool
-
-    def authenticated(self) -> None: ...
-
-
-def connection(request: web.BaseRequest) -> Connection | None:
-    """None on a server that ``make_runner`` did not make; its requests are treated as TCP from strangers."""
-    protocol = request.protocol
-    return protocol if isinstance(protocol, Connection) else None
-
-
 def is_gone(request: web.BaseRequest) -> bool:
     """True when the client has left: a ConnectionError then is its leaving, and otherwise a bug."""
     return request.transport is None or request.transport.is_closing()
-
-
-def is_trusted(request: web.BaseRequest) -> bool:
-    """True on the Unix socket, whose permissions and peer check stand in for the token."""
-    made = connection(request)
-    return made is not None and made.trusted

@@ -192,3 +192,14 @@ class BoundedRunner(web.AppRunner):
 def make_runner(app: web.Application, *, trusted: bool) -> web.AppRunner:
     """A runner for one site: ``trusted`` for the Unix socket, not for TCP. One application may have both."""
     return BoundedRunner(app, trusted=trusted)
+
+
+def connection(request: web.BaseRequest) -> BoundedConnection | None:
+    """None on a server that ``make_runner`` did not make; its requests are treated as TCP from strangers."""
+    return request.protocol if isinstance(request.protocol, BoundedConnection) else None
+
+
+def is_trusted(request: web.BaseRequest) -> bool:
+    """True on the Unix socket, whose permissions and peer check stand in for the token."""
+    made = connection(request)
+    return made is not None and made.trusted

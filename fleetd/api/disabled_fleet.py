@@ -1,4 +1,4 @@
-"""The fleet of a daemon whose settings keep it to itself: nothing to see, and one answer to every wish."""
+"""The fleet of a daemon with ``fleet.enabled`` off: an empty view, and one refusal for every request."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from fleetd.errors import FleetError, NotPaired, PairingClosed
+from fleetd.models.folder import ModelFolder
 from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
 from fleetd.requests.prefill_sharing.views import PlanQuestion, PlanView
 
 
 class DisabledFleet:
+    """What handlers call of ``fleetd.fleet.Fleet``."""
+
     def view(self) -> FleetView:
         return FleetView(enabled=False)
 
@@ -30,10 +33,10 @@ class DisabledFleet:
         raise _off(NotPaired)
 
     async def diagnose(self) -> Any:
-        """Nothing was looked at, so nothing is known."""
+        """Nothing: without a fleet, no network facts are gathered."""
         return {}
 
-    def plan(self, question: PlanQuestion, folder: Any) -> PlanView:
+    def plan(self, question: PlanQuestion, folder: ModelFolder) -> PlanView:
         raise _off(NotPaired)
 
 

@@ -24,7 +24,8 @@ from fleetd import limits
 from fleetd.api import smart_prefill_reports
 from fleetd.api.body import json_answer
 from fleetd.api.choices import Choices
-from fleetd.api.context import SERVICES, is_trusted
+from fleetd.api.context import SERVICES
+from fleetd.api.deadlines import is_trusted
 from fleetd.api.http_stream import HttpStream
 from fleetd.api.progress_comments import ProgressComments
 from fleetd.compression.policy import SmartPrefillPolicy

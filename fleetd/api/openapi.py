@@ -10,18 +10,18 @@ from aiohttp import web
 
 from fleetd.api.body import json_answer
 from fleetd.api.context import ROUTES, SERVICES
-from fleetd.api.route import Route, Status
+from fleetd.api.route_entry import Route, RouteStatus
 
 Schemas = Mapping[type, dict[str, Any]]
 
 # Statuses of every route; a route adds its own.
-_ALWAYS: Mapping[int, Status] = {
-    400: Status("The request is not valid HTTP or JSON, or a field is wrong; `error.param` names it."),
-    401: Status("The token is missing or wrong."),
-    403: Status("The Host, Origin or peer may not ask."),
-    405: Status("This method is not allowed here."),
-    500: Status("A bug; the daemon's log has the details under the request id."),
-    503: Status(
+_ALWAYS: Mapping[int, RouteStatus] = {
+    400: RouteStatus("The request is not valid HTTP or JSON, or a field is wrong; `error.param` names it."),
+    401: RouteStatus("The token is missing or wrong."),
+    403: RouteStatus("The Host, Origin or peer may not ask."),
+    405: RouteStatus("This method is not allowed here."),
+    500: RouteStatus("A bug; the daemon's log has the details under the request id."),
+    503: RouteStatus(
         "Too many connections, or the daemon is stopping, stalled or out of memory; see Retry-After."
     ),
 }
@@ -100,7 +100,7 @@ def _content(route: Route, schemas: Schemas) -> dict[str, Any]:
     return content
 
 
-def _failure(route: Route, status: Status, schemas: Schemas) -> dict[str, Any]:
+def _failure(route: Route, status: RouteStatus, schemas: Schemas) -> dict[str, Any]:
     schema = schemas[route.dialect.error_type]
     if status.reply is not None:
         schema = {"anyOf": [schemas[status.reply], schema]}

@@ -13,21 +13,21 @@ from fleetd.api import compress, health, openapi
 from fleetd.api.control import daemon, peers, plan
 from fleetd.api.openai import bodies, handlers, models, objects
 from fleetd.api.openai.dialect import CONTROL, OPENAI
-from fleetd.api.route import Route, Status
+from fleetd.api.route_entry import Route, RouteStatus
 
 _BODY = {
-    408: Status("The body arrived too slowly."),
-    413: Status("The body is too large."),
-    415: Status("The body is not JSON."),
+    408: RouteStatus("The body arrived too slowly."),
+    413: RouteStatus("The body is too large."),
+    415: RouteStatus("The body is not JSON."),
 }
-_MODEL = {404: Status("No such model; the nearest names are offered.")}
+_MODEL = {404: RouteStatus("No such model; the nearest names are offered.")}
 _ENGINE = {
-    429: Status("The queue is full; see Retry-After."),
-    502: Status("The engine died, or a download failed."),
-    504: Status("The engine stalled."),
-    507: Status("The disk is full."),
+    429: RouteStatus("The queue is full; see Retry-After."),
+    502: RouteStatus("The engine died, or a download failed."),
+    504: RouteStatus("The engine stalled."),
+    507: RouteStatus("The disk is full."),
 }
-_NOT_NOW = {503: Status("Not now, and why.", objects.Health)}
+_NOT_NOW = {503: RouteStatus("Not now, and why.", objects.Health)}
 _METRICS = {
     "text/plain": {"schema": {"type": "string"}},
     "application/openmetrics-text": {"schema": {"type": "string"}},

@@ -14,7 +14,7 @@ from api_fakes import logprob
 from fleetd.api.openai import render
 from fleetd.api.openai.reports import timing_report
 from fleetd.api.progress_comments import ProgressComments
-from fleetd.api.usage import UsageTally, Work
+from fleetd.api.usage_tally import EngineWork, UsageTally
 from fleetd.engine import protocol as p
 from fleetd.errors import EngineError
 
@@ -36,7 +36,7 @@ def chat_whole(choices: int = 1, **options: Any) -> render.ChatWhole:
     return render.ChatWhole(replace(REPLY, choices=choices, per_prompt=choices, **options))
 
 
-def work(*events: p.Finished) -> Work:
+def work(*events: p.Finished) -> EngineWork:
     tally = UsageTally(1)
     for index, event in enumerate(events):
         tally.add(index, event)

@@ -11,14 +11,15 @@ from aiohttp import web
 from fleetd.api.body import json_answer
 from fleetd.api.context import SERVICES
 from fleetd.api.openai.objects import ModelDetails, ModelList, ModelObject, ModelPlace
-from fleetd.api.services import Folder, Services, view
+from fleetd.api.services import Services, view
 from fleetd.errors import ModelNotFound
 from fleetd.models.catalog import find
+from fleetd.models.folder import ModelFolder
 from fleetd.requests.job import THIS_NAME
 
 
 async def index(request: web.Request) -> web.StreamResponse:
-    """The fleet's models, each once; and the default one even before its first use fetches it."""
+    """The fleet's models, each once, and the default model even before its first use fetches it."""
     return json_answer(ModelList(data=await _all(request.app[SERVICES])))
 
 
@@ -49,7 +50,7 @@ async def _all(services: Services) -> list[ModelObject]:
 
 
 def elsewhere(services: Services) -> dict[str, list[ModelPlace]]:
-    """Model name → the peers that would answer with it now. One that may not see prompts would not."""
+    """Model name → the peers that can answer with it now: usable, and allowed to see prompts."""
     found: dict[str, list[ModelPlace]] = {}
     for peer in services.fleet.view().peers:
         if peer.state == "usable" and peer.sees_prompts:
@@ -62,7 +63,9 @@ def loaded_models(services: Services) -> frozenset[str]:
     return frozenset(engine.model for engine in view(services.status()).engines if engine.state == "ready")
 
 
-def _describe(folder: Folder, loaded: frozenset[str], others: Mapping[str, list[ModelPlace]]) -> ModelObject:
+def _describe(
+    folder: ModelFolder, loaded: frozenset[str], others: Mapping[str, list[ModelPlace]]
+) -> ModelObject:
     owner, slash, _ = folder.name.partition("/")
     here = ModelPlace(THIS_NAME, "loaded" if folder.name in loaded else "installed")
     return ModelObject(
@@ -82,7 +85,7 @@ def _describe(folder: Folder, loaded: frozenset[str], others: Mapping[str, list[
 
 
 def _absent(name: str, places: list[ModelPlace]) -> ModelObject:
-    """One that is not on this machine."""
+    """A model that is not on this machine."""
     source = "fleet" if places else "catalog"
     details = ModelDetails(source, "", 0, 0, loaded=False, installed=False, nodes=places)
     return ModelObject(id=name, created=0, owned_by="fleetd", fleet=details)

@@ -17,7 +17,7 @@ from msgspec import UNSET, UnsetType
 
 from fleetd.api.openai import objects as o
 from fleetd.api.openai.reports import smart_report, timing_report, usage_object
-from fleetd.api.usage import UsageTally, Work
+from fleetd.api.usage_tally import EngineWork, UsageTally
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.protocol import Delta, Event, Finished, TokenLogprob, ToolCall
 from fleetd.errors import EngineError
@@ -106,7 +106,7 @@ def _fields(
     reply: ReplyOptions,
     tally: UsageTally,
     usage: o.UsageObject | UnsetType | None = UNSET,
-    work: Work | None = None,
+    work: EngineWork | None = None,
 ) -> dict[str, Any]:
     """The fields of chunks and whole replies of both endpoints. Without ``work`` they hold no reports."""
     return {
@@ -157,7 +157,7 @@ class _ReplyStream(ABC, Generic[Choice]):
         """The last pieces of a choice; the last of them has the reason."""
 
     def _chunk(
-        self, choices: Sequence[Choice], work: Work | None = None, usage: o.UsageObject | None = None
+        self, choices: Sequence[Choice], work: EngineWork | None = None, usage: o.UsageObject | None = None
     ) -> msgspec.Struct:
         # Null before the usage comes, and absent where it never comes.
         shown = usage if self._reply.include_usage else UNSET

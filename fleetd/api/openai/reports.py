@@ -7,7 +7,7 @@ from msgspec import UNSET, UnsetType
 
 from fleetd.api.openai import objects as o
 from fleetd.api.smart_prefill_reports import SmartPrefillReports
-from fleetd.api.usage import Work
+from fleetd.api.usage_tally import EngineWork
 from fleetd.engine.protocol import Usage
 
 
@@ -22,7 +22,7 @@ def usage_object(billed: Usage) -> o.UsageObject:
     )
 
 
-def timing_report(work: Work) -> o.TimingReport:
+def timing_report(work: EngineWork) -> o.TimingReport:
     """``decode_s`` runs from the first to the last token, so the first token of each stream is not in it."""
     usage, timings = work.usage, work.timings
     prefilled = max(0, usage.prompt_tokens - usage.cached_tokens - work.not_prefilled)

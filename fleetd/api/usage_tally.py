@@ -12,7 +12,7 @@ from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class EngineWork:
     """What the engines computed for some choices.
 
     Args:
@@ -58,12 +58,12 @@ class UsageTally:
             reasoning_tokens=sum(usage.reasoning_tokens for usage in every),
         )
 
-    def work_of(self, index: int) -> Work:
+    def work_of(self, index: int) -> EngineWork:
         """One finished choice."""
         found = self.smart.of(index)
         return _work({index: self._finished[index]}, self.smart, found if found.code or found.used else None)
 
-    def work(self) -> Work:
+    def work(self) -> EngineWork:
         """All finished choices."""
         return _work(self._finished, self.smart, self.smart.slowest)
 
@@ -75,10 +75,10 @@ class UsageTally:
 
 def _work(
     finished: Mapping[int, Finished], reports: SmartPrefillReports, smart: SmartPrefillResult | None
-) -> Work:
+) -> EngineWork:
     events = list(finished.values())
     found = [reports.of(index) for index in finished]
-    return Work(
+    return EngineWork(
         usage=Usage(
             prompt_tokens=sum(event.usage.prompt_tokens for event in events),
             cached_tokens=sum(event.usage.cached_tokens for event in events),

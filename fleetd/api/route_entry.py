@@ -16,7 +16,7 @@ _PARAMETER = re.compile(r"\{(\w+)(?::[^}]*)?\}")
 
 
 @dataclass(frozen=True)
-class Status:
+class RouteStatus:
     """A status besides 200.
 
     Args:
@@ -51,7 +51,7 @@ class Route:
     body: type | None = None
     reply: type | Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     item: type | None = None
-    statuses: Mapping[int, Status] = field(default_factory=dict)
+    statuses: Mapping[int, RouteStatus] = field(default_factory=dict)
     open: bool = False
 
     @property
