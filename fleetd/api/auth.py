@@ -28,7 +28,7 @@ _HTTP_PORT = 80
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse what may not be asked; raises FleetError."""
+    """Pass on requests that are allowed; raises FleetError for the others."""
     services = request.app[SERVICES]
     if is_trusted(request):
         _check_user(request, services)
@@ -48,7 +48,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _check_user(request: web.Request, services: Services) -> None:
-    # Unknown is refused like foreign: the socket's mode already keeps strangers out, this is the second lock.
+    # The socket's mode already keeps other users out. This second check refuses unknown users as well.
     if peer_uid(request.transport) not in (0, os.geteuid()):
         services.metrics.auth_failure("user")
         raise Forbidden("This socket serves its own user only.", hint=f"It belongs to uid {os.geteuid()}.")

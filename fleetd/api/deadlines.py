@@ -4,8 +4,8 @@
                                                     ▲               │
                                                     └── first byte, then headers within HTTP_HEADERS_S
 
-When too many sockets are open, the ones that cost nothing to lose go first: the oldest that never showed a
-token, then the oldest that is idle. So a crowd of silent sockets evicts itself and leaves others alone.
+When too many sockets are open, the oldest that never sent a token is closed first, then the oldest idle one.
+So a flood of silent sockets evicts only itself.
 Deadlines for the body are in body.py, where it is read.
 """
 
@@ -44,12 +44,12 @@ class Connections:
         return len(self._open)
 
     def admit(self, new: BoundedConnection) -> bool:
-        """Make room for a new connection if there is any to be made."""
-        strangers = [known for known in self._open if not known.known]
-        if not new.known and len(strangers) >= limits.HTTP_CONNECTIONS_UNAUTHENTICATED:
-            self._evict(strangers[0])
+        """Make room for a new connection; False if every open one is busy."""
+        unknown = [each for each in self._open if not each.known]
+        if not new.known and len(unknown) >= limits.HTTP_CONNECTIONS_UNAUTHENTICATED:
+            self._evict(unknown[0])
         if len(self._open) >= limits.HTTP_CONNECTIONS:
-            idle = next((known for known in self._open if not known.busy), None)
+            idle = next((each for each in self._open if not each.busy), None)
             if idle is None:
                 return False
             self._evict(idle)
@@ -65,7 +65,10 @@ class Connections:
 
 
 class BoundedConnection(web.RequestHandler):
-    """aiohttp's connection with a deadline for headers, and a sense of being busy or known."""
+    """aiohttp's connection with a deadline for headers.
+
+    ``busy``: a request is being served. ``known``: its client has shown a token, or needs none.
+    """
 
     def __init__(self, manager: BoundedServer, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
@@ -111,7 +114,7 @@ class BoundedConnection(web.RequestHandler):
         super().data_received(data)
 
     def eof_received(self) -> None:
-        # A client that closed its half while we work has gone; waiting for buffers to drain keeps its slot.
+        # A client that closes its half during a request has left; draining its buffers would hold its slot.
         if self.busy:
             self.abort()
 
@@ -155,7 +158,7 @@ class BoundedServer(web.Server):
         self._inner = inner.request_handler
         self._options = kwargs
         self.trusted = trusted
-        # Of answers to bytes that are no request, so that no route is known.
+        # For answers to bytes that are not a request, and so have no route.
         self.dialect = dialect
         self.tracked = Connections()
 
@@ -195,7 +198,7 @@ def make_runner(app: web.Application, *, trusted: bool) -> web.AppRunner:
 
 
 def connection(request: web.BaseRequest) -> BoundedConnection | None:
-    """None on a server that ``make_runner`` did not make; its requests are treated as TCP from strangers."""
+    """None on a server that ``make_runner`` did not make; its requests are not trusted."""
     return request.protocol if isinstance(request.protocol, BoundedConnection) else None
 
 

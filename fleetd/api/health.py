@@ -25,7 +25,7 @@ def judge(status: StatusView) -> Health:
             return Health("stalled", reason, engines)
     if not status.ready:
         return Health("starting", "The daemon is starting.", engines)
-    # A model that is loading, or failed to load, does not stop others from being served: said, not judged.
+    # A model that is loading, or failed to load, does not stop others from being served: the status stays.
     reasons = [
         f"{engine.model} is {engine.state}."
         for engine in status.engines

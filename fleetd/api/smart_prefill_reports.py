@@ -1,4 +1,4 @@
-"""What clients are told of smart prefill, in every dialect: headers, and a comment in a stream. Pure."""
+"""Reports about smart prefill in every dialect: headers, and a comment in a stream. Pure."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class UsageTally:
         self._finished[index] = event
 
     def billed(self) -> Usage:
-        """What clients are told: each prompt once, and as long as it was sent."""
+        """Usage for the client: each prompt once, with as many tokens as the client sent."""
         first = [event.usage for i, event in self._finished.items() if i % self._per_prompt == 0]
         every = [event.usage for event in self._finished.values()]
         return Usage(

@@ -1,7 +1,7 @@
 """A new dialect is a ``Dialect``, a handler and an entry in the table of routes: two are added here.
 
 ``LinesDialect`` writes a JSON object per line, numbered. ``EventsDialect`` writes server-sent events with
-names and has no end marker. Neither of them is known to the daemon.
+names and has no end marker. Both are defined here; the daemon has no code for them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Request bodies of /v1/*: their fields, types and ranges.
 
-Everything a client may send falls in one of four classes:
+Every field a client may send is in one of four classes:
     known        a field of a Struct below: typed and ranged here, turned into work by translate.py
     unsupported  would change the answer, not implemented: refused by name, unless its value asks for nothing
     misspelt     so close to a known field that ignoring it would change the answer: refused with the nearest
@@ -119,7 +119,7 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="rol
 
 
 class SpeculateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The object form of ``speculate``. Drafts change how soon an answer comes, and nothing of it."""
+    """The object form of ``speculate``. Drafts change how soon an answer comes, not the answer."""
 
     enabled: bool = True
     sources: Annotated[
@@ -157,7 +157,7 @@ Message = SystemMessage | DeveloperMessage | UserMessage | ToolMessage | Assista
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints take. ``model`` may be absent: the default model answers."""
+    """Fields of both endpoints. Without ``model`` the default model answers."""
 
     model: str | None = None
     max_tokens: Natural | None = None
@@ -232,10 +232,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (None, 1),
 }  # fmt: skip
 
-# Not ours, harmless, and too close to one of ours for the spelling check.
+# Fields of other servers: harmless, and too close to a known field for the spelling check.
 _FOREIGN = frozenset({"models", "user_id", "top_a", "usage", "min_tokens"})
 _TYPO_CUTOFF = 0.86
-# What other servers call a field of ours.
+# Other servers' names for a known field.
 _ELSEWHERE: Mapping[str, str] = {
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens",

@@ -52,7 +52,7 @@ class ReplyOptions:
 
 
 def finish_reason(event: Finished) -> o.FinishReason:
-    """Raises EngineError for an answer that was cut short by us: it must not look complete."""
+    """Raises EngineError for an answer that the engine cut short: it must not look complete."""
     if event.reason == "cancelled":
         raise EngineError(
             "The answer was cut short: its request was cancelled in the engine.", hint="Try again."
@@ -82,7 +82,7 @@ def chat_logprobs(items: list[TokenLogprob]) -> o.ChatLogprobs:
 
 
 def text_logprobs(items: list[TokenLogprob], *, opens_prompt: bool = False) -> o.TextLogprobs:
-    """The chosen token is always among the top. Nothing comes before a prompt's first token: it has none."""
+    """The chosen token is always among the top. A prompt's first token has no logprob."""
     known = [not (opens_prompt and i == 0) for i in range(len(items))]
     return o.TextLogprobs(
         tokens=[item.token for item in items],

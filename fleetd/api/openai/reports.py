@@ -12,7 +12,7 @@ from fleetd.engine.protocol import Usage
 
 
 def usage_object(billed: Usage) -> o.UsageObject:
-    """Usage as clients are told it (``UsageTally.billed``)."""
+    """The usage object for ``UsageTally.billed``."""
     return o.UsageObject(
         prompt_tokens=billed.prompt_tokens,
         completion_tokens=billed.completion_tokens,
