@@ -12,6 +12,7 @@ from contextlib import aclosing
 from typing import Protocol
 
 from fleetd.errors import Draining
+from fleetd.requests.concurrency import cancel_all
 
 
 class PullStep(Protocol):
@@ -86,17 +87,12 @@ class Pulls:
         finally:
             pull.watchers -= 1
             if pull.watchers == 0 and not pull.task.done():
-                pull.task.cancel()
-                await asyncio.wait([pull.task])
+                await cancel_all([pull.task])
 
     async def close(self) -> None:
         """Cancel every download; those who wait get Draining."""
         self._closed = True
-        tasks = [pull.task for pull in self._pulls.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_all(pull.task for pull in self._pulls.values())
 
     async def _run(self, ref: str, pull: _Pull) -> None:
         try:

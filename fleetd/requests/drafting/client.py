@@ -28,6 +28,7 @@ from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.route import USABLE
 from fleetd.requests.backoff import PeerBackoff
+from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.drafting import messages, plan_view
 from fleetd.requests.drafting.plan_view import DRAFTER
 from fleetd.requests.job import THIS_NAME, Job, Planned
@@ -275,10 +276,7 @@ class DrafterService:
 
     async def close(self) -> None:
         """End all of them."""
-        for task in self._running:
-            task.cancel()
-        if self._running:
-            await asyncio.wait(set(self._running))
+        await cancel_all(self._running)
 
 
 class DraftRun:

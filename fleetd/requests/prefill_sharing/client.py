@@ -43,8 +43,9 @@ from fleetd.plan.prefill.options import HelperSpec as PlannedMachine
 from fleetd.plan.prefill.options import Load, PlanChoice, PrefillOption
 from fleetd.plan.speed_corrections import SpeedCorrections
 from fleetd.requests.backoff import PeerBackoff
-from fleetd.requests.job import LOCAL, THIS_NAME, Job, PlanKind, Planned
-from fleetd.requests.placement import CHARS_PER_TOKEN, Member, prompt_text
+from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
+from fleetd.requests.placement import Member
 from fleetd.requests.prefill_sharing import agreement, messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
 from fleetd.requests.prefill_sharing.planner_facts import PartOfSplit
@@ -139,7 +140,7 @@ class PrefillSharing:
             return False
         if not any(planner_facts.may_help(member, own.digest) for member in members):
             return False
-        return len(prompt_text(job.request)) // CHARS_PER_TOKEN >= limits.SHARE_LEAST_TOKENS
+        return len(job.prompt_text) // CHARS_PER_TOKEN >= limits.SHARE_LEAST_TOKENS
 
     async def stream(
         self, job: Job, folder: Any, alone: Planned, arrived_s: float
@@ -289,10 +290,7 @@ class PrefillSharing:
 
     async def close(self) -> None:
         """End what still runs in the background."""
-        for task in self._background:
-            task.cancel()
-        if self._background:
-            await asyncio.wait(set(self._background))
+        await cancel_all(self._background)
 
     async def _warm(self, load: Load, own: ModelCard) -> None:
         try:

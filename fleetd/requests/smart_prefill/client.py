@@ -31,8 +31,8 @@ from fleetd.observe import get_logger
 from fleetd.plan.affinity import Affinity, chain
 from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.scoring import SmartPrefillQuestion
-from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
-from fleetd.requests.placement import CHARS_PER_TOKEN, THIS_NODE, Placement, prompt_text
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, Planned, prompt_text
+from fleetd.requests.placement import THIS_NODE, Placement
 from fleetd.requests.prefill_sharing.views import DrafterView, OptionView, PlanView, Trace
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
 from fleetd.requests.smart_prefill.compression_job import (
@@ -285,7 +285,7 @@ class SmartPrefill:
     def finished(self, job: Job, node_id: str) -> None:
         """It was answered there: the next turn of the conversation finds its beginning there."""
         if job.request.keep is None:
-            self._affinity.computed(node_id, job.model, chain(prompt_text(job.request), self._key))
+            self._affinity.computed(node_id, job.model, chain(job.prompt_text, self._key))
 
     def _keep(self, record: SmartPrefillRecord) -> None:
         """The answer has ended, in any way: write down what came of its prompt, and who is paid."""
