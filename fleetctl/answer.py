@@ -17,10 +17,10 @@ from urllib.parse import unquote
 import click
 
 from fleetctl.client import Client, daemon_error
+from fleetctl.event_stream import Comment
 from fleetctl.exits import ConnectionBroken
-from fleetctl.progress import Progress
-from fleetctl.sse import Comment
-from fleetctl.text import count, duration, listed, one_line, printable, size
+from fleetctl.render.progress_line import Progress
+from fleetctl.render.text import count, duration, listed, one_line, printable, size
 from fleetd import limits
 from fleetd.errors import InvalidValue
 

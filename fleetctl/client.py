@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+from fleetctl.event_stream import Comment, Data, Decoder, EventTooLong
 from fleetctl.exits import ConnectionBroken, DaemonFailed, NoDaemon, Refused
 from fleetctl.home import SYSTEM_HOME, Address
-from fleetctl.sse import Comment, Data, Decoder, EventTooLong
 from fleetd import __version__, errors, limits
 
 _PIECE_BYTES = 64 * limits.KIB
@@ -48,7 +48,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = sock
 
 
-class Stream:
+class EventStream:
     """An answer in server-sent events. Closing it early tells the daemon to cancel."""
 
     def __init__(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
@@ -95,7 +95,7 @@ class Stream:
         self._response.close()
         self._connection.close()
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> EventStream:
         return self
 
     def __exit__(
@@ -132,14 +132,14 @@ class Client:
         finally:
             connection.close()
 
-    def stream(self, path: str, body: Any) -> Stream:
+    def stream(self, path: str, body: Any) -> EventStream:
         """POST whose answer is a stream of events; an early refusal raises like `call`."""
         connection = _UnixConnection(self.address, limits.CLIENT_STREAM_STALL_S)
         try:
             response = _request(connection, "POST", path, body, limits.CLIENT_STREAM_STALL_S)
             if response.status >= 400:
                 _json(_read(response, limits.CLIENT_STREAM_STALL_S), response.status)
-            return Stream(connection, response)
+            return EventStream(connection, response)
         except BaseException:
             connection.close()
             raise

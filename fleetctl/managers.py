@@ -23,19 +23,19 @@ _COMMAND_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandResult:
     code: int
     output: str
 
 
-Runner = Callable[[Sequence[str]], Outcome]
+Runner = Callable[[Sequence[str]], CommandResult]
 
 
-def run_command(arguments: Sequence[str]) -> Outcome:
+def run_command(arguments: Sequence[str]) -> CommandResult:
     """The real runner; a missing program is outcome 127, as in a shell."""
     program = shutil.which(arguments[0])
     if program is None:
-        return Outcome(127, f"{arguments[0]}: not found")
+        return CommandResult(127, f"{arguments[0]}: not found")
     try:
         done = subprocess.run(
             [program, *arguments[1:]],
@@ -48,8 +48,8 @@ def run_command(arguments: Sequence[str]) -> Outcome:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Outcome(124, f"{arguments[0]} did not finish within {_COMMAND_S:.0f} s")
-    return Outcome(done.returncode, done.stdout)
+        return CommandResult(124, f"{arguments[0]} did not finish within {_COMMAND_S:.0f} s")
+    return CommandResult(done.returncode, done.stdout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +150,7 @@ class Systemd:
         pid = int(facts.get("MainPID") or 0) or None
         return State("systemd", self.scope, str(self.file), self.file.exists(), active, detail, pid)
 
-    def _systemctl(self, *arguments: str) -> Outcome:
+    def _systemctl(self, *arguments: str) -> CommandResult:
         return self._run(["systemctl", *(["--user"] if self.scope == "user" else []), *arguments])
 
     def _must(self, *arguments: str) -> None:
@@ -238,7 +238,7 @@ class Launchd:
             self._sleep(0.5)
         raise ClientError(f"launchd did not let go of {self.label} within 50 s.", hint="Try again.")
 
-    def _launchctl(self, *arguments: str) -> Outcome:
+    def _launchctl(self, *arguments: str) -> CommandResult:
         return self._run(["launchctl", *arguments])
 
     def _must(self, *arguments: str) -> None:
@@ -252,6 +252,6 @@ class Launchd:
             )
 
 
-def _first_line(done: Outcome) -> str:
+def _first_line(done: CommandResult) -> str:
     lines = [line.strip() for line in done.output.splitlines() if line.strip()]
     return lines[0] if lines else f"exit code {done.code}"

@@ -8,58 +8,15 @@ from collections.abc import Generator
 from typing import Any
 
 import click
-import msgspec
 
-from fleetctl.cli import Session, note
+from fleetctl.cli import CliSession, note
 from fleetctl.exits import ConnectionBroken
-from fleetctl.fleet import read
-from fleetctl.fleet_words import label
-from fleetctl.text import one_line
+from fleetctl.render.text import one_line
+from fleetctl.replies import read
+from fleetd.control.pairing_events import Paired, PairingEvent
 
 
-class Code(msgspec.Struct, frozen=True, tag="code"):
-    code: str
-    expires_s: float = 0.0
-    tries: int = 0
-    name: str = ""
-    port: int = 0
-    addresses: list[str] = []
-
-
-class WrongCode(msgspec.Struct, frozen=True, tag="wrong_code"):
-    tries_left: int = 0
-
-
-class Searching(msgspec.Struct, frozen=True, tag="searching"):
-    nameplate: str = ""
-
-
-class Meeting(msgspec.Struct, frozen=True, tag="meeting"):
-    node_id: str
-    phrase: str
-    short_id: str = ""
-    name: str = ""
-
-    @property
-    def label(self) -> str:
-        return label(self.name, self.short_id)
-
-
-class Paired(msgspec.Struct, frozen=True, tag="paired"):
-    name: str = ""
-    short_id: str = ""
-    sees_prompts: bool = False
-    members: list[str] = []
-
-    @property
-    def label(self) -> str:
-        return label(self.name, self.short_id)
-
-
-Event = Code | WrongCode | Searching | Meeting | Paired
-
-
-def events(session: Session, path: str, body: dict[str, Any]) -> Generator[Event, None, None]:
+def events(session: CliSession, path: str, body: dict[str, Any]) -> Generator[PairingEvent, None, None]:
     """The pairing as it happens, up to its end; with --json each event is a line on stdout.
 
     Close it to stop: the daemon then closes the window, or gives up the search.
@@ -69,7 +26,7 @@ def events(session: Session, path: str, body: dict[str, Any]) -> Generator[Event
             if session.json:
                 click.echo(json.dumps(report, ensure_ascii=False))
             # The tagged union says which of them it is.
-            event: Event = read(report, Event)  # type: ignore[arg-type]
+            event: PairingEvent = read(report, PairingEvent)  # type: ignore[arg-type]
             yield event
             if isinstance(event, Paired):
                 return
@@ -79,7 +36,7 @@ def events(session: Session, path: str, body: dict[str, Any]) -> Generator[Event
     )
 
 
-def need_a_person(session: Session, instead: str) -> None:
+def need_a_person(session: CliSession, instead: str) -> None:
     """Before anything is begun: questions need somebody who can answer them."""
     if session.json or not sys.stdin.isatty():
         raise click.UsageError(f"Nobody can be asked here: say {instead}.")

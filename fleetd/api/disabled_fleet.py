@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any
 
+from fleetd.control.fleet_view import FleetView, PeerView
+from fleetd.control.pairing_events import PairingEvent, Unpaired
+from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.errors import FleetError, NotPaired, PairingClosed
 from fleetd.models.folder import ModelFolder
-from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
-from fleetd.requests.prefill_sharing.views import PlanQuestion, PlanView
 
 
 class DisabledFleet:
@@ -32,9 +32,8 @@ class DisabledFleet:
     async def allow_prompts(self, peer: str, allowed: bool) -> PeerView:
         raise _off(NotPaired)
 
-    async def diagnose(self) -> Any:
-        """Nothing: without a fleet, no network facts are gathered."""
-        return {}
+    async def diagnose(self) -> None:
+        """None: without a fleet, no network facts are gathered."""
 
     def plan(self, question: PlanQuestion, folder: ModelFolder) -> PlanView:
         raise _off(NotPaired)

@@ -29,9 +29,9 @@ from fleetd.api.deadlines import is_trusted
 from fleetd.api.http_stream import HttpStream
 from fleetd.api.progress_comments import ProgressComments
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import Event, Generate, Loading
 from fleetd.requests.job import Job, Origin, Planned
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 
 class Streamer(Protocol):

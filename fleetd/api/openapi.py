@@ -7,12 +7,17 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
 from fleetd.api.body import json_answer
 from fleetd.api.context import ROUTES, SERVICES
 from fleetd.api.route_entry import Route, RouteStatus
+from fleetd.control.compression_reply import Compression, CompressTimings, CompressUsage, KeptSpan
 
 Schemas = Mapping[type, dict[str, Any]]
+
+# Their defaults are for readers of another version's daemon; this one sends every field that it sets.
+_DEFAULTED = (Compression, KeptSpan, CompressUsage, CompressTimings)
 
 # Statuses of every route; a route adds its own.
 _ALWAYS: Mapping[int, RouteStatus] = {
@@ -37,6 +42,9 @@ def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
     types = list(dict.fromkeys(kind for route in listed for kind in _types(route)))
     references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     schemas = dict(zip(types, references, strict=True))
+    for kind in _DEFAULTED:
+        fields = msgspec.structs.fields(kind)
+        components[kind.__name__]["required"] = [field.name for field in fields if field.default is not UNSET]
     paths: dict[str, dict[str, Any]] = {}
     for route in listed:
         paths.setdefault(route.template, {})[route.method.lower()] = _operation(route, schemas)

@@ -14,6 +14,7 @@ from fleetd.api.control import daemon, peers, plan
 from fleetd.api.openai import bodies, handlers, models, objects
 from fleetd.api.openai.dialect import CONTROL, OPENAI
 from fleetd.api.route_entry import Route, RouteStatus
+from fleetd.control.compression_reply import Compression
 
 _BODY = {
     408: RouteStatus("The body arrived too slowly."),
@@ -67,7 +68,7 @@ PUBLIC: tuple[Route, ...] = (
         name="compress",
         summary="What smart prefill would keep of a prompt; lossy.",
         body=compress.CompressBody,
-        reply=compress.Compression,
+        reply=Compression,
         statuses={**_BODY, **_MODEL, **_ENGINE},
     ),
     _get(

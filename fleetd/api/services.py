@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import msgspec
 
 from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.daemon_status import DaemonStatus
+from fleetd.control.prefill_plan import PlanQuestion, PlanView
+from fleetd.control.prefill_trace import TracesView
 from fleetd.engine.pool import EnginePool
 from fleetd.fleet import Fleet
 from fleetd.ledger import Ledger
@@ -18,7 +18,6 @@ from fleetd.models.catalog import CatalogEntry
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pull.pull_lines import PullProgress
-from fleetd.requests.prefill_sharing.views import PlanQuestion, PlanView, TracesView
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill.compression_job import CompressionService
 
@@ -53,7 +52,7 @@ class Services:
     pool: EnginePool
     ledger: Ledger
     metrics: Metrics
-    status: Callable[[], Any]
+    status: Callable[[], DaemonStatus]
     verify: Callable[..., None]
     token: str
     version: str
@@ -68,37 +67,3 @@ class Services:
     compressing: CompressionService | None = None
     smart_plan: SmartPlan | None = None
     draft_plan: Callable[[PlanView, ModelFolder], Awaitable[PlanView]] | None = None
-
-
-class EngineView(msgspec.Struct, frozen=True):
-    """The part of an engine's status that health and model listings look at."""
-
-    model: str
-    state: str
-    stage: str = ""
-    done: int = 0
-    total: int = 0
-    prefilling: int = 0
-    decoding: int = 0
-    waiting: int = 0
-    progress_age_s: float | None = None
-    error: Any = None
-
-    @property
-    def busy(self) -> bool:
-        return self.prefilling + self.decoding + self.waiting > 0
-
-
-class StatusView(msgspec.Struct, frozen=True):
-    """The part of the daemon's status that this package itself reads."""
-
-    ready: bool = True
-    draining: bool = False
-    engines: list[EngineView] = []
-    machine: Mapping[str, Any] = {}
-    http: Mapping[str, Any] | None = None
-
-
-def view(status: Any) -> StatusView:
-    """Read a status of either kind, mapping or Struct."""
-    return msgspec.convert(msgspec.to_builtins(status), StatusView)

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 
 # Printable ASCII besides letters: a header holds one line of that.
 _PLAIN = " !\"#$&'()*+,-./:;<=>?@[]^_`{|}~"

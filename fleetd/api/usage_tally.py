@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from fleetd.api.smart_prefill_reports import SmartPrefillReports
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.engine.protocol import Finished, Speculated, Timings, Usage
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
+from fleetd.control.prefill_trace import Speculated
+from fleetd.control.smart_prefill_result import SmartPrefillResult
+from fleetd.engine.protocol import Finished, Timings, Usage
 
 
 @dataclass(frozen=True, slots=True)

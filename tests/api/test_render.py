@@ -15,6 +15,7 @@ from fleetd.api.openai import render
 from fleetd.api.openai.reports import timing_report
 from fleetd.api.progress_comments import ProgressComments
 from fleetd.api.usage_tally import EngineWork, UsageTally
+from fleetd.control.prefill_trace import Speculated
 from fleetd.engine import protocol as p
 from fleetd.errors import EngineError
 
@@ -249,7 +250,7 @@ def test_progress_sums_choices_and_never_shrinks() -> None:
 def test_drafts_are_in_the_timings_where_there_were_any() -> None:
     usage, timings = p.Usage(5, 0, 9), p.Timings(0.0, 0.1, 0.2)
     assert "draft_n" not in plain([timing_report(work(p.Finished("r", "stop", usage, timings)))])[0]
-    drafts = [p.Speculated(16, 8, 5), None, p.Speculated(16, 4, 1)]
+    drafts = [Speculated(16, 8, 5), None, Speculated(16, 4, 1)]
     told = timing_report(
         work(*(p.Finished("r", "stop", usage, timings, speculation=draft) for draft in drafts))
     )

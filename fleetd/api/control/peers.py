@@ -44,7 +44,8 @@ async def index(request: web.Request) -> web.StreamResponse:
 
 
 async def diagnose(request: web.Request) -> web.StreamResponse:
-    return json_answer(await request.app[SERVICES].fleet.diagnose())
+    found = await request.app[SERVICES].fleet.diagnose()
+    return json_answer(found if found is not None else {})
 
 
 async def pair(request: web.Request) -> web.StreamResponse:

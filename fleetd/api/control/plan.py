@@ -12,8 +12,8 @@ from aiohttp import web
 from fleetd import limits
 from fleetd.api.body import json_answer, parse, read
 from fleetd.api.context import SERVICES
+from fleetd.control.prefill_plan import PlanQuestion
 from fleetd.errors import InvalidValue
-from fleetd.requests.prefill_sharing.views import PlanQuestion
 
 _LAST = 20
 
