@@ -63,8 +63,8 @@ class Bulk:
             elif not expected.taken and not arrival.cancelled():
                 arrival.result().close()
 
-    async def visitor(self, ticket: bytes, sock: socket.socket) -> None:
-        """Somebody shows a ticket at the peer port."""
+    async def on_connection(self, ticket: bytes, sock: socket.socket) -> None:
+        """Give a connection that showed a ticket at the peer port to the expectation; close it if none."""
         arrival = self._tickets.take(ticket, asyncio.get_running_loop().time())
         if arrival is None or arrival.done():
             sock.close()

@@ -26,7 +26,7 @@ from fleetd.errors import FleetError, Overloaded, ProtocolError
 from fleetd.limits import KIB, MIB
 from fleetd.observe import get_logger
 from fleetd.p2p import bulk_connections
-from fleetd.p2p.mesh import Address
+from fleetd.p2p.links import Address
 from fleetd.p2p.messages import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream

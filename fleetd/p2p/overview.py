@@ -8,8 +8,9 @@ from fleetd.p2p.links import PeerPath
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.membership.roster import RosterMember
-from fleetd.p2p.mesh import Mesh, Peer
+from fleetd.p2p.mesh import Mesh
 from fleetd.p2p.node import Node
+from fleetd.p2p.peers import Peer
 from fleetd.p2p.views import Configured, FleetView, Neighbour, PathView, PeerModel, PeerState, PeerView
 
 
@@ -48,8 +49,9 @@ def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> Fl
             if sighting.node_id not in members
         ],
         unanswered=[
-            Configured(host_port(*address), error.message, error.hint)
-            for address, error in mesh.static_trouble.items()
+            Configured(host_port(*address), static.trouble.message, static.trouble.hint)
+            for address, static in mesh.static.items()
+            if static.trouble is not None
         ],
     )
 

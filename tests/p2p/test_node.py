@@ -10,7 +10,7 @@ from fleet_nodes import card, introduce, running, settings, together, until
 
 from fleetd.errors import Draining, InvalidValue, NotFound, NotPaired, PeerUnreachable
 from fleetd.p2p import node as node_module
-from fleetd.p2p.membership.address_file import AddressFile
+from fleetd.p2p.membership.roster_file import AddressFile
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
 
@@ -210,7 +210,7 @@ async def test_a_machine_is_out_at_once_though_the_key_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Making new TLS contexts reads files, and descriptors may be short; the session must not live on."""
-    monkeypatch.setattr(node_module, "_SAVE_AGAIN_S", 0.05)
+    monkeypatch.setattr(node_module, "_RENEW_AGAIN_S", 0.05)
     a, b, c = (Node(settings(tmp_path, name)) for name in "abc")
     async with running(a, b, c):
         await introduce(a, b)
@@ -219,8 +219,8 @@ async def test_a_machine_is_out_at_once_though_the_key_cannot_be_read(
         key.rename(away)
         a.roster.remove(b.identity.node_id)
         await a.roster_changed()
-        assert not a._connections
-        await until(b, lambda: not b._connections)
+        assert not a.mesh.links
+        await until(b, lambda: not b.mesh.links)
         # A newcomer gets in as soon as the file is back.
         await introduce(a, c)
         away.rename(key)

@@ -31,7 +31,7 @@ _encode = msgspec.msgpack.Encoder().encode
 read_records: Callable[[bytes], list[RosterRecord]] = reader(
     Annotated[list[RosterRecord], Meta(max_length=limits.ROSTER_RECORDS)], "A peer's roster"
 )
-read_told: Callable[[bytes], list[AddressHint]] = reader(
+read_hints: Callable[[bytes], list[AddressHint]] = reader(
     Annotated[list[AddressHint], Meta(max_length=limits.ADDRESSES_TOLD)], "A peer's list of addresses"
 )
 
@@ -68,12 +68,12 @@ def roster_batches(records: Iterable[RosterRecord], signers: Iterable[str]) -> l
 # ---- Addresses -------------------------------------------------------------------------------------------
 
 
-def write_told(told: list[AddressHint]) -> bytes:
+def write_hints(hints: list[AddressHint]) -> bytes:
     """As many as may be told at once."""
-    return _encode(told[: limits.ADDRESSES_TOLD])
+    return _encode(hints[: limits.ADDRESSES_TOLD])
 
 
-def can_be_told(host: str, way: tuple[str, int] | None) -> bool:
+def is_shareable(host: str, way: tuple[str, int] | None) -> bool:
     """Whether an address means the same at both ends of a session that goes this way, and can be called.
 
     Names of interfaces and of hosts are each machine's own; and services of this machine itself are called

@@ -19,10 +19,10 @@ from fleetd.config import DEFAULT_PEER_PORT
 from fleetd.errors import FleetError, PairingClosed, PairingFailed, PeerUnreachable
 from fleetd.observe import get_logger
 from fleetd.p2p.discovery import interfaces
+from fleetd.p2p.links import Address
 from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_record import RosterRecord
-from fleetd.p2p.mesh import Address
 from fleetd.p2p.node import Node
 from fleetd.p2p.pairing import roles
 from fleetd.p2p.pairing.code import PairingCode, PairingWindow
@@ -167,8 +167,8 @@ class PairingService:
                             side.cancel("Pairing was declined at this machine.")
                     case roles.Joined(records) if meeting is not None:
                         change = partial(_enter, meeting, answer.sees_prompts, records)
-                        await node.promise(change)
-                        await node.keep(change)
+                        await node.keeper.promise(change)
+                        await self._use(change)
                         side.saved()
             except FleetError as error:
                 failure = error
@@ -189,6 +189,11 @@ class PairingService:
             return await asked
         finally:
             del opened.asked[met.node_id]
+
+    async def _use(self, change: Callable[[Roster], tuple[RosterRecord, ...]]) -> None:
+        """Use a promised change of the roster. Raises DiskFull or ConfigError, as ``Node.roster_changed``."""
+        self._node.keeper.keep(change)
+        await self._node.roster_changed()
 
     def _paired(self, met: roles.CodeAccepted, sees_prompts: bool) -> Paired:
         members = [member.name for member in self._node.roster.members.values()]
@@ -236,7 +241,7 @@ class PairingService:
                     case roles.Admitted(records) if meeting is not None:
                         promised = partial(_enter, meeting, sees_prompts, records)
                         try:
-                            side.saved(await node.promise(promised), loop.time())
+                            side.saved(await node.keeper.promise(promised), loop.time())
                             change = promised
                         except FleetError as error:
                             failure = error
@@ -246,9 +251,9 @@ class PairingService:
         finally:
             # Only a word from the other side makes it sure that it has not let this machine in.
             if change is not None and side.refused:
-                node.drop(change)
+                node.keeper.drop(change)
             elif change is not None:
-                await node.keep(change)
+                await self._use(change)
         if failure is not None:
             raise failure
         if meeting is not None:

@@ -1,7 +1,7 @@
-"""What both sides of a pairing do alike: frames, deadlines, failure, and the steps that are the same.
+"""The part of pairing that both sides share: frames, deadlines, failure, and the steps that are the same.
 
-A failure is one event, ``PairingBroke``, and always a PairingFailed. Its sentence never contains what the other
-side sent, except its name after the code was accepted: until then it may be anybody.
+A failure is one event, ``PairingBroke``, with a PairingFailed. Its message quotes the other side only
+for its name, and only once the code is accepted: until then the other side may be any machine.
 """
 
 from __future__ import annotations

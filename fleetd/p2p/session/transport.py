@@ -26,8 +26,8 @@ from fleetd.errors import (
     PeerUnreachable,
     ProtocolError,
 )
+from fleetd.p2p.actions import Dial
 from fleetd.p2p.discovery.unreachable import explain
-from fleetd.p2p.mesh import Dial
 from fleetd.p2p.session import events as sans_io
 from fleetd.p2p.session import tls
 from fleetd.p2p.session.frames import Hello
@@ -150,13 +150,21 @@ class PeerConnection(asyncio.Protocol):
     """One TLS connection and its session.
 
     Args:
-        members: node ids that may be at the other end; looked at when the handshake is done.
-        dialled: what was called, if this side called; only the machine that it expects will do.
+        members: node ids that may be at the other end; checked when the handshake is done.
+        number: the owner's handle.
+        dialled: the dial of this side, or None; the machine that it expects must answer.
     """
 
     def __init__(
-        self, owner: Owner, hello: Hello, members: Container[str], *, dialled: Dial | None = None
+        self,
+        owner: Owner,
+        hello: Hello,
+        members: Container[str],
+        *,
+        number: int = 0,
+        dialled: Dial | None = None,
     ) -> None:
+        self.number = number
         self.initiator = dialled is not None
         self.dialled = dialled
         self.address = dialled.address if dialled is not None else None
