@@ -393,15 +393,15 @@ LINK_TRANSFER_BYTES = MIB
 
 # ---- Fleet: discovery ------------------------------------------------------------------------------------
 # Machines remembered from mDNS: as many as a fleet may have members, and a flood cannot fill the memory.
-SIGHTINGS = 64
+DISCOVERED_PEERS = 64
 # Claims acted upon, each of which may lead to dials; at once, those of a whole fleet that is switched on.
-SIGHTINGS_PER_S = 20
-SIGHTINGS_AT_ONCE = 128
+CLAIMS_PER_S = 20
+CLAIMS_AT_ONCE = 128
 # The longest string that a TXT record can hold.
-SIGHTING_TEXT_BYTES = 255
+CLAIM_TEXT_BYTES = 255
 # Everybody is asked this often who is there, and forgotten after three questions without an answer.
 DISCOVERY_ASK_S = 60.0
-SIGHTING_TTL_S = 200.0
+DISCOVERED_TTL_S = 200.0
 # A new cable or another Wi-Fi is noticed within this time.
 DISCOVERY_REFRESH_S = 5.0
 # Where multicast does not work: tried again, less and less often.

@@ -39,14 +39,14 @@ def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> Fl
         ),
         neighbours=[
             Neighbour(
-                node_id=sighting.node_id,
-                short_id=short_id(sighting.node_id),
-                name=sighting.name,
-                addresses=[host for host, _ in sighting.addresses],
-                pairing=bool(sighting.pairing),
+                node_id=found.node_id,
+                short_id=short_id(found.node_id),
+                name=found.name,
+                addresses=[host for host, _ in found.addresses],
+                pairing=bool(found.pairing),
             )
-            for sighting in seen
-            if sighting.node_id not in members
+            for found in seen
+            if found.node_id not in members
         ],
         unanswered=[
             Configured(host_port(*address), static.trouble.message, static.trouble.hint)

@@ -269,8 +269,8 @@ class PairingService:
         error: FleetError | None = None
         while loop.time() < deadline:
             discovery = self._node.discovery
-            for sighting in list(discovery.seen.values()) if discovery is not None else ():
-                for address in sighting.addresses if sighting.pairing == code.nameplate else ():
+            for found in list(discovery.seen.values()) if discovery is not None else ():
+                for address in found.addresses if found.pairing == code.nameplate else ():
                     try:
                         return address, await transport.open_socket(address)
                     except PeerUnreachable as failed:
