@@ -1,4 +1,4 @@
-"""The fleet as people see it: the mesh's state in words, and why a machine cannot be used."""
+"""Views of the fleet: the state of the mesh in sentences, and the reason why a machine cannot be used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fleetd.p2p.views import Configured, FleetView, Neighbour, PathView, PeerMod
 
 
 def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> FleetView:
-    """Everything about this machine's fleet; ``now`` is the loop's time."""
+    """The whole fleet; ``now`` is the loop's time."""
     if not node.port:  # not open yet
         return FleetView(enabled=True, name=node.name)
     mesh = node.mesh
@@ -103,7 +103,7 @@ def peer_view(mesh: Mesh, member: RosterMember, now: float) -> PeerView:
 
 
 def condition(peer: Peer, card: Card | None, now: float) -> tuple[PeerState, str, str]:
-    """State, reason and hint; the last two are "" for a machine that can be used."""
+    """State, reason and hint; reason and hint are "" for a usable machine."""
     if peer.link is not None:
         if peer.link.quiet:
             silent = now - (peer.heard_s if peer.heard_s is not None else now)
@@ -131,7 +131,7 @@ _ADVICE = "See that fleetd runs there and both are on one network; `fleetctl doc
 
 
 def reach(peer: Peer, card: Card | None, now: float) -> str:
-    """ "" for a machine that can be used, else why not."""
+    """The reason why a machine cannot be used; "" for a usable one."""
     return condition(peer, card, now)[1]
 
 

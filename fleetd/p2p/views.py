@@ -1,4 +1,4 @@
-"""What people and programs see of the fleet: the bodies of ``/fleet/v1/peers``, pair and join. Data only."""
+"""The bodies of ``/fleet/v1/peers``, pair and join: the fleet as people and programs see it. Data only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PeerState = Literal["usable", "connecting", "quiet", "draining", "unreachable", 
 
 
 class PathView(msgspec.Struct, frozen=True):
-    """One way to a peer. ``kind``: thunderbolt, wired, wifi, tailscale, loopback or "" where unknown."""
+    """One path to a peer. ``kind``: thunderbolt, wired, wifi, tailscale, loopback or "" where unknown."""
 
     host: str
     port: int
@@ -81,7 +81,7 @@ class Configured(msgspec.Struct, frozen=True):
 
 
 class FleetView(msgspec.Struct, frozen=True):
-    """``mdns``: "running", "off", or why it does not run. ``removed_by``: who unpaired this machine."""
+    """``mdns``: "running", "off", or why it does not run. ``removed_by``: what unpaired this machine."""
 
     enabled: bool
     node_id: str = ""
@@ -113,13 +113,13 @@ class CodeShown(msgspec.Struct, frozen=True, tag="code"):
 
 
 class WrongCode(msgspec.Struct, frozen=True, tag="wrong_code"):
-    """Somebody tried another code."""
+    """Another machine tried a wrong code."""
 
     tries_left: int
 
 
 class Meeting(msgspec.Struct, frozen=True, tag="meeting"):
-    """The code was right on both sides. The phrase has to be the same on both screens."""
+    """Both sides had the code. The phrase must be the same on both screens."""
 
     node_id: str
     short_id: str
@@ -128,7 +128,7 @@ class Meeting(msgspec.Struct, frozen=True, tag="meeting"):
 
 
 class Paired(msgspec.Struct, frozen=True, tag="paired"):
-    """Both machines have it on disk. ``members``: everybody in the fleet now, by name."""
+    """Both machines have the pairing on disk. ``members``: names of all machines in the fleet."""
 
     node_id: str
     short_id: str
@@ -138,7 +138,7 @@ class Paired(msgspec.Struct, frozen=True, tag="paired"):
 
 
 class Searching(msgspec.Struct, frozen=True, tag="searching"):
-    """``join`` looks for the machine that shows this code."""
+    """``join`` searches for the machine that shows this code."""
 
     nameplate: str
 
@@ -147,7 +147,7 @@ PairingEvent = CodeShown | WrongCode | Meeting | Paired | Searching
 
 
 class Unpaired(msgspec.Struct, frozen=True):
-    """``told``: names of the machines that know already; the others hear of it when they are next seen."""
+    """``told``: names of the machines that know already; ``pending`` ones learn it when they connect."""
 
     node_id: str
     name: str

@@ -250,7 +250,7 @@ async def test_a_stalled_measurement_ends_in_time(
     monkeypatch.setattr(limits, "LINK_PROBE_WITHIN_S", 1.0)
     LinkProber(victim)
     over = threading.Event()
-    swallow = link_prober._swallow
+    swallow = link_prober.serve_burst
 
     def swallowing(sock: socket.socket, key: bytes) -> None:
         try:
@@ -258,7 +258,7 @@ async def test_a_stalled_measurement_ends_in_time(
         finally:
             over.set()
 
-    monkeypatch.setattr(link_prober, "_swallow", swallowing)
+    monkeypatch.setattr(link_prober, "serve_burst", swallowing)
     sock, key = await take_up(await villain.call())
     sealed = bytearray(HEADER_BYTES + 1000 + TAG_BYTES)
     Sealer(key, "connector").seal_into(memoryview(bytes(1000)), memoryview(sealed))

@@ -180,7 +180,7 @@ async def test_a_window_that_nobody_uses_closes(tmp_path: Path, monkeypatch: pyt
     a = Node(settings(tmp_path, "a"))
     async with running(a):
         desk = PairingService(a)
-        with pytest.raises(PairingClosed, match="Nobody used the code"):
+        with pytest.raises(PairingClosed, match="The code was not used"):
             await collect(desk.pair())
         assert not desk.is_open
         assert a.on_pairing_connection is None
@@ -299,6 +299,6 @@ async def test_a_machine_that_takes_nothing_ends_the_exchange(
             while True:
                 here.send(bytes(1 << 16))
         async with asyncio.timeout(10):
-            (event,) = [event async for event in desks._talk(side, here)]
+            (event,) = [event async for event in desks.exchange(side, here)]
     assert isinstance(event, roles.PairingBroke)
     assert "took too long" in str(event.error)
