@@ -5,7 +5,7 @@ roster. An address is only a hint where to dial, whether mDNS, a member or the l
 which machine answers there, and only an open session makes a machine usable. The same object runs in the
 daemon and, in virtual time, in the simulation.
 
-    in    address_seen  dial_failed  opened  closed  quiet  heard  measured  notified
+    in    address_seen  dial_failed  opened  closed  quiet  resumed  measured  notified
           card_changed  roster_changed  tick
     out   Dial  SendNotify  Drop  Retire  Save
 """
@@ -204,7 +204,7 @@ class Mesh:
             link.quiet = True
             self._rechoose(link, now)
 
-    def heard(self, number: int, now: float) -> None:
+    def resumed(self, number: int, now: float) -> None:
         if (link := self.links.get(number)) is not None:
             link.quiet = False
             if (peer := self._rechoose(link, now)) is not None:

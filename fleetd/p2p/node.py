@@ -2,7 +2,7 @@
 
 mesh (decides) ── Dial, SendNotify, Drop, Retire, Save ──► node ──► dialer, connections, roster keeper, TLS
      ▲                                                      │
-     └── opened, closed, quiet, heard, address_seen, … ◄────┘  ◄── peer port, discovery, timers
+     └── opened, closed, quiet, resumed, address_seen, … ◄────┘  ◄── peer port, discovery, timers
 """
 
 from __future__ import annotations
@@ -317,8 +317,8 @@ class Node:
         log.warning("peer.quiet", peer=self.name_of(connection.node_id))
         self._perform()
 
-    def heard(self, connection: PeerConnection) -> None:
-        self.mesh.heard(connection.number, asyncio.get_running_loop().time())
+    def resumed(self, connection: PeerConnection) -> None:
+        self.mesh.resumed(connection.number, asyncio.get_running_loop().time())
         self._perform()
 
     def measured(self, connection: PeerConnection, rtt_s: float) -> None:

@@ -17,7 +17,7 @@ from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.mesh import Mesh
 from fleetd.p2p.peers import PeerSession
-from fleetd.p2p.session import events as heard
+from fleetd.p2p.session import events
 from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 
 if TYPE_CHECKING:
@@ -138,20 +138,20 @@ class Node:
         self.mesh.closed(number, error, self.world.now)
         self.perform()
 
-    def event(self, end: End, event: heard.Event) -> None:
+    def event(self, end: End, event: events.Event) -> None:
         number, now = self.ends[end], self.world.now
         match event:
-            case heard.Notified(topic, body):
+            case events.Notified(topic, body):
                 self.mesh.notified(number, topic, body, now)
                 self.perform()
-            case heard.Measured(rtt_s):
+            case events.Measured(rtt_s):
                 self.mesh.measured(number, rtt_s, now)
-            case heard.Quiet():
+            case events.Quiet():
                 self.world.note("quiet", self.host.number, number)
                 self.mesh.quiet(number, now)
                 self.perform()
-            case heard.Heard():
-                self.mesh.heard(number, now)
+            case events.Resumed():
+                self.mesh.resumed(number, now)
                 self.perform()
 
     # ---- carrying out ------------------------------------------------------------------------------------

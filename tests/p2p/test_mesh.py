@@ -160,7 +160,7 @@ def test_a_quiet_machine_is_not_usable_until_it_is_heard() -> None:
     assert end.usable()
     end.mesh.quiet(link, 3.0)
     assert not end.usable()
-    end.mesh.heard(link, 4.0)
+    end.mesh.resumed(link, 4.0)
     assert end.usable()
 
 
@@ -171,7 +171,7 @@ def test_another_session_takes_over_at_once_when_the_used_one_goes_quiet_or_ends
     other = first if used == second else second
     end.mesh.quiet(used, 3.0)  # type: ignore[arg-type]
     assert (end.used(), end.usable()) == (other, True)
-    end.mesh.heard(used, 4.0)  # type: ignore[arg-type]
+    end.mesh.resumed(used, 4.0)  # type: ignore[arg-type]
     assert end.used() == used
     end.mesh.closed(used, PeerLost("It broke."), 5.0)  # type: ignore[arg-type]
     assert (end.used(), end.usable()) == (other, True)

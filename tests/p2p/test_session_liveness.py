@@ -22,7 +22,7 @@ from fleetd.errors import (
     PeerLost,
     ProtocolError,
 )
-from fleetd.p2p.session.events import Closed, Event, Heard, Measured, Notified, Quiet
+from fleetd.p2p.session.events import Closed, Event, Measured, Notified, Quiet, Resumed
 from fleetd.p2p.session.frames import NotifyFrame, Ping, Pong
 from fleetd.p2p.session.session import Session, SessionState
 
@@ -91,7 +91,7 @@ def test_one_word_ends_the_quiet() -> None:
     session = opened()
     assert silence(session, limits.SUSPECT_S) == [(limits.SUSPECT_S, Quiet())]
     assert session.life.quiet
-    assert feed(session, NotifyFrame("t"), now=4.9) == [Heard(), Notified("t", b"")]
+    assert feed(session, NotifyFrame("t"), now=4.9) == [Resumed(), Notified("t", b"")]
     assert not session.life.quiet
     assert session.life.last_heard == 4.9
     assert silence(session, 7.39) == []

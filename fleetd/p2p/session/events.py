@@ -61,11 +61,11 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """Nothing arrived for limits.SUSPECT_S: do not rely on this peer until Heard."""
+    """Nothing arrived for limits.SUSPECT_S: do not rely on this peer until Resumed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
+class Resumed:
     """The other side sent something after Quiet."""
 
 
@@ -77,5 +77,5 @@ class Closed:
 
 
 Event = (
-    Opened | Requested | MessageReceived | Ended | Cancelled | Notified | Measured | Quiet | Heard | Closed
+    Opened | Requested | MessageReceived | Ended | Cancelled | Notified | Measured | Quiet | Resumed | Closed
 )

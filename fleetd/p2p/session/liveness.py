@@ -31,7 +31,7 @@ class Liveness:
         self._pinged = now
         self._unanswered: dict[int, float] = {}
 
-    def heard(self, now: float) -> bool:
+    def received(self, now: float) -> bool:
         """Bytes arrived; True if that ends a quiet time."""
         self.last_heard = self._silent_since = now
         was, self.quiet = self.quiet, False

@@ -22,13 +22,13 @@ from fleetd.p2p.session.events import (
     Closed,
     Ended,
     Event,
-    Heard,
     Measured,
     MessageReceived,
     Notified,
     Opened,
     Quiet,
     Requested,
+    Resumed,
 )
 from fleetd.p2p.session.frames import Bye, End, Frame, FrameBuffer, Hello, NotifyFrame, Ping, Pong, encode
 from fleetd.p2p.session.liveness import Liveness, LivenessVerdict
@@ -41,13 +41,13 @@ __all__ = [
     "Closed",
     "Ended",
     "Event",
-    "Heard",
     "Measured",
     "MessageReceived",
     "Notified",
     "Opened",
     "Quiet",
     "Requested",
+    "Resumed",
     "Session",
     "SessionState",
 ]
@@ -79,8 +79,8 @@ class Session:
         events: list[Event] = []
         if not data or not self._is_listening():
             return events
-        if self.life.heard(now):
-            events.append(Heard())
+        if self.life.received(now):
+            events.append(Resumed())
         try:
             for frame in self._in.feed(data):
                 _ACTS[SESSION_TABLE[self.state][type(frame)]](self, frame, now, events)
