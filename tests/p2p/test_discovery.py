@@ -141,15 +141,6 @@ async def test_two_machines_see_each_other_and_a_goodbye(monkeypatch: pytest.Mon
         await first.until(lambda: second.node_id not in first.discovery.seen)
 
 
-async def test_three_machines_started_together_all_see_each_other() -> None:
-    machines = [Machine(f"m{number}", port=8115 + number) for number in range(3)]
-    async with AsyncExitStack() as stack:
-        for machine in machines:
-            await stack.enter_async_context(running(machine))
-        for machine in machines:
-            await machine.meets(*(other for other in machines if other is not machine))
-
-
 async def test_a_machine_that_died_without_goodbye_and_came_back_is_heard_at_its_new_port() -> None:
     watcher, before = Machine("watcher"), Machine("dies", port=8120)
     async with running(watcher):

@@ -116,22 +116,6 @@ async def test_a_third_node_becomes_known_to_all_by_gossip(tmp_path: Path) -> No
         assert set(c.roster.members) == {a.identity.node_id, b.identity.node_id}
 
 
-async def test_a_restarted_node_is_the_same_one_and_comes_back_by_itself(tmp_path: Path) -> None:
-    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
-    async with running(a):
-        async with running(b):
-            await introduce(a, b)
-            await together([a, b])
-            port, node_id, epoch = b.port, b.identity.node_id, b.epoch
-        await until(a, lambda: not a.mesh.peers[node_id].usable)
-        again = Node(settings(tmp_path, "b", port=port))
-        async with running(again):
-            await until(a, lambda: a.mesh.peers[node_id].usable)
-            assert again.identity.node_id == node_id
-            assert again.epoch > epoch
-            assert set(again.roster.members) == {a.identity.node_id}
-
-
 async def test_where_a_machine_was_reached_is_kept_for_the_next_start(tmp_path: Path) -> None:
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
     async with running(a, b):
