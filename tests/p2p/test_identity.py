@@ -416,11 +416,14 @@ def test_epochs_grow(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("written", [b"", b"garbage", b"-1", b"9" * 40, b"\xff"])
-def test_a_damaged_epoch_file_is_told_and_mended(folder: Path, written: bytes) -> None:
+def test_a_damaged_epoch_file_is_told_and_mended(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, written: bytes
+) -> None:
     made = Identity.load_or_create(folder)
     first = made.next_epoch()
+    # The clock, which counts now, has a resolution of a millisecond.
+    monkeypatch.setattr(time, "time_ns", lambda: (first + 1) * 1_000_000)
     (folder / "epoch").write_bytes(written)
-    time.sleep(0.002)  # the clock, which counts now, has a resolution of a millisecond
     with capture_logs() as logs:
         second = made.next_epoch()
     assert [line["event"] for line in logs] == ["identity.epoch"]

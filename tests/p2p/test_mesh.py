@@ -48,6 +48,7 @@ class Tried:
         self._numbers = iter(self.numbers)
 
     def asked(self) -> list[Action]:
+        self.mesh.validate()
         return self.mesh.take_actions()
 
     def dials(self) -> list[Dial]:
