@@ -111,7 +111,7 @@ PAIRING_WINDOW_S = 300.0
 # Looking on the network for the machine that shows a code.
 PAIRING_SEARCH_S = 15.0
 # Connections to an open window: one is the right one, the others cost memory.
-PAIRING_VISITORS = 8
+PAIRING_CONNECTIONS = 8
 # A hello with its certificate takes half a kilobyte; records travel in as many messages as they need.
 PAIRING_FRAME_BYTES = 16 * KIB
 # From one message of the other program to its next; the slowest step is two point multiplications in Python.

@@ -27,7 +27,7 @@ from fleetd.limits import KIB, MIB
 from fleetd.observe import get_logger
 from fleetd.p2p import bulk_connections
 from fleetd.p2p.links import Address
-from fleetd.p2p.messages import reader
+from fleetd.p2p.message_reader import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.sealed.stream import SealedReceiver, SealedSender

@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.errors import ProtocolError
-from fleetd.p2p.messages import reader
+from fleetd.p2p.message_reader import reader
 
 State = Literal["installed", "loading", "loaded"]
 # Requests go to loaded models first, so a card that is too large keeps those.

@@ -12,7 +12,7 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.p2p.discovery.discovered import is_plausible
 from fleetd.p2p.membership.roster import RosterRecord
-from fleetd.p2p.messages import reader
+from fleetd.p2p.message_reader import reader
 
 # Topics.
 CARD, ROSTER, ADDRESSES = "card", "roster", "addresses"

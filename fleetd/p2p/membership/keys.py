@@ -129,7 +129,7 @@ def public_key_of(certificate: bytes) -> bytes:
         if parsed.signature_algorithm_oid != SignatureAlgorithmOID.ED25519:
             raise IdentityRefused("The certificate is not signed with Ed25519.")
         if parsed.issuer != parsed.subject:
-            raise IdentityRefused("The certificate was issued by somebody else.")
+            raise IdentityRefused("The certificate was not issued by its own machine.")
         key.verify(parsed.signature, parsed.tbs_certificate_bytes)
         if not certificate.endswith(_WHOLE_BYTES + parsed.signature):
             raise IdentityRefused("The certificate's signature is written in an unusual way.")

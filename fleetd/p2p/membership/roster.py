@@ -166,7 +166,7 @@ class Roster:
             raise RosterRefused(f"{who} has a name that cannot be shown.")
         if subject == record.signer:
             # Or a machine could permit itself to see prompts.
-            raise RosterRefused(f"{who} is its word about itself, which counts for nothing.")
+            raise RosterRefused(f"{who} is its statement about itself, which does not count.")
         if not keys.verify(self._keys[record.signer], record.signature, record.signed_bytes()):
             raise RosterRefused(f"{who} does not bear its signature.")
         if held is not None and _rank(held) >= _rank(record):

@@ -135,7 +135,7 @@ class PairingService:
         """Handle a connection to the open window."""
         opened, task = self._open, asyncio.current_task()
         with contextlib.closing(sock):
-            if opened is None or task is None or len(opened.connections) >= limits.PAIRING_VISITORS:
+            if opened is None or task is None or len(opened.connections) >= limits.PAIRING_CONNECTIONS:
                 return
             opened.connections.add(task)
             try:

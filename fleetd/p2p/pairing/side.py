@@ -269,7 +269,7 @@ class Side(abc.ABC):
 
 def wrong_code() -> PairingFailed:
     return PairingFailed(
-        "The code is not the one that the inviting machine shows, or somebody in between changed something.",
+        "The code is not the one that the inviting machine shows, or a machine in between changed a message.",
         hint="Type it again as it is shown.",
     )
 

@@ -34,7 +34,7 @@ from fleetd.p2p.session.frames import Bye, End, Frame, FrameBuffer, Hello, Notif
 from fleetd.p2p.session.liveness import Liveness, LivenessVerdict
 from fleetd.p2p.session.outbox import Outbox
 from fleetd.p2p.session.states import SESSION_TABLE, Act, SessionState
-from fleetd.p2p.session.streams import SessionStreams, StreamFrame, error_of, wire_text
+from fleetd.p2p.session.stream_table import SessionStreams, StreamFrame, error_of, wire_text
 
 __all__ = [
     "Cancelled",
