@@ -14,7 +14,7 @@ from fleetd.errors import Incompatible, ProtocolError
 from fleetd.p2p.link_prober import Invitation
 from fleetd.plan.prefill.split import Split
 from fleetd.requests.prefill_sharing import messages
-from fleetd.requests.prefill_sharing.compatibility import checked_split, compare
+from fleetd.requests.prefill_sharing.agreement import checked_split, compare
 
 DIGEST = "d" * 64
 HOME = Arithmetic(

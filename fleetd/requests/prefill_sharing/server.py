@@ -25,7 +25,7 @@ from fleetd.requests.bulk_dialer import invitation
 from fleetd.requests.concurrency import cancel_all, gather_or_cancel, with_heartbeats
 from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.prefill_sharing import messages
-from fleetd.requests.prefill_sharing.compatibility import checked_split, compare
+from fleetd.requests.prefill_sharing.agreement import checked_split, compare
 from fleetd.requests.remote import Stream, own_id
 
 log = get_logger("fleetd.assisting")

@@ -25,6 +25,7 @@ from fleetd.compression.words import Range
 from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
 from fleetd.plan import scoring as planner
+from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.prefill_sharing.views import StepView
@@ -193,7 +194,7 @@ class CompressionService:
         remembered.names = work.names
         passage.scored_tokens = sum(ran.tokens for ran in work.ran.values())
         passage.steps = [
-            StepView("scored", ran.seconds, machine=ran.scorer.name)
+            StepView(step_names.SCORED, ran.seconds, machine=ran.scorer.name)
             for ran in work.ran.values()
             if ran.tokens
         ]
