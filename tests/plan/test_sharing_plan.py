@@ -82,10 +82,10 @@ def test_an_equal_helper_takes_about_half() -> None:
 
 def test_a_prompt_in_part_costs_what_is_kept_of_it() -> None:
     """Wherever these tokens are: attention is over kept ones only."""
-    whole, sparse = chosen(helper()), chosen(helper(), prompt=replace(PROMPT, span=100_000))
+    whole, sparse = chosen(helper()), chosen(helper(), prompt=replace(PROMPT, prompt_span=100_000))
     assert whole.best.split is not None
     assert sparse.best.split is not None
-    assert (whole.best.split.span, sparse.best.split.span) == (0, 100_000)
+    assert (whole.best.split.prompt_span, sparse.best.split.prompt_span) == (0, 100_000)
     assert sparse.best.split.cuts == whole.best.split.cuts
     assert sparse.best.predicted_s == pytest.approx(whole.best.predicted_s, rel=1e-3)
 
@@ -93,7 +93,7 @@ def test_a_prompt_in_part_costs_what_is_kept_of_it() -> None:
 def test_who_takes_whole_prompts_only_is_passed_over_for_others() -> None:
     other = helper("b", sparse=False)
     assert chosen(other).best.helpers == ("b",)
-    prompt = replace(PROMPT, span=100_000)
+    prompt = replace(PROMPT, prompt_span=100_000)
     choice = chosen(helper("a"), other, prompt=prompt)
     assert choice.best.helpers == ("a",)
     assert why(choice, "b") == ("sparse", "b helps with whole prompts only.")

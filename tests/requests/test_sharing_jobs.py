@@ -217,7 +217,7 @@ async def test_a_prompt_in_part_is_shared_by_what_is_kept_and_called_lossy(tmp_p
         assert planned.shared
         assert planned.exactness == "lossy"
         (share,) = home.pool.fake.shares
-        assert (share.split.tokens, share.split.span) == (4095, 7999)
+        assert (share.split.tokens, share.split.prompt_span) == (4095, 7999)
         assert home.helpers[0].engine.assists[0].split == share.split
         trace = await home.trace()
         assert (trace.outcome, trace.exactness) == ("shared", "lossy")

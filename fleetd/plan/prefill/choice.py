@@ -102,7 +102,7 @@ def _refusal(prompt: PrefillSize, machine: HelperSpec) -> Refusal | None:
         return Refusal("unshareable", prompt.unshareable)
     if machine.refusal is not None:
         return machine.refusal
-    if prompt.span and not machine.sparse:
+    if prompt.prompt_span and not machine.sparse:
         return Refusal("sparse", f"{machine.name} helps with whole prompts only.")
     if new < limits.SHARE_LEAST_TOKENS:
         least = limits.SHARE_LEAST_TOKENS
@@ -174,7 +174,7 @@ def _option(
             cached=prompt.cached,
             tokens=prompt.tokens,
             chunk=found.chunk,
-            span=prompt.span,
+            prompt_span=prompt.prompt_span,
         )
     )
     cold = {

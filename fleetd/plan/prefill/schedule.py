@@ -40,8 +40,9 @@ class PrefillSize:
     ``tokens`` and ``cached`` as in ``Split``: the prompt without its last token, and how much of that is in
     the prefix cache. Bytes are over all layers, for one token's keys and values, its hidden state, and the
     weights; ``outside_bytes`` of the weights belong to no layer. ``chunk``: how many tokens one chunk has
-    without helpers; with ``exact_chunks`` no other size may be used. ``span``: as in ``Split``, if tokens are
-    left out; only kept tokens cost anything. ``unshareable``: why no machine can help, "" if one can.
+    without helpers; with ``exact_chunks`` no other size may be used. ``prompt_span``: as in ``Split``, if
+    tokens are left out; only kept tokens cost anything. ``unshareable``: why no machine can help, "" if one
+    can.
     """
 
     tokens: int
@@ -51,7 +52,7 @@ class PrefillSize:
     hidden_bytes: int
     chunk: int
     exact_chunks: bool = False
-    span: int = 0
+    prompt_span: int = 0
     unshareable: str = ""
     weights_bytes: int = 0
     outside_bytes: int = 0
@@ -159,7 +160,7 @@ class Chain:
         prompt, all_bytes, slowest_s = self._prompt, 0.0, 0.0
         for helper, share in zip(self._helpers, shares, strict=True):
             # If tokens are left out, each kept token is sent with its position.
-            token_bytes = _TOKEN_BYTES * (2 if prompt.span else 1)
+            token_bytes = _TOKEN_BYTES * (2 if prompt.prompt_span else 1)
             n_bytes = token_bytes * prompt.tokens + prompt.kv_bytes_per_token * prompt.cached * share
             all_bytes += n_bytes
             slowest_s = max(slowest_s, helper.link.seconds(n_bytes) + helper.link.one_way_s)

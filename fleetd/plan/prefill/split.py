@@ -33,8 +33,8 @@ class Split(msgspec.Struct, frozen=True):
     New tokens are [cached, tokens); ``tokens`` is the prompt without its last one, which decoding computes.
 
     If tokens of the prompt are left out, only the kept ones are counted, by their rows in the caches.
-    ``span`` is then the value of ``tokens`` for the whole prompt, and each token is sent with its position,
-    which is below ``span``. 0: all tokens are kept, and a token's row is its position.
+    ``prompt_span`` is then the value of ``tokens`` for the whole prompt, and each token is sent with its
+    position, which is below ``prompt_span``. 0: all tokens are kept, and a token's row is its position.
     """
 
     kind: Kind
@@ -43,12 +43,12 @@ class Split(msgspec.Struct, frozen=True):
     cached: _Count
     tokens: _Count
     chunk: Annotated[int, Meta(ge=1, le=2**20)]
-    span: _Count = 0
+    prompt_span: _Count = 0
 
     @property
     def token_bytes(self) -> int:
         """Of an id and, if tokens are left out, a position: int32 each."""
-        return 8 if self.span else 4
+        return 8 if self.prompt_span else 4
 
     @property
     def machines(self) -> int:
@@ -84,8 +84,8 @@ def checked(split: Split) -> Split:
         raise InvalidValue(f"{split.kind} cut at {split.cuts} do not divide {first} to {last}.")
     if split.cached >= split.tokens:
         raise InvalidValue("Nothing of this prompt is left to prefill.")
-    if split.span and split.span <= split.tokens:
-        raise InvalidValue(f"{split.tokens} tokens of {split.span} are kept: nothing is left out.")
+    if split.prompt_span and split.prompt_span <= split.tokens:
+        raise InvalidValue(f"{split.tokens} tokens of {split.prompt_span} are kept: nothing is left out.")
     inner = split.cuts[:-1] if split.kind == "tokens" else ()
     if any((cut - split.cached) % split.chunk and cut != split.tokens for cut in inner):
         raise InvalidValue(f"Tokens cut at {split.cuts} are not cut between chunks of {split.chunk}.")

@@ -131,7 +131,7 @@ class Agreement:
             helper.offer = offer = messages.decode(await require_message(helper.stream), messages.AssistOffer)
             if (offer.input is None) != (helper.place == 0):
                 raise ProtocolError(f"{helper.name} expects streams that this split does not have.")
-            layers, sparse = terms.split.layers_of(helper.place), bool(terms.split.span)
+            layers, sparse = terms.split.layers_of(helper.place), bool(terms.split.prompt_span)
             return compare(
                 terms.arithmetic, offer.arithmetic, layers, own_chunks=terms.own_chunks, sparse=sparse
             )
@@ -254,7 +254,7 @@ def checked_split(split: Split, *, layers: int, context_tokens: int, place: int 
         raise ProtocolError(f"A split that makes no sense: {error.message}") from None
     if split.layers != layers:
         raise ProtocolError(f"A split of {split.layers} layers; the model has {layers}.")
-    if (longest := max(split.tokens, split.span)) >= context_tokens:
+    if (longest := max(split.tokens, split.prompt_span)) >= context_tokens:
         raise ProtocolError(f"A split of {longest} tokens; the model takes {context_tokens}.")
     if place is not None and not 0 <= place < split.helpers:
         raise ProtocolError(f"Place {place} is none of the {split.helpers} helpers'.")

@@ -47,7 +47,7 @@ def prompt(tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0) ->
         hidden_bytes=facts.hidden_bytes,
         chunk=max(1, chunk),
         exact_chunks=arithmetic is None or arithmetic.chunks == "same",
-        span=tokens - 1 if kept else 0,
+        prompt_span=tokens - 1 if kept else 0,
         unshareable=unshareable,
         weights_bytes=facts.weights_bytes,
         outside_bytes=facts.outside_bytes,

@@ -94,7 +94,7 @@ class AssistServer:
             if facts is None or facts.arithmetic is None:
                 raise EngineDied(f"The engine for {folder.name} has just ended.")
             checked_split(split, layers=facts.layers, context_tokens=facts.context_tokens, place=place)
-            compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True, sparse=bool(split.span))
+            compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True, sparse=bool(split.prompt_span))
             job = own_id(ask.id)
             async with aclosing(engine.assist(AssistPrefill(job, split, place))) as events:
                 if not isinstance(await anext(events, None), Accepted):
