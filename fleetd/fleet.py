@@ -45,7 +45,7 @@ class ClockReading(msgspec.Struct, frozen=True):
 
 
 class Fleet:
-    """``fleetd.api.services.Fleet`` for fleetctl; for jobs ``placing.Others`` and ``sharing.Partners``."""
+    """What fleetctl asks of this machine's fleet, and what requests need of other machines."""
 
     def __init__(self, node: Node, *, local_only: bool) -> None:
         self.node = node
