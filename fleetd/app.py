@@ -137,7 +137,6 @@ class Daemon:
             self._metrics,
             model=config.speculation.draft_model,
             where=config.speculation.draft_on,
-            record=self._traces.record,
             local_only=config.fleet.local_only,
             remembers=config.speculation.remember,
         )
@@ -148,9 +147,7 @@ class Daemon:
             self._compressing,
             self._pool,
             self._metrics,
-            self._traces.record,
             best_s=self._sharing.best_s if self._sharing else lambda folder, tokens, cached, kept: 0.0,
-            drafter=self._drafting.drafter,
         )
         self._runner = Runner(
             pool=self._pool,
@@ -168,21 +165,14 @@ class Daemon:
             drafting=self._drafting,
             pasts=self._pasts,
             speeds=self._speeds,
+            record=self._traces.record,
         )
         self._assists = self._serve_peers(self._node) if self._node else None
         self._card: CardMaker | None = None
 
     def _sharer(self, fleet: Fleet) -> PrefillSharing:
         local_only = self._config.fleet.local_only
-        return PrefillSharing(
-            fleet,
-            self._pool,
-            self._own_card,
-            self._traces.record,
-            self._metrics,
-            drafter=self._drafting.drafter,
-            local_only=local_only,
-        )
+        return PrefillSharing(fleet, self._pool, self._own_card, self._metrics, local_only=local_only)
 
     def _remembering(self, fleet: Fleet) -> Pasts:
         local_only = self._config.fleet.local_only

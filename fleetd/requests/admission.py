@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from fleetd.errors import Draining, FleetError, Overloaded
+from fleetd.models.folder import ModelFolder
+from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import Card
-from fleetd.requests.model_by_digest import Models, model_by_digest
+from fleetd.requests.model_by_digest import model_by_digest
 
 log = get_logger("fleetd.serving")
 
@@ -25,12 +27,12 @@ class ServingContext:
     ``finished`` is told the kind of each request and how it ended: "done", "cancelled" or an error's code.
     """
 
-    models: Models
+    models: ModelStore
     own_card: Callable[[], Card]
     draining: Callable[[], bool]
     finished: OutcomeObserver = lambda kind, outcome: None
 
-    async def holding(self, model: str, digest: str) -> Any:
+    async def holding(self, model: str, digest: str) -> ModelFolder:
         """``held.model_by_digest``."""
         return await model_by_digest(self.models, self.own_card(), model, digest)
 

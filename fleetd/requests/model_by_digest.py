@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Protocol
 
 from fleetd.errors import ModelNotFound
+from fleetd.models.folder import ModelFolder
+from fleetd.models.model_store import ModelStore
 from fleetd.p2p.membership.cards import Card
 
 
-class Models(Protocol):
-    def resolve(self, ref: str) -> Any: ...
-
-
-async def model_by_digest(models: Models, card: Card, model: str, digest: str) -> Any:
+async def model_by_digest(models: ModelStore, card: Card, model: str, digest: str) -> ModelFolder:
     """The folder that ``card`` shows with this digest; its name here may be another. Raises ModelNotFound."""
     name = next((m.name for m in card.models if m.digest == digest), None)
     if name is None:

@@ -14,10 +14,10 @@ from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
 from fleetd.errors import FleetError, NoMachine
 from fleetd.models.catalog import find
 from fleetd.p2p.membership.cards import Card
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.affinity import Affinity, chain
 from fleetd.plan.route import SELF, Candidate, Holding, Ranked, RouteQuestion, route
 from fleetd.requests.job import LOCAL, Exactness, Job, Planned
-from fleetd.requests.remote import Stream
 
 # English text in common tokenizers; only prices depend on it.
 CHARS_PER_TOKEN = 4
@@ -45,7 +45,7 @@ class Others(Protocol):
     """The rest of the fleet."""
 
     def machines(self) -> Iterable[Member]: ...
-    def request(self, node_id: str, method: str, body: bytes) -> Stream: ...
+    def request(self, node_id: str, method: str, body: bytes) -> PeerStream: ...
 
 
 @dataclass(frozen=True, slots=True)

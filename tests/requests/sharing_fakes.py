@@ -38,6 +38,7 @@ from fleetd.engine.protocol import (
 from fleetd.errors import FleetError
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill.split import Split
 from fleetd.plan.route import USABLE
 from fleetd.requests.admission import ServingContext
@@ -45,7 +46,6 @@ from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.placement import Member
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.server import AssistServer
-from fleetd.requests.remote import Stream
 
 WITHIN_S = 20.0
 DIGEST = "d" * 64
@@ -327,7 +327,7 @@ class HomePartners:
         self.asked.append((node_id, method))
         return await self.node.ask(node_id, method, body, within_s=within_s)
 
-    def request(self, node_id: str, method: str, body: bytes) -> Stream:
+    def request(self, node_id: str, method: str, body: bytes) -> PeerStream:
         self.asked.append((node_id, method))
         return self.node.request(node_id, method, body)
 

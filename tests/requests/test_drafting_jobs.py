@@ -18,6 +18,7 @@ from msgspec.structs import replace
 sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
 import fleet_nodes
+from requests_driver import answered, request_of
 from sharing_fakes import DIGEST, FACTS, WITHIN_S, FakeFolder, HomePartners, own_card
 
 from fleetd import limits
@@ -53,9 +54,11 @@ from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.drafting import messages
 from fleetd.requests.drafting.client import DrafterCandidate, DrafterService, check_vocabulary
 from fleetd.requests.drafting.server import DraftServer
-from fleetd.requests.job import Job
+from fleetd.requests.job import Job, Planned
+from fleetd.requests.pipeline import Pipeline
 from fleetd.requests.placement import Member
 from fleetd.requests.prefill_sharing.views import DrafterView, DraftsView, PlanView, Trace
+from fleetd.requests.request import Request
 
 WORDS = "ab" * 16
 SMALL = "small"
@@ -214,6 +217,20 @@ class Home:
     metrics: Told
     tasks: list[asyncio.Task[list[Event]]] = field(default_factory=list)
     ending: asyncio.Event = field(default_factory=asyncio.Event)
+    traces: list[Trace] = field(default_factory=list)
+    request: Request = field(init=False)
+
+    async def through(self, job: Job, events: AsyncGenerator[Event, None]) -> list[Event]:
+        """What the client of an answer with these events gets, besides the plan."""
+        pipeline = Pipeline([self.drafting], self.traces.append)
+        self.request = request_of(job, TARGET, arrived_s=self.drafting.monotonic())
+        told = answered(pipeline, self.request, lambda asked: events)
+        return [event async for event in told if not isinstance(event, Planned)]
+
+    @property
+    def drafter(self) -> DrafterView | None:
+        """Who drafts for the answer that runs."""
+        return self.request.drafts.view if self.request.drafts is not None else None
 
     async def answer(self, job: Job) -> list[Event]:
         """An answer that ends when ``ending`` is set."""
@@ -224,7 +241,7 @@ class Home:
             await self.ending.wait()
             yield Finished("r1", "stop")
 
-        return [event async for event in self.drafting.stream(job, TARGET, events())]
+        return await self.through(job, events())
 
     def count(self, where: str, outcome: str) -> int:
         return self.metrics.told.count((where, outcome))
@@ -543,43 +560,39 @@ async def test_a_plan_names_who_would_draft() -> None:
 async def test_an_answer_says_who_drafts_for_it_while_it_runs() -> None:
     async with home_of() as home:
         answer = asyncio.create_task(home.answer(job()))
-        assert home.drafting.drafter("r1") is None
         await home.pool.small.stream_of()
         assert home.pool.home is not None
         await home.pool.home.stream_of()
-        while home.drafting.drafter("r1") is None:  # noqa: ASYNC110  (set in the turn after that)
+        while home.drafter is None:  # noqa: ASYNC110  (set in the turn after that)
             await asyncio.sleep(0)
-        assert home.drafting.drafter("r1") == DrafterView(SMALL, "this")
+        assert home.drafter == DrafterView(SMALL, "this")
         home.ending.set()
         await answer
-        assert home.drafting.drafter("r1") is None
+        assert home.request.drafter == DrafterView(SMALL, "this")
 
 
 async def test_an_answer_that_was_drafted_for_leaves_a_trace() -> None:
-    """One that nobody else writes down: its prompt was too short to be shared."""
+    """Also where nothing was decided about its prompt, which was too short to be shared."""
     told = Speculated(16, 8, 4, 5, 9, 0.1, {"drafter": SourceCounts(8, 4, 2)})
-    traces: list[Trace] = []
-    async with home_of(record=traces.append) as home:
+    async with home_of() as home:
 
         async def events(*, drafted: bool) -> AsyncGenerator[Event, None]:
             yield Accepted("r1", 9)
             yield Prefill("r1", 5, 9, cached=5)
             if drafted:
-                while home.drafting.drafter("r1") is None:  # noqa: ASYNC110  (nothing announces it)
+                while home.drafter is None:  # noqa: ASYNC110  (nothing announces it)
                     await asyncio.sleep(0.001)
             yield Delta("r1", "hello")
             yield Finished("r1", "stop", speculation=told)
 
-        async def run(since_s: float | None, *, drafted: bool = True, model: str = SMALL) -> None:
+        async def run(*, drafted: bool = True, model: str = SMALL) -> None:
             home.drafting._model = model
-            stream = home.drafting.stream(job(), TARGET, events(drafted=drafted), traced_since_s=since_s)
-            assert len([event async for event in stream]) == 4
+            assert len(await home.through(job(), events(drafted=drafted))) == 4
 
-        await run(None)
-        await run(1.0, drafted=False, model="")
-        assert traces == []
-        await run(home.drafting.monotonic())
-    (trace,) = traces
+        await run(drafted=False, model="")
+        assert home.traces == []
+        await run()
+    (trace,) = home.traces
     assert (trace.id, trace.model, trace.prompt_tokens, trace.cached_tokens) == ("r1", "m", 9, 5)
     assert (trace.outcome, trace.chosen.kind, trace.losers) == ("local", "local", [])
     assert (trace.drafter, trace.speculation) == (DrafterView(SMALL, "this"), told)

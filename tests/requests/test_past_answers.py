@@ -17,6 +17,8 @@ from msgspec.structs import replace
 sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
 import fleet_nodes
+import requests_driver
+from requests_driver import request_of
 from sharing_fakes import DIGEST, FACTS, WITHIN_S, FakeFolder, FakeModels, own_card
 
 from fleetd import limits
@@ -28,7 +30,8 @@ from fleetd.p2p.node import Node
 from fleetd.plan.route import USABLE
 from fleetd.requests.drafting import messages
 from fleetd.requests.drafting.pasts import Allowance, Pasts
-from fleetd.requests.job import Job
+from fleetd.requests.job import Job, Planned
+from fleetd.requests.pipeline import Pipeline
 from fleetd.requests.placement import Member
 
 FOLDER = FakeFolder("m")
@@ -111,11 +114,19 @@ def job(**fields: Any) -> Job:
 
 
 async def answered(this: Pasts, asked: Job, reason: Any = "stop", ids: list[int] = IDS) -> list[Any]:
-    async def events() -> AsyncGenerator[Event, None]:
+    async def events(generate: Generate) -> AsyncGenerator[Event, None]:
         yield Delta("r1", "a text")
-        yield Finished("r1", reason, ids=ids if asked.request.ids else [])
+        yield Finished("r1", reason, ids=ids if generate.ids else [])
 
-    return [event async for event in this.stream(asked, FOLDER, events())]
+    told = requests_driver.answered(Pipeline([this]), request_of(asked, FOLDER), events)
+    return [event async for event in told if not isinstance(event, Planned)]
+
+
+def asking(this: Pasts, asked: Job) -> bool:
+    """Whether the engine is asked for the answer's tokens."""
+    request = request_of(asked, FOLDER)
+    this.prepare(request)
+    return request.generate.ids
 
 
 # ---- who is told -----------------------------------------------------------------------------------------
@@ -125,7 +136,7 @@ async def test_those_who_remember_are_told_the_tokens_and_nothing_else() -> None
     others = Others([machine("one"), machine("two")])
     this = pasts(others)
     async with asyncio.timeout(WITHIN_S):
-        events = await answered(this, this.asking(job(), FOLDER))
+        events = await answered(this, job())
         # Whoever asked gets the answer as ever, and waits for none of them.
         assert events == [Delta("r1", "a text"), Finished("r1", "stop")]
         await asyncio.sleep(0)
@@ -156,7 +167,7 @@ async def test_those_who_remember_are_told_the_tokens_and_nothing_else() -> None
 )
 async def test_who_has_no_use_for_it_or_may_not_see_it_is_not_told(fields: dict[str, Any]) -> None:
     this = pasts(Others([machine(**fields)]))
-    assert not this.asking(job(), FOLDER).request.ids
+    assert not asking(this, job())
 
 
 @pytest.mark.parametrize(
@@ -173,29 +184,28 @@ async def test_who_has_no_use_for_it_or_may_not_see_it_is_not_told(fields: dict[
 async def test_the_answer_to_a_prompt_that_stays_stays_too(asked: dict[str, Any], options: Any) -> None:
     others = Others([machine()])
     this = pasts(others, **options)
-    asking = this.asking(job(**asked), FOLDER)
-    assert not asking.request.ids
-    await answered(this, asking)
+    assert not asking(this, job(**asked))
+    await answered(this, job(**asked))
     await this.close()
     assert others.sent == []
 
 
 async def test_a_prompt_that_came_from_a_peer_was_allowed_to_leave_it() -> None:
     this = pasts(Others([machine()]))
-    assert this.asking(job(local_only=True, origin="peer"), FOLDER).request.ids
+    assert asking(this, job(local_only=True, origin="peer"))
 
 
 async def test_a_wish_for_tokens_from_elsewhere_counts_for_nothing() -> None:
     asked = job(local_only=True)
     asked = dataclasses.replace(asked, request=replace(asked.request, ids=True))
-    assert not pasts(Others([machine()])).asking(asked, FOLDER).request.ids
+    assert not asking(pasts(Others([machine()])), asked)
 
 
 @pytest.mark.parametrize(("reason", "ids"), [("cancelled", IDS), ("stop", IDS[:3]), ("stop", [])], ids=str)
 async def test_half_an_answer_is_not_worth_telling(reason: Any, ids: list[int]) -> None:
     others = Others([machine()])
     this = pasts(others)
-    events = await answered(this, this.asking(job(), FOLDER), reason, ids)
+    events = await answered(this, job(), reason, ids)
     await asyncio.sleep(0)
     assert events[-1] == Finished("r1", reason)
     assert others.sent == []
@@ -207,7 +217,7 @@ async def test_machines_that_cannot_be_reached_or_take_nothing_cost_nothing(
     gone = Others([machine()], PeerUnreachable("It is gone."))
     fates: list[str] = []
     this = Pasts(gone, Pool(), FakeModels(), lambda: own_card("home"), fates.append)
-    await answered(this, this.asking(job(), FOLDER))
+    await answered(this, job())
     while this._sending:  # noqa: ASYNC110  (tasks that end by themselves, at once)
         await asyncio.sleep(0)
     assert len(gone.sent) == 1
@@ -216,7 +226,7 @@ async def test_machines_that_cannot_be_reached_or_take_nothing_cost_nothing(
     silent = Others([machine()])
     this = pasts(silent)
     for _ in range(10):
-        await answered(this, this.asking(job(), FOLDER))
+        await answered(this, job())
         await asyncio.sleep(0)
     assert len(silent.sent) == 3
     await this.close()
@@ -230,7 +240,7 @@ async def test_a_machine_that_answers_a_lot_does_not_tell_all_of_it() -> None:
     async def burst() -> int:
         before = len(others.sent)
         for _ in range(limits.PAST_BURST + 9):
-            await answered(this, this.asking(job(), FOLDER))
+            await answered(this, job())
             await asyncio.sleep(0)
         return len(others.sent) - before
 
@@ -352,7 +362,7 @@ async def test_an_answer_crosses_the_session(tmp_path: Path) -> None:
         this = Pasts(Members([machine()]), Pool(), FakeModels(), lambda: own_card("home"), sent.append)
         assert pool.fake is not None
         async with asyncio.timeout(WITHIN_S):
-            await answered(this, this.asking(job(), FOLDER))
+            await answered(this, job())
             await pool.fake.heard.wait()
             while this._sending:  # noqa: ASYNC110  (it has arrived; nothing announces the rest)
                 await asyncio.sleep(0.001)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from requests_driver import answered, request_of
 from sharing_fakes import (
     ARITHMETIC,
     DIGEST,
@@ -32,10 +33,12 @@ from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, Peer
 from fleetd.metrics import Metrics
 from fleetd.p2p.node import Node
 from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.pipeline import Pipeline, Step
 from fleetd.requests.prefill_sharing import messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.views import DrafterView, PlanQuestion, Trace
+from fleetd.requests.request import Request
 
 LONG = "word " * 4096
 OK = Shared("r1", [StepTime("computed", 1.0, 500)])
@@ -58,9 +61,14 @@ class Home:
     metrics: Metrics
     traces: list[Trace] = field(default_factory=list)
 
+    drafting: Step = field(default_factory=Step)
+
     async def ask(self, this: Job | None = None) -> list[Any]:
+        folder = FakeFolder()
+        pipeline = Pipeline([self.sharing, self.drafting], self.traces.append)
+        request = request_of(this or job(), folder, arrived_s=self.sharing.monotonic())
         async with asyncio.timeout(WITHIN_S):
-            events = self.sharing.stream(this or job(), FakeFolder(), LOCAL, self.sharing.monotonic())
+            events = answered(pipeline, request, lambda asked: self.pool.stream(folder, asked))
             return [event async for event in events]
 
     async def trace(self, count: int = 1) -> Trace:
@@ -84,7 +92,7 @@ async def home_with(
         pool.gate.set()
         metrics, traces = Metrics("0"), list[Trace]()
         own = replace(card or own_card("home"), node_id=node.identity.node_id)
-        sharing = PrefillSharing(partners, pool, lambda: own, traces.append, metrics)
+        sharing = PrefillSharing(partners, pool, lambda: own, metrics)
         for other in others:
             other.engine.end.set()
         try:
@@ -94,13 +102,21 @@ async def home_with(
             engine.close()
 
 
+class Drafted(Step):
+    """Each answer has a drafter."""
+
+    def closed(self, request: Request) -> None:
+        request.drafter = DrafterView("small", "studio")
+
+
 async def test_a_trace_names_who_drafted(tmp_path: Path) -> None:
     async with home_with(tmp_path) as home:
-        home.sharing._drafter = {"r1": DrafterView("small", "studio")}.get
+        home.drafting = Drafted()
         await home.ask()
         trace = await home.trace()
         assert trace.drafter == DrafterView("small", "studio")
         assert trace.chosen.kind != "local"
+        assert home.traces == [trace]
 
 
 # ---- whether it is asked at all --------------------------------------------------------------------------
@@ -120,7 +136,6 @@ async def test_a_prompt_that_has_to_stay_is_never_shared(tmp_path: Path) -> None
             home.partners,
             home.pool,
             lambda: own_card("home"),
-            home.traces.append,
             home.metrics,
             local_only=True,
         )
@@ -134,6 +149,7 @@ async def test_a_member_that_may_not_see_prompts_is_never_asked(
     async with home_with(tmp_path, **fields) as home:
         assert not home.sharing.possible(job(), FakeFolder())
         # Even if the engine has been told to wait, nobody is asked.
+        home.sharing.possible = lambda job, folder: True  # type: ignore[method-assign]
         assert (await home.ask())[0] == LOCAL
         assert home.partners.asked == []
         assert home.pool.fake.lonely == [("r1", "")]

@@ -91,7 +91,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
         traces: list[Trace] = []
         scoring = SegmentScoring(pool, None, monotonic=time.monotonic)
         compressing = CompressionService(scoring, Scorers(pool, models, speeds), ledger)
-        smart = SmartPrefill(compressing, pool, metrics, traces.append)
+        smart = SmartPrefill(compressing, pool, metrics)
         runner = Runner(
             pool=pool,
             models=models,
@@ -101,6 +101,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
             embedded=lambda ref: None,
             smart=smart,
             speeds=speeds,
+            record=traces.append,
         )
         return Home(runner, pool, models, store, metrics, speeds, smart, traces)
 

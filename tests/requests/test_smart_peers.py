@@ -194,7 +194,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
         scorers = Scorers(pool, models, speeds, fleet=others, own_card=lambda: own)
         scoring = SegmentScoring(pool, others, monotonic=time.monotonic)
         compressing = CompressionService(scoring, scorers, ledger)
-        smart = SmartPrefill(compressing, pool, metrics, lambda trace: None)
+        smart = SmartPrefill(compressing, pool, metrics)
         runner = Runner(
             pool=pool,
             models=models,

@@ -12,48 +12,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
-from contextlib import aclosing
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
 
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.protocol import Event, Finished, Loading, Ready, Remember
+from fleetd.engine.pool import EnginePool
+from fleetd.engine.protocol import Event, Finished, Loading, Remember
 from fleetd.engine.speculation.suffix import past_key
 from fleetd.errors import FleetError
+from fleetd.models.folder import ModelFolder
+from fleetd.models.model_store import ModelStore
 from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.route import USABLE
 from fleetd.requests.drafting import messages
-from fleetd.requests.job import Job, Planned
-from fleetd.requests.model_by_digest import Models
+from fleetd.requests.job import Job
+from fleetd.requests.pipeline import Step
 from fleetd.requests.placement import Member
-from fleetd.requests.remote import Stream
+from fleetd.requests.ports import FleetPort
+from fleetd.requests.request import Request
 
 Fate = Literal["sent", "taken", "dropped"]
 # A shorter answer is sooner said than found.
 _LEAST_TOKENS = 16
 _COMPLETE = frozenset({"stop", "length", "tool_calls"})
-
-
-class Engine(Protocol):
-    """``fleetd.engine.supervisor.EngineProcess``."""
-
-    @property
-    def facts(self) -> Ready | None: ...
-    def remember(self, told: Remember) -> None: ...
-
-
-class Pool(Protocol):
-    def engine(self, folder: Any) -> Engine | None: ...
-
-
-class Partners(Protocol):
-    """``fleetd.fleet.Fleet``."""
-
-    def machines(self) -> Iterable[Member]: ...
-    def request(self, node_id: str, method: str, body: bytes) -> Stream: ...
 
 
 @dataclass(slots=True)
@@ -72,7 +57,7 @@ class Allowance:
         return left >= 1
 
 
-class Pasts:
+class Pasts(Step):
     """Both ends, of a machine that remembers; the other one is the handler of ``wire.REMEMBER``.
 
     Args:
@@ -83,9 +68,9 @@ class Pasts:
 
     def __init__(
         self,
-        partners: Partners,
-        pool: Pool,
-        models: Models,
+        partners: FleetPort,
+        pool: EnginePool,
+        models: ModelStore,
         own_card: Callable[[], Card],
         counted: Callable[[Fate], None] = lambda fate: None,
         *,
@@ -106,27 +91,24 @@ class Pasts:
 
     # ---- answers of this machine -------------------------------------------------------------------------
 
-    def asking(self, job: Job, folder: Any) -> Job:
-        """The job; its engine is asked for the answer's tokens where somebody is to be told them."""
+    def prepare(self, request: Request) -> None:
+        """Ask the engine for the answer's tokens where another machine is to be told them."""
+        job, folder = request.job, request.folder_here
         how = job.request.speculate
         may = job.shareable and not self._local_only and (how is None or how.enabled)
-        wanted = may and any(True for _ in self._interested(folder))
-        return replace(job, request=msgspec.structs.replace(job.request, ids=wanted))
+        wanted = folder is not None and may and any(True for _ in self._interested(folder))
+        request.generate = msgspec.structs.replace(request.generate, ids=wanted)
 
-    async def stream(
-        self, job: Job, folder: Any, events: AsyncGenerator[Planned | Loading | Event, None]
-    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
         """The answer's events without its tokens, which others are told once it is complete."""
-        async with aclosing(events):
-            async for event in events:
-                if not isinstance(event, Finished) or not event.ids:
-                    yield event
-                    continue
-                if event.reason in _COMPLETE and len(event.ids) >= _LEAST_TOKENS:
-                    self._tell(job, folder, event.ids)
-                yield msgspec.structs.replace(event, ids=[])
+        folder = request.folder_here
+        if folder is None or not isinstance(event, Finished) or not event.ids:
+            return event
+        if event.reason in _COMPLETE and len(event.ids) >= _LEAST_TOKENS:
+            self._tell(request.job, folder, event.ids)
+        return msgspec.structs.replace(event, ids=[])
 
-    def _tell(self, job: Job, folder: Any, tokens: list[int]) -> None:
+    def _tell(self, job: Job, folder: ModelFolder, tokens: list[int]) -> None:
         """Does not wait, and what goes wrong concerns nobody."""
         if (own := self._held(folder)) is None or not self._telling.take(self._monotonic()):
             return
@@ -152,7 +134,7 @@ class Pasts:
             return
         self._counted("sent")
 
-    def _interested(self, folder: Any) -> Iterator[Member]:
+    def _interested(self, folder: ModelFolder) -> Iterator[Member]:
         """Machines that remember, may see it, and have the very model loaded."""
         if (own := self._held(folder)) is None:
             return
@@ -167,7 +149,7 @@ class Pasts:
             ):
                 yield machine
 
-    def _held(self, folder: Any) -> ModelCard | None:
+    def _held(self, folder: ModelFolder) -> ModelCard | None:
         return next((m for m in self._own_card().models if m.name == folder.name and m.digest), None)
 
     async def close(self) -> None:
@@ -179,7 +161,7 @@ class Pasts:
 
     # ---- answers of others -------------------------------------------------------------------------------
 
-    async def __call__(self, peer: str, body: bytes, stream: Stream) -> None:
+    async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """The handler of ``wire.REMEMBER``. Raises ProtocolError for what nobody honest sends."""
         self._counted("taken" if await self._take(peer, body) else "dropped")
 

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from fleetd.engine.protocol import Timings, Usage
-from fleetd.ledger import Reservation
+from fleetd.ledger import Ledger, Reservation
 from fleetd.plan.scoring import Scorer
 from fleetd.requests.placement import THIS_NODE
 from fleetd.requests.smart_prefill.segment_scoring import ScorerRun
-
-
-class Ledger(Protocol):
-    """``fleetd.ledger.Ledger``."""
-
-    async def reserve(self, reservation: Reservation) -> None: ...
-    def settle(self, reservation: Reservation, usage: Usage, timings: Timings, reason: str) -> None: ...
-    def refund(self, reservation: Reservation, reason: str) -> None: ...
 
 
 class ScoringBill:

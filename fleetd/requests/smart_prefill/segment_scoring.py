@@ -14,18 +14,21 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from fleetd import limits
+from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
 from fleetd.errors import EngineDied, FleetError, ModelUnsupported, PeerLost, ProtocolError
+from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.plan.scoring import Scorer, Segments
 from fleetd.requests.concurrency import gather_or_cancel
 from fleetd.requests.placement import THIS_NODE
-from fleetd.requests.remote import Stream, next_message, said_by
+from fleetd.requests.ports import FleetPort
+from fleetd.requests.remote import next_message, said_by
 from fleetd.requests.smart_prefill import messages
 
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
@@ -39,21 +42,13 @@ _TOKEN_CHARS = 64
 Steps = AsyncGenerator[Loading | Prefill | Scored, None]
 
 
-class Pool(Protocol):
-    def score(self, folder: Any, score: Score, *, evict: bool) -> Steps: ...
-
-
-class Others(Protocol):
-    def request(self, node_id: str, method: str, body: bytes) -> Stream: ...
-
-
 @dataclass(frozen=True, slots=True)
 class CompressorModel:
     """A model that scores. ``folder``: it on this machine, None where only others have it."""
 
     name: str
     digest: str = ""
-    folder: Any = None
+    folder: ModelFolder | None = None
 
     @property
     def key(self) -> str:
@@ -130,7 +125,7 @@ class SegmentScoring:
     others: None for a machine that has none.
     """
 
-    def __init__(self, pool: Pool, others: Others | None, *, monotonic: Callable[[], float]) -> None:
+    def __init__(self, pool: EnginePool, others: FleetPort | None, *, monotonic: Callable[[], float]) -> None:
         self._pool = pool
         self._others = others
         self._monotonic = monotonic
@@ -215,7 +210,7 @@ class SegmentScoring:
         return found
 
     def _steps(self, compressor: CompressorModel, scorer: Scorer, score: Score) -> Steps:
-        if scorer.node_id == THIS_NODE:
+        if scorer.node_id == THIS_NODE and compressor.folder is not None:
             # What answers is loaded already, and idle: it must not make room for what scores.
             return self._pool.score(compressor.folder, score, evict=False)
         if self._others is None:
@@ -225,7 +220,7 @@ class SegmentScoring:
         )
 
 
-async def elsewhere(others: Others, scorer: Scorer, ask: messages.ScoreQuestion) -> Steps:
+async def elsewhere(others: FleetPort, scorer: Scorer, ask: messages.ScoreQuestion) -> Steps:
     """Have a segment scored on another machine. Raises FleetError."""
     stream = others.request(scorer.node_id, messages.SCORE, messages.encode(ask))
     ended = False
