@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -18,31 +17,28 @@ from msgspec.structs import replace
 sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
 import fleet_nodes
+from fakes import FACTS, WITHIN_S, FakeEngine, FakeFolder, FakeModels
 from requests_driver import answered, request_of
-from sharing_fakes import DIGEST, FACTS, WITHIN_S, FakeFolder, HomePartners, own_card
+from sharing_fakes import DIGEST, HomePartners, own_card
 
 from fleetd import limits
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
     Delta,
-    DraftFor,
     Event,
     Finished,
-    Followed,
     Generate,
     Prefill,
     Ready,
     SourceCounts,
     Speculate,
     Speculated,
-    StreamTag,
 )
 from fleetd.errors import (
     EngineDied,
     FleetError,
     Incompatible,
-    ModelNotFound,
     OutOfMemory,
     Overloaded,
     ProtocolError,
@@ -76,60 +72,19 @@ def facts(vocabulary: str = WORDS) -> Ready:
 
 
 @dataclass
-class Engine:
-    """Follows until ``end`` is set, or fails with ``error``: at once, or at the end where it is ``late``."""
-
-    facts: Ready | None = field(default_factory=facts)
-    error: FleetError | None = None
-    late: bool = False
-    end: asyncio.Event = field(default_factory=asyncio.Event)
-    follows: list[DraftFor] = field(default_factory=list)
-    streams: list[tuple[StreamTag, socket.socket]] = field(default_factory=list)
-    given: asyncio.Event = field(default_factory=asyncio.Event)
-    cancelled: int = 0
-
-    async def follow(self, follow: DraftFor) -> AsyncGenerator[Event, None]:
-        self.follows.append(follow)
-        if self.error is not None and not self.late:
-            raise self.error
-        try:
-            yield Accepted(follow.id, 0)
-            await self.end.wait()
-            if self.error is not None:
-                raise self.error
-            yield Followed(follow.id, 30, 20, 10)
-        except (GeneratorExit, asyncio.CancelledError):
-            self.cancelled += 1
-            raise
-
-    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
-        self.streams.append((tag, sock))
-        self.given.set()
-
-    async def stream_of(self) -> tuple[StreamTag, socket.socket]:
-        async with asyncio.timeout(WITHIN_S):
-            await self.given.wait()
-        return self.streams[-1]
-
-    def close(self) -> None:
-        for _, sock in self.streams:
-            sock.close()
-
-
-@dataclass
-class Pool:
+class DraftingPool:
     """The answering model's engine, and the drafting one's."""
 
-    home: Engine | None
-    small: Engine
+    home: FakeEngine | None
+    small: FakeEngine
     refusal: FleetError | None = None
     used: int = 0
 
-    def engine(self, folder: Any) -> Engine | None:
+    def engine(self, folder: Any) -> FakeEngine | None:
         return self.home
 
     @contextlib.asynccontextmanager
-    async def assisting(self, folder: Any, first: int, last: int) -> AsyncIterator[Engine]:
+    async def assisting(self, folder: Any, first: int, last: int) -> AsyncIterator[FakeEngine]:
         assert (folder.name, first, last) == (SMALL, 0, 0)
         if self.refusal is not None:
             raise self.refusal
@@ -138,16 +93,6 @@ class Pool:
             yield self.small
         finally:
             self.used -= 1
-
-
-@dataclass
-class Models:
-    missing: bool = False
-
-    def resolve(self, ref: str) -> FakeFolder:
-        if self.missing:
-            raise ModelNotFound(f"no {ref}")
-        return FakeFolder(ref)
 
 
 def card(name: str, **model: Any) -> Card:
@@ -160,13 +105,13 @@ class Machine:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.engine = Engine()
-        self.pool = Pool(None, self.engine)
+        self.engine = FakeEngine(facts())
+        self.pool = DraftingPool(None, self.engine)
         self.card = card(node.name)
         self.draining = False
         self.outcomes: list[str] = []
         host = ServingContext(
-            Models(),
+            FakeModels({SMALL}),
             lambda: self.card,
             draining=lambda: self.draining,
             finished=lambda _kind, outcome: self.outcomes.append(outcome),
@@ -213,7 +158,7 @@ class Told:
 @dataclass
 class Home:
     drafting: DrafterService
-    pool: Pool
+    pool: DraftingPool
     metrics: Told
     tasks: list[asyncio.Task[list[Event]]] = field(default_factory=list)
     ending: asyncio.Event = field(default_factory=asyncio.Event)
@@ -263,8 +208,8 @@ async def home_of(
     **options: Any,
 ) -> AsyncIterator[Home]:
     partners: Any = HomePartners(node, machines, **(fields or {})) if node is not None else None  # type: ignore[arg-type]
-    pool, metrics = Pool(Engine(), Engine()), Told()
-    models = Models(options.pop("missing", False))
+    pool, metrics = DraftingPool(FakeEngine(facts()), FakeEngine(facts())), Told()
+    models = FakeModels({"m"} if options.pop("missing", False) else {"m", SMALL})
     drafting = DrafterService(partners, pool, models, metrics, **{"model": SMALL, **options})
     home = Home(drafting, pool, metrics)
     try:
@@ -284,8 +229,8 @@ async def test_both_workers_of_this_machine_get_an_end_of_one_stream() -> None:
     async with home_of() as home:
         answer = asyncio.create_task(home.answer(job()))
         assert home.pool.home is not None
-        here, near = await home.pool.home.stream_of()
-        there, far = await home.pool.small.stream_of()
+        here, near = await home.pool.home.given("drafts")
+        there, far = await home.pool.small.given("drafts")
         assert (here.job, here.name, here.role) == ("r1", "drafts", "connector")
         assert (there.job, there.name, there.role) == (home.pool.small.follows[0].id, "drafts", "acceptor")
         assert here.key == there.key
@@ -393,8 +338,8 @@ async def test_a_peer_drafts_over_a_stream_between_the_workers(tmp_path: Path) -
     async with fleet(tmp_path) as (node, (peer,)), home_of(node, [peer]) as home:
         answer = asyncio.create_task(home.answer(job()))
         assert home.pool.home is not None
-        here, near = await home.pool.home.stream_of()
-        there, far = await peer.engine.stream_of()
+        here, near = await home.pool.home.given("drafts")
+        there, far = await peer.engine.given("drafts")
         assert (here.job, here.role) == ("r1", "connector")
         (follow,) = peer.engine.follows
         assert (there.job, there.role) == (follow.id, "acceptor")
@@ -418,7 +363,7 @@ async def test_when_the_answer_ends_the_peer_is_free(tmp_path: Path, monkeypatch
     async with fleet(tmp_path) as (node, (peer,)), home_of(node, [peer]) as home:
         answer = asyncio.create_task(home.answer(job()))
         assert home.pool.home is not None
-        await home.pool.home.stream_of()
+        await home.pool.home.given("drafts")
         home.ending.set()
         await answer
         await peer.ended("cancelled")
@@ -442,7 +387,7 @@ async def test_when_a_peer_refuses_this_machine_drafts(tmp_path: Path, change: A
         home.drafting.partners.machines = lambda: before  # type: ignore[method-assign]
         change(peer)
         answer = asyncio.create_task(home.answer(job()))
-        await home.pool.small.stream_of()
+        await home.pool.small.given("drafts")
         assert home.count("peer", code) == 1
         home.ending.set()
         home.pool.small.end.set()
@@ -453,7 +398,7 @@ async def test_a_peer_that_fails_midway_leaves_the_answer_alone(tmp_path: Path) 
     async with fleet(tmp_path) as (node, (peer,)), home_of(node, [peer]) as home:
         peer.engine.error, peer.engine.late = EngineDied("gone"), True
         answer = asyncio.create_task(home.answer(job()))
-        await peer.engine.stream_of()
+        await peer.engine.given("drafts")
         peer.engine.end.set()
         await peer.ended("engine_died")
         while not home.count("peer", "engine_died"):  # noqa: ASYNC110  (a metric)
@@ -496,7 +441,7 @@ def seen(name: str, *, rtt_s: float = 0.001, running: int = 0, sees: bool = True
 
 
 def order(found: list[Any], where: Any = "auto", this: Job | None = None, **options: Any) -> list[str]:
-    drafting = DrafterService(Seen(found), None, Models(), None, model=SMALL, where=where, **options)  # type: ignore[arg-type]
+    drafting = DrafterService(Seen(found), None, FakeModels(), None, model=SMALL, where=where, **options)  # type: ignore[arg-type]
     shareable = (this or job()).shareable
     return [candidate.name for candidate in drafting.candidates("m", SMALL, shareable=shareable)]
 
@@ -560,9 +505,9 @@ async def test_a_plan_names_who_would_draft() -> None:
 async def test_an_answer_says_who_drafts_for_it_while_it_runs() -> None:
     async with home_of() as home:
         answer = asyncio.create_task(home.answer(job()))
-        await home.pool.small.stream_of()
+        await home.pool.small.given("drafts")
         assert home.pool.home is not None
-        await home.pool.home.stream_of()
+        await home.pool.home.given("drafts")
         while home.drafter is None:  # noqa: ASYNC110  (set in the turn after that)
             await asyncio.sleep(0)
         assert home.drafter == DrafterView(SMALL, "this")

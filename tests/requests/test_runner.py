@@ -9,7 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from daemon_fakes import FakeModels, FakePool, answer, job
+from fakes import FakeModels, FakePool, answer, job
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 

@@ -10,22 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import ARITHMETIC, FACTS, STEPS, WITHIN_S, FakeEngine, FakeFolder
 from msgspec.structs import replace
 from requests_driver import answered, request_of
-from sharing_fakes import (
-    ARITHMETIC,
-    DIGEST,
-    FACTS,
-    STEPS,
-    WITHIN_S,
-    FakeEngine,
-    FakeFolder,
-    FakeHomePool,
-    HelperMachine,
-    HomePartners,
-    machines,
-    own_card,
-)
+from sharing_fakes import DIGEST, HelperMachine, HomePartners, HomePool, machines, own_card
 
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Accepted, ChatPrompt, Delta, Finished, Generate, Prefill, Shared, StepTime
@@ -56,7 +44,7 @@ class Home:
     node: Node
     helpers: list[HelperMachine]
     partners: HomePartners
-    pool: FakeHomePool
+    pool: HomePool
     sharing: PrefillSharing
     metrics: Metrics
     traces: list[Trace] = field(default_factory=list)
@@ -88,7 +76,7 @@ async def home_with(
     async with machines(folder, helpers) as (node, others):
         partners = HomePartners(node, others, **fields)
         engine = FakeEngine()
-        pool = FakeHomePool(engine, ending)
+        pool = HomePool(engine, ending)
         pool.gate.set()
         metrics, traces = Metrics("0"), list[Trace]()
         own = replace(card or own_card("home"), node_id=node.identity.node_id)
