@@ -22,6 +22,7 @@ from fleetctl.pairing import (
 )
 from fleetctl.progress import Progress
 from fleetctl.text import duration, one_line
+from fleetd.host_port import host_port
 
 # The daemon names the most useful first; a list of all would bury the code.
 _ADDRESSES = 3
@@ -83,7 +84,7 @@ def _host(address: str, port: int) -> str:
     address = one_line(address)
     if port == DEFAULT_PEER_PORT:
         return address
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+    return host_port(address, port)
 
 
 def _answer(session: Session, met: Meeting, *, yes: bool, prompts: bool) -> None:

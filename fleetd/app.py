@@ -37,6 +37,7 @@ from fleetd.fleet import Fleet, default_name
 from fleetd.hardware.probe import HardwareProbe
 from fleetd.home import paths
 from fleetd.home.paths import HomeFolder
+from fleetd.host_port import host_port
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.models.catalog import CATALOG, find
@@ -54,7 +55,6 @@ from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.drafting import messages as drafting_wire
 from fleetd.requests.drafting.client import DrafterService
-from fleetd.requests.drafting.pasts import Pasts
 from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.model_copies import ModelCopies
 from fleetd.requests.placement import Placer
@@ -140,7 +140,6 @@ class Daemon:
             local_only=config.fleet.local_only,
             remembers=config.speculation.remember,
         )
-        self._pasts = self._remembering(self._fleet) if self._fleet and config.speculation.remember else None
         self._sharing = self._sharer(self._fleet) if self._fleet else None
         self._compressing = self._compressor()
         self._smart = SmartPrefill(
@@ -163,7 +162,6 @@ class Daemon:
             sharing=self._sharing,
             smart=self._smart,
             drafting=self._drafting,
-            pasts=self._pasts,
             speeds=self._speeds,
             record=self._traces.record,
         )
@@ -173,12 +171,6 @@ class Daemon:
     def _sharer(self, fleet: Fleet) -> PrefillSharing:
         local_only = self._config.fleet.local_only
         return PrefillSharing(fleet, self._pool, self._own_card, self._metrics, local_only=local_only)
-
-    def _remembering(self, fleet: Fleet) -> Pasts:
-        local_only = self._config.fleet.local_only
-        return Pasts(
-            fleet, self._pool, self._models, self._own_card, self._metrics.past, local_only=local_only
-        )
 
     def _compressor(self) -> CompressionService:
         scorers = Scorers(
@@ -205,9 +197,6 @@ class Daemon:
         node.handle(messages.RUN, remote.JobServer(self._runner.run, self._has))
         node.handle(smart_wire.SCORE, ScoreServer(self._pool, host, self._ledger))
         node.handle(drafting_wire.FOLLOW, DraftServer(ways, self._pool, host))
-        # Those who do not remember have told others so; who sends answers all the same is not answered.
-        if self._pasts is not None:
-            node.handle(drafting_wire.REMEMBER, self._pasts)
         node.handle(share_wire.ASSIST, assists.assist)
         node.handle(share_wire.WARM, assists.warm)
         return assists
@@ -293,7 +282,6 @@ class Daemon:
             max_streams=self._config.engine.max_streams,
             publish=node.publish,
             speeds=self._speeds,
-            remembers=self._pasts is not None,
             memory_fraction=self._config.engine.memory_fraction,
             max_memory_bytes=self._config.engine.max_memory_bytes,
         )
@@ -357,7 +345,7 @@ class Daemon:
 
     def _tell_ready(self, http: HttpAddress) -> None:
         self._ready = True
-        address = f"http://{_bracketed(http.host)}:{http.port}/v1"
+        address = f"http://{host_port(http.host, http.port)}/v1"
         self._notifier.ready(f"serving {address}")
         log.info(
             "daemon.ready",
@@ -405,7 +393,7 @@ class Daemon:
 
     async def _end_engines(self) -> None:
         await self._runner.abandon()
-        for work in (self._sharing, self._assists, self._drafting, self._pasts):
+        for work in (self._sharing, self._assists, self._drafting):
             if work is not None:
                 await work.close()
         within_s = limits.STOP_S / 2 if self._hurry.is_set() else 2 * limits.ENGINE_STOP_S
@@ -456,7 +444,7 @@ async def _open_tcp(runner: web.AppRunner, host: str, port: int) -> HttpAddress:
     try:
         await web.TCPSite(runner, address, port).start()
     except OSError as error:
-        where = f"{_bracketed(address)}:{port}"
+        where = host_port(address, port)
         if error.errno == errno.EADDRINUSE:
             raise PortInUse(
                 f"The address {where} is already in use by another program.",
@@ -469,10 +457,6 @@ async def _open_tcp(runner: web.AppRunner, host: str, port: int) -> HttpAddress:
         ) from None
     bound = runner.addresses[0]
     return HttpAddress(str(bound[0]), int(bound[1]))
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
 
 
 def _exit_after(seconds: float) -> None:

@@ -78,7 +78,7 @@ SOCKET_PATH_BYTES = 103
 STORE_QUEUED = 1024
 # How long a request waits for its ledger row before it goes on without knowing.
 LEDGER_WAIT_S = 0.25
-# Telling the same trouble again within this time helps nobody.
+# The same trouble is logged once within this time.
 REPEAT_LOG_S = 60.0
 # After a second signal, or when streams do not end after the drain.
 STOP_S = 2.0
@@ -105,7 +105,7 @@ ROSTER_RECORDS = 1024
 ROSTER_FILE_BYTES = 4 * MIB
 
 # ---- Fleet: pairing --------------------------------------------------------------------------------------
-# Somebody who guesses has a chance of 3 in 2^32, and people mistype a code once, not three times.
+# An attacker who guesses has a chance of 3 in 2^32; a person mistypes a code once, not three times.
 PAIRING_TRIES = 3
 PAIRING_WINDOW_S = 300.0
 # Looking on the network for the machine that shows a code.
@@ -139,7 +139,7 @@ RETIRE_S = 1.0
 GOODBYE_S = 0.5
 # Sessions with one machine: two that called each other at once, one over a better way, one that died unheard.
 SESSIONS_PER_PEER = 4
-# Requests of one peer that run here at once: alone it cannot fill the queue that everybody waits in.
+# Requests of one peer that run here at once: one peer alone cannot fill the queue.
 PEER_REQUESTS = QUEUED_REQUESTS // 2
 
 # ---- Fleet: who is called, and what is told --------------------------------------------------------------
@@ -147,7 +147,7 @@ PEER_REQUESTS = QUEUED_REQUESTS // 2
 DIALS_PER_PEER = 2
 # Connections being made at once, over all machines.
 DIALS_AT_ONCE = 8
-# Of these to addresses that somebody only claims: a flood of claims must not keep members from each other.
+# Of these to addresses that were only claimed: a flood of claims must not keep members from each other.
 DIALS_TO_HINTS = 6
 # Fits into one frame of a session with room to spare.
 ROSTER_BATCH_BYTES = 48 * KIB
@@ -234,9 +234,6 @@ SPEC_INDEX_TOKENS = 32_768
 SPEC_INDEX_STEP = 1024
 # Past answers that a worker remembers where it may: some fifty thousand tokens.
 SPEC_PAST_BYTES = 32 * MIB
-# Of an answer from another machine, tokens that are taken up in one turn in which nothing is computed: about
-# 1 ms of Python. And such pieces that wait for a turn; then the oldest give way.
-SPEC_PAST_STEP, SPEC_PAST_WAITING = 256, 64
 # A key that requests bring to keep their pasts apart: a hash, or a name.
 SPEC_KEY_CHARS = 128
 # The probe at load, of a model whose pace it does not know yet.
@@ -267,15 +264,6 @@ DRAFT_BASES = 256
 # A drafter that hears nothing for this long lets go of the text; a long prompt may be prefilled meanwhile.
 DRAFT_IDLE_S = 600.0
 
-# Tokens of an answer that others are told, where all remember: longer ones seldom come again as a whole.
-PAST_TOKENS = 4096
-# Answers per second that one machine tells, and takes from another one, and how many at once.
-PAST_PER_S, PAST_BURST = 4.0, 32
-# Answers on their way to others: who is slow misses some.
-PAST_SENDING = 32
-# Nobody waits for one to arrive, but its stream must not stay for ever.
-PAST_SEND_S = 10.0
-
 # ---- Smart prefill ---------------------------------------------------------------------------------------
 # Machines that score one prompt side by side: each repeats the prompt's head and the question.
 SMART_SCORERS = 4
@@ -287,8 +275,6 @@ SMART_SCORE_S = 120.0
 SMART_LATE, SMART_GRACE_S = 3.0, 10.0
 # A request for scores is a text of at most one HTTP body; scores are about 120 bytes per token.
 SMART_SCORES_BYTES = 64 * MIB
-# Tokens that a scorer goes on by itself behind the question, at most.
-SMART_LOOK_AHEAD = 64
 # Heads that are asked what a question attends to. Those that find it are few; each costs keys and products.
 SCORE_HEADS = 16
 # The question's last tokens whose queries count: the smart prefill papers take 8 to 64.
@@ -401,7 +387,7 @@ SIGHTINGS_PER_S = 20
 SIGHTINGS_AT_ONCE = 128
 # The longest string that a TXT record can hold.
 SIGHTING_TEXT_BYTES = 255
-# Everybody is asked this often who is there, and forgotten after three questions without an answer.
+# How often the network is asked for machines; one is forgotten after three questions without an answer.
 DISCOVERY_ASK_S = 60.0
 SIGHTING_TTL_S = 200.0
 # A new cable or another Wi-Fi is noticed within this time.
@@ -414,7 +400,7 @@ MDNS_BYTES_PER_S = 128 * KIB
 MDNS_BURST_BYTES = 512 * KIB
 # What this machine multicasts comes back to it within a millisecond, or never.
 MULTICAST_ECHO_S = 0.5
-# A question to the system or to a port that somebody waits for in doctor.
+# A question of doctor to the system or to a port, while a person waits.
 PROBE_S = 2.0
 
 # ---- fleetctl --------------------------------------------------------------------------------------------

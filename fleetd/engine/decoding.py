@@ -23,7 +23,6 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from fleetd import limits
 from fleetd.engine.logprobs import Logprobs
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
@@ -291,8 +290,6 @@ class Decoding:
             answer.speculated = drafting.report
             drafting.close()
         request, said = answer.prepared.request, running.tokens[len(answer.prepared.tokens) :]
-        if request.ids:
-            answer.ids = said[: limits.PAST_TOKENS]
         if self.speculation is not None:
             self.speculation.ended(request, said)
         self.remember(answer, tokens, cache)

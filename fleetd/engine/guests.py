@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from fleetd import limits
+from fleetd.engine.memory import KvBudget
 from fleetd.engine.steppable import Steppable, can_step
+from fleetd.engine.streams.handed_over import HandedOverStreams
 
 
 class Command(Protocol):
@@ -16,8 +18,12 @@ class Command(Protocol):
     def id(self) -> str: ...
 
 
+class Closable(Steppable, Protocol):
+    def close(self) -> None: ...
+
+
 C = TypeVar("C", bound=Command)
-W = TypeVar("W", bound=Steppable)
+W = TypeVar("W", bound=Closable)
 
 
 @dataclass(slots=True, eq=False)
@@ -64,8 +70,13 @@ class GuestTasks(Generic[V]):
     def add(self, visit: V) -> None:
         self._visits.append(visit)
 
-    def remove(self, visit: V) -> None:
+    def end(self, visit: V, streams: HandedOverStreams, budget: KvBudget) -> None:
+        """Remove it and give back what it holds: its work's caches, its streams, its memory."""
         self._visits.remove(visit)
+        if visit.work is not None:
+            visit.work.close()
+        streams.drop(visit.id)
+        budget.give_back(visit.id)
 
     def take_turn(self) -> V | None:
         """The first that can take a step; the next turn is another one's."""

@@ -49,7 +49,6 @@ from fleetd.engine.protocol import (
     PrefillAlone,
     PrefillShared,
     Profile,
-    Remember,
     Report,
 )
 from fleetd.engine.sampling import SamplingDefaults
@@ -135,9 +134,7 @@ class Scheduler:
 
     # ---- from other threads --------------------------------------------------------------------------
 
-    def tell(
-        self, command: PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Remember | Cancel
-    ) -> None:
+    def tell(self, command: PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Cancel) -> None:
         self.inbox.put(command)
 
     def stop(self) -> None:
@@ -168,8 +165,6 @@ class Scheduler:
         self._scoring.turn(self.chunks.size(shared=bool(self._decoding)))
         self._follows.turn(self.chunks.size(shared=bool(self._decoding)))
         self._decoding.turn()
-        if self._learns and not self._busy and self.speculation is not None:
-            self.speculation.learn()
         return True
 
     def _close(self) -> None:
@@ -188,14 +183,10 @@ class Scheduler:
         others = self._assists.visits.ready or self._follows.visits.ready or self._scoring.ready
         return bool(self._decoding) or others or any(a.ready for a in self._prefilling)
 
-    @property
-    def _learns(self) -> bool:
-        return self.speculation is not None and self.speculation.learns
-
     def _receive(self) -> bool:
         deadlines = [self._shared.due_s(answer) for answer in self._prefilling]
         deadlines += [*self._assists.visits.deadlines, *self._follows.visits.deadlines]
-        for item in self.inbox.take(0.0 if self._busy or self._learns else wait_s(deadlines)):
+        for item in self.inbox.take(0.0 if self._busy else wait_s(deadlines)):
             match item:
                 case Stop():
                     return False
@@ -209,9 +200,6 @@ class Scheduler:
                     self._scoring.begin(item)
                 case DraftFor():
                     self._follows.begin(item)
-                case Remember():
-                    if self.speculation is not None:
-                        self.speculation.remember(item)
                 case PreparedPrompt():
                     self._arrived(item)
         return True

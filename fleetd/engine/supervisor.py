@@ -35,7 +35,6 @@ from fleetd.engine.protocol import (
     PrefillAlone,
     PrefillShared,
     Ready,
-    Remember,
     Score,
     Scored,
     Shutdown,
@@ -235,42 +234,34 @@ class EngineProcess:
     def busy(self) -> bool:
         return bool(self._streams)
 
-    async def stream(self, request: Generate) -> AsyncGenerator[Event, None]:
+    def stream(self, request: Generate) -> AsyncGenerator[Event, None]:
         """Events up to and including Finished. Closing the generator cancels the request.
 
         Raises the error of a Failed request, EngineDied, or Overloaded where the consumer is too slow.
         """
-        async with contextlib.aclosing(self._exchange(request, Finished)) as events:
-            async for event in events:
-                yield event
+        return self._exchange(request, Finished)
 
-    async def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]:
+    def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]:
         """Accepted once there is memory for it, and at the end Assisted. Closing the generator cancels it.
 
         Raises as ``stream``.
         """
-        async with contextlib.aclosing(self._exchange(assist, Assisted)) as events:
-            async for event in events:
-                yield event
+        return self._exchange(assist, Assisted)
 
-    async def score(self, score: Score) -> AsyncGenerator[Event, None]:
+    def score(self, score: Score) -> AsyncGenerator[Event, None]:
         """Accepted once there is memory for it, progress, and at the end Scored. Closing the generator
         cancels it.
 
         Raises as ``stream``; ModelUnsupported where nobody can look into this model's attention.
         """
-        async with contextlib.aclosing(self._exchange(score, Scored)) as events:
-            async for event in events:
-                yield event
+        return self._exchange(score, Scored)
 
-    async def follow(self, follow: DraftFor) -> AsyncGenerator[Event, None]:
+    def follow(self, follow: DraftFor) -> AsyncGenerator[Event, None]:
         """Accepted, and Followed once the text needs no more drafts. Closing the generator cancels it.
 
         Raises as ``stream``.
         """
-        async with contextlib.aclosing(self._exchange(follow, Followed)) as events:
-            async for event in events:
-                yield event
+        return self._exchange(follow, Followed)
 
     def share(self, share: PrefillShared) -> None:
         """How a prompt that waits is prefilled; its streams are given with ``give_stream``.
@@ -283,10 +274,6 @@ class EngineProcess:
         """Let a prompt that waits, or that is being shared, go on here. Ignored where there is none."""
         self._tell(PrefillAlone(request_id, reason))
 
-    def remember(self, told: Remember) -> None:
-        """An answer of another machine to draft from; a worker that keeps none drops it."""
-        self._tell(told)
-
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Hand a connected socket to the worker; it is closed here in any case. Raises EngineDied."""
         if self.state != "ready" or self._giver is None:
@@ -294,7 +281,7 @@ class EngineProcess:
             raise self._not_running()
         await self._giver.give(tag, sock)
 
-    def _tell(self, command: PrefillShared | PrefillAlone | Remember | Cancel) -> None:
+    def _tell(self, command: PrefillShared | PrefillAlone | Cancel) -> None:
         if self.state == "ready" and self._writer is not None:
             # A worker that is gone is noticed where its answers are awaited.
             with contextlib.suppress(ConnectionError, RuntimeError):

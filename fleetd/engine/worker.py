@@ -40,7 +40,6 @@ from fleetd.engine.protocol import (
     PrefillAlone,
     PrefillShared,
     Ready,
-    Remember,
     Report,
     Score,
     Shutdown,
@@ -164,7 +163,7 @@ class Front:
                                 self._preparing[request_id] = True
                                 continue
                         self._compute.tell(command)
-                    case PrefillShared() | PrefillAlone() | AssistPrefill() | DraftFor() | Remember():
+                    case PrefillShared() | PrefillAlone() | AssistPrefill() | DraftFor():
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()

@@ -87,10 +87,6 @@ class PeerPath:
         return _quantile(self._round_trips, 0.5)
 
     @property
-    def rtt_p75_s(self) -> float | None:
-        return _quantile(self._round_trips, 0.75)
-
-    @property
     def bytes_per_s(self) -> float | None:
         """What three of four transfers reached."""
         return _quantile(self._speeds, 0.25)

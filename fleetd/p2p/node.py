@@ -207,12 +207,12 @@ class Node:
         """Serve requests of this name."""
         self._handlers[method] = handler
 
-    def request(self, node_id: str, method: str, body: bytes, *, bulk: bool = False) -> PeerStream:
+    def request(self, node_id: str, method: str, body: bytes) -> PeerStream:
         """Begin a request at a member. Raises PeerUnreachable, PeerLost or Overloaded."""
         connection = self.connection(node_id)
         if connection is None:
             raise PeerUnreachable(f"{self.name_of(node_id)} cannot be reached now.")
-        return connection.request(method, body, bulk=bulk)
+        return connection.request(method, body)
 
     async def ask(self, node_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
         """A request with one message as its answer. Raises FleetError, also for silence."""

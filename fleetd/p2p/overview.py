@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fleetd.errors import NotPaired, ProtocolError, VersionMismatch
+from fleetd.host_port import host_port
 from fleetd.p2p.links import PeerPath
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.membership.roster import RosterMember
-from fleetd.p2p.mesh import Address, Mesh, Peer
+from fleetd.p2p.mesh import Mesh, Peer
 from fleetd.p2p.node import Node
 from fleetd.p2p.views import Configured, FleetView, Neighbour, PathView, PeerModel, PeerState, PeerView
 
@@ -47,15 +48,10 @@ def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> Fl
             if sighting.node_id not in members
         ],
         unanswered=[
-            Configured(_written(address), error.message, error.hint)
+            Configured(host_port(*address), error.message, error.hint)
             for address, error in mesh.static_trouble.items()
         ],
     )
-
-
-def _written(address: Address) -> str:
-    host, port = address
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def peer_view(mesh: Mesh, member: RosterMember, now: float) -> PeerView:

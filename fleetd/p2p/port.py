@@ -23,6 +23,7 @@ from typing import Any
 
 from fleetd import limits
 from fleetd.errors import ConfigError, PortInUse
+from fleetd.host_port import host_port
 from fleetd.observe import get_logger
 from fleetd.p2p import tickets
 
@@ -203,7 +204,7 @@ def _everywhere(port: int) -> list[socket.socket]:
 
 
 def _bind(family: int, host: str, port: int) -> socket.socket:
-    where = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = host_port(host, port)
     try:
         sock = socket.socket(family, socket.SOCK_STREAM)
     except OSError as error:

@@ -18,7 +18,6 @@ Purpose = TypeVar("Purpose")
 PREFACE = b"FLT1"
 TICKET_BYTES = 32
 KEY_BYTES = 32
-PREFACE_BYTES = len(PREFACE) + TICKET_BYTES
 
 
 class Tickets(Generic[Purpose]):

@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fleetd import limits
-from fleetd.models.catalog import Role
 from fleetd.plan import chip_speeds
 
 Code = Literal[
     "tried",
-    "local_only",
     "private",
     "unusable",
     "draining",
@@ -46,9 +44,6 @@ SLOWEST_TOK_S = 1e-3
 # What a chip's figures promise counts for less than what was measured: nobody should wait for a load to find
 # out that they promised too much.
 CAUTION = 1.5
-# Small models for small machines: the large ones are wanted for what only they can hold.
-_SMALL_FIRST: tuple[Role, ...] = ("compressor", "embedding")
-_TIERS = {"tiny": 0, "small": 1, "standard": 2, "large": 3}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +70,6 @@ class Candidate:
     name: str
     reach: str
     sees_prompts: bool
-    tier: str = ""
     chip: str = ""
     accelerator: str = ""
     cores: int = 0
@@ -100,8 +94,6 @@ class RouteQuestion:
     model: str
     prompt_tokens: int
     max_tokens: int
-    role: Role = "chat"
-    local_only: bool = False
     digest: str = ""
     exclude: frozenset[str] = frozenset()
 
@@ -159,7 +151,7 @@ def route(ask: RouteQuestion, candidates: Iterable[Candidate]) -> Ranked:
     refusals = {c.node_id: _refusal(ask, c) for c in machines}
     prices = {c.node_id: price(ask, c) for c in machines if refusals[c.node_id] is None}
     able = [c for c in machines if c.node_id in prices]
-    able.sort(key=lambda c: _rank(ask, c, prices[c.node_id]))
+    able.sort(key=lambda c: _rank(c, prices[c.node_id]))
     lead = here if here in able else next(iter(able), None)
     same = [c for c in able if lead is not None and (c is lead or _alike(lead, c))]
     return Ranked(
@@ -222,11 +214,9 @@ def _like_their_twins(machines: list[Candidate]) -> list[Candidate]:
     return [told(c) for c in machines]
 
 
-def _rank(ask: RouteQuestion, c: Candidate, cost: RoutePrice) -> tuple[bool, int, float]:
-    small_first = ask.role in _SMALL_FIRST
+def _rank(c: Candidate, cost: RoutePrice) -> tuple[bool, float]:
     return (
-        c.model is None,  # whoever would have to fetch it comes last, whatever the guess about its size
-        _TIERS.get(c.tier, len(_TIERS)) if small_first else 0,
+        c.model is None,  # a machine that would have to fetch it comes last, whatever its guessed size
         cost.total_s * (ADVANTAGE if c.reach == SELF else 1.0),
     )
 
@@ -243,8 +233,6 @@ def _refusal(ask: RouteQuestion, c: Candidate) -> Rejection | None:
     if c.node_id in ask.exclude:
         return refuse("tried", f"{c.name} was tried already.")
     if c.reach != SELF:
-        if ask.local_only:
-            return refuse("local_only", f"{c.name} is another machine, and this request stays here.")
         if not c.sees_prompts:
             return refuse("private", f"{c.name} may not see prompts.")
         if c.reach != USABLE:
@@ -254,9 +242,9 @@ def _refusal(ask: RouteQuestion, c: Candidate) -> Rejection | None:
     if c.model is None:
         fetched = c.can_pull and not ask.digest
         return None if fetched else refuse("absent", f"{c.name} does not have {ask.model}.")
-    if c.model.roles and ask.role not in c.model.roles:
+    if c.model.roles and "chat" not in c.model.roles:
         roles = ", ".join(c.model.roles)
-        return refuse("wrong_role", f"{ask.model} on {c.name} is for {roles}, not for {ask.role}.")
+        return refuse("wrong_role", f"{ask.model} on {c.name} is for {roles}, not for chat.")
     if ask.digest != "" and c.model.digest != ask.digest:
         return _other_files(ask, c)
     if c.model.state == "installed" and c.model.memory_bytes > c.available_bytes + c.evictable_bytes:

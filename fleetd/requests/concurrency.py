@@ -1,9 +1,9 @@
-"""Two ways of waiting that jobs share: for several things at once, and for one while giving signs of life."""
+"""What jobs share of waiting: for several things at once, with signs of life, for tasks to end."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterable
 from typing import Any, TypeVar
 
 from fleetd.errors import FleetError
@@ -41,8 +41,16 @@ async def with_heartbeats(
             yield event
     finally:
         if pending is not None:
-            pending.cancel()
-            await asyncio.wait({pending})
+            await cancel_all([pending])
+
+
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel the tasks and wait until all of them have ended. What they raise is left in them."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    if ending:
+        await asyncio.wait(ending)
 
 
 async def _next(events: AsyncGenerator[_T, None]) -> _T:

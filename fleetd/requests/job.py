@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import msgspec
 
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.engine.protocol import Generate
+from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
+from fleetd.plan.prefill.options import Way
 from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 Origin = Literal["socket", "http", "peer"]
 Exactness = Literal["exact", "plan", "lossy"]
-PlanKind = Literal["local", "remote", "layers", "tokens", "whole"]
+PlanKind = Literal[Way, "remote"]
 
 
-@dataclass(frozen=True, slots=True)
+# English text in common tokenizers; only prices depend on it.
+CHARS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True)
 class Job:
     """``model`` as the client named it; "" or "default" is the configured one. ``route``: for the ledger.
 
@@ -33,10 +39,26 @@ class Job:
     digest: str = ""
     smart: SmartPrefillPolicy | None = None
 
+    @cached_property
+    def prompt_text(self) -> str:
+        """``prompt_text`` of its request, built once: prompts are long, and several decisions look at it."""
+        return prompt_text(self.request)
+
     @property
     def shareable(self) -> bool:
         """Whether others may help; a prompt that came from another machine was allowed to leave that one."""
         return self.origin == "peer" or not self.local_only
+
+
+def prompt_text(request: Generate) -> str:
+    """The prompt as one text, in the order in which a template renders it; roughly as long as that."""
+    match request.prompt:
+        case TokenPrompt(tokens):
+            return "".join(f"{token:<{CHARS_PER_TOKEN}}" for token in tokens)
+        case TextPrompt(text):
+            return text
+        case ChatPrompt(messages=messages, tools=tools):
+            return f"{tools or ''}{messages}"
 
 
 class Planned(msgspec.Struct, frozen=True):

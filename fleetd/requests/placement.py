@@ -10,17 +10,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
 from fleetd.errors import FleetError, NoMachine
 from fleetd.models.catalog import find
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.affinity import Affinity, chain
 from fleetd.plan.route import SELF, Candidate, Holding, Ranked, RouteQuestion, route
-from fleetd.requests.job import LOCAL, Exactness, Job, Planned
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, Exactness, Job, Planned
 
-# English text in common tokenizers; only prices depend on it.
-CHARS_PER_TOKEN = 4
 # An answer whose length is left open.
 _ANSWER_TOKENS = 256
 THIS_NODE = ""
@@ -123,7 +120,7 @@ class Placer:
     ) -> Ranked:
         """Every machine, priced or refused."""
         own = self._own_card()
-        text = prompt_text(job.request)
+        text = job.prompt_text
         links = chain(text, self._key)
         ask = RouteQuestion(
             name,
@@ -159,7 +156,7 @@ class Placer:
 
     def computed(self, node_id: str, name: str, job: Job) -> None:
         """A machine has answered: the next turn of this conversation is cheapest there."""
-        self._affinity.computed(node_id, name, chain(prompt_text(job.request), self._key))
+        self._affinity.computed(node_id, name, chain(job.prompt_text, self._key))
 
     @staticmethod
     def _nowhere(name: str, ranked: Ranked, why: FleetError | None, *, tried: bool) -> FleetError:
@@ -224,7 +221,6 @@ def candidate(
         name=title,
         reach=reach,
         sees_prompts=sees_prompts,
-        tier=machine.tier,
         chip=machine.chip,
         accelerator=machine.accelerator,
         cores=machine.cores,
@@ -250,14 +246,3 @@ def canonical(ref: str) -> str:
     """The name under which every machine knows a model."""
     entry = find(ref)
     return entry.name if entry is not None else ref
-
-
-def prompt_text(request: Generate) -> str:
-    """The prompt as one text, in the order in which a template renders it; roughly as long as that."""
-    match request.prompt:
-        case TokenPrompt(tokens):
-            return "".join(f"{token:<{CHARS_PER_TOKEN}}" for token in tokens)
-        case TextPrompt(text):
-            return text
-        case ChatPrompt(messages=messages, tools=tools):
-            return f"{tools or ''}{messages}"

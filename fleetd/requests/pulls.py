@@ -13,6 +13,7 @@ from contextlib import aclosing
 from fleetd.errors import Draining
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.model_copies import ModelCopies
 
 # Where downloads come from: the model's own source, or first of all other machines.
@@ -74,17 +75,12 @@ class Pulls:
         finally:
             pull.watchers -= 1
             if pull.watchers == 0 and not pull.task.done():
-                pull.task.cancel()
-                await asyncio.wait([pull.task])
+                await cancel_all([pull.task])
 
     async def close(self) -> None:
         """Cancel every download; those who wait get Draining."""
         self._closed = True
-        tasks = [pull.task for pull in self._pulls.values()]
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await cancel_all(pull.task for pull in self._pulls.values())
 
     async def _run(self, ref: str, pull: _Pull) -> None:
         try:

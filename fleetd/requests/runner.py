@@ -44,7 +44,6 @@ from fleetd.observe import get_logger
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests import remote
 from fleetd.requests.drafting.client import DrafterService
-from fleetd.requests.drafting.pasts import Pasts
 from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
 from fleetd.requests.pipeline import Pipeline
 from fleetd.requests.placement import THIS_NODE, Placement, Placer, canonical
@@ -87,7 +86,6 @@ class Runner:
         sharing: None for one whose prompts no other machine helps with.
         smart: shortens prompts that ask for it; without, they are read whole.
         drafting: finds drafters for answers that are decoded here.
-        pasts: tells others that remember them what was answered here.
         speeds: told what each answer that was computed here took.
         record: keeps what came of a request (``traces.Traces.record``).
     """
@@ -106,7 +104,6 @@ class Runner:
         sharing: PrefillSharing | None = None,
         smart: SmartPrefill | None = None,
         drafting: DrafterService | None = None,
-        pasts: Pasts | None = None,
         speeds: ModelSpeeds | None = None,
         record: Callable[[Trace], None] = lambda trace: None,
         monotonic: Callable[[], float] = time.monotonic,
@@ -122,7 +119,7 @@ class Runner:
         self._placing = placing
         self._smart = smart
         # Helpers are agreed on before a drafter is looked for; smart prefill labels what they announced.
-        steps = [step for step in (sharing, drafting, pasts, smart) if step is not None]
+        steps = [step for step in (sharing, drafting, smart) if step is not None]
         self._pipeline = Pipeline(steps, record, monotonic=monotonic)
         self._speeds = speeds or ModelSpeeds()
         self._monotonic = monotonic

@@ -46,9 +46,9 @@ A = npt.NDArray[Any]
 
 
 def looked(
-    sight: AttentionTap, work: LayoutPass, layers: list[int], *, rotated: bool, chunk: int, ahead: int = 0
+    sight: AttentionTap, work: LayoutPass, layers: list[int], *, rotated: bool, chunk: int
 ) -> AttentionPass:
-    looking = AttentionPass(sight, work, {n: sight.key_heads(n) for n in layers}, rotated, ahead)
+    looking = AttentionPass(sight, work, {n: sight.key_heads(n) for n in layers}, rotated)
     while not looking.finished:
         looking.step(chunk)
     return looking
@@ -134,18 +134,6 @@ def test_later_layers_are_not_run() -> None:
     np.testing.assert_array_equal(before.queries[1], after.queries[1])
     with pytest.raises(TypeError):
         looked(sight, PASS, [2], rotated=True, chunk=40)
-
-
-def test_looking_ahead_adds_the_answers_queries(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = tiny("llama")
-    looking = looked(AttentionTap.of(model), PASS, [1], rotated=True, chunk=32, ahead=3)
-    answer: list[int] = []
-    for _ in range(3):
-        answer.append(int(mx.argmax(model(mx.array([*TOKENS, *answer])[None])[0, -1])))
-    monkeypatch.setattr("test_scoring.TOKENS", [*TOKENS, *answer])
-    q, _, _ = attention_of(model, monkeypatch)[1]
-    assert looking.queries[1].shape[1] == 13
-    np.testing.assert_allclose(looking.queries[1], q[:, -13:], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "kimi_k2"])
@@ -268,12 +256,16 @@ def test_without_a_question_the_end_asks(tokenizer: Any) -> None:
         (Score("s", "abc", [(2, 1)]), InvalidValue),
         (Score("s", "", []), BadRequest),
         (Score("s", "abc", [(0, 3)]), BadRequest),
-        (Score("s", "abc" * 50, [(0, 3)], look_ahead=60), ContextLengthExceeded),
     ],
 )
 def test_what_cannot_be_scored_is_refused(tokenizer: Any, request_: Score, error: type[Exception]) -> None:
     with pytest.raises(error):
         lay_out(request_, tokenizer, 64)
+
+
+def test_a_context_that_holds_too_little_of_a_text_is_refused(tokenizer: Any) -> None:
+    with pytest.raises(ContextLengthExceeded, match="4 tokens is too short"):
+        lay_out(Score("s", "abc" * 50, [(0, 3)]), tokenizer, 4)
 
 
 # ---- Which heads are asked -------------------------------------------------------------------------------
@@ -376,17 +368,16 @@ def test_scores_are_softmaxes_of_the_chosen_heads(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("text", ["lorem ipsum " * 60 + "dolor?", JAPANESE], ids=["latin", "japanese"])
-@pytest.mark.parametrize("ahead", [0, 3])
-def test_several_passes_are_joined(tokenizer: Any, text: str, ahead: int) -> None:
+def test_several_passes_are_joined(tokenizer: Any, text: str) -> None:
     bench = Bench(tokenizer, context=600)
-    bench.begin("a", text, profile=PROFILE, look_ahead=ahead)
+    bench.begin("a", text, profile=PROFILE)
     bench.run()
     laid = lay_out(Score("a", text, [(len(text) - 6, len(text))]), tokenizer, 600)
     scored = bench.of("a")[-1]
     assert isinstance(scored, Scored)
     found = SegmentScores.unpack(scored.scores)
     assert len(laid.passes) > 1
-    assert found.queries == laid.passes[0].asking + ahead
+    assert found.queries == laid.passes[0].asking
     assert found.starts.tolist() == laid.starts.tolist()
 
 

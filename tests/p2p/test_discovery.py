@@ -22,11 +22,11 @@ from zeroconf import ServiceInfo
 from zeroconf._protocol.outgoing import DNSOutgoing
 
 from fleetd import limits
+from fleetd.p2p.discovery import discovered, interfaces, mdns
 from fleetd.p2p.discovery import discovery as module
-from fleetd.p2p.discovery import interfaces, mdns
 from fleetd.p2p.discovery.discovery import RUNNING, DiscoveredPeer, Discovery, choose
 from fleetd.p2p.discovery.interfaces import Interface
-from fleetd.p2p.discovery.mdns import SERVICE, Bucket, FloodFilter
+from fleetd.p2p.discovery.mdns import SERVICE, FloodFilter, budget
 from fleetd.p2p.discovery.network_checks import probe_multicast
 
 LOOPBACK = "127.0.0.1"
@@ -425,14 +425,14 @@ async def test_packets_that_do_not_speak_of_fleetd_are_not_parsed() -> None:
         def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
             parsed.append(data)
 
-    gate = FloodFilter(Parser(), Bucket(), lambda: 0.0, lambda error: None)
+    gate = FloodFilter(Parser(), budget(), lambda: 0.0, lambda error: None)
     for data in (b"", b"\x00" * 12, b"printer._ipp._tcp.local", b"_FLEETD", packet(new_id())):
         gate.datagram_received(data, GROUP)
     assert len(parsed) == 1
 
 
 def test_the_budget_of_parsed_bytes_holds_at_the_limit_and_one_past() -> None:
-    bucket = Bucket()
+    bucket = budget()
     assert not bucket.take(limits.MDNS_BURST_BYTES + 1, 1000.0)
     assert bucket.take(limits.MDNS_BURST_BYTES, 1000.0)
     assert not bucket.take(1, 1000.0)
@@ -462,7 +462,7 @@ async def test_a_packet_that_breaks_the_parser_breaks_nothing_else(
             raise IndexError("no such label")
 
     now = 0.0
-    gate = FloodFilter(Broken(), Bucket(), lambda: now, lambda error: None)
+    gate = FloodFilter(Broken(), budget(), lambda: now, lambda error: None)
     for _ in range(100):
         gate.datagram_received(b"fleetd", GROUP)
     shown = capsys.readouterr()
@@ -479,7 +479,7 @@ async def test_hostile_packets_leave_a_machine_that_still_finds_its_friends() ->
             data = bytearray(packet(new_id(), name="n" * rng.randrange(200), hosts=("10.0.0.9", "fd00::9")))
             for _ in range(rng.randrange(1, 12)):
                 data[rng.randrange(2, len(data))] = rng.randrange(256)
-            victim.gate._bucket = Bucket()  # what is tested here is the parser behind it
+            victim.gate._bucket = budget()  # what is tested here is the parser behind it
             victim.gate.datagram_received(bytes(data[: rng.randrange(len(data) + 1)] + b"fleetd"), GROUP)
             victim.gate.datagram_received(bytes(data), GROUP)
             if round_number % 50 == 0:
@@ -492,7 +492,7 @@ async def test_hostile_packets_leave_a_machine_that_still_finds_its_friends() ->
             packet("0" * 56),
         ]
         for data in spoofs:
-            victim.discovery._sightings._allowance = float(limits.SIGHTINGS_AT_ONCE)
+            victim.discovery._sightings._budget = discovered.budget()
             victim.gate.datagram_received(data, GROUP)
         refused = (victim.node_id, "x" * 56, "y" * 56, "z" * 56, "0" * 56)
         assert not [node_id for node_id in refused if node_id in victim.heard]

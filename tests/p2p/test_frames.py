@@ -37,7 +37,7 @@ EXAMPLES: list[Frame] = [
     Hello((1, 3), ID, "mäc", 1 << 40, "fleetd 0.1", bytes(range(16)), 65535, ["copy"]),
     Ping(0),
     Pong((1 << 63) - 1),
-    Open(1, "jobs.run", b"\x00\xff", True, True),
+    Open(1, "jobs.run", b"\x00\xff", True),
     DataFrame((1 << 63) - 1, b"body", True),
     End(2),
     CancelFrame(3, "overloaded", "Too much.", "Wait.", "model"),
@@ -68,7 +68,7 @@ def test_the_bytes_of_version_1() -> None:
     """Machines that are not updated rely on each of these."""
     assert encode(Ping(7)) == bytes.fromhex("00000003 920207")
     assert encode(Pong(7)) == bytes.fromhex("00000003 920307")
-    assert encode(Open(1, "m", b"b")) == bytes.fromhex("0000000a 9604 01 a16d c40162 c2 c2")
+    assert encode(Open(1, "m", b"b")) == bytes.fromhex("00000009 9504 01 a16d c40162 c2")
     assert encode(DataFrame(1, b"b", True)) == bytes.fromhex("00000007 9405 01 c40162 c3")
     assert encode(End(1)) == bytes.fromhex("00000003 920601")
     assert encode(CancelFrame(1, "c", "m", "h")) == bytes.fromhex("0000000a 9607 01 a163 a16d a168 c0")
@@ -87,6 +87,7 @@ def test_a_newer_neighbours_extra_fields_are_skipped_and_an_older_ones_defaults_
     assert frames(packed(*newer)) == [Hello((1, 2), ID, "n", 3, "s", b"r" * 16, 4, ["f"])]
     assert frames(packed(*newer[:8])) == [Hello((1, 2), ID, "n", 3, "s", b"r" * 16, 4)]
     assert frames(packed(4, 1, "m")) == [Open(1, "m")]
+    assert frames(packed(4, 1, "m", b"b", False, True)) == [Open(1, "m", b"b")]
     assert frames(packed(7, 1, "c")) == [CancelFrame(1, "c")]
 
 
@@ -144,7 +145,7 @@ def test_whatever_this_side_sends_fits_into_a_frame() -> None:
     name, text = "\U0001f600" * limits.METHOD_CHARS, wire_text("\U0001f600" * (limits.ERROR_TEXT_CHARS + 1))
     for frame in (
         NotifyFrame(name, b"x" * limits.NOTIFY_BYTES),
-        Open(stream, name, b"x" * limits.OPEN_BODY_BYTES, True, True),
+        Open(stream, name, b"x" * limits.OPEN_BODY_BYTES, True),
         DataFrame(stream, b"x" * limits.FRAGMENT_BYTES, True),
         CancelFrame(stream, "context_length_exceeded", text, text, text),
         Bye("context_length_exceeded", text),

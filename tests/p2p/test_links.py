@@ -245,13 +245,13 @@ TestAnyHistory = AnyHistory.TestCase
 # ---- Measuring and choosing ------------------------------------------------------------------------------
 
 
-def test_figures_are_the_median_the_upper_quartile_and_the_pessimistic_bandwidth() -> None:
+def test_figures_are_the_median_and_the_pessimistic_bandwidth() -> None:
     path = PeerPath(LAN, "mdns", "wired", due_s=0.0)
-    assert (path.rtt_s, path.rtt_p75_s, path.bytes_per_s) == (None, None, None)
+    assert (path.rtt_s, path.bytes_per_s) == (None, None)
     for number in (5, 1, 4, 2, 3):
         path.round_trip(number / 1000)
         path.transferred(number * limits.LINK_TRANSFER_BYTES, 1.0)
-    assert (path.rtt_s, path.rtt_p75_s) == (0.003, 0.004)
+    assert path.rtt_s == 0.003
     assert path.bytes_per_s == 2 * limits.LINK_TRANSFER_BYTES
 
 
@@ -264,7 +264,7 @@ def test_only_the_last_measurements_count() -> None:
         path.round_trip(0.001)
     for _ in range(limits.LINK_SPEEDS):
         path.transferred(limits.LINK_TRANSFER_BYTES, 0.5)
-    assert (path.rtt_p75_s, path.bytes_per_s) == (0.001, 2 * limits.LINK_TRANSFER_BYTES)
+    assert (path.rtt_s, path.bytes_per_s) == (0.001, 2 * limits.LINK_TRANSFER_BYTES)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, math.nan, math.inf])

@@ -46,9 +46,9 @@ KIB = limits.KIB
 # ---- Priorities -----------------------------------------------------------------------------------------
 
 
-def test_a_ping_overtakes_64_mib_of_bulk() -> None:
+def test_a_ping_overtakes_64_mib_of_messages() -> None:
     wire = wired()
-    number = request(wire, bulk=True)
+    number = request(wire)
     wire.b.send(number, b"x" * (64 << 20))
     wire.a.receive(wire.b.data_to_send(), 0.0)
     nonce = wire.b.ping(1.0)
@@ -76,23 +76,9 @@ def order(session: Session) -> list[int | str]:
     return [frame.topic if isinstance(frame, NotifyFrame) else frame.stream for frame in sent(session)]  # type: ignore[union-attr]
 
 
-def test_news_and_interactive_streams_go_before_bulk() -> None:
+def test_streams_take_turns() -> None:
     session = opened()
-    slow, quick = session.open("m", b"", bulk=True), session.open("m", b"")
-    drain(session)
-    session.send(slow, b"x" * 100_000)
-    session.send(quick, b"y" * 100_000)
-    session.end(quick)
-    session.notify("t", b"")
-    served = order(session)
-    assert served[-4:] == [slow] * 4
-    assert sorted(map(str, served[:-4])) == sorted(map(str, [quick] * 5 + ["t"]))
-
-
-@pytest.mark.parametrize("bulk", [False, True])
-def test_streams_of_one_class_take_turns(bulk: bool) -> None:
-    session = opened()
-    first, second, third = (session.open("m", b"", bulk=bulk) for _ in range(3))
+    first, second, third = (session.open("m", b"") for _ in range(3))
     drain(session)
     session.send(first, b"x" * 200_000)
     begun = session.data_to_send(1)
@@ -114,7 +100,7 @@ def test_news_do_not_starve_streams() -> None:
 
 def test_opens_leave_in_order_whatever_waits_before_them() -> None:
     wire = wired()
-    numbers = [wire.a.open("m", b"x" * (100_000 * (i % 2)), bulk=i % 3 == 0) for i in range(10)]
+    numbers = [wire.a.open("m", b"x" * (100_000 * (i % 2))) for i in range(10)]
     wire.a.cancel(numbers[4])
     assert [f.stream for f in frames(wire.a.data_to_send(1 << 24)) if isinstance(f, Open)] == [
         number for number in numbers if number != numbers[4]
@@ -284,7 +270,6 @@ WAYS_TO_SAY: list[Callable[[Session, bytes], object]] = [
     lambda session, body: session.send(1, body),
     lambda session, body: session.notify("t", body),
     lambda session, body: session.open("m", body),
-    lambda session, body: session.open("m", body, bulk=True),
 ]
 
 

@@ -97,10 +97,10 @@ class TwoSessions(RuleBasedStateMachine):
         heard.append(body)
         self.unread[a, stream] += 1
 
-    @rule(a=SIDES, size=SIZES, bulk=st.booleans())
-    def open(self, a: bool, size: int, bulk: bool) -> None:
+    @rule(a=SIDES, size=SIZES)
+    def open(self, a: bool, size: int) -> None:
         body = self.body(size)
-        stream = self.side(a).open("m", body, bulk=bulk)
+        stream = self.side(a).open("m", body)
         self.said[a, stream].append(body)
         self.streams[a].append(stream)
 
@@ -228,7 +228,7 @@ def any_frame(rng: random.Random) -> Frame:
         case 3:
             return Pong(rng.randrange(4))
         case 4 | 5 | 6 | 7:
-            return Open(stream, "m" * rng.randrange(3), body[:8192], more, rng.random() < 0.5)
+            return Open(stream, "m" * rng.randrange(3), body[:8192], more)
         case 8 | 9 | 10 | 11 | 12 | 13 | 14:
             return DataFrame(stream, body, more)
         case 15 | 16 | 17:
@@ -328,7 +328,7 @@ def script() -> list[bytes]:
         DataFrame(2, b""),
         DataFrame(4, b"", False),
         WindowFrame(1, 100),
-        Open(6, "o", b"", False, True),
+        Open(6, "o", b"", False),
         End(2),
         CancelFrame(6, "overloaded", "m", "h"),
         End(1),
@@ -347,7 +347,7 @@ def target(rng: random.Random) -> Session:
     session = opened()
     if rng.random() < 0.1:
         return Session(hello=hello("a"), initiator=rng.random() < 0.5, now=0.0)
-    session.open("m", b"", bulk=rng.random() < 0.5)
+    session.open("m", b"")
     session.open("m", NOISE[:10_000])
     if rng.random() < 0.2:
         session.data_to_send(rng.choice((1, 100, 5000)))
@@ -442,7 +442,7 @@ def run(seeds: range) -> Counter[str]:
     return met
 
 
-EVENTS = ("Opened", "Requested", "Received", "Ended", "Cancelled", "Notified", "Measured", "Closed")
+EVENTS = ("Opened", "Requested", "MessageReceived", "Ended", "Cancelled", "Notified", "Measured", "Closed")
 REFUSALS = (
     "was announced; the limit is",
     "cannot be read",

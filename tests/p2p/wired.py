@@ -84,9 +84,9 @@ def wired() -> Wire:
     return wire
 
 
-def request(wire: Wire, body: bytes = b"", *, bulk: bool = False) -> int:
+def request(wire: Wire, body: bytes = b"") -> int:
     """A stream from a to b whose request has arrived and been taken."""
-    number = wire.a.open("m", body, bulk=bulk)
+    number = wire.a.open("m", body)
     wire.settle()
     assert Requested(number, "m", body) in wire.at_b
     wire.b.consumed(number)
@@ -106,7 +106,7 @@ def check(session: Session) -> None:
     assert streams._theirs_open == len(streams) - streams._mine_open
     assert max(streams._mine_open, streams._theirs_open) <= limits.SESSION_STREAMS
     assert len(session._in) <= limits.FRAME_BYTES + 4
-    waiting = list(itertools.chain(*outbox._lanes))
+    waiting = list(outbox._turns)
     assert len(waiting) == len(set(waiting))
     assert (None in waiting) == bool(outbox._news)
     for stream in listed:

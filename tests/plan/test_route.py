@@ -38,7 +38,6 @@ def peer(node_id: str, reach: str = USABLE, **fields: Any) -> Candidate:
         name=node_id,
         reach=reach,
         sees_prompts=True,
-        tier="standard",
         chip="Apple M2 Max",
         accelerator="metal",
         cores=12,
@@ -148,30 +147,6 @@ def test_speeds_that_nobody_measured_come_from_the_chip() -> None:
     assert (half.decode_s, half.modelled) == (5.0, True)
 
 
-@pytest.mark.parametrize("role", ["compressor", "embedding"])
-def test_small_jobs_go_to_small_machines_first(role: Any) -> None:
-    small = replace(HELD, roles=("compressor", "embedding"))
-    tiers = {"large": 8.0, "standard": 4.0, "small": 2.0, "tiny": 0.5, "": 9.0}
-    machines = [
-        peer(tier or "unknown", tier=tier, model=replace(small, prefill_tok_s=400 * s, decode_tok_s=40 * s))
-        for tier, s in tiers.items()
-    ]
-    ranked = route(replace(ASK, role=role), machines)
-    assert order(ranked) == ["tiny", "small", "standard", "large", "unknown"]
-    chat = [replace(m, model=replace(m.model or HELD, roles=("chat",))) for m in machines]
-    assert order(route(ASK, chat)) == ["unknown", "large", "standard", "small", "tiny"]
-
-
-def test_of_two_small_machines_the_faster_one() -> None:
-    embedder = replace(HELD, roles=("embedding",))
-    machines = [
-        peer("a", tier="tiny", model=embedder, waiting=10),
-        peer("b", tier="tiny", model=embedder),
-        here(tier="standard", model=embedder),
-    ]
-    assert order(route(replace(ASK, role="embedding"), machines)) == ["b", "a", ""]
-
-
 # ---- Which files -----------------------------------------------------------------------------------------
 
 
@@ -254,12 +229,6 @@ INSTALLED = replace(HELD, state="installed")
     ("candidate", "ask", "code", "sentence"),
     [
         (peer("a"), {"exclude": frozenset({"a"})}, "tried", "a was tried already."),
-        (
-            peer("a"),
-            {"local_only": True},
-            "local_only",
-            "a is another machine, and this request stays here.",
-        ),
         (peer("a", sees_prompts=False), {}, "private", "a may not see prompts."),
         (peer("a", "quiet for 4 s."), {}, "unusable", "a cannot be used: quiet for 4 s."),
         (peer("a", draining=True), {}, "draining", "a is stopping."),
@@ -345,7 +314,6 @@ def machine(node_id: str) -> st.SearchStrategy[Candidate]:
         name=st.just(node_id or "here"),
         reach=st.just(SELF) if node_id == "" else st.sampled_from([USABLE, USABLE, "quiet for 4 s"]),
         sees_prompts=st.booleans(),
-        tier=st.sampled_from(["tiny", "small", "standard", "large"]),
         chip=st.sampled_from(["Apple M1", "Apple M3 Ultra", "NVIDIA GB10", ""]),
         accelerator=st.sampled_from(["metal", "cuda", "cpu"]),
         cores=st.integers(0, 64),
@@ -370,8 +338,6 @@ asks = st.builds(
     model=st.just("m"),
     prompt_tokens=st.integers(0, 1_000_000),
     max_tokens=st.integers(0, 100_000),
-    role=st.sampled_from(["chat", "chat", "compressor", "embedding", "draft"]),
-    local_only=st.booleans(),
     digest=st.sampled_from(["", "", "d1"]),
     exclude=st.frozensets(st.sampled_from(["", "a", "b"]), max_size=2),
 )
@@ -389,7 +355,7 @@ def test_attack_a_machine_that_may_not_see_a_prompt_is_never_proposed(
         chosen = by_id[placement.node_id]
         assert placement.node_id not in ask.exclude
         assert not chosen.draining
-        assert chosen.reach == SELF or (chosen.sees_prompts and chosen.reach == USABLE and not ask.local_only)
+        assert chosen.reach == SELF or (chosen.sees_prompts and chosen.reach == USABLE)
         assert chosen.model is not None or chosen.can_pull
         assert not ask.digest or placement.digest == ask.digest
     for rejection in ranked.rejected:
@@ -435,10 +401,9 @@ def test_prices_are_figures_and_best_comes_first(ask: RouteQuestion, fleet: list
     ranked = route(ask, fleet)
     for placement in ranked.placements:
         assert 0 <= placement.price.total_s < float("inf")
-    if ask.role in ("chat", "draft"):
-        held = [p for p in ranked.placements if p.digest or p.price.load_s != PULL_S]
-        totals = [p.price.total_s * (ADVANTAGE if p.node_id == "" else 1) for p in held]
-        assert totals == sorted(totals)
+    held = [p for p in ranked.placements if p.digest or p.price.load_s != PULL_S]
+    totals = [p.price.total_s * (ADVANTAGE if p.node_id == "" else 1) for p in held]
+    assert totals == sorted(totals)
 
 
 def test_a_conversation_stays_where_its_beginning_is_cached() -> None:

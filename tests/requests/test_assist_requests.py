@@ -119,10 +119,14 @@ async def test_what_is_written_at_one_end_arrives_at_the_other(tmp_path: Path) -
     ):
         await agreement.reach()
         loop, first, second = asyncio.get_running_loop(), helpers[0].engine, helpers[1].engine
-        for helper in helpers:
-            await helper.engine.until(lambda helper=helper: "out" in helper.engine.streams)
         here = agreement._engine
         assert isinstance(here, FakeEngine)
+        for engine, names in (
+            (first, {"home", "out"}),
+            (second, {"home", "in", "out"}),
+            (here, {"helper0", "helper1", "in"}),
+        ):
+            await engine.until(lambda engine=engine, names=names: names <= engine.streams.keys())
         ways = [
             (here.streams["helper0"], first.streams["home"]),
             (here.streams["helper1"], second.streams["home"]),

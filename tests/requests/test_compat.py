@@ -14,7 +14,7 @@ from fleetd.errors import Incompatible, ProtocolError
 from fleetd.p2p.link_prober import Invitation
 from fleetd.plan.prefill.split import Split
 from fleetd.requests.prefill_sharing import messages
-from fleetd.requests.prefill_sharing.compatibility import checked_split, compare, same_files
+from fleetd.requests.prefill_sharing.compatibility import checked_split, compare
 
 DIGEST = "d" * 64
 HOME = Arithmetic(
@@ -99,14 +99,6 @@ def test_who_knows_whole_prompts_only_says_so_and_takes_them() -> None:
         messages.encode(messages.AssistOffer(HOME, INVITED)), messages.AssistOffer
     ).arithmetic
     assert compare(HOME, told, range(4), own_chunks=True, sparse=True)
-
-
-@pytest.mark.parametrize(("here", "there"), [("a", "b"), ("", ""), ("", "a")])
-def test_other_files_under_one_name_are_refused(here: str, there: str) -> None:
-    with pytest.raises(Incompatible) as caught:
-        same_files("m", here, there)
-    assert caught.value.param == "digest"
-    same_files("m", "a", "a")
 
 
 @pytest.mark.parametrize(

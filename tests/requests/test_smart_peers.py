@@ -505,7 +505,6 @@ async def test_an_honest_question_is_answered_and_billed_here_too(ledger: Ledger
         ({"questions": [(0, 10**9)]}, DIGEST, SMOL, ProtocolError),
         ({"questions": [(0, 1)] * (limits.MESSAGES + 1)}, DIGEST, SMOL, ProtocolError),
         ({"segment": (0, 10**9)}, DIGEST, SMOL, ProtocolError),
-        ({"look_ahead": limits.SMART_LOOK_AHEAD + 1}, DIGEST, SMOL, ProtocolError),
         ({"id": ""}, DIGEST, SMOL, ProtocolError),
     ],
 )

@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from enum import Enum
 from typing import Any, Literal
 
-from fleetd.p2p.tickets import PREFACE, PREFACE_BYTES
+from fleetd.p2p.tickets import PREFACE, TICKET_BYTES
 from fleetd.sealed.chunks import HEADER_BYTES
 
 _LAST = 1 << 63
@@ -142,7 +142,7 @@ class Front:
                 return
             link.kind = "stream"
             self.seen.add(link.near.get_extra_info("peername")[1])
-            ticket = bytearray(first + await reader.readexactly(PREFACE_BYTES - len(first)))
+            ticket = bytearray(first + await reader.readexactly(len(PREFACE) + TICKET_BYTES - len(first)))
             if self._becomes(link, None, 0) is Effect.SPOIL:
                 ticket[-1] ^= 1
             await link.passes()

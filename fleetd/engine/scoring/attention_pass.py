@@ -81,42 +81,31 @@ class AttentionPass:
     """One pass, begun. ``layers``: what of each is kept: which of its key heads.
 
     Afterwards ``keys[layer]`` (kept heads, scored tokens, D) and ``queries[layer]`` (all query heads, asking
-    tokens and those looked ahead, D), f32, rotated or not. What is looked ahead does not stop where an answer
-    ends: scores of several passes are joined only where equally many queries gave them.
+    tokens, D), f32, rotated or not.
     """
 
     sight: AttentionTap
     work: LayoutPass
     layers: Mapping[int, Sequence[int]]
     rotated: bool
-    look_ahead: int = 0
     done: int = 0
     keys: dict[int, F32] = field(default_factory=dict)
     queries: dict[int, F32] = field(default_factory=dict)
     _stage: Stage | None = None
     _caches: list[Any] = field(default_factory=list)
-    _answer: list[int] = field(default_factory=list)
     _queries: dict[int, list[F32]] = field(default_factory=dict)
     _keys: dict[int, list[F32]] = field(default_factory=dict)
 
     @property
-    def total(self) -> int:
-        return len(self.work.tokens) + self.look_ahead
-
-    @property
     def finished(self) -> bool:
-        return self.done >= self.total
+        return self.done >= len(self.work.tokens)
 
     def step(self, chunk_tokens: int) -> int:
         """Compute at most ``chunk_tokens`` more; returns how many."""
         if self._stage is None:
-            whole = self.sight.stage
-            self._stage = whole.part(0, whole.total if self.look_ahead else max(self.layers) + 1)
+            self._stage = self.sight.stage.part(0, max(self.layers) + 1)
             self._caches = [sparse_cache(cache) for cache in self._stage.make_caches()]
-        if self.done < len(self.work.tokens):
-            tokens = self.work.tokens[self.done : self.done + chunk_tokens]
-        else:
-            tokens = self._answer[-1:]
+        tokens = self.work.tokens[self.done : self.done + chunk_tokens]
         self._compute(self._stage, tokens)
         self.done += len(tokens)
         if self.finished:
@@ -125,20 +114,16 @@ class AttentionPass:
 
     def _compute(self, stage: Stage, tokens: list[int]) -> None:
         seen: dict[int, list[mx.array]] = {}
-        last = None if self.look_ahead else stage.last - 1
 
         def look(layer: int, before: mx.array, after: mx.array) -> None:
             seen.setdefault(layer, []).append(after if self.rotated else before)
-            if layer == last and len(seen[layer]) == 2:
+            if layer == stage.last - 1 and len(seen[layer]) == 2:
                 raise _Enough
 
         for cache in self._caches:
             cache.expect(range(self.done, self.done + len(tokens)), look)
-        logits = None
         try:
-            hidden = stage.run(stage.embed(mx.array(tokens)[None]), self._caches)
-            if self.look_ahead and self.done + len(tokens) >= len(self.work.tokens):
-                logits = stage.finish(hidden[:, -1:])[0, -1]
+            stage.run(stage.embed(mx.array(tokens)[None]), self._caches)
         except _Enough:
             # Nothing was put into the last layer's cache; masks and rotations follow its count.
             self._caches[-1].offset = self.done + len(tokens)
@@ -150,8 +135,6 @@ class AttentionPass:
             for layer, rows in chunk.items():
                 if rows.shape[1]:
                     kept.setdefault(layer, []).append(np.array(rows))
-        if logits is not None:
-            self._answer.append(int(mx.argmax(logits)))
         mx.clear_cache()
 
     def _asking(self, q: mx.array) -> mx.array:

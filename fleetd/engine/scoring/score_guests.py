@@ -111,15 +111,15 @@ class ScoreGuests:
 
     def _bytes(self, sight: AttentionTap, layout: ScoringLayout, profile: Profile | None) -> int:
         """The longest pass: its keys, and beside them its KV or, later, its logits. Of all: what is found."""
-        request, total = layout.request, sight.stage.total
-        layers = total if profile is None or request.look_ahead else profile.exit_layer
-        longest = max(len(each.tokens) for each in layout.passes) + request.look_ahead
+        total = sight.stage.total
+        layers = total if profile is None else profile.exit_layer
+        longest = max(len(each.tokens) for each in layout.passes)
         per_layer = self.budget.bytes_per_token / total
         heads = limits.SCORE_HEADS if profile is None else len(profile.heads)
         most = max(each.count for each in layout.passes)
         # A key is half of a head's part of a cache, which may hold 16 bits where a key here has 32.
         keys = heads * per_layer / min(held for _, held in sight.heads.values())
-        asking = max(each.asking for each in layout.passes) + request.look_ahead
+        asking = max(each.asking for each in layout.passes)
         # In f32; one head's are there twice more while they are summed up.
         logits = most * asking * (heads + 2) * 4
         found = len(layout.starts) * TOKEN_BYTES
@@ -178,7 +178,7 @@ class ScoreGuests:
         if task.looking is None:
             work = layout.passes[len(task.found)]
             kept = {layer: _key_heads(sight, layer, heads) for layer, _ in heads}
-            task.looking = AttentionPass(sight, work, kept, profile.rotated, layout.request.look_ahead)
+            task.looking = AttentionPass(sight, work, kept, profile.rotated)
         looking = task.looking
         task.computed += looking.step(chunk_tokens)
         self.emit(Prefill(task.id, min(task.computed, layout.tokens), layout.tokens))
@@ -232,7 +232,7 @@ def _scores(
 ) -> SegmentScores:
     """The logits of a finished pass, head by head in the order of the profile."""
     work = looking.work
-    logits = np.empty((len(heads), work.asking + looking.look_ahead, work.count), np.float32)
+    logits = np.empty((len(heads), work.asking, work.count), np.float32)
     for row, (layer, head) in zip(logits, heads, strict=True):
         queries, keys = sight.heads[layer]
         key = looking.layers[layer].index(head * keys // queries)

@@ -76,13 +76,12 @@ def lay_out(request: Score, tokenizer: Any, context_tokens: int) -> ScoringLayou
     question = ids[asks][-QUESTION_TOKENS:].tolist()
     if not len(own) or not question:
         raise BadRequest("The text has no token to score, or none that asks.", param="text")
-    most = context_tokens - request.look_ahead
-    question = question[-max(1, most // 8) :]
+    question = question[-max(1, context_tokens // 8) :]
     opening = _opening(tokenizer)
     closing = _ids(tokenizer, _SEPARATOR) + question
-    head = np.flatnonzero(~asks)[: min(HEAD_TOKENS, most // 8)]
-    room = most - len(opening) - len(closing) - len(head)
-    if room < max(most * _OWN_SHARE, _OWN_TOKENS):
+    head = np.flatnonzero(~asks)[: min(HEAD_TOKENS, context_tokens // 8)]
+    room = context_tokens - len(opening) - len(closing) - len(head)
+    if room < max(context_tokens * _OWN_SHARE, _OWN_TOKENS):
         raise ContextLengthExceeded(f"A context of {context_tokens} tokens is too short for scoring.")
     asking = min(len(question), limits.SCORE_QUERIES)
     passes = []

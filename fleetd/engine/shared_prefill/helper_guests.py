@@ -128,11 +128,7 @@ class HelperGuests:
         self.emit(failed(assist_id, error, "This part of a prompt could not be computed"))
 
     def _end(self, visit: _Visit) -> None:
-        self.visits.remove(visit)
-        if visit.work is not None:
-            visit.work.close()
-        self.streams.drop(visit.command.id)
-        self.budget.give_back(visit.command.id)
+        self.visits.end(visit, self.streams, self.budget)
 
     def close(self) -> None:
         for visit in self.visits:

@@ -19,7 +19,6 @@ from fleetd.engine.protocol import (
     Heartbeat,
     PrefillAlone,
     PrefillShared,
-    Remember,
     Report,
 )
 from fleetd.engine.shared_prefill.helper_guests import HelperGuests
@@ -44,9 +43,7 @@ class HelperLoop:
     def __post_init__(self) -> None:
         self._assists = HelperGuests(self.sharable, self.context_tokens, self.budget, self.streams, self.emit)
 
-    def tell(
-        self, command: PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Remember | Cancel
-    ) -> None:
+    def tell(self, command: PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Cancel) -> None:
         self.inbox.put(command)
 
     def stop(self) -> None:

@@ -142,11 +142,7 @@ class DraftGuests:
         self.emit(failed(follow_id, error, "Nothing could be drafted"))
 
     def _end(self, visit: _DraftGuest) -> None:
-        self.visits.remove(visit)
-        if visit.work is not None:
-            visit.work.close()
-        self.streams.drop(visit.command.id)
-        self.budget.give_back(visit.command.id)
+        self.visits.end(visit, self.streams, self.budget)
         tokens, cache = visit.model.kept
         if tokens:
             mx.eval([layer.state for layer in cache])

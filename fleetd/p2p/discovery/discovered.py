@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from fleetd import limits
+from fleetd.p2p.token_bucket import TokenBucket
 
 _NODE_ID = re.compile(r"[a-z2-7]{56}")
 _VERSIONS = re.compile(r"([0-9]{1,5})-([0-9]{1,5})")
@@ -101,6 +102,11 @@ class _DiscoveryEntry:
     heard_s: float
 
 
+def budget() -> TokenBucket:
+    """How many sightings may still be taken in."""
+    return TokenBucket(limits.SIGHTINGS_AT_ONCE, limits.SIGHTINGS_PER_S)
+
+
 class DiscoveryTable(Mapping[str, DiscoveredPeer]):
     """The last plausible claim of each machine, by node id.
 
@@ -113,8 +119,7 @@ class DiscoveryTable(Mapping[str, DiscoveredPeer]):
         self._me = me
         self._keep = keep
         self._entries: dict[str, _DiscoveryEntry] = {}
-        self._allowance = float(limits.SIGHTINGS_AT_ONCE)
-        self._counted_s = 0.0
+        self._budget = budget()
 
     def __getitem__(self, node_id: str) -> DiscoveredPeer:
         return self._entries[node_id].sighting
@@ -130,7 +135,7 @@ class DiscoveryTable(Mapping[str, DiscoveredPeer]):
 
         ``instance`` is the name under which it was made, and under which it will be taken back.
         """
-        if sighting.node_id == self._me or not self._allowed(now):
+        if sighting.node_id == self._me or not self._budget.take(1, now):
             return False
         if sighting.node_id not in self._entries and not self._make_room():
             return False
@@ -160,13 +165,4 @@ class DiscoveryTable(Mapping[str, DiscoveredPeer]):
         if stranger is None:
             return False
         del self._entries[stranger]
-        return True
-
-    def _allowed(self, now: float) -> bool:
-        earned = max(0.0, now - self._counted_s) * limits.SIGHTINGS_PER_S
-        self._allowance = min(float(limits.SIGHTINGS_AT_ONCE), self._allowance + earned)
-        self._counted_s = now
-        if self._allowance < 1:
-            return False
-        self._allowance -= 1
         return True

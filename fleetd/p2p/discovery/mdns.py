@@ -25,6 +25,7 @@ from zeroconf.asyncio import AsyncZeroconf
 
 from fleetd import limits
 from fleetd.observe import get_logger
+from fleetd.p2p.token_bucket import TokenBucket
 
 log = get_logger("fleetd.discovery")
 
@@ -95,7 +96,7 @@ class Responder(RecordUpdateListener):
         await self._zeroconf.async_wait_for_start()
         if not self._zeroconf.engine.senders:
             raise OSError(errno.EADDRNOTAVAIL, "no interface has such an address")
-        bucket = Bucket()
+        bucket = budget()
         for reader in self._zeroconf.engine.readers:
             inner = reader.transport.get_protocol()
             reader.transport.set_protocol(FloodFilter(inner, bucket, self._clock, self._failed))
@@ -241,21 +242,9 @@ def _host(record: DNSAddress) -> str:
     return str(address)
 
 
-class Bucket:
+def budget() -> TokenBucket:
     """How many bytes may still be parsed."""
-
-    def __init__(self) -> None:
-        self._left = float(limits.MDNS_BURST_BYTES)
-        self._counted_s = 0.0
-
-    def take(self, count: int, now: float) -> bool:
-        earned = (now - self._counted_s) * limits.MDNS_BYTES_PER_S
-        self._left = min(float(limits.MDNS_BURST_BYTES), self._left + earned)
-        self._counted_s = now
-        if self._left < count:
-            return False
-        self._left -= count
-        return True
+    return TokenBucket(limits.MDNS_BURST_BYTES, limits.MDNS_BYTES_PER_S)
 
 
 class FloodFilter(asyncio.DatagramProtocol):
@@ -264,7 +253,7 @@ class FloodFilter(asyncio.DatagramProtocol):
     def __init__(
         self,
         inner: Any,  # zeroconf's listener is compiled and has no base class
-        bucket: Bucket,
+        bucket: TokenBucket,
         clock: Callable[[], float],
         on_error: Callable[[OSError], None],
     ) -> None:

@@ -6,6 +6,8 @@ import errno
 import ipaddress
 import socket
 
+from fleetd.host_port import host_port
+
 # The numbers differ between systems, and both are explained the same on either, so that tests see all.
 _DARWIN = {
     48: "EADDRINUSE",
@@ -34,7 +36,7 @@ def explain(error: BaseException | None, host: str, port: int, platform: str) ->
         error: what connecting raised; a TimeoutError or None where nothing came back.
         platform: ``sys.platform`` of the machine that called.
     """
-    place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    place = host_port(host, port)
     if isinstance(error, socket.gaierror | UnicodeError):
         return (
             f"{host} is not a name that this machine can look up.",

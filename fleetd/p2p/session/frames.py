@@ -57,14 +57,13 @@ class Open(Struct, frozen=True, array_like=True, tag=4):
     """A request: a new stream, whose number is odd from the side that dialled and even from the other.
 
     Numbers only grow. ``body`` is the request's body, and ``more`` says that the rest of it follows in Data
-    frames. On a ``bulk`` stream the Data of both directions waits for all other traffic.
+    frames.
     """
 
     stream: _StreamId
     method: _Name
     body: Annotated[bytes, Meta(max_length=limits.OPEN_BODY_BYTES)] = b""
     more: bool = False
-    bulk: bool = False
 
 
 class DataFrame(Struct, frozen=True, array_like=True, tag=5):

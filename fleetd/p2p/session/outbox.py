@@ -1,11 +1,10 @@
 """What a session has yet to send, most urgent first.
 
     0  Hello, Ping, Pong, Window, Cancel, Bye
-    1  Open and Notify, and the Data and End of interactive streams
-    2  the Data and End of bulk streams
+    1  Open, Notify, Data and End
 
-Within 1 and 2, streams take turns by fragments, and Open and Notify together count as one stream, so nobody
-starves anybody. Opens leave in the order of their numbers, which only grow on the wire.
+Within 1, streams take turns by fragments, and Open and Notify together count as one stream, so no stream
+starves another. Opens leave in the order of their numbers, which only grow on the wire.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ class Outbox:
     def __init__(self) -> None:
         self.urgent: deque[Frame] = deque()
         self._news: deque[tuple[Open | NotifyFrame, SessionStream | None]] = deque()
-        # None stands for the news; interactive, then bulk.
-        self._lanes: tuple[deque[SessionStream | None], deque[SessionStream | None]] = (deque(), deque())
+        # Whose turn comes; None stands for the news.
+        self._turns: deque[SessionStream | None] = deque()
         self.queued_bytes = 0
 
     def must_fit(self, body: bytes, peer: str) -> None:
@@ -46,7 +45,7 @@ class Outbox:
 
     def _add(self, frame: Open | NotifyFrame, stream: SessionStream | None) -> None:
         if not self._news:
-            self._lanes[0].append(None)
+            self._turns.append(None)
         self._news.append((frame, stream))
         self.queued_bytes += cost(frame.body)
 
@@ -60,31 +59,29 @@ class Outbox:
         """Give a stream its turns, if it has something to send and may."""
         if stream.ready and not stream.in_line:
             stream.in_line = True
-            self._lanes[stream.bulk].append(stream)
+            self._turns.append(stream)
 
     def drop(self, stream: SessionStream) -> None:
         """Forget what a closed stream had yet to send. An Open that waits is passed over when it is due."""
         self.queued_bytes -= stream.queued_bytes
         if stream.in_line:
-            self._lanes[stream.bulk].remove(stream)
+            self._turns.remove(stream)
 
     def clear(self) -> None:
         """Forget what is not urgent."""
         self._news.clear()
-        self._lanes[0].clear()
-        self._lanes[1].clear()
+        self._turns.clear()
         self.queued_bytes = 0
 
     def pop(self) -> Frame | None:
         """The next frame to send, or None when nothing may be sent now."""
         if self.urgent:
             return self.urgent.popleft()
-        for lane in self._lanes:
-            while lane:
-                stream = lane.popleft()
-                frame = self._pop_news() if stream is None else self._pop(stream)
-                if frame is not None:
-                    return frame
+        while self._turns:
+            stream = self._turns.popleft()
+            frame = self._pop_news() if stream is None else self._pop(stream)
+            if frame is not None:
+                return frame
         return None
 
     def _pop(self, stream: SessionStream) -> Frame:
@@ -99,7 +96,7 @@ class Outbox:
         frame, stream = self._news.popleft()
         self.queued_bytes -= cost(frame.body)
         if self._news:
-            self._lanes[0].append(None)
+            self._turns.append(None)
         if stream is None:
             return frame
         if stream.state is StreamState.CLOSED:

@@ -140,7 +140,7 @@ class Session:
 
     # ---- What this side wants ----------------------------------------------------------------------------
 
-    def open(self, method: str, body: bytes, *, bulk: bool = False) -> int:
+    def open(self, method: str, body: bytes) -> int:
         """Ask for something; the number of the stream that the answer comes on.
 
         Raises:
@@ -149,7 +149,7 @@ class Session:
             PayloadTooLarge: the body is over limits.MESSAGE_BYTES.
         """
         self._must_be_open()
-        return self._streams.open(method, body, bulk=bulk)
+        return self._streams.open(method, body)
 
     def send(self, stream: int, body: bytes) -> None:
         """One message. Said to a stream that is over already, it is lost: the event that tells is under way.

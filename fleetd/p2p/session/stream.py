@@ -24,9 +24,8 @@ def cost(body: bytes | memoryview) -> int:
 class SessionStream:
     """Bookkeeping for both directions; `Session` decides what may happen when."""
 
-    def __init__(self, number: int, *, bulk: bool) -> None:
+    def __init__(self, number: int) -> None:
         self.number = number
-        self.bulk = bulk
         self.state = StreamState.IDLE
         # The method of a request whose body is still arriving: its reader has not heard of the stream yet.
         self.unannounced: str | None = None

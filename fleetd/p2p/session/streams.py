@@ -47,15 +47,15 @@ class SessionStreams:
 
     # ---- What this side wants ----------------------------------------------------------------------------
 
-    def open(self, method: str, body: bytes, *, bulk: bool) -> int:
+    def open(self, method: str, body: bytes) -> int:
         if self._mine_open >= limits.SESSION_STREAMS:
             raise Overloaded(f"{limits.SESSION_STREAMS} requests to {self.peer} are open already.")
         self._must_fit(body)
         self._mine += 2
         self._mine_open += 1
-        stream = self._open[self._mine] = SessionStream(self._mine, bulk=bulk)
+        stream = self._open[self._mine] = SessionStream(self._mine)
         inline = len(body) <= limits.OPEN_BODY_BYTES
-        self._outbox.open(Open(stream.number, method, body if inline else b"", not inline, bulk), stream)
+        self._outbox.open(Open(stream.number, method, body if inline else b"", not inline), stream)
         if not inline:
             self._outbox.put(stream, body)
         return stream.number
@@ -126,7 +126,7 @@ class SessionStreams:
             self._outbox.urgent.append(_cancel(frame.stream, full))
             return
         self._theirs_open += 1
-        stream = self._open[frame.stream] = SessionStream(frame.stream, bulk=frame.bulk)
+        stream = self._open[frame.stream] = SessionStream(frame.stream)
         stream.state = StreamState.OPEN
         stream.unannounced = frame.method
         self._gather(stream, stream.begin, frame, events)

@@ -188,11 +188,6 @@ class PeerConnection(asyncio.Protocol):
         return str(found[0]) if found else ""
 
     @property
-    def local_host(self) -> str:
-        found = self._transport.get_extra_info("sockname") if self._transport else None
-        return str(found[0]) if found else ""
-
-    @property
     def is_attached(self) -> bool:
         """Whether there is, or was, a transport; before that the connection is its maker's to end."""
         return self._transport is not None
@@ -255,9 +250,9 @@ class PeerConnection(asyncio.Protocol):
 
     # ---- the owner's side --------------------------------------------------------------------------------
 
-    def request(self, method: str, body: bytes, *, bulk: bool = False) -> PeerStream:
+    def request(self, method: str, body: bytes) -> PeerStream:
         """Begin a request. Raises PeerLost or Overloaded."""
-        number = self._alive().open(method, body, bulk=bulk)
+        number = self._alive().open(method, body)
         stream = self._streams[number] = PeerStream(self, number)
         self._flush()
         return stream

@@ -41,7 +41,6 @@ __all__ = [
     "PrefillSpeed",
     "Refusal",
     "choose",
-    "explain",
     "options",
     "refusal",
 ]
@@ -59,8 +58,6 @@ _UNLIMITED = 1e15
 _NOWHERE = LinkSpeed(0.0)
 # The step that is no longer prefill.
 AFTER_PREFILL = "first token"
-# Steps shorter than this are not worth a line.
-_SHOWN_S = 0.005
 
 
 # ---- What there is ---------------------------------------------------------------------------------------
@@ -352,36 +349,14 @@ def _rejected(option: PrefillOption, best: PrefillOption, local: PrefillOption) 
     return replace(option, code=code, reason=sentence)
 
 
-def explain(choice: PlanChoice) -> list[str]:
-    """For people: what was chosen and how its time is made up, then each of the others in one line."""
-    best = choice.best
-    parts = "" if best.split is None else f", {_parts(best.split, best.names)}"
-    lines = [f"{_way(best)}: {best.predicted_s:.2f} s{parts}"]
-    lines += [f"  {name}: {seconds:.2f} s" for name, seconds in best.steps if seconds >= _SHOWN_S]
-    for option in choice.rejected:
-        price = f"{option.predicted_s:.2f} s: " if option.priced else ""
-        lines.append(f"not {_way(option)}: {price}{option.reason}")
-    return lines
-
-
 def _way(option: PrefillOption) -> str:
     match option.kind:
         case "local":
             return "staying here"
-        case "any":
-            return f"with {_listed(option.names)}"
         case "whole":
             return f"all of it on {_listed(option.names)}"
         case kind:
             return f"{kind} with {_listed(option.names)}"
-
-
-def _parts(split: Split, helpers: Sequence[str]) -> str:
-    """Everybody's part: "layers 0-19 on studio, 20-29 here, in chunks of 512"."""
-    places = [*(f"on {name}" for name in helpers), "here"]
-    parts = zip(itertools.pairwise(split.cuts), places, strict=True)
-    told = ", ".join(f"{a}-{b - 1} {place}" for (a, b), place in parts if b > a)
-    return f"{split.kind} {told}, in chunks of {split.chunk}"
 
 
 def _layers(first: int, last: int) -> str:

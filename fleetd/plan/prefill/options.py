@@ -9,8 +9,10 @@ from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.search import Part
 from fleetd.plan.prefill.split import Split
 
+# Ways to prefill a prompt on the machine that answers.
+Way = Literal["local", "layers", "tokens", "whole"]
 # "any" stands for a machine that cannot help in any way.
-Kind = Literal["local", "layers", "tokens", "whole", "any"]
+Kind = Literal[Way, "any"]
 Code = Literal[
     "",
     # what the prompt is
@@ -22,7 +24,6 @@ Code = Literal[
     "other_files",
     "dtype",
     "sparse",
-    "versions",
     "draining",
     "failed",
     "busy",
@@ -125,7 +126,6 @@ _SENTENCES: dict[Code, str] = {
     "other_files": "{name} has no model with these files.",
     "dtype": "{name} computes in another precision.",
     "sparse": "{name} helps with whole prompts only.",
-    "versions": "{name} runs another version of the engine.",
     "draining": "{name} is stopping.",
     "failed": "{name} failed to help a short while ago.",
     "unusable": "{name} cannot be reached.",

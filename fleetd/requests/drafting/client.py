@@ -32,6 +32,7 @@ from fleetd.p2p.membership.cards import ModelCard
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.route import USABLE
 from fleetd.requests.backoff import PeerBackoff
+from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.drafting import messages, plan_view
 from fleetd.requests.drafting.plan_view import DRAFTER
 from fleetd.requests.job import THIS_NAME, Job
@@ -209,10 +210,7 @@ class DrafterService(Step):
 
     async def close(self) -> None:
         """End all of them."""
-        for task in self._running:
-            task.cancel()
-        if self._running:
-            await asyncio.wait(set(self._running))
+        await cancel_all(self._running)
 
 
 class DraftRun:

@@ -35,9 +35,9 @@ from fleetd.plan.prefill.options import HelperSpec as PlannedMachine
 from fleetd.plan.prefill.options import Load, PlanChoice, PrefillOption
 from fleetd.plan.speed_corrections import SpeedCorrections
 from fleetd.requests.backoff import PeerBackoff
-from fleetd.requests.job import LOCAL, THIS_NAME, Job, PlanKind, Planned
+from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
 from fleetd.requests.pipeline import Step
-from fleetd.requests.placement import CHARS_PER_TOKEN, prompt_text
 from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.prefill_sharing import messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
@@ -102,7 +102,7 @@ class PrefillSharing(Step):
             return False
         if not any(planner_facts.may_help(member, own.digest) for member in members):
             return False
-        return len(prompt_text(job.request)) // CHARS_PER_TOKEN >= limits.SHARE_LEAST_TOKENS
+        return len(job.prompt_text) // CHARS_PER_TOKEN >= limits.SHARE_LEAST_TOKENS
 
     def prepare(self, request: Request) -> None:
         folder = request.folder_here
@@ -232,10 +232,7 @@ class PrefillSharing(Step):
 
     async def close(self) -> None:
         """End what still runs in the background."""
-        for task in self._background:
-            task.cancel()
-        if self._background:
-            await asyncio.wait(set(self._background))
+        await cancel_all(self._background)
 
     async def _warm(self, load: Load, own: ModelCard) -> None:
         try:

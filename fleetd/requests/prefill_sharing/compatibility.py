@@ -41,12 +41,6 @@ def compare(
     return own_chunks or home.chunks == helper.chunks == "any"
 
 
-def same_files(model: str, here: str, there: str) -> None:
-    """Raises Incompatible where two machines have different files under one name. Digests of both."""
-    if not here or here != there:
-        raise Incompatible(f"{model} has other files on the other machine.", param="digest")
-
-
 def checked_split(split: Split, *, layers: int, context_tokens: int, place: int | None = None) -> Split:
     """The same, where it divides a prompt that this machine's own model could take.
 

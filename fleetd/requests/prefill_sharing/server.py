@@ -24,7 +24,7 @@ from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServedRequest, ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer, invitation
-from fleetd.requests.concurrency import gather_or_cancel, with_heartbeats
+from fleetd.requests.concurrency import cancel_all, gather_or_cancel, with_heartbeats
 from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.compatibility import checked_split, compare
@@ -152,8 +152,7 @@ class AssistServer:
     async def close(self) -> None:
         """End a load that is under way."""
         if self._warming is not None:
-            self._warming.cancel()
-            await asyncio.wait({self._warming})
+            await cancel_all([self._warming])
 
 
 async def _go(stream: PeerStream) -> messages.AssistGo:

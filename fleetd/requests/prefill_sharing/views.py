@@ -13,9 +13,9 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.engine.protocol import Speculated
+from fleetd.plan.prefill.options import Kind
 
-# "any" stands for a machine that cannot help in any way.
-PlanKind = Literal["local", "layers", "tokens", "whole", "any", "smart"]
+PlanKind = Literal[Kind, "smart"]
 # shared: as planned. fallback: begun together, ended here. local: computed here from the start, by plan or
 # because no agreement was reached (then with a code). smart: a part of the prompt was left out.
 Outcome = Literal["shared", "fallback", "local", "cancelled", "failed", "smart"]

@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterable
 from fleetd.engine.protocol import Timings, Usage
 from fleetd.ledger import Ledger, Reservation
 from fleetd.plan.scoring import Scorer
+from fleetd.requests.job import THIS_NAME
 from fleetd.requests.placement import THIS_NODE
 from fleetd.requests.smart_prefill.segment_scoring import ScorerRun
 
 
 class ScoringBill:
-    """Of one request; ``node`` is this machine's name there."""
+    """The rows of one request."""
 
-    def __init__(self, ledger: Ledger, request_id: str, node: str, now: Callable[[], float]) -> None:
+    def __init__(self, ledger: Ledger, request_id: str, now: Callable[[], float]) -> None:
         self._ledger = ledger
         self._id = request_id
-        self._node = node
         self._now = now
         self._rows: dict[str, Reservation] = {}
         self._ran: list[ScorerRun] = []
@@ -48,7 +48,7 @@ class ScoringBill:
 
     def _row(self, model: str, scorer: Scorer) -> Reservation:
         if (row := self._rows.get(scorer.node_id)) is None:
-            node = self._node if scorer.node_id == THIS_NODE else scorer.name
+            node = THIS_NAME if scorer.node_id == THIS_NODE else scorer.name
             # As long ids as clients' own may be; the ledger tells rows apart by them.
             row = Reservation(f"{self._id}.score{len(self._rows)}", model, node, "score", self._now())
             self._rows[scorer.node_id] = row

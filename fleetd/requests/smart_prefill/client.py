@@ -32,9 +32,9 @@ from fleetd.observe import get_logger
 from fleetd.plan.affinity import Affinity, chain
 from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.scoring import SmartPrefillQuestion
-from fleetd.requests.job import LOCAL, THIS_NAME, Job
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, prompt_text
 from fleetd.requests.pipeline import Step
-from fleetd.requests.placement import CHARS_PER_TOKEN, THIS_NODE, Placement, prompt_text
+from fleetd.requests.placement import THIS_NODE, Placement
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.prefill_sharing.views import OptionView, PlanView
 from fleetd.requests.request import Request
@@ -212,7 +212,7 @@ class SmartPrefill(Step):
         job = request.job
         if isinstance(event, Finished) and job.request.keep is None:
             # The next turn of the conversation finds its beginning there.
-            links = chain(prompt_text(job.request), self._key)
+            links = chain(job.prompt_text, self._key)
             self._affinity.computed(request.placement.node_id, job.model, links)
         return event
 

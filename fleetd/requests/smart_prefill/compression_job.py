@@ -27,7 +27,7 @@ from fleetd.errors import ProtocolError
 from fleetd.ledger import Ledger
 from fleetd.plan import scoring as planner
 from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
-from fleetd.requests.job import THIS_NAME
+from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.prefill_sharing.views import StepView
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
 from fleetd.requests.smart_prefill.bill import ScoringBill
@@ -97,28 +97,24 @@ class _Remembered:
 
 
 class CompressionService:
-    """``node``: this machine, for the ledger."""
-
     def __init__(
         self,
         scoring: SegmentScoring,
         scorers: Scorers,
         ledger: Ledger,
         *,
-        node: str = THIS_NAME,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
         self.scorers = scorers
         self._scoring = scoring
         self._ledger = ledger
-        self._node = node
         self._monotonic = monotonic
         self._now = now
         self._remembered: OrderedDict[bytes, _Remembered] = OrderedDict()
 
     def bill(self, request_id: str) -> ScoringBill:
-        return ScoringBill(self._ledger, request_id, self._node, self._now)
+        return ScoringBill(self._ledger, request_id, self._now)
 
     async def run(self, passage: CompressionJob) -> AsyncGenerator[Loading, None]:
         """Fill in ``passage``; its bill is left open. Raises Skip, FleetError."""
@@ -126,7 +122,9 @@ class CompressionService:
         tokens, ratio = passage.tokens, kept_share(passage.policy, passage.tokens)
         price = passage.price(tokens, ratio) if passage.price else None
         target_bytes = price.weights_bytes if price else 0
-        compressor, able = await self.scorers.find(passage.policy, target_bytes, passage.local_only)
+        compressor, able = await self.scorers.find(
+            passage.policy, target_bytes, local_only=passage.local_only
+        )
         passage.compressor = compressor.name
         asked = price.asked if price else SmartPrefillQuestion(tokens, ratio, None)
         plan = passage.plan = planner.plan(asked, able)
@@ -153,11 +151,9 @@ class CompressionService:
         passage.selection = await asyncio.to_thread(_selected, passage, remembered.tokens)
         passage.select_s = self._monotonic() - began_s - passage.score_s
 
-    async def options(
-        self, price: CompressionPrice, policy: SmartPrefillPolicy, *, local_only: bool = False
-    ) -> SmartPlan:
+    async def options(self, price: CompressionPrice, policy: SmartPrefillPolicy) -> SmartPlan:
         """What would be done with such a prompt now. Raises Skip."""
-        _, able = await self.scorers.find(policy, price.weights_bytes, local_only)
+        _, able = await self.scorers.find(policy, price.weights_bytes, False)
         return planner.plan(price.asked, able)
 
     async def _score(
@@ -192,8 +188,7 @@ class CompressionService:
                     yield work.progress
             remembered.tokens = await asyncio.to_thread(_merged, task.result())
         finally:
-            task.cancel()
-            await asyncio.wait({task})
+            await cancel_all([task])
             passage.bill.ran(compressor.name, work.ran.values())
             self.scorers.learn(work, late=late)
         remembered.names = work.names

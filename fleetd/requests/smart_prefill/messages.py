@@ -51,6 +51,4 @@ def decode_ask(body: bytes) -> ScoreQuestion:
     ranges = [*score.questions, score.segment]
     if len(score.questions) > limits.MESSAGES or any(not 0 <= a <= b <= chars for a, b in ranges):
         raise ProtocolError("A peer asked for scores of what is not in its text.")
-    if not 0 <= score.look_ahead <= limits.SMART_LOOK_AHEAD:
-        raise ProtocolError(f"A peer asked to look {score.look_ahead} tokens ahead.")
     return ask

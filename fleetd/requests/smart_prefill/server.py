@@ -21,13 +21,14 @@ from fleetd.ledger import Ledger, Reservation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import with_heartbeats
+from fleetd.requests.job import THIS_NAME
 from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.remote import drained, own_id
 from fleetd.requests.smart_prefill import messages
 
 
 class ScoreServer:
-    """The handler of ``wire.SCORE``. ``node``: this machine, for the ledger."""
+    """The handler of ``wire.SCORE``."""
 
     def __init__(
         self,
@@ -35,13 +36,11 @@ class ScoreServer:
         host: ServingContext,
         ledger: Ledger,
         *,
-        node: str = "this",
         now: Callable[[], float] = time.time,
     ) -> None:
         self._pool = pool
         self._host = host
         self._ledger = ledger
-        self._node = node
         self._now = now
         self._served = ConcurrencyLimit(
             host, "score", limits.SMART_SERVED, f"scores {limits.SMART_SERVED} prompts"
@@ -56,7 +55,7 @@ class ScoreServer:
     async def _score(self, ask: messages.ScoreQuestion, stream: PeerStream) -> None:
         folder = await self._host.holding(ask.model, ask.digest)
         score = msgspec.structs.replace(ask.score, id=own_id(ask.score.id))
-        row = Reservation(score.id, folder.name, self._node, "score", self._now())
+        row = Reservation(score.id, folder.name, THIS_NAME, "score", self._now())
         await self._ledger.reserve(row)
         scored: Scored | None = None
         try:
