@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,17 +16,31 @@ from requests_driver import answered, request_of
 from sharing_fakes import DIGEST, HelperMachine, HomePartners, HomePool, machines, own_card
 
 from fleetd.engine.memory import WORKING_BYTES
-from fleetd.engine.protocol import Accepted, ChatPrompt, Delta, Finished, Generate, Prefill, Shared, StepTime
+from fleetd.engine.protocol import (
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Event,
+    Finished,
+    Generate,
+    Prefill,
+    Shared,
+    StepTime,
+)
 from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, PeerLost
 from fleetd.metrics import Metrics
 from fleetd.p2p.node import Node
+from fleetd.plan.costs import PrefillSpeed
+from fleetd.plan.scoring import Scorer, Segments, SmartPlan
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.pipeline import Pipeline, Step
+from fleetd.requests.placement import Placement
 from fleetd.requests.prefill_sharing import messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
-from fleetd.requests.prefill_sharing.views import DrafterView, PlanQuestion, Trace
+from fleetd.requests.prefill_sharing.views import DrafterView, PlanQuestion, StepView, Trace
 from fleetd.requests.request import Request
+from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 LONG = "word " * 4096
 OK = Shared("r1", [StepTime("computed", 1.0, 500)])
@@ -51,10 +65,10 @@ class Home:
 
     drafting: Step = field(default_factory=Step)
 
-    async def ask(self, this: Job | None = None) -> list[Any]:
+    async def ask(self, this: Job | None = None, request: Request | None = None) -> list[Any]:
         folder = FakeFolder()
         pipeline = Pipeline([self.sharing, self.drafting], self.traces.append)
-        request = request_of(this or job(), folder, arrived_s=self.sharing.monotonic())
+        request = request or request_of(this or job(), folder, arrived_s=self.sharing.monotonic())
         async with asyncio.timeout(WITHIN_S):
             events = answered(pipeline, request, lambda asked: self.pool.stream(folder, asked))
             return [event async for event in events]
@@ -105,6 +119,57 @@ async def test_a_trace_names_who_drafted(tmp_path: Path) -> None:
         assert trace.drafter == DrafterView("small", "studio")
         assert trace.chosen.kind != "local"
         assert home.traces == [trace]
+
+
+async def test_a_prompt_that_was_shortened_and_shared_leaves_one_trace(tmp_path: Path) -> None:
+    scorer = Scorer("", "mini", PrefillSpeed(0.001))
+    plan = SmartPlan((Segments(scorer, 0.0, 1.0),), score_s=2.0, prefill_s=9.0, dense_s=40.0)
+    async with home_with(tmp_path) as home:
+        request = request_of(job(), FakeFolder())
+        request.smart = SmartPrefillResult("text", "small", ("mini",), 20_000, 4096)
+        request.smart_plan, request.smart_steps = plan, [StepView("scored", 1.5, machine="mini")]
+        planned = (await home.ask(request=request))[0]
+        assert (planned.shared, planned.exactness, planned.smart) == (True, "lossy", request.smart)
+        trace = await home.trace()
+        assert home.traces == [trace]
+        assert (trace.outcome, trace.exactness, trace.prompt_tokens) == ("smart", "lossy", 20_000)
+        assert (trace.chosen.kind, trace.chosen.nodes) == ("smart", ["mini", "helper0", "this"])
+        assert trace.chosen.predicted_s is not None
+        assert trace.chosen.predicted_s > plan.score_s
+        assert {("mini", "scored"), ("this", "computed"), ("helper0", STEPS[0].name)} <= {
+            (step.machine, step.name) for step in trace.steps
+        }
+        assert trace.losers[0].predicted_s == plan.dense_s
+        assert home.shown(f'fleetd_share_total{{kind="{planned.kind}",outcome="shared"}} 1.0')
+
+
+async def test_what_failed_here_is_told_where_the_answer_comes_from_elsewhere(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        pipeline, request = Pipeline([home.sharing], home.traces.append), request_of(job(), FakeFolder())
+
+        async def failing(asked: Generate) -> AsyncGenerator[Event, None]:
+            yield Accepted(asked.id, 4096, 0, 256, waits=True)
+            raise EngineDied("The engine ended.")
+
+        async def elsewhere(asked: Generate) -> AsyncGenerator[Event, None]:
+            assert not asked.shared
+            yield Accepted(asked.id, 4096)
+            yield Delta(asked.id, "hello")
+            yield Finished(asked.id, "stop")
+
+        async def attempt() -> None:
+            with pipeline.attempt(request):
+                async for event in failing(request.generate):
+                    await pipeline.on_event(request, event)
+
+        with pytest.raises(EngineDied):
+            await attempt()
+        request.placement = Placement("studio", Planned("remote", ("studio",), "plan"))
+        events = [event async for event in answered(pipeline, request, elsewhere)]
+        assert [type(event) for event in events] == [Planned, Accepted, Delta, Finished]
+        (trace,) = home.traces
+        assert (trace.outcome, trace.code) == ("failed", "engine_died")
+        assert trace.losers
 
 
 # ---- whether it is asked at all --------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -252,6 +254,31 @@ async def test_a_turn_after_a_sparse_one_is_text(home: Any) -> None:
     assert (await this.told(Generate("r2", ChatPrompt([*messages(), *answered])))).form == "text"
     assert this.pool.asked[1].keep is None
     assert NEEDLE in text_of(this.pool.asked[1])
+
+
+async def test_no_feature_wraps_the_stream_of_events(home: Any) -> None:
+    """Between the pool and the client a token passes the attempts and the request, and nothing else."""
+    this = home()
+    passed: set[tuple[str, ...]] = set()
+    stream = this.pool.stream
+
+    async def watched(folder: Any, request: Generate) -> AsyncGenerator[Any, None]:
+        async for event in stream(folder, request):
+            passed.add(tuple(generators()))
+            yield event
+
+    this.pool.stream = watched
+    assert (await this.told(chat())).used
+    assert passed == {("watched", "_attempts", "run")}
+
+
+def generators() -> Iterator[str]:
+    """Names of the asynchronous generators that wait for what calls this, innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_flags & inspect.CO_ASYNC_GENERATOR:
+            yield frame.f_code.co_name
+        frame = frame.f_back
 
 
 # ---- Sparse ----------------------------------------------------------------------------------------------
