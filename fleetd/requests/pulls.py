@@ -49,7 +49,7 @@ class Pulls:
             Draining: the daemon is stopping.
         """
         while (pull := self._pulls.get(ref)) is not None and pull.watchers == 0:
-            # Being cancelled; its files must be closed before somebody writes them again.
+            # It is being cancelled; its files must be closed before they are written again.
             await asyncio.wait([pull.task])
         if self._closed:
             raise Draining("The daemon is stopping.")
@@ -78,7 +78,7 @@ class Pulls:
                 await cancel_all([pull.task])
 
     async def close(self) -> None:
-        """Cancel every download; those who wait get Draining."""
+        """Cancel every download; its watchers get Draining."""
         self._closed = True
         await cancel_all(pull.task for pull in self._pulls.values())
 

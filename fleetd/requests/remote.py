@@ -1,4 +1,4 @@
-"""A job on another machine: both ends. Knows neither how a machine is chosen nor how sessions work."""
+"""A job on another machine: both ends of it."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class JobServer:
         self._has = has
 
     async def __call__(self, _peer: str, body: bytes, stream: PeerStream) -> None:
-        """The handler of ``wire.RUN``. Raises FleetError: what the other side is told."""
+        """The handler of ``messages.RUN``. Raises FleetError: what the other side is told."""
         asked = messages.decode_run(body)
         if asked.digest and not self._has(asked.digest):
             raise ModelNotFound(f"This machine does not have these files of {asked.model} (any more).")

@@ -1,10 +1,10 @@
-"""Answers of this machine that another worker drafts for: one here, or one on another machine.
+"""The step of drafting: another worker, here or on another machine, drafts for an answer of this machine.
 
-    Accepted ──► who drafts? ──► its engine ready ──► same vocabulary? ──► both workers get an end of a stream
+    Accepted ──► a candidate ──► its engine ready ──► same vocabulary? ──► both workers get an end of a stream
        │                                                                          │
-       └──► the answer goes on, and waits for nothing of this ◄── drafts, as long as they come
+       └──► the answer goes on without waiting ◄──────────── drafts, as long as they come
 
-Whatever goes wrong here costs drafts and nothing else: no failure of a drafter reaches the answer.
+A failure of a drafter costs drafts and nothing else.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from fleetd.requests.request import Request
 
 log = get_logger("fleetd.drafting")
 
-# The stream's name, which the workers know as ``engine.spec.draft_wire.DRAFTS``.
+# The stream's name, as the workers know it (``engine.speculation.draft_wire.DRAFTS``).
 DRAFTS = "drafts"
 Where = Literal["auto", "here", "peers"]
 # Tokens ahead of the text where drafter and verifier share one accelerator: there is no round trip to hide,
@@ -257,7 +257,7 @@ class DraftRun:
                 if self.drafter is not None:
                     return  # it had begun: this answer goes on without
             except Exception as error:
-                # A bug here must not cost anybody an answer.
+                # A bug in drafting must not fail the answer.
                 outcome = "internal_error"
                 log.warning("drafting.bug", type=type(error).__name__)
                 return

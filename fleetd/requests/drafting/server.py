@@ -25,7 +25,7 @@ from fleetd.requests.remote import own_id
 
 
 class DraftServer:
-    """The handler of ``wire.FOLLOW``."""
+    """The handler of ``messages.FOLLOW``."""
 
     def __init__(self, meeting: BulkDialer, pool: EnginePool, host: ServingContext) -> None:
         self._meeting = meeting

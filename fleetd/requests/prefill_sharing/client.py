@@ -1,13 +1,14 @@
-"""Prompts that other machines help to prefill: decided for each, agreed, watched, and written down.
+"""The step of shared prefill: whether other machines help with a prompt, and what happens if one fails.
 
-    possible? ──no──► today's path, untouched
+    possible? ──no──► the request runs as if there were no helpers
         │ yes
-    Generate(shared) ─► Accepted ─► planned ─► local ──────────────────────► Alone
-                                       └─────► all helpers agree? ──no─────► Alone
-                                                 └─yes─► Share ─► one fails ► Alone, from what is verified
+    Generate(shared) ─► Accepted ─► planned ─► local ──────────────────────► PrefillAlone
+                                       └─────► all helpers agree? ──no─────► PrefillAlone
+                                                 └─yes─► PrefillShared ─► one fails ► PrefillAlone, from
+                                                           │                          what is verified
                                                            └────► Shared
 
-Whatever goes wrong with helpers, the answer comes: sharing fails no request.
+No failure of a helper fails the request.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from fleetd.requests.request_trace import share_steps
 
 log = get_logger("fleetd.sharing")
 
-# Nobody waits longer for helpers than they would save; but this much is forgiven to a busy machine.
+# Least time allowed for set-up, even if the plan would save less: busy machines answer late.
 _SETUP_LEAST_S = 0.5
 # For the helpers' own accounts of what they did; they come with the last bytes or not at all.
 _ACCOUNTS_S = 2.0
@@ -91,7 +92,7 @@ class PrefillSharing(Step):
     # ---- one prompt --------------------------------------------------------------------------------------
 
     def possible(self, job: Job, folder: ModelFolder) -> bool:
-        """Whether it is worth asking the engine for a prompt that waits. Cheap, above all where it is not."""
+        """True if a helper might speed up this prompt. Cheap: it runs before every request."""
         if self._local_only or not job.shareable:
             return False
         members = list(self.partners.machines())
@@ -150,7 +151,7 @@ class PrefillSharing(Step):
         return PlanView(folder.name, tokens, min(question.cached, tokens), planner_facts.views(choice))
 
     def best_s(self, folder: ModelFolder, tokens: int, cached: int, kept: int = 0) -> float:
-        """Seconds that the best way of computing such a prompt here would take; 0 where nobody knows.
+        """Seconds that the best plan for such a prompt would take here; 0 if unknown.
 
         ``kept``: of its tokens, those that are computed, where not all are.
         """
@@ -264,7 +265,7 @@ class SharedPrompt:
         try:
             return await self._decide(engine, accepted)
         except Exception as error:
-            # A bug here must not cost anybody an answer.
+            # A bug in sharing must not fail the request.
             log.warning("share.bug", type=type(error).__name__)
             engine.alone(accepted.id)
             return self._alone
@@ -294,7 +295,7 @@ class SharedPrompt:
             self._together(engine, self._agreement, choice.best, terms, within_s)
         )
         self._sharing.chose(choice, own)
-        # Waiting for a future itself would cancel it with whoever waits.
+        # Awaiting the future itself would cancel it if this request is cancelled.
         await asyncio.wait({self._planned})
         return self._planned.result()
 
@@ -306,7 +307,7 @@ class SharedPrompt:
         terms: SharingTerms,
         within_s: float,
     ) -> None:
-        """Agree, say so, watch the helpers. A failure ends in Alone at once, before a deadline finds out."""
+        """Agree, tell the engine, watch the helpers. After a failure the engine goes on alone at once."""
         try:
             exact = await agreed.reach(within_s)
             engine.share(PrefillShared(terms.id, terms.split, _left_s(option), exact))
@@ -327,7 +328,7 @@ class SharedPrompt:
                 self._planned.set_result(self._alone_because())
 
     def ended(self, shared: Shared) -> Planned | None:
-        """The engine is past the prefill, or goes on alone: then how the job stands now."""
+        """The shared prefill has ended. The new plan if the engine goes on alone, else None."""
         request = self._request
         request.sharing_ended = shared
         if not shared.code:
@@ -342,11 +343,11 @@ class SharedPrompt:
                 self._sharing.penalties.succeeded(helper.node_id)
             return None
         if all(helper.failed is None for helper in agreed.helpers):
-            # The engine itself found fault with what came, or with what did not come; whose, it cannot know.
+            # The engine found a fault in what came, or missed something; it cannot know whose fault it was.
             for helper in agreed.helpers:
                 helper.failed = from_code(shared.code, shared.reason)
             self._sharing.blame(agreed)
-        # First whoever watches them: for it, helpers that are sent away would be helpers that failed.
+        # Stop the watcher before dismissing helpers, or it would count them as failed.
         task.cancel()
         agreed.close()
         self._sharing.metrics.fallback(request.code)

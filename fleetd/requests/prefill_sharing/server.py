@@ -34,7 +34,7 @@ log = get_logger("fleetd.assisting")
 
 
 class AssistServer:
-    """The handlers of ``wire.ASSIST`` and ``WARM``."""
+    """The handlers of ``messages.ASSIST`` and ``WARM``."""
 
     def __init__(self, meeting: BulkDialer, pool: EnginePool, host: ServingContext) -> None:
         self._meeting = meeting

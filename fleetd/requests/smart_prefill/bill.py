@@ -34,7 +34,7 @@ class ScoringBill:
             self._row(model, each.scorer)
 
     def close(self, refunded: str = "") -> None:
-        """Once; ``refunded``: why nobody pays."""
+        """Settle or refund every row, once. ``refunded``: why all of them are refunded."""
         done = {each.scorer.node_id: each for each in self._ran}
         for node_id, row in self._rows.items():
             each = done.get(node_id)

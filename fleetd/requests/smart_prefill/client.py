@@ -1,10 +1,10 @@
-"""Smart prefill: a small model scores a long prompt, and what does not matter is not prefilled.
+"""The step of smart prefill: a small model scores a long prompt, and what does not matter is not prefilled.
 
-    asked? ─► text long enough ─► who scores, is it worth it ─► scored ─► selected ─► text or sparse ─► runs
-       any "no", any failure, any delay ──────────────────────────────────────────► the whole prompt runs
+    asked? ─► text long enough ─► a scorer, worth it? ─► scored ─► selected ─► text or sparse ─► runs
+       any "no", any failure, any delay ───────────────────────────────────► the whole prompt runs
 
-Smart prefill fails no request: whatever goes wrong, the prompt is read whole, and the reason is told. What a
-scorer did for nothing is not billed.
+No failure of smart prefill fails the request: the whole prompt is prefilled, and the client is told why.
+Scores that were not used are not billed.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class SmartPrefill(Step):
             except FleetError as error:
                 self._skip(request, error.code, error.message)
             except Exception as error:
-                # A bug here must not cost anybody an answer.
+                # A bug in smart prefill must not fail the request.
                 log.warning("smart.bug", type=type(error).__name__)
                 self._skip(request, "failed", f"Internal error ({type(error).__name__}).")
             ended = True
@@ -229,7 +229,7 @@ class SmartPrefill(Step):
             request.announce()
 
     def ended(self, request: Request) -> None:
-        """Write down what came of the prompt, and who is paid."""
+        """Close the bill, and count what came of the prompt."""
         told = request.smart
         if told is None or request.bill is None:
             return
@@ -335,7 +335,7 @@ class SmartPrefill(Step):
         )
 
     def _kept_s(self, folder: ModelFolder, form: Form, tokens: int, ratio: float) -> float:
-        """What reading the rest takes with the help of others, 0 where nobody knows."""
+        """Seconds to prefill what is kept, with helpers; 0 if unknown."""
         kept = math.ceil(tokens * ratio)
         if form == "sparse" and kept < tokens:
             return self._best_s(folder, tokens, 0, kept)

@@ -28,7 +28,7 @@ from fleetd.requests.smart_prefill import messages
 
 
 class ScoreServer:
-    """The handler of ``wire.SCORE``."""
+    """The handler of ``messages.SCORE``."""
 
     def __init__(
         self,
