@@ -23,7 +23,7 @@ from fleetd.requests.request import Request
 from fleetd.requests.request_trace import trace_of
 
 
-class Step:
+class PipelineStep:
     """One feature's part in requests; each method does nothing unless a feature overrides it."""
 
     def prepare(self, request: Request) -> None:
@@ -49,7 +49,7 @@ class Pipeline:
 
     def __init__(
         self,
-        steps: Sequence[Step] = (),
+        steps: Sequence[PipelineStep] = (),
         record: Callable[[Trace], None] = lambda trace: None,
         *,
         monotonic: Callable[[], float] = time.monotonic,

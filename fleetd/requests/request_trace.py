@@ -21,18 +21,17 @@ def trace_of(request: Request) -> Trace | None:
     chosen, losers = _options(request, smart_plan)
     first_s, since_s = request.first_token_s, request.decided_s
     prompt_tokens = accepted.prompt_tokens if accepted is not None else 0
-    cached_tokens, kept_tokens = request.cached_tokens, request.kept_tokens
+    cached_tokens = request.cached_tokens
     if smart is not None and smart_plan is not None:
         # What was planned begins with the scores, and counts as the compressor does.
         since_s, prompt_tokens, cached_tokens = request.arrived_s, smart.original_tokens, 0
-        kept_tokens = kept_tokens if request.choice is not None else 0
     return Trace(
         id=request.id,
         at_s=request.at_s,
         model=request.model.name,
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
-        kept_tokens=kept_tokens,
+        kept_tokens=request.kept_tokens,
         chosen=chosen,
         losers=losers,
         steps=_steps(request, smart_plan),

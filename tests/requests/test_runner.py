@@ -37,7 +37,7 @@ from fleetd.errors import (
 from fleetd.metrics import Metrics
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
-from fleetd.requests.pipeline import Step
+from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.request import Request
 from fleetd.requests.runner import RequestCounts, Runner
 from fleetd.store import Store
@@ -364,7 +364,7 @@ async def test_prompt_leak_into_logs_database_or_metrics(
 HELPED = Planned("layers", ("studio", "this"), "exact")
 
 
-class FakeSharing(Step):
+class FakeSharing(PipelineStep):
     """Shares what ``may`` says; how it goes is in the pool's script."""
 
     def __init__(self, *, may: bool = True) -> None:

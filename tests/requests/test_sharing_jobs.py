@@ -33,7 +33,7 @@ from fleetd.p2p.node import Node
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.scoring import Scorer, Segments, SmartPlan
 from fleetd.requests.job import LOCAL, Job, Planned
-from fleetd.requests.pipeline import Pipeline, Step
+from fleetd.requests.pipeline import Pipeline, PipelineStep
 from fleetd.requests.placement import Placement
 from fleetd.requests.prefill_sharing import messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement
@@ -63,7 +63,7 @@ class Home:
     metrics: Metrics
     traces: list[Trace] = field(default_factory=list)
 
-    drafting: Step = field(default_factory=Step)
+    drafting: PipelineStep = field(default_factory=PipelineStep)
 
     async def ask(self, this: Job | None = None, request: Request | None = None) -> list[Any]:
         folder = FakeFolder()
@@ -104,7 +104,7 @@ async def home_with(
             engine.close()
 
 
-class Drafted(Step):
+class Drafted(PipelineStep):
     """Each answer has a drafter."""
 
     def closed(self, request: Request) -> None:

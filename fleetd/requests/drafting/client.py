@@ -36,7 +36,7 @@ from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.drafting import messages, plan_view
 from fleetd.requests.drafting.plan_view import DRAFTER
 from fleetd.requests.job import THIS_NAME, Job
-from fleetd.requests.pipeline import Step
+from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.placement import Member, canonical
 from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.prefill_sharing.agreement import require_message
@@ -74,7 +74,7 @@ class DrafterCandidate:
         return "peer" if self.node_id else "here"
 
 
-class DrafterService(Step):
+class DrafterService(PipelineStep):
     """The step that finds a drafter for an answer of this machine.
 
     Args:

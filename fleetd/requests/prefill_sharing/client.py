@@ -38,7 +38,7 @@ from fleetd.plan.speed_corrections import SpeedCorrections
 from fleetd.requests.backoff import PeerBackoff
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
-from fleetd.requests.pipeline import Step
+from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.prefill_sharing import messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
@@ -58,7 +58,7 @@ _WARM_WITHIN_S = 5.0
 _AGREED = "agreed"
 
 
-class PrefillSharing(Step):
+class PrefillSharing(PipelineStep):
     """The step that lets other machines compute a part of a prefill.
 
     Args:

@@ -33,7 +33,7 @@ from fleetd.plan.affinity import Affinity, chain
 from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.scoring import SmartPrefillQuestion
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, prompt_text
-from fleetd.requests.pipeline import Step
+from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.placement import THIS_NODE, Placement
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.prefill_sharing.views import OptionView, PlanView
@@ -60,7 +60,7 @@ class AnsweringModel:
     choice: Placement
 
 
-class SmartPrefill(Step):
+class SmartPrefill(PipelineStep):
     """The step that shortens prompts which ask for it.
 
     Args:
