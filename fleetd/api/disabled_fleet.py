@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from fleetd.control.fleet_view import FleetView, PeerView
+from fleetd.control.pairing_events import PairingEvent, Unpaired
+from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.errors import FleetError, NotPaired, PairingClosed
-from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
-from fleetd.requests.prefill_sharing.views import PlanQuestion, PlanView
 
 
 class DisabledFleet:
@@ -29,9 +30,8 @@ class DisabledFleet:
     async def allow_prompts(self, peer: str, allowed: bool) -> PeerView:
         raise _off(NotPaired)
 
-    async def diagnose(self) -> Any:
-        """Nothing was looked at, so nothing is known."""
-        return {}
+    async def diagnose(self) -> None:
+        """None: nothing is looked at."""
 
     def plan(self, question: PlanQuestion, folder: Any) -> PlanView:
         raise _off(NotPaired)

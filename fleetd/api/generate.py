@@ -24,10 +24,10 @@ from fleetd.api.context import REQUEST_ID, SERVICES, is_gone, is_trusted
 from fleetd.api.progress_comments import ProgressComments
 from fleetd.api.sse import EventStream
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import Event, Generate, Loading
 from fleetd.errors import FleetError
 from fleetd.requests.job import Job, Origin, Planned
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 
 class Streamer(Protocol):

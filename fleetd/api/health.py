@@ -9,18 +9,18 @@ from fleetd import limits
 from fleetd.api.context import SERVICES
 from fleetd.api.openai.models import json
 from fleetd.api.openai.objects import EngineHealth, Health
-from fleetd.api.services import StatusView, view
+from fleetd.control.daemon_status import DaemonStatus
 
 _RETRY_AFTER_S = "5"
 
 
-def judge(status: StatusView) -> Health:
+def judge(status: DaemonStatus) -> Health:
     """What the engines' progress says. Pure."""
     engines = [EngineHealth(engine.model, engine.state, engine.progress_age_s) for engine in status.engines]
     if status.draining:
         return Health("draining", "The daemon is stopping and takes no new requests.", engines)
     for engine in status.engines:
-        age_s = engine.progress_age_s or 0.0
+        age_s = engine.progress_age_s
         if engine.busy and engine.state == "ready" and age_s > limits.ENGINE_STALL_REPORT_S:
             reason = f"{engine.model} has work but took no step for {age_s:.0f} s."
             return Health("stalled", reason, engines)
@@ -37,7 +37,7 @@ def judge(status: StatusView) -> Health:
 
 async def ready(request: web.Request) -> web.StreamResponse:
     """200 when a request would be served, 503 with the reason when it would not."""
-    health = judge(view(request.app[SERVICES].status()))
+    health = judge(request.app[SERVICES].status())
     if health.status == "ok":
         return json(health)
     return web.Response(

@@ -7,18 +7,20 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
 from fleetd.api import compress
 from fleetd.api.context import SERVICES
 from fleetd.api.failures import ErrorReply
 from fleetd.api.openai import bodies, objects
+from fleetd.control.compression_reply import Compression, CompressTimings, CompressUsage, KeptSpan
 
 _REF = "#/components/schemas/{name}"
 _TYPES = (
     bodies.ChatBody,
     bodies.CompletionBody,
     compress.CompressBody,
-    compress.Compression,
+    Compression,
     objects.ChatCompletion,
     objects.ChatChunk,
     objects.TextCompletion,
@@ -27,6 +29,8 @@ _TYPES = (
     objects.Health,
     ErrorReply,
 )
+# Their defaults are for readers of another version's daemon; this one sends every field that it sets.
+_DEFAULTED = (Compression, KeptSpan, CompressUsage, CompressTimings)
 
 # Every status a route may answer with besides 200, and what it means.
 _ALWAYS = {
@@ -57,6 +61,9 @@ _ENGINE = {
 def document(version: str) -> dict[str, Any]:
     """The whole document, as plain values."""
     _, components = msgspec.json.schema_components(_TYPES, ref_template=_REF)
+    for kind in _DEFAULTED:
+        fields = msgspec.structs.fields(kind)
+        components[kind.__name__]["required"] = [field.name for field in fields if field.default is not UNSET]
     return {
         "openapi": "3.1.0",
         "info": {
@@ -79,7 +86,7 @@ def document(version: str) -> dict[str, Any]:
                     **_operation(
                         "compress",
                         "What smart prefill would keep of a prompt; lossy.",
-                        _json(compress.Compression),
+                        _json(Compression),
                         {**_BODY, **_MODEL, **_ENGINE},
                     ),
                     "requestBody": {"required": True, "content": _json(compress.CompressBody)},

@@ -6,19 +6,22 @@ that are called here, so this package depends on shapes rather than on modules.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-import msgspec
-
 from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.daemon_status import DaemonStatus
+from fleetd.control.fleet_view import FleetView, PeerView
+from fleetd.control.network_diagnosis import NetworkDiagnosis
+from fleetd.control.pairing_events import PairingEvent, Unpaired
+from fleetd.control.prefill_plan import PlanQuestion, PlanView
+from fleetd.control.prefill_trace import TracesView
+from fleetd.control.usage_report import UsageReport
 from fleetd.engine.protocol import Event, Loading
-from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
 from fleetd.requests.job import Job, Planned
-from fleetd.requests.prefill_sharing.views import PlanQuestion, PlanView, TracesView
 from fleetd.requests.smart_prefill.bill import ScoringBill
 from fleetd.requests.smart_prefill.compression_job import CompressionJob
 
@@ -64,8 +67,7 @@ class Pool(Protocol):
 
 
 class Ledger(Protocol):
-    def usage(self, days: int) -> Any:
-        """``{"rows": [...], "totals": {...}}``, as a mapping or a msgspec Struct."""
+    def usage(self, days: int) -> UsageReport: ...
 
 
 class Metrics(Protocol):
@@ -93,8 +95,8 @@ class Fleet(Protocol):
         """``peer``: name, short id or id. Raises NotFound with the nearest, InvalidValue if several match."""
 
     async def allow_prompts(self, peer: str, allowed: bool) -> PeerView: ...
-    async def diagnose(self) -> Any:
-        """Facts about the network as this process sees it; a mapping or a msgspec Struct."""
+    async def diagnose(self) -> NetworkDiagnosis | None:
+        """The network as this process sees it; None where the fleet is off."""
 
 
 class Compressor(Protocol):
@@ -109,7 +111,7 @@ class Compressor(Protocol):
 class Services:
     """Args:
     token: what TCP clients must show; "" turns the check off.
-    status: the body of ``/fleet/v1/status``, as a mapping or a msgspec Struct; ``/health`` reads it too.
+    status: the body of ``/fleet/v1/status``; ``/health`` reads it too.
     verify: ``fleetd.models.verify.verify(path, full=bool)``; blocks, so it is called in a thread.
     hosts: Host values accepted besides 127.0.0.1, localhost and [::1] at the port of the connection.
     pull: starts or joins the download of a model and yields its progress (``jobs.pulls.Pulls.watch``).
@@ -130,7 +132,7 @@ class Services:
     pool: Pool
     ledger: Ledger
     metrics: Metrics
-    status: Callable[[], Any]
+    status: Callable[[], DaemonStatus]
     verify: Callable[..., None]
     token: str
     version: str
@@ -145,37 +147,3 @@ class Services:
     compressing: Compressor | None = None
     smart_plan: Callable[[PlanView, float, Any, SmartPrefillPolicy], Awaitable[PlanView]] | None = None
     draft_plan: Callable[[PlanView, Any], Awaitable[PlanView]] | None = None
-
-
-class EngineView(msgspec.Struct, frozen=True):
-    """The part of an engine's status that health and model listings look at."""
-
-    model: str
-    state: str
-    stage: str = ""
-    done: int = 0
-    total: int = 0
-    prefilling: int = 0
-    decoding: int = 0
-    waiting: int = 0
-    progress_age_s: float | None = None
-    error: Any = None
-
-    @property
-    def busy(self) -> bool:
-        return self.prefilling + self.decoding + self.waiting > 0
-
-
-class StatusView(msgspec.Struct, frozen=True):
-    """The part of the daemon's status that this package itself reads."""
-
-    ready: bool = True
-    draining: bool = False
-    engines: list[EngineView] = []
-    machine: Mapping[str, Any] = {}
-    http: Mapping[str, Any] | None = None
-
-
-def view(status: Any) -> StatusView:
-    """Read a status of either kind, mapping or Struct."""
-    return msgspec.convert(msgspec.to_builtins(status), StatusView)

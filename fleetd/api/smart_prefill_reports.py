@@ -10,7 +10,7 @@ import msgspec
 
 from fleetd.api.openai import objects as o
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 
 # Printable ASCII besides letters: a header holds one line of that.
 _PLAIN = " !\"#$&'()*+,-./:;<=>?@[]^_`{|}~"

@@ -15,10 +15,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import Event, Failed, Loading
 from fleetd.errors import FleetError, from_code
 from fleetd.requests.job import Planned
-from fleetd.requests.prefill_sharing.views import Trace
 from fleetd.requests.request import Request
 from fleetd.requests.request_trace import trace_of
 

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from fleetd.engine.protocol import Speculated, Timings, Usage
+from fleetd.control.prefill_trace import Speculated
+from fleetd.engine.protocol import Timings, Usage
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream

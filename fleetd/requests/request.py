@@ -14,6 +14,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from fleetd.control.prefill_plan import StepView
+from fleetd.control.prefill_trace import DrafterView, Outcome, Trace
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
@@ -34,8 +37,6 @@ from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import Exactness, Job, Planned
 from fleetd.requests.placement import THIS_NODE, Placement
 from fleetd.requests.ports import MetricsPort
-from fleetd.requests.prefill_sharing.views import DrafterView, Outcome, StepView, Trace
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 if TYPE_CHECKING:  # what steps keep here; they import this module
     from fleetd.requests.drafting.client import DraftRun

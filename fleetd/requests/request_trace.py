@@ -5,10 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from fleetd import limits
+from fleetd.control.prefill_plan import OptionView, StepView
+from fleetd.control.prefill_trace import Trace
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.prefill_sharing import planner_facts
-from fleetd.requests.prefill_sharing.views import OptionView, StepView, Trace
 from fleetd.requests.request import Request
 
 

@@ -21,9 +21,9 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 
-import msgspec
-
 from fleetd import limits
+from fleetd.control.daemon_status import RequestCounts
+from fleetd.control.prefill_trace import Trace
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Event, Finished, Loading
 from fleetd.errors import (
@@ -49,7 +49,6 @@ from fleetd.requests.pipeline import Pipeline
 from fleetd.requests.placement import THIS_NODE, Placement, Placer, canonical
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.prefill_sharing.client import PrefillSharing
-from fleetd.requests.prefill_sharing.views import Trace
 from fleetd.requests.pulls import ModelSource, Pulls
 from fleetd.requests.request import LocatedModel, Request
 from fleetd.requests.smart_prefill.client import SmartPrefill
@@ -60,15 +59,6 @@ log = get_logger("fleetd.requests")
 _RETRY_S, _RETRY_MAX_S = 5.0, 60.0
 # Weight of the newest request in the moving average of request times.
 _EWMA = 0.2
-
-
-class RequestCounts(msgspec.Struct, frozen=True):
-    """Requests now, and since start; a cancelled one is neither completed nor failed."""
-
-    running: int = 0
-    waiting: int = 0
-    completed: int = 0
-    failed: int = 0
 
 
 # What another machine would say as well: trying there only makes people wait longer for the same answer.

@@ -12,6 +12,7 @@ from api_fakes import logprob
 
 from fleetd.api.openai import render
 from fleetd.api.progress_comments import ProgressComments
+from fleetd.control.prefill_trace import Speculated
 from fleetd.engine import protocol as p
 from fleetd.errors import EngineError
 
@@ -237,6 +238,6 @@ def test_progress_sums_choices_and_never_shrinks() -> None:
 def test_drafts_are_in_the_timings_where_there_were_any() -> None:
     usage, timings = p.Usage(5, 0, 9), p.Timings(0.0, 0.1, 0.2)
     assert "draft_n" not in plain([render.timing_report(usage, timings, drafts=[None])])[0]
-    drafts = [p.Speculated(16, 8, 5), None, p.Speculated(16, 4, 1)]
+    drafts = [Speculated(16, 8, 5), None, Speculated(16, 4, 1)]
     told = render.timing_report(usage, timings, drafts=drafts)
     assert (told.draft_n, told.draft_n_accepted) == (12, 6)

@@ -14,10 +14,10 @@ from msgspec import structs
 
 from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine import protocol as p
 from fleetd.engine.protocol import Event, Loading
 from fleetd.requests.job import LOCAL, Job, Planned
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 USED = SmartPrefillResult("text", "smollm2-135m", ("mini",), 1000, 200, 1100, 1.5)
 SPARSE = structs.replace(USED, form="sparse")

@@ -22,6 +22,8 @@ from requests_driver import answered, request_of
 from sharing_fakes import DIGEST, HomePartners, own_card
 
 from fleetd import limits
+from fleetd.control.prefill_plan import DraftsView, PlanView
+from fleetd.control.prefill_trace import DrafterView, SourceCounts, Speculated, Trace
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
@@ -31,9 +33,7 @@ from fleetd.engine.protocol import (
     Generate,
     Prefill,
     Ready,
-    SourceCounts,
     Speculate,
-    Speculated,
 )
 from fleetd.errors import (
     EngineDied,
@@ -53,7 +53,6 @@ from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.pipeline import Pipeline
 from fleetd.requests.placement import Member
-from fleetd.requests.prefill_sharing.views import DrafterView, DraftsView, PlanView, Trace
 from fleetd.requests.request import Request
 
 WORDS = "ab" * 16

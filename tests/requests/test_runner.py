@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from fleetd import limits
+from fleetd.control.daemon_status import RequestCounts
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
@@ -39,7 +40,7 @@ from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.request import Request
-from fleetd.requests.runner import RequestCounts, Runner
+from fleetd.requests.runner import Runner
 from fleetd.store import Store
 
 Make = Callable[..., Runner]

@@ -15,6 +15,9 @@ from msgspec.structs import replace
 from requests_driver import answered, request_of
 from sharing_fakes import DIGEST, HelperMachine, HomePartners, HomePool, machines, own_card
 
+from fleetd.control.prefill_plan import PlanQuestion, StepView
+from fleetd.control.prefill_trace import DrafterView, Trace
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import (
     Accepted,
@@ -38,9 +41,7 @@ from fleetd.requests.placement import Placement
 from fleetd.requests.prefill_sharing import messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
-from fleetd.requests.prefill_sharing.views import DrafterView, PlanQuestion, StepView, Trace
 from fleetd.requests.request import Request
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 LONG = "word " * 4096
 OK = Shared("r1", [StepTime("computed", 1.0, 500)])

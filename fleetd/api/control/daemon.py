@@ -15,7 +15,9 @@ from fleetd.api.context import SERVICES
 from fleetd.api.openai.bodies import parse
 from fleetd.api.openai.models import json, loaded_models
 from fleetd.api.relay import relay
-from fleetd.api.services import Services, view
+from fleetd.api.services import Services
+from fleetd.control.daemon_status import ClientSettings
+from fleetd.control.model_listing import InstalledModel, ModelListing, ModelVerdict, OfferedModel
 from fleetd.errors import InvalidValue, ModelNotFound
 
 _DAYS = (1, 3650)
@@ -48,11 +50,11 @@ async def models(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     # The engines' state belongs to the event loop; only the disk is asked from a thread.
     loaded = loaded_models(services)
-    memory_bytes = view(services.status()).machine.get("memory_bytes") or 0
+    memory_bytes = services.status().machine.memory_bytes
     return json(await asyncio.to_thread(_listing, services, loaded, memory_bytes))
 
 
-def _listing(services: Services, loaded: frozenset[str], memory_bytes: int) -> dict[str, Any]:
+def _listing(services: Services, loaded: frozenset[str], memory_bytes: int) -> ModelListing:
     """What is here and what could be. A digest may cost minutes of reading, so it is left to verify."""
     folders = list(services.models.installed())
     by_name = {entry.name: entry for entry in services.catalog}
@@ -61,33 +63,32 @@ def _listing(services: Services, loaded: frozenset[str], memory_bytes: int) -> d
     for folder in folders:
         entry = by_name.get(folder.name) or by_hub_id.get(folder.name)
         installed.append(
-            {
-                "name": folder.name,
-                "source": folder.source,
-                "architecture": folder.architecture,
-                "weights_bytes": folder.weights_bytes,
-                "context_tokens": folder.context_tokens,
-                "roles": list(entry.roles) if entry is not None else ["chat"],
-                "path": str(folder.path),
-                "loaded": folder.name in loaded,
-                "digest": None,
-            }
+            InstalledModel(
+                name=folder.name,
+                source=folder.source,
+                architecture=folder.architecture,
+                weights_bytes=folder.weights_bytes,
+                context_tokens=folder.context_tokens,
+                roles=list(entry.roles) if entry is not None else ["chat"],
+                path=str(folder.path),
+                loaded=folder.name in loaded,
+            )
         )
     names = {folder.name for folder in folders}
     catalog = [
-        {
-            "name": entry.name,
-            "hub_id": entry.hub_id,
-            "roles": list(entry.roles),
-            "memory_bytes": entry.memory_bytes,
-            "context_tokens": entry.context_tokens,
-            "tier": entry.tier,
-            "installed": entry.name in names or entry.hub_id in names,
-            "fits": entry.memory_bytes <= memory_bytes,
-        }
+        OfferedModel(
+            name=entry.name,
+            hub_id=entry.hub_id,
+            roles=list(entry.roles),
+            memory_bytes=entry.memory_bytes,
+            context_tokens=entry.context_tokens,
+            tier=entry.tier,
+            installed=entry.name in names or entry.hub_id in names,
+            fits=entry.memory_bytes <= memory_bytes,
+        )
         for entry in services.catalog
     ]
-    return {"installed": installed, "catalog": catalog}
+    return ModelListing(installed, catalog)
 
 
 async def usage(request: web.Request) -> web.StreamResponse:
@@ -101,13 +102,12 @@ async def usage(request: web.Request) -> web.StreamResponse:
 async def env(request: web.Request) -> web.StreamResponse:
     """What to put into OPENAI_BASE_URL and OPENAI_API_KEY."""
     services = request.app[SERVICES]
-    http = view(services.status()).http
+    http = services.status().http
     base_url = None
     if http is not None:
-        host = str(http["host"])
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  an address to call, not to bind
-        base_url = f"http://[{host}]:{http['port']}/v1" if ":" in host else f"http://{host}:{http['port']}/v1"
-    return json({"base_url": base_url, "api_key": services.token})
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)  # noqa: S104  an address to call, not to bind
+        base_url = f"http://[{host}]:{http.port}/v1" if ":" in host else f"http://{host}:{http.port}/v1"
+    return json(ClientSettings(base_url, services.token))
 
 
 # ---- Acting ----------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ async def verify(request: web.Request) -> web.StreamResponse:
     folder = await _resolve(request, ref)
     await asyncio.to_thread(services.verify, folder.path, full=ref.full)
     digest = await asyncio.to_thread(services.models.digest, folder)
-    return json({"ok": True, "digest": str(digest)})
+    return json(ModelVerdict(digest=str(digest)))
 
 
 async def pull(request: web.Request) -> web.StreamResponse:

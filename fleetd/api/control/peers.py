@@ -16,7 +16,7 @@ from fleetd.api.control.daemon import Route
 from fleetd.api.openai.bodies import parse
 from fleetd.api.openai.models import json
 from fleetd.api.relay import relay
-from fleetd.p2p.views import PairingEvent
+from fleetd.control.pairing_events import PairingEvent
 
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=limits.CONTROL_TEXT_CHARS)]
 
@@ -50,7 +50,8 @@ async def index(request: web.Request) -> web.StreamResponse:
 
 
 async def diagnose(request: web.Request) -> web.StreamResponse:
-    return json(await request.app[SERVICES].fleet.diagnose())
+    found = await request.app[SERVICES].fleet.diagnose()
+    return json(found if found is not None else {})
 
 
 async def pair(request: web.Request) -> web.StreamResponse:

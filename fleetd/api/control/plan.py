@@ -15,8 +15,8 @@ from fleetd.api.context import SERVICES
 from fleetd.api.control.daemon import Route
 from fleetd.api.openai.bodies import parse
 from fleetd.api.openai.models import json
+from fleetd.control.prefill_plan import PlanQuestion
 from fleetd.errors import InvalidValue
-from fleetd.requests.prefill_sharing.views import PlanQuestion
 
 _LAST = 20
 

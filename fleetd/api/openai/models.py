@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from aiohttp import web
 
 from fleetd.api.context import SERVICES
-from fleetd.api.openai.objects import ModelDetails, ModelList, ModelObject, ModelPlace
-from fleetd.api.services import Folder, Services, view
+from fleetd.api.openai.objects import ModelDetails, ModelList, ModelObject, ModelPlace, ModelState
+from fleetd.api.services import Folder, Services
 from fleetd.errors import ModelNotFound
 from fleetd.models.catalog import find
 from fleetd.requests.job import THIS_NAME
@@ -52,14 +52,16 @@ def elsewhere(services: Services) -> dict[str, list[ModelPlace]]:
     """Model name → the peers that would answer with it now. One that may not see prompts would not."""
     found: dict[str, list[ModelPlace]] = {}
     for peer in services.fleet.view().peers:
-        if peer.state == "usable" and peer.sees_prompts:
+        if peer.usable and peer.sees_prompts:
             for model in peer.models:
-                found.setdefault(model.name, []).append(ModelPlace(peer.name, model.state))
+                found.setdefault(model.name, []).append(
+                    ModelPlace(peer.name, cast("ModelState", model.state))
+                )
     return found
 
 
 def loaded_models(services: Services) -> frozenset[str]:
-    return frozenset(engine.model for engine in view(services.status()).engines if engine.state == "ready")
+    return frozenset(engine.model for engine in services.status().engines if engine.state == "ready")
 
 
 def json(body: Any) -> web.Response:

@@ -15,10 +15,11 @@ from msgspec import UNSET, UnsetType
 from fleetd.api.openai import objects as o
 from fleetd.api.smart_prefill_reports import SmartPrefillReports
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.engine.protocol import Delta, Event, Finished, Speculated, Timings, TokenLogprob, ToolCall, Usage
+from fleetd.control.prefill_trace import Speculated
+from fleetd.control.smart_prefill_result import SmartPrefillResult
+from fleetd.engine.protocol import Delta, Event, Finished, Timings, TokenLogprob, ToolCall, Usage
 from fleetd.errors import EngineError
 from fleetd.requests.job import Planned
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 # JSON has no minus infinity; this is what OpenAI sends for "practically impossible".
 LEAST_LOGPROB = -9999.0

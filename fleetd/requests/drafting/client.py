@@ -20,6 +20,8 @@ from typing import Literal
 
 import msgspec
 
+from fleetd.control.prefill_plan import PlanView
+from fleetd.control.prefill_trace import DrafterView
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, DraftFor, Event, Followed, Loading, Ready, StreamTag
 from fleetd.engine.supervisor import EngineProcess
@@ -40,7 +42,6 @@ from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.placement import Member, canonical
 from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.prefill_sharing.agreement import require_message
-from fleetd.requests.prefill_sharing.views import DrafterView, PlanView
 from fleetd.requests.remote import own_id, said_by
 from fleetd.requests.request import Request
 

@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from fleetd import limits
+from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Loading, PrefillShared, Ready, Shared, StepTime
 from fleetd.engine.supervisor import EngineProcess
@@ -43,7 +44,6 @@ from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.prefill_sharing import messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
 from fleetd.requests.prefill_sharing.planner_facts import PartOfSplit
-from fleetd.requests.prefill_sharing.views import PlanQuestion, PlanView
 from fleetd.requests.request import Request
 from fleetd.requests.request_trace import share_steps
 

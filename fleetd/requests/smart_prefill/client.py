@@ -24,6 +24,8 @@ from fleetd.compression.history import Aged, History, still_serves
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.select import select
 from fleetd.compression.selection import Selection
+from fleetd.control.prefill_plan import OptionView, PlanView
+from fleetd.control.smart_prefill_result import Form, SmartPrefillResult
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Finished, Loading, Ready
 from fleetd.errors import FleetError
@@ -36,7 +38,6 @@ from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, prompt_t
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.placement import THIS_NODE, Placement
 from fleetd.requests.ports import MetricsPort
-from fleetd.requests.prefill_sharing.views import OptionView, PlanView
 from fleetd.requests.request import Request
 from fleetd.requests.request_trace import smart_options
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
@@ -46,7 +47,7 @@ from fleetd.requests.smart_prefill.compression_job import (
     CompressionService,
     kept_share,
 )
-from fleetd.requests.smart_prefill.views import Form, SkipCompression, SmartPrefillResult
+from fleetd.requests.smart_prefill.skip import SkipCompression
 
 log = get_logger("fleetd.compression")
 
