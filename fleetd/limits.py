@@ -111,7 +111,7 @@ PAIRING_WINDOW_S = 300.0
 # Looking on the network for the machine that shows a code.
 PAIRING_SEARCH_S = 15.0
 # Connections to an open window: one is the right one, the others cost memory.
-PAIRING_VISITORS = 8
+PAIRING_CONNECTIONS = 8
 # A hello with its certificate takes half a kilobyte; records travel in as many messages as they need.
 PAIRING_FRAME_BYTES = 16 * KIB
 # From one message of the other program to its next; the slowest step is two point multiplications in Python.
@@ -381,15 +381,15 @@ LINK_TRANSFER_BYTES = MIB
 
 # ---- Fleet: discovery ------------------------------------------------------------------------------------
 # Machines remembered from mDNS: as many as a fleet may have members, and a flood cannot fill the memory.
-SIGHTINGS = 64
+DISCOVERED_PEERS = 64
 # Claims acted upon, each of which may lead to dials; at once, those of a whole fleet that is switched on.
-SIGHTINGS_PER_S = 20
-SIGHTINGS_AT_ONCE = 128
+CLAIMS_PER_S = 20
+CLAIMS_AT_ONCE = 128
 # The longest string that a TXT record can hold.
-SIGHTING_TEXT_BYTES = 255
+CLAIM_TEXT_BYTES = 255
 # How often the network is asked for machines; one is forgotten after three questions without an answer.
 DISCOVERY_ASK_S = 60.0
-SIGHTING_TTL_S = 200.0
+DISCOVERED_TTL_S = 200.0
 # A new cable or another Wi-Fi is noticed within this time.
 DISCOVERY_REFRESH_S = 5.0
 # Where multicast does not work: tried again, less and less often.

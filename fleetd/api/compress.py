@@ -2,8 +2,8 @@
 
     prompt | messages ──► Document ──► scored, selected ──► the same with less in it, and which of it was kept
 
-Unlike a request that is answered, this one has nothing to fall back to: no compressor is an error here. That
-nothing should be left out is an answer: ``declined`` says why.
+A chat request without a compressor runs with its whole prompt; here that is an error. If nothing should be
+left out, the text comes back whole and ``declined`` says why.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fleetd.requests.smart_prefill.skip import SkipCompression
 class CompressBody(msgspec.Struct, frozen=True, kw_only=True):
     """Either ``prompt`` or ``messages``. Fields that are left out have this machine's defaults.
 
-    ``question``: what a ``prompt`` is read for, where that does not stand in it. It is no part of the answer.
+    ``question``: what a ``prompt`` is read for, if the prompt does not say so. The answer leaves it out.
     """
 
     prompt: Annotated[str, Meta(min_length=1)] | None = None
@@ -82,11 +82,11 @@ async def compress(request: web.Request) -> web.StreamResponse:
         "X-SmartPrefill-Original-Tokens": str(reply.usage.original_tokens),
         "X-SmartPrefill-Compressed-Tokens": str(reply.usage.compressed_tokens),
     }
-    return web.Response(body=msgspec.json.encode(reply), content_type="application/json", headers=headers)
+    return http_body.json_answer(reply, headers=headers)
 
 
 def _document(body: CompressBody) -> tuple[Document, list[dict[str, Any]] | None]:
-    """What is to be cut, and the messages if it is messages."""
+    """The document to shorten, and its messages if the body has any."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidValue("Give either prompt or messages.", param="prompt")
     if body.messages is not None:
@@ -134,7 +134,7 @@ def _reply(
 ) -> Compression:
     selection, found = passage.selection, passage.document
     if selection is None:
-        raise NoMachine("Nobody selected anything.")
+        raise NoMachine("No selection was made.")
     kept = [KeptSpan(index, list(spans)) for index, spans in enumerate(selection.kept)]
     texts = elide.texts(found, selection)
     return Compression(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import hdrs, web
 
 from fleetd import limits
+from fleetd.api.body import json_answer
 from fleetd.api.context import SERVICES
-from fleetd.api.openai.models import json
 from fleetd.api.openai.objects import EngineHealth, Health
 from fleetd.control.daemon_status import DaemonStatus
 
@@ -26,7 +25,7 @@ def judge(status: DaemonStatus) -> Health:
             return Health("stalled", reason, engines)
     if not status.ready:
         return Health("starting", "The daemon is starting.", engines)
-    # A model that is loading, or failed to load, does not stop others from being served: said, not judged.
+    # A model that is loading, or failed to load, does not stop others from being served: the status stays.
     reasons = [
         f"{engine.model} is {engine.state}."
         for engine in status.engines
@@ -39,18 +38,13 @@ async def ready(request: web.Request) -> web.StreamResponse:
     """200 when a request would be served, 503 with the reason when it would not."""
     health = judge(request.app[SERVICES].status())
     if health.status == "ok":
-        return json(health)
-    return web.Response(
-        status=503,
-        body=msgspec.json.encode(health),
-        content_type="application/json",
-        headers={hdrs.RETRY_AFTER: _RETRY_AFTER_S},
-    )
+        return json_answer(health)
+    return json_answer(health, status=503, headers={hdrs.RETRY_AFTER: _RETRY_AFTER_S})
 
 
 async def live(_request: web.Request) -> web.StreamResponse:
     """The process runs and its loop turns; that is all, so it needs no token."""
-    return json(Health("ok"))
+    return json_answer(Health("ok"))
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:

@@ -6,7 +6,7 @@ import asyncio
 import random
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +18,8 @@ from msgspec.structs import replace as replace_fields
 
 from fleetd import errors
 from fleetd.api.app import build_app, make_runner
+from fleetd.api.route_entry import Route
+from fleetd.api.routes import ALL_ROUTES
 from fleetd.api.services import Services
 from fleetd.compression.selection import Selection
 from fleetd.control import fleet_view, pairing_events
@@ -378,9 +380,9 @@ class Site:
 
 
 @asynccontextmanager
-async def serve(given: Services) -> AsyncIterator[Site]:
+async def serve(given: Services, routes: Sequence[Route] = ALL_ROUTES) -> AsyncIterator[Site]:
     """On TCP, as strangers see it."""
-    runner = make_runner(build_app(given), trusted=False)
+    runner = make_runner(build_app(given, routes), trusted=False)
     await runner.setup()
     try:
         sock = socket.create_server(("127.0.0.1", 0), backlog=1024)

@@ -14,8 +14,8 @@ import pytest
 from api_fakes import FakeFleet, frames, serve, serve_unix, services
 
 from fleetd import errors, limits
-from fleetd.api.control import peers
 from fleetd.api.disabled_fleet import DisabledFleet
+from fleetd.api.routes import FLEET
 from fleetd.control.fleet_view import FleetView
 from fleetd.control.pairing_events import CodeShown, Meeting, Paired, Searching, WrongCode
 
@@ -172,7 +172,7 @@ async def test_text_at_its_bound_and_past_it(
     await post(session, "unpair", {"peer": "x" * (limits.CONTROL_TEXT_CHARS + over)}, expected)
 
 
-@pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, _ in peers.ROUTES])
+@pytest.mark.parametrize(("method", "path"), [(route.method, route.path) for route in FLEET])
 async def test_a_stranger_with_the_token_cannot_control_the_fleet(
     fleet: FakeFleet, method: str, path: str
 ) -> None:
