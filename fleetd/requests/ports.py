@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -12,7 +11,6 @@ from fleetd.engine.protocol import Timings, Usage
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.requests.placement import Member
 
 
 class FleetPort(Protocol):
@@ -20,7 +18,6 @@ class FleetPort(Protocol):
 
     @property
     def node_id(self) -> str: ...
-    def machines(self) -> Iterable[Member]: ...
     def request(self, node_id: str, method: str, body: bytes) -> PeerStream: ...
     async def ask(self, node_id: str, method: str, body: bytes, *, within_s: float) -> bytes: ...
     def expect(self) -> AbstractContextManager[Expected]: ...

@@ -33,9 +33,10 @@ from fleetd.engine.protocol import (
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
 from fleetd.plan.prefill.choice import PlanChoice
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import Exactness, Job, Planned
-from fleetd.requests.placement import THIS_NODE, Placement
+from fleetd.requests.placement import Placement
 from fleetd.requests.ports import MetricsPort
 
 if TYPE_CHECKING:  # what steps keep here; they import this module

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 from fleetd import limits
 from fleetd.control.daemon_status import RequestCounts
@@ -42,11 +43,13 @@ from fleetd.ledger import Ledger, Reservation
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests import remote
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
+from fleetd.requests.members import Members
 from fleetd.requests.pipeline import Pipeline
-from fleetd.requests.placement import THIS_NODE, Placement, Placer, canonical
+from fleetd.requests.placement import Placement, Placer, canonical
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.pulls import ModelSource, Pulls
@@ -77,6 +80,7 @@ class Runner:
         smart: shortens prompts that ask for it; without, they are read whole.
         drafting: finds drafters for answers that are decoded here.
         speeds: told what each answer that was computed here took.
+        members: told which machine answered.
         record: keeps what came of a request (``traces.Traces.record``).
     """
 
@@ -95,6 +99,7 @@ class Runner:
         smart: SmartPrefill | None = None,
         drafting: DrafterService | None = None,
         speeds: ModelSpeeds | None = None,
+        members: Members | None = None,
         record: Callable[[Trace], None] = lambda trace: None,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -112,6 +117,7 @@ class Runner:
         steps = [step for step in (sharing, drafting, smart) if step is not None]
         self._pipeline = Pipeline(steps, record, monotonic=monotonic)
         self._speeds = speeds or ModelSpeeds()
+        self._members = members or Members()
         self._monotonic = monotonic
         self._now = now
         self._open = 0
@@ -179,8 +185,7 @@ class Runner:
                             self._metrics.plan(event.kind, "fallback" if event.reason else "only")
                         told = event
                     if isinstance(event, Finished):
-                        if self._placing is not None:
-                            self._placing.computed(request.placement.node_id, model.name, request.job)
+                        self._members.answered(request.placement.node_id, model.name, request.job)
                         # Settled before it is passed on: the client may not read on after the last event.
                         break
                     yield event
@@ -230,9 +235,8 @@ class Runner:
         """Where the events of this attempt come from."""
         placement, folder = request.placement, request.folder_here
         if placement.node_id != THIS_NODE and self._placing is not None:
-            others, node_id = self._placing.others, placement.node_id
             return remote.run(
-                lambda method, body: others.request(node_id, method, body),
+                partial(self._placing.request, placement.node_id),
                 request.job,
                 request.model.name,
                 placement.digest,
@@ -266,6 +270,8 @@ class Runner:
         """To another machine. Raises FleetError where none is left."""
         placement = request.placement
         error = _of(failure, placement)
+        if self._placing is not None:
+            self._placing.failed(placement.node_id, failure)
         tried.add(placement.node_id)
         if request.answering or isinstance(error, _DETERMINISTIC) or len(tried) >= limits.ATTEMPTS:
             raise error from failure

@@ -33,10 +33,9 @@ from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill.split import Split
-from fleetd.plan.route import USABLE
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
-from fleetd.requests.placement import Member
+from fleetd.requests.members import Member
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.server import AssistServer
 
@@ -188,7 +187,7 @@ class HomePartners:
         self.node = node
         self.helpers = helpers
         self.fields: dict[str, Any] = {
-            "reach": USABLE,
+            "unusable": "",
             "sees_prompts": True,
             "rtt_s": 0.001,
             "bytes_per_s": 1e9,

@@ -38,6 +38,7 @@ from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import Job, Planned
+from fleetd.requests.members import Members
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import compression_job
 from fleetd.requests.smart_prefill.client import SmartPrefill
@@ -94,9 +95,10 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
     def make(**fields: Any) -> Home:
         pool, found, speeds = ScoringPool(**fields), models("m", "smollm2-135m"), ModelSpeeds()
         traces: list[Trace] = []
+        members = Members()
         scoring = SegmentScoring(pool, None, monotonic=time.monotonic)
-        compressing = CompressionService(scoring, Scorers(pool, found, speeds), ledger)
-        smart = SmartPrefill(compressing, pool, metrics)
+        compressing = CompressionService(scoring, Scorers(pool, found, speeds, members), ledger)
+        smart = SmartPrefill(compressing, members, pool, metrics)
         runner = Runner(
             pool=pool,
             models=found,
@@ -106,6 +108,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
             embedded=lambda ref: None,
             smart=smart,
             speeds=speeds,
+            members=members,
             record=traces.append,
         )
         return Home(runner, pool, found, store, metrics, speeds, smart, traces)
@@ -451,7 +454,7 @@ async def test_the_next_request_does_not_lose_the_time_again(
     assert (await this.told(chat())).code == "no_compressor"
     assert len(this.pool.scores) == 1
     # It is tried anew once that has passed.
-    monkeypatch.setattr(limits, "SHARE_PENALTY_S", 0.0)
+    monkeypatch.setattr(limits, "BACKOFF_S", 0.0)
     this = home(trouble=[asyncio.Event()])
     assert (await this.told(chat())).code == "timeout"
     monkeypatch.setattr(limits, "SMART_SCORE_S", WITHIN_S)

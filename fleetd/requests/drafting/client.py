@@ -13,9 +13,8 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -30,16 +29,14 @@ from fleetd.models import names
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
-from fleetd.p2p.membership.cards import ModelCard
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.plan.route import USABLE
-from fleetd.requests.backoff import PeerBackoff
 from fleetd.requests.concurrency import cancel_all
-from fleetd.requests.drafting import messages, plan_view
-from fleetd.requests.drafting.plan_view import DRAFTER
-from fleetd.requests.job import THIS_NAME, Job
+from fleetd.requests.drafting import drafters, messages
+from fleetd.requests.drafting.drafters import DRAFTER, DrafterCandidate, Where
+from fleetd.requests.job import Job
+from fleetd.requests.members import Members
 from fleetd.requests.pipeline import PipelineStep
-from fleetd.requests.placement import Member, canonical
+from fleetd.requests.placement import canonical
 from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.prefill_sharing.agreement import require_message
 from fleetd.requests.remote import own_id, said_by
@@ -49,7 +46,6 @@ log = get_logger("fleetd.drafting")
 
 # The stream's name, as the workers know it (``engine.speculation.draft_wire.DRAFTS``).
 DRAFTS = "drafts"
-Where = Literal["auto", "here", "peers"]
 # Tokens ahead of the text where drafter and verifier share one accelerator: there is no round trip to hide,
 # and what is drafted in vain takes its time from the verifier.
 _BESIDE_TOKENS = 8
@@ -57,22 +53,6 @@ _BESIDE_TOKENS = 8
 _LEAST_TOKENS = 8
 # A drafter's own account comes when it sees the stream end, or not at all.
 _ACCOUNT_S = 2.0
-# From here on a round trip is longer than most texts stay as they were drafted for.
-_NEAR_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class DrafterCandidate:
-    """Who could draft. ``node_id`` "" is this machine."""
-
-    node_id: str
-    name: str
-    model: str
-    digest: str = ""
-
-    @property
-    def where(self) -> Literal["here", "peer"]:
-        return "peer" if self.node_id else "here"
 
 
 class DrafterService(PipelineStep):
@@ -81,20 +61,19 @@ class DrafterService(PipelineStep):
     Args:
         partners: None for a machine without a fleet.
         model: what drafts where a request does not say; "" for none.
-        local_only: by the settings, no prompt leaves this machine.
         remembers: workers here draft from past answers as well.
     """
 
     def __init__(
         self,
         partners: FleetPort | None,
+        members: Members,
         pool: EnginePool,
         models: ModelStore,
         metrics: MetricsPort,
         *,
         model: str = "",
         where: Where = "auto",
-        local_only: bool = False,
         remembers: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -102,11 +81,10 @@ class DrafterService(PipelineStep):
         self.pool = pool
         self.metrics = metrics
         self.monotonic = monotonic
-        self.penalties = PeerBackoff()
+        self.members = members
         self._models = models
         self._model = model
         self._where = where
-        self._local_only = local_only
         self._remembers = remembers
         self._running: set[asyncio.Task[None]] = set()
 
@@ -155,12 +133,12 @@ class DrafterService(PipelineStep):
         if facts is None:
             return view
         model = canonical(self._model) if facts.vocabulary else ""
-        drafters = [
-            candidate.name if candidate.node_id else THIS_NAME
+        able = [
+            candidate.name
             for candidate in (self.candidates(folder.name, model, shareable=True) if model else ())
             if candidate.node_id or await self._is_here(model, besides=folder.name)
         ]
-        drafts = plan_view.view(facts, view.prompt_tokens, model, drafters, remembers=self._remembers)
+        drafts = drafters.view(facts, view.prompt_tokens, model, able, remembers=self._remembers)
         return msgspec.structs.replace(view, drafts=drafts)
 
     async def _is_here(self, model: str, *, besides: str) -> bool:
@@ -172,38 +150,9 @@ class DrafterService(PipelineStep):
     # ---- who is asked ------------------------------------------------------------------------------------
 
     def candidates(self, target: str, model: str, *, shareable: bool) -> list[DrafterCandidate]:
-        """Who to ask, in this order.
-
-        A machine that has the model loaded, is near and has nothing else to do comes first: its drafts take
-        nothing from the model that verifies them. A model does not draft for itself in one worker.
-        """
-        here = [DrafterCandidate("", "this machine", model)] if model != target else []
-        if self._where == "here":
-            return here
-        peers = sorted(self._peers(model, shareable=shareable), key=lambda found: found[0])
-        first = [candidate for (busy, far, cold, _), candidate in peers if not (busy or far or cold)]
-        rest = [candidate for _, candidate in peers if candidate not in first]
-        return [*first, *rest] if self._where == "peers" else [*first, *here, *rest]
-
-    def _peers(
-        self, model: str, *, shareable: bool
-    ) -> Iterable[tuple[tuple[bool, bool, bool, float], DrafterCandidate]]:
-        if self.partners is None or self._local_only or not shareable:
-            return
-        now_s = self.monotonic()
-        for machine in self.partners.machines():
-            card, held = machine.card, _held(machine, model)
-            if (
-                machine.reach != USABLE
-                or not machine.sees_prompts
-                or card.draining
-                or held is None
-                or self.penalties.reason(card.node_id, now_s)
-            ):
-                continue
-            busy, cold = card.running + card.waiting > 0, held.state != "loaded"
-            order = busy, machine.rtt_s > _NEAR_S, cold, machine.rtt_s
-            yield order, DrafterCandidate(card.node_id, machine.name, held.name, held.digest)
+        """The machines to ask, in this order."""
+        others = self.members.others("draft") if shareable else []
+        return drafters.candidates(others, target, model, self._where)
 
     async def resolve(self, model: str) -> ModelFolder:
         """Raises ModelNotFound."""
@@ -234,7 +183,7 @@ class DraftRun:
         """Who drafts, once there is a drafter."""
         if (found := self.drafter) is None:
             return None
-        return DrafterView(found.model, found.name if found.node_id else THIS_NAME)
+        return DrafterView(found.model, found.name)
 
     def close(self) -> None:
         """The answer has ended; the drafter notices by its stream, and in any case by this."""
@@ -264,7 +213,7 @@ class DraftRun:
                 return
             else:
                 outcome = "done"
-                self._drafting.penalties.succeeded(candidate.node_id)
+                self._drafting.members.succeeded(candidate.node_id, "draft")
                 return
             finally:
                 self._drafting.metrics.drafter(candidate.where, outcome)
@@ -279,8 +228,7 @@ class DraftRun:
             reason=error.message,
         )
         if candidate.node_id and isinstance(error, PeerError):
-            drafting = self._drafting
-            drafting.penalties.failed(candidate.node_id, error.code, drafting.monotonic())
+            self._drafting.members.failed(candidate.node_id, "draft", error)
 
     async def _here(self, candidate: DrafterCandidate, vocabulary: str) -> None:
         folder = await self._drafting.resolve(candidate.model)
@@ -329,11 +277,6 @@ class DraftRun:
 
     async def _give(self, sock: socket.socket, key: bytes, role: Literal["connector", "acceptor"]) -> None:
         await self._engine.give_stream(StreamTag(self._job.request.id, DRAFTS, key, role), sock)
-
-
-def _held(machine: Member, model: str) -> ModelCard | None:
-    """The model on that machine, once its files are hashed."""
-    return next((held for held in machine.card.models if held.name == model and held.digest), None)
 
 
 # ---- what both the machine that answers and one that drafts for others do --------------------------------

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -27,16 +26,17 @@ from fleetd.compression.selection import Selection
 from fleetd.control.prefill_plan import OptionView, PlanView
 from fleetd.control.smart_prefill_result import Form, SmartPrefillResult
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import Accepted, Event, Finished, Loading, Ready
+from fleetd.engine.protocol import Accepted, Event, Loading, Ready
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
-from fleetd.plan.affinity import Affinity, chain
 from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPrefillQuestion
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, prompt_text
+from fleetd.requests.members import Members
 from fleetd.requests.pipeline import PipelineStep
-from fleetd.requests.placement import THIS_NODE, Placement
+from fleetd.requests.placement import Placement
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.request import Request
 from fleetd.requests.request_trace import smart_options
@@ -72,6 +72,7 @@ class SmartPrefill(PipelineStep):
     def __init__(
         self,
         compressing: CompressionService,
+        members: Members,
         pool: EnginePool,
         metrics: MetricsPort,
         *,
@@ -84,9 +85,7 @@ class SmartPrefill(PipelineStep):
         self._best_s = best_s
         self._monotonic = monotonic
         self._history = History()
-        # What is in prefix caches, of conversations that asked for smart prefill.
-        self._affinity = Affinity()
-        self._key = os.urandom(16)
+        self._affinity = members.affinity
 
     # ---- one request -------------------------------------------------------------------------------------
 
@@ -210,11 +209,6 @@ class SmartPrefill(PipelineStep):
             return event
         if isinstance(event, Accepted) and request.smart.form == "sparse":
             self._accepted(request, request.smart, event)
-        job = request.job
-        if isinstance(event, Finished) and job.request.keep is None:
-            # The next turn of the conversation finds its beginning there.
-            links = chain(job.prompt_text, self._key)
-            self._affinity.computed(request.placement.node_id, job.model, links)
         return event
 
     def _accepted(self, request: Request, told: SmartPrefillResult, event: Accepted) -> None:
@@ -317,8 +311,8 @@ class SmartPrefill(PipelineStep):
         """What reading all of it would take, what is cached already counted."""
         ratio = self._computed(form, target, tokens, ratio)
         node_id = target.choice.node_id
-        links = chain(prompt_text(smart_prompt.plain(job.request)), self._key)
-        cached = self._affinity.cached_chars(node_id, job.model, links) // CHARS_PER_TOKEN
+        links = self._affinity.links(prompt_text(smart_prompt.plain(job.request)))
+        cached = self._affinity.cached_chars(node_id, target.name, links) // CHARS_PER_TOKEN
         weights_bytes = target.folder.weights_bytes if target.folder is not None else 0
         speed = self.compressing.scorers.speed_at(node_id, target.name)
         if speed is None:
