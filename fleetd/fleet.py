@@ -41,7 +41,7 @@ class ClockReading(msgspec.Struct, frozen=True):
 
 
 class Fleet:
-    """What fleetctl asks of the fleet, and how requests reach its other machines."""
+    """What fleetctl asks of this machine's fleet, and what requests need of other machines."""
 
     def __init__(self, node: Node, *, local_only: bool) -> None:
         self.node = node
