@@ -96,16 +96,13 @@ class SmartPrefill(PipelineStep):
         """
         request.smart = SmartPrefillResult()
         request.bill = self.compressing.bill(request.id)
-        job = self.whole(request.asked)
+        request.job = self.whole(request.asked)
         ended = False
         try:
             try:
                 async with aclosing(self._shorten(request)) as steps:
-                    async for step in steps:
-                        if isinstance(step, Loading):
-                            yield step
-                        else:
-                            job = step
+                    async for progress in steps:
+                        yield progress
             except SkipCompression as skip:
                 self._skip(request, skip.code, skip.reason)
             except FleetError as error:
@@ -119,7 +116,6 @@ class SmartPrefill(PipelineStep):
             if not ended:
                 request.bill.close("cancelled")
                 request.bill = request.smart_plan = None
-        request.job = job
         log.info("smart.prepared", request=request.id, form=request.smart.form, code=request.smart.code)
 
     @staticmethod
@@ -142,7 +138,8 @@ class SmartPrefill(PipelineStep):
         score_s = told.score_s or self._monotonic() - request.arrived_s
         request.smart = msgspec.structs.replace(told, form="", code=code, reason=reason, score_s=score_s)
 
-    async def _shorten(self, request: Request) -> AsyncGenerator[Loading | Job, None]:
+    async def _shorten(self, request: Request) -> AsyncGenerator[Loading, None]:
+        """Raises SkipCompression, FleetError; then the job stays as it is."""
         job, policy = request.asked, request.asked.smart
         if policy is None or request.bill is None:
             raise SkipCompression("failed", "Nothing was asked for.")
@@ -185,7 +182,7 @@ class SmartPrefill(PipelineStep):
             compressed_tokens=selection.text_tokens if form == "text" else selection.kept_tokens,
             score_s=self._monotonic() - request.arrived_s,
         )
-        yield replace(job, request=shortened)
+        request.job = replace(job, request=shortened)
 
     def _check(self, job: Job, passage: CompressionJob, policy: SmartPrefillPolicy) -> Selection:
         """The selection, if it leaves something out and keeps something. Raises SkipCompression.
