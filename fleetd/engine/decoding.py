@@ -15,7 +15,7 @@ Everything runs on the compute thread. What goes wrong in one answer's text fail
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,8 +24,9 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from fleetd import limits
+from fleetd.engine.failures import require
 from fleetd.engine.logprobs import Logprobs
-from fleetd.engine.memory import KvBudget
+from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import FinishReason, Report
 from fleetd.engine.sampling import (
@@ -45,9 +46,6 @@ from fleetd.engine.speculation.sources import DraftSource
 from fleetd.engine.speculation.speculation import SequenceDrafts, WorkerSpeculation
 from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
 
-# KV is promised to an answer in steps of this many tokens, as it grows: most answers are far shorter than
-# the context would allow, and promising all of that up front would let one chat fill the memory.
-GROWTH_TOKENS = 512
 # Moving costs a copy of the KV: nobody moves out of the batch before so many steps with the same answers in
 # it, nor into it for want of drafts before so many passes without any.
 SETTLED_TOKENS, IDLE_PASSES = 8, 32
@@ -97,14 +95,14 @@ class Decoding:
     fail: Callable[[ScheduledSequence, Exception], None]
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speculation: WorkerSpeculation | None = None
+    rounds: Rounds = field(default_factory=Rounds)
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._batch: dict[int, DecodingSequence] = {}
-        self._apart: list[DecodingSequence] = []
+        self.batch: dict[int, DecodingSequence] = {}
+        self.apart: list[DecodingSequence] = []
         # Steps of the batch since it changed.
         self._settled = 0
-        self._rounds = Rounds()
         # By request, of answers that run and of those that are still being prefilled.
         self._sources: dict[str, list[DraftSource]] = {}
         self._ends = frozenset(int(t) for t in self.tokenizer.eos_token_ids)
@@ -120,8 +118,35 @@ class Decoding:
         )
 
     def __len__(self) -> int:
-        """Answers being decoded."""
-        return len(self._batch) + len(self._apart)
+        """Sequences being decoded."""
+        return len(self.batch) + len(self.apart)
+
+    @property
+    def sequences(self) -> list[ScheduledSequence]:
+        return [running.answer for running in self._all]
+
+    @property
+    def _all(self) -> list[DecodingSequence]:
+        return [*self.batch.values(), *self.apart]
+
+    def validate(self, known: Collection[str]) -> None:
+        """Check what must hold between two turns, given the ids of all sequences. For tests."""
+        require(set(self._sources) <= set(known), f"sources are left of {set(self._sources) - set(known)}")
+        for uid, running in self.batch.items():
+            require(running.uid == uid and running.row is None, f"{running.answer.id} is in two places")
+        for running in self.apart:
+            row = running.row
+            require(row is not None and row.tokens is running.tokens, f"{running.answer.id} has no row")
+            if row is not None:
+                require(rollback.held(row.cache) == len(row.tokens) - 1, "a row's cache has other tokens")
+        for running in self._all:
+            answer = running.answer
+            tokens = len(answer.prepared.tokens) + answer.generated
+            require(
+                len(running.tokens) == tokens, f"{answer.id} has {len(running.tokens)} of {tokens} tokens"
+            )
+            require(answer.generated <= answer.max_tokens, f"{answer.id} is longer than it may be")
+            require(answer.held <= answer.promised, f"{answer.id} holds more memory than was promised")
 
     def close(self) -> None:
         for request_id in list(self._sources):
@@ -177,9 +202,9 @@ class Decoding:
     def turn(self) -> None:
         """A token for every answer, or several."""
         self._arrange()
-        if self._apart:
+        if self.apart:
             self._turn_apart()
-        elif self._batch:
+        elif self.batch:
             self._turn_together()
 
     def leave(self, answer: ScheduledSequence) -> None:
@@ -201,22 +226,21 @@ class Decoding:
         self.prefix.store(tokens, cache, answer.namespace)
 
     def _running(self, request_id: str) -> DecodingSequence | None:
-        every = [*self._batch.values(), *self._apart]
-        return next((running for running in every if running.answer.id == request_id), None)
+        return next((running for running in self._all if running.answer.id == request_id), None)
 
     # ---- who is where ----------------------------------------------------------------------------------
 
     def _arrange(self) -> None:
         """Everybody apart, or everybody in the batch."""
-        if self._apart and (self._batch or self._joins()):
-            self._rounds.ended()
-            rows = [(running, running.row.cache) for running in self._apart if running.row is not None]
-            self._apart = []
+        if self.apart and (self.batch or self._joins()):
+            self.rounds.ended()
+            rows = [(running, running.row.cache) for running in self.apart if running.row is not None]
+            self.apart = []
             for running, cache in rows:
                 running.row = None
                 self._insert(running, cache)
-        elif self._batch and self._settled >= SETTLED_TOKENS and self._parts():
-            for running in list(self._batch.values()):
+        elif self.batch and self._settled >= SETTLED_TOKENS and self._parts():
+            for running in list(self.batch.values()):
                 _, cache = self._out_of_batch(running)
                 # The batch has computed the last token; here that is what the next pass begins with.
                 rollback.take_back(cache, 1)
@@ -224,20 +248,20 @@ class Decoding:
 
     def _joins(self) -> bool:
         """Whether those who are apart are better off in the batch."""
-        if any(running.row is None or self._room(running, running.row.cache) < 2 for running in self._apart):
+        if any(running.row is None or self._room(running, running.row.cache) < 2 for running in self.apart):
             return True
-        if len(self._apart) > 1:
-            return self._rounds.losing
-        (alone,) = self._apart
+        if len(self.apart) > 1:
+            return self.rounds.losing
+        (alone,) = self.apart
         without = self.speculation is not None and self.speculation.computes_ahead
         return without and alone.drafting is not None and alone.drafting.idle >= IDLE_PASSES
 
     def _parts(self) -> bool:
         """Whether those who are in the batch are better off apart: drafts of all must be worth the move."""
-        if not self._may_return or (len(self._batch) > 1 and self._rounds.resting):
+        if not self._may_return or (len(self.batch) > 1 and self.rounds.resting):
             return False
         promises = []
-        for running in self._batch.values():
+        for running in self.batch.values():
             drafting = running.drafting
             if drafting is None or self._room(running, self._empty) < 2:
                 return False
@@ -245,7 +269,7 @@ class Decoding:
             if len(draft.tokens) < LEAST_DRAFTS:
                 return False
             promises.append(drafting.promise(draft))
-        return len(promises) == 1 or self._rounds.worth(promises)
+        return len(promises) == 1 or self.rounds.worth(promises)
 
     def _insert(self, running: DecodingSequence, cache: list[Any]) -> None:
         """Into the batch, which copies ``cache``."""
@@ -261,7 +285,7 @@ class Decoding:
             logits_processors=[running.processors],
             stop_sequences=[self._stop_tokens],
         )
-        self._batch[running.uid] = running
+        self.batch[running.uid] = running
         self._settled = 0
 
     def _begin_apart(self, running: DecodingSequence, cache: list[Any]) -> None:
@@ -274,17 +298,17 @@ class Decoding:
             running.processors,
             running.answer.generated,
         )
-        self._apart.append(running)
+        self.apart.append(running)
 
     def _out_of_batch(self, running: DecodingSequence) -> tuple[list[int], list[Any]]:
-        del self._batch[running.uid]
+        del self.batch[running.uid]
         self._settled = 0
         cache, tokens = self._generator.remove([running.uid], return_prompt_caches=True)[running.uid]
         return tokens, cache
 
     def _left(self, running: DecodingSequence, tokens: list[int], cache: list[Any]) -> None:
-        if running in self._apart:
-            self._apart.remove(running)
+        if running in self.apart:
+            self.apart.remove(running)
             running.row = None
         answer, drafting = running.answer, running.drafting
         if drafting is not None:
@@ -310,14 +334,14 @@ class Decoding:
         begun = time.monotonic()
         passes = [
             self._pass(running, running.row, running.drafting)
-            for running in self._apart
+            for running in self.apart
             if running.row is not None and running.drafting is not None
         ]
         now = time.monotonic()
         step_s = None
         if len(passes) > 1:
-            self._rounds.took({p.running.answer.id: len(p.chosen) for p in passes}, now - begun)
-            step_s = self._rounds.step_s(len(passes))
+            self.rounds.took({p.running.answer.id: len(p.chosen) for p in passes}, now - begun)
+            step_s = self.rounds.step_s(len(passes))
         for p in passes:
             saved_s = None if step_s is None else len(p.chosen) * step_s - (now - begun)
             p.drafting.verified(p.draft, [c.token for c in p.chosen], p.seconds, saved_s)
@@ -369,14 +393,14 @@ class Decoding:
         now = time.monotonic()
         self.steps += 1
         # The first step of a batch that has changed also builds its caches.
-        if self._settled and len(responses) == len(self._batch):
-            self._rounds.stepped(len(responses), now - begun)
+        if self._settled and len(responses) == len(self.batch):
+            self.rounds.stepped(len(responses), now - begun)
         self._settled += 1
         # The batch may only change once all of its tokens are taken.
         stopped: list[ScheduledSequence] = []
         broken: list[tuple[ScheduledSequence, Exception]] = []
         for response in responses:
-            running = self._batch[response.uid]
+            running = self.batch[response.uid]
             answer = running.answer
             ended, left = response.finish_reason == "stop", response.finish_reason is not None
             _count(answer, now)
@@ -384,7 +408,7 @@ class Decoding:
             if running.drafting is not None:
                 running.drafting.came(response.token)
             if left:
-                del self._batch[response.uid]
+                del self.batch[response.uid]
                 self._settled = 0
                 self._left(running, response.all_tokens, response.prompt_cache)
             try:

@@ -20,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import KVCache
 
+from fleetd.engine.failures import require
+
 DENSE = "dense"
 # Another accelerator had a part in it: no answer that is to be exact rests on these.
 PLAN = "plan"
@@ -114,6 +116,12 @@ class PrefixCache:
 
     def _drop(self, key: int) -> None:
         self.nbytes -= self._entries.pop(key).nbytes
+
+    def validate(self) -> None:
+        """Check the bounds and the count of bytes."""
+        require(self.nbytes == sum(entry.nbytes for entry in self._entries.values()), "bytes are miscounted")
+        require(self.nbytes <= self.max_bytes, f"{self.nbytes} of {self.max_bytes} bytes are kept")
+        require(len(self._entries) <= self.max_entries, f"{len(self._entries)} entries are kept")
 
     def __len__(self) -> int:
         return len(self._entries)

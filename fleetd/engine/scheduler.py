@@ -15,30 +15,30 @@ Everything here runs on one thread. Requests and commands arrive through a queue
 
 from __future__ import annotations
 
+import socket
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
+import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
-from fleetd import limits
 from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.chunk_size import Chunks
-from fleetd.engine.decoding import GROWTH_TOKENS, Decoding
-from fleetd.engine.failures import failed
-from fleetd.engine.inbox import Inbox, Stop
+from fleetd.engine.compute_loop import ComputeLoop
+from fleetd.engine.decoding import Decoding
+from fleetd.engine.failures import failed, require
+from fleetd.engine.inbox import Item
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
-from fleetd.engine.memory import KvBudget
+from fleetd.engine.memory import GROWTH_TOKENS
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import (
     Accepted,
-    AssistPrefill,
     Cancel,
     ChatPrompt,
     Delta,
@@ -49,23 +49,19 @@ from fleetd.engine.protocol import (
     PrefillAlone,
     PrefillShared,
     Profile,
-    Remember,
-    Report,
+    StreamTag,
 )
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.score_guests import ScoreGuests
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
 from fleetd.engine.sequence import ScheduledSequence
-from fleetd.engine.shared_prefill.helper_guests import HelperGuests
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
-from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.shared_prefill.shared_prompts import SharedAnswers
+from fleetd.engine.shared_prompts import SharedPrompts
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading, leading_cache
 from fleetd.engine.speculation.draft_guests import DraftGuests
 from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.engine.speculation.remote_source import RemoteSource
 from fleetd.engine.speculation.speculation import WorkerSpeculation
-from fleetd.engine.steppable import wait_s
 from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import ContextLengthExceeded
 
@@ -73,42 +69,54 @@ from fleetd.errors import ContextLengthExceeded
 PATIENCE_TURNS = 16
 
 
-@dataclass
-class Scheduler:
-    """See the module. ``context_tokens`` bounds prompt plus answer; ``sharable`` is None where no machine can
-    help another with ``model``, ``sparse`` where all of a prompt must be computed. ``vocab_size``: token ids
-    that the model can take; 0 where it neither drafts nor takes drafts from others. ``drafts`` holds streams
-    of drafts, ``streams`` all others; ``profile`` is where that of the model is found again."""
+@dataclass(kw_only=True)
+class Scheduler(ComputeLoop):
+    """See the module.
+
+    ``sparse`` is None if all of a prompt must be computed. ``vocab_size``: token ids that the model can take;
+    0 if it neither drafts nor takes drafts from others. ``profile``: where the model's scoring profile is
+    stored.
+    """
 
     model: Any
     tokenizer: Any
-    context_tokens: int
     chunks: Chunks
     max_streams: int
-    budget: KvBudget
     prefix: PrefixCache
-    emit: Callable[[Report], None]
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
-    sharable: Sharable | None = None
     sparse: Sparse | None = None
-    inbox: Inbox = field(default_factory=Inbox)
-    streams: HandedOverStreams | None = None
     speculation: WorkerSpeculation | None = None
     vocab_size: int = 0
-    drafts: HandedOverStreams | None = None
     profile: CachedResult[Profile] | None = None
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        streams = HandedOverStreams(self.inbox.wake) if self.streams is None else self.streams
-        self._shared = SharedAnswers(self.model, self.sharable, self.prefix, streams, self.emit)
-        self._assists = HelperGuests(self.sharable, self.context_tokens, self.budget, streams, self.emit)
-        self._scoring = ScoreGuests(
-            self.model, self.tokenizer, self.context_tokens, self.budget, self.emit, self.profile
+        super().__post_init__()
+        # Streams of drafts, for and from other machines; ``streams`` has all others.
+        self._draft_streams = HandedOverStreams(self.inbox.wake, eager=True)
+        self._shared = SharedPrompts(self.model, self.sharable, self.prefix, self.streams, self.emit)
+        self._scores = ScoreGuests(
+            model=self.model,
+            tokenizer=self.tokenizer,
+            context_tokens=self.context_tokens,
+            budget=self.budget,
+            emit=self.emit,
+            kept=self.profile,
         )
+        self._drafts = DraftGuests(
+            model=self.model,
+            ends=frozenset(int(token) for token in self.tokenizer.eos_token_ids),
+            context_tokens=self.context_tokens,
+            vocab_size=self.vocab_size,
+            budget=self.budget,
+            prefix=self.prefix,
+            streams=self._draft_streams,
+            emit=self.emit,
+        )
+        self.guests += [self._scores, self._drafts]
         self._waiting: list[ScheduledSequence] = []
         self._prefilling: list[ScheduledSequence] = []
-        self._decoding = Decoding(
+        self.decoding = Decoding(
             model=self.model,
             tokenizer=self.tokenizer,
             max_streams=self.max_streams,
@@ -120,125 +128,102 @@ class Scheduler:
             defaults=self.defaults,
             speculation=self.speculation,
         )
-        self._drafts = HandedOverStreams(self.inbox.wake) if self.drafts is None else self.drafts
-        self._follows = DraftGuests(
-            model=self.model,
-            ends=frozenset(int(token) for token in self.tokenizer.eos_token_ids),
-            context_tokens=self.context_tokens,
-            vocab_size=self.vocab_size,
-            budget=self.budget,
-            prefix=self.prefix,
-            streams=self._drafts,
-            emit=self.emit,
-        )
-        self._beat_at = 0.0
 
-    # ---- from other threads --------------------------------------------------------------------------
+    def put_stream(self, tag: StreamTag, sock: socket.socket) -> None:
+        (self._draft_streams if tag.name == DRAFTS else self.streams).put(tag, sock)
 
-    def tell(
-        self, command: PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Remember | Cancel
-    ) -> None:
-        self.inbox.put(command)
+    @property
+    def busy(self) -> bool:
+        """True while a sequence waits, is prefilled or decoded, or something has arrived."""
+        return bool(self._waiting or self._prefilling or self.decoding or not self.inbox.empty())
 
-    def stop(self) -> None:
-        self.inbox.put(Stop())
+    def validate(self) -> None:
+        """Check what must hold between two turns. For tests; raises AssertionError."""
+        known = [*self._waiting, *self._prefilling, *self.decoding.sequences]
+        ids = [sequence.id for sequence in known]
+        running = ids[len(self._waiting) :]
+        require(len(ids) == len(set(ids)), f"a sequence is in two places: {ids}")
+        require(len(running) <= self.max_streams, f"{len(running)} of {self.max_streams} streams are used")
+        self.budget.validate(running, [task for guests in self.guests for task in guests.ids])
+        self.prefix.validate()
+        self.decoding.validate(ids)
+        if not running and not self._occupied:
+            require(len(self.streams) == 0, "streams are left of prompts that have ended")
 
-    # ---- the loop ------------------------------------------------------------------------------------
+    # ---- the loop --------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Until ``stop``.
-
-        What goes wrong in one request's own steps fails that request. An exception from here is a bug or a
-        failing device and ends the worker.
-        """
-        while self.turn():
-            self._beat()
-        self._close()
-
-    def turn(self) -> bool:
-        """Take what has arrived, then a step of each kind of work. False once it is to stop."""
-        if not self._receive():
-            return False
+    def _compute(self) -> None:
         self._admit()
         self._attach_drafts()
-        for answer in list(self._prefilling):
-            self._shared.look(answer)
+        for sequence in list(self._prefilling):
+            self._shared.poll(sequence)
         self._prefill_turn()
-        self._assists.turn()
-        self._scoring.turn(self.chunks.size(shared=bool(self._decoding)))
-        self._follows.turn(self.chunks.size(shared=bool(self._decoding)))
-        self._decoding.turn()
-        if self._learns and not self._busy and self.speculation is not None:
-            self.speculation.learn()
-        return True
+        self._turn_guests(self._chunk_tokens)
+        self.decoding.turn()
+
+    @property
+    def _chunk_tokens(self) -> int:
+        """Tokens that one turn may compute now."""
+        return self.chunks.size(shared=bool(self.decoding))
 
     def _close(self) -> None:
-        for answer in self._prefilling:
-            self._shared.end(answer)
-        self._assists.close()
-        self._scoring.close()
-        self._follows.close()
-        self._shared.streams.close()
-        self._drafts.close()
-        self._decoding.close()
+        for sequence in self._prefilling:
+            self._shared.end(sequence)
+        super()._close()
+        self._draft_streams.close()
+        self.decoding.close()
 
     @property
-    def _busy(self) -> bool:
-        """Whether there is something to compute now."""
-        others = self._assists.visits.ready or self._follows.visits.ready or self._scoring.ready
-        return bool(self._decoding) or others or any(a.ready for a in self._prefilling)
+    def _ready(self) -> bool:
+        return bool(self.decoding) or any(s.ready for s in self._prefilling) or super()._ready
 
     @property
-    def _learns(self) -> bool:
-        return self.speculation is not None and self.speculation.learns
+    def _occupied(self) -> bool:
+        return bool(self._prefilling or self.decoding) or super()._occupied
 
-    def _receive(self) -> bool:
-        deadlines = [self._shared.due_s(answer) for answer in self._prefilling]
-        deadlines += [*self._assists.visits.deadlines, *self._follows.visits.deadlines]
-        for item in self.inbox.take(0.0 if self._busy or self._learns else wait_s(deadlines)):
-            match item:
-                case Stop():
-                    return False
-                case Cancel(request_id):
-                    self._cancelled(request_id)
-                case PrefillShared() | PrefillAlone():
-                    self._word(item)
-                case AssistPrefill():
-                    self._assists.begin(item)
-                case ScoringLayout():
-                    self._scoring.begin(item)
-                case DraftFor():
-                    self._follows.begin(item)
-                case Remember():
-                    if self.speculation is not None:
-                        self.speculation.remember(item)
-                case PreparedPrompt():
-                    self._arrived(item)
-        return True
+    def _deadlines(self) -> list[float | None]:
+        return [*(self._shared.due_s(sequence) for sequence in self._prefilling), *super()._deadlines()]
 
-    def _word(self, word: PrefillShared | PrefillAlone) -> None:
-        answer = next((a for a in self._prefilling if a.id == word.id), None)
-        if answer is None:
-            self._shared.streams.drop(word.id)
-        elif isinstance(word, PrefillShared):
-            self._shared.share(answer, word)
+    def _take(self, item: Item) -> None:
+        match item:
+            case Cancel(request_id):
+                if not self._cancel_guest(request_id):
+                    self._cancel(request_id)
+            case PrefillShared() | PrefillAlone():
+                self._decide(item)
+            case ScoringLayout():
+                self._scores.begin(item)
+            case DraftFor():
+                self._drafts.begin(item)
+            case PreparedPrompt():
+                self._begin(item)
+            case _:
+                super()._take(item)
+
+    def _decide(self, decision: PrefillShared | PrefillAlone) -> None:
+        """The daemon says how a waiting prompt is prefilled."""
+        sequence = next((s for s in self._prefilling if s.id == decision.id), None)
+        if sequence is None:
+            self.streams.drop(decision.id)
+        elif isinstance(decision, PrefillShared):
+            self._shared.share(sequence, decision)
         else:
-            self._shared.alone(answer, word.reason)
+            self._shared.alone(sequence, decision.reason)
 
     def _attach_drafts(self) -> None:
         """Give answers the streams of drafts that came for them."""
-        for request_id in self._drafts.jobs(DRAFTS):
+        for request_id in self._draft_streams.jobs(DRAFTS):
             groups = (*self._waiting, *self._prefilling)
-            answer = next((a for a in groups if a.id == request_id), None) or self._decoding.find(request_id)
+            answer = next((a for a in groups if a.id == request_id), None) or self.decoding.find(request_id)
             if answer is not None and self.vocab_size:
-                connect = partial(self._drafts.connect(request_id), DRAFTS)
+                connect = partial(self._draft_streams.connect(request_id), DRAFTS)
                 tokens, begun = answer.prepared.tokens, answer.generated > 0
-                self._decoding.attach(request_id, RemoteSource(connect, tokens, self.vocab_size, begun=begun))
-            elif request_id not in self._follows:
+                self.decoding.attach(request_id, RemoteSource(connect, tokens, self.vocab_size, begun=begun))
+            elif request_id not in self._drafts:
                 # Streams are given once a request or a Follow is accepted: this one's has ended.
-                self._drafts.drop(request_id)
+                self._draft_streams.drop(request_id)
 
-    def _arrived(self, prepared: PreparedPrompt) -> None:
+    def _begin(self, prepared: PreparedPrompt) -> None:
         request = prepared.request
         try:
             answer = self._new_answer(prepared)
@@ -312,7 +297,7 @@ class Scheduler:
 
     def _fits(self, answer: ScheduledSequence) -> bool:
         """Reserve a stream and memory. False, and nothing is reserved, where one of them lacks."""
-        free = len(self._prefilling) + len(self._decoding) < self.max_streams
+        free = len(self._prefilling) + len(self.decoding) < self.max_streams
         return free and self.budget.take(answer.id, answer.promised)
 
     def _prefill_turn(self) -> None:
@@ -337,7 +322,7 @@ class Scheduler:
         prefiller = answer.prefiller
         begun = time.monotonic()
         try:
-            tokens = prefiller.step(self.chunks.size(shared=bool(self._decoding)))
+            tokens = prefiller.step(self.chunks.size(shared=bool(self.decoding)))
         except Exception as error:
             if not isinstance(prefiller, SharedPrefill):
                 raise
@@ -404,11 +389,11 @@ class Scheduler:
         if answer.kept is not None:
             self._remember_leading(answer, answer.kept, cache)
         else:
-            self._decoding.remember(answer, prefiller.tokens[:-1], cache)
+            self.decoding.remember(answer, prefiller.tokens[:-1], cache)
         if answer.max_tokens <= 0:
             self._finish(answer, "length")
             return
-        self._decoding.begin(answer, prefiller.tokens, cache)
+        self.decoding.begin(answer, prefiller.tokens, cache)
 
     def _remember_leading(self, answer: ScheduledSequence, kept: list[int], cache: list[Any]) -> None:
         """Keep what a sparse prompt has in common with a dense one: the system prompt, as a rule."""
@@ -423,9 +408,7 @@ class Scheduler:
         self.emit(Delta(answer.id, text, tokens=0, logprobs=answer.scored.entries if answer.scored else None))
         answer.scored = None
 
-    def _cancelled(self, request_id: str) -> None:
-        if any(part.cancel(request_id) for part in (self._assists, self._follows, self._scoring)):
-            return
+    def _cancel(self, request_id: str) -> None:
         for group in (self._waiting, self._prefilling):
             for answer in group:
                 if answer.id == request_id:
@@ -433,8 +416,8 @@ class Scheduler:
                     self._abandon(answer)
                     self._finish(answer, "cancelled")
                     return
-        if (running := self._decoding.find(request_id)) is not None:
-            self._decoding.leave(running)
+        if (running := self.decoding.find(request_id)) is not None:
+            self.decoding.leave(running)
             self._finish(running, "cancelled")
 
     def _abandon(self, answer: ScheduledSequence) -> None:
@@ -447,7 +430,7 @@ class Scheduler:
             done, cache = 0, []
         self._shared.end(answer)
         if done > answer.cached:
-            self._decoding.remember(answer, answer.prepared.tokens[:done], cache)
+            self.decoding.remember(answer, answer.prepared.tokens[:done], cache)
 
     def _finish(self, answer: ScheduledSequence, reason: FinishReason) -> None:
         if reason != "cancelled":
@@ -461,49 +444,40 @@ class Scheduler:
             if answer.text.tool_calls and reason == "stop":
                 reason = "tool_calls"
         self._ended(answer)
-        self._beat_at = 0.0  # tell at once that there is less to do
+        self._heartbeat_at = 0.0  # tell at once that there is less to do
         self.emit(answer.finished(reason))
 
     def _fail(self, answer: ScheduledSequence, error: Exception) -> None:
         self._shared.end(answer)
         self._ended(answer)
-        self._beat_at = 0.0
+        self._heartbeat_at = 0.0
         self._failed(answer.id, error)
 
     def _ended(self, answer: ScheduledSequence) -> None:
         """Give back what was reserved for it."""
-        self._decoding.detach(answer.id)
+        self.decoding.detach(answer.id)
         self.budget.give_back(answer.id)
 
     def _failed(self, request_id: str, error: Exception) -> None:
         self.emit(failed(request_id, error, "The answer could not be computed"))
 
-    def _beat(self) -> None:
-        now = time.monotonic()
-        if now < self._beat_at:
-            return
-        self._beat_at = now + limits.ENGINE_BEAT_S
-        self._shared.streams.sweep()
-        self._drafts.sweep()
-        for answer in self._prefilling:
-            if not answer.ready:
-                self._show_prefill(answer, again=True)
-        helping = len(self._assists) + len(self._follows) + len(self._scoring)
-        work = bool(self._prefilling or self._decoding or helping)
-        parts = (self._decoding, self._assists, self._follows, self._scoring)
-        self.emit(
-            Heartbeat(
-                steps=self.steps + sum(part.steps for part in parts),
-                prefilling=len(self._prefilling),
-                decoding=len(self._decoding),
-                waiting=len(self._waiting),
-                assisting=helping,
-                blocked=work and not self._busy,
-                kv_bytes=self.budget.used_bytes,
-                prefix_bytes=self.prefix.nbytes,
-                prefix_entries=len(self.prefix),
-                prefix_queries=self.prefix.queries,
-                prefix_hits=self.prefix.hits,
-                memory_bytes=mx.get_active_memory(),
-            )
+    def _sweep(self) -> None:
+        super()._sweep()
+        self._draft_streams.sweep()
+
+    def _figures(self) -> Heartbeat:
+        for sequence in self._prefilling:
+            if not sequence.ready:
+                self._show_prefill(sequence, again=True)
+        guests = super()._figures()
+        return msgspec.structs.replace(
+            guests,
+            steps=guests.steps + self.steps + self.decoding.steps,
+            prefilling=len(self._prefilling),
+            decoding=len(self.decoding),
+            waiting=len(self._waiting),
+            prefix_bytes=self.prefix.nbytes,
+            prefix_entries=len(self.prefix),
+            prefix_queries=self.prefix.queries,
+            prefix_hits=self.prefix.hits,
         )

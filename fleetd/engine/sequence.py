@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from fleetd.engine.guests import can_step
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prefill import Prefiller
@@ -14,7 +15,6 @@ from fleetd.engine.protocol import Finished, FinishReason, PrefillShared, Specul
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
-from fleetd.engine.steppable import can_step
 
 
 @dataclass(slots=True)

@@ -40,22 +40,20 @@ from fleetd.engine.protocol import (
     PrefillAlone,
     PrefillShared,
     Ready,
-    Remember,
     Report,
     Score,
     Shutdown,
-    StreamTag,
 )
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.streams.channel import receive_sockets
 from fleetd.errors import EngineError, FleetError
 
 if TYPE_CHECKING:
+    from fleetd.engine.helper_loop import HelperLoop
     from fleetd.engine.loading import Loaded
     from fleetd.engine.prompt_encoding import PreparedPrompt
     from fleetd.engine.scheduler import Scheduler
     from fleetd.engine.scoring.scoring_layout import ScoringLayout
-    from fleetd.engine.shared_prefill.helper_loop import HelperLoop
     from fleetd.engine.speculation.speculation import WorkerSpeculation
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
@@ -164,7 +162,7 @@ class Front:
                                 self._preparing[request_id] = True
                                 continue
                         self._compute.tell(command)
-                    case PrefillShared() | PrefillAlone() | AssistPrefill() | DraftFor() | Remember():
+                    case PrefillShared() | PrefillAlone() | AssistPrefill() | DraftFor():
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()
@@ -191,7 +189,7 @@ class Front:
         with self._lock:
             cancelled = self._preparing.pop(request.id)
             if outcome is not None and not cancelled:
-                self._compute.inbox.put(outcome)
+                self._compute.tell(outcome)
         if cancelled and not failed:
             self._link.send(protocol.Finished(request.id, "cancelled"))
 
@@ -261,19 +259,14 @@ def _start(
 
     loading.quiet_libraries()
     from fleetd.engine import stage_loading
-    from fleetd.engine.inbox import Inbox
+    from fleetd.engine.helper_loop import HelperLoop
     from fleetd.engine.memory import KvBudget
     from fleetd.engine.prefix_cache import PrefixCache
     from fleetd.engine.scheduler import Scheduler
-    from fleetd.engine.shared_prefill.helper_loop import HelperLoop
-    from fleetd.engine.speculation.draft_messages import DRAFTS
-    from fleetd.engine.streams.handed_over import HandedOverStreams
 
     device = loading.pick_device(settings.device)
     if device == "cpu":
         cpu.install()
-    inbox = Inbox()
-    streams, drafts = HandedOverStreams(inbox.wake), HandedOverStreams(inbox.wake, eager=True)
     compute: Scheduler | HelperLoop
     if settings.last_layer:
         part = stage_loading.load_part(settings, device, link.send)
@@ -283,8 +276,6 @@ def _start(
             context_tokens=facts.context_tokens,
             budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
             emit=link.send,
-            inbox=inbox,
-            streams=streams,
         )
     else:
         loaded = loading.load(settings, device, link.send)
@@ -302,17 +293,12 @@ def _start(
             sharable=loaded.sharable,
             speculation=_speculation(settings, loaded),
             sparse=loaded.sparse,
-            inbox=inbox,
-            streams=streams,
             vocab_size=facts.vocab_size,
-            drafts=drafts,
             profile=loaded.profile,
         )
-
-    def put(tag: StreamTag, sock: socket.socket) -> None:
-        (drafts if tag.name == DRAFTS else streams).put(tag, sock)
-
-    threading.Thread(target=receive_sockets, args=(channel, put), name="channel", daemon=True).start()
+    threading.Thread(
+        target=receive_sockets, args=(channel, compute.put_stream), name="channel", daemon=True
+    ).start()
     return compute, loaded, facts
 
 

@@ -109,12 +109,12 @@ def test_no_draft_goes_past_the_answers_end(llama: Any, tokenizer: Any) -> None:
     plain = one(llama, tokenizer, None).tokens["r"]
     run = Run(llama, tokenizer, spec())
     run.submit("r", PROMPT, perfect(plain), max_tokens=20)
-    while not run.decoding._apart:
+    while not run.decoding.apart:
         run.turn()
-    (running,) = run.decoding._apart
+    (running,) = run.decoding.apart
     row = running.row
     assert row is not None
-    while run.decoding._apart:
+    while run.decoding.apart:
         widths.append(len(row.tokens))
         run.turn()
         assert len(row.tokens) <= len(PROMPT) + 20
@@ -185,7 +185,7 @@ def test_answers_that_come_and_go_are_what_they_are_alone(
     dice = random.Random(seed)
     asked: dict[str, tuple[list[int], dict[str, Any]]] = {}
     run = Run(llama, tokenizer, spec(mode, computes_ahead=seed % 2 == 0))
-    run.decoding._rounds = rounds = DiceRounds(dice)
+    run.decoding.rounds = rounds = DiceRounds(dice)
     moves = {"in": 0, "out": 0}
     insert, apart = run.decoding._insert, run.decoding._begin_apart
 
@@ -239,7 +239,7 @@ def test_several_at_once_are_drafted_for_where_all_gain(
         plain.submit(name, prompt, sampling=sampling, max_tokens=90, top_logprobs=1)
     plain.finish()
     run = Run(llama, tokenizer, spec())
-    monkeypatch.setattr(run.decoding._rounds, "step_s", lambda size: 100.0 * size)
+    monkeypatch.setattr(run.decoding.rounds, "step_s", lambda size: 100.0 * size)
     sources = {
         "a": perfect(plain.tokens["a"]),
         "b": right_for(plain.tokens["b"], 5),
@@ -247,7 +247,7 @@ def test_several_at_once_are_drafted_for_where_all_gain(
     }
     for name, prompt in prompts.items():
         run.submit(name, prompt, sources[name], sampling=sampling, max_tokens=90, top_logprobs=1)
-    while len(run.decoding._apart) < len(prompts):
+    while len(run.decoding.apart) < len(prompts):
         run.turn()
     run.finish()
     for name in prompts:
@@ -263,15 +263,15 @@ def test_back_out_of_the_batch_once_it_is_alone_and_a_draft_is_good(llama: Any, 
     plain.finish()
     run = Run(llama, tokenizer, spec())
     run.submit("long", PROMPT, perfect(plain.tokens["long"]), max_tokens=100)
-    while not run.decoding._apart:
+    while not run.decoding.apart:
         run.turn()
     run.submit("short", PROMPT[:20], max_tokens=3)
-    while not run.decoding._batch:
+    while not run.decoding.batch:
         run.turn()
-    assert not run.decoding._apart
-    while run.decoding._batch:
+    assert not run.decoding.apart
+    while run.decoding.batch:
         run.turn()
-    assert run.decoding._apart
+    assert run.decoding.apart
     run.finish()
     assert run.said("long") == plain.said("long")
 
@@ -299,11 +299,11 @@ def test_a_window_that_fills_up_moves_the_answer_into_the_batch(tokenizer: Any) 
     for side in (plain, run):
         side.submit("r", PROMPT[:10], max_tokens=60)
     plain.finish()
-    while not run.decoding._apart:
+    while not run.decoding.apart:
         run.turn()
-    while run.decoding._apart:
+    while run.decoding.apart:
         run.turn()
-    assert run.decoding._batch
+    assert run.decoding.batch
     run.finish()
     assert [e[0] for e in run.said("r")] == [e[0] for e in plain.said("r")]
 
@@ -313,9 +313,9 @@ def test_no_further_than_the_probe_went(llama: Any, tokenizer: Any) -> None:
     verdict = ExactnessVerdict(8, len(PROMPT) + 20, "exact: for the test", {1: 1.0})
     run = Run(llama, tokenizer, spec(verdict=verdict))
     run.submit("r", PROMPT, perfect(plain), max_tokens=60)
-    while not run.decoding._apart:
+    while not run.decoding.apart:
         run.turn()
-    (running,) = run.decoding._apart
+    (running,) = run.decoding.apart
     row = running.row
     run.finish()
     assert row is not None
@@ -467,7 +467,7 @@ def test_two_hundred_real_prompts(part: int, embedded_model: ModelFolder) -> Non
 
     def answered(names: Iterable[str], speculation: Any, *, drafted: bool) -> Run:
         run = Run(model, tokenizer, speculation, max_streams=10, prefix=PrefixCache(0))
-        run.decoding._rounds = DiceRounds(dice)
+        run.decoding.rounds = DiceRounds(dice)
         for i, name in enumerate(names):
             whole = plain.tokens[name] if drafted else []
             source = dice.choice([right_for(whole, 3), guessing(vocab, i), lying(vocab, i)])
@@ -483,4 +483,4 @@ def test_two_hundred_real_prompts(part: int, embedded_model: ModelFolder) -> Non
     if part % 5 == 0:
         together = answered(asked, speculating.speculation(vocab), drafted=True)
         assert {name: together.said(name) for name in asked} == {name: plain.said(name) for name in asked}
-        assert together.decoding._rounds.rounds > 0
+        assert together.decoding.rounds.rounds > 0

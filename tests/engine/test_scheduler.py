@@ -81,11 +81,11 @@ class Bench:
 
     def turn(self) -> None:
         assert self.scheduler.turn()
+        self.scheduler.validate()
 
     @property
     def busy(self) -> bool:
-        s = self.scheduler
-        return bool(s._waiting or s._prefilling or s._decoding or not s.inbox.empty())
+        return self.scheduler.busy
 
     def finish(self, turns: int = 3000) -> None:
         for _ in range(turns):
@@ -103,14 +103,13 @@ class Bench:
     def check_clean(self) -> None:
         """Nothing is left of requests that have ended."""
         s = self.scheduler
+        assert not s.busy
+        s.validate()
         assert s.budget.used_bytes == 0
-        assert s.budget._tokens == {}
-        assert (s._waiting, s._prefilling, len(s._decoding)) == ([], [], 0)
-        generator = s._decoding._generator
+        generator = s.decoding._generator
         assert len(generator._generation_batch) == len(generator._prompt_batch) == 0
         assert not generator._unprocessed_sequences
         assert not generator._currently_processing
-        assert s.prefix.nbytes == sum(e.nbytes for e in s.prefix._entries.values())
 
 
 def check_order(events: list[Report]) -> None:

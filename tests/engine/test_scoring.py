@@ -308,7 +308,12 @@ class Bench:
         settings = {"budget": KvBudget.of(1 << 30, 4096), "context": 2048, **options}
         self.budget, self.context = settings["budget"], settings["context"]
         self.scoring = ScoreGuests(
-            self.model, tokenizer, self.context, self.budget, self.events.append, settings.get("kept")
+            model=self.model,
+            tokenizer=tokenizer,
+            context_tokens=self.context,
+            budget=self.budget,
+            emit=self.events.append,
+            kept=settings.get("kept"),
         )
 
     def begin(self, name: str, text: str = "lorem ipsum " * 60 + "dolor?", **fields: Any) -> None:

@@ -35,7 +35,7 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.streams.handed_over import helper_streams
+from fleetd.engine.shared_prefill.frame_schedule import helper_streams
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
 from fleetd.plan.prefill.split import Split

@@ -50,7 +50,7 @@ class Run:
             speculation=speculation,
             **settings,
         )
-        self.decoding = self.scheduler._decoding
+        self.decoding = self.scheduler.decoding
 
     def submit(self, name: str, tokens: Sequence[int], *sources: DraftSource, **fields: Any) -> None:
         request = Generate(name, TokenPrompt(list(tokens)), **{"sampling": GREEDY, **fields})
@@ -60,14 +60,14 @@ class Run:
 
     @property
     def busy(self) -> bool:
-        s = self.scheduler
-        return bool(s._waiting or s._prefilling or len(s._decoding) or not s.inbox.empty())
+        return self.scheduler.busy
 
     def turn(self) -> None:
         if not self.busy:
             return  # it would wait for something to arrive
         assert self.scheduler.turn()
-        for running in (*self.decoding._batch.values(), *self.decoding._apart):
+        self.scheduler.validate()
+        for running in (*self.decoding.batch.values(), *self.decoding.apart):
             self.tokens[running.answer.id] = list(running.tokens)
 
     def finish(self, turns: int = 3000) -> None:
@@ -78,7 +78,7 @@ class Run:
             self.turn()
         assert len(self.decoding) == 0
         assert s.budget.used_bytes == 0
-        assert self.decoding._sources == {}
+        s.validate()
 
     def said(self, name: str) -> list[Any]:
         """All that a client could tell apart, bit for bit; only times are left out."""

@@ -52,6 +52,10 @@ class ScoringLayout:
     passes: list[LayoutPass]
 
     @property
+    def id(self) -> str:
+        return self.request.id
+
+    @property
     def tokens(self) -> int:
         return sum(len(each.tokens) for each in self.passes)
 

@@ -39,6 +39,27 @@ class Sizes(Protocol):
     def hidden_bytes(self, tokens: int) -> int: ...
 
 
+# ---- The streams -----------------------------------------------------------------------------------------
+
+HOME, IN, OUT = "home", "in", "out"
+
+
+def helper_name(place: int) -> str:
+    """Name of the home worker's stream to helper ``place``."""
+    return f"helper{place}"
+
+
+def home_streams(split: Split) -> list[str]:
+    """The streams that the home worker needs before it can begin."""
+    names = [helper_name(place) for place in range(split.helpers)]
+    return [*names, IN] if has_next(split, split.helpers - 1) else names
+
+
+def helper_streams(split: Split, place: int) -> list[str]:
+    """The streams that helper ``place`` needs before it can begin."""
+    return [HOME, *([IN] if place else []), *([OUT] if has_next(split, place) else [])]
+
+
 # ---- The lists -------------------------------------------------------------------------------------------
 
 

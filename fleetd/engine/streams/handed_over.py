@@ -13,28 +13,8 @@ from collections.abc import Callable, Iterable
 
 from fleetd import limits
 from fleetd.engine.protocol import StreamTag
-from fleetd.engine.shared_prefill.frame_schedule import has_next
 from fleetd.engine.streams.frames import Connect, Place
 from fleetd.engine.streams.pipe import SocketPipe
-from fleetd.plan.prefill.split import Split
-
-HOME, IN, OUT = "home", "in", "out"
-
-
-def helper_name(place: int) -> str:
-    """Of home's stream to a helper."""
-    return f"helper{place}"
-
-
-def home_streams(split: Split) -> list[str]:
-    """What the machine that answers needs before it can begin."""
-    names = [helper_name(place) for place in range(split.helpers)]
-    return [*names, IN] if has_next(split, split.helpers - 1) else names
-
-
-def helper_streams(split: Split, place: int) -> list[str]:
-    """The same for the helper at ``place``."""
-    return [HOME, *([IN] if place else []), *([OUT] if has_next(split, place) else [])]
 
 
 class HandedOverStreams:

@@ -23,15 +23,16 @@ from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, PLAN, Hit, PrefixCache
 from fleetd.engine.protocol import Accepted, PrefillShared, Report, Shared, StepTime
 from fleetd.engine.sequence import ScheduledSequence, Undecided
+from fleetd.engine.shared_prefill.frame_schedule import home_streams
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.sparse_prefill.sparse import SparsePrefiller, leading
-from fleetd.engine.streams.handed_over import HandedOverStreams, home_streams
+from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import InvalidValue, PeerUnreachable
 
 
 @dataclass
-class SharedAnswers:
+class SharedPrompts:
     """``sharable`` is None where no other machine can help with ``model``."""
 
     model: Any
@@ -85,7 +86,7 @@ class SharedAnswers:
         elif answer.undecided is not None or isinstance(answer.prefiller, SharedPrefill):
             self.give_up(answer, PeerUnreachable(reason or "The daemon gave the helpers up."))
 
-    def look(self, answer: ScheduledSequence) -> None:
+    def poll(self, answer: ScheduledSequence) -> None:
         """Begin a prompt whose streams have come; let one go on alone whose time is up."""
         undecided = answer.undecided
         if undecided is None:
