@@ -135,7 +135,7 @@ class _Runs:
         from fleetd.engine.protocol import Generate, TokenPrompt
 
         tracemalloc.start()
-        drafting = self._speculation.drafting(Generate("r", TokenPrompt([0])))
+        drafting = self._speculation.new_drafts(Generate("r", TokenPrompt([0])))
         assert drafting is not None
         text = list(prompt)
         drafting.choose(text, 0)

@@ -214,10 +214,10 @@ class Scheduler(ComputeLoop):
         """Give answers the streams of drafts that came for them."""
         for request_id in self._draft_streams.jobs(DRAFTS):
             groups = (*self._waiting, *self._prefilling)
-            answer = next((a for a in groups if a.id == request_id), None) or self.decoding.find(request_id)
-            if answer is not None and self.vocab_size:
+            sequence = next((a for a in groups if a.id == request_id), None) or self.decoding.find(request_id)
+            if sequence is not None and self.vocab_size:
                 connect = partial(self._draft_streams.connect(request_id), DRAFTS)
-                tokens, begun = answer.prepared.tokens, answer.generated > 0
+                tokens, begun = sequence.prepared.tokens, sequence.generated > 0
                 self.decoding.attach(request_id, RemoteSource(connect, tokens, self.vocab_size, begun=begun))
             elif request_id not in self._drafts:
                 # Streams are given once a request or a Follow is accepted: this one's has ended.
@@ -226,27 +226,27 @@ class Scheduler(ComputeLoop):
     def _begin(self, prepared: PreparedPrompt) -> None:
         request = prepared.request
         try:
-            answer = self._new_answer(prepared)
+            sequence = self._new_sequence(prepared)
         except Exception as error:
             self._failed(request.id, error)
             return
         # What would wait for memory first is not worth an agreement with others.
-        if request.shared and not self._waiting and self._fits(answer):
-            self._prefilling.append(answer)
-            if self._shared.accept(answer, self.chunks.size(shared=False)):
+        if request.shared and not self._waiting and self._fits(sequence):
+            self._prefilling.append(sequence)
+            if self._shared.accept(sequence, self.chunks.size(shared=False)):
                 return
         else:
-            self._waiting.append(answer)
+            self._waiting.append(sequence)
         self.emit(
             Accepted(
                 request.id,
                 len(prepared.tokens),
-                kept=len(answer.kept or ()),
-                dense_reason=answer.dense_reason,
+                kept=len(sequence.kept or ()),
+                dense_reason=sequence.dense_reason,
             )
         )
 
-    def _new_answer(self, prepared: PreparedPrompt) -> ScheduledSequence:
+    def _new_sequence(self, prepared: PreparedPrompt) -> ScheduledSequence:
         request, n = prepared.request, len(prepared.tokens)
         scoring = request.echo and request.max_tokens == 0
         if n + (0 if scoring else 1) > self.context_tokens:
@@ -295,168 +295,170 @@ class Scheduler(ComputeLoop):
         while self._waiting and self._fits(self._waiting[0]):
             self._prefilling.append(self._waiting.pop(0))
 
-    def _fits(self, answer: ScheduledSequence) -> bool:
+    def _fits(self, sequence: ScheduledSequence) -> bool:
         """Reserve a stream and memory. False, and nothing is reserved, where one of them lacks."""
         free = len(self._prefilling) + len(self.decoding) < self.max_streams
-        return free and self.budget.take(answer.id, answer.promised)
+        return free and self.budget.take(sequence.id, sequence.promised)
 
     def _prefill_turn(self) -> None:
-        if (answer := self._choose()) is None:
+        if (sequence := self._choose()) is None:
             return
         try:
-            prefiller = self._prefill(answer)
+            prefiller = self._prefill(sequence)
             if prefiller.remaining == 0:
-                self._prefilling.remove(answer)
-                self._begin_decode(answer, prefiller)
+                self._prefilling.remove(sequence)
+                self._begin_decode(sequence, prefiller)
         except Exception as error:
-            if answer in self._prefilling:
-                self._prefilling.remove(answer)
-            self._fail(answer, error)
+            if sequence in self._prefilling:
+                self._prefilling.remove(sequence)
+            self._fail(sequence, error)
 
-    def _prefill(self, answer: ScheduledSequence) -> Prefiller | SharedPrefill | SparsePrefiller:
+    def _prefill(self, sequence: ScheduledSequence) -> Prefiller | SharedPrefill | SparsePrefiller:
         """The next chunk of one prompt."""
-        answer.started_s = answer.started_s or time.monotonic()
-        if answer.prefiller is None:
-            answer.prefiller = self._start(answer)
-        self._show_prefill(answer)
-        prefiller = answer.prefiller
+        sequence.started_s = sequence.started_s or time.monotonic()
+        if sequence.prefiller is None:
+            sequence.prefiller = self._start(sequence)
+        self._show_prefill(sequence)
+        prefiller = sequence.prefiller
         begun = time.monotonic()
         try:
             tokens = prefiller.step(self.chunks.size(shared=bool(self.decoding)))
         except Exception as error:
             if not isinstance(prefiller, SharedPrefill):
                 raise
-            self._shared.give_up(answer, error)
-            return answer.prefiller
+            self._shared.give_up(sequence, error)
+            return sequence.prefiller
         if tokens:
             if not isinstance(prefiller, SharedPrefill):
                 self.chunks.took(tokens, time.monotonic() - begun)
             self.steps += 1
-            self._show_prefill(answer)
-        answer.prefill_s += time.monotonic() - begun
+            self._show_prefill(sequence)
+        sequence.prefill_s += time.monotonic() - begun
         return prefiller
 
-    def _show_prefill(self, answer: ScheduledSequence, *, again: bool = False) -> None:
+    def _show_prefill(self, sequence: ScheduledSequence, *, again: bool = False) -> None:
         """Report progress. It never goes back, whatever is computed a second time."""
-        prefiller = answer.prefiller
+        prefiller = sequence.prefiller
         if prefiller is None:
             return
-        total = answer.slots
+        total = sequence.slots
         reached = prefiller.progress if isinstance(prefiller, SharedPrefill) else prefiller.done
-        done = max(answer.shown, reached)
-        if again or done > answer.shown:
-            answer.shown = done
-            self.emit(Prefill(answer.id, done, total, answer.cached))
+        done = max(sequence.shown, reached)
+        if again or done > sequence.shown:
+            sequence.shown = done
+            self.emit(Prefill(sequence.id, done, total, sequence.cached))
 
     def _choose(self) -> ScheduledSequence | None:
         """The prompt with the least left; one that was passed over too often goes first."""
-        ready = [answer for answer in self._prefilling if answer.ready]
+        ready = [sequence for sequence in self._prefilling if sequence.ready]
         if not ready:
             return None
-        for answer in ready:
-            answer.turns += 1
+        for sequence in ready:
+            sequence.turns += 1
         overdue = [a for a in ready if a.turns > PATIENCE_TURNS]
         chosen = overdue[0] if overdue else min(ready, key=lambda a: a.left)
         chosen.turns = 0
         return chosen
 
-    def _start(self, answer: ScheduledSequence) -> Prefiller | SparsePrefiller:
-        tokens = answer.prepared.tokens
-        if answer.kept is not None:
+    def _start(self, sequence: ScheduledSequence) -> Prefiller | SparsePrefiller:
+        tokens = sequence.prepared.tokens
+        if sequence.kept is not None:
             # The KV of a token rests on all tokens before it: what follows a gap is in no dense cache.
-            hit = self.prefix.fetch(tokens[: leading(answer.kept) + 1])
-            answer.cached = hit.tokens
-            return SparsePrefiller.begin(self.model, tokens, answer.kept, hit.cache, hit.tokens)
-        if answer.prepared.request.echo and answer.logprobs is not None:
-            answer.scored = PromptLogprobs(answer.logprobs, tokens)
-            return Prefiller(self.model, tokens, make_prompt_cache(self.model), score=answer.scored.add)
+            hit = self.prefix.fetch(tokens[: leading(sequence.kept) + 1])
+            sequence.cached = hit.tokens
+            return SparsePrefiller.begin(self.model, tokens, sequence.kept, hit.cache, hit.tokens)
+        if sequence.prepared.request.echo and sequence.logprobs is not None:
+            sequence.scored = PromptLogprobs(sequence.logprobs, tokens)
+            return Prefiller(self.model, tokens, make_prompt_cache(self.model), score=sequence.scored.add)
         hit = self.prefix.fetch(tokens)
         if hit.cache is not None:
-            answer.cached = hit.tokens
+            sequence.cached = hit.tokens
             return Prefiller(self.model, tokens, hit.cache, hit.tokens)
         return Prefiller(self.model, tokens, make_prompt_cache(self.model))
 
     def _begin_decode(
-        self, answer: ScheduledSequence, prefiller: Prefiller | SharedPrefill | SparsePrefiller
+        self, sequence: ScheduledSequence, prefiller: Prefiller | SharedPrefill | SparsePrefiller
     ) -> None:
-        request = answer.prepared.request
+        request = sequence.prepared.request
         cache = prefiller.cache
         if isinstance(prefiller, SharedPrefill):
-            self._shared.finish(answer, prefiller)
-        answer.prefiller = None
+            self._shared.finish(sequence, prefiller)
+        sequence.prefiller = None
         if request.echo:
-            self._echo(answer)
-        if answer.kept is not None:
-            self._remember_leading(answer, answer.kept, cache)
+            self._echo(sequence)
+        if sequence.kept is not None:
+            self._remember_leading(sequence, sequence.kept, cache)
         else:
-            self.decoding.remember(answer, prefiller.tokens[:-1], cache)
-        if answer.max_tokens <= 0:
-            self._finish(answer, "length")
+            self.decoding.remember(sequence, prefiller.tokens[:-1], cache)
+        if sequence.max_tokens <= 0:
+            self._finish(sequence, "length")
             return
-        self.decoding.begin(answer, prefiller.tokens, cache)
+        self.decoding.begin(sequence, prefiller.tokens, cache)
 
-    def _remember_leading(self, answer: ScheduledSequence, kept: list[int], cache: list[Any]) -> None:
+    def _remember_leading(self, sequence: ScheduledSequence, kept: list[int], cache: list[Any]) -> None:
         """Keep what a sparse prompt has in common with a dense one: the system prompt, as a rule."""
         dense = leading_cache(kept, cache)
         if dense is not None:
             mx.eval([layer.state for layer in dense])
-            self.prefix.store(answer.prepared.tokens[: leading(kept)], dense, answer.namespace)
+            self.prefix.store(sequence.prepared.tokens[: leading(kept)], dense, sequence.namespace)
 
-    def _echo(self, answer: ScheduledSequence) -> None:
-        text = self.tokenizer.decode(answer.prepared.tokens)
-        answer.text.offset = len(text)
-        self.emit(Delta(answer.id, text, tokens=0, logprobs=answer.scored.entries if answer.scored else None))
-        answer.scored = None
+    def _echo(self, sequence: ScheduledSequence) -> None:
+        text = self.tokenizer.decode(sequence.prepared.tokens)
+        sequence.text.offset = len(text)
+        self.emit(
+            Delta(sequence.id, text, tokens=0, logprobs=sequence.scored.entries if sequence.scored else None)
+        )
+        sequence.scored = None
 
     def _cancel(self, request_id: str) -> None:
         for group in (self._waiting, self._prefilling):
-            for answer in group:
-                if answer.id == request_id:
-                    group.remove(answer)
-                    self._abandon(answer)
-                    self._finish(answer, "cancelled")
+            for sequence in group:
+                if sequence.id == request_id:
+                    group.remove(sequence)
+                    self._abandon(sequence)
+                    self._finish(sequence, "cancelled")
                     return
         if (running := self.decoding.find(request_id)) is not None:
             self.decoding.leave(running)
             self._finish(running, "cancelled")
 
-    def _abandon(self, answer: ScheduledSequence) -> None:
+    def _abandon(self, sequence: ScheduledSequence) -> None:
         """End a prefill half way; what it computed stays useful."""
-        if isinstance(answer.prefiller, SharedPrefill):
-            done, cache = answer.prefiller.verified
-        elif answer.prefiller is not None:
-            done, cache = answer.prefiller.done, answer.prefiller.cache
+        if isinstance(sequence.prefiller, SharedPrefill):
+            done, cache = sequence.prefiller.verified
+        elif sequence.prefiller is not None:
+            done, cache = sequence.prefiller.done, sequence.prefiller.cache
         else:
             done, cache = 0, []
-        self._shared.end(answer)
-        if done > answer.cached:
-            self.decoding.remember(answer, answer.prepared.tokens[:done], cache)
+        self._shared.end(sequence)
+        if done > sequence.cached:
+            self.decoding.remember(sequence, sequence.prepared.tokens[:done], cache)
 
-    def _finish(self, answer: ScheduledSequence, reason: FinishReason) -> None:
+    def _finish(self, sequence: ScheduledSequence, reason: FinishReason) -> None:
         if reason != "cancelled":
             try:
-                pieces = answer.text.finish()
+                pieces = sequence.text.finish()
             except Exception as error:
-                self._fail(answer, error)
+                self._fail(sequence, error)
                 return
             for piece in pieces:
                 self.emit(piece)
-            if answer.text.tool_calls and reason == "stop":
+            if sequence.text.tool_calls and reason == "stop":
                 reason = "tool_calls"
-        self._ended(answer)
+        self._ended(sequence)
         self._heartbeat_at = 0.0  # tell at once that there is less to do
-        self.emit(answer.finished(reason))
+        self.emit(sequence.finished(reason))
 
-    def _fail(self, answer: ScheduledSequence, error: Exception) -> None:
-        self._shared.end(answer)
-        self._ended(answer)
+    def _fail(self, sequence: ScheduledSequence, error: Exception) -> None:
+        self._shared.end(sequence)
+        self._ended(sequence)
         self._heartbeat_at = 0.0
-        self._failed(answer.id, error)
+        self._failed(sequence.id, error)
 
-    def _ended(self, answer: ScheduledSequence) -> None:
+    def _ended(self, sequence: ScheduledSequence) -> None:
         """Give back what was reserved for it."""
-        self.decoding.detach(answer.id)
-        self.budget.give_back(answer.id)
+        self.decoding.detach(sequence.id)
+        self.budget.give_back(sequence.id)
 
     def _failed(self, request_id: str, error: Exception) -> None:
         self.emit(failed(request_id, error, "The answer could not be computed"))

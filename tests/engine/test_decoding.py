@@ -83,7 +83,10 @@ def test_any_source_gives_the_plain_answer(llama: Any, tokenizer: Any, kind: str
         assert report is not None
         assert report.accepted == report.drafted
         assert report.tokens / report.passes > 5
-        assert sources[0].told == run.tokens["r"][len(PROMPT) :] or len(sources[0].told) == 60
+        # All of the plain answer but the token of its last turn, which is not seen between turns.
+        known = plain.tokens["r"][len(PROMPT) :]
+        assert sources[0].told[: len(known)] == known
+        assert len(sources[0].told) == run.finished("r").usage.completion_tokens == 60
     if kind == "always wrong" and report is not None:
         assert report.sources.get("scripted", report).accepted <= 3
 
@@ -186,18 +189,6 @@ def test_answers_that_come_and_go_are_what_they_are_alone(
     asked: dict[str, tuple[list[int], dict[str, Any]]] = {}
     run = Run(llama, tokenizer, spec(mode, computes_ahead=seed % 2 == 0))
     run.decoding.rounds = rounds = DiceRounds(dice)
-    moves = {"in": 0, "out": 0}
-    insert, apart = run.decoding._insert, run.decoding._begin_apart
-
-    def counted(name: str, function: Any) -> Any:
-        def call(running: Any, cache: Any) -> None:
-            moves[name] += running.answer.generated > 0
-            function(running, cache)
-
-        return call
-
-    monkeypatch.setattr(run.decoding, "_insert", counted("in", insert))
-    monkeypatch.setattr(run.decoding, "_begin_apart", counted("out", apart))
     for i in range(6):
         prompt = PROMPT[: dice.randint(20, 50)]
         fields = {
@@ -223,7 +214,7 @@ def test_answers_that_come_and_go_are_what_they_are_alone(
         )
         assert run.finished(name).reason == plain.finished(name).reason
         assert run.finished(name).usage.completion_tokens == plain.finished(name).usage.completion_tokens
-    assert moves["in"] + moves["out"] > 0
+    assert run.moves > 0
     if mode == "on":
         assert rounds.rounds > 0
 

@@ -35,6 +35,9 @@ class Run:
         self.events: list[Report] = []
         # Prompt and answer of each, as far as it was seen between turns.
         self.tokens: dict[str, list[int]] = {}
+        # How often a sequence went into the batch or out of it between two turns.
+        self.moves = 0
+        self._apart: dict[str, bool] = {}
         settings: dict[str, Any] = {
             "context_tokens": 2048,
             "chunks": FixedChunks(64, 32),
@@ -68,7 +71,10 @@ class Run:
         assert self.scheduler.turn()
         self.scheduler.validate()
         for running in (*self.decoding.batch.values(), *self.decoding.apart):
-            self.tokens[running.answer.id] = list(running.tokens)
+            name, apart = running.sequence.id, running.row is not None
+            self.tokens[name] = list(running.tokens)
+            self.moves += self._apart.get(name, apart) != apart
+            self._apart[name] = apart
 
     def finish(self, turns: int = 3000) -> None:
         s = self.scheduler

@@ -84,7 +84,7 @@ class AttentionPass:
     tokens, D), f32, rotated or not.
     """
 
-    sight: AttentionTap
+    tap: AttentionTap
     work: LayoutPass
     layers: Mapping[int, Sequence[int]]
     rotated: bool
@@ -103,7 +103,7 @@ class AttentionPass:
     def step(self, chunk_tokens: int) -> int:
         """Compute at most ``chunk_tokens`` more; returns how many."""
         if self._stage is None:
-            self._stage = self.sight.stage.part(0, max(self.layers) + 1)
+            self._stage = self.tap.stage.part(0, max(self.layers) + 1)
             self._caches = [sparse_cache(cache) for cache in self._stage.make_caches()]
         tokens = self.work.tokens[self.done : self.done + chunk_tokens]
         self._compute(self._stage, tokens)

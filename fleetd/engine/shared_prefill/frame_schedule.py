@@ -159,12 +159,12 @@ class Incoming:
         buffers: Callable[[FrameHeader], list[memoryview]],
     ) -> None:
         self._stream = stream
-        self._placed = list(heads)
-        self._taken = iter(self._placed)
-        self._due = iter(self._placed)
+        self._expected = list(heads)
+        self._taken = iter(self._expected)
+        self._due = iter(self._expected)
         self._sizes = sizes
         self._buffers = buffers
-        self.left = len(self._placed)
+        self.left = len(self._expected)
 
     def place(self, head: FrameHeader) -> list[memoryview]:
         """Raises ProtocolError for any frame but the next of the list."""
@@ -188,7 +188,7 @@ class Incoming:
             raise ProtocolError(f"On {self._stream} came {head}: not a state of {head.count} tokens.")
 
     def taken(self, frame: Frame, hashes: dict[int, bytes]) -> None:
-        """Count a frame that came. Raises ProtocolError where it was computed from other tokens."""
+        """Count a frame that arrived. Raises ProtocolError where it was computed from other tokens."""
         due = next(self._taken)
         self.left -= 1
         if frame.head.prefix != hashes.get(due.end, NO_PREFIX):
@@ -196,4 +196,4 @@ class Incoming:
 
     @property
     def began(self) -> bool:
-        return self.left < len(self._placed)
+        return self.left < len(self._expected)

@@ -64,7 +64,7 @@ class HelperPrefill:
         self._closed = False
         self._pipes: dict[str, FramePipe] = {}
         self._incoming: dict[str, Incoming] = {}
-        self._outlets: dict[str, FrameWriter] = {}
+        self._writers: dict[str, FrameWriter] = {}
         try:
             self._open(connect, place)
         except BaseException:
@@ -81,11 +81,11 @@ class HelperPrefill:
         for name, heads in streams.items():
             incoming = self._incoming[name] = Incoming(name, heads, layout, work.buffers)
             self._pipes[name] = connect(name, incoming.place)
-        self._outlets["home"] = FrameWriter(
+        self._writers["home"] = FrameWriter(
             self._pipes["home"], frame_schedule.to_home(split, place, layout), self._hashes
         )
         if "out" in streams:
-            self._outlets["out"] = FrameWriter(
+            self._writers["out"] = FrameWriter(
                 self._pipes["out"], frame_schedule.to_next(split, place, layout), self._hashes
             )
 
@@ -130,7 +130,7 @@ class HelperPrefill:
             self._error = PeerLost(f"home: nothing came for {limits.SHARE_IDLE_S:.0f} s.")
         while self._error is None and self._computable:
             started = self._clock()
-            self._work.compute(self._outlets["home"], self._outlets.get("out"))
+            self._work.compute(self._writers["home"], self._writers.get("out"))
             self._end()
             self._times.computed_s += self._clock() - started
             self._receive()
@@ -142,15 +142,15 @@ class HelperPrefill:
 
     @property
     def _computable(self) -> bool:
-        queued = any(outlet.backlog > limits.SHARE_QUEUED_BYTES for outlet in self._outlets.values())
+        queued = any(writer.backlog > limits.SHARE_QUEUED_BYTES for writer in self._writers.values())
         return self._work.computable and not queued
 
     def _end(self) -> None:
         """Say so once everything is queued."""
         if self._work.computed and not self._ended:
-            self._outlets["home"].done()
-            if "out" in self._outlets:
-                self._outlets["out"].finish()
+            self._writers["home"].done()
+            if "out" in self._writers:
+                self._writers["out"].finish()
             self._ended = True
 
     def _receive(self) -> None:
@@ -183,20 +183,20 @@ class HelperPrefill:
         """Whether nothing more is to come or go there: its other end may leave."""
         if self._incoming[name].left:
             return False
-        return name not in self._outlets or (self._ended and pipe.backlog <= _TAIL_BYTES)
+        return name not in self._writers or (self._ended and pipe.backlog <= _TAIL_BYTES)
 
     def close(self) -> None:
         """Close the streams and forget everything. Idempotent."""
         self._closed = True
         for pipe in self._pipes.values():
             pipe.close()
-        self._work.inlets.clear()
+        self._work.row_buffers.clear()
         self._work.caches.clear()
 
-    # ---- what came of it -------------------------------------------------------------------------------
+    # ---- what arrived of it -------------------------------------------------------------------------------
 
     @property
     def steps(self) -> list[StepTime]:
         """Where the time went until now, in seconds and bytes."""
-        self._times.sent = sum(outlet.sent for outlet in self._outlets.values())
+        self._times.sent = sum(writer.sent for writer in self._writers.values())
         return self._times.steps()

@@ -257,9 +257,9 @@ class SharedPrefill:
         self._allocated.set()
         for pipe in self._pipes.values():
             pipe.close()
-        self._work.inlets.clear()
+        self._work.row_buffers.clear()
 
-    # ---- what came of it -------------------------------------------------------------------------------
+    # ---- what arrived of it -------------------------------------------------------------------------------
 
     @property
     def steps(self) -> list[StepTime]:

@@ -287,11 +287,11 @@ def rotated(empty: RotatingKVCache, shape: LayerShape, frame: Frame) -> Rotating
 # ---- Frames ----------------------------------------------------------------------------------------------
 
 
-def buffers(head: FrameHeader, layout: KvLayout, inlets: Mapping[int, RowBuffer]) -> list[memoryview]:
+def buffers(head: FrameHeader, layout: KvLayout, row_buffers: Mapping[int, RowBuffer]) -> list[memoryview]:
     """Where the payload of a frame that is due goes: rows to their places, all else to memory of its own."""
     match head.kind:
         case Kind.ROWS:
-            return inlets[head.layer].rows(head.start, head.end)
+            return row_buffers[head.layer].rows(head.start, head.end)
         case Kind.STATE:
             shape = layout.layer(head.layer)
             return state_buffers(shape, head.sizes[0] // shape.sizes(1)[0])

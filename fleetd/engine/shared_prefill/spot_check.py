@@ -33,7 +33,7 @@ class ReceivedRows(Protocol):
     def context(self, place: int, layer: int) -> Any | None:
         """A cache, to be added to, of what comes before the probe's tokens; None if it is not yet there."""
 
-    def came(self, place: int, layer: int) -> bool:
+    def arrived(self, place: int, layer: int) -> bool:
         """Whether ``compare`` can be called for the layer."""
 
     def compared(self, place: int, layer: int, count: int) -> Pair | None:
@@ -118,7 +118,7 @@ class SpotCheck:
     def settle(self) -> None:
         """Compare what is there of both. Raises PeerWrong."""
         for probe in self._probes:
-            while probe.settled < len(probe.rows) and self._received.came(probe.place, probe.settled):
+            while probe.settled < len(probe.rows) and self._received.arrived(probe.place, probe.settled):
                 self._compare(probe, probe.settled)
                 probe.settled += 1
 

@@ -47,7 +47,7 @@ class SourceStats:
         return min(SUREST, self._right / self._judged)
 
     def judge(self, right: int, *, wrong: bool) -> None:
-        """A draft of which the first ``right`` tokens came, and then, if ``wrong``, another one."""
+        """A draft of which the first ``right`` tokens on_tokens, and then, if ``wrong``, another one."""
         if right or wrong:
             self._right = self._right * (1 - FADES) + right
             self._judged = self._judged * (1 - FADES) + right + wrong
@@ -112,7 +112,7 @@ class Controller:
         """
         step_s = self.costs.step_s
         self.costs.took(1 + len(draft.tokens), seconds)
-        self.came(emitted)
+        self.on_tokens(emitted)
         self.passes += 1
         self.tokens += len(emitted)
         if not draft.tokens:
@@ -130,7 +130,7 @@ class Controller:
                 self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
                 self._window = []
 
-    def came(self, tokens: Sequence[int]) -> None:
+    def on_tokens(self, tokens: Sequence[int]) -> None:
         """Tokens of the answer, drafted or not: guesses are held against them."""
         self._rest = max(0, self._rest - len(tokens))
         for name, (guess, seen) in list(self._guesses.items()):

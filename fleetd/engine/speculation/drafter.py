@@ -169,7 +169,7 @@ class DraftWriter:
         self._vocab_size = vocab_size
         self._grow = grow
         self._clock = clock
-        self._trail = wire.TextHash()
+        self._text_hash = wire.TextHash()
         self._error: FleetError | None = None
         self._heard_s = clock()
         # Tokens that were drafted on the way, and of those that were judged, how many were right.
@@ -199,7 +199,7 @@ class DraftWriter:
             raise self._error
         if (path := self._due) is None:
             return
-        self._grow(self._trail.length + self._lookahead.ahead + limits.DRAFT_DETOUR_TOKENS)
+        self._grow(self._text_hash.length + self._lookahead.ahead + limits.DRAFT_DETOUR_TOKENS)
         if self._model.missing(path) > limits.DRAFT_AHEAD:
             self._model.prefill(path, chunk_tokens)
             return
@@ -214,17 +214,17 @@ class DraftWriter:
     def _due(self) -> list[int] | None:
         """After which path the next guess is wanted; None where there is nothing to do."""
         # A stream that takes nothing is stalled: what it would be sent is of no use by then.
-        if not self._trail.length or self._pipe.backlog > limits.KIB:
+        if not self._text_hash.length or self._pipe.backlog > limits.KIB:
             return None
         path = self._lookahead.next()
-        if path is None or self._trail.length + len(path) >= self._context_tokens:
+        if path is None or self._text_hash.length + len(path) >= self._context_tokens:
             return None
         return path
 
     def _send(self, path: list[int]) -> None:
         self.drafted += 1
         branch = path[: limits.DRAFT_BRANCH_TOKENS]
-        self._pipe.send(*wire.draft(self._trail.length, self._trail.hash, [branch]))
+        self._pipe.send(*wire.draft(self._text_hash.length, self._text_hash.hash, [branch]))
 
     def _place(self, head: FrameHeader) -> list[memoryview]:
         return wire.place_commit(head, context_tokens=self._context_tokens)
@@ -241,14 +241,14 @@ class DraftWriter:
 
     def _take(self, frame: Frame) -> None:
         head = frame.head
-        if (head.start, head.prefix) != (self._trail.length, self._trail.hash):
+        if (head.start, head.prefix) != (self._text_hash.length, self._text_hash.hash):
             raise ProtocolError(
                 f"A commit goes on from another text of {head.start} tokens than the one here."
             )
         tokens = wire.tokens_of(frame, self._vocab_size)
-        if self._trail.length:
+        if self._text_hash.length:
             foreseen = self._lookahead.committed(tokens)
             self.judged += min(len(tokens), foreseen + 1)
             self.right += foreseen
         self._model.committed(tokens)
-        self._trail.extend(tokens)
+        self._text_hash.extend(tokens)

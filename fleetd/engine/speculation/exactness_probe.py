@@ -156,7 +156,7 @@ class _Probing:
     def _single_steps(self, base: list[Any], tokens: Sequence[int]) -> tuple[list[mx.array], list[mx.array]]:
         """Logits (V,) of each step and the rows that the steps wrote, as a batch computes them."""
         batched = all(hasattr(layer, "merge") for layer in base)
-        cache = rollback.private(base)
+        cache = rollback.copy_on_write(base)
         if batched:
             cache = [layer.merge([layer]) for layer in cache]
         logits = [self._pass(cache, [token])[0] for token in tokens]
@@ -168,7 +168,7 @@ class _Probing:
         self, base: list[Any], tokens: Sequence[int], width: int
     ) -> tuple[list[mx.array], list[mx.array]]:
         """The same, at least as many tokens, ``width`` per pass."""
-        cache = rollback.private(base)
+        cache = rollback.copy_on_write(base)
         logits: list[mx.array] = []
         while len(logits) < self._plan.steps:
             at = len(logits)

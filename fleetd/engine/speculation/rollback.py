@@ -43,9 +43,9 @@ def held(cache: list[Any]) -> int:
     return held(list(layer.caches)) if isinstance(layer, CacheList) else int(layer.offset)
 
 
-def private(cache: list[Any]) -> list[Any]:
+def copy_on_write(cache: list[Any]) -> list[Any]:
     """The same rows in caches of their own; the memory is shared until one side writes."""
-    return [_private(layer) for layer in cache]
+    return [_copy_on_write(layer) for layer in cache]
 
 
 def compact(cache: list[Any]) -> list[Any]:
@@ -74,9 +74,9 @@ def _room(layer: Any) -> int:
     return 0
 
 
-def _private(layer: Any) -> Any:
+def _copy_on_write(layer: Any) -> Any:
     if type(layer) is CacheList:
-        return CacheList(*(_private(part) for part in layer.caches))
+        return CacheList(*(_copy_on_write(part) for part in layer.caches))
     twin = copy.copy(layer)
     if layer.keys is not None:
         # An array object is changed by writing to it; another one on the same memory is not.

@@ -41,7 +41,7 @@ class WorkerSpeculation:
     def __post_init__(self) -> None:
         self.costs = Costs(self.verdict.seconds if 1 in self.verdict.seconds else {1: 1.0})
 
-    def drafting(self, request: Generate) -> SequenceDrafts | None:
+    def new_drafts(self, request: Generate) -> SequenceDrafts | None:
         """For a new answer; None where nothing is to be drafted for it."""
         wanted = request.speculate
         if not self.verdict.exact or self.mode == "off" or (wanted is not None and not wanted.enabled):
@@ -121,9 +121,9 @@ class SequenceDrafts:
         self.controller.verified(draft, emitted, seconds, saved_s)
         self._committed(emitted)
 
-    def came(self, token: int) -> None:
+    def on_token(self, token: int) -> None:
         """A token of plain decoding."""
-        self.controller.came((token,))
+        self.controller.on_tokens((token,))
         self._committed((token,))
 
     def close(self) -> None:

@@ -71,14 +71,14 @@ class Verdicts:
 
     def find(self, basis: VerdictKey) -> ExactnessVerdict | None:
         """None where the model has to be probed."""
-        kept = self._finding(basis).find()
+        kept = self._cached(basis).find()
         return None if kept is None else ExactnessVerdict(kept.width, kept.context, kept.text, kept.seconds)
 
     def keep(self, basis: VerdictKey, verdict: ExactnessVerdict) -> None:
         """For the next load."""
         kept = _StoredVerdict(verdict.width, verdict.context, verdict.text, verdict.seconds)
-        self._finding(basis).keep(kept)
+        self._cached(basis).keep(kept)
 
-    def _finding(self, basis: VerdictKey) -> CachedResult[_StoredVerdict]:
+    def _cached(self, basis: VerdictKey) -> CachedResult[_StoredVerdict]:
         name = f"{basis.digest[:32]}-{basis.device}.json"
         return CachedResult(self._folder / name if basis.digest else None, basis, _StoredVerdict)
