@@ -34,7 +34,7 @@ from daemons import (
 )
 from together import shared_and_alone
 
-# A text that everybody can check the answers against, some 2,200 tokens long.
+# A text that the answers can be checked against, some 2,200 tokens long.
 LONG_TEXT = REPO / "LICENSE"
 # (the question, whether it is about the long text). The third needs little of the second's work again.
 QUESTIONS = (
@@ -150,6 +150,7 @@ def main() -> None:
         say(f"asking {third.name}, which has no model")
         for question, about_text in QUESTIONS:
             ask(third, question, about_text=about_text)
+        say(f"\n{third.name}$ fleetctl peers")
         subprocess.run(command_line(third, "peers"), env=third.environ, check=False, timeout=30)
         shared_and_alone(second, first)
     say(f"\nthe fleet is stopped, its homes removed; {time.monotonic() - began:.0f} s in all")

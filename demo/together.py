@@ -58,7 +58,7 @@ class Answered:
 
 
 def shared_and_alone(one: Machine, other: Machine) -> None:
-    """Ask one for a prompt that nobody has seen, then the other one alone. Fails where answers differ."""
+    """Ask one with a prompt that no machine has read, then the other alone. Fails if exact answers differ."""
     wait_loaded(one, other)
     wait_loaded(other, one)
     prompt = compose()
@@ -66,7 +66,7 @@ def shared_and_alone(one: Machine, other: Machine) -> None:
     say(textwrap.indent(textwrap.fill(apart([one, other]), 96), "  "))
     say(f"\n> {QUESTION}  (about all of it, {len(prompt):,} characters)")
     together = asked(one, prompt)
-    # Whoever helps with a prompt keeps nothing of it; whoever answered has it all.
+    # A helper keeps nothing of a prompt; the machine that answered has all of it in its prefix cache.
     answered = other if together.kind == "remote" and together.machines[0] == other.name else one
     fresh = one if answered is other else other
     alone = asked(fresh, prompt, "--local-only")
@@ -106,8 +106,8 @@ def asked(machine: Machine, prompt: str, *flags: str) -> Answered:
 def line(answered: Answered, machine: Machine) -> str:
     known = f", {answered.cached:,} known already" if answered.cached else ""
     return (
-        f"first token after {answered.first_token_s:.2f} s · {answered.tokens:,} tokens{known} · "
-        f"answered by {machine.name} · plan {answered.plan} · {answered.exactness}"
+        f"first token after {answered.first_token_s:.2f} s · {answered.tokens:,} tokens{known}\n"
+        f"             answered by {machine.name} · plan {answered.plan} · {answered.exactness}"
     )
 
 

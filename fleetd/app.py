@@ -55,7 +55,6 @@ from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.drafting import messages as drafting_wire
 from fleetd.requests.drafting.client import DrafterService
-from fleetd.requests.drafting.pasts import Pasts
 from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.model_copies import ModelCopies
 from fleetd.requests.placement import Placer
@@ -142,7 +141,6 @@ class Daemon:
             local_only=config.fleet.local_only,
             remembers=config.speculation.remember,
         )
-        self._pasts = self._remembering(self._fleet) if self._fleet and config.speculation.remember else None
         self._sharing = self._sharer(self._fleet) if self._fleet else None
         self._compressing = self._compressor()
         self._smart = SmartPrefill(
@@ -167,7 +165,6 @@ class Daemon:
             sharing=self._sharing,
             smart=self._smart,
             drafting=self._drafting,
-            pasts=self._pasts,
             speeds=self._speeds,
         )
         self._assists = self._serve_peers(self._node) if self._node else None
@@ -183,12 +180,6 @@ class Daemon:
             self._metrics,
             drafter=self._drafting.drafter,
             local_only=local_only,
-        )
-
-    def _remembering(self, fleet: Fleet) -> Pasts:
-        local_only = self._config.fleet.local_only
-        return Pasts(
-            fleet, self._pool, self._models, self._own_card, self._metrics.past, local_only=local_only
         )
 
     def _compressor(self) -> CompressionService:
@@ -216,9 +207,6 @@ class Daemon:
         node.handle(messages.RUN, remote.JobServer(self._runner.run, self._has))
         node.handle(smart_wire.SCORE, ScoreServer(self._pool, host, self._ledger))
         node.handle(drafting_wire.FOLLOW, DraftServer(ways, self._pool, host))
-        # Those who do not remember have told others so; who sends answers all the same is not answered.
-        if self._pasts is not None:
-            node.handle(drafting_wire.REMEMBER, self._pasts)
         node.handle(share_wire.ASSIST, assists.assist)
         node.handle(share_wire.WARM, assists.warm)
         return assists
@@ -304,7 +292,6 @@ class Daemon:
             max_streams=self._config.engine.max_streams,
             publish=node.publish,
             speeds=self._speeds,
-            remembers=self._pasts is not None,
             memory_fraction=self._config.engine.memory_fraction,
             max_memory_bytes=self._config.engine.max_memory_bytes,
         )
@@ -416,7 +403,7 @@ class Daemon:
 
     async def _end_engines(self) -> None:
         await self._runner.abandon()
-        for work in (self._sharing, self._assists, self._drafting, self._pasts):
+        for work in (self._sharing, self._assists, self._drafting):
             if work is not None:
                 await work.close()
         within_s = limits.STOP_S / 2 if self._hurry.is_set() else 2 * limits.ENGINE_STOP_S

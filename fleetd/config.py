@@ -220,8 +220,8 @@ class SpeculationSettings(msgspec.Struct, frozen=True):
     remember: Annotated[
         bool,
         Meta(
-            description="Keeps past answers in memory, as token ids, to draft from, and exchanges them with "
-            "machines of the fleet that do the same; gone with the worker."
+            description="Keeps past answers in the worker's memory, as token ids, to draft from; gone with "
+            "the worker."
         ),
     ] = False
     draft_model: Annotated[

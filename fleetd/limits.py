@@ -234,9 +234,6 @@ SPEC_INDEX_TOKENS = 32_768
 SPEC_INDEX_STEP = 1024
 # Past answers that a worker remembers where it may: some fifty thousand tokens.
 SPEC_PAST_BYTES = 32 * MIB
-# Of an answer from another machine, tokens that are taken up in one turn in which nothing is computed: about
-# 1 ms of Python. And such pieces that wait for a turn; then the oldest give way.
-SPEC_PAST_STEP, SPEC_PAST_WAITING = 256, 64
 # A key that requests bring to keep their pasts apart: a hash, or a name.
 SPEC_KEY_CHARS = 128
 # The probe at load, of a model whose pace it does not know yet.
@@ -266,15 +263,6 @@ DRAFT_WAITING = 256
 DRAFT_BASES = 256
 # A drafter that hears nothing for this long lets go of the text; a long prompt may be prefilled meanwhile.
 DRAFT_IDLE_S = 600.0
-
-# Tokens of an answer that others are told, where all remember: longer ones seldom come again as a whole.
-PAST_TOKENS = 4096
-# Answers per second that one machine tells, and takes from another one, and how many at once.
-PAST_PER_S, PAST_BURST = 4.0, 32
-# Answers on their way to others: who is slow misses some.
-PAST_SENDING = 32
-# Nobody waits for one to arrive, but its stream must not stay for ever.
-PAST_SEND_S = 10.0
 
 # ---- Smart prefill ---------------------------------------------------------------------------------------
 # Machines that score one prompt side by side: each repeats the prompt's head and the question.

@@ -156,11 +156,6 @@ class Metrics:
         self._drafters = counter(
             "fleetd_drafters", "Drafters that answers here were given, and how it ended.", "where", "outcome"
         )
-        self._pasts = counter(
-            "fleetd_past_answers",
-            "Past answers told to machines that remember them (sent), and those of others (taken, dropped).",
-            "fate",
-        )
         self._peers = Gauge("fleetd_peers", "Paired machines.", ["state"], registry=registry)
         self._rtt = Gauge("fleetd_peer_rtt_seconds", "Round trip to a peer.", ["peer"], registry=registry)
         self._auth = counter("fleetd_auth_failures", "Requests refused before any work.", "reason")
@@ -240,10 +235,6 @@ class Metrics:
         """Where: "here" or "peer"; outcome: "done", "cancelled" or an error's code."""
         known = outcome in ("done", "cancelled") or outcome in BY_CODE
         self._drafters.labels(where, outcome if known else _OTHER).inc()
-
-    def past(self, fate: str) -> None:
-        """ "sent", "taken" or "dropped"."""
-        self._pasts.labels(fate).inc()
 
     def auth_failure(self, reason: str) -> None:
         self._auth.labels(reason if reason in _AUTH_FAILURES else _OTHER).inc()

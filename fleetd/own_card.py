@@ -63,13 +63,10 @@ class CardMaker:
         max_streams: int,
         publish: Callable[[Card], None],
         speeds: ModelSpeeds,
-        remembers: bool = False,
         memory_fraction: float = 1.0,
         max_memory_bytes: int = 0,
     ) -> None:
-        self._bare = Card(
-            node_id, epoch, 0, name=name, software=software, max_streams=max_streams, remembers=remembers
-        )
+        self._bare = Card(node_id, epoch, 0, name=name, software=software, max_streams=max_streams)
         self._models = models
         self._engines = engines
         self._machine = machine

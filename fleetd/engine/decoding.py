@@ -23,7 +23,6 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from fleetd import limits
 from fleetd.engine.failures import require
 from fleetd.engine.logprobs import Logprobs
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
@@ -317,8 +316,6 @@ class Decoding:
             sequence.speculated = drafts.report
             drafts.close()
         request, said = sequence.prepared.request, running.tokens[len(sequence.prepared.tokens) :]
-        if request.ids:
-            sequence.ids = said[: limits.PAST_TOKENS]
         if self.speculation is not None:
             self.speculation.ended(request, said)
         self.remember(sequence, tokens, cache)

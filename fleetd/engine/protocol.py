@@ -4,8 +4,7 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 ``u32 length (big endian) | MessagePack``. Both ends are the same installation, so there is no version field;
 unknown tags are a bug and raise.
 
-    daemon → worker   Generate, Share | Alone (where Generate asked for it), Assist, Score, Remember, Cancel,
-                      Shutdown
+    daemon → worker   Generate, Share | Alone (where Generate asked for it), Assist, Score, Cancel, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
                       Accepted, Prefill*, Shared?, (Delta | ToolCall)*, Finished | Failed
                       for each Assist: Accepted, Assisted | Failed
@@ -128,7 +127,6 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
     ``shared``: once it is Accepted, the prompt waits for Share or Alone before it is prefilled.
     ``keep``: prefill only this of it, where the worker can.
-    ``ids``: Finished tells the answer's tokens.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
@@ -142,7 +140,6 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     keep: Keep | None = None
     # None: as the settings have it.
     speculate: Speculate | None = None
-    ids: bool = False
 
 
 class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
@@ -222,14 +219,6 @@ class DraftFor(msgspec.Struct, frozen=True, tag="follow", omit_defaults=True):
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
     ahead: Annotated[int, Meta(ge=1, le=limits.DRAFT_AHEAD)] = limits.DRAFT_AHEAD
-
-
-class Remember(msgspec.Struct, frozen=True, tag="remember"):
-    """An answer that this model gave on another machine, to draft from; nothing comes back. ``key``: as
-    ``engine.spec.suffix.past_key`` makes it."""
-
-    key: str
-    tokens: list[Natural]
 
 
 class StreamTag(msgspec.Struct, frozen=True):
@@ -509,10 +498,7 @@ FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
-    """The last message of a request that went well (or was cancelled). ``stop`` names the stop string hit.
-
-    ``ids``: the answer's first ``limits.PAST_TOKENS`` tokens, where Generate asked for them.
-    """
+    """The last message of a request that went well (or was cancelled). ``stop`` names the stop string hit."""
 
     id: str
     reason: FinishReason
@@ -521,7 +507,6 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     stop: str | None = None
     # None where no draft was verified.
     speculation: Speculated | None = None
-    ids: list[int] = []
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", omit_defaults=True):
@@ -554,9 +539,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     memory_bytes: int = 0
 
 
-Command = (
-    Generate | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Score | Remember | Cancel | Shutdown
-)
+Command = Generate | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Score | Cancel | Shutdown
 Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted | Scored | Followed
 Report = Loading | Ready | LoadFailed | Heartbeat | Event
 

@@ -46,8 +46,6 @@ class ScheduledSequence:
     namespace: str = DENSE
     # What drafts did for it; set when it leaves decoding.
     speculated: Speculated | None = None
-    # Its tokens, where they are to be told; set at the same time.
-    ids: list[int] | None = None
     cached: int = 0
     shown: int = -1  # prefilled tokens as last reported; none before the first report
     generated: int = 0
@@ -102,5 +100,4 @@ class ScheduledSequence:
             ),
             self.text.stopped_by,
             self.speculated,
-            self.ids or [],
         )

@@ -35,7 +35,6 @@ from fleetd.engine.protocol import (
     PrefillAlone,
     PrefillShared,
     Ready,
-    Remember,
     Score,
     Scored,
     Shutdown,
@@ -275,10 +274,6 @@ class EngineProcess:
         """Let a prompt that waits, or that is being shared, go on here. Ignored where there is none."""
         self._tell(PrefillAlone(request_id, reason))
 
-    def remember(self, told: Remember) -> None:
-        """An answer of another machine to draft from; a worker that keeps none drops it."""
-        self._tell(told)
-
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Hand a connected socket to the worker; it is closed here in any case. Raises EngineDied."""
         if self.state != "ready" or self._socket_sender is None:
@@ -286,7 +281,7 @@ class EngineProcess:
             raise self._not_running()
         await self._socket_sender.give(tag, sock)
 
-    def _tell(self, command: PrefillShared | PrefillAlone | Remember | Cancel) -> None:
+    def _tell(self, command: PrefillShared | PrefillAlone | Cancel) -> None:
         if self.state == "ready" and self._writer is not None:
             # A worker that is gone is noticed where its answers are awaited.
             with contextlib.suppress(ConnectionError, RuntimeError):

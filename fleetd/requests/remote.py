@@ -107,7 +107,7 @@ class JobServer:
         asked = messages.decode_run(body)
         if asked.digest and not self._has(asked.digest):
             raise ModelNotFound(f"This machine does not have these files of {asked.model} (any more).")
-        request = msgspec.structs.replace(asked.request, id=own_id(asked.request.id), ids=False)
+        request = msgspec.structs.replace(asked.request, id=own_id(asked.request.id))
         job = Job(asked.model, request, "peer", asked.route, local_only=True, digest=asked.digest)
         async with (
             aclosing(self._run(job)) as run,

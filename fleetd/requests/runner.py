@@ -55,7 +55,6 @@ from fleetd.observe import get_logger
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests import remote
 from fleetd.requests.drafting.client import DrafterService
-from fleetd.requests.drafting.pasts import Pasts
 from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
 from fleetd.requests.placement import THIS_NODE, Placement, Placer, canonical
 from fleetd.requests.progress import Gauges, RequestProgress
@@ -139,7 +138,6 @@ class Runner:
         sharing: None for one whose prompts nobody helps with.
         smart: shortens prompts that ask for it; without, they are read whole.
         drafting: finds drafters for answers that are decoded here.
-        pasts: tells others that remember them what was answered here.
         speeds: told what each answer that was computed here took.
     """
 
@@ -157,7 +155,6 @@ class Runner:
         sharing: Sharer | None = None,
         smart: SmartPrefill | None = None,
         drafting: DrafterService | None = None,
-        pasts: Pasts | None = None,
         speeds: ModelSpeeds | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -173,7 +170,6 @@ class Runner:
         self._sharing = sharing
         self._smart = smart
         self._drafting = drafting
-        self._pasts = pasts
         self._speeds = speeds or ModelSpeeds()
         self._monotonic = monotonic
         self._now = now
@@ -316,9 +312,6 @@ class Runner:
         self, job: Job, located: _Located, choice: Placement, arrived_s: float
     ) -> AsyncGenerator[Planned | Loading | Event, None]:
         traced = self._smart is not None and job.smart is not None
-        pasts = self._pasts if located.folder is not None and choice.node_id == THIS_NODE else None
-        if pasts is not None:
-            job = pasts.asking(job, located.folder)
         if choice.node_id != THIS_NODE and self._placing is not None:
             others, node_id = self._placing.others, choice.node_id
             events = remote.run(
@@ -337,8 +330,6 @@ class Runner:
         if choice.node_id == THIS_NODE and located.folder is not None and self._drafting is not None:
             since_s = None if traced else arrived_s
             events = self._drafting.stream(job, located.folder, events, traced_since_s=since_s)
-        if pasts is not None:
-            events = pasts.stream(job, located.folder, events)
         async with aclosing(events):
             async for event in events:
                 if isinstance(event, Failed):

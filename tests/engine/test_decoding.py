@@ -15,14 +15,13 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
 
-from fleetd import limits
 from fleetd.engine import decoding, scheduler
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
-from fleetd.engine.protocol import Cancel, Failed, Remember, Sampling, Speculate
+from fleetd.engine.protocol import Cancel, Failed, Sampling, Speculate
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.rounds import Promise, Rounds
-from fleetd.engine.speculation.suffix import PastAnswers, past_key
+from fleetd.engine.speculation.suffix import PastAnswers
 from fleetd.models.folder import ModelFolder
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -368,52 +367,6 @@ def test_past_answers_help_where_they_are_remembered(llama: Any, tokenizer: Any)
         report = run.finished("b").speculation
         accepted.append(report.accepted if report else 0)
     assert accepted[1] > max(30, accepted[0])
-
-
-def test_an_answer_of_another_machine_helps_like_an_own_one(llama: Any, tokenizer: Any) -> None:
-    said = one(llama, tokenizer, None, max_tokens=60, ids=True)
-    ids = said.finished("r").ids
-    assert len(ids) == 60
-    assert ids[:-1] == said.tokens["r"][len(PROMPT) :]
-    accepted = []
-    for key in ("theirs", "another"):
-        past = PastAnswers(1 << 20)
-        run = Run(llama, tokenizer, spec(past=past))
-        run.scheduler.tell(Remember(past_key("theirs"), ids))
-        run.scheduler.turn()
-        run.submit("r", PROMPT, speculate=Speculate(sources=["suffix"], key=key), max_tokens=60)
-        run.finish()
-        assert run.said("r") == said.said("r")
-        assert run.finished("r").ids == []
-        report = run.finished("r").speculation
-        accepted.append(report.accepted if report else 0)
-    assert accepted[0] > max(40, accepted[1])
-
-
-def test_no_answer_waits_for_those_of_others_to_be_taken_up(llama: Any, tokenizer: Any) -> None:
-    past = PastAnswers(1 << 20)
-    run = Run(llama, tokenizer, spec("off", past=past))
-    run.submit("r", PROMPT, max_tokens=20)
-    run.scheduler.tell(Remember(past_key(""), [5] * (4 * limits.SPEC_PAST_STEP)))
-    run.turn()
-    while len(run.decoding):
-        assert past.offered == 4
-        run.turn()
-    # Now there is time; the own answer was there at once.
-    for left in (3, 2, 1, 0):
-        assert past.offered == left
-        run.scheduler.turn() if left else None
-    assert len(past) > 4 * limits.SPEC_PAST_STEP
-
-
-def test_a_worker_that_remembers_nothing_takes_nothing(llama: Any, tokenizer: Any) -> None:
-    for speculation in (None, spec()):
-        run = Run(llama, tokenizer, speculation)
-        run.scheduler.tell(Remember(past_key(""), [5] * 20))
-        run.scheduler.turn()
-        run.submit("r", PROMPT, max_tokens=4)
-        run.finish()
-        assert run.finished("r").reason == "length"
 
 
 def test_a_source_may_come_while_the_answer_runs(llama: Any, tokenizer: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from fleetd import limits
 from fleetd.engine.speculation.automaton import BYTES_PER_TOKEN, ROOT, Automaton
 from fleetd.engine.speculation.lookup import LONGEST, SHORTEST, PromptLookup
-from fleetd.engine.speculation.suffix import PastAnswers, SuffixSource, past_key
+from fleetd.engine.speculation.suffix import PastAnswers, SuffixSource
 
 # Few different tokens, so that much is repeated.
 texts = st.lists(st.integers(0, 3), max_size=60)
@@ -123,44 +122,6 @@ def test_the_past_is_bounded_and_forgets_the_oldest_first() -> None:
     find = lambda i: SuffixSource(past.of("a")).propose([1000 * i + j for j in range(5)], 3)  # noqa: E731
     assert find(99) == [99005, 99006, 99007]
     assert find(0) == []
-
-
-def test_answers_from_elsewhere_are_taken_up_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "SPEC_PAST_STEP", 16)
-    past = PastAnswers(limits.SPEC_PAST_BYTES)
-    answer = list(range(100, 140))
-    past.offer("a", answer)
-    assert (past.offered, len(past)) == (3, 0)
-    past.take_up()
-    assert SuffixSource(past.of("a")).propose([1, *answer[:5]], 4) == answer[5:9]
-    assert SuffixSource(past.of("a")).propose([1, *answer[20:25]], 4) == []
-    while past.offered:
-        past.take_up()
-    # What is matched across the end of a piece goes on in the next one.
-    for at in range(len(answer) - 5):
-        found = SuffixSource(past.of("a")).propose([1, *answer[at : at + 4]], 2)
-        assert found
-        assert found == answer[at + 4 : at + 4 + len(found)]
-    past.take_up()
-    assert SuffixSource(past.of("b")).propose([1, *answer[:5]], 4) == []
-
-
-def test_of_more_than_there_is_time_for_the_newest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    waiting = deque[Any](maxlen=3)
-    past = PastAnswers(limits.SPEC_PAST_BYTES)
-    monkeypatch.setattr(past, "_offered", waiting)
-    for i in range(5):
-        past.offer("a", [10 * i + j for j in range(8)])
-    while past.offered:
-        past.take_up()
-    find = lambda i: SuffixSource(past.of("a")).propose([10 * i + j for j in range(4)], 3)  # noqa: E731
-    assert [bool(find(i)) for i in range(5)] == [False, False, True, True, True]
-
-
-def test_nobody_is_told_a_key() -> None:
-    assert past_key("me") == past_key("me") != past_key("you")
-    assert len(past_key("")) == len(past_key("\ud800")) == 32
-    assert "me" not in past_key("me")
 
 
 def test_of_many_keys_the_one_not_used_for_longest_goes() -> None:

@@ -126,7 +126,7 @@ def test_a_talk_is_understood() -> None:
         "Opened": 1,
         "Requested": 3,
         "Notified": 2,
-        "Received": 1,
+        "MessageReceived": 1,
         "Cancelled": 1,
         "Ended": 2,
         "Closed": 1,

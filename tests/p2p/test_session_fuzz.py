@@ -442,7 +442,7 @@ def run(seeds: range) -> Counter[str]:
     return met
 
 
-EVENTS = ("Opened", "Requested", "Received", "Ended", "Cancelled", "Notified", "Measured", "Closed")
+EVENTS = ("Opened", "Requested", "MessageReceived", "Ended", "Cancelled", "Notified", "Measured", "Closed")
 REFUSALS = (
     "was announced; the limit is",
     "cannot be read",

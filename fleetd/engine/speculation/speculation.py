@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fleetd import limits
-from fleetd.engine.protocol import Generate, Remember, SourceCounts, Speculated
+from fleetd.engine.protocol import Generate, SourceCounts, Speculated
 from fleetd.engine.speculation.controller import Controller, Draft
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.lookup import PromptLookup
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
 from fleetd.engine.speculation.sources import DraftSource
-from fleetd.engine.speculation.suffix import PastAnswers, SuffixSource, past_key
+from fleetd.engine.speculation.suffix import PastAnswers, SuffixSource
 
 Mode = Literal["auto", "on", "off"]
 
@@ -49,10 +49,7 @@ class WorkerSpeculation:
         names = None if wanted is None else wanted.sources
         key = "" if wanted is None else wanted.key
         width = min(self.verdict.width, limits.SPEC_WIDTH, (wanted.width if wanted else 0) or 1 << 30)
-        local: list[DraftSource] = [
-            SuffixSource(self.past.of(past_key(key)) if self.past else ()),
-            PromptLookup(),
-        ]
+        local: list[DraftSource] = [SuffixSource(self.past.of(key) if self.past else ()), PromptLookup()]
         return SequenceDrafts(
             sources=[source for source in local if names is None or source.name in names],
             names=names,
@@ -63,22 +60,7 @@ class WorkerSpeculation:
     def ended(self, request: Generate, answered: Sequence[int]) -> None:
         """An answer is complete; it is remembered if it may be."""
         if self.past is not None:
-            self.past.add(past_key(request.speculate.key if request.speculate else ""), answered)
-
-    def remember(self, told: Remember) -> None:
-        """Another machine's answer, for when there is nothing to compute; dropped where none are kept."""
-        if self.past is not None:
-            self.past.offer(told.key, told.tokens)
-
-    @property
-    def learns(self) -> bool:
-        """Whether something of that is left to do."""
-        return self.past is not None and self.past.offered > 0
-
-    def learn(self) -> None:
-        """Do a little of it."""
-        if self.past is not None:
-            self.past.take_up()
+            self.past.add(request.speculate.key if request.speculate else "", answered)
 
 
 @dataclass(slots=True)

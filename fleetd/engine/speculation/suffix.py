@@ -4,29 +4,20 @@ answers of this worker, if those are remembered.
 A draft is no longer than the match it rests on (SuffixDecoding, arXiv 2411.04975): a long match says much
 about what follows, a short one little.
 
-Past answers are kept only where the settings allow it, as token ids without any text or name, apart for each
+Past answers are kept only where the settings allow it, as token ids without any text, apart for each
 key that requests bring, and bounded: the older half of a key's share goes at once, least used keys go first.
-Answers of other machines come in between, and are taken up a piece at a time while there is nothing to do.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from fleetd import limits
 from fleetd.engine.speculation.automaton import BYTES_PER_TOKEN, ROOT, Automaton
 
 SHORTEST = 3
-# Tokens that a piece of an answer repeats of the one before, so that a match goes on from one into the other.
-OVERLAP = 8
 _END = -1
-
-
-def past_key(key: str) -> str:
-    """What a request's key is called where answers are remembered: nobody else is told the key itself."""
-    return hashlib.sha256(b"fleetd past 1\n" + key.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
 class PastAnswers:
@@ -35,7 +26,6 @@ class PastAnswers:
     def __init__(self, max_bytes: int) -> None:
         self._half = max_bytes // BYTES_PER_TOKEN // 2
         self._keys: OrderedDict[str, tuple[Automaton, Automaton]] = OrderedDict()
-        self._offered: deque[tuple[str, Sequence[int]]] = deque(maxlen=limits.SPEC_PAST_WAITING)
 
     def of(self, key: str) -> tuple[Automaton, ...]:
         """What to look in: nothing where this key has no past."""
@@ -55,21 +45,6 @@ class PastAnswers:
         self._keys[key] = older, newer
         while len(self) > 2 * self._half:
             self._keys.popitem(last=False)
-
-    def offer(self, key: str, tokens: Sequence[int]) -> None:
-        """An answer to be added when there is time for it."""
-        for at in range(0, len(tokens), limits.SPEC_PAST_STEP):
-            self._offered.append((key, tokens[max(0, at - OVERLAP) : at + limits.SPEC_PAST_STEP]))
-
-    @property
-    def offered(self) -> int:
-        """Pieces that wait."""
-        return len(self._offered)
-
-    def take_up(self) -> None:
-        """Add one of them."""
-        if self._offered:
-            self.add(*self._offered.popleft())
 
     def __len__(self) -> int:
         """Tokens kept."""

@@ -82,7 +82,6 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
     """One machine at one moment.
 
     ``usable_bytes``: what is free and a model may take, weights and all, by the machine's settings.
-    ``remembers``: it drafts from past answers, and wants to be told those of others that do.
     ``evictable_bytes``: memory of models that are loaded and idle, and give way to another one. ``load``: the
     operating system's load average over its cores.
     """
@@ -102,7 +101,6 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
     waiting: Count = 0
     max_streams: Count = 0
     draining: bool = False
-    remembers: bool = False
     load: Rate = 0.0
 
     @property

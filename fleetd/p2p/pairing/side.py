@@ -1,7 +1,7 @@
 """What both sides of a pairing do alike: frames, deadlines, failure, and the steps that are the same.
 
-A failure is one event, ``PairingBroke``, and always a PairingFailed. Its sentence never contains what the other
-side sent, except its name after the code was accepted: until then it may be anybody.
+A failure is one event, ``PairingBroke``, and always a PairingFailed. Its sentence contains nothing that the
+other side sent, except its name once the code was accepted: until then the other side may be a stranger.
 """
 
 from __future__ import annotations

@@ -8,10 +8,6 @@ One is asked to draft for another one's answer:
 
 The text itself and the drafts go from worker to worker (``engine/spec/draft_wire.py``).
 
-And how machines that remember past answers tell each other theirs:
-
-    → REMEMBER  Past                  a finished answer's tokens; nothing comes back
-
 Errors and cancellation are the stream's own. All messages are bounded before they are decoded.
 """
 
@@ -30,7 +26,6 @@ from fleetd.requests import message_codec
 from fleetd.requests.message_codec import Digest, ModelName, RequestId
 
 FOLLOW = "draft.follow"
-REMEMBER = "draft.remember"
 
 _Vocabulary = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-f]*$")]
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
@@ -58,25 +53,14 @@ class DraftDone(msgspec.Struct, frozen=True):
     right: _Count = 0
 
 
-class Past(msgspec.Struct, frozen=True):
-    """An answer that the model of this digest gave; no prompt and no text. ``key``: the hash of the request's
-    own (``engine.spec.suffix.past_key``)."""
-
-    digest: Digest
-    key: Annotated[str, Meta(min_length=32, max_length=32, pattern="^[0-9a-f]*$")]
-    tokens: Annotated[
-        list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(min_length=1, max_length=limits.PAST_TOKENS)
-    ]
-
-
 _T = TypeVar("_T")
 _readers: dict[type, Callable[[bytes], Any]] = {
     kind: reader(kind, f"A peer's {kind.__name__}", limits.SHARE_MESSAGE_BYTES)
-    for kind in (DraftQuestion, DraftOffer, DraftDone, Past)
+    for kind in (DraftQuestion, DraftOffer, DraftDone)
 }
 
 
-def encode(message: DraftQuestion | DraftOffer | DraftDone | Past) -> bytes:
+def encode(message: DraftQuestion | DraftOffer | DraftDone) -> bytes:
     return message_codec.encode(message)
 
 
