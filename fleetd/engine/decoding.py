@@ -24,6 +24,7 @@ from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from fleetd.engine.failures import require
+from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.logprobs import Logprobs
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
@@ -168,11 +169,6 @@ class Decoding:
         for source in self._sources.pop(request_id, []):
             source.close()
 
-    def text(self, request_id: str) -> list[int] | None:
-        """Prompt and sequence so far of a running sequence."""
-        running = self._running(request_id)
-        return None if running is None else list(running.tokens)
-
     # ---- answers ---------------------------------------------------------------------------------------
 
     def find(self, request_id: str) -> ScheduledSequence | None:
@@ -194,7 +190,7 @@ class Decoding:
             for source in self._sources.get(sequence.id, []):
                 running.drafts.add(source)
         if not len(self) and running.drafts is not None and self._room(running, cache) > 1:
-            self._begin_apart(running, rollback.copy_on_write(cache))
+            self._begin_apart(running, copy_on_write(cache))
         else:
             self._insert(running, cache)
 

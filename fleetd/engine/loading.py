@@ -25,12 +25,12 @@ from fleetd.engine.calibrate import calibrate
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
 from fleetd.engine.protocol import Loading, Profile, Ready
 from fleetd.engine.sampling import SamplingDefaults
-from fleetd.engine.scoring.head_profile import ProfileKey as ProfileBasis
+from fleetd.engine.scoring.head_profile import ProfileKey
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
-from fleetd.engine.speculation.verdicts import VerdictKey, Verdicts
+from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.engine.speculation.vocabulary import vocabulary_of
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelCorrupt, ModelUnsupported
@@ -158,7 +158,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         arithmetic=sharable.arithmetic if sharable else None,
         vocabulary=vocabulary_of(tokenizer),
     )
-    profile = ProfileBasis(digest, versions()).finding(Path(settings.cache))
+    profile = ProfileKey(digest, versions()).cached(Path(settings.cache))
     return Loaded(
         model, tokenizer, facts, prefix_bytes, _defaults(path), together, verdict, sharable, sparse, profile
     )
@@ -201,13 +201,13 @@ def _verdict(
             text="declined: without MKL a CPU's numbers depend on how many are computed at once"
         )
     step_s = 1 / decode_tok_s
-    kept = Verdicts(Path(settings.cache))
-    basis = VerdictKey.now(digest, device, accelerator_name(device), versions())
-    if (known := kept.find(basis)) is not None:
+    key = VerdictKey.now(digest, device, accelerator_name(device), versions())
+    cached = key.cached(Path(settings.cache))
+    if (known := cached.find()) is not None:
         return known.at_pace(step_s)
     plan = ProbePlan.of(device, step_s)
     found = probe(model, vocab_size=vocabulary, context_tokens=context, plan=plan)
-    kept.keep(basis, found)
+    cached.keep(found)
     return found
 
 

@@ -10,17 +10,16 @@ token would take more memory than some of the caches it finds.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import KVCache
 
 from fleetd.engine.failures import require
+from fleetd.engine.kv_caches import beginning, copy_on_write
 
 DENSE = "dense"
 # Another accelerator had a part in it: no answer that is to be exact rests on these.
@@ -140,13 +139,9 @@ def _shared(a: _Tokens, b: _Tokens) -> int:
 def _copy(layer: Any, tokens: int, stored: int) -> Any:
     """A layer's cache of which only the first ``tokens`` of ``stored`` are kept."""
     if type(layer) is KVCache:
-        # Without the room of the longer one: it would be paid for again in the copy's own entry.
-        short = KVCache()
-        short.keys = mx.contiguous(layer.keys[..., :tokens, :])
-        short.values = mx.contiguous(layer.values[..., :tokens, :])
-        short.offset = tokens
-        return short
-    private = copy.deepcopy(layer)
+        # Without the longer one's room to grow: it would count again in the copy's own entry.
+        return beginning(layer, tokens)
+    own = copy_on_write(layer)
     if tokens < stored:
-        private.trim(stored - tokens)
-    return private
+        own.trim(stored - tokens)
+    return own

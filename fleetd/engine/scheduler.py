@@ -54,7 +54,7 @@ from fleetd.engine.protocol import (
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.score_guests import ScoreGuests
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
-from fleetd.engine.sequence import ScheduledSequence
+from fleetd.engine.sequence import ScheduledSequence, begin_prefill
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prompts import SharedPrompts
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading, leading_cache
@@ -361,20 +361,14 @@ class Scheduler(ComputeLoop):
         return chosen
 
     def _start(self, sequence: ScheduledSequence) -> Prefiller | SparsePrefiller:
-        tokens = sequence.prepared.tokens
-        if sequence.kept is not None:
-            # The KV of a token rests on all tokens before it: what follows a gap is in no dense cache.
-            hit = self.prefix.fetch(tokens[: leading(sequence.kept) + 1])
-            sequence.cached = hit.tokens
-            return SparsePrefiller.begin(self.model, tokens, sequence.kept, hit.cache, hit.tokens)
+        tokens, kept = sequence.prepared.tokens, sequence.kept
         if sequence.prepared.request.echo and sequence.logprobs is not None:
             sequence.scored = PromptLogprobs(sequence.logprobs, tokens)
             return Prefiller(self.model, tokens, make_prompt_cache(self.model), score=sequence.scored.add)
-        hit = self.prefix.fetch(tokens)
-        if hit.cache is not None:
-            sequence.cached = hit.tokens
-            return Prefiller(self.model, tokens, hit.cache, hit.tokens)
-        return Prefiller(self.model, tokens, make_prompt_cache(self.model))
+        # The KV of a token rests on all tokens before it: what follows a gap is in no dense cache.
+        hit = self.prefix.fetch(tokens if kept is None else tokens[: leading(kept) + 1])
+        sequence.cached = hit.tokens
+        return begin_prefill(self.model, tokens, kept, hit)
 
     def _begin_decode(
         self, sequence: ScheduledSequence, prefiller: Prefiller | SharedPrefill | SparsePrefiller
@@ -424,12 +418,8 @@ class Scheduler(ComputeLoop):
 
     def _abandon(self, sequence: ScheduledSequence) -> None:
         """End a prefill half way; what it computed stays useful."""
-        if isinstance(sequence.prefiller, SharedPrefill):
-            done, cache = sequence.prefiller.verified
-        elif sequence.prefiller is not None:
-            done, cache = sequence.prefiller.done, sequence.prefiller.cache
-        else:
-            done, cache = 0, []
+        prefiller = sequence.prefiller
+        done, cache = (0, []) if prefiller is None else (prefiller.done, prefiller.cache)
         self._shared.end(sequence)
         if done > sequence.cached:
             self.decoding.remember(sequence, sequence.prepared.tokens[:done], cache)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.guests import can_step
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
@@ -24,6 +27,15 @@ class Undecided:
     sharable: Sharable
     until_s: float
     share: PrefillShared | None = None
+
+
+def begin_prefill(
+    model: Any, tokens: list[int], kept: list[int] | None, hit: Hit
+) -> Prefiller | SparsePrefiller:
+    """Prefill of ``tokens``, of which only ``kept`` are computed, after what the prefix cache had."""
+    if kept is not None:
+        return SparsePrefiller.begin(model, tokens, kept, hit.cache, hit.tokens)
+    return Prefiller(model, tokens, hit.cache or make_prompt_cache(model), hit.tokens)
 
 
 @dataclass(slots=True)

@@ -15,14 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_lm.models.cache import make_prompt_cache
-
 from fleetd import limits
 from fleetd.engine.failures import typed
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, PLAN, Hit, PrefixCache
 from fleetd.engine.protocol import Accepted, PrefillShared, Report, Shared, StepTime
-from fleetd.engine.sequence import ScheduledSequence, Undecided
+from fleetd.engine.sequence import ScheduledSequence, Undecided, begin_prefill
 from fleetd.engine.shared_prefill.frame_schedule import home_streams
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
@@ -148,12 +146,7 @@ class SharedPrompts:
     def _begin_alone(self, sequence: ScheduledSequence) -> None:
         hit = self._take_hit(sequence)
         sequence.namespace = hit.namespace
-        tokens, kept = sequence.prepared.tokens, sequence.kept
-        sequence.prefiller = (
-            Prefiller(self.model, tokens, hit.cache or make_prompt_cache(self.model), hit.tokens)
-            if kept is None
-            else SparsePrefiller.begin(self.model, tokens, kept, hit.cache, hit.tokens)
-        )
+        sequence.prefiller = begin_prefill(self.model, sequence.prepared.tokens, sequence.kept, hit)
 
     def _begin(self, sequence: ScheduledSequence, share: PrefillShared, sharable: Sharable) -> None:
         hit = self._take_hit(sequence)

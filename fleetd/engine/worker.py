@@ -30,6 +30,7 @@ import msgspec
 from fleetd import limits
 from fleetd.engine import cpu, protocol
 from fleetd.engine.chunk_size import Chunks, FixedChunks, PacedChunks
+from fleetd.engine.failures import failed, typed
 from fleetd.engine.protocol import (
     AssistPrefill,
     Cancel,
@@ -46,7 +47,7 @@ from fleetd.engine.protocol import (
 )
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.streams.channel import receive_sockets
-from fleetd.errors import EngineError, FleetError
+from fleetd.errors import EngineError
 
 if TYPE_CHECKING:
     from fleetd.engine.helper_loop import HelperLoop
@@ -169,28 +170,20 @@ class Front:
 
     def _prepare(self, request: Generate | Score) -> None:
         outcome: PreparedPrompt | ScoringLayout | None = None
-        failed = False
+        failure: Failed | None = None
         try:
             with self._lock:
-                gone = self._preparing[request.id]
-            if not gone:
+                cancelled = self._preparing[request.id]
+            if not cancelled:
                 outcome = self._prepared(request)
-        except FleetError as error:
-            failed = True
-            self._link.send(Failed(request.id, error.code, error.message, error.hint, error.param))
         except Exception as error:
-            failed = True
-            traceback.print_exc()
-            self._link.send(
-                Failed(
-                    request.id, EngineError.code, f"The prompt could not be prepared: {type(error).__name__}."
-                )
-            )
+            failure = failed(request.id, error, "The prompt could not be prepared")
+            self._link.send(failure)
         with self._lock:
             cancelled = self._preparing.pop(request.id)
             if outcome is not None and not cancelled:
                 self._compute.tell(outcome)
-        if cancelled and not failed:
+        if cancelled and failure is None:
             self._link.send(protocol.Finished(request.id, "cancelled"))
 
     def _prepared(self, request: Generate | Score) -> PreparedPrompt | ScoringLayout:
@@ -219,17 +212,9 @@ def main() -> int:
     try:
         with link.watched():
             compute, loaded, facts = _start(settings, link, socket.socket(fileno=arguments.streams_fd))
-    except FleetError as error:
-        link.send(LoadFailed(error.code, error.message, error.hint))
-        link.flush()
-        return EXIT_LOAD_FAILED
     except Exception as error:
-        traceback.print_exc()
-        link.send(
-            LoadFailed(
-                EngineError.code, f"{settings.name} could not be loaded: {type(error).__name__}: {error}"
-            )
-        )
+        known = typed(error, f"{settings.name} could not be loaded: {error}")
+        link.send(LoadFailed(known.code, known.message, known.hint))
         link.flush()
         return EXIT_LOAD_FAILED
     front = Front(link, compute, loaded)

@@ -373,10 +373,9 @@ def test_a_source_may_come_while_the_answer_runs(llama: Any, tokenizer: Any) -> 
     whole = one(llama, tokenizer, None).tokens["r"]
     run = Run(llama, tokenizer, spec())
     run.submit("r", PROMPT, max_tokens=60, speculate=Speculate(sources=["scripted"]))
-    while run.decoding.text("r") is None:
+    while "r" not in run.tokens:
         run.turn()
-    before = run.decoding.text("r")
-    assert before is not None
+    before = run.tokens["r"]
     source = perfect(whole)
     run.decoding.attach("r", source)
     run.finish()

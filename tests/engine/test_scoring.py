@@ -470,12 +470,12 @@ def test_a_model_that_looks_nothing_up_says_so(bench: Bench) -> None:
 def test_a_model_that_looks_nothing_up_is_searched_once(tokenizer: Any, tmp_path: Path) -> None:
     """For all that wait for it, and for what comes later, also after another load."""
     basis = ProfileKey("ab" * 32, {})
-    bench = Bench(tokenizer, kept=basis.finding(tmp_path))
+    bench = Bench(tokenizer, kept=basis.cached(tmp_path))
     bench.begin("a")
     bench.begin("b")
     bench.run()
     bench.begin("c")
-    later = Bench(tokenizer, kept=basis.finding(tmp_path))
+    later = Bench(tokenizer, kept=basis.cached(tmp_path))
     later.begin("d")
     assert (bench.scoring.ready, later.scoring.ready) == (False, False)
     (c,), (d,) = bench.of("c"), later.of("d")
@@ -494,7 +494,7 @@ def test_a_profile_is_found_once_on_a_machine(
     basis = ProfileKey("ab" * 32, {"mlx": "1"})
     searched: list[float] = []
     for kept in (basis, basis, msgspec.structs.replace(basis, versions={"mlx": "2"})):
-        bench = Bench(tokenizer, kept=kept.finding(tmp_path))
+        bench = Bench(tokenizer, kept=kept.cached(tmp_path))
         bench.begin("a")
         bench.run()
         scored = bench.of("a")[-1]
@@ -509,7 +509,7 @@ def test_a_profile_is_found_once_on_a_machine(
 def test_a_kept_profile_that_is_not_this_models_is_not_used(
     tokenizer: Any, tmp_path: Path, heads: list[tuple[int, int]]
 ) -> None:
-    finding = ProfileKey("ab" * 32, {}).finding(tmp_path)
+    finding = ProfileKey("ab" * 32, {}).cached(tmp_path)
     finding.keep(Profile(heads, 3, True))
     bench = Bench(tokenizer, kept=finding)
     bench.begin("a")
@@ -518,7 +518,7 @@ def test_a_kept_profile_that_is_not_this_models_is_not_used(
 
 
 def test_without_a_digest_nothing_is_kept(tmp_path: Path) -> None:
-    finding = ProfileKey("", {}).finding(tmp_path)
+    finding = ProfileKey("", {}).cached(tmp_path)
     finding.keep(PROFILE)
     assert finding.find() is None
     assert list(tmp_path.iterdir()) == []

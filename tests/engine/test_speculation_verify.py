@@ -11,6 +11,7 @@ import tiny_architectures
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
+from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.protocol import Sampling
 from fleetd.engine.sampling import make_processors, make_sampler
 from fleetd.engine.speculation import exactness_probe as probing
@@ -126,7 +127,7 @@ def test_what_cannot_be_taken_back_is_declined_by_name() -> None:
 def test_a_private_cache_leaves_the_other_as_it_is(llama: Any) -> None:
     first = row(llama, speculating.GREEDY)
     before = rows_of(first.cache, 39)
-    twin = rollback.copy_on_write(first.cache)
+    twin = copy_on_write(first.cache)
     llama(mx.array([[1, 2, 3]]), cache=twin)
     rollback.take_back(twin, 10)
     llama(mx.array([[4] * 20]), cache=twin)

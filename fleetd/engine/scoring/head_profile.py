@@ -62,8 +62,8 @@ class ProfileKey(msgspec.Struct, frozen=True):
     fleetd: str = __version__
     profile: int = PROFILE_VERSION
 
-    def finding(self, cache: Path) -> CachedResult[Profile]:
-        """Where it is kept. ``cache``: the home's folder for what can be found out again."""
+    def cached(self, cache: Path) -> CachedResult[Profile]:
+        """Where the profile is stored. ``cache``: the home's folder for what can be found out again."""
         return CachedResult(
             cache / _FOLDER / f"{self.digest[:32]}.json" if self.digest else None, self, _StoredProfile
         )

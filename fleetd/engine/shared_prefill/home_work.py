@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
 from fleetd import limits
+from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.shared_prefill import layer_kv, passes
 from fleetd.engine.shared_prefill.layer_kv import KvLayout, RingState, RingStates, RowBuffer
 from fleetd.engine.shared_prefill.slots import Slots
@@ -62,7 +63,7 @@ class _HomeWork:
             # From now on the prefix is in there; kept twice it would take twice the memory.
             self.prefix[layer] = None
             return cache
-        return layer_kv.copy_on_write(prefix)
+        return copy_on_write(prefix)
 
     def before(self, layer: int, tokens: int) -> Any:
         """A cache of the first ``tokens`` to be added to. Only these are copied then, not all the room."""
@@ -219,7 +220,7 @@ class LayersAtHome(_HomeWork):
 
     def context(self, place: int, layer: int) -> Any:
         if self.layout.layer(layer).window:
-            return layer_kv.copy_on_write(self.prefix[layer])
+            return copy_on_write(self.prefix[layer])
         return self.before(layer, self.split.cached)
 
     def arrived(self, place: int, layer: int) -> bool:
@@ -276,7 +277,7 @@ class TokensAtHome(_HomeWork):
         """All rows before this machine's own are there."""
         self.row_buffers.pop(layer, None)
         if self.layout.layer(layer).window:
-            self.caches[layer] = layer_kv.copy_on_write(self._states[-1][layer])
+            self.caches[layer] = copy_on_write(self._states[-1][layer])
         else:
             self.caches[layer].offset = self._cut
 
@@ -325,7 +326,7 @@ class TokensAtHome(_HomeWork):
             return None
         if not self.layout.layer(layer).window:
             return self.before(layer, self.split.tokens_of(place).start)
-        return layer_kv.copy_on_write(self._states[place - 1][layer] if place else self.prefix[layer])
+        return copy_on_write(self._states[place - 1][layer] if place else self.prefix[layer])
 
     def arrived(self, place: int, layer: int) -> bool:
         return self._arrived[place] > layer

@@ -18,6 +18,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
@@ -124,11 +125,6 @@ def pieces(data: _Bytes) -> list[memoryview]:
 def _buffer(data: _Bytes) -> memoryview:
     whole: _Bytes = np.ascontiguousarray(data)
     return memoryview(whole).cast("B")
-
-
-def copy_on_write(cache: Any) -> Any:
-    """A cache that can be added to without changing this one. Nothing is copied until then."""
-    return copy.deepcopy(cache)  # an array's copy is a second name for its memory
 
 
 # ---- Caches with a row per token -------------------------------------------------------------------------

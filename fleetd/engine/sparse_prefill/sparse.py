@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from fleetd.engine.architectures import CUT
+from fleetd.engine.kv_caches import beginning
 from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
 from fleetd.errors import ModelUnsupported
@@ -98,7 +99,7 @@ def leading_cache(kept: Sequence[int], cache: Sequence[Any]) -> list[KVCache] | 
     """A dense cache of the ``leading`` tokens, from that of all; None where windows moved on."""
     if not all(isinstance(layer, SparseKV) for layer in cache):
         return None
-    return [layer.first(leading(kept)) for layer in cache]
+    return [beginning(layer, leading(kept)) for layer in cache]
 
 
 @dataclass(frozen=True, slots=True)

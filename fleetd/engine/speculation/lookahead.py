@@ -43,26 +43,29 @@ class Lookahead:
         return [guess.first for guess in self.guesses]
 
     def next(self) -> list[int] | None:
-        """Tokens after the text whose successor should be guessed now; None where enough is drafted."""
-        if len(self.guesses) < self.ahead and not self._over(self.guesses):
-            return self.main_path
-        for place in self._likeliest():
-            after = self.detour_guesses.get(place, [])
-            if len(after) < self.detour_tokens and not self._over(after):
-                return self._detour(place)
-        return None
+        """Tokens after the text whose successor should be guessed now; None if enough is drafted."""
+        if (found := self._growing()) is None:
+            return None
+        before, guesses = found
+        return [*before, *(guess.first for guess in guesses)]
 
     def guessed(self, guess: Guess) -> list[int]:
-        """Take the answer to ``next``; returns the path that has grown by it."""
+        """Take the guess that ``next`` asked for; returns the path that has grown by it."""
+        if (found := self._growing()) is None:
+            raise ValueError("nothing was asked for")
+        before, guesses = found
+        guesses.append(guess)
+        return [*before, *(guess.first for guess in guesses)]
+
+    def _growing(self) -> tuple[list[int], list[Guess]] | None:
+        """The tokens before the path that grows next, and its guesses; None if all are long enough."""
         if len(self.guesses) < self.ahead and not self._over(self.guesses):
-            self.guesses.append(guess)
-            return self.main_path
+            return [], self.guesses
         for place in self._likeliest():
             after = self.detour_guesses.setdefault(place, [])
             if len(after) < self.detour_tokens and not self._over(after):
-                after.append(guess)
-                return self._detour(place)
-        raise ValueError("nothing was asked for")
+                return [*self.main_path[:place], self.guesses[place].second], after
+        return None
 
     def committed(self, tokens: Sequence[int]) -> int:
         """The text went on with ``tokens``. Returns how many of them the main_path had foreseen."""
@@ -83,10 +86,6 @@ class Lookahead:
             self.guesses = []
         self.detour_guesses = {}
         return foreseen
-
-    def _detour(self, place: int) -> list[int]:
-        after = [guess.first for guess in self.detour_guesses.get(place, [])]
-        return [*self.main_path[:place], self.guesses[place].second, *after]
 
     def _likeliest(self) -> list[int]:
         """Where detours are, likeliest first."""
