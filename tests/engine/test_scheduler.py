@@ -241,7 +241,9 @@ def test_an_answer_that_cannot_grow_fails_alone(parts: tuple[Any, Any]) -> None:
     bench.finish()
     ends = [bench.of(name)[-1] for name in ("a", "b")]
     assert sorted(type(e).__name__ for e in ends) == ["Failed", "Finished"]
-    assert all(e.code == "out_of_memory" for e in ends if isinstance(e, Failed))
+    (failed,) = (e for e in ends if isinstance(e, Failed))
+    assert failed.code == "out_of_memory"
+    assert "KV cache is full" in failed.message
     bench.check_clean()
 
 
@@ -349,6 +351,9 @@ def test_prompts_at_the_context_and_one_past_it(parts: tuple[Any, Any]) -> None:
     bench.finish()
     kinds = {n: type(bench.of(f"n{n}")[-1]).__name__ for n in (18, 19, 20)}
     assert kinds == {18: "Finished", 19: "Finished", 20: "Failed"}
+    failed = bench.of("n20")[-1]
+    assert isinstance(failed, Failed)
+    assert "has 20 tokens; this model's context holds 20" in failed.message
     last = bench.of("n18")[-1]
     assert isinstance(last, Finished)
     assert last.usage.completion_tokens <= 2
