@@ -1,13 +1,13 @@
-"""Answers being decoded: each by itself with drafts, or together, a token for each of them per step.
+"""Sequences that are being decoded: apart, each with drafts, or in one batch, a token per step.
 
-    begin(sequence) ──► apart: a pass each, of several      ◄──►   the batch      ──► finish | fail | leave
-                      tokens, on caches of their own             (mlx-lm's BatchGenerator)
-                      (spec/verify.py)
+    begin(sequence) ──► apart: a pass each, of several   ◄──►   the batch           ──► finish | fail | leave
+                        tokens, on caches of their own          (mlx-lm's BatchGenerator)
+                        (``VerifyRow``)
 
-Answers are decoded apart only where blocks of tokens give the bytes that the batch gives (``spec/probe.py``),
-so where they are decoded never shows in what they say. One that begins finds nobody or joins the batch, and
-whoever is apart joins it there; they move apart again when all of them have good drafts and all of them gain
-(``spec/rounds.py``). What a sequence that leaves has computed goes to the prefix cache.
+Sequences are decoded apart only if blocks of tokens give the bytes that the batch gives
+(``exactness_probe``), so the place never changes an answer. A sequence that begins alone may begin apart;
+else it joins the batch, and so do those that are apart. All move apart again when each has good drafts and
+each gains (``rounds``). What a sequence has computed goes to the prefix cache when it leaves.
 
 Everything runs on the compute thread. What goes wrong in one sequence's text fails that sequence.
 """
@@ -46,8 +46,8 @@ from fleetd.engine.speculation.sources import DraftSource
 from fleetd.engine.speculation.speculation import SequenceDrafts, WorkerSpeculation
 from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
 
-# Moving costs a copy of the KV: nobody moves out of the batch before so many steps with the same answers in
-# it, nor into it for want of drafts before so many passes without any.
+# Moving costs a copy of the KV. Sequences leave the batch only after so many steps in which it did not
+# change, and join it for want of drafts only after so many passes without any.
 SETTLED_TOKENS, IDLE_PASSES = 8, 32
 LEAST_DRAFTS = 2
 # Passes after which memory that MLX keeps for reuse is given back; as BatchGenerator has it.
@@ -153,7 +153,7 @@ class Decoding:
             self.detach(request_id)
         self._generator.close()
 
-    # ---- sources of drafts from outside ----------------------------------------------------------------
+    # ---- draft sources from outside ----------------------------------------------------------------
 
     def attach(self, request_id: str, source: DraftSource) -> None:
         """A further source of drafts for a sequence that runs, or whose prompt is known here.
@@ -223,10 +223,10 @@ class Decoding:
     def _running(self, request_id: str) -> DecodingSequence | None:
         return next((running for running in self._all if running.sequence.id == request_id), None)
 
-    # ---- who is where ----------------------------------------------------------------------------------
+    # ---- apart or in the batch -------------------------------------------------------------------------
 
     def _arrange(self) -> None:
-        """Everybody apart, or everybody in the batch."""
+        """Put all sequences apart, or all into the batch."""
         if self.apart and (self.batch or self._better_together()):
             self.rounds.ended()
             rows = [(running, running.row.cache) for running in self.apart if running.row is not None]
@@ -242,7 +242,7 @@ class Decoding:
                 self._begin_apart(running, cache)
 
     def _better_together(self) -> bool:
-        """Whether those who are apart are better off in the batch."""
+        """True if the sequences that are apart should join the batch."""
         if any(running.row is None or self._room(running, running.row.cache) < 2 for running in self.apart):
             return True
         if len(self.apart) > 1:
@@ -252,7 +252,7 @@ class Decoding:
         return without and alone.drafts is not None and alone.drafts.idle >= IDLE_PASSES
 
     def _better_apart(self) -> bool:
-        """Whether those who are in the batch are better off apart: drafts of all must be worth the move."""
+        """True if the batch should be taken apart: the drafts of every sequence must be worth the move."""
         if not self._may_return or (len(self.batch) > 1 and self.rounds.resting):
             return False
         promises = []
@@ -325,7 +325,7 @@ class Decoding:
         return min(rollback.room(cache), self.speculation.verdict.context - len(running.tokens))
 
     def _turn_apart(self) -> None:
-        """A pass for each; what it says is shown when all have had theirs, as of a batch."""
+        """A pass for each. Their tokens are shown when all have had theirs, as in a batch."""
         begun = time.monotonic()
         passes = [
             self._pass(running, running.row, running.drafts)

@@ -165,12 +165,12 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
 
 
 def versions() -> dict[str, str]:
-    """Of what computes and of what makes prompts."""
+    """Versions of the libraries that compute and that make prompts."""
     return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "transformers")}
 
 
 def _sharable(model: Any, device: Device) -> tuple[Sharable | None, str]:
-    """What others can help with, or why they cannot."""
+    """What other machines can help with, or why they cannot."""
     try:
         return Sharable.of(Stage.of(model), device, versions()), ""
     except ModelUnsupported as error:
@@ -212,7 +212,7 @@ def _verdict(
 
 
 def _digest(settings: WorkerSettings) -> str:
-    """The model's, to find again what is kept of it; "" where nothing is."""
+    """The model's digest, under which results are stored; "" if nothing is stored."""
     record = Path(settings.record) if settings.record else None
     return digests.remembered(Path(settings.path), record) if settings.cache else ""
 

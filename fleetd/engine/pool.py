@@ -78,7 +78,7 @@ class EnginePool:
                     await self.unload(name)
 
     async def stream(self, folder: ModelFolder, request: Generate) -> AsyncGenerator[Loading | Event, None]:
-        """Load the model if needed (yields Loading), then the request's events up to Finished.
+        """Load the model if needed (yields Loading), then yield the request's events up to Finished.
 
         Raises FleetError: why the load or the request failed. Closing the generator cancels the request.
         """
@@ -99,8 +99,8 @@ class EnginePool:
     ) -> AsyncGenerator[Loading | Prefill | Scored, None]:
         """Load the model if needed, then score a text with it: progress, and at the end Scored.
 
-        ``evict``: idle models make room for it. Raises as ``stream``; ModelUnsupported where nobody can look
-        into this model's attention.
+        ``evict``: idle models make room for it. Raises as ``stream``; ModelUnsupported if this model's
+        attention cannot be tapped.
         """
         with self._claim(folder.name):
             async for item in self._acquire(_WantedLayers(folder), evict=evict):
@@ -118,7 +118,7 @@ class EnginePool:
             pass
 
     async def loading(self, folder: ModelFolder) -> AsyncGenerator[Loading, None]:
-        """The same, with its progress."""
+        """Load without a request and yield the progress. Raises as ``stream``."""
         async with aclosing(self._acquire(_WantedLayers(folder))) as steps:
             async for step in steps:
                 if isinstance(step, Loading):
@@ -165,7 +165,7 @@ class EnginePool:
         return None
 
     async def _holding(self, folder: ModelFolder, first: int, last: int) -> str:
-        """Which worker has these layers; loads one."""
+        """The name of a worker that has these layers; loads one if there is none."""
         if (name := self._holder(folder, first, last)) is not None:
             return name
         whole, part = _WantedLayers(folder), _WantedLayers(folder, first, last)
@@ -181,12 +181,12 @@ class EnginePool:
         return part.name
 
     async def _load_beside(self, wanted: _WantedLayers) -> None:
-        """Where nothing has to give way. Raises as ``stream``."""
+        """Load it if it fits beside what is loaded. Raises as ``stream``."""
         try:
             async for _ in self._acquire(wanted, evict=False):
                 pass
         except OutOfMemory:
-            # Nobody here asked for it, so nobody is told that it failed.
+            # No request of this machine asked for it: the failure is not shown here.
             if (engine := self._engines.get(wanted.name)) is not None and engine.state == "failed":
                 del self._engines[wanted.name]
                 await engine.stop()
@@ -208,7 +208,7 @@ class EnginePool:
 
     @contextmanager
     def _claim(self, name: str) -> Iterator[None]:
-        """Not unloaded to make room for others meanwhile."""
+        """Meanwhile the model is not unloaded to make room for others."""
         self._claims[name] = self._claims.get(name, 0) + 1
         try:
             yield
@@ -218,7 +218,7 @@ class EnginePool:
     async def _acquire(
         self, wanted: _WantedLayers, *, evict: bool = True
     ) -> AsyncGenerator[Loading | EngineProcess, None]:
-        """Progress, then the ready engine. Two first requests share one load; idle models make room."""
+        """Yield progress, then the ready engine. Two first requests share one load; idle models make room."""
         while True:
             # One load at a time: each looks at the memory that is free, and would count the same bytes.
             while other := self._loading_besides(wanted.name):
@@ -259,7 +259,7 @@ class EnginePool:
             try:
                 await engine.start()
             except BaseException:
-                # Refused or cancelled; whoever comes next must not wait for what was never started.
+                # Refused or cancelled: the next request must not wait for what was never started.
                 if self._engines.get(name) is engine:
                     del self._engines[name]
                 raise

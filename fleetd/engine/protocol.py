@@ -4,12 +4,14 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 ``u32 length (big endian) | MessagePack``. Both ends are the same installation, so there is no version field;
 unknown tags are a bug and raise.
 
-    daemon → worker   Generate, Share | Alone (where Generate asked for it), Assist, Score, Cancel, Shutdown
+    daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), AssistPrefill,
+                      Score, DraftFor, Cancel, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
                       Accepted, Prefill*, Shared?, (Delta | ToolCall)*, Finished | Failed
-                      for each Assist: Accepted, Assisted | Failed
+                      for each AssistPrefill: Accepted, Assisted | Failed
                       for each Score: Accepted, Prefill*, Scored | Failed
-                      and Beat at least every ``limits.ENGINE_BEAT_S``
+                      for each DraftFor: Accepted, Followed | Failed
+                      and Heartbeat at least every ``limits.ENGINE_BEAT_S``
 
 Streams to other machines' workers come beside it, on a channel that can carry sockets: ``sealed.handoff``
 messages, each a ``StreamTag``.
@@ -125,7 +127,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
 
     ``top_logprobs`` None reports no logprobs, 0 only the chosen token's, n also the n best.
     ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
-    ``shared``: once it is Accepted, the prompt waits for Share or Alone before it is prefilled.
+    ``shared``: once it is Accepted, the prompt waits for PrefillShared or PrefillAlone before it is prefilled.
     ``keep``: prefill only this of it, where the worker can.
     """
 
@@ -211,8 +213,8 @@ class Score(msgspec.Struct, frozen=True, tag="score", omit_defaults=True):
 
 
 class DraftFor(msgspec.Struct, frozen=True, tag="follow", omit_defaults=True):
-    """Draft for a text that another worker writes; answered by Accepted, and by Followed once nobody needs it
-    any more, or by Failed. Its stream is "drafts"; what is to be known of the text comes on it.
+    """Draft for a text that another worker writes; answered by Accepted, and by Followed once the text needs
+    no more drafts, or by Failed. Its stream is "drafts"; what is to be known of the text comes on it.
 
     ``ahead``: tokens that are drafted at most before more of the text is known.
     """
@@ -222,8 +224,8 @@ class DraftFor(msgspec.Struct, frozen=True, tag="follow", omit_defaults=True):
 
 
 class StreamTag(msgspec.Struct, frozen=True):
-    """What a socket that is handed to a worker is for: ``job`` is the id of a Share, an Assist, a Follow,
-    or of an answer, for its drafts."""
+    """What a socket that is handed to a worker is for: ``job`` is the id of a PrefillShared,
+    an AssistPrefill or a DraftFor, or of an answer, for its drafts."""
 
     job: str
     name: str
@@ -256,7 +258,7 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
     """What decides whether two workers compute the same bytes from the same model.
 
     ``layers`` holds 8 bytes per layer that the worker has, from its first one on: a hash of what that layer
-    makes of numbers that are the same everywhere (``engine/share/fingerprint.py``).
+    makes of numbers that are the same everywhere (``shared_prefill.fingerprint``).
     """
 
     accelerator: str
@@ -312,9 +314,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
     hidden_bytes: int = 0
-    # Of ``weights_bytes``, those of no layer: a machine that has some layers only has a part of them or none.
+    # The part of ``weights_bytes`` that belongs to no layer: a machine that has some layers has a part of it,
+    # or none.
     outside_bytes: int = 0
-    # Of ``layers``, those that are held: all of them but in a worker that only helps.
+    # The layers [first, last) that are held: all of them but in a worker that only helps.
     first_layer: int = 0
     last_layer: int = 0
     unshareable: str = ""
@@ -338,10 +341,10 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
     """The prompt is rendered, tokenized and admitted; nothing is computed yet.
 
     ``cached``: leading tokens that the prefix cache holds. ``chunk``: in how many tokens at a time it would
-    be prefilled alone. Both are known only where it ``waits``: for Share or Alone. That is where it was asked
-    for, there are enough tokens left to prefill (or others had a part in what is cached), and memory for them
-    at once. ``exact``: the cached tokens' numbers are those of this machine alone. Of an Assist the figures
-    are its split's.
+    be prefilled alone. Both are known only if it ``waits`` for PrefillShared or PrefillAlone. It waits if
+    that was asked for, enough tokens are left to prefill (or other machines had a part in the cached ones),
+    and there is memory for them at once. ``exact``: the cached tokens' numbers are those of this machine
+    alone. The figures of an AssistPrefill are its split's.
     ``kept``: of ``prompt_tokens``, those that are prefilled where a Keep is followed, 0 where none is;
     ``dense_reason``: why one is not.
     """
@@ -376,7 +379,8 @@ class StepTime(msgspec.Struct, frozen=True, omit_defaults=True):
 
 class Shared(msgspec.Struct, frozen=True, tag="shared", omit_defaults=True):
     """How sharing a prompt ended: ``code`` and ``reason`` "" where it went as planned, else why it went on
-    alone, from ``verified`` tokens. An Alone that comes before any Share is not answered by this."""
+    alone, from ``verified`` tokens. A PrefillAlone that comes before any PrefillShared is not
+    answered by this."""
 
     id: str
     steps: list[StepTime]

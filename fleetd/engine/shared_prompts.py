@@ -1,9 +1,9 @@
-"""Prompts of this worker's own that others may help with: from the offer to share to the end of it.
+"""This worker's own prompts that other machines may help with: from the offer to share to its end.
 
-    Accepted(waits) ── word? ──► Share ── streams? ──► SharedPrefill ──► Shared, decoding
-           │                       │                       │
-           └── Alone, or no word   └── not in time         └── late, lost, wrong: Shared(code), and on alone
-                                                               from what is verified
+    Accepted(waits) ─ decision ─► PrefillShared ─ streams ─► SharedPrefill ─► Shared, decoding
+           │                         │                          │
+           └ PrefillAlone, or none   └ not in time              └ late, lost, wrong: Shared(code), then
+                                                                  alone from what is verified
 
 However it ends, the prompt goes on.
 """
@@ -40,7 +40,7 @@ class SharedPrompts:
     emit: Callable[[Report], None]
 
     def accept(self, sequence: ScheduledSequence, chunk: int) -> bool:
-        """Say that an admitted prompt waits for word how it is prefilled. False where nobody can help."""
+        """Report that an admitted prompt waits for the daemon's decision. False if it cannot be shared."""
         request, tokens = sequence.prepared.request, sequence.prepared.tokens
         # The prompt's own probabilities need every hidden state after the last layer, here.
         scored = request.echo and sequence.logprobs is not None
@@ -50,7 +50,7 @@ class SharedPrompts:
         whole = tokens if sequence.kept is None else tokens[: leading(sequence.kept) + 1]
         hit = self.prefix.fetch(whole, DENSE, PLAN)
         short = sequence.slots - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS
-        # A short one with numbers of others in its prefix is told of all the same: it is not exact.
+        # A short prompt with another machine's numbers in its prefix is offered too: it is not exact.
         if short and hit.namespace == DENSE:
             return False
         sequence.hit = hit
@@ -71,13 +71,13 @@ class SharedPrompts:
         return True
 
     def share(self, sequence: ScheduledSequence, share: PrefillShared) -> None:
-        """The word: with these. Ignored where it has gone on already."""
+        """Prefill it with helpers, once their streams are connected. Ignored if it has gone on already."""
         undecided = sequence.undecided
         if undecided is not None and undecided.share is None:
             undecided.share, undecided.until_s = share, time.monotonic() + limits.SHARE_SETUP_S
 
     def alone(self, sequence: ScheduledSequence, reason: str) -> None:
-        """The word: without help, or without it from here on."""
+        """Prefill it without help, or without more help from here on."""
         if sequence.undecided is not None and sequence.undecided.share is None:
             self._begin_alone(sequence)
             self.streams.drop(sequence.id)
@@ -85,7 +85,7 @@ class SharedPrompts:
             self.give_up(sequence, PeerUnreachable(reason or "The daemon gave the helpers up."))
 
     def poll(self, sequence: ScheduledSequence) -> None:
-        """Begin a prompt whose streams have come; let one go on alone whose time is up."""
+        """Begin a prompt whose streams are connected; prefill one alone whose time is up."""
         undecided = sequence.undecided
         if undecided is None:
             return
@@ -101,7 +101,7 @@ class SharedPrompts:
             self.give_up(sequence, PeerUnreachable(why))
 
     def due_s(self, sequence: ScheduledSequence) -> float | None:
-        """When its wait ends even if nothing comes."""
+        """When its wait ends even if nothing arrives; None while it does not wait."""
         if sequence.undecided is not None:
             return sequence.undecided.until_s
         return sequence.prefiller.due_s if isinstance(sequence.prefiller, SharedPrefill) else None
@@ -130,13 +130,13 @@ class SharedPrompts:
         self.emit(Shared(sequence.id, steps, known.code, known.message, verified))
 
     def finish(self, sequence: ScheduledSequence, shared: SharedPrefill) -> None:
-        """Say how it went, and let the helpers go."""
+        """Report how sharing went, and close the streams."""
         steps = shared.steps
         self.end(sequence)
         self.emit(Shared(sequence.id, steps))
 
     def end(self, sequence: ScheduledSequence) -> None:
-        """Leave nothing behind of a prompt that is done with sharing, or with everything."""
+        """Close the streams of a prompt that is done with sharing, or has ended."""
         sequence.undecided = None
         if isinstance(sequence.prefiller, SharedPrefill):
             sequence.prefiller.close()
@@ -172,6 +172,6 @@ class SharedPrompts:
     def _take_hit(self, sequence: ScheduledSequence) -> Hit:
         hit = sequence.hit or Hit(0, None)
         sequence.undecided, sequence.cached = None, hit.tokens
-        # What takes the rows keeps them for as long as they are of use.
+        # The prefiller owns the rows from now on.
         sequence.hit = Hit(hit.tokens, None, hit.namespace)
         return hit

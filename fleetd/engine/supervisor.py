@@ -160,7 +160,7 @@ class EngineProcess:
             self.pid = self._process.pid
             reader, self._writer = await asyncio.open_connection(sock=ours)
         except BaseException as error:
-            # Refused or cancelled half way: nobody else knows of the sockets and the process.
+            # Refused or cancelled half way: only this method knows of the sockets and the process.
             ours.close()
             self._socket_sender.close()
             self.kill()
@@ -252,7 +252,7 @@ class EngineProcess:
         """Accepted once there is memory for it, progress, and at the end Scored. Closing the generator
         cancels it.
 
-        Raises as ``stream``; ModelUnsupported where nobody can look into this model's attention.
+        Raises as ``stream``; ModelUnsupported if this model's attention cannot be tapped.
         """
         return self._exchange(score, Scored)
 
@@ -264,14 +264,14 @@ class EngineProcess:
         return self._exchange(follow, Followed)
 
     def share(self, share: PrefillShared) -> None:
-        """How a prompt that waits is prefilled; its streams are given with ``give_stream``.
+        """Prefill a waiting prompt together with others; its streams are given with ``give_stream``.
 
-        Nothing happens where the request has ended.
+        Nothing happens if the request has ended.
         """
         self._tell(share)
 
     def alone(self, request_id: str, reason: str = "") -> None:
-        """Let a prompt that waits, or that is being shared, go on here. Ignored where there is none."""
+        """Prefill a prompt here that waits or is being shared. Ignored if there is none."""
         self._tell(PrefillAlone(request_id, reason))
 
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:

@@ -128,7 +128,7 @@ class DaemonSocket:
 
 
 class Front:
-    """The reader's side: turns commands into the compute thread's. Without ``loaded`` nothing is answered."""
+    """The reader thread: hands commands to the compute thread. Without ``loaded`` only guest work is done."""
 
     def __init__(self, link: DaemonSocket, compute: Scheduler | HelperLoop, loaded: Loaded | None) -> None:
         self._link = link
@@ -140,7 +140,7 @@ class Front:
         self._preparing: dict[str, bool] = {}
 
     def read(self, decoder: protocol.MessageDecoder) -> None:
-        """Until the daemon is gone, or sends what nobody can read; then nobody is left to compute for."""
+        """Read until the daemon is gone or sends what cannot be decoded; then end the process."""
         try:
             self._read(decoder)
         except Exception:
@@ -233,7 +233,8 @@ def main() -> int:
 def _start(
     settings: WorkerSettings, link: DaemonSocket, channel: socket.socket
 ) -> tuple[Scheduler | HelperLoop, Loaded | None, Ready]:
-    """Everything up to Ready, and that. The heavy imports are here so that a refusal to start is quick."""
+    """Load. Returns the loop, the model if it is whole, and Ready. The heavy imports are here, so that a
+    refusal to start is quick."""
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
         os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)

@@ -55,7 +55,7 @@ class _StoredProfile(Profile, frozen=True):
 
 
 class ProfileKey(msgspec.Struct, frozen=True):
-    """What a kept profile rests on. ``digest`` is the model's, "" where nobody knows it."""
+    """What decides a profile. ``digest`` is the model's; "" if it is unknown, and then nothing is stored."""
 
     digest: str
     versions: dict[str, str]
@@ -88,7 +88,7 @@ class NeedleResult:
     answer: Any
 
     def rank(self, heads: Sequence[int]) -> float:
-        """Of the middle one of the answer's tokens, as a share of all tokens, if these heads are asked."""
+        """The rank of the middle one of the answer's tokens by these heads, as a share of all tokens."""
         values = pooled(self.attention[list(heads)].max(axis=0), POOL)
         order = np.argsort(-values, kind="stable")
         ranks = np.empty(len(values))
@@ -193,12 +193,12 @@ class Profiling:
         return np.stack(found)
 
     def curve(self) -> list[HeadChoice]:
-        """Of the needles so far."""
+        """The curve from the needles so far."""
         heads = {layer: self.tap.query_heads(layer) for layer in self.layers}
         return choose([layer for layer in self.layers for _ in range(heads[layer])], self.tried)
 
     def profile(self) -> Profile:
-        """Once it is finished; without heads where they find too little: such a model cannot score."""
+        """The profile, once it is ``finished``. It has no heads if they find too little for scoring."""
         found = settled(self.curve())
         heads = found.heads if found.found >= LEAST_FOUND else []
         return Profile(heads, found.exit_layer, self.rotated)

@@ -3,8 +3,7 @@
     home ── tokens, cached prefix ──► this helper ── keys and values ──► home
                    the one before ──►             ── hidden states, or rows so far ──► the one after
 
-Nothing of it stays here. To the scheduler it is a task like ``sharing.SharedPrefill``: ask ``ready``, then
-``step``, until it is ``finished``.
+Nothing of it stays here. The loop asks ``ready``, then ``step``, until it is ``finished``.
 """
 
 from __future__ import annotations
@@ -146,7 +145,7 @@ class HelperPrefill:
         return self._work.computable and not queued
 
     def _end(self) -> None:
-        """Say so once everything is queued."""
+        """Send the end of the streams once everything is queued."""
         if self._work.computed and not self._ended:
             self._writers["home"].done()
             if "out" in self._writers:
@@ -180,7 +179,7 @@ class HelperPrefill:
             self._work.take(frame)
 
     def _over(self, name: str, pipe: FramePipe) -> bool:
-        """Whether nothing more is to come or go there: its other end may leave."""
+        """True if nothing more is to be received or sent there, so that its other end may close."""
         if self._incoming[name].left:
             return False
         return name not in self._writers or (self._ended and pipe.backlog <= _TAIL_BYTES)
@@ -193,7 +192,7 @@ class HelperPrefill:
         self._work.row_buffers.clear()
         self._work.caches.clear()
 
-    # ---- what arrived of it -------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> list[StepTime]:

@@ -56,13 +56,13 @@ class _HelperWork:
                 self.row_buffers[layer] = RowBuffer(self.caches[layer])
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
-        """Where a frame that is due goes. Called on a thread that reads."""
+        """The memory for an expected frame's payload. Called on a reader thread."""
         return layer_kv.buffers(head, self.layout, self.row_buffers)
 
     def take_tokens(self, frame: Frame) -> Slots:
         self.slots = slots = Slots.arrived(frame.buffers[0], self.split)
         if self.stage.first == 0:
-            # An embedding does not look whether there is such a row.
+            # An embedding does not check its indices.
             vocabulary = self.stage.weights.embed_tokens.weight.shape[0]
             if slots.ids.min() < 0 or slots.ids.max() >= vocabulary:
                 raise ProtocolError(f"On home came tokens that a vocabulary of {vocabulary} does not have.")
@@ -80,7 +80,7 @@ class _HelperWork:
 
 
 class LayersOfHelper(_HelperWork):
-    """Some layers on all new tokens."""
+    """Work of a helper that runs some layers on all new tokens."""
 
     def __init__(self, stage: Stage, layout: KvLayout, split: Split, place: int) -> None:
         super().__init__(stage, layout, split, place)
@@ -114,7 +114,7 @@ class LayersOfHelper(_HelperWork):
         return 1 - len(self._chunks) / self._n_chunks
 
     def compute(self, home: FrameWriter, following: FrameWriter | None) -> None:
-        """The next chunk through the layers, and what arrived of it onto the streams."""
+        """Run the next chunk through the layers, and send the results."""
         if self.slots is None:
             return
         tokens = self._chunks.popleft()
@@ -129,7 +129,7 @@ class LayersOfHelper(_HelperWork):
         mx.eval(rows)
         passes.evaluate(caches, out)
         mx.clear_cache()
-        # The next machine waits for this, and for the rows nobody yet.
+        # The next machine waits for these, and no machine waits for the rows yet.
         if following is not None and out is not None:
             following.hidden(out)
         for keys, values in rows:
@@ -141,7 +141,7 @@ class LayersOfHelper(_HelperWork):
 
 
 class TokensOfHelper(_HelperWork):
-    """All layers on some of the tokens."""
+    """Work of a helper that runs all layers on some of the tokens."""
 
     def __init__(self, stage: Stage, layout: KvLayout, split: Split, place: int) -> None:
         super().__init__(stage, layout, split, place)
@@ -183,7 +183,7 @@ class TokensOfHelper(_HelperWork):
         return 0.0 if self._major is None else self._major.fraction
 
     def compute(self, home: FrameWriter, following: FrameWriter | None) -> None:
-        """The next chunk through the next layer, and the layer onto the streams once it is whole."""
+        """Run the next chunk through the next layer, and send the layer once it is complete."""
         if self._major is None:
             return
         layer = self._major.layer

@@ -1,4 +1,4 @@
-"""One prompt's prefill together with other machines: the side of the machine that answers.
+"""One prompt's prefill together with other machines: the home worker's side.
 
     home ── tokens, cached prefix ──► helper 0 ──► helper 1 ──► …
       ▲                                  │            │
@@ -259,7 +259,7 @@ class SharedPrefill:
             pipe.close()
         self._work.row_buffers.clear()
 
-    # ---- what arrived of it -------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> list[StepTime]:

@@ -1,4 +1,4 @@
-"""What the machine that answers computes of a shared prefill, and what it makes of what arrives.
+"""The home worker's own part of a shared prefill, and what it makes of the helpers' frames.
 
     layers: rows of the helpers' layers ─────────────────────────► caches
             hidden states, chunk by chunk ─► own layers ─────────► caches
@@ -75,14 +75,14 @@ class _HomeWork:
         return short
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
-        """Where a frame that is due goes. Called on a thread that reads, after ``allocate``."""
+        """The memory for an expected frame's payload. Called on a reader thread, after ``allocate``."""
         return layer_kv.buffers(head, self.layout, self.row_buffers)
 
     def rotated(self, frame: Frame) -> RotatingKVCache:
         return self._ring_states.taken(frame, self.layout.layer(frame.head.layer))
 
     def caches_at(self, done: int) -> list[Any]:
-        """Of the first ``done`` tokens, which are what ``done`` says or those that were cached."""
+        """Caches of the first ``done`` tokens: the property ``done``, or the cached tokens."""
         if done == self.split.tokens:
             return self.caches
         if not done:
@@ -274,7 +274,7 @@ class TokensAtHome(_HomeWork):
             self._complete(layer)
 
     def _complete(self, layer: int) -> None:
-        """All rows before this machine's own are there."""
+        """All rows before this machine's own have arrived."""
         self.row_buffers.pop(layer, None)
         if self.layout.layer(layer).window:
             self.caches[layer] = copy_on_write(self._states[-1][layer])

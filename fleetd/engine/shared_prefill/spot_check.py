@@ -1,9 +1,9 @@
-"""Whether a helper computes what this machine would: a few of its tokens are computed here as well.
+"""The spot check: this machine computes a few of a helper's tokens too, and compares.
 
-While the machine that answers waits for its helpers it runs the first few tokens of each helper's slice
+While the home worker waits for its helpers, it runs the first few tokens of each helper's slice
 through the layers itself, on copies of what comes before them, and compares the keys, values and hidden
-states with those that arrive. It finds a helper that has other weights, another model or another accelerator
-than it says, and one that sends garbage or NaN; not one that lies about later tokens only.
+states with those that arrive. It finds a helper with other weights, another model or another
+accelerator than it claims, and one that sends garbage or NaN; not one that is wrong about later tokens only.
 """
 
 from __future__ import annotations
@@ -141,14 +141,14 @@ class SpotCheck:
 
 
 def same(ours: mx.array, theirs: mx.array) -> bool:
-    """Bit for bit."""
+    """True if the arrays are equal bit for bit."""
     return bool(
         np.array_equal(layer_kv.as_bytes(mx.contiguous(ours)), layer_kv.as_bytes(mx.contiguous(theirs)))
     )
 
 
 def alike(ours: mx.array, theirs: mx.array) -> bool:
-    """Of arrays (…, T, width): everything finite, and most tokens' rows close, measured by their length."""
+    """True if ``theirs`` is finite and most tokens' rows are close, by their length. Arrays (…, T, width)."""
     a, b = (np.moveaxis(np.array(x.astype(mx.float32), dtype=np.float64), -2, 0) for x in (ours, theirs))
     if not np.isfinite(b).all():
         return False

@@ -26,7 +26,7 @@ from fleetd.errors import ModelUnsupported
 # Always kept: the first token, on which attention rests where it finds nothing, and the prompt's end.
 HEAD_TOKENS = 1
 TAIL_TOKENS = 8
-# Of the checks at load: positions far enough apart that a wrong one cannot pass, one per token.
+# For the checks at load: positions far enough apart that a wrong one cannot pass, one per token.
 _CHECK_POSITIONS = (0, 1, 2, 7, 30, 63, 64, 257, 500, 1023)
 # With the one after them.
 CHECK_TOKENS = len(_CHECK_POSITIONS) + 1

@@ -19,11 +19,11 @@ from fleetd.engine.speculation.rounds import Promise
 
 # A wider pass has to promise this much more than a plain step: the promise is an estimate.
 MARGIN = 1.05
-# What is thought of a source that nobody has seen yet, and how many tokens' worth of evidence that is.
+# The assumed acceptance of a new source, and how many tokens of evidence that counts for.
 PRIOR, PRIOR_TOKENS = 0.6, 3.0
-# Evidence loses this share of its weight with each draft that is judged: answers change their mind.
+# Evidence loses this share of its weight with each draft that is judged: texts change.
 FADES = 0.15
-# No acceptance is believed to be perfect; (1 - a) must not be 0 either.
+# The highest acceptance assumed; (1 - a) must not be 0.
 SUREST = 0.98
 # Passes looked back on, and the share of their time that may be lost before the answer rests.
 WINDOW, LOSS = 4, 0.15
@@ -33,7 +33,7 @@ REST, LONGEST_REST = 32, 1024
 
 @dataclass(slots=True)
 class SourceStats:
-    """Of one source: how its drafts have done in this answer."""
+    """How one source's drafts have done in this sequence."""
 
     drafted: int = 0
     accepted: int = 0
@@ -63,7 +63,7 @@ class Draft:
 
 @dataclass(slots=True)
 class Controller:
-    """Of one answer. Each turn: ``choose``, then ``verified`` with what the pass gave."""
+    """Decides for one sequence. Each turn: ``choose``, then ``verified`` with the result of the pass."""
 
     costs: Costs
     most: int  # drafts in one pass

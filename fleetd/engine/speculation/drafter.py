@@ -1,9 +1,8 @@
-"""Drafting for a text that another worker writes: prefill what is known, then guess ahead of the verdict.
+"""Drafting for a text that another worker writes: prefill what is known, then guess what follows.
 
     COMMIT ──► roll back to what still holds ──► prefill what is new ──► guess, guess, … ──► DRAFT each
 
-Nothing that is drafted is ever waited for or relied on. To the loop that computes it is one more piece of
-work that is done in turns (``follows.py``).
+No answer waits for drafts or relies on them. The compute loop does this work in turns (``DraftGuests``).
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class DraftModel:
         self._guesses = 0
         self._text: list[int] = []
         self._in_cache: list[int] = []
-        # Of what is in the cache, the beginning that is known to be the text's.
+        # Leading tokens in the cache that are known to be the text's.
         self._same = 0
 
     @property
@@ -130,7 +129,7 @@ class DraftModel:
 
 
 def _best_two(logits: mx.array) -> tuple[list[int], list[float]]:
-    """Of (V,): the two best tokens, best first, and their probabilities."""
+    """The two best tokens of logits (V,), best first, and their probabilities."""
     logits = logits.astype(mx.float32)
     first = mx.argmax(logits)
     second = mx.argmax(mx.where(mx.arange(logits.size) == first, -mx.inf, logits))
@@ -212,7 +211,7 @@ class DraftWriter:
 
     @property
     def _due(self) -> list[int] | None:
-        """After which path the next guess is wanted; None where there is nothing to do."""
+        """The path after which the next guess is wanted; None if there is nothing to do."""
         # A stream that takes nothing is stalled: what it would be sent is of no use by then.
         if not self._text_hash.length or self._pipe.backlog > limits.KIB:
             return None

@@ -49,7 +49,7 @@ class VerdictKey(msgspec.Struct, frozen=True):
         versions: dict[str, str],
         environ: Mapping[str, str] = os.environ,
     ) -> VerdictKey:
-        """Of this process, as it would compute."""
+        """The key of this process, as it would compute now."""
         chosen = {name: value for name, value in environ.items() if name.startswith(_PREFIXES)}
         return cls(digest, device, accelerator, platform.platform(), versions, chosen, cores())
 
