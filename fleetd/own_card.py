@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.supervisor import EngineStatus
+from fleetd.engine.engine_status import EngineStatus
 from fleetd.errors import FleetError
 from fleetd.hardware.probe import HardwareReading
 from fleetd.limits import MIB

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from fleetd.engine.supervisor import EngineStatus
+from fleetd.engine.engine_status import EngineStatus
 from fleetd.hardware.probe import HardwareReading
 from fleetd.p2p.views import FleetView
 from fleetd.requests.runner import RequestCounts

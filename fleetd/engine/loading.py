@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +33,6 @@ from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
 from fleetd.engine.speculation.verdicts import VerdictKey
-from fleetd.engine.speculation.vocabulary import vocabulary_of
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models import digest as digests
@@ -44,6 +45,8 @@ PREFIX_SHARE = 0.25
 _UNEQUAL, _ROUNDING = ([3, 4, 5, 6, 7], [8]), 0.03
 # A context can be huge and memory small; without a stated context this is what llama-family models had.
 FALLBACK_CONTEXT = 4096
+# A token's id and the length of its text.
+_ENTRY = struct.Struct("<iI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         sparse=dense_reason,
         sparse_tail=sparse.tail if sparse else 0,
         arithmetic=sharable.arithmetic if sharable else None,
-        vocabulary=vocabulary_of(tokenizer),
+        vocabulary=_vocabulary_hash(tokenizer),
     )
     profile = ProfileKey(digest, versions()).cached(Path(settings.cache))
     return Loaded(
@@ -329,6 +332,16 @@ def _dtype(model: Any) -> str:
 def _vocabulary(config: dict[str, Any], tokenizer: Any) -> int:
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return int(size) if size else len(tokenizer)
+
+
+def _vocabulary_hash(tokenizer: Any) -> str:
+    """A short hash of every id and its text, special tokens included: equal if two models mean the same by
+    each token id, which is all that a drafter and a verifier must share."""
+    state = hashlib.sha256()
+    for text, number in sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0])):
+        data = text.encode(errors="surrogatepass")
+        state.update(_ENTRY.pack(number, len(data)) + data)
+    return state.hexdigest()[:32]
 
 
 def quiet_libraries() -> None:

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import structlog
 
+from fleetd.engine.engine_status import EngineStatus
 from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Score, Scored
-from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.supervisor import EngineProcess, EngineStatus
+from fleetd.engine.settings import WorkerOptions, WorkerSettings
+from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, OutOfMemory
 from fleetd.models.folder import ModelFolder
 
@@ -25,20 +26,9 @@ log = structlog.get_logger(__name__)
 _CHECK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """Worker defaults and when to let go; see ``config`` for meanings and ``WorkerSettings`` for 0."""
+class PoolOptions(WorkerOptions, frozen=True, kw_only=True):
+    """How workers run, and after how many seconds an idle one is unloaded; 0 keeps them."""
 
-    device: str = "auto"
-    threads: int = 0
-    max_memory_bytes: int = 0
-    memory_fraction: float = 0.85
-    max_streams: int = 16
-    prefill_chunk_tokens: int = 0
-    prefix_cache_bytes: int = 0
-    speculation: str = "auto"
-    remember_answers: bool = False
-    cache: str = ""
     idle_unload_s: float = 1800.0
 
 
@@ -266,25 +256,16 @@ class EnginePool:
             return engine
 
     def _settings(self, wanted: _WantedLayers) -> WorkerSettings:
-        o, folder = self.options, wanted.folder
+        folder = wanted.folder
         record = self.record_path(folder)
         return WorkerSettings(
             name=wanted.name,
             path=str(folder.path),
             record=str(record) if record else "",
-            device=o.device,  # type: ignore[arg-type]  # validated by config
-            threads=o.threads,
-            max_memory_bytes=o.max_memory_bytes,
-            memory_fraction=o.memory_fraction,
-            max_streams=o.max_streams,
-            prefill_chunk_tokens=o.prefill_chunk_tokens,
-            prefix_cache_bytes=o.prefix_cache_bytes,
-            speculation=o.speculation,  # type: ignore[arg-type]  # validated by config
-            remember_answers=o.remember_answers,
-            cache=o.cache,
             first_layer=wanted.first,
             last_layer=wanted.last,
             part_of=folder.name if wanted.last else "",
+            **{name: getattr(self.options, name) for name in WorkerOptions.__struct_fields__},
         )
 
     async def _evict_idle(self, besides: str) -> bool:

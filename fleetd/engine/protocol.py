@@ -127,7 +127,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
 
     ``top_logprobs`` None reports no logprobs, 0 only the chosen token's, n also the n best.
     ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
-    ``shared``: once it is Accepted, the prompt waits for PrefillShared or PrefillAlone before it is prefilled.
+    ``shared``: once it is Accepted, the prompt waits for PrefillShared or PrefillAlone.
     ``keep``: prefill only this of it, where the worker can.
     """
 

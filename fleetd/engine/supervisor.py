@@ -12,13 +12,14 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 import structlog
 
 from fleetd import limits
 from fleetd.engine import protocol
+from fleetd.engine.engine_status import EngineStatus, State
 from fleetd.engine.protocol import (
     Assisted,
     AssistPrefill,
@@ -46,53 +47,8 @@ from fleetd.errors import EngineDied, EngineStalled, FleetError, Overloaded, fro
 
 log = structlog.get_logger(__name__)
 
-State = Literal["loading", "ready", "failed", "stopping"]
 # A worker's stderr goes to the log; one line of it is never worth more than this.
 _LOG_LINE_CHARS = 2000
-
-
-class EngineStatus(msgspec.Struct, frozen=True):
-    """What ``fleetctl status`` shows of one worker. Ages in seconds, sizes in bytes.
-
-    One that has layers [``first_layer``, ``last_layer``) only names the model that it is ``part_of``.
-    """
-
-    model: str
-    state: State
-    stage: str
-    done: int
-    total: int
-    device: str | None
-    dtype: str | None
-    weights_bytes: int
-    memory_bytes: int
-    kv_bytes: int
-    kv_budget_bytes: int
-    prefix_bytes: int
-    prefix_entries: int
-    prefix_queries: int
-    prefix_hits: int
-    context_tokens: int
-    prefill_tok_s: float
-    decode_tok_s: float
-    prefill_context_s: float
-    prefill_fixed_s: float
-    arithmetic: str
-    shares_sparse: bool
-    speculation: str
-    part_of: str
-    first_layer: int
-    last_layer: int
-    prefilling: int
-    decoding: int
-    waiting: int
-    assisting: int
-    steps: int
-    progress_age_s: float
-    idle_s: float
-    restarts: int
-    pid: int | None
-    error: str | None
 
 
 class EngineProcess:
@@ -359,45 +315,19 @@ class EngineProcess:
 
     @property
     def status(self) -> EngineStatus:
-        facts, heartbeat = self.facts, self._heartbeat
-        now = asyncio.get_running_loop().time()
-        return EngineStatus(
-            model=self.settings.name,
+        progress_age_s = asyncio.get_running_loop().time() - self._progress_at if self._streams else 0.0
+        return EngineStatus.of(
+            self.settings,
+            self.facts,
+            self._heartbeat,
+            self.loading,
             state=self.state,
-            stage=self.loading.stage if self.state == "loading" else "",
-            done=self.loading.done,
-            total=self.loading.total,
-            device=facts.device if facts else None,
-            dtype=facts.dtype if facts else None,
-            weights_bytes=facts.weights_bytes if facts else 0,
-            memory_bytes=heartbeat.memory_bytes,
-            kv_bytes=heartbeat.kv_bytes,
-            kv_budget_bytes=facts.kv_budget_bytes if facts else 0,
-            prefix_bytes=heartbeat.prefix_bytes,
-            prefix_entries=heartbeat.prefix_entries,
-            prefix_queries=heartbeat.prefix_queries,
-            prefix_hits=heartbeat.prefix_hits,
-            context_tokens=facts.context_tokens if facts else 0,
-            prefill_tok_s=round(facts.prefill_tok_s, 1) if facts else 0.0,
-            decode_tok_s=round(facts.decode_tok_s, 1) if facts else 0.0,
-            prefill_context_s=facts.prefill_context_s if facts else 0.0,
-            prefill_fixed_s=facts.prefill_fixed_s if facts else 0.0,
-            arithmetic=facts.arithmetic.text if facts and facts.arithmetic else "",
-            shares_sparse=bool(facts and facts.arithmetic and not facts.arithmetic.sparse),
-            speculation=facts.speculation if facts else "",
-            part_of=self.settings.part_of,
-            first_layer=self.settings.first_layer,
-            last_layer=self.settings.last_layer,
-            prefilling=heartbeat.prefilling,
-            decoding=heartbeat.decoding,
-            waiting=heartbeat.waiting + len(self._preparing),
-            assisting=heartbeat.assisting,
-            steps=heartbeat.steps,
-            progress_age_s=round(now - self._progress_at, 3) if self._streams else 0.0,
-            idle_s=round(self.idle_s, 3),
+            preparing=len(self._preparing),
+            progress_age_s=progress_age_s,
+            idle_s=self.idle_s,
             restarts=self.restarts,
             pid=self.pid,
-            error=str(self.error) if self.error else None,
+            error=self.error,
         )
 
     # ---- what arrives ----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fleetd.engine.supervisor import EngineStatus
+from fleetd.engine.engine_status import EngineStatus
 from fleetd.hardware.probe import HardwareReading
 from fleetd.models.folder import ModelFolder
 from fleetd.own_card import CardMaker

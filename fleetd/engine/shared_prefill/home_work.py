@@ -30,7 +30,7 @@ from fleetd.plan.prefill.split import Split
 class _HomeWork:
     """What both ways to split have in common. Each of them has besides:
 
-    ``allocate()`` makes room for what will arrive; ``take(place, frame)`` is given what arrived of a helper.
+    ``allocate()`` makes room for what will arrive; ``take(place, frame)`` is given each frame of a helper.
     ``computable``: whether ``compute()``, one bounded step, has what it needs; ``computed``: whether nothing
     is left of this machine's own part.
     ``done``: leading tokens whose keys and values are here in all layers.
