@@ -116,7 +116,7 @@ class _Measuring:
         return took_s
 
     def _behind_contexts(self, n: int) -> float:
-        """Seconds per token and token before it, by a chunk of ``n``; 0 where that was not measured."""
+        """Seconds per token and token before it, by a chunk of ``n``; 0 if that was not measured."""
         found_s = 0.0
         for context in CONTEXTS:
             fits = context + n <= self._context_tokens and self._fits(BEHIND * self._chunks[n])
@@ -160,7 +160,7 @@ def _made_up(like: list[Any], context: int, more: int) -> list[Any] | None:
     """A cache with a made-up context, and room for ``more`` tokens: to grow is to copy all rows,
     which prompts pay for every few chunks, and this one would seem to pay every time.
 
-    None where a cache is more than rows, or too large.
+    None if a cache is more than rows, or too large.
     """
     if any(type(layer) is not KVCache or layer.keys is None for layer in like):
         return None

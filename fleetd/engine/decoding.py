@@ -82,7 +82,7 @@ class _BatchedPass:
 class Decoding:
     """``finish`` and ``fail`` are told of each sequence that ends here by itself, after it has left.
 
-    ``speculation`` is None where nothing is to be drafted.
+    ``speculation`` is None if nothing is to be drafted.
     """
 
     model: Any

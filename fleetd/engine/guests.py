@@ -82,7 +82,7 @@ class GuestTask(Generic[C, W]):
 class Guests(ABC, Generic[C, W]):
     """All tasks of one kind, in the order of their turns.
 
-    ``streams`` is None where tasks need none. ``steps`` counts forward passes, to prove progress.
+    ``streams`` is None if tasks need none. ``steps`` counts forward passes, to prove progress.
     """
 
     # The message of an error that the code does not foresee.

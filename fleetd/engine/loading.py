@@ -41,7 +41,8 @@ from fleetd.models.verify import verify
 Device = Literal["cpu", "metal", "cuda"]
 # Prefix cache: this share of what is left for KV, so that keeping old prompts never starves new ones.
 PREFIX_SHARE = 0.25
-# Prompts for looking at a batch, and how far rounding may move its numbers, as a share of the largest.
+# Prompts of unequal length to try a batch with, and how far rounding may move its numbers, as a share of the
+# largest.
 _UNEQUAL, _ROUNDING = ([3, 4, 5, 6, 7], [8]), 0.03
 # A context can be huge and memory small; without a stated context this is what llama-family models had.
 FALLBACK_CONTEXT = 4096
@@ -60,15 +61,15 @@ class Loaded:
     together: bool
     # Whether blocks of tokens give the bytes of single steps.
     verdict: ExactnessVerdict
-    # None where no other machine can help with it.
+    # None if no other machine can help with it.
     sharable: Sharable | None
-    # None where prompts must be prefilled whole.
+    # None if prompts must be prefilled whole.
     sparse: Sparse | None
     profile: CachedResult[Profile]
 
 
 def pick_device(wanted: str) -> Device:
-    """Set MLX's default device and name it. Raises ModelUnsupported where a GPU is demanded in vain."""
+    """Set MLX's default device and name it. Raises ModelUnsupported if a GPU is demanded in vain."""
     if wanted != "cpu" and mx.is_available(mx.gpu):
         mx.set_default_device(mx.gpu)
         return "metal" if mx.metal.is_available() else "cuda"
@@ -283,7 +284,7 @@ def _warm_up(model: Any) -> int:
 
 
 def decodes_together(model: Any) -> bool:
-    """Whether two answers of unequal length can be one batch and say in it what each says alone.
+    """True if two answers of unequal length can be one batch and say in it what each says alone.
 
     Some of mlx-lm's models cannot: gemma2's own attention takes the mask of a batch for one of its heads, and
     fails or, where there happen to be as many heads as answers, computes something else. Costs some tokens.

@@ -24,7 +24,7 @@ def human(n_bytes: float) -> str:
 
 
 def admit_weights(name: str, weights_bytes: int, available_bytes: int) -> None:
-    """Raises OutOfMemory where a model's weights and working room do not fit what is free now."""
+    """Raises OutOfMemory if a model's weights and working room do not fit what is free now."""
     need = weights_bytes + WORKING_BYTES
     if need > available_bytes:
         raise OutOfMemory(
@@ -80,7 +80,7 @@ class KvBudget:
         return self.budget_bytes // self.bytes_per_token
 
     def check_alone(self, tokens: int) -> None:
-        """Raises OutOfMemory where a request would not fit even with nothing else running."""
+        """Raises OutOfMemory if a request would not fit even with nothing else running."""
         need = tokens * self.bytes_per_token
         if need > self.budget_bytes:
             raise OutOfMemory(

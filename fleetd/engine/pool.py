@@ -141,7 +141,7 @@ class EnginePool:
         return max(found, key=lambda part: part[1] - part[0], default=None)
 
     def holds(self, folder: ModelFolder, first: int, last: int) -> bool:
-        """Whether a ready worker has layers [first, last), so that ``assisting`` would load nothing."""
+        """True if a ready worker has layers [first, last), so that ``assisting`` would load nothing."""
         return self._holder(folder, first, last) is not None
 
     def _holder(self, folder: ModelFolder, first: int, last: int) -> str | None:
@@ -183,7 +183,7 @@ class EnginePool:
             raise
 
     async def unload(self, name: str) -> bool:
-        """End a model's workers; their running requests fail with EngineDied. False where none runs."""
+        """End a model's workers; their running requests fail with EngineDied. False if none runs."""
         parts = [other for other, engine in self._engines.items() if engine.settings.part_of == name]
         engines = [engine for n in (name, *parts) if (engine := self._engines.pop(n, None)) is not None]
         await asyncio.gather(*(engine.stop() for engine in engines))
@@ -269,7 +269,7 @@ class EnginePool:
         )
 
     async def _evict_idle(self, besides: str) -> bool:
-        """Unload the model that has been idle longest. False where every other one is in use."""
+        """Unload the model that has been idle longest. False if every other one is in use."""
         idle = [
             (e.idle_s, n)
             for n, e in self._engines.items()

@@ -1,8 +1,8 @@
 """The prefix cache: KV of earlier prompts and answers, in RAM, found by the tokens they were computed from.
 
-An entry is stored under a namespace that names how its numbers came about: this machine's own or the same
-bytes from others, or what another accelerator made of it. Every fetch gives a private cache no longer than
-what was asked for, and one prompt token is always left to compute, because its logits are needed.
+An entry's namespace says how its numbers came about: computed here or equal to that (``DENSE``), or with
+another accelerator's part in them (``PLAN``). Every fetch gives a copy no longer than what was asked for, and
+one prompt token is always left to compute, because its logits are needed.
 
 There are few entries and comparing tokens is quick, so a search looks at all of them; an index of nodes per
 token would take more memory than some of the caches it finds.
@@ -22,7 +22,7 @@ from fleetd.engine.failures import require
 from fleetd.engine.kv_caches import beginning, copy_on_write
 
 DENSE = "dense"
-# Another accelerator had a part in it: no answer that is to be exact rests on these.
+# Another accelerator had a part in it: not for answers that must be exact.
 PLAN = "plan"
 
 _Tokens = npt.NDArray[np.int32]
@@ -30,7 +30,7 @@ _Tokens = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class Hit:
-    """A private copy of the KV of ``tokens`` leading prompt tokens; ``cache`` is None where tokens is 0."""
+    """A private copy of the KV of ``tokens`` leading prompt tokens; ``cache`` is None if tokens is 0."""
 
     tokens: int
     cache: list[Any] | None

@@ -247,7 +247,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """Progress before Ready. ``stage`` is a word for people: verifying, reading, warming up, measuring."""
+    """Progress before Ready. ``stage`` is shown to people: verifying, reading, warming up, measuring."""
 
     stage: str
     done: int = 0
@@ -268,7 +268,7 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
     layers: list[bytes] = []
     # "any", or "same": whether chunks may be cut elsewhere than by the other machine.
     chunks: Literal["any", "same"] = "same"
-    # Why prompts of which tokens are left out are not shared; "" where they are. Older versions do not say.
+    # Why prompts of which tokens are left out are not shared; "" if they are. Older versions do not say.
     sparse: str = "It shares whole prompts only."
 
     @property
@@ -283,15 +283,15 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The model is loaded. Sizes in bytes; ``kv_bytes_per_token`` over the layers that are held.
 
-    Speeds are those of one request alone on a short context; 0 where there was no time to measure them.
+    Speeds are those of one request alone on a short context; 0 if there was no time to measure them.
     ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
     ``prefill_fixed_s``: those that each chunk takes however short it is. Where only some layers are held, all
     three are what the whole model would take at the pace of these.
-    ``unshareable``: why no other machine can help this model; "" where they can.
+    ``unshareable``: why no other machine can help this model; "" if they can.
     ``speculation``: the probe's verdict, whether drafts can be verified without changing a byte; it begins
     with "exact", "declined" or "off". ``speculation_width``: tokens of one pass that it holds for, 1 where it
     does not; ``speculation_context``: in texts of up to so many tokens.
-    ``sparse``: why a Keep is not followed here; "" where it is, and then ``sparse_tail`` tokens at a prompt's
+    ``sparse``: why a Keep is not followed here; "" if it is, and then ``sparse_tail`` tokens at a prompt's
     end are computed whatever it keeps.
     """
 
@@ -345,7 +345,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
     that was asked for, enough tokens are left to prefill (or other machines had a part in the cached ones),
     and there is memory for them at once. ``exact``: the cached tokens' numbers are those of this machine
     alone. The figures of an AssistPrefill are its split's.
-    ``kept``: of ``prompt_tokens``, those that are prefilled where a Keep is followed, 0 where none is;
+    ``kept``: of ``prompt_tokens``, those that are prefilled where a Keep is followed, 0 if none is;
     ``dense_reason``: why one is not.
     """
 
@@ -370,7 +370,7 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step of a shared prefill as it went: a word for people, seconds, bytes that crossed a link."""
+    """One step of a shared prefill as it went: a name to show, seconds, bytes that crossed a link."""
 
     name: str
     seconds: float
@@ -378,7 +378,7 @@ class StepTime(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Shared(msgspec.Struct, frozen=True, tag="shared", omit_defaults=True):
-    """How sharing a prompt ended: ``code`` and ``reason`` "" where it went as planned, else why it went on
+    """How sharing a prompt ended: ``code`` and ``reason`` "" if it went as planned, else why it went on
     alone, from ``verified`` tokens. A PrefillAlone that comes before any PrefillShared is not
     answered by this."""
 
@@ -486,7 +486,7 @@ class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``width``: most tokens one pass could verify. ``passes`` and ``tokens``: all of them while the answer was
     decoded alone, those without a draft included. ``saved_s``: estimated from the measured cost of plain
-    steps; below 0 where time was lost.
+    steps; below 0 if time was lost.
     """
 
     width: int
@@ -509,7 +509,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     usage: Usage = Usage()
     timings: Timings = Timings()
     stop: str | None = None
-    # None where no draft was verified.
+    # None if no draft was verified.
     speculation: Speculated | None = None
 
 
@@ -526,7 +526,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", omit_defaults=True):
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     """Proof of progress: ``steps`` counts forward passes since load and only grows.
 
-    ``blocked``: there is work, and all of it waits for other machines or for word how to go on.
+    ``blocked``: there is work, and all of it waits for other machines or for a decision of the daemon.
     """
 
     steps: int

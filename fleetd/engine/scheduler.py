@@ -1,16 +1,11 @@
-"""The compute thread's loop: admit, prefill a chunk, decode a step, repeat.
+"""The compute loop of a worker that has a whole model: admit, prefill a chunk, decode a step, repeat.
 
-Answers that are being decoded take their steps together (``decoding.py``); prompts are prefilled one at a
-time beside them, a chunk between two decode steps, so that a long prompt slows running answers by a bounded
-amount instead of stopping them.
-Of several waiting prompts the one with the least left to compute goes first, and none waits for ever.
+Sequences that are being decoded take their steps together (``decoding.py``). Prompts are prefilled one at a
+time beside them, a chunk between two decode steps: a long prompt slows running answers by a bounded amount
+instead of stopping them. The prompt with the least left to compute goes first, and none waits for ever.
 
-A prompt may be shared with other machines, and parts of theirs may be computed here; both wait for each other
-now and then, and a turn goes only to what can be computed now. The same holds for texts of other workers that
-this one drafts for.
-
-Everything here runs on one thread. Requests and commands arrive through a queue, reports leave through
-``emit``; both ends are safe to use from other threads.
+A prompt may be shared with other machines, and guests' tasks are computed in turns beside it. Shared work
+waits for other machines now and then; a turn goes only to work that can be computed now.
 """
 
 from __future__ import annotations
@@ -211,7 +206,7 @@ class Scheduler(ComputeLoop):
             self._shared.alone(sequence, decision.reason)
 
     def _attach_drafts(self) -> None:
-        """Give answers the streams of drafts that came for them."""
+        """Give sequences the draft streams that came for them."""
         for request_id in self._draft_streams.jobs(DRAFTS):
             groups = (*self._waiting, *self._prefilling)
             sequence = next((a for a in groups if a.id == request_id), None) or self.decoding.find(request_id)
@@ -230,7 +225,7 @@ class Scheduler(ComputeLoop):
         except Exception as error:
             self._failed(request.id, error)
             return
-        # What would wait for memory first is not worth an agreement with others.
+        # A prompt that must wait for memory is not offered to other machines.
         if request.shared and not self._waiting and self._fits(sequence):
             self._prefilling.append(sequence)
             if self._shared.accept(sequence, self.chunks.size(shared=False)):
@@ -280,7 +275,7 @@ class Scheduler(ComputeLoop):
         )
 
     def _kept(self, prepared: PreparedPrompt) -> tuple[list[int] | None, str]:
-        """What of the prompt is prefilled, None for all of it; and why a Keep is not followed."""
+        """The tokens to prefill, None for all of them; and why a Keep is not followed."""
         if prepared.kept is None:
             return None, prepared.dense_reason
         if self.sparse is None:
@@ -296,7 +291,7 @@ class Scheduler(ComputeLoop):
             self._prefilling.append(self._waiting.pop(0))
 
     def _fits(self, sequence: ScheduledSequence) -> bool:
-        """Reserve a stream and memory. False, and nothing is reserved, where one of them lacks."""
+        """Reserve a stream and memory. False, and nothing is reserved, if either is short."""
         free = len(self._prefilling) + len(self.decoding) < self.max_streams
         return free and self.budget.take(sequence.id, sequence.promised)
 
@@ -337,7 +332,7 @@ class Scheduler(ComputeLoop):
         return prefiller
 
     def _show_prefill(self, sequence: ScheduledSequence, *, again: bool = False) -> None:
-        """Report progress. It never goes back, whatever is computed a second time."""
+        """Report progress. It never goes back, even if tokens are computed a second time."""
         prefiller = sequence.prefiller
         if prefiller is None:
             return
@@ -390,7 +385,7 @@ class Scheduler(ComputeLoop):
         self.decoding.begin(sequence, prefiller.tokens, cache)
 
     def _remember_leading(self, sequence: ScheduledSequence, kept: list[int], cache: list[Any]) -> None:
-        """Keep what a sparse prompt has in common with a dense one: the system prompt, as a rule."""
+        """Keep the part that a sparse prompt shares with a dense one: the system prompt, as a rule."""
         dense = leading_cache(kept, cache)
         if dense is not None:
             mx.eval([layer.state for layer in dense])
@@ -446,7 +441,7 @@ class Scheduler(ComputeLoop):
         self._failed(sequence.id, error)
 
     def _ended(self, sequence: ScheduledSequence) -> None:
-        """Give back what was reserved for it."""
+        """Give back what was reserved for a sequence."""
         self.decoding.detach(sequence.id)
         self.budget.give_back(sequence.id)
 

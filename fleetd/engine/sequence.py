@@ -22,7 +22,7 @@ from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
 
 @dataclass(slots=True)
 class Undecided:
-    """A prompt that waits for word whether others help with it, then for the streams to them."""
+    """A prompt that waits for the daemon to decide whether others help, then for the streams to them."""
 
     sharable: Sharable
     until_s: float
@@ -47,19 +47,19 @@ class ScheduledSequence:
     arrived_s: float
     logprobs: Logprobs | None
     scored: PromptLogprobs | None = None
-    # What the prefix cache had when the prompt was accepted, where that was told.
+    # What the prefix cache had when the prompt was accepted, if that was reported.
     hit: Hit | None = None
     undecided: Undecided | None = None
     prefiller: Prefiller | SharedPrefill | SparsePrefiller | None = None
     # Indices of the prompt tokens that are prefilled, ascending; None: all of them. Or why not only those.
     kept: list[int] | None = None
     dense_reason: str = ""
-    # How the KV came about: where it may be kept.
+    # Under which the prefix cache keeps its KV.
     namespace: str = DENSE
-    # What drafts did for it; set when it leaves decoding.
+    # The drafts' figures; set when it leaves decoding.
     speculated: Speculated | None = None
     cached: int = 0
-    shown: int = -1  # prefilled tokens as last reported; none before the first report
+    shown: int = -1  # prefilled tokens as last reported; -1 before the first report
     generated: int = 0
     turns: int = 0
     prefill_s: float = 0.0
@@ -88,7 +88,7 @@ class ScheduledSequence:
 
     @property
     def ready(self) -> bool:
-        """Whether a step of its prefill can be taken now."""
+        """True if a step of its prefill can be taken now."""
         if self.undecided is not None:
             return False
         return can_step(self.prefiller) if isinstance(self.prefiller, SharedPrefill) else True

@@ -31,7 +31,7 @@ from fleetd.errors import InvalidValue, PeerUnreachable
 
 @dataclass
 class SharedPrompts:
-    """``sharable`` is None where no other machine can help with ``model``."""
+    """``sharable`` is None if no other machine can help with ``model``."""
 
     model: Any
     sharable: Sharable | None

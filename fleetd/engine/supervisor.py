@@ -90,7 +90,7 @@ class EngineProcess:
     async def start(self) -> None:
         """Spawn the worker; returns before the model is loaded (see ``loaded``).
 
-        Raises EngineDied where it cannot be started, or was told to stop meanwhile.
+        Raises EngineDied if it cannot be started, or was told to stop meanwhile.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
@@ -193,7 +193,7 @@ class EngineProcess:
     def stream(self, request: Generate) -> AsyncGenerator[Event, None]:
         """Events up to and including Finished. Closing the generator cancels the request.
 
-        Raises the error of a Failed request, EngineDied, or Overloaded where the consumer is too slow.
+        Raises the error of a Failed request, EngineDied, or Overloaded if the consumer is too slow.
         """
         return self._exchange(request, Finished)
 

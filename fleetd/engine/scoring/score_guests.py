@@ -159,7 +159,7 @@ class ScoreGuests(Guests[ScoringLayout, _ScoringWork]):
 
 
 def _check(profile: Profile, tap: AttentionTap) -> None:
-    """Raises InvalidValue where a profile is not this model's: it may come from another machine."""
+    """Raises InvalidValue if a profile is not this model's: it may come from another machine."""
     for layer, head in profile.heads:
         if layer not in tap.scales or not head < tap.query_heads(layer):
             raise InvalidValue(f"Layer {layer} of this model has no head {head} that could be asked.")
@@ -168,7 +168,7 @@ def _check(profile: Profile, tap: AttentionTap) -> None:
 
 
 def _asked(profile: Profile, exit_layer: int) -> list[tuple[int, int]]:
-    """The heads of a profile that lie in the layers that are run. Raises InvalidValue where none does."""
+    """The heads of a profile that lie in the layers that are run. Raises InvalidValue if none does."""
     heads = [(layer, head) for layer, head in profile.heads if not exit_layer or layer < exit_layer]
     if not heads:
         raise InvalidValue(f"None of the first {exit_layer} layers is asked for scores.", param="exit_layer")

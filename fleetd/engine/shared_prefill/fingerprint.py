@@ -75,7 +75,7 @@ def probe(layout: KvLayout) -> mx.array:
 
 
 def any_chunks(stage: Stage, layout: KvLayout, device: str) -> bool:
-    """Whether a prompt's bytes are the same wherever it is cut into chunks: on a CPU with MKL, in f32."""
+    """True if a prompt's bytes are the same wherever it is cut into chunks: on a CPU with MKL, in f32."""
     if device != "cpu" or not cpu.exact() or layout.dtype != mx.float32:
         return False
     match stage.architecture.chunks:

@@ -102,7 +102,7 @@ def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
 
 
 def has_next(split: Split, place: int) -> bool:
-    """Whether helper ``place`` sends anything to its neighbour, which may be home."""
+    """True if helper ``place`` sends anything to its neighbour, which may be home."""
     if place + 1 < split.helpers:
         return True
     return split.kind == "layers" and len(split.layers_of(split.helpers)) > 0
@@ -188,7 +188,7 @@ class Incoming:
             raise ProtocolError(f"On {self._stream} came {head}: not a state of {head.count} tokens.")
 
     def taken(self, frame: Frame, hashes: dict[int, bytes]) -> None:
-        """Count a frame that arrived. Raises ProtocolError where it was computed from other tokens."""
+        """Count a frame that arrived. Raises ProtocolError if it was computed from other tokens."""
         due = next(self._taken)
         self.left -= 1
         if frame.head.prefix != hashes.get(due.end, NO_PREFIX):

@@ -92,7 +92,7 @@ class HelperPrefill:
 
     @property
     def ready(self) -> bool:
-        """Whether ``step`` can do or tell something now; takes in what has arrived."""
+        """True if ``step`` can do something or has an error to raise; takes in what has arrived."""
         self._receive()
         idle = not (self._error or self.finished or self._computable)
         self._times.waits.idle(idle)

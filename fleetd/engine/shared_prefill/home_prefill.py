@@ -4,9 +4,9 @@
       ▲                                  │            │
       └────────── keys and values ───────┴────────────┘      and what the last of them hands on
 
-To the scheduler it looks like ``prefill.Prefiller``: steps that compute, until the caches hold the prompt.
-But a step may have to wait for a helper, so ``ready`` is asked first; and it may fail, after which the prompt
-is prefilled here from ``done`` tokens on, with the bytes that it would have had without any helper.
+To the scheduler it looks like ``Prefiller``: steps that compute, until the caches hold the prompt. But a step
+may have to wait for a helper, so ``ready`` is asked first; and it may fail. Then the prompt is prefilled here
+from ``done`` tokens on, with the bytes that it would have had without any helper.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SharedPrefill:
 
     Args:
         stage: all layers of the model; ``layout`` is ``KvLayout.of`` it.
-        prefix: private caches of the first ``share.split.cached`` tokens; None where that is 0.
+        prefix: private caches of the first ``share.split.cached`` tokens; None if that is 0.
         kept: indices of the tokens that are computed, ascending, the last one included; None for all. From
             here on only these are counted, as ``sparse.SparsePrefiller`` does.
         connect: opens this share's streams. Its pipes wake the scheduler, which then asks ``ready`` again.
@@ -130,7 +130,7 @@ class SharedPrefill:
 
     @property
     def ready(self) -> bool:
-        """Whether ``step`` can do or tell something now; takes in what has arrived."""
+        """True if ``step`` can do something or has an error to raise; takes in what has arrived."""
         self._receive()
         idle = not (self._error or self._work.computable or self._check.ready or self.remaining == 0)
         self._times.waits.idle(idle)
@@ -193,7 +193,7 @@ class SharedPrefill:
         return True
 
     def _finish(self) -> None:
-        """All is here. Until now the helpers could tell by this side's silence that it is still alive."""
+        """All has arrived: end the streams. Until now an open stream showed the helpers that home is alive."""
         if not self._finished:
             self._finished = True
             self._times.finished()

@@ -159,10 +159,10 @@ def truncated(cache: KVCache, tokens: int) -> KVCache:
 
 
 class RowBuffer:
-    """Where rows that arrive are written: straight into a roomy cache.
+    """Memory for the rows that arrive: the preallocated cache itself.
 
-    While there is one, MLX copies the whole array before it adds to it: drop it, and what it gave, as soon as
-    the rows are there. The cache is not read before.
+    While a RowBuffer exists, MLX copies the whole array before it adds to it: drop it, and the buffers it
+    gave, as soon as the rows have arrived. The cache is not read before.
     """
 
     __slots__ = ("_keys", "_values")
@@ -228,7 +228,7 @@ class RingState:
 
 
 class RingStates:
-    """How far the caches of a split that rotate have to be. ``empty``: an unused cache per layer."""
+    """How far the rotating caches of a split must have rotated. ``empty``: an unused cache per layer."""
 
     def __init__(self, empty: Mapping[int, Any], split: Split) -> None:
         self._empty, self._split = empty, split
@@ -236,7 +236,7 @@ class RingStates:
         self._known: dict[tuple[RingState, int, int], RingState] = {}
 
     def start(self, layer: int, cache: RotatingKVCache) -> None:
-        """Where the new tokens begin; without, with an empty cache."""
+        """Set the cache before the new tokens; an empty one if this is not called."""
         self._starts[layer] = RingState.of(cache)
 
     def taken(self, frame: Frame, shape: LayerShape) -> RotatingKVCache:
@@ -284,7 +284,7 @@ def rotated(empty: RotatingKVCache, shape: LayerShape, frame: Frame) -> Rotating
 
 
 def buffers(head: FrameHeader, layout: KvLayout, row_buffers: Mapping[int, RowBuffer]) -> list[memoryview]:
-    """Where the payload of a frame that is due goes: rows to their places, all else to memory of its own."""
+    """The memory for an expected frame's payload: rows to their places, all else to memory of its own."""
     match head.kind:
         case Kind.ROWS:
             return row_buffers[head.layer].rows(head.start, head.end)

@@ -23,7 +23,7 @@ _INT32 = "<i4"
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """``ids`` int32 (T,); ``positions`` too, ascending, or None where each slot is its position."""
+    """``ids`` int32 (T,); ``positions`` too, ascending, or None if each slot is its position."""
 
     ids: Any
     positions: Any = None

@@ -34,13 +34,13 @@ class ReceivedRows(Protocol):
         """A cache, to be added to, of what comes before the probe's tokens; None if it is not yet there."""
 
     def arrived(self, place: int, layer: int) -> bool:
-        """Whether ``compare`` can be called for the layer."""
+        """True if ``compare`` can be called for the layer."""
 
     def compared(self, place: int, layer: int, count: int) -> Pair | None:
-        """Keys and values (1, heads, count, width) of the probe's tokens; None where none were sent."""
+        """Keys and values (1, heads, count, width) of the probe's tokens; None if none were sent."""
 
     def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
-        """What was sent of them on the way into ``layer``, (1, count, width); None where nothing was."""
+        """What was sent of them on the way into ``layer``, (1, count, width); None if nothing was."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class SpotCheck:
 
     @property
     def ready(self) -> bool:
-        """Whether ``step`` has something to compute."""
+        """True if ``step`` has something to compute."""
         return self._next() is not None
 
     def _next(self) -> tuple[Probe, Any] | None:

@@ -96,7 +96,7 @@ def leading(kept: Sequence[int]) -> int:
 
 
 def leading_cache(kept: Sequence[int], cache: Sequence[Any]) -> list[KVCache] | None:
-    """A dense cache of the ``leading`` tokens, from that of all; None where windows moved on."""
+    """A dense cache of the ``leading`` tokens, from that of all; None if windows moved on."""
     if not all(isinstance(layer, SparseKV) for layer in cache):
         return None
     return [beginning(layer, leading(kept)) for layer in cache]

@@ -42,7 +42,7 @@ class DraftModel:
     ``path`` is always what comes after the text that is ``committed``. ``fetch`` finds KV of its beginning
     that is left from earlier texts.
 
-    Raises ModelUnsupported where the model's cache cannot be rolled back.
+    Raises ModelUnsupported if the model's cache cannot be rolled back.
     """
 
     def __init__(self, model: Any, fetch: Callable[[list[int]], Hit] = lambda tokens: Hit(0, None)) -> None:
@@ -177,7 +177,7 @@ class DraftWriter:
 
     @property
     def ready(self) -> bool:
-        """Whether ``step`` can do or tell something now; takes in what has come."""
+        """True if ``step`` can do something or has an error to raise; takes in what has arrived."""
         self._receive()
         return self._error is not None or self._due is not None
 

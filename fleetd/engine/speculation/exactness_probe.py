@@ -1,4 +1,4 @@
-"""Whether a block of tokens gives, on this device, the bytes of single steps: asked at load, not assumed.
+"""The exactness probe: does a block of tokens give the bytes of single steps on this device? Run at load.
 
     canonical    batch of one, a token per pass, as answers are decoded without drafts
     block        the same tokens, n per pass, on a cache of its own, as drafts are verified

@@ -17,7 +17,7 @@ ANY = 1 << 30
 
 
 def room(cache: list[Any]) -> int:
-    """Tokens that can be added and taken back again, bit for bit; 0 where none can."""
+    """Tokens that can be added and taken back again, bit for bit; 0 if none can."""
     return min((_room(layer) for layer in cache), default=0)
 
 

@@ -1,4 +1,4 @@
-"""Whether answers that run at the same time are decoded one by one with drafts, or together without. Pure.
+"""When several sequences are decoded one by one with drafts, and when together without. Pure.
 
 A batch of n gives every answer a token per step of s(n) seconds. One by one, answer i gets E_i tokens per
 round of c_1 + … + c_n seconds, c_i being the pass that verifies its drafts. No answer may lose by it, so
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 MARGIN = 1.6
 # Steps that a batch's time is the median of, and rounds that are looked back on.
 STEPS, WINDOW = 8, 4
-# Steps before it is looked at again: looking costs a little for every answer.
+# Steps before the question is asked again: asking costs a little for every answer.
 PAUSE = 8
 # Steps of the first rest and of the longest.
 REST, LONGEST_REST = 32, 1024

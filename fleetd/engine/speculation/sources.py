@@ -15,7 +15,7 @@ class DraftSource(Protocol):
 
     @property
     def name(self) -> str:
-        """A word for figures and people, from a closed list: "lookup", "suffix", "remote", …"""
+        """The name shown in figures, from a closed list: "lookup", "suffix", "drafter", …"""
 
     def propose(self, tokens: Sequence[int], width: int) -> list[int]:
         """At most ``width`` tokens that may follow ``tokens`` (prompt and answer so far), or none.

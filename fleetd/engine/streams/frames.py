@@ -112,7 +112,7 @@ class FramePipe(Protocol):
         """Bytes queued and not yet written."""
 
     def receive(self) -> Frame | None:
-        """The next frame; None where none has come.
+        """The next frame; None if none has come.
 
         Raises:
             FleetError: the stream broke, or carried what is not due. Frames before that come first.

@@ -90,7 +90,7 @@ class SocketPipe:
         return self._backlog
 
     def receive(self) -> Frame | None:
-        """The next frame, None where none has come. Raises what the stream broke with."""
+        """The next frame, None if none has come. Raises what the stream broke with."""
         try:
             return self._in.get_nowait()
         except queue.Empty:
