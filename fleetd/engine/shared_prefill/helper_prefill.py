@@ -51,7 +51,7 @@ class HelperPrefill:
     ) -> None:
         split, place = checked(assist.split), assist.place
         if split.layers != stage.total or not 0 <= place < split.helpers:
-            raise InvalidValue(f"Helper {place} of {split} is nobody in a model of {stage.total} layers.")
+            raise InvalidValue(f"Helper {place} of {split} has no part in a model of {stage.total} layers.")
         self._split, self._layout, self._clock = split, layout, clock
         self._work = helper_work(stage, layout, split, place)
         self._times = HelperTimes(clock)
@@ -153,7 +153,7 @@ class HelperPrefill:
             self._ended = True
 
     def _receive(self) -> None:
-        """Take in all frames that have come."""
+        """Take in all frames that have arrived."""
         if self._closed or self._error is not None:
             return
         for name, pipe in self._pipes.items():

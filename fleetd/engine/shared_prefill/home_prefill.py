@@ -177,9 +177,9 @@ class SharedPrefill:
     def _unit(self) -> bool:
         """One bounded piece of work; False if there is none.
 
-        The check comes first where every chunk that is complete counts once it has passed; where tokens are
-        split nothing counts before the end, and the check can wait for a moment in which there is nothing
-        else to do.
+        Where layers are split the check comes first: every complete chunk counts once the check has passed.
+        Where tokens are split nothing counts before the end, and the check waits until there is nothing else
+        to do.
         """
         begun = self._clock()
         if self._check.ready and (self._split.kind == "layers" or not self._work.computable):
@@ -193,7 +193,7 @@ class SharedPrefill:
         return True
 
     def _finish(self) -> None:
-        """All has arrived: end the streams. Until now an open stream showed the helpers that home is alive."""
+        """All has arrived: end the streams. Until now, open streams showed helpers that home is alive."""
         if not self._finished:
             self._finished = True
             self._times.finished()
@@ -201,7 +201,7 @@ class SharedPrefill:
                 pipe.finish()
 
     def _receive(self) -> None:
-        """Take in all frames that have come, and compare what they bring."""
+        """Take in all frames that have arrived, and compare their rows with the spot check's."""
         if self._closed or self._error is not None:
             return
         try:

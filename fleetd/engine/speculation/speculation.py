@@ -1,6 +1,6 @@
 """What a worker knows about speculation, and one sequence's drafts.
 
-    WorkerSpeculation (one per worker)     the probe's verdict, the cost curve, past answers if they may be kept
+    WorkerSpeculation (one per worker)     the probe's verdict, the cost curve, past answers if allowed
     SequenceDrafts    (one per sequence)   sources → controller → the next pass's drafts; counts for figures
 
 A source that raises is left out from then on: drafts are never worth an answer.
