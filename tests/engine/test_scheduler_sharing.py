@@ -119,9 +119,9 @@ def test_a_prompt_that_waits_for_word_lets_others_go_and_keeps_its_memory(
     assert accepted == Accepted("waits", 400, 0, sharing.CHUNK, waits=True)
     assert bench.scheduler.budget.used_bytes >= 400 * 1024
     bench.turn(3)
-    beats = [event for event in bench.events if isinstance(event, Heartbeat)]
-    assert beats[-1].blocked
-    assert beats[-1].prefilling == 1
+    heartbeats = [event for event in bench.events if isinstance(event, Heartbeat)]
+    assert heartbeats[-1].blocked
+    assert heartbeats[-1].prefilling == 1
     bench.scheduler.tell(PrefillAlone("waits"))
     bench.finish("waits")
     assert bench.of("waits", Shared) == []
