@@ -105,7 +105,7 @@ class HardwareProbe:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Cores that this process may use."""
     # Absent on macOS, which has no CPU affinity.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
@@ -121,7 +121,7 @@ def _accelerator(root: Path) -> Accelerator:
 
 
 def _cgroup_folders(root: Path) -> Iterable[Path]:
-    """Our control group and its ancestors: the tightest limit on the way up is the one that kills."""
+    """This process's control group and its ancestors: the tightest limit among them is the one that kills."""
     for line in text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):
@@ -160,7 +160,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def _output(command: list[str]) -> str:
-    """What it prints, also where it complains of a part of the question; "" where it does not run."""
+    """What the command prints, even if it reports an error; "" if it cannot run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SYSCTL_S, check=False)
     except (OSError, subprocess.SubprocessError):
