@@ -26,16 +26,13 @@ from fleetd.engine.compute_loop import ComputeLoop
 from fleetd.engine.decoding import Decoding
 from fleetd.engine.failures import failed, require
 from fleetd.engine.inbox import Item
-from fleetd.engine.logprobs import Logprobs, PromptLogprobs
-from fleetd.engine.memory import GROWTH_TOKENS
-from fleetd.engine.output_text import AnswerText
+from fleetd.engine.logprobs import PromptLogprobs
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import (
     Accepted,
     Cancel,
-    ChatPrompt,
     Delta,
     DraftFor,
     FinishReason,
@@ -49,7 +46,7 @@ from fleetd.engine.protocol import (
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.score_guests import ScoreGuests
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
-from fleetd.engine.sequence import ScheduledSequence, begin_prefill
+from fleetd.engine.sequence import ScheduledSequence, begin_prefill, new_sequence
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prompts import SharedPrompts
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading, leading_cache
@@ -58,7 +55,6 @@ from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.engine.speculation.remote_source import RemoteSource
 from fleetd.engine.speculation.speculation import WorkerSpeculation
 from fleetd.engine.streams.handed_over import HandedOverStreams
-from fleetd.errors import ContextLengthExceeded
 
 # Turns after which a waiting prompt goes before shorter ones that came later.
 PATIENCE_TURNS = 16
@@ -221,7 +217,7 @@ class Scheduler(ComputeLoop):
     def _begin(self, prepared: PreparedPrompt) -> None:
         request = prepared.request
         try:
-            sequence = self._new_sequence(prepared)
+            sequence = new_sequence(prepared, self.tokenizer, self.sparse, self.budget, self.context_tokens)
         except Exception as error:
             self._failed(request.id, error)
             return
@@ -240,50 +236,6 @@ class Scheduler(ComputeLoop):
                 dense_reason=sequence.dense_reason,
             )
         )
-
-    def _new_sequence(self, prepared: PreparedPrompt) -> ScheduledSequence:
-        request, n = prepared.request, len(prepared.tokens)
-        scoring = request.echo and request.max_tokens == 0
-        if n + (0 if scoring else 1) > self.context_tokens:
-            raise ContextLengthExceeded(
-                f"The prompt has {n} tokens; this model's context holds {self.context_tokens}.",
-                hint="Shorten the prompt or choose a model with a longer context.",
-                param="messages",
-            )
-        kept, dense_reason = self._kept(prepared)
-        slots = n if kept is None else len(kept)
-        wanted = self.context_tokens if request.max_tokens is None else request.max_tokens
-        self.budget.check_alone(slots + min(wanted, 1))
-        max_tokens = min(wanted, self.context_tokens - n, self.budget.capacity_tokens - slots)
-        return ScheduledSequence(
-            prepared=prepared,
-            text=AnswerText(
-                request.id,
-                self.tokenizer,
-                request.stop,
-                prepared.tools,
-                prepared.initial,
-                prepared.primed,
-                None if isinstance(request.prompt, ChatPrompt) else prepared.tokens[-1],
-            ),
-            max_tokens=max_tokens,
-            promised=slots + min(max_tokens, GROWTH_TOKENS),
-            arrived_s=time.monotonic(),
-            logprobs=None if request.top_logprobs is None else Logprobs(self.tokenizer, request.top_logprobs),
-            kept=kept,
-            dense_reason=dense_reason,
-        )
-
-    def _kept(self, prepared: PreparedPrompt) -> tuple[list[int] | None, str]:
-        """The tokens to prefill, None for all of them; and why a Keep is not followed."""
-        if prepared.kept is None:
-            return None, prepared.dense_reason
-        if self.sparse is None:
-            return None, "This model's prompts can only be prefilled whole."
-        if prepared.request.echo:
-            return None, "The prompt is to be echoed."
-        kept = self.sparse.kept(prepared.kept, len(prepared.tokens))
-        return (kept, "") if len(kept) < len(prepared.tokens) else (None, "Nothing of it can be left out.")
 
     def _admit(self) -> None:
         """Move waiting requests to prefill while memory and streams allow, first come first served."""

@@ -10,14 +10,24 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.guests import can_step
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
+from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, Hit
 from fleetd.engine.prompt_encoding import PreparedPrompt
-from fleetd.engine.protocol import Finished, FinishReason, PrefillShared, Speculated, Timings, Usage
+from fleetd.engine.protocol import (
+    ChatPrompt,
+    Finished,
+    FinishReason,
+    PrefillShared,
+    Speculated,
+    Timings,
+    Usage,
+)
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
+from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller
+from fleetd.errors import ContextLengthExceeded
 
 
 @dataclass(slots=True)
@@ -113,3 +123,56 @@ class ScheduledSequence:
             self.text.stopped_by,
             self.speculated,
         )
+
+
+def new_sequence(
+    prepared: PreparedPrompt, tokenizer: Any, sparse: Sparse | None, budget: KvBudget, context_tokens: int
+) -> ScheduledSequence:
+    """A sequence for a prompt, which may not have been admitted yet.
+
+    Raises:
+        ContextLengthExceeded, OutOfMemory: it would not fit even with nothing else running.
+    """
+    request, n = prepared.request, len(prepared.tokens)
+    scoring = request.echo and request.max_tokens == 0
+    if n + (0 if scoring else 1) > context_tokens:
+        raise ContextLengthExceeded(
+            f"The prompt has {n} tokens; this model's context holds {context_tokens}.",
+            hint="Shorten the prompt or choose a model with a longer context.",
+            param="messages",
+        )
+    kept, dense_reason = _kept(prepared, sparse)
+    slots = n if kept is None else len(kept)
+    wanted = context_tokens if request.max_tokens is None else request.max_tokens
+    budget.check_alone(slots + min(wanted, 1))
+    max_tokens = min(wanted, context_tokens - n, budget.capacity_tokens - slots)
+    return ScheduledSequence(
+        prepared=prepared,
+        text=AnswerText(
+            request.id,
+            tokenizer,
+            request.stop,
+            prepared.tools,
+            prepared.initial,
+            prepared.primed,
+            None if isinstance(request.prompt, ChatPrompt) else prepared.tokens[-1],
+        ),
+        max_tokens=max_tokens,
+        promised=slots + min(max_tokens, GROWTH_TOKENS),
+        arrived_s=time.monotonic(),
+        logprobs=None if request.top_logprobs is None else Logprobs(tokenizer, request.top_logprobs),
+        kept=kept,
+        dense_reason=dense_reason,
+    )
+
+
+def _kept(prepared: PreparedPrompt, sparse: Sparse | None) -> tuple[list[int] | None, str]:
+    """The tokens to prefill, None for all of them; and why a Keep is not followed."""
+    if prepared.kept is None:
+        return None, prepared.dense_reason
+    if sparse is None:
+        return None, "This model's prompts can only be prefilled whole."
+    if prepared.request.echo:
+        return None, "The prompt is to be echoed."
+    kept = sparse.kept(prepared.kept, len(prepared.tokens))
+    return (kept, "") if len(kept) < len(prepared.tokens) else (None, "Nothing of it can be left out.")

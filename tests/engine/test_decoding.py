@@ -15,7 +15,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
 from speculating import GREEDY, Run, Scripted, guessing, lying, perfect, right_for
 
-from fleetd.engine import decoding, scheduler
+from fleetd.engine import decoding, sequence
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import Cancel, Failed, Sampling, Speculate
@@ -325,7 +325,7 @@ def rows_alone(run: Run) -> int:
 def test_an_answer_that_cannot_grow_fails_where_the_plain_one_does(
     llama: Any, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (decoding, scheduler):
+    for module in (decoding, sequence):
         monkeypatch.setattr(module, "GROWTH_TOKENS", 32)
     ends = []
     for speculation in (None, spec()):
