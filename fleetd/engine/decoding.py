@@ -25,7 +25,6 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from fleetd.engine.failures import require
 from fleetd.engine.kv_caches import copy_on_write
-from fleetd.engine.logprobs import Logprobs
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import FinishReason, Report
@@ -153,23 +152,23 @@ class Decoding:
             self.detach(request_id)
         self._generator.close()
 
-    # ---- draft sources from outside ----------------------------------------------------------------
+    # ---- draft sources from outside --------------------------------------------------------------------
 
     def attach(self, request_id: str, source: DraftSource) -> None:
-        """A further source of drafts for a sequence that runs, or whose prompt is known here.
+        """Add a source of drafts to a sequence that runs, or whose prompt is known here.
 
-        It is told of tokens that are committed from now on, and closed when the sequence ends.
+        The source sees the tokens that are committed from now on; it is closed when the sequence ends.
         """
         self._sources.setdefault(request_id, []).append(source)
         if (running := self._running(request_id)) is not None and running.drafts is not None:
             running.drafts.add(source)
 
     def detach(self, request_id: str) -> None:
-        """The request has ended, however it did."""
+        """Close the sources of a request that has ended."""
         for source in self._sources.pop(request_id, []):
             source.close()
 
-    # ---- answers ---------------------------------------------------------------------------------------
+    # ---- sequences -------------------------------------------------------------------------------------
 
     def find(self, request_id: str) -> ScheduledSequence | None:
         running = self._running(request_id)
@@ -183,7 +182,7 @@ class Decoding:
             list(tokens),
             make_sampler(request.sampling, self.defaults),
             make_processors(request.sampling, self.defaults, len(tokens)),
-            # What is left of a prompt after a selection lies at other places than its positions say.
+            # The slots of a sparse prompt are not its positions: only the batch can decode it.
             self.speculation.new_drafts(request) if self.speculation and sequence.kept is None else None,
         )
         if running.drafts is not None:
@@ -311,9 +310,9 @@ class Decoding:
         if drafts is not None:
             sequence.speculated = drafts.report
             drafts.close()
-        request, said = sequence.prepared.request, running.tokens[len(sequence.prepared.tokens) :]
         if self.speculation is not None:
-            self.speculation.ended(request, said)
+            answer = running.tokens[len(sequence.prepared.tokens) :]
+            self.speculation.ended(sequence.prepared.request, answer)
         self.remember(sequence, tokens, cache)
 
     # ---- apart -----------------------------------------------------------------------------------------
@@ -362,8 +361,7 @@ class Decoding:
                 if not ended:
                     self._show(sequence, one.token, one.logprobs)
             except Exception as error:
-                self.leave(sequence)
-                self.fail(sequence, error)
+                self._end(sequence, error)
                 return
             if ended or sequence.text.stopped_by is not None:
                 self._end(sequence, "stop")
@@ -372,13 +370,15 @@ class Decoding:
                 self._end(sequence, "length")
                 return
         if not self._grow(sequence):
-            full = self.budget.exhausted(sequence.held)
-            self.leave(sequence)
-            self.fail(sequence, full)
+            self._end(sequence, self.budget.exhausted(sequence.held))
 
-    def _end(self, sequence: ScheduledSequence, reason: FinishReason) -> None:
+    def _end(self, sequence: ScheduledSequence, outcome: FinishReason | Exception) -> None:
+        """Take a running sequence out, and say how it ended."""
         self.leave(sequence)
-        self.finish(sequence, reason)
+        if isinstance(outcome, Exception):
+            self.fail(sequence, outcome)
+        else:
+            self.finish(sequence, outcome)
 
     # ---- together --------------------------------------------------------------------------------------
 
@@ -392,8 +392,7 @@ class Decoding:
             self.rounds.stepped(len(responses), now - begun)
         self._settled += 1
         # The batch may only change once all of its tokens are taken.
-        stopped: list[ScheduledSequence] = []
-        broken: list[tuple[ScheduledSequence, Exception]] = []
+        ending: list[tuple[ScheduledSequence, FinishReason | Exception]] = []
         for response in responses:
             running = self.batch[response.uid]
             sequence = running.sequence
@@ -413,23 +412,20 @@ class Decoding:
                 if left:
                     self.fail(sequence, error)
                 else:
-                    broken.append((sequence, error))
+                    ending.append((sequence, error))
                 continue
             if left:
                 self.finish(sequence, "stop" if ended or sequence.text.stopped_by else "length")
             elif sequence.text.stopped_by is not None:
-                stopped.append(sequence)
+                ending.append((sequence, "stop"))
             elif not self._grow(sequence):
-                broken.append((sequence, self.budget.exhausted(sequence.held)))
-        for sequence in stopped:
-            self._end(sequence, "stop")
-        for sequence, reason in broken:
-            self.leave(sequence)
-            self.fail(sequence, reason)
+                ending.append((sequence, self.budget.exhausted(sequence.held)))
+        for sequence, outcome in ending:
+            self._end(sequence, outcome)
 
     def _show(self, sequence: ScheduledSequence, token: int, logprobs: mx.array) -> None:
         entry = None
-        if isinstance(sequence.logprobs, Logprobs):
+        if sequence.logprobs is not None:
             entry = sequence.logprobs.of(token, logprobs, sequence.text.length)
         for piece in sequence.text.push(token, entry):
             self.emit(piece)
