@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import choose_encoder
 
 from fleetd import limits
-from fleetd.engine.protocol import Speculated, Timings, Usage
+from fleetd.control.prefill_trace import Speculated
+from fleetd.engine.protocol import Timings, Usage
 from fleetd.errors import BY_CODE
 from fleetd.requests.admission import Kind
-from fleetd.requests.smart_prefill.views import SKIPS
+from fleetd.requests.smart_prefill.skip import SKIPS
 
 # Prometheus's own buckets end at 10 s; a long prompt on one machine takes minutes to its first token.
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 180, 300, 600)
@@ -49,7 +50,7 @@ class EngineFigures(Protocol):
 
 
 class PeerFigures(Protocol):
-    """The part of a peer's view that is a gauge (``fleetd.p2p.views.PeerView``)."""
+    """The part of a peer's view that is a gauge (``fleetd.control.fleet_view.PeerView``)."""
 
     @property
     def short_id(self) -> str: ...

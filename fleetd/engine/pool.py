@@ -14,7 +14,7 @@ from pathlib import Path
 
 import structlog
 
-from fleetd.engine.engine_status import EngineStatus
+from fleetd.control.daemon_status import EngineStatus
 from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Score, Scored
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
 from fleetd.engine.supervisor import EngineProcess

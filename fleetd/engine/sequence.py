@@ -8,6 +8,7 @@ from typing import Any
 
 from mlx_lm.models.cache import make_prompt_cache
 
+from fleetd.control.prefill_trace import Speculated
 from fleetd.engine.guests import can_step
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
@@ -15,15 +16,7 @@ from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, Hit
 from fleetd.engine.prompt_encoding import PreparedPrompt
-from fleetd.engine.protocol import (
-    ChatPrompt,
-    Finished,
-    FinishReason,
-    PrefillShared,
-    Speculated,
-    Timings,
-    Usage,
-)
+from fleetd.engine.protocol import ChatPrompt, Finished, FinishReason, PrefillShared, Timings, Usage
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller

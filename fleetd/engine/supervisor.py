@@ -18,8 +18,8 @@ import msgspec
 import structlog
 
 from fleetd import limits
+from fleetd.control.daemon_status import EngineState, EngineStatus
 from fleetd.engine import protocol
-from fleetd.engine.engine_status import EngineStatus, State
 from fleetd.engine.protocol import (
     Assisted,
     AssistPrefill,
@@ -67,7 +67,7 @@ class EngineProcess:
         on_exit: Callable[[EngineProcess], None] | None = None,
     ) -> None:
         self.settings = settings
-        self.state: State = "loading"
+        self.state: EngineState = "loading"
         self.loading = Loading("starting")
         self.facts: Ready | None = None
         self.error: FleetError | None = None
@@ -315,19 +315,45 @@ class EngineProcess:
 
     @property
     def status(self) -> EngineStatus:
-        progress_age_s = asyncio.get_running_loop().time() - self._progress_at if self._streams else 0.0
-        return EngineStatus.of(
-            self.settings,
-            self.facts,
-            self._heartbeat,
-            self.loading,
+        facts, heartbeat = self.facts, self._heartbeat
+        now = asyncio.get_running_loop().time()
+        return EngineStatus(
+            model=self.settings.name,
             state=self.state,
-            preparing=len(self._preparing),
-            progress_age_s=progress_age_s,
-            idle_s=self.idle_s,
+            stage=self.loading.stage if self.state == "loading" else "",
+            done=self.loading.done,
+            total=self.loading.total,
+            device=facts.device if facts else None,
+            dtype=facts.dtype if facts else None,
+            weights_bytes=facts.weights_bytes if facts else 0,
+            memory_bytes=heartbeat.memory_bytes,
+            kv_bytes=heartbeat.kv_bytes,
+            kv_budget_bytes=facts.kv_budget_bytes if facts else 0,
+            prefix_bytes=heartbeat.prefix_bytes,
+            prefix_entries=heartbeat.prefix_entries,
+            prefix_queries=heartbeat.prefix_queries,
+            prefix_hits=heartbeat.prefix_hits,
+            context_tokens=facts.context_tokens if facts else 0,
+            prefill_tok_s=round(facts.prefill_tok_s, 1) if facts else 0.0,
+            decode_tok_s=round(facts.decode_tok_s, 1) if facts else 0.0,
+            prefill_context_s=facts.prefill_context_s if facts else 0.0,
+            prefill_fixed_s=facts.prefill_fixed_s if facts else 0.0,
+            arithmetic=facts.arithmetic.text if facts and facts.arithmetic else "",
+            shares_sparse=bool(facts and facts.arithmetic and not facts.arithmetic.sparse),
+            speculation=facts.speculation if facts else "",
+            part_of=self.settings.part_of,
+            first_layer=self.settings.first_layer,
+            last_layer=self.settings.last_layer,
+            prefilling=heartbeat.prefilling,
+            decoding=heartbeat.decoding,
+            waiting=heartbeat.waiting + len(self._preparing),
+            assisting=heartbeat.assisting,
+            steps=heartbeat.steps,
+            progress_age_s=round(now - self._progress_at, 3) if self._streams else 0.0,
+            idle_s=round(self.idle_s, 3),
             restarts=self.restarts,
             pid=self.pid,
-            error=self.error,
+            error=str(self.error) if self.error else None,
         )
 
     # ---- what arrives ----------------------------------------------------------------------------------

@@ -13,41 +13,17 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
-import msgspec
 import psutil
 
+from fleetd.control.daemon_status import HardwareReading
 from fleetd.hardware import facts as hardware_facts
 from fleetd.hardware.facts import text
-from fleetd.models.catalog import Tier, tier_of
-
-Accelerator = Literal["metal", "cuda", "cpu"]
+from fleetd.models.catalog import tier_of
 
 _SYSCTL_S = 2.0
 # Above this a cgroup v1 "limit" is the kernel's way to say that there is none.
 _UNLIMITED_BYTES = 1 << 60
-
-
-class HardwareReading(msgspec.Struct, frozen=True):
-    """One reading; ``available_bytes`` changes by the second, the rest does not.
-
-    ``product`` and ``gpu`` are "" where unknown. ``performance_cores``: those of ``cores`` that are of the
-    faster kind. ``wired_limit_bytes``: what a Mac's owner lets the GPU have; 0 is the system's choice.
-    """
-
-    platform: str
-    hostname: str
-    product: str
-    cpu: str
-    gpu: str
-    cores: int
-    performance_cores: int
-    memory_bytes: int
-    available_bytes: int
-    wired_limit_bytes: int
-    tier: Tier
-    accelerator: Accelerator
 
 
 class HardwareProbe:
@@ -111,7 +87,7 @@ def cores() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _accelerator(root: Path) -> Accelerator:
+def _accelerator(root: Path) -> str:
     """A guess good enough for status; the engine worker says what it really uses."""
     if sys.platform == "darwin":
         return "metal" if platform.machine() == "arm64" else "cpu"

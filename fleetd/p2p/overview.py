@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from fleetd.control.fleet_view import (
+    FleetView,
+    Neighbour,
+    PathView,
+    PeerModel,
+    PeerState,
+    PeerView,
+    UnansweredAddress,
+)
 from fleetd.errors import NotPaired, ProtocolError, VersionMismatch
 from fleetd.host_port import host_port
 from fleetd.p2p.links import PeerPath
@@ -10,7 +19,6 @@ from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.membership.roster import RosterMember
 from fleetd.p2p.mesh import Mesh, Peer
 from fleetd.p2p.node import Node
-from fleetd.p2p.views import Configured, FleetView, Neighbour, PathView, PeerModel, PeerState, PeerView
 
 
 def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> FleetView:
@@ -48,7 +56,7 @@ def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> Fl
             if sighting.node_id not in members
         ],
         unanswered=[
-            Configured(host_port(*address), error.message, error.hint)
+            UnansweredAddress(host_port(*address), error.message, error.hint)
             for address, error in mesh.static_trouble.items()
         ],
     )

@@ -16,6 +16,7 @@ import pytest
 from fleet_nodes import running, settings, together, until
 
 from fleetd import limits
+from fleetd.control.pairing_events import CodeShown, Meeting, Paired, PairingEvent, WrongCode
 from fleetd.errors import PairingClosed, PairingFailed, PeerUnreachable
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.membership.roster import Roster
@@ -26,7 +27,6 @@ from fleetd.p2p.pairing import service as desks
 from fleetd.p2p.pairing.code import PairingCode
 from fleetd.p2p.pairing.roles import Joiner
 from fleetd.p2p.pairing.service import PairingService
-from fleetd.p2p.views import CodeShown, Meeting, Paired, PairingEvent, WrongCode
 
 pytestmark = pytest.mark.timeout(60)
 

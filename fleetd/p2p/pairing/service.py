@@ -16,6 +16,7 @@ from functools import partial
 
 from fleetd import limits
 from fleetd.config import DEFAULT_PEER_PORT
+from fleetd.control.pairing_events import CodeShown, Meeting, Paired, PairingEvent, Searching, WrongCode
 from fleetd.errors import FleetError, PairingClosed, PairingFailed, PeerUnreachable
 from fleetd.observe import get_logger
 from fleetd.p2p.discovery import interfaces
@@ -29,7 +30,6 @@ from fleetd.p2p.pairing.code import PairingCode, PairingWindow
 from fleetd.p2p.pairing.roles import Inviter, Joiner
 from fleetd.p2p.port import PAIRING
 from fleetd.p2p.session import transport
-from fleetd.p2p.views import CodeShown, Meeting, Paired, PairingEvent, Searching, WrongCode
 
 log = get_logger("fleetd.pairing")
 
