@@ -111,7 +111,7 @@ PAIRING_WINDOW_S = 300.0
 # Looking on the network for the machine that shows a code.
 PAIRING_SEARCH_S = 15.0
 # Connections to an open window: one is the right one, the others cost memory.
-PAIRING_VISITORS = 8
+PAIRING_CONNECTIONS = 8
 # A hello with its certificate takes half a kilobyte; records travel in as many messages as they need.
 PAIRING_FRAME_BYTES = 16 * KIB
 # From one message of the other program to its next; the slowest step is two point multiplications in Python.
@@ -200,8 +200,8 @@ SHARE_QUEUED_BYTES = 64 * MIB
 SHARE_MESSAGE_BYTES = 64 * KIB
 # Steps that are told of one prefill: two per layer of the deepest model.
 SHARE_STEPS = 512
-# A helper that failed is left out for this long, doubled by each further failure up to the second figure.
-SHARE_PENALTY_S, SHARE_PENALTY_MOST_S = 30.0, 960.0
+# A machine that failed is left out for this long, doubled by each further failure up to the second figure.
+BACKOFF_S, BACKOFF_MOST_S = 30.0, 960.0
 # The same helper is not asked again to load the same model within this time.
 SHARE_WARM_S = 60.0
 # A model that could not be loaded to help others is not tried again within this time.
@@ -210,8 +210,8 @@ SHARE_LOAD_AGAIN_S = 600.0
 TRACES = 500
 # Other ways of computing a prompt that one of these remembers.
 TRACE_LOSERS = 8
-# Machines times models whose real pace is remembered.
-PACES = 256
+# Machines times models whose measured speeds correct their own figures.
+SPEED_CORRECTIONS = 256
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.
 SHARE_SPOT_TOKENS = 16
 # How far such a row may be from ours, as a part of its length, in three tokens of four. bf16 deep in
@@ -381,15 +381,15 @@ LINK_TRANSFER_BYTES = MIB
 
 # ---- Fleet: discovery ------------------------------------------------------------------------------------
 # Machines remembered from mDNS: as many as a fleet may have members, and a flood cannot fill the memory.
-SIGHTINGS = 64
+DISCOVERED_PEERS = 64
 # Claims acted upon, each of which may lead to dials; at once, those of a whole fleet that is switched on.
-SIGHTINGS_PER_S = 20
-SIGHTINGS_AT_ONCE = 128
+CLAIMS_PER_S = 20
+CLAIMS_AT_ONCE = 128
 # The longest string that a TXT record can hold.
-SIGHTING_TEXT_BYTES = 255
+CLAIM_TEXT_BYTES = 255
 # How often the network is asked for machines; one is forgotten after three questions without an answer.
 DISCOVERY_ASK_S = 60.0
-SIGHTING_TTL_S = 200.0
+DISCOVERED_TTL_S = 200.0
 # A new cable or another Wi-Fi is noticed within this time.
 DISCOVERY_REFRESH_S = 5.0
 # Where multicast does not work: tried again, less and less often.

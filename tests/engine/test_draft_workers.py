@@ -86,12 +86,16 @@ async def test_drafts_of_every_quality_give_the_same_bytes(model: Path, other: P
         both = await asyncio.gather(drafted(home, good, first), drafted(home, bad, second))
         for (told, _), asked in zip(both, (first, second), strict=True):
             assert told.numbers == await plain(home, asked)
-        # A second turn is drafted from what is left of the first.
+        # A second turn is drafted from what is left of the first, once its prompt reaches the drafter in time.
         before = good.status.prefix_hits
-        again = replace(request("r0", 0), id="again")
-        told, _ = await drafted(home, good, again)
-        assert told.numbers == await plain(home, again)
-        await settle(lambda: free(home, good, bad) and good.status.prefix_hits > before)
+        for number in range(TRIES):
+            again = replace(request("r0", 0), id=f"again{number}")
+            told, _ = await drafted(home, good, again)
+            assert told.numbers == await plain(home, again)
+            await settle(lambda: free(home, good, bad))
+            if good.status.prefix_hits > before:
+                break
+        assert good.status.prefix_hits > before
 
 
 async def test_ending_either_side_leaves_nothing_behind(model: Path) -> None:

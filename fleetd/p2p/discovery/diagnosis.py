@@ -1,7 +1,7 @@
-"""What ``fleetctl doctor`` is told of the network, as this process sees it. Blocks for a second or two.
+"""The network as this process sees it, for ``fleetctl doctor``. Blocks for a second or two.
 
-A terminal may see another network than a service does: on macOS the permission to use the local network
-belongs to each program. So the daemon looks itself.
+A terminal may see another network than a service does: on macOS each program has its own permission to use
+the local network. So the daemon collects the facts itself.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def gather(host: str, port: int) -> NetworkDiagnosis:
     shared = [interface for interface in found if interface.is_shared]
     everywhere = host in _EVERYWHERE
     own = [address for interface in shared for address in interface.addresses] if everywhere else [host]
-    # Side by side: each may wait for something that never comes, and a person waits for all of them.
+    # In parallel: each may run into its timeout, and a person waits for all of them.
     with ThreadPoolExecutor(_PROBES) as pool:
-        told = pool.map(_interface, [interface for interface in found if interface.up])
+        found_interfaces = pool.map(_interface, [interface for interface in found if interface.up])
         ports = pool.map(network_checks.probe_port, own[:_PROBES], [port] * _PROBES)
     return NetworkDiagnosis(
-        interfaces=list(told),
+        interfaces=list(found_interfaces),
         port=_port(list(ports), port),
         firewall=[fact.hint for fact in network_checks.read_firewalls(port) if fact.hint],
         mtu=list(network_checks.mtu_hints(found)),

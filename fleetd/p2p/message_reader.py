@@ -1,4 +1,4 @@
-"""How messages of other machines are read: bounded before they are decoded, then checked. Pure."""
+"""Readers for the messages of other machines: they check the size, decode, and check the values. Pure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import msgspec
 
 from fleetd.errors import ProtocolError
 
-# What msgspec raises for bytes that are no message, for one nested too deep, and for text that is none.
+# The errors of msgspec for malformed bytes, for deep nesting and for invalid UTF-8.
 _BROKEN = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 
 
 def reader(kind: Any, what: str, most_bytes: int | None = None) -> Callable[[bytes], Any]:
-    """A function that reads messages of a kind (a struct, or a union of them). It raises ProtocolError.
+    """A function that decodes messages of a kind (a struct, or a union of structs). It raises ProtocolError.
 
-    ``what`` names the message in sentences; a session bounds those that have no bound of their own.
+    ``what`` names the message in errors. Without ``most_bytes`` only the session bounds its size.
     """
     decode = msgspec.msgpack.Decoder(kind).decode
 

@@ -1,6 +1,6 @@
-"""All streams of a session: who may open which number, what a frame does to its stream, how much is held.
+"""All streams of a session: the numbers of either side, the effect of each frame, the bound on held bytes.
 
-Sans-IO. Frames that a stream owes the other side go to the outbox; what its reader must know becomes events.
+Sans-IO. Frames for the other side go to the outbox; what the reader of a stream must know becomes events.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from fleetd.errors import (
     ProtocolError,
     from_code,
 )
+from fleetd.p2p.invariants import check
 from fleetd.p2p.session.events import Cancelled, Ended, Event, MessageReceived, Requested
 from fleetd.p2p.session.frames import CancelFrame, DataFrame, End, Open, WindowFrame
 from fleetd.p2p.session.outbox import Outbox
@@ -26,26 +27,34 @@ from fleetd.p2p.session.stream import SessionStream
 
 StreamFrame = Open | DataFrame | End | CancelFrame | WindowFrame
 
-# The code of a Cancel that is nobody's fault: the answer is no longer wanted.
+# The code of a Cancel without a fault: the answer is no longer wanted.
 WITHDRAWN = "withdrawn"
 
 
 class SessionStreams:
-    """``peer`` names the other side in sentences; the side that dialled opens the odd numbers."""
+    """``peer`` names the other side in errors; the side that dialled opens the odd numbers."""
 
     def __init__(self, outbox: Outbox, *, initiator: bool) -> None:
         self.peer = "The other side"
         self.held_bytes = 0
         self._outbox = outbox
         self._open: dict[int, SessionStream] = {}
-        # The numbers used last, by this side and by the other; and how many of each are open.
+        # The last number that each side used, and how many streams of each are open.
         self._mine, self._theirs = (-1, 0) if initiator else (0, -1)
         self._mine_open = self._theirs_open = 0
 
     def __len__(self) -> int:
         return len(self._open)
 
-    # ---- What this side wants ----------------------------------------------------------------------------
+    def get(self, number: int) -> SessionStream | None:
+        """An open stream, or None."""
+        return self._open.get(number)
+
+    def numbers(self) -> list[int]:
+        """The numbers of the open streams."""
+        return list(self._open)
+
+    # ---- This side's calls -------------------------------------------------------------------------------
 
     def open(self, method: str, body: bytes) -> int:
         if self._mine_open >= limits.SESSION_STREAMS:
@@ -74,7 +83,7 @@ class SessionStreams:
 
     def cancel(self, number: int, error: FleetError | None) -> None:
         if (stream := self._known(number)) is not None:
-            if stream.state is not StreamState.IDLE:  # else the other side never heard of it
+            if stream.state is not StreamState.IDLE:  # else its Open has not left
                 self._outbox.urgent.append(_cancel(number, error))
             self._remove(stream)
 
@@ -90,20 +99,20 @@ class SessionStreams:
         return stream.queued_bytes if stream is not None else 0
 
     def clear(self) -> None:
-        """All of them are over."""
+        """Forget all streams."""
         self._outbox.clear()
         self._open.clear()
         self.held_bytes = self._mine_open = self._theirs_open = 0
 
-    # ---- What frames do ----------------------------------------------------------------------------------
+    # ---- Frames of the other side ------------------------------------------------------------------------
 
     def on_frame(self, frame: StreamFrame, events: list[Event]) -> None:
-        """A frame from the other side. Raises ProtocolError."""
-        state = self._state(frame.stream)
-        _HOW[STREAM_TABLE[state][type(frame)]](self, frame, events)
+        """Handle a frame from the other side. Raises ProtocolError."""
+        state = self.state(frame.stream)
+        _ACTS[STREAM_TABLE[state][type(frame)]](self, frame, events)
 
     def sent(self, frame: End) -> None:
-        """This side's last frame of a stream has left."""
+        """This side's End of a stream has left."""
         stream = self._open[frame.stream]
         if stream.state is StreamState.CLOSED:
             self._remove(stream)
@@ -111,7 +120,7 @@ class SessionStreams:
     def _refuse(self, frame: StreamFrame, events: list[Event]) -> None:
         raise ProtocolError(
             f"{self.peer} sent {type(frame).__name__} for stream {frame.stream}, which is "
-            f"{self._state(frame.stream).value}."
+            f"{self.state(frame.stream).value}."
         )
 
     def _ignore(self, frame: StreamFrame, events: list[Event]) -> None:
@@ -190,17 +199,18 @@ class SessionStreams:
     def _is_mine(self, number: int) -> bool:
         return (number - self._mine) % 2 == 0
 
-    def _state(self, number: int) -> StreamState:
+    def state(self, number: int) -> StreamState:
+        """The state of a stream, also of one that is not open."""
         if (stream := self._open.get(number)) is not None:
             return stream.state
-        # Numbers only grow, so the last one tells which were never used.
+        # Numbers only grow, so those above the last one were never used.
         last = self._mine if self._is_mine(number) else self._theirs
         return StreamState.IDLE if number > last else StreamState.CLOSED
 
     def _known(self, number: int) -> SessionStream | None:
-        """None for one that is over: the event that tells may still be on its way to the caller."""
+        """An open stream; None for one that is over, because the caller may not have its last event yet."""
         stream = self._open.get(number)
-        if stream is None and self._state(number) is StreamState.IDLE:
+        if stream is None and self.state(number) is StreamState.IDLE:
             raise ValueError(f"stream {number} was never opened")
         return stream
 
@@ -231,8 +241,21 @@ class SessionStreams:
         else:
             self._theirs_open -= 1
 
+    def validate(self) -> None:
+        """Raise AssertionError if the state contradicts itself. For tests."""
+        streams = self._open.values()
+        for stream in streams:
+            stream.validate()
+        mine = sum(self._is_mine(number) for number in self._open)
+        check(self.held_bytes == sum(stream.held_bytes for stream in streams), "held bytes are all streams'")
+        check(self.held_bytes <= limits.SESSION_HELD_BYTES, "held bytes are within their bound")
+        check((mine, len(streams) - mine) == (self._mine_open, self._theirs_open), "open streams are counted")
+        most = max(self._mine_open, self._theirs_open)
+        check(most <= limits.SESSION_STREAMS, "open streams are within their bound")
+        self._outbox.validate(streams)
 
-_HOW: dict[Act, Callable[[SessionStreams, Any, list[Event]], None]] = {
+
+_ACTS: dict[Act, Callable[[SessionStreams, Any, list[Event]], None]] = {
     Act.IGNORE: SessionStreams._ignore,
     Act.REFUSE: SessionStreams._refuse,
     Act.ACCEPT: SessionStreams._accept,
@@ -246,12 +269,12 @@ _HOW: dict[Act, Callable[[SessionStreams, Any, list[Event]], None]] = {
 
 
 def wire_text(text: str) -> str:
-    """Short, and Unicode: names of files may hold what is none, and an error may quote them."""
+    """``text`` cut to the bound, as valid Unicode: an error may quote the name of a file that is not."""
     return text[: limits.ERROR_TEXT_CHARS].encode(errors="replace").decode()
 
 
 def error_of(code: str, message: str, hint: str = "", param: str | None = None) -> FleetError:
-    """What the other side told; a code of a newer version becomes a plain PeerError."""
+    """The error that the other side sent. A code that this version does not know becomes a PeerError."""
     message, hint = message[: limits.ERROR_TEXT_CHARS], hint[: limits.ERROR_TEXT_CHARS]
     if code not in BY_CODE:
         return PeerError(message, hint=hint, param=param)

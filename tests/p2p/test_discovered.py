@@ -13,7 +13,7 @@ from fleetd.p2p.discovery.discovered import (
     DiscoveredPeer,
     DiscoveryTable,
     is_plausible,
-    read_sighting,
+    read_claim,
     write_text,
 )
 
@@ -42,7 +42,7 @@ def table(kept: set[str] | None = None) -> DiscoveryTable:
 def test_a_machine_reads_what_another_writes() -> None:
     written = write_text(node_id=OTHER, name="Anna's Studio", versions=(1, 3), pairing="7")
     wire = {key.encode(): value.encode() for key, value in written.items()}
-    assert read_sighting(wire, [HOST, "fd00::7"], 8115, loopback=False) == DiscoveredPeer(
+    assert read_claim(wire, [HOST, "fd00::7"], 8115, loopback=False) == DiscoveredPeer(
         OTHER, "Anna's Studio", ((HOST, 8115), ("fd00::7", 8115)), (1, 3), "7"
     )
 
@@ -50,9 +50,9 @@ def test_a_machine_reads_what_another_writes() -> None:
 @given(st.text(max_size=400))
 def test_any_name_fits_into_a_txt_record_and_comes_back_printable(name: str) -> None:
     written = write_text(node_id=OTHER, name=name, versions=(1, 1), pairing="")
-    assert len(f"name={written['name']}".encode()) <= limits.SIGHTING_TEXT_BYTES
+    assert len(f"name={written['name']}".encode()) <= limits.CLAIM_TEXT_BYTES
     wire = {key.encode(): value.encode() for key, value in written.items()}
-    claim = read_sighting(wire, [HOST], 8115, loopback=False)
+    claim = read_claim(wire, [HOST], 8115, loopback=False)
     assert claim is not None
     assert claim.name == written["name"].strip()
     assert claim.name.isprintable()
@@ -78,44 +78,44 @@ def test_any_name_fits_into_a_txt_record_and_comes_back_printable(name: str) -> 
     ],
 )
 def test_a_claim_without_form_is_refused(changes: dict[str, bytes | None]) -> None:
-    assert read_sighting(text(**changes), [HOST], 8115, loopback=False) is None
+    assert read_claim(text(**changes), [HOST], 8115, loopback=False) is None
 
 
 @pytest.mark.parametrize(("port", "believed"), [(0, False), (1, True), (65535, True), (65536, False)])
 def test_ports_that_cannot_be_are_refused(port: int, believed: bool) -> None:
-    assert (read_sighting(text(), [HOST], port, loopback=False) is not None) == believed
+    assert (read_claim(text(), [HOST], port, loopback=False) is not None) == believed
 
 
 @pytest.mark.parametrize("pair", [b"4" * 17, b"\x1b[2J", b"4 2", "é".encode(), None])
 def test_a_nameplate_without_form_is_no_pairing_window(pair: bytes | None) -> None:
-    claim = read_sighting(text(pair=pair), [HOST], 8115, loopback=False)
+    claim = read_claim(text(pair=pair), [HOST], 8115, loopback=False)
     assert claim is not None
     assert claim.pairing == ""
 
 
 def test_a_name_cannot_move_the_cursor_of_a_terminal() -> None:
-    claim = read_sighting(text(name=b"a\x1b[2J\r\nb\xff\xe2\x80\xae"), [HOST], 8115, loopback=False)
+    claim = read_claim(text(name=b"a\x1b[2J\r\nb\xff\xe2\x80\xae"), [HOST], 8115, loopback=False)
     assert claim is not None
     assert claim.name == "a[2Jb\ufffd"
 
 
 def test_a_name_is_cut_at_its_bound() -> None:
     for length in (limits.MEMBER_NAME_CHARS, limits.MEMBER_NAME_CHARS + 1):
-        claim = read_sighting(text(name=b"n" * length), [HOST], 8115, loopback=False)
+        claim = read_claim(text(name=b"n" * length), [HOST], 8115, loopback=False)
         assert claim is not None
         assert len(claim.name) == limits.MEMBER_NAME_CHARS
 
 
 def test_a_claim_cannot_aim_this_machine_at_its_own_local_services() -> None:
     hosts = ["127.0.0.1", "127.9.9.9", "::1", "::ffff:127.0.0.1", "0.0.0.0", "::"]  # noqa: S104
-    assert read_sighting(text(), hosts, 6379, loopback=False) is None
-    claim = read_sighting(text(), [*hosts, HOST], 6379, loopback=False)
+    assert read_claim(text(), hosts, 6379, loopback=False) is None
+    claim = read_claim(text(), [*hosts, HOST], 6379, loopback=False)
     assert claim is not None
     assert claim.addresses == ((HOST, 6379),)
 
 
 def test_a_daemon_on_loopback_believes_loopback() -> None:
-    claim = read_sighting(text(), ["127.0.0.1"], 8115, loopback=True)
+    claim = read_claim(text(), ["127.0.0.1"], 8115, loopback=True)
     assert claim is not None
     assert claim.addresses == (("127.0.0.1", 8115),)
 
@@ -147,7 +147,7 @@ def test_only_addresses_of_single_machines_are_plausible(host: str, plausible: b
 def test_addresses_are_bounded_and_said_once() -> None:
     hosts = [f"10.0.0.{index}" for index in range(limits.ADDRESSES_PER_PEER + 1)]
     for count in (limits.ADDRESSES_PER_PEER, limits.ADDRESSES_PER_PEER + 1):
-        claim = read_sighting(text(), hosts[:1] * 5 + hosts[:count], 8115, loopback=False)
+        claim = read_claim(text(), hosts[:1] * 5 + hosts[:count], 8115, loopback=False)
         assert claim is not None
         assert len(claim.addresses) == limits.ADDRESSES_PER_PEER
 
@@ -160,7 +160,7 @@ def test_addresses_are_bounded_and_said_once() -> None:
 def test_any_bytes_are_a_claim_in_form_or_nothing(
     words: dict[bytes, bytes], hosts: list[str], port: int
 ) -> None:
-    claim = read_sighting({b"id": OTHER.encode(), b"v": b"1-1"} | words, hosts, port, loopback=False)
+    claim = read_claim({b"id": OTHER.encode(), b"v": b"1-1"} | words, hosts, port, loopback=False)
     if claim is not None:
         assert len(claim.node_id) == 56
         assert claim.name.isprintable()
@@ -173,18 +173,18 @@ def test_any_bytes_are_a_claim_in_form_or_nothing(
 
 def test_nobody_else_is_this_machine() -> None:
     seen = table()
-    assert not seen.heard(DiscoveredPeer(ME, "me", ((HOST, 8115),), (1, 1)), "x", 0.0)
+    assert not seen.accept(DiscoveredPeer(ME, "me", ((HOST, 8115),), (1, 1)), "x", 0.0)
     assert not seen
 
 
 def test_sixty_four_machines_are_remembered_and_one_more_replaces_the_most_silent() -> None:
     seen = table()
-    for index in range(limits.SIGHTINGS):
-        assert seen.heard(number(index), f"i{index}", 0.0)
-    assert len(seen) == limits.SIGHTINGS
-    seen.heard(number(0), "i0", 0.5)
-    assert seen.heard(number(999), "i999", 1.0)
-    assert len(seen) == limits.SIGHTINGS
+    for index in range(limits.DISCOVERED_PEERS):
+        assert seen.accept(number(index), f"i{index}", 0.0)
+    assert len(seen) == limits.DISCOVERED_PEERS
+    seen.accept(number(0), "i0", 0.5)
+    assert seen.accept(number(999), "i999", 1.0)
+    assert len(seen) == limits.DISCOVERED_PEERS
     assert number(0).node_id in seen
     assert number(1).node_id not in seen
 
@@ -193,43 +193,43 @@ def test_a_flood_of_strangers_never_pushes_out_a_member() -> None:
     members = {number(index).node_id for index in range(10)}
     seen = table(members)
     for index in range(10):
-        seen.heard(number(index), f"i{index}", 0.0)
+        seen.accept(number(index), f"i{index}", 0.0)
     for index in range(10, 2000):
-        seen.heard(number(index), f"i{index}", float(index))
+        seen.accept(number(index), f"i{index}", float(index))
     assert members <= set(seen)
-    assert len(seen) == limits.SIGHTINGS
+    assert len(seen) == limits.DISCOVERED_PEERS
 
 
 def test_a_table_full_of_members_takes_no_stranger() -> None:
-    members = {number(index).node_id for index in range(limits.SIGHTINGS)}
+    members = {number(index).node_id for index in range(limits.DISCOVERED_PEERS)}
     seen = table(members)
-    for index in range(limits.SIGHTINGS):
-        seen.heard(number(index), f"i{index}", 0.0)
-    assert not seen.heard(number(999), "i999", 10.0)
+    for index in range(limits.DISCOVERED_PEERS):
+        seen.accept(number(index), f"i{index}", 0.0)
+    assert not seen.accept(number(999), "i999", 10.0)
     assert set(seen) == members
 
 
 def test_a_flood_of_claims_is_acted_on_at_a_bounded_rate() -> None:
     seen = table()
-    at_once = sum(seen.heard(number(1), "i", 0.0) for _ in range(limits.SIGHTINGS_AT_ONCE + 1))
-    assert at_once == limits.SIGHTINGS_AT_ONCE
-    later = sum(seen.heard(number(index), "i", 1.0 + index / 10_000) for index in range(10_000))
-    assert 2 * limits.SIGHTINGS_PER_S - 1 <= later <= 2 * limits.SIGHTINGS_PER_S
+    at_once = sum(seen.accept(number(1), "i", 0.0) for _ in range(limits.CLAIMS_AT_ONCE + 1))
+    assert at_once == limits.CLAIMS_AT_ONCE
+    later = sum(seen.accept(number(index), "i", 1.0 + index / 10_000) for index in range(10_000))
+    assert 2 * limits.CLAIMS_PER_S - 1 <= later <= 2 * limits.CLAIMS_PER_S
 
 
 def test_a_machine_that_is_not_heard_of_is_forgotten_in_time() -> None:
     seen = table()
-    seen.heard(number(1), "i", 0.0)
-    seen.expire(limits.SIGHTING_TTL_S - 0.001)
+    seen.accept(number(1), "i", 0.0)
+    seen.expire(limits.DISCOVERED_TTL_S - 0.001)
     assert list(seen.values()) == [number(1)]
-    seen.expire(limits.SIGHTING_TTL_S)
+    seen.expire(limits.DISCOVERED_TTL_S)
     assert not seen
 
 
 def test_a_goodbye_takes_back_what_was_said_under_its_name_and_nothing_else() -> None:
     seen = table()
-    seen.heard(number(1), "one", 0.0)
-    seen.heard(number(2), "two", 0.0)
+    seen.accept(number(1), "one", 0.0)
+    seen.accept(number(2), "two", 0.0)
     seen.gone("three")
     seen.gone("one")
     assert list(seen) == [number(2).node_id]
