@@ -86,7 +86,7 @@ async def test_drafts_of_every_quality_give_the_same_bytes(model: Path, other: P
         both = await asyncio.gather(drafted(home, good, first), drafted(home, bad, second))
         for (told, _), asked in zip(both, (first, second), strict=True):
             assert told.numbers == await plain(home, asked)
-        # A second turn is drafted from what is left of the first. An answer may end before its drafter begins.
+        # A second turn is drafted from what is left of the first. An answer may end before drafts begin.
         before = good.status.prefix_hits
         for number in range(TRIES):
             again = replace(request("r0", 0), id=f"again{number}")
