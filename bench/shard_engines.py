@@ -35,7 +35,7 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.streams.handed_over import HOME, IN, OUT, helper_name, home_streams
+from fleetd.engine.shared_prefill.frame_schedule import HOME, IN, OUT, helper_name, home_streams
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.models.catalog import DEFAULT_MODEL
 from fleetd.plan.costs import PrefillSpeed

@@ -114,7 +114,7 @@ class _Runs:
         def came(i: int) -> int:
             if (done := _finished(events, str(i))) is not None:
                 return int(done.usage.completion_tokens)
-            return len(scheduler._decoding.text(str(i)) or prompts[i]) - len(prompts[i])
+            return len(scheduler.decoding.text(str(i)) or prompts[i]) - len(prompts[i])
 
         # A pass may give several tokens at once: what the first one gave came before the clock started.
         marks: list[tuple[float, int]] = []
@@ -135,7 +135,7 @@ class _Runs:
         from fleetd.engine.protocol import Generate, TokenPrompt
 
         tracemalloc.start()
-        drafting = self._speculation.drafting(Generate("r", TokenPrompt([0])))
+        drafting = self._speculation.new_drafts(Generate("r", TokenPrompt([0])))
         assert drafting is not None
         text = list(prompt)
         drafting.choose(text, 0)

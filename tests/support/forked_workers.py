@@ -105,8 +105,8 @@ def main(channel: socket.socket, changes: dict[str, float]) -> None:
     import scarce_memory
     import transformers  # noqa: F401
 
+    import fleetd.engine.helper_loop
     import fleetd.engine.scheduler
-    import fleetd.engine.shared_prefill.helper_loop
     import fleetd.engine.stage_loading
     import fleetd.engine.worker  # noqa: F401
 

@@ -1,7 +1,7 @@
-"""What a worker knows about speculation, and one answer's drafts: its sources and who decides between them.
+"""What a worker knows about speculation, and one sequence's drafts.
 
-    Speculation (one per worker)   the probe's verdict, the cost curve, past answers if they may be kept
-    Drafting    (one per answer)   sources → controller → the next pass's drafts; counts for figures
+    WorkerSpeculation (one per worker)     the probe's verdict, the cost curve, past answers if allowed
+    SequenceDrafts    (one per sequence)   sources → controller → the next pass's drafts; counts for figures
 
 A source that raises is left out from then on: drafts are never worth an answer.
 """
@@ -42,8 +42,8 @@ class WorkerSpeculation:
     def __post_init__(self) -> None:
         self.costs = Costs(self.verdict.seconds if 1 in self.verdict.seconds else {1: 1.0})
 
-    def drafting(self, request: Generate) -> SequenceDrafts | None:
-        """For a new answer; None where nothing is to be drafted for it."""
+    def new_drafts(self, request: Generate) -> SequenceDrafts | None:
+        """For a new answer; None if nothing is to be drafted for it."""
         wanted = request.speculate
         if not self.verdict.exact or self.mode == "off" or (wanted is not None and not wanted.enabled):
             return None
@@ -76,7 +76,7 @@ class SequenceDrafts:
     idle: int = 0
 
     def add(self, source: DraftSource) -> None:
-        """Preferred to those that are there: it had to be asked for."""
+        """Add a source, preferred to those that are there."""
         if self.names is None or source.name in self.names:
             self.sources.insert(0, source)
 
@@ -104,9 +104,9 @@ class SequenceDrafts:
         self.controller.verified(draft, emitted, seconds, saved_s)
         self._committed(emitted)
 
-    def came(self, token: int) -> None:
+    def on_token(self, token: int) -> None:
         """A token of plain decoding."""
-        self.controller.came((token,))
+        self.controller.on_tokens((token,))
         self._committed((token,))
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class SequenceDrafts:
 
     @property
     def report(self) -> Speculated | None:
-        """None where no draft was verified."""
+        """None if no draft was verified."""
         c = self.controller
         used = {name: r for name, r in c.records.items() if r.passes}
         if not used:
@@ -138,7 +138,7 @@ class SequenceDrafts:
                 self._drop(source)
 
     def _known(self, drafts: Sequence[int]) -> list[int]:
-        """Up to the first one that is no token of this model."""
+        """``drafts`` up to the first id that is no token of this model."""
         known = []
         for token in drafts:
             if not 0 <= token < self.vocab_size:
