@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from bench import machine
-from bench.child import ROOT
-from bench.throwaway import MODEL, fetch_model
+from bench.harness import host
+from bench.harness.child import ROOT
+from bench.harness.daemon import MODEL, fetch_model
 from eval import forms
 from eval.engine import Engine
 from eval.report import Results, page, pictures
@@ -94,7 +94,7 @@ def _results(args: argparse.Namespace, earlier: Results | None) -> Results:
     now = datetime.datetime.now(datetime.UTC).date().isoformat()
     results = earlier or Results([], now, [], MODEL.name, args.quick)
     results.commands = [*(known for known in results.commands if known != command), command]
-    results.date, results.machine = now, machine.describe()
+    results.date, results.machine = now, host.describe()
     return results
 
 

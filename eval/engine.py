@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from bench.throwaway import MODEL
+from bench.harness.daemon import MODEL
 from fleetd.compression.document import Document
 from fleetd.compression.token_scores import SegmentScores, TokenScores, merge
 from fleetd.compression.words import Range

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from bench.shard_core import Share, starting_on, why_no_cores, why_no_share
-from bench.shard_link import Cable, Link, why_not
+from bench.harness.cores import Share, starting_on, why_no_cores, why_no_share
+from bench.harness.network import Cable, Link, why_not
 
 SLOW = Link("8 Mbit/s", bits_per_s=8e6)
 FAR = Link("far", rtt_s=0.1)

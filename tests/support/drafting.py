@@ -11,7 +11,7 @@ from typing import Any
 
 from sharing import Told, settle
 
-from bench.draft_link import Delayed
+from bench.harness.delayed_sockets import Delayed
 from fleetd.engine.protocol import Accepted, Delta, DraftFor, Generate, StreamTag
 from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.engine.speculation.drafter import DraftWriter, Guesser
