@@ -24,7 +24,7 @@ from eval.engine import Engine
 from eval.report import Results, page, pictures
 from eval.runs import Outcome, Runner, gate, selection_recall
 from eval.statistics import Share
-from eval.tasks import task
+from eval.tasks import Task, task
 from fleetd.engine.protocol import Keep
 from fleetd.errors import FleetError
 from fleetd.hardware.probe import cores
@@ -161,7 +161,7 @@ async def _abilities(engine: Engine) -> tuple[bool, bool]:
     return scored, sparse
 
 
-def _scorer_tasks(engine: Engine, count: int) -> list[object]:
+def _scorer_tasks(engine: Engine, count: int) -> list[Task]:
     return [
         task("single", FIRST_SEED + 5000 + i, SCORER_TOKENS, (i + 0.5) / count, engine.count)
         for i in range(count)

@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class _Nodes:
                 if node_id != node.identity.node_id:
                     node.reached(node_id, ("127.0.0.1", port))
         for node in self.nodes:
-            await _until(node, lambda node=node: all(peer.usable for peer in node.mesh.peers.values()))
+            await _until(node, partial(_meets_all, node))
 
     async def ping(self, count: int, pause_s: float) -> list[float]:
         """Round trips of session pings, one after the other."""
@@ -135,7 +136,7 @@ class _Nodes:
         first.roster.admit(identity.certificate, "newcomer", True)
         saved = asyncio.create_task(first.roster_changed())
         for node in others:
-            await _until(node, lambda node=node: identity.node_id in node.roster.members)
+            await _until(node, partial(_knows, node, identity.node_id))
         took_s = time.perf_counter() - begun
         await saved
         return took_s
@@ -153,7 +154,7 @@ class _Nodes:
         begun = time.perf_counter()
         first.publish(self._card(first))
         for node in others:
-            await _until(node, lambda node=node: has(node))
+            await _until(node, partial(has, node))
         return time.perf_counter() - begun
 
     async def close(self) -> None:
@@ -188,6 +189,14 @@ class _Nodes:
             machine=machine,
             models=models,
         )
+
+
+def _meets_all(node: Node) -> bool:
+    return all(peer.usable for peer in node.mesh.peers.values())
+
+
+def _knows(node: Node, member: str) -> bool:
+    return member in node.roster.members
 
 
 async def _until(node: Node, condition: Callable[[], bool]) -> None:

@@ -197,7 +197,7 @@ def published(model: Any, prompt: list[int], max_tokens: int) -> dict[str, Any]:
         drafted += len(found)
         block = (found + [PADDING] * BLOCK)[:BLOCK]
         rows = model(mx.array([block]), cache=cache)[0]
-        expected = [int(t) for t in mx.argmax(mx.concatenate([logits[None], rows]), axis=-1).tolist()]
+        expected: list[Any] = mx.argmax(mx.concatenate([logits[None], rows]), axis=-1).tolist()  # type: ignore[assignment]
         right = 0
         while right < BLOCK and block[right] == expected[right]:
             right += 1

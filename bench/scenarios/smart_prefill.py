@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from bench.figures import Figure, Measured, alternated, at_least, at_most, ratios
 from bench.harness import prompts
 from bench.harness.daemon import MODEL, Daemon
+from bench.harness.samples import Samples
 from fleetd.models.catalog import DEFAULT_MODEL
 
 # Of smart prefill. The whole prompt, read once, takes ten minutes, over which a machine's pace evens out.
@@ -37,58 +38,45 @@ _OFF_TOKENS, _OFF_TRIES = 400, 10
 _QUESTION = "What did the clockmaker carry across the bridge? Answer in one word."
 
 
-@dataclass
-class _Seen:
-    """Seconds to the first token; ``dense_s``, ``half_s``: of the whole prompt, of one half as long."""
-
-    dense_s: float = 0.0
-    half_s: float = 0.0
-    smart_s: list[float] = field(default_factory=list)
-    score_s: list[float] = field(default_factory=list)
-    kept: list[float] = field(default_factory=list)
-    cost: list[float] = field(default_factory=list)
-    asked_s: list[float] = field(default_factory=list)
-    plain_s: list[float] = field(default_factory=list)
-    mode: str = ""
-
-
 def measure(runs: int) -> Measured:
     quick = runs <= QUICK_RUNS
     length = QUICK_LENGTH if quick else LENGTH
-    seen = _Seen()
+    seen, mode = Samples(), ""
     with _models() as models, Daemon(models=models) as daemon:
         for name in (DEFAULT_MODEL, TARGET):
             # Loads, measures the model's speed, and finds which of the scorer's heads to ask.
             _ask(daemon, name, 7, 600, smart=False)
         _ask(daemon, TARGET, 8, length, smart=True)
-        _note(seen, *_ask(daemon, TARGET, 100, length, smart=True))
-        seen.dense_s = _ask(daemon, TARGET, 200, length, smart=False)[0]
-        seen.half_s = _ask(daemon, TARGET, 201, length // 2, smart=False)[0]
-        seen.cost.append(seen.dense_s / _ask(daemon, DEFAULT_MODEL, 300, length, smart=False)[0])
+        mode = _note(seen, *_ask(daemon, TARGET, 100, length, smart=True))
+        dense_s = _ask(daemon, TARGET, 200, length, smart=False)[0]
+        half_s = _ask(daemon, TARGET, 201, length // 2, smart=False)[0]
+        seen.add(cost=dense_s / _ask(daemon, DEFAULT_MODEL, 300, length, smart=False)[0])
         for run in range(1, runs):
-            _note(seen, *_ask(daemon, TARGET, 100 + run, length, smart=True))
+            mode = _note(seen, *_ask(daemon, TARGET, 100 + run, length, smart=True))
         for run in range(runs):
             _off(daemon, seen, run)
-    return Measured(_figures(seen, length), _HOW.format(length=length, ratio=RATIO, mode=seen.mode))
+    return Measured(
+        _figures(seen, length, dense_s, half_s), _HOW.format(length=length, ratio=RATIO, mode=mode)
+    )
 
 
-def _note(seen: _Seen, first_s: float, told: dict[str, Any]) -> None:
+def _note(seen: Samples, first_s: float, told: dict[str, Any]) -> str:
+    """The form that was chosen."""
     report = told["smart_prefill"]
     if report["mode"] == "full":
         raise RuntimeError(f"nothing was left out: {report['skipped']}")
-    seen.mode = report["mode"]
-    seen.smart_s.append(first_s)
-    seen.score_s.append(told["timings"]["score_ms"] / 1000)
-    seen.kept.append(report["compressed_tokens"] / report["original_tokens"])
+    kept = report["compressed_tokens"] / report["original_tokens"]
+    seen.add(smart_s=first_s, score_s=told["timings"]["score_ms"] / 1000, kept=kept)
+    return str(report["mode"])
 
 
-def _off(daemon: Daemon, seen: _Seen, run: int) -> None:
+def _off(daemon: Daemon, seen: Samples, run: int) -> None:
     """A prompt that is too short, asked with smart prefill and without: what looking at it takes."""
     for n in range(_OFF_TRIES):
         for smart in alternated(n, (True, False)):
             seed = 1000 + 100 * run + 2 * n + smart
             first_s = _ask(daemon, DEFAULT_MODEL, seed, _OFF_TOKENS, smart=smart)[0]
-            (seen.asked_s if smart else seen.plain_s).append(first_s)
+            seen["asked_s" if smart else "plain_s"].append(first_s)
 
 
 def _ask(daemon: Daemon, model: str, seed: int, count: int, *, smart: bool) -> tuple[float, dict[str, Any]]:
@@ -108,32 +96,32 @@ def _ask(daemon: Daemon, model: str, seed: int, count: int, *, smart: bool) -> t
                 continue
             if "error" in frame.data:
                 raise RuntimeError(f"the daemon said: {frame.line}")
-            choices = frame.data.get("choices") or ({},)
+            choices: list[Any] = frame.data.get("choices") or [{}]
             # The first frame has the role: it is sent with the first token.
             first_s = first_s or (frame.at_s if choices[0].get("delta") else 0.0)
             said |= {name: frame.data[name] for name in ("smart_prefill", "timings") if frame.data.get(name)}
     return first_s, said
 
 
-def _figures(seen: _Seen, length: int) -> list[Figure]:
-    gained = [seen.dense_s / smart_s for smart_s in seen.smart_s]
+def _figures(seen: Samples, length: int, dense_s: float, half_s: float) -> list[Figure]:
+    gained = [dense_s / smart_s for smart_s in seen["smart_s"]]
     # T(n) = a n + b n^2 from two lengths: the share of the second term at the full one.
-    q = max(0.0, min(1.0, (2 * seen.dense_s - 4 * seen.half_s) / seen.dense_s))
+    q = max(0.0, min(1.0, (2 * dense_s - 4 * half_s) / dense_s))
     ideal = [
-        1 / (score_s / seen.dense_s + (1 - q) * kept + q * kept**2)
-        for score_s, kept in zip(seen.score_s, seen.kept, strict=True)
+        1 / (score_s / dense_s + (1 - q) * kept + q * kept**2)
+        for score_s, kept in zip(seen["score_s"], seen["kept"], strict=True)
     ]
-    off = [sorted(seen.asked_s)[len(seen.asked_s) // 2] / sorted(seen.plain_s)[len(seen.plain_s) // 2] - 1]
+    off = statistics.median_high(seen["asked_s"]) / statistics.median_high(seen["plain_s"]) - 1
     at = f"{length} tokens"
     return [
-        Figure(f"target's cost per token over the scorer's, {at}", "x", seen.cost, at_least(8)),
-        Figure(f"first token, all of {at}", "s", [seen.dense_s]),
-        Figure(f"first token, smart prefill of {at}", "s", seen.smart_s),
-        Figure("share of the tokens that is kept", "%", seen.kept),
+        Figure(f"target's cost per token over the scorer's, {at}", "x", seen["cost"], at_least(8)),
+        Figure(f"first token, all of {at}", "s", [dense_s]),
+        Figure(f"first token, smart prefill of {at}", "s", seen["smart_s"]),
+        Figure("share of the tokens that is kept", "%", seen["kept"]),
         Figure("sooner by", "x", gained, at_least(3)),
         Figure("of what the formula allows", "%", ratios(gained, ideal), at_least(0.9)),
-        Figure("the scorer's share of the time", "%", ratios(seen.score_s, seen.smart_s), at_most(0.25)),
-        Figure("asked for and too short, against not asked for", "%", off, at_most(0.005)),
+        Figure("the scorer's share of the time", "%", seen.ratios("score_s", "smart_s"), at_most(0.25)),
+        Figure("asked for and too short, against not asked for", "%", [off], at_most(0.005)),
     ]
 
 

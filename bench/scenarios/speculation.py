@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from bench.figures import Figure, Measured, alternated, at_least, at_most, ratios
-from bench.harness import prompts, repetitive_prompts
+from bench.figures import Figure, Measured, alternated, at_least, at_most
+from bench.harness import prompts
 from bench.harness.child import Child
 from bench.harness.daemon import MODEL
+from bench.harness.repetitive_prompts import FREE, REPETITIVE, TOGETHER
+from bench.harness.samples import Samples
 
 QUICK_RUNS = 1
 TOKENS = 128
@@ -23,137 +25,117 @@ def measure(runs: int) -> Measured:
     """Raises RuntimeError where two sides say different things: then nothing is worth measuring."""
     with Child("speculation", str(MODEL)) as child:
         child.ask(mode="plain", prompts=[[1, 2, 3]], max_tokens=8)
-        seen = _Seen(child)
+        look = _Look(child)
         for run in range(runs):
-            for name, words in repetitive_prompts.REPETITIVE.items():
-                seen.pair(run, name, [words])
-            for name, several in repetitive_prompts.TOGETHER.items():
-                seen.pair(run, name, several)
-            openings = repetitive_prompts.FREE if runs > QUICK_RUNS else repetitive_prompts.FREE[:3]
+            for name, words in REPETITIVE.items():
+                look.pair(run, name, [words])
+            for name, several in TOGETHER.items():
+                look.pair(run, name, several)
             for temperature in (0.0, 0.8):
-                for words in openings:
-                    seen.pair(run, f"free text {temperature}", [words], temperature)
+                for words in FREE if runs > QUICK_RUNS else FREE[:3]:
+                    look.pair(run, f"free text {temperature}", [words], temperature)
             for n in range(PUBLISHED_TRIES if runs > QUICK_RUNS else 1):
-                seen.published(run + n)
-            seen.idle(run)
-        return Measured(seen.figures(), _HOW)
+                look.published(run + n)
+            look.idle(run)
+        return Measured(look.figures(), _HOW)
 
 
-class _Seen:
-    """All runs' figures by name."""
+class _Look:
+    """Asks the child, and keeps all runs' figures by name."""
 
     def __init__(self, child: Child) -> None:
         self._child = child
-        self._rates: dict[tuple[str, str], list[float]] = {}
-        self._per_pass: dict[str, list[float]] = {}
-        self._acceptance: dict[str, list[float]] = {}
-        self._ours: list[float] = []
-        self._theirs: list[float] = []
-        self._plain: list[float] = []
-        self._their_tokens: list[float] = []
+        self._seen = Samples()
         self._our_passes = ""
-        self._probes: list[float] = []
-        self._idle: list[float] = []
-        self._held: list[float] = []
         self._verdict: dict[str, Any] = {}
 
     def pair(self, run: int, name: str, words: Sequence[str], temperature: float = 0.0) -> None:
         said: dict[str, dict[str, Any]] = {}
         for mode in alternated(run, _PAIRS):
             said[mode] = self._ask(mode, words, TOKENS, temperature)
-            self._rates.setdefault((name, mode), []).append(said[mode]["rate"])
+            self._seen[name, mode].append(said[mode]["rate"])
         for asked, plain, auto in zip(words, said["plain"]["answers"], said["auto"]["answers"], strict=True):
             if (plain["text"], plain["logprobs"]) != (auto["text"], auto["logprobs"]):
                 raise RuntimeError(f"{name}: drafts changed the answer to {asked[-40:]!r}")
-            self._per_pass.setdefault(name, []).append(auto["tokens"] / auto["passes"])
+            self._seen[name, "per pass"].append(auto["tokens"] / auto["passes"])
             if auto["drafted"]:
-                self._acceptance.setdefault(name, []).append(auto["accepted"] / auto["drafted"])
+                self._seen[name, "accepted"].append(auto["accepted"] / auto["drafted"])
 
     def published(self, run: int) -> None:
-        words = repetitive_prompts.FREE[4]
-        rates: dict[str, float] = {}
         for mode in alternated(run, ("plain", "published", "auto")):
-            said = self._ask(mode, [words], PUBLISHED_TOKENS)
-            rates[mode] = said["rate"]
+            said = self._ask(mode, [FREE[4]], PUBLISHED_TOKENS)
+            self._seen[mode].append(said["rate"])
             if mode == "published":
-                self._their_tokens.append(2 * said["tokens"] / said["passes"])
+                self._seen.add(their_tokens=2 * said["tokens"] / said["passes"])
             if mode == "auto":
                 (answer,) = said["answers"]
                 self._our_passes = f"{answer['passes']} passes, {answer['accepted']} of {answer['drafted']}"
-        self._plain.append(rates["plain"])
-        self._ours.append(rates["auto"])
-        self._theirs.append(rates["published"])
 
     def idle(self, run: int) -> None:
         self._verdict = self._child.ask(mode="verdict")
-        self._probes.append(self._verdict["probe_s"])
         tokens = prompts.tokens(MODEL, run, 3000)
         cost = self._child.ask(mode="idle", tokens=tokens[:1024], answer=tokens[1024:])
-        self._idle.append(cost["each_s"] / self._verdict["step_s"])
         block = self._verdict["row_bytes"] * self._verdict["width"]
-        self._held.append((cost["held_bytes"] + block) / 1e6)
+        self._seen.add(
+            probe_s=self._verdict["probe_s"],
+            idle=cost["each_s"] / self._verdict["step_s"],
+            held_mb=(cost["held_bytes"] + block) / 1e6,
+        )
 
     def figures(self) -> list[Figure]:
-        figures = []
-        for name in repetitive_prompts.REPETITIVE:
-            rates = self._ratios(name)
+        seen, figures = self._seen, []
+        for name in REPETITIVE:
             note = (
-                f"{_mean(self._per_pass[name]):.1f} tokens per pass, "
-                f"{100 * _mean(self._acceptance.get(name, [0.0])):.0f} % of drafts accepted"
+                f"{_mean(seen[name, 'per pass']):.1f} tokens per pass, "
+                f"{100 * _mean(seen[name, 'accepted']):.0f} % of drafts accepted"
             )
-            figures.append(Figure(f"Decode, {name}, times plain", "x", rates, at_least(1.6), note=note))
-        figures += [
-            Figure(f"Decode, {name}, times plain in a batch", "x", self._ratios(name), at_least(0.98))
-            for name in repetitive_prompts.TOGETHER
-        ]
-        for kind, temperature in (("greedy", 0.0), ("sampled at 0.8", 0.8)):
-            name = f"free text {temperature}"
-            figures.append(
-                Figure(f"Decode, free text, {kind}, times plain", "x", self._ratios(name), at_least(0.98))
-            )
+            title = f"Decode, {name}, times plain"
+            figures.append(Figure(title, "x", self._ratios(name), at_least(1.6), note=note))
+        titles = {name: f"{name}, times plain in a batch" for name in TOGETHER}
+        titles |= {"free text 0.0": "free text, greedy, times plain"}
+        titles |= {"free text 0.8": "free text, sampled at 0.8, times plain"}
+        for name, title in titles.items():
+            figures.append(Figure(f"Decode, {title}", "x", self._ratios(name), at_least(0.98)))
         curve = ", ".join(f"{n}: {ratio:.2f}" for n, ratio in self._verdict["curve"].items())
+        looking = "Looking for drafts that are not used, share of a step"
         return [
             *figures,
-            Figure("Looking for drafts that are not used, share of a step", "%", self._idle, at_most(0.005)),
+            Figure(looking, "%", seen["idle"], at_most(0.005)),
             Figure(
                 "Memory of the verifier, 1024 tokens of context",
                 "MB",
-                self._held,
+                seen["held_mb"],
                 note="sources' indexes, and logits and KV rows of the widest block",
             ),
-            Figure("Probe at load", "s", self._probes, note=self._verdict["text"]),
+            Figure("Probe at load", "s", seen["probe_s"], note=self._verdict["text"]),
             Figure(
                 "A published loss, times plain",
                 "x",
-                ratios(self._theirs, self._plain),
+                seen.ratios("published", "plain"),
                 note="blocks of 4 padded with token 0, n-grams from one token, two passes per round, always "
-                f"on: {_mean(self._their_tokens):.2f} tokens per round here; published: 31.13 to 15.76 "
+                f"on: {_mean(seen['their_tokens']):.2f} tokens per round here; published: 31.13 to 15.76 "
                 "tok/s, 0.51 times plain at 1.06 tokens per round",
             ),
             Figure(
                 "The same prompt as shipped, times plain",
                 "x",
-                ratios(self._ours, self._plain),
+                seen.ratios("auto", "plain"),
                 at_least(0.98),
                 note=f"{PUBLISHED_TOKENS} tokens in {self._our_passes} drafts right",
             ),
-            Figure("Decode, plain", "tok/s", self._plain, note=f"tv(n)/t1 of n tokens in a pass: {curve}"),
+            Figure("Decode, plain", "tok/s", seen["plain"], note=f"tv(n)/t1 of n tokens in a pass: {curve}"),
         ]
 
     def _ask(self, mode: str, words: Sequence[str], tokens: int, temperature: float = 0.0) -> dict[str, Any]:
-        return self._child.ask(
-            mode=mode,
-            prompts=[prompts.encoded(MODEL, each) for each in words],
-            max_tokens=tokens,
-            temperature=temperature,
-        )
+        encoded = [prompts.encoded(MODEL, each) for each in words]
+        return self._child.ask(mode=mode, prompts=encoded, max_tokens=tokens, temperature=temperature)
 
     def _ratios(self, name: str) -> list[float]:
-        return ratios(self._rates[name, "auto"], self._rates[name, "plain"])
+        return self._seen.ratios((name, "auto"), (name, "plain"))
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))
 
 
 _HOW = (

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench.scenarios.prefill_ceiling import ceiling, error, step_s, sum_of_speeds
-from bench.scenarios.never_slower import Cell
-from bench.harness.machines import Asked
 from bench.harness.client import Heard
+from bench.harness.machines import Asked
+from bench.scenarios.never_slower import Cell
+from bench.scenarios.prefill_ceiling import ceiling, error, step_s, sum_of_speeds
 from fleetd.requests.prefill_sharing.views import OptionView, PlanKind, StepView, Trace
 
 
