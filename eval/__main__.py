@@ -87,7 +87,7 @@ def main() -> int:
 
 
 def _results(args: argparse.Namespace, earlier: Results | None) -> Results:
-    """Where what this run finds is put: to what earlier ones found, or by itself."""
+    """What this run adds to: the earlier results, or new ones."""
     options = [*args.names, *(["--quick"] if args.quick else [])]
     options += [] if args.share == 1 else [f"--share {args.share:g}"]
     command = " ".join(["python -m eval", *options])
@@ -143,7 +143,7 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
 
 
 async def _abilities(engine: Engine) -> tuple[bool, bool]:
-    """Whether the worker scores, and whether it takes sparse prompts."""
+    """True or False for each: the worker scores; it takes sparse prompts."""
     one = task("single", 1, 800, 0.5, engine.count)
     document = one.document
     scored = sparse = True

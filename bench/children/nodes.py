@@ -32,13 +32,13 @@ _TCP_INFO_BYTES, _TAKEN_AT = 136, 120
 
 
 class _Node(Node):
-    """Tells of every pong."""
+    """Sets ``pong`` at every pong, and answers ``_ECHO`` with what it was asked."""
 
     def __init__(self, settings: NodeSettings) -> None:
         super().__init__(settings)
         self.pong = asyncio.Event()
         self.handle(_ECHO, self._echo)
-        # The other side of a measurement; these nodes measure no ways themselves.
+        # Answers the daemon's measurements of its links; these nodes measure none themselves.
         LinkProber(self)
 
     def measured(self, connection: PeerConnection, rtt_s: float) -> None:
@@ -67,7 +67,7 @@ class _Nodes:
         return [node.port for node in self.nodes]
 
     async def meet(self, ports: dict[str, int]) -> None:
-        """Tell every node where these are, and wait until each can use everybody that it is paired with."""
+        """Tell every node these addresses, and wait until each can use all nodes that it is paired with."""
         for node in self.nodes:
             for node_id, port in ports.items():
                 if node_id != node.identity.node_id:

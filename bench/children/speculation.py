@@ -1,4 +1,4 @@
-"""The engine's own scheduler in a process without daemon: plain, drafted for, or as somebody else did it.
+"""The engine's own scheduler in a process without daemon: plain, drafted for, or as another engine did it.
 
 plain       no speculation
 auto        as shipped

@@ -98,7 +98,7 @@ def _ask(fleet: Fleet, name: str, prompt: list[int], max_tokens: int) -> Heard:
 
 
 def _make_big_model(folder: Path) -> None:
-    """A folder that passes for a model until somebody loads it."""
+    """A folder that passes for a model until it is loaded."""
     folder.mkdir(parents=True)
     config = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 64}
     (folder / "config.json").write_text(json.dumps(config))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import random
 import time
@@ -13,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-from bench.figures import Bar, Figure, Measured, at_least
+from bench.figures import Bar, Figure, Measured, at_least, wilson
 from bench.harness import prompts
 from bench.harness.cores import worker_on
 from bench.harness.daemon import MODEL
@@ -29,8 +28,6 @@ CASES, QUICK_CASES = 40, 10
 SEGMENTS = (1, 2, 4)
 # Of all tokens, the share that is kept: the middle one of the needle's must be among them.
 KEPT = 0.1
-# A normal interval of 95 %, by Wilson's formula.
-_Z = 1.96
 _THINGS = ("archive", "vault", "greenhouse", "lighthouse", "observatory", "workshop", "library", "foundry")
 
 
@@ -175,6 +172,5 @@ def _edges(case: Case, count: int) -> list[int]:
 
 
 def _interval(found: int, count: int) -> str:
-    share, z = found / count, _Z**2 / count
-    middle, half = share + z / 2, _Z * math.sqrt(share * (1 - share) / count + z / (4 * count))
-    return f"{count} prompts, {(middle - half) / (1 + z):.0%} to {min(1.0, (middle + half) / (1 + z)):.0%}"
+    low, high = wilson(found, count)
+    return f"{count} prompts, {low:.0%} to {high:.0%}"
