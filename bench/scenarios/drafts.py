@@ -82,7 +82,7 @@ def _until_drafted(source: RemoteSource, text: list[int], came: threading.Event)
 
 @contextlib.contextmanager
 def cores_awake() -> Iterator[None]:
-    """While this lasts, no core sleeps: waking one takes longer than a message. Where both ends compute, cores
+    """While this lasts, no core sleeps: waking one takes longer than a message. Where both ends compute, they
     are awake anyhow. The processes that keep them awake have idle priority and delay no other."""
     spin = "import os\nos.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))\nwhile True: pass"
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "SCHED_IDLE") else 0
