@@ -8,8 +8,10 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,14 @@ LOCAL = ["suffix", "lookup"]
 _CODE = "rewrite this code with one change"
 WORK = {"free text": prompts.OPENINGS[1], _CODE: repetitive_prompts.REPETITIVE[_CODE]}
 
-Side = tuple[float, float]  # acceptance, delay in seconds
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A drafter besides the local sources. ``acceptance``: of a played one."""
+
+    title: str
+    delay_s: float = 0.0
+    acceptance: float = 0.0
 
 
 def measure(runs: int) -> Measured:
@@ -55,28 +64,47 @@ def measure(runs: int) -> Measured:
 async def _measure(
     runs: int, quick: bool, here: int, there: int, drafter: PlayedDrafter, folder: Path
 ) -> Measured:
-    sides = [(0.7, 0.0)] if quick else [(a, d) for a in ACCEPTANCES for d in DELAYS_S]
+    sides = [
+        Side(f"played drafter of {acceptance:.0%}, {1000 * delay_s:.0f} ms away", delay_s, acceptance)
+        for acceptance in (ACCEPTANCES[1:2] if quick else ACCEPTANCES)
+        for delay_s in (DELAYS_S[:1] if quick else DELAYS_S)
+    ]
+    truncated = {
+        Side(f"drafter of the model's first {layers} layers"): layers
+        for layers in (CUT_LAYERS[1:] if quick else CUT_LAYERS)
+    }
     seen = Samples()
-    figures: list[Figure] = []
+
+    def play(side: Side) -> GiveDrafter:
+        return drafter.playing(STEP_S, 1 - side.acceptance)
+
     async with worker_on(here) as home:
         for run in range(runs):
-            for work, words in WORK.items():
-                prompt = prompts.encoded(MODEL, f"{run + 1}. {words}" if work == "free text" else words)
+            for work, prompt in _prompts(run):
                 # The drafter learns the answer; this also warms both sides up.
-                await answer(home, prompt, TOKENS, ["drafter"], drafter.playing(0.0, 1.0), None)
-
-                def play(side: Side) -> GiveDrafter:
-                    return drafter.playing(STEP_S, 1 - side[0])
-
+                await answer(home, prompt, TOKENS, ["drafter"], drafter.playing(0.0, 1.0))
                 await _sides(seen, run, work, home, prompt, sides, play)
-        for work in WORK:
-            for acceptance, delay_s in sides:
-                title = f"{work}, played drafter of {acceptance:.0%}, {1000 * delay_s:.0f} ms away"
-                figures += _figures(seen, work, (acceptance, delay_s), title)
-        for layers in CUT_LAYERS[1:] if quick else CUT_LAYERS:
-            figures += await _truncated(home, there, layers, runs, folder)
+        for side, layers in truncated.items():
+            async with worker_on(there, _first_layers(folder / f"first-{layers}", layers)) as other:
+                for run in range(runs):
+                    for work, prompt in _prompts(run):
+                        async with _following(other) as give:
+                            await _sides(seen, run, work, home, prompt, [side], partial(_same, give))
+    figures = [_figures(seen, work, side) for side in (*sides, *truncated) for work in WORK]
     same = Figure("Answers equal with and without the drafter", "%", seen["same"], of="worst")
-    return Measured([*figures, same], _HOW)
+    return Measured([*(figure for pair in figures for figure in pair), same], _HOW)
+
+
+def _same(give: GiveDrafter, side: Side) -> GiveDrafter:
+    """A real drafter is the same for every side."""
+    del side
+    return give
+
+
+def _prompts(run: int) -> Iterator[tuple[str, list[int]]]:
+    """Each kind of work and its prompt: free text begins in another way in every run."""
+    for work, words in WORK.items():
+        yield work, prompts.encoded(MODEL, f"{run + 1}. {words}" if work == "free text" else words)
 
 
 async def _sides(
@@ -94,7 +122,7 @@ async def _sides(
         if side is None:
             found[side] = await answer(home, prompt, TOKENS, LOCAL)
         else:
-            found[side] = await answer(home, prompt, TOKENS, [*LOCAL, "drafter"], drafter(side), side[1])
+            found[side] = await answer(home, prompt, TOKENS, [*LOCAL, "drafter"], drafter(side), side.delay_s)
     local = found.pop(None)
     for side, both in found.items():
         seen[work, side, "times"].append(both.rate / local.rate)
@@ -104,29 +132,17 @@ async def _sides(
         seen["same"].append(float(local.text == both.text))
 
 
-def _figures(seen: Samples, work: str, side: Side, title: str) -> list[Figure]:
+def _figures(seen: Samples, work: str, side: Side) -> tuple[Figure, Figure]:
     local, both = (sum(seen[work, side, name]) / len(seen[work, side, name]) for name in ("local", "both"))
     note = f"{local:.2f} tokens per pass with local drafts, {both:.2f} with the drafter too"
-    return [
-        Figure(f"Tokens per pass, {title}, over local drafts", "x", seen[work, side, "passes"], note=note),
-        Figure(f"Decode, {title}, over local drafts", "x", seen[work, side, "times"]),
-    ]
+    title = f"{work}, {side.title}, over local drafts"
+    return (
+        Figure(f"Tokens per pass, {title}", "x", seen[work, side, "passes"], note=note),
+        Figure(f"Decode, {title}", "x", seen[work, side, "times"]),
+    )
 
 
 # ---- A real drafter: the model's own first layers --------------------------------------------------------
-
-
-async def _truncated(home: EngineProcess, core: int, layers: int, runs: int, folder: Path) -> list[Figure]:
-    model = _first_layers(folder / f"first-{layers}", layers)
-    seen, side = Samples(), (0.0, 0.0)
-    async with worker_on(core, model) as drafter:
-        for run in range(runs):
-            for work, words in WORK.items():
-                prompt = prompts.encoded(MODEL, f"{run + 1}. {words}" if work == "free text" else words)
-                async with _following(drafter) as give:
-                    await _sides(seen, run, work, home, prompt, [side], lambda side: give)
-    title = f"drafter of the model's first {layers} layers"
-    return [figure for work in WORK for figure in _figures(seen, work, side, f"{work}, {title}")]
 
 
 @asynccontextmanager
