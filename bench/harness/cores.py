@@ -57,11 +57,11 @@ def worker_of(daemon: int, cores: Collection[int]) -> int:
 
 
 @contextlib.asynccontextmanager
-async def worker_on(core: int, model: Path = MODEL, **settings: Any) -> AsyncIterator[EngineProcess]:
-    """A worker without a daemon, with one thread on one core; it has loaded ``model``."""
-    fixed = {"threads": 1, "prefix_cache_bytes": 1}
+async def worker_on(core: int | None, model: Path = MODEL, **settings: Any) -> AsyncIterator[EngineProcess]:
+    """A worker without a daemon that has loaded ``model``: one thread on one core, or on all cores (None)."""
+    fixed = {"threads": 1 if core is not None else 0, "prefix_cache_bytes": 1}
     engine = EngineProcess(WorkerSettings(name=model.name, path=str(model), **fixed | settings))
-    with starting_on({core}):
+    with starting_on({core}) if core is not None else contextlib.nullcontext():
         await engine.start()
     try:
         async for _ in engine.loaded():
