@@ -23,8 +23,9 @@ from bench.harness.daemon import MODEL, Daemon
 from bench.harness.fleet import Fleet
 from bench.harness.network import Cable, Link, passed_bytes, why_not
 from bench.harness.samples import Closing, wait_for
+from fleetd.control.prefill_plan import PlanView
+from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.models.catalog import DEFAULT_MODEL
-from fleetd.requests.prefill_sharing.views import PlanView, Trace, TracesView
 
 LOOPBACK = Link("loopback")
 HOME, HELPER, SECOND_HELPER = "home", "helper", "helper-2"
