@@ -109,10 +109,11 @@ def _plan(home: Ready | None, helper: Ready | None, kind: str, tokens: int) -> P
         chunk=256,
         unshareable=home.unshareable,
     )
-    here, there = (
-        HelperSpec(name, name, PrefillSpeed.measured(facts.prefill_tok_s, facts.prefill_context_s), link)
-        for name, facts, link in (("home", home, None), ("helper", helper, _LINK))
+    home_speed, helper_speed = (
+        PrefillSpeed.measured(facts.prefill_tok_s, facts.prefill_context_s) for facts in (home, helper)
     )
+    here = HelperSpec("home", "home", home_speed)
+    there = HelperSpec("helper", "helper", helper_speed, _LINK)
     found = [o for o in options(prompt, here, [there]) if o.kind == kind and o.split is not None]
     if not found:
         raise RuntimeError(f"no split of {kind}: {options(prompt, here, [there])}")
