@@ -1,7 +1,7 @@
 """What makes MLX usable on a Linux CPU. On Metal and CUDA nothing in here does anything.
 
 Stock MLX on a CPU links the reference BLAS, multiplies f16 and quantised weights without BLAS, and computes
-``exp`` one element at a time. The cures, each measured by ``bench/prefill.py`` (see docs/benchmarks.md):
+``exp`` one element at a time. The cures, measured by ``python -m bench prefill`` (see docs/benchmarks.md):
 
 - ``preload_blas``: load MKL with RTLD_GLOBAL before the first ``import mlx.core``; its symbols then win.
 - ``to_float32``: weights and activations in f32, quantised layers dequantised at load.

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 from sharing import Told, settle
 
-from bench.draft_link import Delayed
+from bench.harness.delayed_sockets import Delayed
 from fleetd.engine.protocol import Accepted, Delta, DraftFor, Generate, StreamTag
 from fleetd.engine.speculation.draft_messages import DRAFTS
 from fleetd.engine.supervisor import EngineProcess

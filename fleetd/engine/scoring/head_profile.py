@@ -42,7 +42,7 @@ FOUND = 0.1
 # A model whose best heads find fewer answers than this cannot score; chance finds FOUND of them.
 LEAST_FOUND = 0.5
 # What leaving earlier is worth: of the share that is found, and of the mean logarithm of ranks. On
-# SmolLM2 the first half of the layers keeps within it (bench/smart_score.py has the curve).
+# SmolLM2 the first half of the layers keeps within it (`python -m bench smart-score`).
 _FEWER, _WORSE = 0.05, 0.25
 # Heads that are that much worse than the best one, by the same measure, add more noise than they find.
 _MUCH_WORSE = 0.7
