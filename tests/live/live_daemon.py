@@ -15,7 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked_programs
 import psutil
+from forked_programs import ForkedProgram, Programs
 
 REPO = Path(__file__).parents[2]
 START_S = 30.0
@@ -60,6 +62,7 @@ class LiveDaemon:
     """`fleetd run` on a home of its own. Use as a context manager.
 
     Args:
+        programs: forks the daemon; without it the daemon is started as users do.
         enter: a command that runs another one somewhere else.
     """
 
@@ -68,6 +71,7 @@ class LiveDaemon:
         home: Path,
         models_dir: Path,
         *,
+        programs: Programs | None = None,
         flags: Sequence[str] = (),
         enter: Sequence[str] = (),
         **settings: str,
@@ -94,15 +98,15 @@ class LiveDaemon:
             "127.0.0.1:0",
             *flags,
         ]
+        env = clean | ours | settings
+        self.process: subprocess.Popen[bytes] | ForkedProgram
         with self.log.open("ab") as out:
-            self.process = subprocess.Popen(
-                [*enter, *command],
-                cwd=REPO,
-                env=clean | ours | settings,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-            )
+            if programs is not None and forked_programs.AVAILABLE and not enter:
+                self.process = programs.popen(command, env=env, cwd=REPO, log=out.fileno())
+            else:
+                self.process = subprocess.Popen(
+                    [*enter, *command], cwd=REPO, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                )
 
     def __enter__(self) -> LiveDaemon:
         deadline = time.monotonic() + START_S

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_programs import Programs
 from live_daemon import LiveDaemon, frozen, until
 from live_fleet import Heard, LiveFleet, answer, body, heard
 
@@ -24,9 +25,11 @@ TRIES = 5
 
 
 @pytest.fixture(scope="module")
-def pair(live_models: Path, short_dir: Path) -> Iterator[LiveFleet]:
+def pair(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
     """Two machines that have the same model loaded, and know it of each other."""
-    with LiveFleet(short_dir / "sharing", {name: [live_models / SMOL] for name in NAMES}) as fleet:
+    with LiveFleet(
+        short_dir / "sharing", {name: [live_models / SMOL] for name in NAMES}, programs=programs
+    ) as fleet:
         fleet.until_usable()
         yield fleet
 
