@@ -47,7 +47,7 @@ def frozen(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-class _OverUnixSocket(http.client.HTTPConnection):
+class OverUnixSocket(http.client.HTTPConnection):
     def __init__(self, path: Path) -> None:
         super().__init__("localhost", timeout=30)
         self._path = path
@@ -109,6 +109,7 @@ class LiveDaemon:
                 )
 
     def __enter__(self) -> LiveDaemon:
+        """Wait until it is ready; raises AssertionError with its log if it ends before."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(OSError):
@@ -121,8 +122,9 @@ class LiveDaemon:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    def stop(self) -> int:
-        self.process.terminate()
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Its exit code after this signal."""
+        self.process.send_signal(number)
         try:
             return self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -141,7 +143,7 @@ class LiveDaemon:
 
     def control(self, method: str, path: str, body: Any = None) -> Any:
         """One call on the Unix socket: JSON if it is JSON, else text."""
-        connection = _OverUnixSocket(self.home / "fleetd.sock")
+        connection = OverUnixSocket(self.home / "fleetd.sock")
         with contextlib.closing(connection):
             payload = None if body is None else json.dumps(body)
             headers = {} if body is None else {"Content-Type": "application/json"}
@@ -149,10 +151,14 @@ class LiveDaemon:
             text = connection.getresponse().read().decode()
         return json.loads(text) if text.startswith("{") else text
 
+    def lines(self) -> list[dict[str, Any]]:
+        """What it has logged."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
     @contextlib.contextmanager
     def control_events(self, path: str, body: Any) -> Iterator[Iterator[dict[str, Any]]]:
         """A call on the Unix socket that is answered with events; leaving the block drops the connection."""
-        connection = _OverUnixSocket(self.home / "fleetd.sock")
+        connection = OverUnixSocket(self.home / "fleetd.sock")
         with contextlib.closing(connection):
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             with connection.getresponse() as response:
