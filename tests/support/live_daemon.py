@@ -22,6 +22,7 @@ from forked_programs import ForkedProgram, Programs
 REPO = Path(__file__).parents[2]
 START_S = 30.0
 STOP_S = 45.0
+WAIT_S = 90.0
 # Patience, and no promise: what takes moments on an idle machine. `make bench` measures how long it takes.
 SOON_S = 15.0
 FLEETCTL = [sys.executable, "-c", "import sys; from fleetctl.cli import main; sys.exit(main())"]
@@ -49,7 +50,7 @@ def frozen(pid: int) -> Iterator[None]:
 
 class OverUnixSocket(http.client.HTTPConnection):
     def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=30)
+        super().__init__("localhost", timeout=WAIT_S)
         self._path = path
 
     def connect(self) -> None:
