@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fleetd.requests.prefill_sharing.views import Trace
+from fleetd.control.prefill_trace import Trace
 
 
 def ceiling(trace: Trace, layers: int) -> float:

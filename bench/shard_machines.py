@@ -21,8 +21,9 @@ from bench.fleet_daemons import Fleet
 from bench.shard_core import Share, starting_on, why_no_cores, why_no_share, worker_of
 from bench.shard_link import Cable, Link, passed_bytes, why_not
 from bench.throwaway import MODEL, Daemon, Heard
+from fleetd.control.prefill_plan import PlanView
+from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.models.catalog import DEFAULT_MODEL
-from fleetd.requests.prefill_sharing.views import PlanView, Trace, TracesView
 
 LOOPBACK = Link("loopback")
 HOME, HELPER = "home", "helper"

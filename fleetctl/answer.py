@@ -17,16 +17,16 @@ from urllib.parse import unquote
 import click
 
 from fleetctl.client import Client, daemon_error
+from fleetctl.event_stream import Comment
 from fleetctl.exits import ConnectionBroken
-from fleetctl.progress import Progress
-from fleetctl.sse import Comment
-from fleetctl.text import count, duration, listed, one_line, printable, size
+from fleetctl.render.progress_line import Progress
+from fleetctl.render.text import count, duration, listed, one_line, printable, size
 from fleetd import limits
 from fleetd.errors import InvalidValue
 
 _KEEPALIVE = re.compile(r"keepalive (\d+)/(\d+)")
 _LOADING = re.compile(r"loading (.+?)(?: (\d+)/(\d+))?")
-# Where the request runs after all, and why it moved there.
+# The machine that a request moved to, and the reason.
 _PLAN = re.compile(r"plan (\w+; nodes=.*?)(?:: (.*))?")
 # Why a prompt is read whole although smart prefill was asked for.
 _SKIPPED = re.compile(r"smart prefill skipped: \w*:? ?(.*)")
@@ -36,7 +36,7 @@ _LOOKS_LIKE_BYTES = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What is sent besides the messages; None, and an empty model, leave the daemon's default.
+    """The fields of a request besides the messages; None, and an empty model, leave the daemon's default.
 
     ``smart``: True asks for smart prefill, a number for that share of the tokens.
     """
@@ -74,7 +74,7 @@ class Options:
 
 @dataclass(slots=True)
 class Answer:
-    """What came back, as far as it came."""
+    """An answer, as much of it as has arrived."""
 
     content: str = ""
     reasoning: str = ""
@@ -132,7 +132,7 @@ class Answer:
 
 
 def _others(plan: str) -> str:
-    """What other machines did for this answer, by the header: ``layers; nodes=studio,air,this``."""
+    """The part of other machines in this answer, from the header: ``layers; nodes=studio,air,this``."""
     kind, _, nodes = plan.partition("; nodes=")
     names = [one_line(unquote(node)) for node in nodes.split(",") if node]
     others = listed([name for name in names if name != "this"])
@@ -179,7 +179,7 @@ class Printer:
         click.echo(click.style(printable(text), dim=True), err=True, nl=False)
 
     def remark(self, text: str | None) -> None:
-        """Something about the answer that is no part of it."""
+        """Print a note about the answer on stderr, dimmed; None prints nothing."""
         if text and not self._quiet:
             self.end()
             click.echo(click.style(one_line(text), dim=True), err=True)
@@ -201,7 +201,7 @@ class Printer:
 
 
 def closing(answer: Answer) -> None:
-    """The remark under an answer, on stderr."""
+    """Print the closing line of an answer on stderr."""
     line = answer.closing_line()
     if answer.finish_reason == "length":
         line = f"cut off at the token limit · {line}"
@@ -260,7 +260,7 @@ def _chunk(answer: Answer, text: str, printer: Printer, progress: Progress, bega
     except ValueError as error:
         raise ConnectionBroken("The daemon sent an event that is not JSON.") from error
     if "error" in chunk:
-        # The status line was sent long ago; the code alone tells whose fault it is.
+        # The status line was sent long ago, so the error's code alone says which side failed.
         raise daemon_error(chunk, 500)
     answer.model = chunk.get("model") or answer.model
     answer.usage = chunk.get("usage") or answer.usage

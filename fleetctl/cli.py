@@ -15,11 +15,11 @@ import click
 from fleetctl.client import Client
 from fleetctl.exits import Exit, exit_code_help, exit_for
 from fleetctl.home import Address, locate
-from fleetctl.text import printable
+from fleetctl.render.text import printable
 from fleetd import __version__
 from fleetd.errors import FleetError
 
-# Each verb lives in fleetctl/VERB.py as `command`; a verb costs its import only when it runs.
+# Each verb lives in fleetctl/verbs/VERB.py as `command`; a verb costs its import only when it runs.
 VERBS = (
     "chat",
     "compress",
@@ -40,8 +40,8 @@ VERBS = (
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Session:
-    """What the global options chose."""
+class CliSession:
+    """The global options, and the client and output that they choose."""
 
     def __init__(self) -> None:
         self.home: Path | None = None
@@ -56,14 +56,14 @@ class Session:
         return Client(self.address)
 
     def emit(self, value: Any, text: str | Callable[[], str]) -> None:
-        """The answer on stdout: ``value`` with --json, else ``text``."""
+        """Print the answer on stdout: ``value`` with --json, else ``text``."""
         if self.json:
             click.echo(json.dumps(value, indent=2, ensure_ascii=False))
         else:
             click.echo(text if isinstance(text, str) else text())
 
 
-pass_session = click.make_pass_decorator(Session)
+pass_session = click.make_pass_decorator(CliSession)
 
 
 def json_option(function: F) -> F:
@@ -71,7 +71,7 @@ def json_option(function: F) -> F:
 
     def note(context: click.Context, _param: click.Parameter, value: bool) -> None:
         if value:
-            context.ensure_object(Session).json = True
+            context.ensure_object(CliSession).json = True
 
     return click.option("--json", is_flag=True, expose_value=False, callback=note, help="Print JSON.")(
         function
@@ -79,7 +79,7 @@ def json_option(function: F) -> F:
 
 
 def note(text: str) -> None:
-    """A remark on stderr; stdout is for answers."""
+    """Print a remark on stderr; stdout is for answers."""
     click.echo(text, err=True)
 
 
@@ -92,9 +92,9 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        command = importlib.import_module(f"fleetctl.{cmd_name}").command
+        command = importlib.import_module(f"fleetctl.verbs.{cmd_name}").command
         if not isinstance(command, click.Command):
-            raise TypeError(f"fleetctl.{cmd_name}.command is not a command")
+            raise TypeError(f"fleetctl.verbs.{cmd_name}.command is not a command")
         return command
 
     def resolve_command(
@@ -124,7 +124,7 @@ class LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="fleetctl", message="%(prog)s %(version)s")
 @json_option
 @pass_session
-def fleetctl(session: Session, home: Path | None, socket: Path | None) -> None:
+def fleetctl(session: CliSession, home: Path | None, socket: Path | None) -> None:
     """Talk to the fleetd daemon on this machine.
 
     Answers go to stdout, progress and remarks to stderr; --json works with every command, before or after it.
@@ -135,7 +135,7 @@ def fleetctl(session: Session, home: Path | None, socket: Path | None) -> None:
 
 
 def show_error(error: FleetError, *, as_json: bool = False) -> None:
-    """One sentence and what to do about it, on stderr."""
+    """Print the error's sentence and its hint on stderr; with ``as_json`` as one JSON object."""
     if as_json:
         fields = {
             "message": error.message,
@@ -156,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             # An emoji must not end the program in a terminal that has no UTF-8.
             stream.reconfigure(errors="backslashreplace")
-    session = Session()
+    session = CliSession()
     try:
         result = fleetctl.main(arguments, prog_name="fleetctl", standalone_mode=False, obj=session)
     except click.UsageError as error:

@@ -1,7 +1,7 @@
 """HTTP over the daemon's Unix socket, with the standard library only.
 
 `Client.call` is one JSON request and answer; `Client.stream` is a request whose answer is server-sent events.
-Whatever goes wrong comes out as a FleetError: the daemon's own, rebuilt from `{"error": ...}`, or one of
+Every failure is raised as a FleetError: the daemon's own, rebuilt from `{"error": ...}`, or one of
 fleetctl.exits.
 """
 
@@ -18,9 +18,9 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import Any
 
+from fleetctl.event_stream import Comment, Data, Decoder, EventTooLong
 from fleetctl.exits import ConnectionBroken, DaemonFailed, NoDaemon, Refused
 from fleetctl.home import SYSTEM_HOME, Address
-from fleetctl.sse import Comment, Data, Decoder, EventTooLong
 from fleetd import __version__, errors, limits
 
 _PIECE_BYTES = 64 * limits.KIB
@@ -48,7 +48,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = sock
 
 
-class Stream:
+class ReplyStream:
     """An answer in server-sent events. Closing it early tells the daemon to cancel."""
 
     def __init__(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
@@ -76,7 +76,7 @@ class Stream:
                 ) from error
 
     def reports(self) -> Iterator[dict[str, Any]]:
-        """The events as JSON objects, without the comments; an error among them is raised."""
+        """Yield the events as JSON objects, without the comments; raises FleetError for an error event."""
         for event in self:
             if isinstance(event, Comment):
                 continue
@@ -87,7 +87,7 @@ class Stream:
             if not isinstance(report, dict):
                 raise ConnectionBroken("The daemon sent an event that is not a JSON object.")
             if "error" in report:
-                # The status line was sent long ago; the code alone tells whose fault it is.
+                # The status line was sent long ago, so the error's code alone says which side failed.
                 raise daemon_error(report, 500)
             yield report
 
@@ -95,7 +95,7 @@ class Stream:
         self._response.close()
         self._connection.close()
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> ReplyStream:
         return self
 
     def __exit__(
@@ -119,7 +119,7 @@ class Client:
     def call(
         self, method: str, path: str, body: Any = None, *, timeout_s: float = limits.CLIENT_CALL_S
     ) -> Any:
-        """One request, one JSON answer.
+        """Send one request and return its JSON answer, decoded.
 
         Raises:
             NoDaemon, ConnectionBroken: no answer.
@@ -132,14 +132,14 @@ class Client:
         finally:
             connection.close()
 
-    def stream(self, path: str, body: Any) -> Stream:
-        """POST whose answer is a stream of events; an early refusal raises like `call`."""
+    def stream(self, path: str, body: Any) -> ReplyStream:
+        """POST a body and return the stream of events; an early refusal raises like `call`."""
         connection = _UnixConnection(self.address, limits.CLIENT_STREAM_STALL_S)
         try:
             response = _request(connection, "POST", path, body, limits.CLIENT_STREAM_STALL_S)
             if response.status >= 400:
                 _json(_read(response, limits.CLIENT_STREAM_STALL_S), response.status)
-            return Stream(connection, response)
+            return ReplyStream(connection, response)
         except BaseException:
             connection.close()
             raise
@@ -218,7 +218,7 @@ def daemon_error(value: Any, status: int) -> errors.FleetError:
 
 
 def explain_connect(address: Address, error: OSError) -> NoDaemon:
-    """Say in one sentence which of the ways of not reaching a daemon this is."""
+    """The error for a failed connection: one sentence that says why the daemon cannot be reached."""
     path, home = address.socket, address.home
     start = _how_to_start(address)
     if isinstance(error, PermissionError):

@@ -1,4 +1,4 @@
-"""What fleetctl tells the shell: one enum of exit codes, and the errors that the client itself finds."""
+"""The exit codes of fleetctl, and the errors that fleetctl itself raises."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ _MEANINGS = {
 
 
 class ClientError(FleetError):
-    """Something that fleetctl found out by itself."""
+    """An error that fleetctl found, not the daemon."""
 
     code = "client_error"
     exit: ClassVar[Exit] = Exit.ERROR
 
 
 class NoDaemon(ClientError):
-    """Nothing answers at the socket. The message says which of the reasons it is."""
+    """No daemon answers at the socket; the message says why."""
 
     code, exit = "no_daemon", Exit.NO_DAEMON
 
 
 class ConnectionBroken(ClientError):
-    """The daemon accepted the request and then went away or fell silent."""
+    """The daemon accepted the request, then stopped or sent nothing more."""
 
     code, exit = "connection_broken", Exit.FAILED
 
@@ -71,7 +71,7 @@ class DaemonFailed(ClientError):
 
 
 def exit_for(error: FleetError) -> Exit:
-    """The exit code that stands for an error, wherever it was raised."""
+    """The exit code for an error of the daemon or of fleetctl."""
     if isinstance(error, ClientError):
         return error.exit
     if isinstance(error, (NotPaired, PairingFailed)):

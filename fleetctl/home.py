@@ -1,4 +1,4 @@
-"""Where the daemon's home and socket are: the same rules as the daemon's own.
+"""Finds the daemon's home and socket, by the same rules as the daemon itself.
 
 `--socket`, else `--home`, else `$FLEETD_HOME`, else `$STATE_DIRECTORY` (set by systemd), else the platform's
 state folder of this user.
@@ -26,7 +26,7 @@ class Address:
 
 
 def default_home(environ: Mapping[str, str]) -> Path:
-    """The home when no option names one."""
+    """The home if no option names one."""
     if home := environ.get("FLEETD_HOME"):
         return _absolute(Path(home))
     if state := environ.get("STATE_DIRECTORY"):
@@ -38,7 +38,7 @@ def default_home(environ: Mapping[str, str]) -> Path:
 
 
 def locate(home: Path | None, socket: Path | None, environ: Mapping[str, str] = os.environ) -> Address:
-    """The daemon that the options and the environment mean."""
+    """The address of the daemon that the options or the environment name."""
     if socket is not None:
         socket = _absolute(socket)
         return Address(home=socket.parent, socket=socket)

@@ -1,4 +1,4 @@
-"""systemd and launchd: put a service file in place, start it, take it away, tell how it is.
+"""systemd and launchd: install, start, remove and inspect a service.
 
 Commands go through a runner and files below a root, so that tests see every step without a service manager.
 """
@@ -23,19 +23,19 @@ _COMMAND_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class CommandResult:
     code: int
     output: str
 
 
-Runner = Callable[[Sequence[str]], Outcome]
+Runner = Callable[[Sequence[str]], CommandResult]
 
 
-def run_command(arguments: Sequence[str]) -> Outcome:
+def run_command(arguments: Sequence[str]) -> CommandResult:
     """The real runner; a missing program is outcome 127, as in a shell."""
     program = shutil.which(arguments[0])
     if program is None:
-        return Outcome(127, f"{arguments[0]}: not found")
+        return CommandResult(127, f"{arguments[0]}: not found")
     try:
         done = subprocess.run(
             [program, *arguments[1:]],
@@ -48,13 +48,13 @@ def run_command(arguments: Sequence[str]) -> Outcome:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return Outcome(124, f"{arguments[0]} did not finish within {_COMMAND_S:.0f} s")
-    return Outcome(done.returncode, done.stdout)
+        return CommandResult(124, f"{arguments[0]} did not finish within {_COMMAND_S:.0f} s")
+    return CommandResult(done.returncode, done.stdout)
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """How a service is: ``detail`` is the manager's own word for it."""
+    """The state of a service; ``detail`` is the manager's own word for it."""
 
     manager: str
     scope: Scope
@@ -66,7 +66,7 @@ class State:
 
 
 class Manager(Protocol):
-    """What `fleetctl service` needs of a service manager. Both verbs return what they did, in sentences."""
+    """A service manager as `fleetctl service` uses it. Both verbs return sentences that say what they did."""
 
     scope: Scope
     file: Path
@@ -86,7 +86,7 @@ def manager_for(scope: Scope, platform: str = sys.platform, run: Runner = run_co
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """All of the file or none of it, readable by all: service files hold no secrets."""
+    """Write all of the file or none of it, readable by all users: service files hold no secrets."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -102,7 +102,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class Systemd:
-    """The system's systemd, or the one of this user."""
+    """systemd, for the system or for this user."""
 
     UNIT = "fleetd.service"
 
@@ -150,7 +150,7 @@ class Systemd:
         pid = int(facts.get("MainPID") or 0) or None
         return State("systemd", self.scope, str(self.file), self.file.exists(), active, detail, pid)
 
-    def _systemctl(self, *arguments: str) -> Outcome:
+    def _systemctl(self, *arguments: str) -> CommandResult:
         return self._run(["systemctl", *(["--user"] if self.scope == "user" else []), *arguments])
 
     def _must(self, *arguments: str) -> None:
@@ -230,7 +230,7 @@ class Launchd:
         return self._launchctl("print", f"{self._domain}/{self.label}").code == 0
 
     def _bootout(self) -> None:
-        """Unload and wait: launchd ends the job in the background, and a bootstrap meanwhile fails."""
+        """Unload the job and wait for its end: until then launchd refuses a bootstrap."""
         self._launchctl("bootout", f"{self._domain}/{self.label}")
         for _ in range(100):
             if not self._loaded():
@@ -238,7 +238,7 @@ class Launchd:
             self._sleep(0.5)
         raise ClientError(f"launchd did not let go of {self.label} within 50 s.", hint="Try again.")
 
-    def _launchctl(self, *arguments: str) -> Outcome:
+    def _launchctl(self, *arguments: str) -> CommandResult:
         return self._run(["launchctl", *arguments])
 
     def _must(self, *arguments: str) -> None:
@@ -252,6 +252,6 @@ class Launchd:
             )
 
 
-def _first_line(done: Outcome) -> str:
+def _first_line(done: CommandResult) -> str:
     lines = [line.strip() for line in done.output.splitlines() if line.strip()]
     return lines[0] if lines else f"exit code {done.code}"

@@ -1,4 +1,4 @@
-"""What `pair` and `join` share: the events of a pairing, what is asked, and what is said about it."""
+"""The parts that `pair` and `join` share: the events of a pairing, and what is shown of them."""
 
 from __future__ import annotations
 
@@ -8,68 +8,25 @@ from collections.abc import Generator
 from typing import Any
 
 import click
-import msgspec
 
-from fleetctl.cli import Session, note
+from fleetctl.cli import CliSession, note
 from fleetctl.exits import ConnectionBroken
-from fleetctl.fleet import read
-from fleetctl.fleet_words import label
-from fleetctl.text import one_line
+from fleetctl.render.text import one_line
+from fleetctl.replies import read
+from fleetd.control.pairing_events import Paired, PairingEvent
 
 
-class Code(msgspec.Struct, frozen=True, tag="code"):
-    code: str
-    expires_s: float = 0.0
-    tries: int = 0
-    name: str = ""
-    port: int = 0
-    addresses: list[str] = []
+def events(session: CliSession, path: str, body: dict[str, Any]) -> Generator[PairingEvent, None, None]:
+    """Yield the events of a pairing until it is complete; with --json, print each as a line on stdout.
 
-
-class WrongCode(msgspec.Struct, frozen=True, tag="wrong_code"):
-    tries_left: int = 0
-
-
-class Searching(msgspec.Struct, frozen=True, tag="searching"):
-    nameplate: str = ""
-
-
-class Meeting(msgspec.Struct, frozen=True, tag="meeting"):
-    node_id: str
-    phrase: str
-    short_id: str = ""
-    name: str = ""
-
-    @property
-    def label(self) -> str:
-        return label(self.name, self.short_id)
-
-
-class Paired(msgspec.Struct, frozen=True, tag="paired"):
-    name: str = ""
-    short_id: str = ""
-    sees_prompts: bool = False
-    members: list[str] = []
-
-    @property
-    def label(self) -> str:
-        return label(self.name, self.short_id)
-
-
-Event = Code | WrongCode | Searching | Meeting | Paired
-
-
-def events(session: Session, path: str, body: dict[str, Any]) -> Generator[Event, None, None]:
-    """The pairing as it happens, up to its end; with --json each event is a line on stdout.
-
-    Close it to stop: the daemon then closes the window, or gives up the search.
+    Closing the generator cancels the pairing: the daemon closes the window, or ends the search.
     """
     with session.client().stream(path, body) as stream:
         for report in stream.reports():
             if session.json:
                 click.echo(json.dumps(report, ensure_ascii=False))
-            # The tagged union says which of them it is.
-            event: Event = read(report, Event)  # type: ignore[arg-type]
+            # The tag tells the kind of event.
+            event: PairingEvent = read(report, PairingEvent)  # type: ignore[arg-type]
             yield event
             if isinstance(event, Paired):
                 return
@@ -79,8 +36,8 @@ def events(session: Session, path: str, body: dict[str, Any]) -> Generator[Event
     )
 
 
-def need_a_person(session: Session, instead: str) -> None:
-    """Before anything is begun: questions need somebody who can answer them."""
+def need_a_person(session: CliSession, instead: str) -> None:
+    """Raise UsageError if no person can answer questions here; ``instead`` names the options to give."""
     if session.json or not sys.stdin.isatty():
         raise click.UsageError(f"Nobody can be asked here: say {instead}.")
 

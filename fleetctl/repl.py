@@ -24,7 +24,9 @@ from fleetctl.answer import Options, ask, closing
 from fleetctl.cli import note, show_error
 from fleetctl.client import Client
 from fleetctl.exits import Exit
-from fleetctl.text import one_line
+from fleetctl.render.text import one_line
+from fleetctl.replies import read
+from fleetd.control.daemon_status import DaemonStatus
 from fleetd.errors import FleetError
 
 HELP = """\
@@ -42,9 +44,9 @@ _COMMAND = re.compile(r"/([a-z?]+)(?:\s+(.*))?", re.DOTALL)
 
 def converse(client: Client, options: Options, system: str, *, stats: bool) -> int:
     """Talk until the user leaves. A missing daemon ends it at once; later failures only end an answer."""
-    status = client.get("/fleet/v1/status")
+    status = read(client.get("/fleet/v1/status"), DaemonStatus)
     if not options.model:
-        options = replace(options, model=str(status.get("default_model") or ""))
+        options = replace(options, model=status.default_model)
     model = options.model or "the default model"
     note(click.style(f"{one_line(model)} · /help lists the commands, Ctrl-D leaves", dim=True))
     talk = Talk(client, options, system, stats=stats)
@@ -57,7 +59,7 @@ def converse(client: Client, options: Options, system: str, *, stats: bool) -> i
         except EOFError:
             break
         except KeyboardInterrupt:
-            # A second Ctrl-C, while the first one was being dealt with.
+            # A second Ctrl-C, while the first one was being handled.
             continue
     return Exit.OK
 

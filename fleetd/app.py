@@ -31,6 +31,8 @@ from fleetd.api.app import build_app, make_runner
 from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.api.services import Services
 from fleetd.config import DEFAULT_PORT, Config
+from fleetd.control.daemon_status import DaemonStatus, HttpAddress
+from fleetd.control.fleet_view import PeerView
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.errors import ConfigError, Draining, PortInUse
 from fleetd.fleet import Fleet, default_name
@@ -48,7 +50,6 @@ from fleetd.observe import get_logger
 from fleetd.own_card import CardMaker
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
-from fleetd.p2p.views import PeerView
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests import messages, remote
 from fleetd.requests.admission import ServingContext
@@ -69,7 +70,6 @@ from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
 from fleetd.requests.smart_prefill.server import ScoreServer
 from fleetd.requests.traces import Traces
-from fleetd.status import HttpAddress, Status
 from fleetd.store import Store, StoreUnavailable
 
 log = get_logger("fleetd")
@@ -211,8 +211,8 @@ class Daemon:
         node.handle(share_wire.WARM, assists.warm)
         return assists
 
-    def status(self) -> Status:
-        return Status(
+    def status(self) -> DaemonStatus:
+        return DaemonStatus(
             version=__version__,
             pid=os.getpid(),
             home=str(self._home.root),

@@ -39,7 +39,7 @@
        │  └─ SealBroken             a sealed chunk that fails its tag, or comes out of order
        ├─ IdentityRefused           a key, certificate or node id that is not what it says
        ├─ RosterRefused             a roster record by a stranger, with a bad signature, or over a bound
-       ├─ PairingFailed             a wrong code, or somebody in between
+       ├─ PairingFailed             a wrong code, or an attacker in between
        │  └─ PairingClosed          no window is open: not begun, used up, tried too often or too late
        └─ NoMachine                 no machine of the fleet can run this model; says why for each
 

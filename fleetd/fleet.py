@@ -14,11 +14,13 @@ import socket
 import time
 from collections.abc import AsyncGenerator, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import msgspec
 
 from fleetd import limits
+from fleetd.control.fleet_view import FleetView, PeerView
+from fleetd.control.network_diagnosis import ClockOffset, ClockOffsets, NetworkDiagnosis
+from fleetd.control.pairing_events import PairingEvent, Unpaired
 from fleetd.errors import FleetError, InvalidValue, NotFound
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.discovery import diagnosis
@@ -29,7 +31,6 @@ from fleetd.p2p.node import Node
 from fleetd.p2p.overview import fleet_view, peer_view, reach
 from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
 from fleetd.plan.route import USABLE
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.placement import Member
@@ -166,21 +167,21 @@ class Fleet:
             param="peer",
         )
 
-    async def diagnose(self) -> Any:
+    async def diagnose(self) -> NetworkDiagnosis:
         """What the network looks like from inside this process, which may differ from a terminal's view."""
         facts = asyncio.to_thread(diagnosis.gather, self.node.settings.host, self.node.port)
         found, clocks = await asyncio.gather(facts, self._clocks())
-        return {**found, "clock": {"peers": clocks}}
+        return msgspec.structs.replace(found, clock=ClockOffsets(clocks))
 
-    async def _clocks(self) -> list[dict[str, Any]]:
-        async def offset(node_id: str) -> dict[str, Any] | None:
+    async def _clocks(self) -> list[ClockOffset]:
+        async def offset(node_id: str) -> ClockOffset | None:
             began = self._wall()
             try:
                 answer = await self.node.ask(node_id, CLOCK, b"", within_s=limits.CLOCK_WITHIN_S)
                 told = msgspec.msgpack.decode(answer, type=ClockReading)
             except (FleetError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return None
-            return {"name": self.node.name_of(node_id), "offset_s": told.unix_s - (began + self._wall()) / 2}
+            return ClockOffset(self.node.name_of(node_id), told.unix_s - (began + self._wall()) / 2)
 
         usable = [node_id for node_id, peer in self.node.mesh.peers.items() if peer.usable]
         return [found for found in await asyncio.gather(*map(offset, usable)) if found is not None]

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import msgspec
 
 from fleetd import limits
+from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 from fleetd.engine.protocol import Timings, Usage
 from fleetd.observe import get_logger
 from fleetd.store import Store, StoreUnavailable
@@ -38,36 +39,6 @@ class Reservation:
     node: str
     route: str
     at_s: float
-
-
-class UsageRow(msgspec.Struct, frozen=True):
-    """One day of one model on one node; ``failed`` counts the refunded among ``requests``."""
-
-    day: str
-    model: str
-    node: str
-    requests: int
-    failed: int
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    prefill_s: float
-    decode_s: float
-
-
-class UsageTotals(msgspec.Struct, frozen=True):
-    requests: int = 0
-    failed: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-
-
-class UsageReport(msgspec.Struct, frozen=True):
-    rows: list[UsageRow]
-    totals: UsageTotals
 
 
 class Ledger:
@@ -197,9 +168,9 @@ def _insert(db: sqlite3.Connection, row: Reservation) -> None:
 
 def _report(db: sqlite3.Connection, now_s: float, days: int) -> list[UsageRow]:
     found = db.execute(
-        "SELECT date(started_s, 'unixepoch', 'localtime') AS day, model, node, count(*),"
-        " sum(state = 'refunded'), sum(prompt_tokens), sum(cached_tokens), sum(completion_tokens),"
-        " sum(prefill_s), sum(decode_s) FROM usage"
+        "SELECT count(*), sum(state = 'refunded'), sum(prompt_tokens), sum(cached_tokens),"
+        " sum(completion_tokens), sum(prefill_s), sum(decode_s),"
+        " date(started_s, 'unixepoch', 'localtime') AS day, model, node FROM usage"
         " WHERE date(started_s, 'unixepoch', 'localtime') > date(?, 'unixepoch', 'localtime', ?)"
         " GROUP BY day, model, node ORDER BY day DESC, model, node",
         (now_s, f"-{days} days"),

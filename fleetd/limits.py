@@ -78,7 +78,7 @@ SOCKET_PATH_BYTES = 103
 STORE_QUEUED = 1024
 # How long a request waits for its ledger row before it goes on without knowing.
 LEDGER_WAIT_S = 0.25
-# Telling the same trouble again within this time helps nobody.
+# The same trouble is logged once within this time.
 REPEAT_LOG_S = 60.0
 # After a second signal, or when streams do not end after the drain.
 STOP_S = 2.0
@@ -105,13 +105,13 @@ ROSTER_RECORDS = 1024
 ROSTER_FILE_BYTES = 4 * MIB
 
 # ---- Fleet: pairing --------------------------------------------------------------------------------------
-# Somebody who guesses has a chance of 3 in 2^32, and people mistype a code once, not three times.
+# An attacker who guesses has a chance of 3 in 2^32; a person mistypes a code once, not three times.
 PAIRING_TRIES = 3
 PAIRING_WINDOW_S = 300.0
 # Looking on the network for the machine that shows a code.
 PAIRING_SEARCH_S = 15.0
 # Connections to an open window: one is the right one, the others cost memory.
-PAIRING_VISITORS = 8
+PAIRING_CONNECTIONS = 8
 # A hello with its certificate takes half a kilobyte; records travel in as many messages as they need.
 PAIRING_FRAME_BYTES = 16 * KIB
 # From one message of the other program to its next; the slowest step is two point multiplications in Python.
@@ -139,7 +139,7 @@ RETIRE_S = 1.0
 GOODBYE_S = 0.5
 # Sessions with one machine: two that called each other at once, one over a better way, one that died unheard.
 SESSIONS_PER_PEER = 4
-# Requests of one peer that run here at once: alone it cannot fill the queue that everybody waits in.
+# Requests of one peer that run here at once: one peer alone cannot fill the queue.
 PEER_REQUESTS = QUEUED_REQUESTS // 2
 
 # ---- Fleet: who is called, and what is told --------------------------------------------------------------
@@ -147,7 +147,7 @@ PEER_REQUESTS = QUEUED_REQUESTS // 2
 DIALS_PER_PEER = 2
 # Connections being made at once, over all machines.
 DIALS_AT_ONCE = 8
-# Of these to addresses that somebody only claims: a flood of claims must not keep members from each other.
+# Of these to addresses that were only claimed: a flood of claims must not keep members from each other.
 DIALS_TO_HINTS = 6
 # Fits into one frame of a session with room to spare.
 ROSTER_BATCH_BYTES = 48 * KIB
@@ -381,15 +381,15 @@ LINK_TRANSFER_BYTES = MIB
 
 # ---- Fleet: discovery ------------------------------------------------------------------------------------
 # Machines remembered from mDNS: as many as a fleet may have members, and a flood cannot fill the memory.
-SIGHTINGS = 64
+DISCOVERED_PEERS = 64
 # Claims acted upon, each of which may lead to dials; at once, those of a whole fleet that is switched on.
-SIGHTINGS_PER_S = 20
-SIGHTINGS_AT_ONCE = 128
+CLAIMS_PER_S = 20
+CLAIMS_AT_ONCE = 128
 # The longest string that a TXT record can hold.
-SIGHTING_TEXT_BYTES = 255
-# Everybody is asked this often who is there, and forgotten after three questions without an answer.
+CLAIM_TEXT_BYTES = 255
+# How often the network is asked for machines; one is forgotten after three questions without an answer.
 DISCOVERY_ASK_S = 60.0
-SIGHTING_TTL_S = 200.0
+DISCOVERED_TTL_S = 200.0
 # A new cable or another Wi-Fi is noticed within this time.
 DISCOVERY_REFRESH_S = 5.0
 # Where multicast does not work: tried again, less and less often.
@@ -400,7 +400,7 @@ MDNS_BYTES_PER_S = 128 * KIB
 MDNS_BURST_BYTES = 512 * KIB
 # What this machine multicasts comes back to it within a millisecond, or never.
 MULTICAST_ECHO_S = 0.5
-# A question to the system or to a port that somebody waits for in doctor.
+# A question of doctor to the system or to a port, while a person waits.
 PROBE_S = 2.0
 
 # ---- fleetctl --------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 What is the same thing as in vLLM has vLLM's name (``vllm:…``, label ``model_name``); what only this program
 has is called ``fleetd_…``. Label values are bounded: models that are installed, codes and reasons from
-closed lists. Engine gauges are read when they are scraped, not kept up to date for nobody.
+closed lists. Engine gauges are read only when they are scraped.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from prometheus_client.exposition import choose_encoder
 
 from fleetd import limits
-from fleetd.engine.protocol import Speculated, Timings, Usage
+from fleetd.control.prefill_trace import Speculated
+from fleetd.engine.protocol import Timings, Usage
 from fleetd.errors import BY_CODE
 from fleetd.requests.admission import Kind
-from fleetd.requests.smart_prefill.views import SKIPS
+from fleetd.requests.smart_prefill.skip import SKIPS
 
 # Prometheus's own buckets end at 10 s; a long prompt on one machine takes minutes to its first token.
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 180, 300, 600)
@@ -28,7 +29,7 @@ REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 180, 
 _FINISHED_AS = {"stop": "stop", "tool_calls": "stop", "length": "length", "cancelled": "abort"}
 _AUTH_FAILURES = frozenset({"token", "host", "origin", "user", "fetch_site"})
 _OTHER = "other"
-# As ``engine.spec`` calls them.
+# As ``engine.speculation`` calls them.
 _SOURCES = frozenset({"suffix", "lookup", "drafter"})
 _SPEC_WIDTHS = (2, 3, 4, 6, 8, 12, limits.SPEC_WIDTH)
 
@@ -49,7 +50,7 @@ class EngineFigures(Protocol):
 
 
 class PeerFigures(Protocol):
-    """The part of a peer's view that is a gauge (``fleetd.p2p.views.PeerView``)."""
+    """The part of a peer's view that is a gauge (``fleetd.control.fleet_view.PeerView``)."""
 
     @property
     def short_id(self) -> str: ...
@@ -196,19 +197,19 @@ class Metrics:
         self._failures.labels(code if code in BY_CODE else _OTHER).inc()
 
     def plan(self, kind: str, reason: str) -> None:
-        """Both from the planner's own closed lists."""
+        """Count a plan; kind and reason come from the planner's closed lists."""
         self._plans.labels(kind, reason).inc()
 
     def fallback(self, reason: str) -> None:
         self._fallbacks.labels(reason if reason in BY_CODE else _OTHER).inc()
 
     def share(self, kind: str, outcome: str, n_bytes: int) -> None:
-        """Kind and outcome from the closed lists of ``jobs.share_views``."""
+        """Count a shared prefill; kind and outcome come from closed lists."""
         self._shares.labels(kind, outcome).inc()
         self._share_bytes.inc(n_bytes)
 
     def smart(self, outcome: str, form: str, kept: int, dropped: int) -> None:
-        """Outcome: "used", a code of ``jobs.smart.views``, or an error's; form "" where all of it is read."""
+        """Outcome: "used", a code of ``SKIPS``, or an error's; form "" where all of it is read."""
         known = outcome == "used" or outcome in SKIPS or outcome in BY_CODE
         self._smart.labels(outcome if known else _OTHER, form or "full").inc()
         self._smart_tokens.labels("kept").inc(kept)

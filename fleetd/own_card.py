@@ -15,16 +15,14 @@ from typing import Any, Protocol
 import msgspec
 
 from fleetd import limits
-from fleetd.engine.supervisor import EngineStatus
+from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
 from fleetd.errors import FleetError
-from fleetd.hardware.probe import HardwareReading
 from fleetd.limits import MIB
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.requests.runner import RequestCounts
 
 log = get_logger("fleetd.own_card")
 

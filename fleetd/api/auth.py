@@ -1,4 +1,4 @@
-"""Who may ask: decided from the connection and the headers alone, before a byte of the body is read.
+"""Authentication, from the connection and the headers alone: no byte of the body is read before it.
 
     Unix socket   the peer has to run as our own user (or root)
     TCP           exact Host → no foreign Origin → not cross-site → token → JSON content type
@@ -16,20 +16,19 @@ import socket
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
-from fleetd.api.context import SERVICES, connection, is_trusted
+from fleetd.api.context import SERVICES, is_open
+from fleetd.api.deadlines import connection, is_trusted
 from fleetd.api.services import Services
 from fleetd.errors import Forbidden, NotFound, Unauthorized, UnsupportedMediaType
 from fleetd.peercred import peer_uid
 
-# Answers whether the process runs, and nothing else: service managers ask it without a token.
-OPEN_PATHS = frozenset({"/health/live", "/live"})
 CONTROL_PREFIX = "/fleet/"
 _HTTP_PORT = 80
 
 
 @web.middleware
 async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Refuse what may not be asked; raises FleetError."""
+    """Pass on requests that are allowed; raises FleetError for the others."""
     services = request.app[SERVICES]
     if is_trusted(request):
         _check_user(request, services)
@@ -38,7 +37,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     _check_site(request, services)
     if request.method == hdrs.METH_OPTIONS and request.headers.get(hdrs.ORIGIN) in services.origins:
         return web.Response(status=204)  # a preflight has no token yet; on_prepare adds what it asks for
-    if request.path not in OPEN_PATHS:
+    if not is_open(request):
         _check_token(request, services)
         if (made := connection(request)) is not None:
             made.authenticated()
@@ -49,7 +48,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _check_user(request: web.Request, services: Services) -> None:
-    # Unknown is refused like foreign: the socket's mode already keeps strangers out, this is the second lock.
+    # The socket's mode already keeps other users out. This second check refuses unknown users as well.
     if peer_uid(request.transport) not in (0, os.geteuid()):
         services.metrics.auth_failure("user")
         raise Forbidden("This socket serves its own user only.", hint=f"It belongs to uid {os.geteuid()}.")

@@ -1,19 +1,29 @@
-"""Reads a request's body within its bounds: size, silence, and average speed."""
+"""Bodies of requests and answers.
+
+A request's body is read within bounds of size, silence and average speed, and decoded with errors that name
+the field.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from collections.abc import Mapping
+from typing import TypeVar
 
+import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 
 from fleetd import limits
-from fleetd.errors import BadRequest, PayloadTooLarge, RequestTimeout
+from fleetd.errors import BadRequest, InvalidValue, PayloadTooLarge, RequestTimeout
+
+T = TypeVar("T")
 
 
 async def expect(_request: web.Request) -> None:
-    """Replaces aiohttp's handler, which says "100 Continue" before anybody has looked at the token."""
+    """Replaces aiohttp's handler, which says "100 Continue" before the token is checked."""
 
 
 async def read(request: web.Request) -> bytes:
@@ -57,3 +67,48 @@ async def _continue(request: web.Request) -> None:
     waits = request.headers.get(hdrs.EXPECT, "").lower() == "100-continue"
     if waits and request.version >= HttpVersion11 and request.transport is not None:
         request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+def json_answer(body: object, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    """A whole answer of JSON."""
+    return web.Response(
+        status=status, body=msgspec.json.encode(body), content_type="application/json", headers=headers
+    )
+
+
+def parse(data: bytes, kind: type[T]) -> T:
+    """JSON bytes → a value of ``kind``, with errors that name the field or the position."""
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.ValidationError as exc:
+        raise _invalid(str(exc)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+        raise BadRequest(f"The body is not valid JSON: {_position(exc, data)}.") from None
+    except RecursionError:
+        raise BadRequest("The body is nested too deeply.") from None
+
+
+def _position(exc: Exception, data: bytes) -> str:
+    if isinstance(exc, UnicodeDecodeError):
+        return f"invalid UTF-8 at byte {exc.start}"
+    reason = str(exc).removeprefix("JSON is malformed: ")
+    if "(byte" in reason:
+        return reason.replace("(byte ", "at byte ").replace(")", "")
+    if "truncated" in reason:
+        return f"it ends early or has a broken escape, at {len(data)} bytes"
+    return reason
+
+
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$?\.?(?P<path>[^`]*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`$")
+
+
+def _invalid(text: str) -> InvalidValue:
+    """msgspec's sentence → ours: "Expected `int` >= 1 - at `$.n`" becomes "n: expected `int` >= 1."."""
+    match = _PATH.match(text)
+    what, path = (match["what"], match["path"] or "") if match else (text, "")
+    if missing := _MISSING.match(what):
+        param = f"{path}.{missing['name']}" if path else missing["name"]
+        return InvalidValue(f"The field {param!r} is missing.", param=param)
+    what = what[:1].lower() + what[1:]
+    return InvalidValue(f"{path}: {what}." if path else f"The body is invalid: {what}.", param=path or None)

@@ -1,8 +1,8 @@
-"""Several answers at once: their event streams run side by side and come out as one, tagged by index.
+"""Runs several answers at once: their event streams become one, each event with the index of its choice.
 
-The queue between is short, so a reader that is slow slows the streams instead of filling memory. Leaving
-the context cancels every stream that still runs and waits until each is closed; that is how a client that
-went away gives its slots back.
+The queue between is short, so a slow reader slows the streams instead of filling memory. Leaving the context
+cancels every stream that still runs and waits until each is closed, which frees the slots of a client that
+has left.
 """
 
 from __future__ import annotations
@@ -73,6 +73,6 @@ class Choices:
             async with self._slots, aclosing(source()) as events:
                 async for event in events:
                     await self._queue.put((index, event))
-        except Exception as exc:  # the task's boundary: whoever reads the queue raises it again
+        except Exception as exc:  # the task's boundary: ``next`` raises it again
             end = exc
         await self._queue.put((index, end))

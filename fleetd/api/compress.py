@@ -2,8 +2,8 @@
 
     prompt | messages ──► Document ──► scored, selected ──► the same with less in it, and which of it was kept
 
-Unlike a request that is answered, this one has nothing to fall back to: no compressor is an error here. That
-nothing should be left out is an answer: ``declined`` says why.
+A chat request without a compressor runs with its whole prompt; here that is an error. If nothing should be
+left out, the text comes back whole and ``declined`` says why.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import asyncio
 import time
 import uuid
 from contextlib import aclosing
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import UNSET, Meta
 
 from fleetd import limits
 from fleetd.api import body as http_body
 from fleetd.api.context import SERVICES
 from fleetd.api.openai import bodies, translate
-from fleetd.api.services import view
 from fleetd.api.smart_prefill_reports import line
 from fleetd.compression import elide
 from fleetd.compression.document import Document
 from fleetd.compression.policy import Ratio, SmartPrefillBody, SmartPrefillPolicy, Tokens, resolve
+from fleetd.control.compression_reply import Compression, CompressTimings, CompressUsage, KeptSpan
 from fleetd.errors import Draining, FleetError, InvalidValue, NoMachine
 from fleetd.requests.smart_prefill.compression_job import CompressionJob
-from fleetd.requests.smart_prefill.views import SkipCompression
+from fleetd.requests.smart_prefill.skip import SkipCompression
 
 
 class CompressBody(msgspec.Struct, frozen=True, kw_only=True):
     """Either ``prompt`` or ``messages``. Fields that are left out have this machine's defaults.
 
-    ``question``: what a ``prompt`` is read for, where that does not stand in it. It is no part of the answer.
+    ``question``: what a ``prompt`` is read for, if the prompt does not say so. The answer leaves it out.
     """
 
     prompt: Annotated[str, Meta(min_length=1)] | None = None
@@ -50,55 +50,13 @@ class CompressBody(msgspec.Struct, frozen=True, kw_only=True):
     user: str | None = None
 
 
-class KeptSpan(msgspec.Struct, frozen=True):
-    """What is kept of one message (of a prompt: index 0): character ranges [start, end) of its text.
-
-    Of the text without the marks of what is to be kept; content in parts is their texts, joined.
-    """
-
-    index: int
-    spans: list[tuple[int, int]]
-
-
-class CompressUsage(msgspec.Struct, frozen=True):
-    """Counted by the compressor; in ``compressed_tokens`` are also the lines that mark gaps.
-
-    ``total_tokens``: what was read for it; 0 where it was known already.
-    """
-
-    original_tokens: int
-    compressed_tokens: int
-    total_tokens: int
-
-
-class CompressTimings(msgspec.Struct, frozen=True):
-    score_ms: float
-    select_ms: float
-
-
-class Compression(msgspec.Struct, frozen=True, kw_only=True):
-    """``prompt`` or ``messages``, as was asked with; whole where ``declined`` says why."""
-
-    id: str
-    object: Literal["compression"] = "compression"
-    created: int
-    model: str
-    prompt: str | UnsetType = UNSET
-    messages: list[dict[str, Any]] | UnsetType = UNSET
-    kept: list[KeptSpan]
-    declined: str
-    nodes: list[str]
-    usage: CompressUsage
-    timings: CompressTimings
-
-
 async def compress(request: web.Request) -> web.StreamResponse:
     """Raises FleetError."""
     services = request.app[SERVICES]
     body = bodies.decode(await http_body.read(request), CompressBody)
     found, messages = await asyncio.to_thread(_document, body)
     policy = _policy(body, services.smart_defaults)
-    if services.compressing is None or view(services.status()).draining:
+    if services.compressing is None or services.status().draining:
         raise Draining("The daemon is stopping and takes no new work.", hint="Retry in a moment.")
     answer_id = f"compress-{uuid.uuid4().hex}"
     bill = services.compressing.bill(answer_id)
@@ -124,11 +82,11 @@ async def compress(request: web.Request) -> web.StreamResponse:
         "X-SmartPrefill-Original-Tokens": str(reply.usage.original_tokens),
         "X-SmartPrefill-Compressed-Tokens": str(reply.usage.compressed_tokens),
     }
-    return web.Response(body=msgspec.json.encode(reply), content_type="application/json", headers=headers)
+    return http_body.json_answer(reply, headers=headers)
 
 
 def _document(body: CompressBody) -> tuple[Document, list[dict[str, Any]] | None]:
-    """What is to be cut, and the messages if it is messages."""
+    """The document to shorten, and its messages if the body has any."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidValue("Give either prompt or messages.", param="prompt")
     if body.messages is not None:
@@ -176,7 +134,7 @@ def _reply(
 ) -> Compression:
     selection, found = passage.selection, passage.document
     if selection is None:
-        raise NoMachine("Nobody selected anything.")
+        raise NoMachine("No selection was made.")
     kept = [KeptSpan(index, list(spans)) for index, spans in enumerate(selection.kept)]
     texts = elide.texts(found, selection)
     return Compression(

@@ -1,38 +1,30 @@
-"""What handlers find on the application, the request and its connection."""
+"""What handlers find on the application and the request."""
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
-
 from aiohttp import web
 
+from fleetd.api.dialect import Dialect
+from fleetd.api.route_entry import Route
 from fleetd.api.services import Services
 
 SERVICES: web.AppKey[Services] = web.AppKey("services", Services)
+ROUTES: web.AppKey[dict[web.AbstractRoute, Route]] = web.AppKey("routes", dict)
+DEFAULT_DIALECT: web.AppKey[Dialect] = web.AppKey("default_dialect", Dialect)
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 
 
-@runtime_checkable
-class Connection(Protocol):
-    """What a connection tells: set by ``deadlines.make_runner``."""
-
-    trusted: bool
-
-    def authenticated(self) -> None: ...
+def dialect_of(request: web.Request) -> Dialect:
+    """The dialect of the matched route; the default one where no route matches."""
+    route = request.app[ROUTES].get(request.match_info.route)
+    return route.dialect if route is not None else request.app[DEFAULT_DIALECT]
 
 
-def connection(request: web.BaseRequest) -> Connection | None:
-    """None on servers that were not made by ``make_runner``; those are treated as TCP from strangers."""
-    protocol = request.protocol
-    return protocol if isinstance(protocol, Connection) else None
+def is_open(request: web.Request) -> bool:
+    """True for an address that needs no token, whatever the method."""
+    return any(route.open and route.path == request.path for route in request.app[ROUTES].values())
 
 
 def is_gone(request: web.BaseRequest) -> bool:
-    """True when the client has left: a ConnectionError then is its leaving, and otherwise a fault of ours."""
+    """True when the client has left: a ConnectionError then is its leaving, and otherwise a bug."""
     return request.transport is None or request.transport.is_closing()
-
-
-def is_trusted(request: web.BaseRequest) -> bool:
-    """True on the Unix socket, whose permissions and peer check stand in for the token."""
-    made = connection(request)
-    return made is not None and made.trusted

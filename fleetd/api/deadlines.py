@@ -1,11 +1,11 @@
-"""Bounds per connection, which aiohttp leaves to the application: deadlines, caps, and who is behind it.
+"""Bounds per connection, which aiohttp leaves to the application: deadlines, and caps on their number.
 
     connected ─ headers within HTTP_HEADERS_S ─▶ request ─ done ─▶ idle ─ HTTP_KEEPALIVE_IDLE_S ─▶ closed
                                                     ▲               │
                                                     └── first byte, then headers within HTTP_HEADERS_S
 
-When too many sockets are open, the ones that cost nothing to lose go first: the oldest that never showed a
-token, then the oldest that is idle. So a crowd of silent sockets evicts itself and leaves others alone.
+When too many sockets are open, the oldest that never sent a token is closed first, then the oldest idle one.
+So a flood of silent sockets evicts only itself.
 Deadlines for the body are in body.py, where it is read.
 """
 
@@ -15,10 +15,13 @@ import asyncio
 import logging
 from typing import Any, cast
 
+import msgspec
 from aiohttp import web
 
 from fleetd import limits
 from fleetd.api import failures
+from fleetd.api.context import DEFAULT_DIALECT
+from fleetd.api.dialect import Dialect
 from fleetd.errors import BadRequest, FleetError
 
 log = logging.getLogger(__name__)
@@ -41,12 +44,12 @@ class Connections:
         return len(self._open)
 
     def admit(self, new: BoundedConnection) -> bool:
-        """Make room for a new connection if there is any to be made."""
-        strangers = [known for known in self._open if not known.known]
-        if not new.known and len(strangers) >= limits.HTTP_CONNECTIONS_UNAUTHENTICATED:
-            self._evict(strangers[0])
+        """Make room for a new connection; False if every open one is busy."""
+        unknown = [each for each in self._open if not each.known]
+        if not new.known and len(unknown) >= limits.HTTP_CONNECTIONS_UNAUTHENTICATED:
+            self._evict(unknown[0])
         if len(self._open) >= limits.HTTP_CONNECTIONS:
-            idle = next((known for known in self._open if not known.busy), None)
+            idle = next((each for each in self._open if not each.busy), None)
             if idle is None:
                 return False
             self._evict(idle)
@@ -62,7 +65,10 @@ class Connections:
 
 
 class BoundedConnection(web.RequestHandler):
-    """aiohttp's connection with a deadline for headers, and a sense of being busy or known."""
+    """aiohttp's connection with a deadline for headers.
+
+    ``busy``: a request is being served. ``known``: its client has shown a token, or needs none.
+    """
 
     def __init__(self, manager: BoundedServer, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
@@ -70,6 +76,7 @@ class BoundedConnection(web.RequestHandler):
         self.known = manager.trusted
         self.busy = False
         self._connections = manager.tracked
+        self._dialect = manager.dialect
         self._deadline: asyncio.TimerHandle | None = None
 
     def authenticated(self) -> None:
@@ -93,7 +100,8 @@ class BoundedConnection(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         if not self._connections.admit(self):
-            body = failures.encode(FleetError("Too many connections are open.", hint="Close some, or retry."))
+            error = FleetError("Too many connections are open.", hint="Close some, or retry.")
+            body = msgspec.json.encode(self._dialect.error(error))
             if self.transport is not None:
                 self.transport.write(_BUSY % (len(body), body))
             self.force_close()
@@ -106,7 +114,7 @@ class BoundedConnection(web.RequestHandler):
         super().data_received(data)
 
     def eof_received(self) -> None:
-        # A client that closed its half while we work has gone; waiting for buffers to drain keeps its slot.
+        # A client that closes its half during a request has left; draining its buffers would hold its slot.
         if self.busy:
             self.abort()
 
@@ -122,12 +130,12 @@ class BoundedConnection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """Answer bytes that are not HTTP. The parser's message quotes them, so nobody gets to see it."""
+        """Answer bytes that are not HTTP. The parser's message quotes them, so it is not passed on."""
         log.debug("http.bad_request type=%s", type(exc).__name__)
         error = (
             BadRequest("The request is not valid HTTP.") if status < 500 else FleetError("Internal error.")
         )
-        answer = failures.response(error)
+        answer = failures.response(error, self._dialect)
         answer.force_close()
         return answer
 
@@ -143,13 +151,15 @@ class BoundedConnection(web.RequestHandler):
 class BoundedServer(web.Server):
     """aiohttp's server, making bounded connections."""
 
-    def __init__(self, inner: web.Server, *, trusted: bool, **kwargs: Any) -> None:
+    def __init__(self, inner: web.Server, *, trusted: bool, dialect: Dialect, **kwargs: Any) -> None:
         super().__init__(
             self._serve, request_factory=inner.request_factory, handler_cancellation=True, **kwargs
         )
         self._inner = inner.request_handler
         self._options = kwargs
         self.trusted = trusted
+        # For answers to bytes that are not a request, and so have no route.
+        self.dialect = dialect
         self.tracked = Connections()
 
     def __call__(self) -> BoundedConnection:
@@ -175,6 +185,7 @@ class BoundedRunner(web.AppRunner):
         return BoundedServer(
             await super()._make_server(),
             trusted=self._trusted,
+            dialect=self.app[DEFAULT_DIALECT],
             access_log=None,
             keepalive_timeout=limits.HTTP_KEEPALIVE_IDLE_S,
             lingering_time=_LINGER_S,
@@ -184,3 +195,14 @@ class BoundedRunner(web.AppRunner):
 def make_runner(app: web.Application, *, trusted: bool) -> web.AppRunner:
     """A runner for one site: ``trusted`` for the Unix socket, not for TCP. One application may have both."""
     return BoundedRunner(app, trusted=trusted)
+
+
+def connection(request: web.BaseRequest) -> BoundedConnection | None:
+    """None on a server that ``make_runner`` did not make; its requests are not trusted."""
+    return request.protocol if isinstance(request.protocol, BoundedConnection) else None
+
+
+def is_trusted(request: web.BaseRequest) -> bool:
+    """True on the Unix socket, whose permissions and peer check stand in for the token."""
+    made = connection(request)
+    return made is not None and made.trusted

@@ -1,16 +1,19 @@
-"""The fleet of a daemon whose settings keep it to itself: nothing to see, and one answer to every wish."""
+"""The fleet of a daemon with ``fleet.enabled`` off: an empty view, and one refusal for every request."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from typing import Any
 
+from fleetd.control.fleet_view import FleetView, PeerView
+from fleetd.control.pairing_events import PairingEvent, Unpaired
+from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.errors import FleetError, NotPaired, PairingClosed
-from fleetd.p2p.views import FleetView, PairingEvent, PeerView, Unpaired
-from fleetd.requests.prefill_sharing.views import PlanQuestion, PlanView
+from fleetd.models.folder import ModelFolder
 
 
 class DisabledFleet:
+    """What handlers call of ``fleetd.fleet.Fleet``."""
+
     def view(self) -> FleetView:
         return FleetView(enabled=False)
 
@@ -29,11 +32,10 @@ class DisabledFleet:
     async def allow_prompts(self, peer: str, allowed: bool) -> PeerView:
         raise _off(NotPaired)
 
-    async def diagnose(self) -> Any:
-        """Nothing was looked at, so nothing is known."""
-        return {}
+    async def diagnose(self) -> None:
+        """None: without a fleet, no network facts are gathered."""
 
-    def plan(self, question: PlanQuestion, folder: Any) -> PlanView:
+    def plan(self, question: PlanQuestion, folder: ModelFolder) -> PlanView:
         raise _off(NotPaired)
 
 

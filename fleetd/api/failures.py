@@ -1,4 +1,4 @@
-"""Errors as OpenAI clients read them: ``{"error": {"message", "type", "param", "code", "hint"}}``."""
+"""An error as a whole HTTP answer, in the dialect of the route; and bugs turned into errors."""
 
 from __future__ import annotations
 
@@ -8,29 +8,16 @@ import traceback
 from http import HTTPStatus
 
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
 
-from fleetd.errors import BadRequest, FleetError, NotFound, Unauthorized
+from fleetd.api.dialect import Dialect
+from fleetd.errors import FleetError, Unauthorized
 
 log = logging.getLogger(__name__)
 
 
-class ErrorBody(msgspec.Struct, frozen=True, rename={"kind": "type"}):
-    """``code`` is stable; ``hint`` says what to do and may be empty."""
-
-    message: str
-    kind: str
-    param: str | None
-    code: str
-    hint: str = ""
-
-
-class ErrorReply(msgspec.Struct, frozen=True):
-    error: ErrorBody
-
-
 class HttpFailure(FleetError):
-    """A refusal by the HTTP library itself (no such route, wrong method), given our shape."""
+    """A refusal by the HTTP library itself: no such route, or a wrong method."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -39,41 +26,22 @@ class HttpFailure(FleetError):
         self.status = status  # type: ignore[misc]
 
 
-def kind_of(error: FleetError) -> str:
-    """OpenAI's ``type``: clients branch on ``code`` and the status, people read this."""
-    if isinstance(error, Unauthorized):
-        return "authentication_error"
-    if isinstance(error, (BadRequest, NotFound)) or error.status in (404, 405):
-        return "invalid_request_error"
-    if error.status == HTTPStatus.FORBIDDEN:
-        return "permission_error"
-    if error.status == HTTPStatus.TOO_MANY_REQUESTS:
-        return "rate_limit_error"
-    return "invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-
-
-def reply(error: FleetError) -> ErrorReply:
-    """The body for an error."""
-    body = ErrorBody(error.message, kind_of(error), error.param, error.code, error.hint)
-    return ErrorReply(body)
-
-
-def encode(error: FleetError) -> bytes:
-    return msgspec.json.encode(reply(error))
-
-
-def response(error: FleetError) -> web.Response:
+def response(error: FleetError, dialect: Dialect) -> web.Response:
     """The whole HTTP answer for an error."""
-    answer = web.Response(status=error.status, body=encode(error), content_type="application/json")
+    answer = web.Response(
+        status=dialect.status(error),
+        body=msgspec.json.encode(dialect.error(error)),
+        content_type="application/json",
+    )
     if error.retry_after_s is not None:
-        answer.headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s)))
+        answer.headers[hdrs.RETRY_AFTER] = str(max(1, math.ceil(error.retry_after_s)))
     if isinstance(error, Unauthorized):
-        answer.headers["WWW-Authenticate"] = 'Bearer realm="fleetd"'
+        answer.headers[hdrs.WWW_AUTHENTICATE] = 'Bearer realm="fleetd"'
     return answer
 
 
 def unexpected(error: BaseException, request_id: str) -> FleetError:
-    """Log a bug and turn it into an answer that gives nothing away.
+    """Log a bug and return an error that gives nothing away.
 
     Only the exception's type and the frames are logged: its message may quote the prompt.
     """

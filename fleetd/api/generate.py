@@ -1,4 +1,7 @@
-"""Runs the choices of one request and sends what comes back, streamed or whole. Knows no endpoint's shapes.
+"""Runs the choices of one request and sends what comes back, streamed or whole, in any dialect.
+
+An endpoint brings a ``Streamer`` or a ``Collector``, which turns events into its objects; the dialect of the
+route turns objects into bytes.
 
 A streamed request waits ``limits.HEADERS_GRACE_S`` for a first event, so that an early refusal (unknown
 model, prompt too long) gets its own status. After that the headers go out, and a failure is a frame. The
@@ -18,32 +21,47 @@ import msgspec
 from aiohttp import web
 
 from fleetd import limits
-from fleetd.api import failures, smart_prefill_reports
+from fleetd.api import smart_prefill_reports
+from fleetd.api.body import json_answer
 from fleetd.api.choices import Choices
-from fleetd.api.context import REQUEST_ID, SERVICES, is_gone, is_trusted
+from fleetd.api.context import SERVICES
+from fleetd.api.deadlines import is_trusted
+from fleetd.api.http_stream import HttpStream
 from fleetd.api.progress_comments import ProgressComments
-from fleetd.api.sse import EventStream
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import Event, Generate, Loading
-from fleetd.errors import FleetError
 from fleetd.requests.job import Job, Origin, Planned
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 
 class Streamer(Protocol):
-    def feed(self, index: int, event: Planned | Event) -> Sequence[msgspec.Struct]: ...
-    def closing(self) -> Sequence[msgspec.Struct]: ...
+    """Makes the objects of a stream. ``feed`` raises FleetError for an answer that was cut short."""
+
+    def feed(self, index: int, event: Planned | Event) -> Sequence[msgspec.Struct]:
+        """The objects that one event of one choice adds."""
+
+    def closing(self) -> Sequence[msgspec.Struct]:
+        """The objects after the last event of all choices."""
 
 
 class Collector(Protocol):
+    """Folds events into one whole answer."""
+
     def feed(self, index: int, event: Planned | Event) -> None: ...
-    def whole(self) -> msgspec.Struct: ...
+    def whole(self) -> msgspec.Struct:
+        """The answer, once every choice has ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """``id`` is the answer's id, as clients see it. ``smart``: how the prompts are to be shortened.
-    ``per_prompt``: choices that answer each of them.
+    """What to generate for one HTTP request.
+
+    Args:
+        id: the answer's id, as clients see it.
+        route: the endpoint's name in the ledger.
+        generates: one per choice, the choices of one prompt next to each other.
+        smart: how the prompts are shortened; None reads them whole.
+        per_prompt: choices that answer each prompt.
     """
 
     id: str
@@ -75,7 +93,7 @@ class _Plans:
         self._latest: dict[int, Planned] = {}
 
     def feed(self, index: int, planned: Planned) -> bool:
-        """True if it differs from what was known of this choice or, at first, of another one."""
+        """True if it differs from this choice's plan so far or, at first, from that of another choice."""
         before = self._latest.get(index) or next(iter(self._latest.values()), None)
         self._latest[index] = planned
         return before is None or str(before) != str(planned)
@@ -88,8 +106,8 @@ class _Plans:
     def smart(self) -> SmartPrefillResult | None:
         return next((planned.smart for planned in self._latest.values() if planned.smart), None)
 
-    def _told(self, per_prompt: int) -> list[SmartPrefillResult]:
-        """What came of each prompt, as one of its choices has it."""
+    def _results(self, per_prompt: int) -> list[SmartPrefillResult]:
+        """The smart prefill of each prompt, as one of its choices has it."""
         found = {
             index // per_prompt: planned.smart
             for index, planned in self._latest.items()
@@ -101,7 +119,7 @@ class _Plans:
         found = list(self._latest.values())
         if not found:
             undecided = {"X-Fleet-Request": work.id, "X-Fleet-Plan": "undecided; nodes="}
-            # What may yet be left out is not promised to be whole.
+            # Parts of the prompt may yet be left out, so "exact" is not promised.
             return undecided | ({"X-Fleet-Exactness": "lossy"} if work.smart is not None else {})
         nodes = dict.fromkeys(node for planned in found for node in planned.nodes)
         kind = found[0].kind if len({planned.kind for planned in found}) == 1 else "mixed"
@@ -110,7 +128,7 @@ class _Plans:
             # A machine's name is whatever its owner typed; a header holds one line of ASCII.
             "X-Fleet-Plan": f"{kind}; nodes={','.join(quote(node, safe=' ') for node in nodes)}",
             "X-Fleet-Exactness": max((planned.exactness for planned in found), key=_LOSS.__getitem__),
-            **smart_prefill_reports.headers(self._told(work.per_prompt)),
+            **smart_prefill_reports.headers(self._results(work.per_prompt)),
         }
 
 
@@ -124,28 +142,18 @@ async def whole(request: web.Request, work: GenerationRequest, collector: Collec
                 plans.feed(index, event)
             if not isinstance(event, Loading):
                 collector.feed(index, event)
-    body = msgspec.json.encode(collector.whole())
-    return web.Response(body=body, content_type="application/json", headers=plans.headers(work))
+    return json_answer(collector.whole(), headers=plans.headers(work))
 
 
 async def stream(request: web.Request, work: GenerationRequest, streamer: Streamer) -> web.StreamResponse:
-    """Answer with a stream of events. Raises FleetError only while the headers have not gone out."""
+    """Answer with a stream of objects. Raises FleetError only while the headers have not gone out."""
     async with _choices(request, work) as choices:
         plans = _Plans()
         first = await _early(choices, plans, streamer)
-        talk = _Conversation(EventStream(request, plans.headers(work)), streamer, plans)
-        await talk.open(first)
-        try:
-            await talk.relay(first, choices)
-        except FleetError as exc:
-            await talk.out.fail(exc)
-        except Exception as exc:  # the request's boundary, when its status is already out
-            if isinstance(exc, ConnectionError) and is_gone(request):
-                raise
-            await talk.out.fail(failures.unexpected(exc, request[REQUEST_ID]))
-        else:
-            await talk.out.done()
-    return talk.out.response
+        out = HttpStream(request, plans.headers(work))
+        sender = _Sender(out, streamer, plans)
+        await sender.open(first)
+        return await out.finish(sender.relay(first, choices))
 
 
 Item = tuple[int, Loading | Event] | None
@@ -154,7 +162,7 @@ Item = tuple[int, Loading | Event] | None
 async def _early(choices: Choices, plans: _Plans, streamer: Streamer) -> Item:
     """The first event besides plans, if it comes within the grace.
 
-    The plan itself is waited for longer: a header that names a machine has to name the right one.
+    The wait for the plan itself is longer: a header that names a machine has to name the right one.
     """
     began = time.monotonic()
     try:
@@ -173,30 +181,30 @@ async def _early(choices: Choices, plans: _Plans, streamer: Streamer) -> Item:
     return None
 
 
-class _Conversation:
+class _Sender:
     """One stream being sent: events become frames, and comments fill any silence."""
 
-    def __init__(self, out: EventStream, streamer: Streamer, plans: _Plans) -> None:
-        self.out = out
-        # Those that the headers tell.
+    def __init__(self, out: HttpStream, streamer: Streamer, plans: _Plans) -> None:
+        self._out = out
+        # Begins with the plans that the headers name.
         self._plans = plans
         self._streamer = streamer
         self._progress = ProgressComments()
-        self._spoke = 0.0
-        self._told = plans.smart
+        self._sent_s = 0.0
+        self._smart = plans.smart
 
     async def open(self, first: Item) -> None:
         if first is not None:
             self._progress.feed(*first)
-        await self.out.start(self._progress.comment())
-        self._spoke = time.monotonic()
+        await self._out.start(self._progress.comment())
+        self._sent_s = time.monotonic()
 
     async def relay(self, first: Item, choices: Choices) -> None:
         if first is not None:
             await self._chunks(first)
         while True:
             try:
-                item = await choices.next(max(0.0, self._spoke + limits.SSE_KEEPALIVE_S - time.monotonic()))
+                item = await choices.next(max(0.0, self._sent_s + limits.SSE_KEEPALIVE_S - time.monotonic()))
             except TimeoutError:
                 await self._comment()
                 continue
@@ -205,30 +213,30 @@ class _Conversation:
             index, event = item
             if isinstance(event, Planned):
                 self._streamer.feed(index, event)
-                if event.smart is not None and event.smart != self._told:
+                if event.smart is not None and event.smart != self._smart:
                     # The headers are out.
-                    self._told = event.smart
+                    self._smart = event.smart
                     await self._say(f"smart prefill {smart_prefill_reports.sentence(event.smart)}")
                 if self._plans.feed(index, event) or event.reason:
                     await self._say(f"plan {event}" + (f": {event.reason}" if event.reason else ""))
                 continue
-            if self._progress.feed(index, event) and time.monotonic() - self._spoke >= limits.SSE_PROGRESS_S:
+            if self._progress.feed(index, event) and time.monotonic() - self._sent_s >= limits.SSE_PROGRESS_S:
                 await self._comment()
             await self._chunks((index, event))
         for chunk in self._streamer.closing():
-            await self.out.data(msgspec.json.encode(chunk))
+            await self._out.send(chunk)
 
     async def _comment(self) -> None:
         await self._say(self._progress.comment())
 
     async def _say(self, comment: str) -> None:
-        await self.out.comment(" ".join(comment.split()))
-        self._spoke = time.monotonic()
+        await self._out.comment(" ".join(comment.split()))
+        self._sent_s = time.monotonic()
 
     async def _chunks(self, item: tuple[int, Loading | Event]) -> None:
         index, event = item
         if isinstance(event, Loading):
             return
         for chunk in self._streamer.feed(index, event):
-            await self.out.data(msgspec.json.encode(chunk))
-            self._spoke = time.monotonic()
+            await self._out.send(chunk)
+            self._sent_s = time.monotonic()

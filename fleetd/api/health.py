@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
-import msgspec
 from aiohttp import hdrs, web
 
 from fleetd import limits
+from fleetd.api.body import json_answer
 from fleetd.api.context import SERVICES
-from fleetd.api.openai.models import json
 from fleetd.api.openai.objects import EngineHealth, Health
-from fleetd.api.services import StatusView, view
+from fleetd.control.daemon_status import DaemonStatus
 
 _RETRY_AFTER_S = "5"
 
 
-def judge(status: StatusView) -> Health:
+def judge(status: DaemonStatus) -> Health:
     """What the engines' progress says. Pure."""
     engines = [EngineHealth(engine.model, engine.state, engine.progress_age_s) for engine in status.engines]
     if status.draining:
         return Health("draining", "The daemon is stopping and takes no new requests.", engines)
     for engine in status.engines:
-        age_s = engine.progress_age_s or 0.0
+        age_s = engine.progress_age_s
         if engine.busy and engine.state == "ready" and age_s > limits.ENGINE_STALL_REPORT_S:
             reason = f"{engine.model} has work but took no step for {age_s:.0f} s."
             return Health("stalled", reason, engines)
     if not status.ready:
         return Health("starting", "The daemon is starting.", engines)
-    # A model that is loading, or failed to load, does not stop others from being served: said, not judged.
+    # A model that is loading, or failed to load, does not stop others from being served: the status stays.
     reasons = [
         f"{engine.model} is {engine.state}."
         for engine in status.engines
@@ -37,20 +36,15 @@ def judge(status: StatusView) -> Health:
 
 async def ready(request: web.Request) -> web.StreamResponse:
     """200 when a request would be served, 503 with the reason when it would not."""
-    health = judge(view(request.app[SERVICES].status()))
+    health = judge(request.app[SERVICES].status())
     if health.status == "ok":
-        return json(health)
-    return web.Response(
-        status=503,
-        body=msgspec.json.encode(health),
-        content_type="application/json",
-        headers={hdrs.RETRY_AFTER: _RETRY_AFTER_S},
-    )
+        return json_answer(health)
+    return json_answer(health, status=503, headers={hdrs.RETRY_AFTER: _RETRY_AFTER_S})
 
 
 async def live(_request: web.Request) -> web.StreamResponse:
     """The process runs and its loop turns; that is all, so it needs no token."""
-    return json(Health("ok"))
+    return json_answer(Health("ok"))
 
 
 async def metrics(request: web.Request) -> web.StreamResponse:

@@ -1,62 +1,53 @@
-"""The OpenAPI 3.1 document at /openapi.json, generated from the types that decode and encode."""
+"""The OpenAPI 3.1 document at /openapi.json, made from the table of routes and the types in it."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
-from fleetd.api import compress
-from fleetd.api.context import SERVICES
-from fleetd.api.failures import ErrorReply
-from fleetd.api.openai import bodies, objects
+from fleetd.api.body import json_answer
+from fleetd.api.context import ROUTES, SERVICES
+from fleetd.api.route_entry import Route, RouteStatus
+from fleetd.control.compression_reply import Compression, CompressTimings, CompressUsage, KeptSpan
 
-_REF = "#/components/schemas/{name}"
-_TYPES = (
-    bodies.ChatBody,
-    bodies.CompletionBody,
-    compress.CompressBody,
-    compress.Compression,
-    objects.ChatCompletion,
-    objects.ChatChunk,
-    objects.TextCompletion,
-    objects.ModelObject,
-    objects.ModelList,
-    objects.Health,
-    ErrorReply,
-)
+Schemas = Mapping[type, dict[str, Any]]
 
-# Every status a route may answer with besides 200, and what it means.
-_ALWAYS = {
-    "400": "The request is not valid HTTP or JSON, or a field is wrong; `error.param` names it.",
-    "401": "The token is missing or wrong.",
-    "403": "The Host, Origin or peer may not ask.",
-    "405": "This method is not allowed here.",
-    "500": "A bug; the daemon's log has the details under the request id.",
-    "503": "Too many connections, or the daemon is stopping, stalled or out of memory; see Retry-After.",
-}
-_BODY = {
-    "408": "The body arrived too slowly.",
-    "413": "The body is too large.",
-    "415": "The body is not JSON.",
-}
-_MODEL = {
-    "404": "No such model; the nearest names are offered.",
-}
-_ENGINE = {
-    "429": "The queue is full; see Retry-After.",
-    "502": "The engine died, or a download failed.",
-    "504": "The engine stalled.",
-    "507": "The disk is full.",
+# Their defaults are for readers of another version's daemon; this one sends every field that it sets.
+_DEFAULTED = (Compression, KeptSpan, CompressUsage, CompressTimings)
+
+# Statuses of every route; a route adds its own.
+_ALWAYS: Mapping[int, RouteStatus] = {
+    400: RouteStatus("The request is not valid HTTP or JSON, or a field is wrong; `error.param` names it."),
+    401: RouteStatus("The token is missing or wrong."),
+    403: RouteStatus("The Host, Origin or peer may not ask."),
+    405: RouteStatus("This method is not allowed here."),
+    500: RouteStatus("A bug; the daemon's log has the details under the request id."),
+    503: RouteStatus(
+        "Too many connections, or the daemon is stopping, stalled or out of memory; see Retry-After."
+    ),
 }
 
 
-@cache
-def document(version: str) -> dict[str, Any]:
-    """The whole document, as plain values."""
-    _, components = msgspec.json.schema_components(_TYPES, ref_template=_REF)
+async def serve(request: web.Request) -> web.StreamResponse:
+    return json_answer(document(request.app[ROUTES].values(), request.app[SERVICES].version))
+
+
+def document(routes: Iterable[Route], version: str) -> dict[str, Any]:
+    """The whole document, as plain values. Routes without a name are left out."""
+    listed = [route for route in routes if route.name]
+    types = list(dict.fromkeys(kind for route in listed for kind in _types(route)))
+    references, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
+    schemas = dict(zip(types, references, strict=True))
+    for kind in _DEFAULTED:
+        fields = msgspec.structs.fields(kind)
+        components[kind.__name__]["required"] = [field.name for field in fields if field.default is not UNSET]
+    paths: dict[str, dict[str, Any]] = {}
+    for route in listed:
+        paths.setdefault(route.template, {})[route.method.lower()] = _operation(route, schemas)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -65,64 +56,7 @@ def document(version: str) -> dict[str, Any]:
             "description": "OpenAI's API for the models of this machine.",
         },
         "security": [{"bearer": []}],
-        "paths": {
-            "/v1/chat/completions": {
-                "post": _generate("chat", bodies.ChatBody, objects.ChatCompletion, objects.ChatChunk)
-            },
-            "/v1/completions": {
-                "post": _generate(
-                    "completion", bodies.CompletionBody, objects.TextCompletion, objects.TextCompletion
-                )
-            },
-            "/v1/compress": {
-                "post": {
-                    **_operation(
-                        "compress",
-                        "What smart prefill would keep of a prompt; lossy.",
-                        _json(compress.Compression),
-                        {**_BODY, **_MODEL, **_ENGINE},
-                    ),
-                    "requestBody": {"required": True, "content": _json(compress.CompressBody)},
-                }
-            },
-            "/v1/models": {
-                "get": _operation("listModels", "Models on this machine.", _json(objects.ModelList), {})
-            },
-            "/v1/models/{id}": {
-                "get": {
-                    **_operation("showModel", "One model.", _json(objects.ModelObject), _MODEL),
-                    "parameters": [
-                        {
-                            "name": "id",
-                            "in": "path",
-                            "required": True,
-                            "schema": {"type": "string", "minLength": 1},
-                        }
-                    ],
-                }
-            },
-            "/health": {"get": _health("health", "Would a request be served?")},
-            "/health/ready": {"get": _health("ready", "The same.")},
-            "/health/live": {
-                "get": {**_operation("live", "The process runs.", _json(objects.Health), {}), "security": []}
-            },
-            "/metrics": {
-                "get": _operation(
-                    "metrics",
-                    "Prometheus metrics; OpenMetrics if accepted.",
-                    {
-                        "text/plain": {"schema": {"type": "string"}},
-                        "application/openmetrics-text": {"schema": {"type": "string"}},
-                    },
-                    {},
-                )
-            },
-            "/openapi.json": {
-                "get": _operation(
-                    "openapi", "This document.", {"application/json": {"schema": {"type": "object"}}}, {}
-                )
-            },
-        },
+        "paths": paths,
         "components": {
             "schemas": components,
             "securitySchemes": {
@@ -132,70 +66,54 @@ def document(version: str) -> dict[str, Any]:
     }
 
 
-async def serve(request: web.Request) -> web.StreamResponse:
-    body = msgspec.json.encode(document(request.app[SERVICES].version))
-    return web.Response(body=body, content_type="application/json")
+def _types(route: Route) -> Iterator[type]:
+    """The types that a route's operation refers to."""
+    reply = route.reply if isinstance(route.reply, type) else None
+    others = [status.reply for status in route.statuses.values()]
+    for kind in (route.body, reply, route.item, route.dialect.error_type, *others):
+        if kind is not None:
+            yield kind
 
 
-# ---- Pieces ----------------------------------------------------------------------------------------------
-
-
-def _ref(kind: type) -> dict[str, str]:
-    return {"$ref": _REF.format(name=kind.__name__)}
-
-
-def _json(kind: type) -> dict[str, Any]:
-    return {"application/json": {"schema": _ref(kind)}}
-
-
-def _operation(name: str, summary: str, content: dict[str, Any], more: dict[str, str]) -> dict[str, Any]:
-    failures = {**_ALWAYS, **more}
-    return {
-        "operationId": name,
-        "summary": summary,
+def _operation(route: Route, schemas: Schemas) -> dict[str, Any]:
+    statuses = sorted({**_ALWAYS, **route.statuses}.items())
+    operation: dict[str, Any] = {
+        "operationId": route.name,
+        "summary": route.summary,
         "responses": {
-            "200": {"description": "The answer.", "content": content},
-            **{
-                status: {"description": meaning, "content": _json(ErrorReply)}
-                for status, meaning in sorted(failures.items())
-            },
+            "200": {"description": "The answer.", "content": _content(route, schemas)},
+            **{str(code): _failure(route, status, schemas) for code, status in statuses},
         },
     }
-
-
-def _generate(name: str, body: type, reply: type, chunk: type) -> dict[str, Any]:
-    content = {
-        **_json(reply),
-        "text/event-stream": {
-            # Of each event; the last one's data is [DONE], or an error.
-            "schema": {
-                "type": "object",
-                "required": ["data"],
-                "properties": {
-                    "data": {
-                        "anyOf": [
-                            {"const": "[DONE]"},
-                            {
-                                "type": "string",
-                                "contentMediaType": "application/json",
-                                "contentSchema": {"anyOf": [_ref(chunk), _ref(ErrorReply)]},
-                            },
-                        ]
-                    }
-                },
-            }
-        },
-    }
-    return {
-        **_operation(name, "Generate; `stream` asks for events.", content, {**_BODY, **_MODEL, **_ENGINE}),
-        "requestBody": {"required": True, "content": _json(body)},
-    }
-
-
-def _health(name: str, summary: str) -> dict[str, Any]:
-    operation = _operation(name, summary, _json(objects.Health), {})
-    operation["responses"]["503"] = {
-        "description": "Not now, and why.",
-        "content": {"application/json": {"schema": {"anyOf": [_ref(objects.Health), _ref(ErrorReply)]}}},
-    }
+    if route.parameters:
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+            for name in route.parameters
+        ]
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": _json(schemas[route.body])}
+    if route.open:
+        operation["security"] = []
     return operation
+
+
+def _content(route: Route, schemas: Schemas) -> dict[str, Any]:
+    content = _json(schemas[route.reply]) if isinstance(route.reply, type) else dict(route.reply)
+    if route.item is not None:
+        stream = route.dialect.stream()
+        media_type = stream.content_type.partition(";")[0]
+        content[media_type] = {
+            "schema": stream.schema([schemas[route.item], schemas[route.dialect.error_type]])
+        }
+    return content
+
+
+def _failure(route: Route, status: RouteStatus, schemas: Schemas) -> dict[str, Any]:
+    schema = schemas[route.dialect.error_type]
+    if status.reply is not None:
+        schema = {"anyOf": [schemas[status.reply], schema]}
+    return {"description": status.meaning, "content": _json(schema)}
+
+
+def _json(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {"application/json": {"schema": schema}}

@@ -1,4 +1,4 @@
-"""What an SSE comment says while there is no text yet: how far loading or prefill has come. Pure."""
+"""The comment in a stream while there is no text yet: how far loading or prefill has come. Pure."""
 
 from __future__ import annotations
 

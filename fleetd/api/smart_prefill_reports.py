@@ -1,28 +1,24 @@
-"""What a client is told of smart prefill: headers, a comment in a stream, an object in the body. Pure."""
+"""Reports about smart prefill in every dialect: headers, and a comment in a stream. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 from urllib.parse import quote
 
-import msgspec
-
-from fleetd.api.openai import objects as o
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 
 # Printable ASCII besides letters: a header holds one line of that.
 _PLAIN = " !\"#$&'()*+,-./:;<=>?@[]^_`{|}~"
 _HEADER_CHARS = 500
 
 
-def headers(told: Sequence[SmartPrefillResult]) -> Mapping[str, str]:
-    """Of all prompts of one request; none where nobody asked for it."""
-    if not told:
+def headers(results: Sequence[SmartPrefillResult]) -> Mapping[str, str]:
+    """Headers about all prompts of one request; none if smart prefill was not asked for."""
+    if not results:
         return {}
-    used = [each for each in told if each.used]
-    skipped = next((each.skipped for each in told if not each.used), "")
+    used = [each for each in results if each.used]
+    skipped = next((each.skipped for each in results if not each.used), "")
     found = {}
     if used:
         found = {
@@ -36,60 +32,50 @@ def headers(told: Sequence[SmartPrefillResult]) -> Mapping[str, str]:
     return found
 
 
-def sentence(told: SmartPrefillResult) -> str:
-    """For a comment in a stream, once the headers are out."""
-    if not told.used:
-        return f"skipped: {told.skipped}"
+def sentence(result: SmartPrefillResult) -> str:
+    """The comment in a stream whose headers are already out."""
+    if not result.used:
+        return f"skipped: {result.skipped}"
     return (
-        f"{told.form}; compressor={quote(told.compressor, safe='/')}; "
-        f"tokens={told.compressed_tokens}/{told.original_tokens}"
+        f"{result.form}; compressor={quote(result.compressor, safe='/')}; "
+        f"tokens={result.compressed_tokens}/{result.original_tokens}"
     )
 
 
 class SmartPrefillReports:
-    """What came of the prompts of one request, by choice; ``report`` is the object of its body."""
+    """The smart prefill results of one request, by choice.
+
+    Args:
+        policy: None for a request without smart prefill.
+        per_prompt: choices that answer each prompt.
+    """
 
     def __init__(self, policy: SmartPrefillPolicy | None, per_prompt: int) -> None:
-        self._policy = policy
-        self._per_prompt = per_prompt
-        self._told: dict[int, SmartPrefillResult] = {}
+        self.policy = policy
+        self._choices_per_prompt = per_prompt
+        self._results: dict[int, SmartPrefillResult] = {}
 
-    def add(self, index: int, told: SmartPrefillResult | None) -> None:
-        if told is not None:
-            self._told[index] = told
+    def add(self, index: int, result: SmartPrefillResult | None) -> None:
+        if result is not None:
+            self._results[index] = result
 
     def of(self, index: int) -> SmartPrefillResult:
-        return self._told.get(index) or SmartPrefillResult()
+        """The result of one choice's prompt; an empty one if there is none."""
+        return self._results.get(index) or SmartPrefillResult()
 
     @property
     def slowest(self) -> SmartPrefillResult | None:
-        """Of prompts that are scored side by side; None where nobody asked."""
-        return max(self._told.values(), key=lambda told: told.score_s, default=None)
+        """The result that took longest; prompts are scored side by side. None if there is none."""
+        return max(self._results.values(), key=lambda result: result.score_s, default=None)
 
-    def report(self) -> o.SmartReport | msgspec.UnsetType:
-        """Each prompt once, however many choices answer it; nothing where nobody asked."""
-        told = [told for index, told in sorted(self._told.items()) if index % self._per_prompt == 0]
-        if self._policy is None or not told:
-            return msgspec.UNSET
-        best = next((each for each in told if each.used), told[0])
-        return o.SmartReport(
-            mode=best.form or "full",
-            compressor=best.compressor,
-            nodes=list(best.nodes),
-            original_tokens=sum(each.original_tokens for each in told),
-            compressed_tokens=sum(
-                each.compressed_tokens if each.used else each.original_tokens for each in told
-            ),
-            score_ms=round(max(each.score_s for each in self._told.values()) * 1000, 3),
-            skipped=next((each.skipped for each in told if not each.used), ""),
-            settings=settings(self._policy),
-        )
-
-
-def settings(policy: SmartPrefillPolicy) -> dict[str, Any]:
-    return {name: value for name, value in msgspec.structs.asdict(policy).items() if name != "enabled"}
+    @property
+    def per_prompt(self) -> list[SmartPrefillResult]:
+        """One result per prompt, in the order of the prompts."""
+        return [
+            result for index, result in sorted(self._results.items()) if index % self._choices_per_prompt == 0
+        ]
 
 
 def line(text: str) -> str:
-    """Any text as one that a header can hold."""
+    """Any text as one line that a header can hold."""
     return quote(" ".join(text.split()), safe=_PLAIN)[:_HEADER_CHARS]

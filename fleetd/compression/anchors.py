@@ -32,7 +32,7 @@ _STOP = frozenset(_STOP_WORDS.split())
 
 
 def relevance(question: str, units: Sequence[str]) -> list[float]:
-    """For each unit's text, how much it has of what the question names; 0 where nothing."""
+    """BM25 score of each unit's text for the question's words; 0 if it has none of them."""
     asked = _terms(words(question)[-_QUESTION_WORDS:])
     found = [_terms(words(unit)) for unit in units]
     frequency: Counter[tuple[str, ...]] = Counter()
@@ -85,7 +85,7 @@ def _leads(
     found: Sequence[Counter[tuple[str, ...]]],
     frequency: Counter[tuple[str, ...]],
 ) -> dict[tuple[str, ...], float]:
-    """Rare words of the best units that the question does not have, each as much as its unit is worth."""
+    """Rare words of the best units that the question lacks, each weighted by its unit's score."""
     best = sorted((i for i, score in enumerate(scores) if score > 0), key=lambda i: (-scores[i], i))
     leads: dict[tuple[str, ...], float] = {}
     for i in best[:_HOP_UNITS]:
@@ -96,7 +96,7 @@ def _leads(
 
 
 def _stem(word: str) -> str:
-    """English endings off, roughly: what asks and what answers differ in them."""
+    """The word without its English ending, roughly: question and answer often differ in it."""
     for ending in ("ies", "ing", "ed", "es", "s"):
         if word.endswith(ending) and len(word) - len(ending) >= 3 and not word.endswith("ss"):
             return word[: -len(ending)] + ("y" if ending == "ies" else "")

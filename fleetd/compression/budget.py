@@ -24,12 +24,13 @@ def budget(
     attention: Sequence[float] | None,
     at_least: float = 0.0,
 ) -> int:
-    """Tokens to keep of ``tokens``, pinned ones counted.
+    """How many of ``tokens`` to keep, pinned ones included.
 
     Args:
-        fixed_tokens: pinned ones.
-        costs: tokens of each unit that may be dropped; ``attention``: what each matters, not negative.
-        at_least: a ratio that the gate asks for; the client's own bound on tokens still holds.
+        fixed_tokens: tokens of the pinned units.
+        costs: tokens of each unit that may be dropped.
+        attention: how much each of them matters, at least 0; None if the text was not scored.
+        at_least: the least share that the gate allows; the client's own bound on tokens still holds.
     """
     if policy.target_ratio:
         wanted = policy.target_ratio * tokens
@@ -45,7 +46,7 @@ def budget(
 
 
 def _mass_tokens(costs: Sequence[int], attention: Sequence[float]) -> int:
-    """Tokens of the smallest set of units that has ``TAU`` of the attention.
+    """Token count of the smallest set of units that holds the share ``TAU`` of the attention.
 
     A unit's mass is its score times its tokens, as far as it stands out: even the dullest text gets some
     attention, and together that is much. Where nothing stands out, all of it counts.

@@ -18,7 +18,9 @@ from fleetd.compression.words import Range, lines
 
 
 class Pieces(Protocol):
-    """Where pieces go to. Frames are named by the numbers that ``frames`` returns, those in ``outer`` too."""
+    """Takes the pieces that ``split`` finds. A frame is named by the number that ``frames`` returned for
+    it.
+    """
 
     def add(self, span: Range, frames: tuple[int, ...]) -> int: ...
 
@@ -84,7 +86,7 @@ def _split(rows: list[_Line], most: int, frames: tuple[int, ...], to: Pieces, de
 
 
 def _statements(rows: Sequence[_Line]) -> list[list[_Line]]:
-    """Lines at the smallest depth begin statements; what is deeper, blank or closes belongs to the last."""
+    """Statements: each begins at the smallest depth and has the deeper, blank and closing lines after it."""
     base = min((row.indent for row in rows if row.indent >= 0), default=0)
     inside = _inside_of(rows, base)
     groups: list[list[_Line]] = []
@@ -103,7 +105,7 @@ def _statements(rows: Sequence[_Line]) -> list[list[_Line]]:
 
 
 def _inside_of(rows: Sequence[_Line], base: int) -> list[bool]:
-    """For each line whether its depth says nothing, and what follows it is part of the statement above."""
+    """True for each line whose depth says nothing: it belongs to the statement above it."""
     found: list[bool] = []
     deeper = False
     for row in reversed(rows):
@@ -115,7 +117,7 @@ def _inside_of(rows: Sequence[_Line], base: int) -> list[bool]:
 
 
 def _inside(rows: list[_Line], most: int, frames: tuple[int, ...], to: Pieces, depth: int) -> None:
-    """One statement that is too long: its own lines are frames of what is deeper."""
+    """Split a statement that is too long: its own lines become frames of its deeper lines."""
     base = min((row.indent for row in rows if row.indent >= 0), default=0)
     runs: list[tuple[bool, list[_Line]]] = []
     for row in rows:
@@ -138,13 +140,13 @@ def _inside(rows: list[_Line], most: int, frames: tuple[int, ...], to: Pieces, d
 
 
 def _lead(first: list[_Line], most: int) -> list[_Line]:
-    """The comments in front of a statement, if they are too long to come with every piece of it."""
+    """The comments before a statement, if they are too long to be repeated with each of its pieces."""
     count = next((i for i, row in enumerate(first) if row.indent >= 0 and not row.leads), 0)
     return first[:count] if first[count].start - first[0].start > _LEAD_SHARE * most else []
 
 
 def _pack(groups: list[list[_Line]], most: int, frames: tuple[int, ...], to: Pieces) -> None:
-    """Whole groups together while they fit."""
+    """Join whole groups while they fit."""
     start = end = -1
     for group in groups:
         first, last = group[0].start, group[-1].end

@@ -51,7 +51,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """See the module. ``questions``: ranges of ``text`` that ask; ``starts``: where in it blocks begin."""
+    """A prompt as blocks of text. ``questions``: ranges of ``text`` that ask; ``starts``: where its
+    blocks begin.
+    """
 
     blocks: tuple[Block, ...]
     questions: tuple[Range, ...] = ()
@@ -80,7 +82,7 @@ class Document:
 
     @classmethod
     def of_text(cls, text: str) -> Document:
-        """A prompt for /v1/completions: what asks stands at its ends."""
+        """The document of a /v1/completions prompt, whose question is at its head or at its end."""
         clean, marked = unmark(text)
         return cls((Block(clean, marked=marked),), tuple(question_ranges(clean)))
 
@@ -90,7 +92,7 @@ class Document:
 
     @property
     def task(self) -> str:
-        """What of the question says what is to be done: of a long turn its ends, the rest is pasted there."""
+        """The part of the question that states the task: both ends of a long turn, whose middle is pasted."""
         question = self.question
         if estimate_tokens(question) <= _BLOB_TOKENS:
             return question
@@ -101,7 +103,7 @@ class Document:
         return estimate_tokens(self.text)
 
     def block_at(self, at: int) -> int:
-        """Which block a character of ``text`` lies in; the line feed behind a block counts to it."""
+        """Index of the block that a character of ``text`` is in, its final line feed included."""
         return max(0, bisect_right(self.starts, at) - 1)
 
     def flat(self, block: int, span: Range) -> Range:
@@ -134,7 +136,7 @@ def unmark(text: str) -> tuple[str, tuple[Range, ...]]:
 
 
 def unmarked(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The same messages without markers: what a model gets if nothing is dropped."""
+    """The messages without keep markers: what the model reads if nothing is dropped."""
     return [
         {**message, "content": block.text} if isinstance(message.get("content"), str) else dict(message)
         for message, block in ((message, _block(message)) for message in messages)

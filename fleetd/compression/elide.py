@@ -40,9 +40,9 @@ def texts(document: Document, selection: Selection) -> list[str]:
 def messages(
     document: Document, selection: Selection, original: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """``original`` with each string content replaced by its block's text; everything else as it was.
+    """``original`` with each string content replaced by its block's text, otherwise unchanged.
 
-    No message is left out, however little is kept of it: calls keep their results, and roles alternate.
+    Every message stays, even if little of it is kept: calls keep their results, and roles alternate.
     """
     return [
         {**message, "content": text} if isinstance(message.get("content"), str) else dict(message)
@@ -51,7 +51,7 @@ def messages(
 
 
 def elided(text: str, kept: Sequence[Range], *, boundaries: bool = True) -> str:
-    """``text`` with a marker for whatever is in none of the ranges (sorted, disjoint)."""
+    """``text`` with a marker for each part that is in none of the sorted, disjoint ranges."""
     ranges = _Ranges(kept)
     parts: Iterator[_TextPart]
     if boundaries:
@@ -66,7 +66,7 @@ def elided(text: str, kept: Sequence[Range], *, boundaries: bool = True) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _TextPart:
-    """Text that is said, or a gap and how it is to be marked: line, code, row or json."""
+    """Text that is kept, or a gap with the kind of its marker: line, code, row or json."""
 
     said: str
     gap: Range | None = None
@@ -129,7 +129,7 @@ def _parts(text: str, span: Range, ranges: _Ranges, style: str) -> Iterator[_Tex
 
 
 def _joined(parts: Iterator[_TextPart]) -> Iterator[_TextPart]:
-    """Gaps that touch are one."""
+    """The parts with adjacent gaps joined."""
     open_gap: _TextPart | None = None
     for part in parts:
         if part.gap is None:
@@ -149,7 +149,7 @@ def _joined(parts: Iterator[_TextPart]) -> Iterator[_TextPart]:
 
 
 def _gap(before: str, part: _TextPart, text: str) -> str:
-    """The marker's line, begun and ended where the text around it does not do so."""
+    """The marker as a line, with line feeds where the text around it has none."""
     start, end = part.gap or (0, 0)
     dropped = text[start:end]
     if not dropped.strip():
@@ -196,7 +196,7 @@ def _value(text: str, node: JsonNode, ranges: _Ranges) -> str:
 
 
 def _omitted(text: str, gap: Sequence[JsonNode], kind: str) -> list[str]:
-    """An element, or a member, that stands for those that are left out."""
+    """An element, or a member, in the place of the elements that are left out."""
     if not gap:
         return []
     said = json.dumps(marker(estimate_tokens(text[gap[0].first : gap[-1].end])))

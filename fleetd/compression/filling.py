@@ -26,7 +26,9 @@ _BY_SCORE, _NEIGHBOURED = 0.8, 0.1
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A unit of the document: where in its text, and in tokens; ``frames`` and ``index`` count all pieces."""
+    """A unit with its range of the document's text and its tokens; ``index`` and ``frames`` count all
+    pieces.
+    """
 
     index: int
     block: int
@@ -37,7 +39,7 @@ class Piece:
 
 
 class KeptPieces:
-    """Pieces that are kept, ``tokens``: theirs. A gap costs ``marker`` tokens."""
+    """The pieces kept so far and their ``tokens``. Each gap between them costs ``marker`` tokens."""
 
     def __init__(self, pieces: Sequence[Piece], marker: int) -> None:
         self._all = pieces
@@ -53,11 +55,11 @@ class KeptPieces:
 
     @property
     def length(self) -> int:
-        """Tokens of the text form: what is kept, and its gaps."""
+        """Tokens of the text form: kept pieces and markers of gaps."""
         return self.tokens + self._marker * self._gaps
 
     def fits(self, piece: Piece, room: float) -> bool:
-        """Whether tokens and lines for gaps, these up to a share of it, are within ``room`` with a piece."""
+        """True if a piece fits into ``room`` together with the markers, which may take a share of it."""
         tokens, gaps = self._with(piece)
         return tokens + min(self._marker * gaps, _MARKED * room) <= room
 
@@ -69,7 +71,7 @@ class KeptPieces:
         self.indexes.update(self._missing(piece))
 
     def _with(self, piece: Piece) -> tuple[int, int]:
-        """Tokens and gaps once a piece and its frames are kept."""
+        """Tokens and number of gaps after adding a piece with its frames."""
         added: set[int] = set()
         tokens, gaps = self.tokens, self._gaps
         for i in self._missing(piece):
@@ -79,7 +81,7 @@ class KeptPieces:
         return tokens, gaps
 
     def beside(self, piece: Piece) -> Iterator[Piece]:
-        """The pieces before and behind it in the same block that are no frames."""
+        """The pieces before and after it in the same block, frames skipped."""
         for step in (-1, 1):
             at = piece.index + step
             while 0 <= at < len(self._all) and self._all[at].unit.is_frame:
@@ -88,7 +90,7 @@ class KeptPieces:
                 yield self._all[at]
 
     def close_for_nothing(self) -> None:
-        """Keep what is no longer than the line that would say that it is not."""
+        """Keep each gap that is no longer than the marker that would stand for it."""
         for run in list(self.gaps()):
             if sum(piece.tokens for piece in run) <= self._marker:
                 for piece in run:
@@ -110,7 +112,7 @@ class KeptPieces:
         return sorted({piece.index, *piece.frames} - self.indexes)
 
     def _dropped(self, i: int, beside: int, added: set[int]) -> bool:
-        """Whether a piece's neighbour is of the same block and not kept."""
+        """True if the piece's neighbour is in the same block and not kept."""
         if not 0 <= beside < len(self._all) or self._all[beside].block != self._all[i].block:
             return False
         return beside not in self.indexes and beside not in added

@@ -115,18 +115,21 @@ _REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class GateVerdict:
-    """``declined``: why nothing may be dropped, or "". ``at_least``: the smallest ratio to keep."""
+    """``declined``: the reason why nothing may be dropped, or "". ``at_least``: the smallest share to
+    keep.
+    """
 
     declined: str = ""
     at_least: float = 0.0
 
 
 def judge(task: str, attention: Sequence[float] | None, relevance: Sequence[float]) -> GateVerdict:
-    """
+    """Whether the task permits dropping text, and how much.
+
     Args:
-        task: what of the question says what is to be done.
-        attention: how much each unit that could be dropped matters, None where nothing was scored.
-        relevance: the same by the question's words.
+        task: the part of the question that states the task.
+        attention: how much each droppable unit matters; None if the text was not scored.
+        relevance: how much each of them matters by the question's words alone.
     """
     found = intent(task)
     if found:
@@ -141,7 +144,7 @@ def judge(task: str, attention: Sequence[float] | None, relevance: Sequence[floa
 
 
 def intent(task: str) -> str:
-    """verbatim, summarise, count or compare; "" for a question about a part of the text."""
+    """ "verbatim", "summarise", "count" or "compare"; "" for a question about a part of the text."""
     # Runs of spaces as one: patterns take time that grows with the square of theirs.
     said = "\n".join(" ".join(line.split()) for line in task.splitlines() if line.strip())
     return next((name for name, pattern in _INTENTS.items() if pattern.search(said)), "")

@@ -30,7 +30,9 @@ _WANTED_BACK = 1.5
 
 
 class Aged(dict[int, tuple[Range, ...]]):
-    """Blocks by their index, and what is kept of each. ``compressor``: by whose scores, "" where by none."""
+    """Kept ranges of earlier blocks, by block index. ``compressor``: the model that scored them, "" if
+    none did.
+    """
 
     def __init__(self, kept: Sequence[tuple[Range, ...]] = (), compressor: str = "") -> None:
         super().__init__(enumerate(kept))
@@ -38,7 +40,7 @@ class Aged(dict[int, tuple[Range, ...]]):
 
 
 class History:
-    """Least recently used out first; bounded in entries and in ranges, whose number is what they weigh."""
+    """Decisions by conversation. The least recently used goes first; entries and their ranges are bounded."""
 
     def __init__(
         self, entries: int = limits.SMART_HISTORIES, ranges: int = limits.SMART_HISTORY_RANGES
@@ -68,7 +70,7 @@ class History:
         selection: Selection,
         compressor: str = "",
     ) -> None:
-        """Remember a decision about all of ``messages``, also one to drop nothing."""
+        """Store a decision about all of ``messages``, including one to drop nothing."""
         weight = _weight(selection.kept)
         if not messages or weight > self._ranges:
             return
@@ -81,7 +83,7 @@ class History:
 
 
 def still_serves(document: Document, aged: Mapping[int, Sequence[Range]]) -> bool:
-    """Whether what is kept of aged blocks will do for this question, as far as its words tell."""
+    """True if the kept parts of aged blocks have the words of this question."""
     kept: list[str] = []
     dropped: list[str] = []
     for index, block in enumerate(document.blocks):
@@ -101,7 +103,7 @@ def still_serves(document: Document, aged: Mapping[int, Sequence[Range]]) -> boo
 
 
 def _keys(messages: Sequence[Mapping[str, Any]], policy: SmartPrefillPolicy) -> list[bytes]:
-    """For each beginning of ``messages`` a hash of it and of the policy."""
+    """A hash of the policy and of each prefix of ``messages``."""
     key = hashlib.blake2b(_ENCODE(policy), digest_size=16).digest()
     keys = []
     for message in messages:

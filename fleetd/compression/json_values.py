@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-# Deeper nesting is somebody's attack, or at least nothing a person reads.
+# Deeper nesting is an attack, or at least nothing that a person reads.
 _DEPTH = 48
 _SPACE = re.compile(r"[ \t\r\n]*")
 _STRING = re.compile(r'"(?:[^"\\\x00-\x1f]|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*"')
@@ -33,8 +33,8 @@ class JsonNode:
 
 
 class Scanner:
-    """``allowance``: characters that may be looked at in all, so that text that only looks like JSON costs
-    no more than a few readings of it."""
+    """``allowance``: how many characters may be read in all; text that only looks like JSON would
+    otherwise be read many times."""
 
     def __init__(self, text: str, long_string: int) -> None:
         self._text = text
@@ -42,7 +42,7 @@ class Scanner:
         self._allowance = 4 * len(text)
 
     def at(self, start: int) -> JsonNode | None:
-        """The object or array that begins at ``start``; None where there is none that is whole."""
+        """The object or array that begins at ``start``; None if there is no complete one."""
         if self._allowance <= 0 or self._text[start : start + 1] not in ("{", "["):
             return None
         self._furthest = start

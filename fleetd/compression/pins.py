@@ -29,7 +29,7 @@ _CONTROL = re.compile(
 
 
 def pins(document: Document, budget_tokens: float) -> list[Range]:
-    """Ranges of the document's text; sorted, disjoint. They may have more tokens than the budget."""
+    """Ranges of the document's text that are always kept: sorted, disjoint, possibly more than the budget."""
     return merged([*_always(document, budget_tokens), *_ends(document, budget_tokens)])
 
 
@@ -71,7 +71,7 @@ def _short(block: Block) -> bool:
 
 
 def _ends(document: Document, budget_tokens: float) -> Iterator[Range]:
-    """The first and the last characters that are not a system prompt's."""
+    """The first and the last characters outside the system prompt."""
     size = len(document.text)
     first = next((i for i, b in enumerate(document.blocks) if b.role not in ("system", "developer")), 0)
     start = document.starts[first] if document.starts else 0

@@ -5,7 +5,7 @@
                                           └─► gate: the task needs all of it ─► nothing is dropped
 
 Deterministic: equal scores go by the order of the text. Takes some tenths of a second for 100,000 tokens:
-call it where that holds nobody up.
+call it in a thread.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _NEARLY_ALL = 0.9
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What ranks by attention and by the question's words count for; the unit at rank ``half`` is worth half
-    of the first. Chosen by `python -m eval.tune`."""
+    """How much the ranks by attention and by the question's words count. The unit at rank ``half`` is
+    worth half of the first. Chosen by `python -m eval.tune`."""
 
     attention: float = 0.5
     words: float = 0.5
@@ -128,7 +128,7 @@ def _context(piece: Piece, pieces: Sequence[Piece], text: str) -> str:
 
 
 def _attention(piece: Piece, pieces: Sequence[Piece], meter: _Meter) -> float:
-    """Its own, or half of that of its frames."""
+    """The piece's attention, or half of its frames' if that is more."""
     around = max((meter.attention(pieces[i].span) for i in piece.frames), default=0.0)
     return max(meter.attention(piece.span), 0.5 * around)
 
@@ -139,7 +139,7 @@ def _order(
     by_words: Sequence[float],
     weights: Weights,
 ) -> list[Piece]:
-    """The best first."""
+    """Pieces that may be dropped, the best first."""
     worth = [weights.words * rank for rank in _ranked(by_words, weights.half)]
     if attention is not None:
         ranks = _ranked(attention, weights.half)
@@ -166,14 +166,16 @@ class _Meter:
         self._values: list[float] = [] if scores is None else scores.values.tolist()
 
     def tokens(self, span: Range) -> int:
-        """Those that begin in it; an estimate where none was scored."""
+        """How many tokens begin in the range; an estimate if none was scored."""
         if span[0] >= span[1]:
             return 0
         first, last = bisect_left(self._starts, span[0]), bisect_left(self._starts, span[1])
         return last - first or estimate_tokens(self._text[slice(*span)])
 
     def attention(self, span: Range) -> float:
-        """The mean over its tokens, or half of the most if that is more: a name in a long paragraph."""
+        """The mean over the range's tokens, or half of the highest if that is more: a name in a long
+        paragraph.
+        """
         values = self._values[bisect_left(self._starts, span[0]) : bisect_left(self._starts, span[1])]
         return max(sum(values) / len(values), 0.5 * max(values)) if values else 0.0
 
@@ -196,18 +198,18 @@ def _pieces(
 
 
 def _left(policy: SmartPrefillPolicy, old: int) -> SmartPrefillPolicy:
-    """Bounds in tokens are those of the whole prompt: less what earlier turns decided to keep of it."""
+    """The policy, its bounds of the whole prompt reduced by what earlier turns kept."""
     most = max(1, policy.max_keep_tokens - old) if policy.max_keep_tokens else 0
     return replace(policy, min_keep_tokens=max(0, policy.min_keep_tokens - old), max_keep_tokens=most)
 
 
 def _unit_chars(policy: SmartPrefillPolicy, tokens: int) -> int:
-    """The smaller the budget, the smaller the units: one must not use it up."""
+    """Longest unit in characters: small for a small budget, so that no unit uses it up."""
     return min(MOST_CHARS, max(_LEAST_CHARS, int(4 * _about(policy, tokens) / _UNITS_IN_BUDGET)))
 
 
 def _about(policy: SmartPrefillPolicy, tokens: int) -> float:
-    """The budget as far as it is known before anything is ranked."""
+    """The budget in tokens as far as it is known before ranking."""
     wanted = (policy.target_ratio or _USUAL_RATIO) * tokens
     return min(wanted, policy.max_keep_tokens) if policy.max_keep_tokens else wanted
 

@@ -27,12 +27,12 @@ class Selection:
 
     @property
     def text_tokens(self) -> int:
-        """Of the text form, about."""
+        """Estimated tokens of the text form."""
         return self.kept_tokens + self.marked_tokens
 
     @property
     def ratio(self) -> float:
-        """Share of the tokens that is kept; 1 of an empty prompt."""
+        """Share of the tokens that is kept; 1 for an empty prompt."""
         return self.kept_tokens / self.original_tokens if self.original_tokens else 1.0
 
     def whole(self, document: Document, block: int) -> bool:
@@ -41,7 +41,7 @@ class Selection:
 
 
 def everything(document: Document, tokens: int, reason: str) -> Selection:
-    """Nothing is dropped, and why."""
+    """The selection that keeps everything, with the reason."""
     kept = tuple(((0, len(block.text)),) if block.text else () for block in document.blocks)
     return Selection(kept, tokens, tokens, declined=reason)
 
@@ -57,7 +57,7 @@ def by_block(document: Document, flat: Sequence[Range]) -> tuple[tuple[Range, ..
 
 
 def holes(document: Document, kept: Sequence[Sequence[Range]]) -> int:
-    """How many lines the text form has for what is dropped."""
+    """How many markers the text form has."""
     found = 0
     for block, ranges in zip(document.blocks, kept, strict=True):
         edges = [0, *(edge for span in ranges for edge in span), len(block.text)]

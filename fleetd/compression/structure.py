@@ -63,9 +63,9 @@ _CODE_LINES = 2
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """``[start, end)`` of a text. ``body``: of a fence what lies between its lines, of a table its rows.
+    """Characters ``[start, end)`` of a text. ``body``: the inside of a fence, or the rows of a table.
 
-    A fence that nobody closed has a body up to its end. ``node``: the values of JSON, also where it is
+    The body of an unclosed fence ends with the text. ``node``: the values of JSON, also where it is
     fenced.
     """
 
@@ -161,7 +161,7 @@ def _is_rule(line: str) -> bool:
 
 
 def _row(line: str, separator: str, count: int) -> bool:
-    """Not what is indented, which is part of something."""
+    """True for a line that may be a table row: an indented line belongs to something else."""
     if line.count(separator) != count or len(line) >= _TABLE_ROW_CHARS:
         return False
     return not line[:1].isspace() and not _NUMBER.match(line)

@@ -39,7 +39,7 @@ class TextUnit:
 
 
 def units(text: str, most_chars: int = MOST_CHARS, *, boundaries: bool = True) -> list[TextUnit]:
-    """Units that tile ``text``, in its order.
+    """Units that cover ``text`` without gaps, in its order.
 
     What cannot be cut (a line of code, a JSON number) may be longer than ``most_chars``. Without
     ``boundaries``: sentences and lines, and none needs another.
@@ -68,7 +68,7 @@ class _Builder:
         self.kind: Kind = "prose"
 
     def add(self, span: Range, frames: tuple[int, ...] = ()) -> int:
-        """The new unit's index, in order of addition."""
+        """Add a unit; returns its index in order of addition."""
         self._found.append(TextUnit(*span, self.kind, frames))
         return len(self._found) - 1
 
@@ -89,7 +89,7 @@ class _Builder:
         for old in sorted(range(len(found)), key=lambda i: found[i].start):
             unit, is_frame = found[old], old in framing
             if ordered and not is_frame and self._text[unit.start : unit.end].isspace():
-                # Blank lines are nobody's own: they stay with what they follow.
+                # A blank line belongs to the unit before it.
                 before, was_frame = ordered[-1]
                 ordered[-1] = TextUnit(before.start, unit.end, before.kind, before.frames), was_frame
                 continue

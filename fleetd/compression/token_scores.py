@@ -43,7 +43,8 @@ _ROUNDING = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class SegmentScores:
-    """N tokens of a text, H heads, Q queries; tokens in the order of the text, none of the question's.
+    """Logits of N tokens of a text by H heads and Q queries; tokens in the order of the text, question
+    left out.
 
     starts, ends: (N,) character ranges in the text; several segments' tokens are disjoint.
     pairs: (N, K) which pair, head · Q + query; logits: (N, K) of these, the likeliest first.
@@ -80,7 +81,7 @@ class SegmentScores:
         return int(self.log_sums.shape[1])
 
     def within(self, start: int, end: int) -> bool:
-        """Whether all tokens start in characters [start, end)."""
+        """True if all tokens start in characters [start, end)."""
         return bool(((start <= self.starts) & (self.starts < end)).all())
 
     def packed(self) -> PackedScores:
@@ -141,7 +142,7 @@ class TokenScores:
 
 
 def join(segments: Sequence[SegmentScores]) -> SegmentScores:
-    """Several segments as one; nothing is lost. Raises ValueError as ``merge``."""
+    """Several segments as one, without loss. Raises ValueError as ``merge``."""
     if not segments:
         raise ValueError("no segments to merge")
     shapes = {(*s.log_sums.shape, s.pairs.shape[1]) for s in segments}

@@ -28,7 +28,7 @@ _WORD = re.compile(r"[^\W_]+(?:[.'\u2019_-][^\W_]+)*|[\u3040-\u30ff\u3400-\u9fff
 
 
 def estimate_tokens(text: str) -> int:
-    """About as many tokens as a model of today makes of ``text``; at least 1 unless it is empty."""
+    """Estimated token count of ``text``; at least 1 unless it is empty."""
     ascii_bytes = text.encode("ascii", "ignore")
     marks = len(ascii_bytes.translate(None, _PLAIN_BYTES))
     wide = len(text) - len(ascii_bytes)

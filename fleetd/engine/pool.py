@@ -14,9 +14,10 @@ from pathlib import Path
 
 import structlog
 
+from fleetd.control.daemon_status import EngineStatus
 from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Score, Scored
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.supervisor import EngineProcess, EngineStatus
+from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, OutOfMemory
 from fleetd.models.folder import ModelFolder
 

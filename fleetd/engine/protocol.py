@@ -27,6 +27,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.compression.packed import PackedScores
+from fleetd.control.prefill_trace import Speculated
 from fleetd.plan.prefill.split import Split
 
 # ---- What to generate ------------------------------------------------------------------------------------
@@ -467,31 +468,6 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     queue_s: float = 0.0
     prefill_s: float = 0.0
     decode_s: float = 0.0
-
-
-class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Tokens that one source drafted and those of them that were right, over so many passes."""
-
-    drafted: int = 0
-    accepted: int = 0
-    passes: int = 0
-
-
-class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What drafts did for an answer.
-
-    ``width``: most tokens one pass could verify. ``passes`` and ``tokens``: all of them while the answer was
-    decoded alone, those without a draft included. ``saved_s``: estimated from the measured cost of plain
-    steps; below 0 where time was lost.
-    """
-
-    width: int
-    drafted: int = 0
-    accepted: int = 0
-    passes: int = 0
-    tokens: int = 0
-    saved_s: float = 0.0
-    sources: dict[str, SourceCounts] = {}
 
 
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from fleetd.control.prefill_trace import Speculated
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, Hit
 from fleetd.engine.prompt_encoding import PreparedPrompt
-from fleetd.engine.protocol import Finished, FinishReason, PrefillShared, Speculated, Timings, Usage
+from fleetd.engine.protocol import Finished, FinishReason, PrefillShared, Timings, Usage
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.sparse_prefill.sparse import SparsePrefiller

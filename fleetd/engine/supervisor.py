@@ -12,12 +12,13 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncGenerator, Callable
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import msgspec
 import structlog
 
 from fleetd import limits
+from fleetd.control.daemon_status import EngineState, EngineStatus
 from fleetd.engine import protocol
 from fleetd.engine.protocol import (
     Assisted,
@@ -46,53 +47,8 @@ from fleetd.errors import EngineDied, EngineStalled, FleetError, Overloaded, fro
 
 log = structlog.get_logger(__name__)
 
-State = Literal["loading", "ready", "failed", "stopping"]
 # A worker's stderr goes to the log; one line of it is never worth more than this.
 _LOG_LINE_CHARS = 2000
-
-
-class EngineStatus(msgspec.Struct, frozen=True):
-    """What ``fleetctl status`` shows of one worker. Ages in seconds, sizes in bytes.
-
-    One that has layers [``first_layer``, ``last_layer``) only names the model that it is ``part_of``.
-    """
-
-    model: str
-    state: State
-    stage: str
-    done: int
-    total: int
-    device: str | None
-    dtype: str | None
-    weights_bytes: int
-    memory_bytes: int
-    kv_bytes: int
-    kv_budget_bytes: int
-    prefix_bytes: int
-    prefix_entries: int
-    prefix_queries: int
-    prefix_hits: int
-    context_tokens: int
-    prefill_tok_s: float
-    decode_tok_s: float
-    prefill_context_s: float
-    prefill_fixed_s: float
-    arithmetic: str
-    shares_sparse: bool
-    speculation: str
-    part_of: str
-    first_layer: int
-    last_layer: int
-    prefilling: int
-    decoding: int
-    waiting: int
-    assisting: int
-    steps: int
-    progress_age_s: float
-    idle_s: float
-    restarts: int
-    pid: int | None
-    error: str | None
 
 
 class EngineProcess:
@@ -111,7 +67,7 @@ class EngineProcess:
         on_exit: Callable[[EngineProcess], None] | None = None,
     ) -> None:
         self.settings = settings
-        self.state: State = "loading"
+        self.state: EngineState = "loading"
         self.loading = Loading("starting")
         self.facts: Ready | None = None
         self.error: FleetError | None = None

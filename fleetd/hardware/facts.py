@@ -41,7 +41,9 @@ def mac_facts(sysctl: str) -> MacFacts:
 
 
 def linux_cpu(cpuinfo: str) -> str:
-    """x86 says "model name"; ARM kernels give "Model" on boards and nothing at all on servers."""
+    """The processor's name: x86 kernels give "model name", ARM kernels "Model" on boards and nothing on
+    servers.
+    """
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
         if key.strip() in ("model name", "Model") and value.strip():
@@ -95,7 +97,7 @@ def _count(value: str) -> int:
 
 
 def _ranges(listed: str) -> int:
-    """Of a list as the kernel writes it: 0-7,16 is nine."""
+    """Length of a list as the kernel writes it: "0-7,16" has nine entries."""
     count = 0
     for part in listed.split(","):
         first, _, last = part.partition("-")

@@ -13,41 +13,17 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
 
-import msgspec
 import psutil
 
+from fleetd.control.daemon_status import HardwareReading
 from fleetd.hardware import facts as hardware_facts
 from fleetd.hardware.facts import text
-from fleetd.models.catalog import Tier, tier_of
-
-Accelerator = Literal["metal", "cuda", "cpu"]
+from fleetd.models.catalog import tier_of
 
 _SYSCTL_S = 2.0
 # Above this a cgroup v1 "limit" is the kernel's way to say that there is none.
 _UNLIMITED_BYTES = 1 << 60
-
-
-class HardwareReading(msgspec.Struct, frozen=True):
-    """One reading; ``available_bytes`` changes by the second, the rest does not.
-
-    ``product`` and ``gpu`` are "" where unknown. ``performance_cores``: those of ``cores`` that are of the
-    faster kind. ``wired_limit_bytes``: what a Mac's owner lets the GPU have; 0 is the system's choice.
-    """
-
-    platform: str
-    hostname: str
-    product: str
-    cpu: str
-    gpu: str
-    cores: int
-    performance_cores: int
-    memory_bytes: int
-    available_bytes: int
-    wired_limit_bytes: int
-    tier: Tier
-    accelerator: Accelerator
 
 
 class HardwareProbe:
@@ -105,13 +81,13 @@ class HardwareProbe:
 
 
 def cores() -> int:
-    """That this process may use."""
+    """Cores that this process may use."""
     # Absent on macOS, which has no CPU affinity.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
-def _accelerator(root: Path) -> Accelerator:
+def _accelerator(root: Path) -> str:
     """A guess good enough for status; the engine worker says what it really uses."""
     if sys.platform == "darwin":
         return "metal" if platform.machine() == "arm64" else "cpu"
@@ -121,7 +97,7 @@ def _accelerator(root: Path) -> Accelerator:
 
 
 def _cgroup_folders(root: Path) -> Iterable[Path]:
-    """Our control group and its ancestors: the tightest limit on the way up is the one that kills."""
+    """This process's control group and its ancestors: the tightest limit among them is the one that kills."""
     for line in text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = [*line.split(":", 2), "", ""][:3]
         if controllers and "memory" not in controllers.split(","):
@@ -160,7 +136,7 @@ def _reclaimable(folder: Path) -> int:
 
 
 def _output(command: list[str]) -> str:
-    """What it prints, also where it complains of a part of the question; "" where it does not run."""
+    """What the command prints, even if it reports an error; "" if it cannot run."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SYSCTL_S, check=False)
     except (OSError, subprocess.SubprocessError):

@@ -18,10 +18,10 @@ from fleetd.home.paths import PRIVATE_DIR, PRIVATE_FILE
 
 
 def private_folder(path: Path) -> None:
-    """Make the folder, or close an existing one to others.
+    """Make the folder, or make an existing one private.
 
     Raises:
-        Forbidden: it is a link, or another user's, so somebody else could choose what lies in it.
+        Forbidden: it is a link, or another user's, so another user could choose what lies in it.
         ConfigError, DiskFull: it cannot be made.
     """
     try:

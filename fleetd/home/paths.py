@@ -171,7 +171,7 @@ class HomeLock:
 
 
 def clear_stale_socket(path: Path, *, timeout_s: float = 1.0) -> bool:
-    """Remove a socket nobody answers on; True if there was one.
+    """Remove a socket that no process serves; True if there was one.
 
     Raises:
         AlreadyRunning: something answers.
@@ -197,7 +197,7 @@ def load_token(path: Path) -> str:
     """The API token: created once, readable by this user only.
 
     Raises:
-        Forbidden: the file is a link or another user's, so somebody else could have chosen the token.
+        Forbidden: the file is a link or another user's, so another user could have chosen the token.
         ConfigError: the file is empty or unreadable.
     """
     try:

@@ -74,7 +74,9 @@ class ModelStore:
             yield self.models_dir / hub_id
 
     def _owned(self, folder: Path, name: str) -> ModelFolder:
-        """A folder inside the models folder: ours if it has a manifest, else one that somebody put there."""
+        """A folder inside the models folder: fleetd's if it has a manifest, else one that the user put
+        there.
+        """
         try:
             known = manifest.load(folder / manifest.FILE_NAME)
         except ModelCorrupt:

@@ -44,7 +44,7 @@ def folder_name(name: str) -> str:
 
 
 def is_file_name(name: str) -> bool:
-    """Whether a stranger may name a file so: plain, visible, in no sub-folder."""
+    """True if a peer may use this as a file name: plain, visible, in no sub-folder."""
     return bool(_FILE.fullmatch(name))
 
 

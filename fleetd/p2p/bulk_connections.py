@@ -1,10 +1,10 @@
-"""Sealed streams between daemons: agreed on over a session, opened on the peer port, given away as sockets.
+"""Sealed streams between daemons: agreed on over a session, opened at the peer port, passed on as sockets.
 
     here    expect() → ticket and key, sent to the other side over the session
     there   connect(address, ticket) → a socket
-    here    the port hands the visitor with that ticket to whoever expects it → a socket
+    here    the port passes the connection with that ticket to its expectation → a socket
 
-What travels on the sockets is ``sealed``'s matter, and often another process's.
+``sealed`` defines the bytes on the sockets; often another process reads and writes them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fleetd.p2p.tickets import Tickets
 
 
 class Expected:
-    """A visitor that was invited. ``key`` seals both directions of its stream."""
+    """A connection that was agreed on. ``key`` seals both directions of its stream."""
 
     def __init__(self, ticket: bytes, key: bytes, arrival: asyncio.Future[socket.socket]) -> None:
         self.ticket = ticket
@@ -32,7 +32,7 @@ class Expected:
         self._arrival = arrival
 
     async def socket(self) -> socket.socket:
-        """The visitor's socket, non-blocking. Raises PeerLost if it does not come in time."""
+        """The socket of the connection, non-blocking. Raises PeerLost if it does not arrive in time."""
         try:
             async with asyncio.timeout(limits.TICKET_S):
                 sock = await self._arrival
@@ -43,14 +43,14 @@ class Expected:
 
 
 class Bulk:
-    """The invitations of one daemon."""
+    """The connections that one daemon expects."""
 
     def __init__(self) -> None:
         self._tickets = Tickets[asyncio.Future[socket.socket]]()
 
     @contextmanager
     def expect(self) -> Iterator[Expected]:
-        """Invite one visitor, for as long as the context lasts. Raises Overloaded."""
+        """Expect one connection while the context lasts. Raises Overloaded."""
         loop = asyncio.get_running_loop()
         arrival: asyncio.Future[socket.socket] = loop.create_future()
         expected = Expected(*self._tickets.issue(arrival, loop.time(), os.urandom), arrival)
@@ -63,8 +63,8 @@ class Bulk:
             elif not expected.taken and not arrival.cancelled():
                 arrival.result().close()
 
-    async def visitor(self, ticket: bytes, sock: socket.socket) -> None:
-        """Somebody shows a ticket at the peer port."""
+    async def on_connection(self, ticket: bytes, sock: socket.socket) -> None:
+        """Give a connection that showed a ticket at the peer port to the expectation; close it if none."""
         arrival = self._tickets.take(ticket, asyncio.get_running_loop().time())
         if arrival is None or arrival.done():
             sock.close()
@@ -73,7 +73,7 @@ class Bulk:
 
 
 async def connect(address: tuple[str, int], ticket: bytes) -> socket.socket:
-    """A socket to the other side's expectation, non-blocking. Raises PeerUnreachable."""
+    """Open a connection that the other side expects; a non-blocking socket. Raises PeerUnreachable."""
     sock = await transport.open_socket(address)
     try:
         await asyncio.get_running_loop().sock_sendall(sock, tickets.preface(ticket))

@@ -1,8 +1,8 @@
-"""How fast each way to a peer is: a few echoes and a short burst on a sealed stream of its own.
+"""Measures each path to a peer: a few echoes and short bursts on a sealed stream.
 
-The session's pings measure only the way that the session takes; a peer may have better ones. So every known
-address is tried when a peer connects, and its echoes again now and then. Bursts are not repeated while a
-session lasts: ten megabytes every few minutes would be most of what an idle fleet sends.
+The session's pings measure only the path of the session; a peer may have better ones. So every known address
+is measured when a peer connects, and its round trip again from time to time. Bursts are not repeated while a
+session lasts: ten megabytes every few minutes would be most of the traffic of an idle fleet.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fleetd.errors import FleetError, Overloaded, ProtocolError
 from fleetd.limits import KIB, MIB
 from fleetd.observe import get_logger
 from fleetd.p2p import bulk_connections
-from fleetd.p2p.mesh import Address
-from fleetd.p2p.messages import reader
+from fleetd.p2p.links import Address
+from fleetd.p2p.message_reader import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.sealed.stream import SealedReceiver, SealedSender
@@ -37,15 +37,15 @@ log = get_logger("fleetd.p2p")
 METHOD = "link.probe"
 _ECHO = bytes(16)
 _ECHOES = 4
-# Each burst tells whether the next one would take too long on this way.
+# Each burst shows whether the next one would take too long on this path.
 _BURSTS = (128 * KIB, MIB, 8 * MIB)
 _LONGEST_S = 1.0
-# A new peer first gets the work that it came for.
+# A delay after connecting, so that requests go before measurements.
 _SETTLE_S = 1.0
 
 
 class Invitation(msgspec.Struct, frozen=True, array_like=True):
-    """The answer: what to show at the peer port, and what seals the stream."""
+    """The answer: the ticket for the peer port, and the key of the stream."""
 
     ticket: Annotated[bytes, Meta(min_length=32, max_length=32)]
     key: Annotated[bytes, Meta(min_length=32, max_length=32)]
@@ -57,36 +57,36 @@ _T = TypeVar("_T")
 
 
 class LinkProber:
-    """Measures outgoing ways, and answers the measurements of others."""
+    """Measures this machine's paths, and answers the measurements of others."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        # When, and in which life of the peer, each way was measured.
+        # Time of the last measurement of each path, and the peer's epoch then.
         self._measured: dict[tuple[str, Address], tuple[float, int]] = {}
         self._answering = 0
-        # One at a time for each peer: the next may be asked for before the last one has been put away.
+        # One measurement at a time for each peer: a peer may ask for the next before the last has ended.
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         node.handle(METHOD, self.answer)
 
     async def run(self) -> None:
-        """Measure whatever is new or old, one way at a time, until cancelled."""
+        """Measure each path that is new or due, one at a time, until cancelled."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_SETTLE_S)
-            self._forget_old_ways()
+            self._forget_old_paths()
             for node_id, peer in list(self._node.mesh.peers.items()):
-                life = peer.link.epoch if peer.link is not None else 0
+                epoch = peer.link.epoch if peer.link is not None else 0
                 for path in list(peer.paths) if peer.usable else ():
                     at, before = self._measured.get((node_id, path.address), (-math.inf, -1))
-                    if life != before or loop.time() - at >= limits.LINK_PROBE_S:
-                        self._measured[node_id, path.address] = (loop.time(), life)
-                        await self._measure(node_id, path.address, _BURSTS if life != before else ())
+                    if epoch != before or loop.time() - at >= limits.LINK_PROBE_S:
+                        self._measured[node_id, path.address] = (loop.time(), epoch)
+                        await self._measure(node_id, path.address, _BURSTS if epoch != before else ())
                 self._node.prefer_best_path(node_id)
 
-    def _forget_old_ways(self) -> None:
+    def _forget_old_paths(self) -> None:
         peers = self._node.mesh.peers.items()
         known = {(node_id, path.address) for node_id, peer in peers for path in peer.paths}
-        self._measured = {way: when for way, when in self._measured.items() if way in known}
+        self._measured = {path: when for path, when in self._measured.items() if path in known}
 
     async def _measure(self, node_id: str, address: Address, bursts: Sequence[int]) -> None:
         peer = self._node.mesh.peers.get(node_id)
@@ -96,10 +96,10 @@ class LinkProber:
         try:
             rtt_s, speeds = await self.measure(node_id, address, bursts)
         except Overloaded:
-            del self._measured[node_id, address]  # nothing about this way; soon again
+            del self._measured[node_id, address]  # no fault of this path; measure it again soon
             return
         except FleetError as error:
-            if self._node.connection(node_id) is not None:  # else it says nothing about this way
+            if self._node.connection(node_id) is not None:  # else the path is not at fault
                 peer.paths.failed(address, error.message, loop.time(), 0.0)
             return
         peer.paths.succeeded(address, loop.time())
@@ -127,28 +127,28 @@ class LinkProber:
             stream.cancel()
 
     async def answer(self, peer: str, _body: bytes, stream: PeerStream) -> None:
-        """The handler of METHOD. Raises Overloaded, ProtocolError, PeerLost."""
+        """Handle METHOD. Raises Overloaded, ProtocolError, PeerLost."""
         try:
             async with asyncio.timeout(limits.LINK_PROBE_WITHIN_S), self._turns[peer]:
                 if self._answering >= limits.LINK_PROBES:
                     raise Overloaded(f"{limits.LINK_PROBES} measurements run here already.")
                 self._answering += 1
                 try:
-                    await self._be_measured(stream)
+                    await self._serve_measurement(stream)
                 finally:
                     self._answering -= 1
         except TimeoutError:
             raise ProtocolError("A measurement took too long.") from None
 
-    async def _be_measured(self, stream: PeerStream) -> None:
+    async def _serve_measurement(self, stream: PeerStream) -> None:
         with self._node.bulk.expect() as expected:
             stream.send(msgspec.msgpack.encode(Invitation(expected.ticket, expected.key)))
             with contextlib.closing(await expected.socket()) as sock:
-                await _in_thread(partial(_swallow, sock, expected.key), sock)
+                await _in_thread(partial(serve_burst, sock, expected.key), sock)
 
 
 async def _in_thread(work: Callable[[], _T], sock: socket.socket) -> _T:
-    """Blocking work on a socket. A thread cannot be cancelled, but its socket can be shut."""
+    """Run blocking work on a socket in a thread; cancelling shuts the socket down, which ends the thread."""
     thread = asyncio.ensure_future(asyncio.to_thread(work))
     try:
         return await asyncio.shield(thread)
@@ -182,11 +182,11 @@ def _burst(sock: socket.socket, key: bytes, bursts: Sequence[int]) -> tuple[floa
     return rtt_s, speeds
 
 
-def _swallow(sock: socket.socket, key: bytes) -> None:
-    """The other end: echo what is small, count what is announced, until the end."""
+def serve_burst(sock: socket.socket, key: bytes) -> None:
+    """The other end: return the echoes and confirm each announced burst, until the end."""
     sender, receiver = SealedSender(sock, key, "acceptor"), SealedReceiver(sock, key, "acceptor")
     echoes = 0
-    left = -1  # bytes of a burst to come; -1 while its size is awaited
+    left = -1  # bytes of the burst still to come; -1 before its size is known
     for chunk in receiver.chunks():
         if echoes < _ECHOES:
             echoes += 1

@@ -1,8 +1,8 @@
-"""The ways to one machine: where it may be found, how each way has done, which one to take.
+"""The paths to one machine: its known addresses, how each has performed, and which one to use.
 
-Sans-IO. An address is a hint until somebody has answered there, so hints are few, forgotten first, and never
-push out an address that has worked or that the settings name. A way that nobody has measured is judged by
-what its kind usually does; people are shown only what was measured.
+Sans-IO. An address is a hint until the machine has answered there, so hints are few, forgotten first, and
+never replace an address that has worked or that the settings name. A path without measurements is judged by
+the usual figures of its kind; views show measured figures only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = Literal["loopback", "thunderbolt", "wired", "wifi", "tailscale", "virtual
 _SOURCES: Sequence[Source] = ("static", "remembered", "mdns", "told")
 _HINTS: Sequence[Source] = ("mdns", "told")
 _TAILSCALE = (ipaddress.ip_network("100.64.0.0/10"), ipaddress.ip_network("fd7a:115c:a1e0::/48"))
-# What a kind usually does, until it is measured: round trip in seconds, bytes per second.
+# Usual figures of a kind, until it is measured: round trip in seconds, bytes per second.
 _USUAL: dict[str, tuple[float, float]] = {
     "loopback": (0.0001, 2e9),
     "thunderbolt": (0.0003, 1e9),
@@ -34,13 +34,13 @@ _USUAL: dict[str, tuple[float, float]] = {
     "virtual": (0.005, 20e6),
     "tailscale": (0.010, 10e6),
 }
-# A way is left only for one that is clearly better, or two alike would take turns for ever.
+# A path is left only for a clearly better one, or two similar paths would alternate for ever.
 _FASTER, _NEARER, _NEARER_S = 1.5, 0.5, 0.0005
 _REASONS_SHOWN = 3
 
 
 def guess_kind(host: str) -> Kind:
-    """What kind of way an address looks like; "" where the address alone does not tell."""
+    """The kind of path that an address suggests; "" where the address alone does not show it."""
     bare, _, interface = host.partition("%")
     try:
         address = ipaddress.ip_address(bare)
@@ -51,15 +51,15 @@ def guess_kind(host: str) -> Kind:
     if any(address in network for network in _TAILSCALE):
         return "tailscale"
     if address.version == 4 and address.is_link_local:
-        return "thunderbolt"  # two machines on one cable, with nobody to give out addresses
+        return "thunderbolt"  # two machines on one cable, without a DHCP server
     if interface.startswith("bridge"):
-        return "thunderbolt"  # macOS names its Thunderbolt bridge so
+        return "thunderbolt"  # the name of the Thunderbolt bridge on macOS
     return ""
 
 
 @dataclass(slots=True)
 class PeerPath:
-    """One address of a machine and how it has done."""
+    """One address of a machine, with its measurements and failures."""
 
     address: Address
     source: Source
@@ -78,7 +78,7 @@ class PeerPath:
 
     @property
     def is_hint(self) -> bool:
-        """Only said by somebody; nobody has answered there, and no settings name it."""
+        """True for an address that has not worked yet and that the settings do not name."""
         return self.source in _HINTS and self.worked_s is None
 
     @property
@@ -88,7 +88,7 @@ class PeerPath:
 
     @property
     def bytes_per_s(self) -> float | None:
-        """What three of four transfers reached."""
+        """The lower quartile of the last transfers."""
         return _quantile(self._speeds, 0.25)
 
     @property
@@ -98,6 +98,18 @@ class PeerPath:
     @property
     def expected_bytes_per_s(self) -> float:
         return self.bytes_per_s or _USUAL[self.kind][1]
+
+    def succeeded(self, now: float) -> None:
+        """The machine answered at this address."""
+        self.tried_s = self.worked_s = self.due_s = now
+        self.failures, self.reason = 0, ""
+
+    def failed(self, reason: str, now: float, random: float) -> None:
+        """No machine could be reached at this address. ``random`` in [0, 1) spreads the retries of many."""
+        self.due_s = now + backoff_s(self.failures, random)
+        self.failures += 1
+        self.reason = reason
+        self.tried_s = now
 
     def round_trip(self, seconds: float) -> None:
         if 0 < seconds < math.inf:
@@ -109,10 +121,10 @@ class PeerPath:
 
 
 class PeerPaths:
-    """All known ways to one machine.
+    """All known paths to one machine.
 
     Args:
-        kind_of: tells an address's kind from its host; the daemon knows its interfaces and can tell more.
+        kind_of: the kind of path to a host; the daemon uses its interfaces, which show more than the address.
     """
 
     def __init__(self, kind_of: Callable[[str], Kind] = guess_kind) -> None:
@@ -133,7 +145,7 @@ class PeerPaths:
     # ---- what is known and what happened -----------------------------------------------------------------
 
     def add(self, address: Address, source: Source, now: float) -> None:
-        """Somebody says that the machine is there. One that failed before is tried again soon."""
+        """Add an address, or a stronger source for a known one. mDNS makes a failed address due soon."""
         path = self._paths.get(address)
         if path is None:
             if self._make_room(source):
@@ -142,50 +154,44 @@ class PeerPaths:
         if _SOURCES.index(source) < _SOURCES.index(path.source):
             path.source = source
         if source == "mdns" and path.tried_s is not None:
-            # It has just said that it is up. However often that is said, tries keep their least distance.
+            # The machine has just announced itself. Repeated announcements do not shorten the least interval.
             path.due_s = min(path.due_s, max(now, path.tried_s + limits.DIAL_AGAIN_S))
 
     def succeeded(self, address: Address, now: float) -> None:
         if (path := self._paths.get(address)) is not None:
-            path.tried_s = path.worked_s = path.due_s = now
-            path.failures, path.reason = 0, ""
+            path.succeeded(now)
 
     def failed(self, address: Address, reason: str, now: float, random: float) -> None:
-        """Nobody answered there. ``random`` in [0, 1) spreads the next tries of many machines."""
-        if (path := self._paths.get(address)) is None:
-            return
-        path.due_s = now + backoff_s(path.failures, random)
-        path.failures += 1
-        path.reason = reason
-        path.tried_s = now
+        if (path := self._paths.get(address)) is not None:
+            path.failed(reason, now, random)
 
     def retry(self, address: Address, now: float) -> None:
-        """A session at this address has ended: whoever was there may be back at once."""
+        """A session at this address has ended: the machine may be back at once, so dial without delay."""
         if (path := self._paths.get(address)) is not None:
             path.failures, path.due_s = 0, now
 
     def round_trip(self, address: Address, seconds: float, now: float) -> None:
-        """A ping came back this way."""
+        """Record the round trip of a ping."""
         if (path := self._paths.get(address)) is not None:
             path.worked_s = now
             path.round_trip(seconds)
 
     def transferred(self, address: Address, count: int, seconds: float) -> None:
-        """Bytes that really went there, and how long they took."""
+        """Record a transfer of ``count`` bytes."""
         if (path := self._paths.get(address)) is not None:
             path.transferred(count, seconds)
 
     def _make_room(self, source: Source) -> bool:
         if len(self._paths) < limits.ADDRESSES_PER_PEER:
             return True
-        # For a hint only another one goes that was tried in vain: a flood of them must not outrun the tries.
+        # A hint replaces only a hint that failed: a flood of hints must not outrun the dials.
         hints = [path for path in self if path.is_hint]
         spare = [path for path in hints if path.failures]
         if not spare and source not in _HINTS:
             spare = hints or [path for path in self if path.source != "static"]
         if not spare:
             return False
-        # Of hints that failed the one most often; otherwise the one that worked longest ago, if ever.
+        # The hint with the most failures; otherwise the address that worked longest ago, or never.
         victim = min(
             spare, key=lambda path: (-math.inf if path.worked_s is None else path.worked_s, -path.failures)
         )
@@ -195,13 +201,14 @@ class PeerPaths:
     # ---- which one to take -------------------------------------------------------------------------------
 
     def order(self, now: float) -> list[Address]:
-        """Addresses to dial now, best first: those that worked last, then by how near they are."""
+        """Addresses that are due, best first: fewest failures, then those that worked, then shortest round
+        trip."""
         due = [path for path in self if path.due_s <= now]
         due.sort(key=lambda path: (path.failures, path.worked_s is None, path.expected_rtt_s))
         return [path.address for path in due]
 
     def best_for_control(self, current: Address | None = None) -> Address | None:
-        """The nearest way that works; None while none does. ``current``: the one that a session takes now."""
+        """The working path with the shortest round trip, or None. ``current``: the path of the session."""
 
         def is_better(new: PeerPath, old: PeerPath) -> bool:
             gain_s = old.expected_rtt_s - new.expected_rtt_s
@@ -213,7 +220,7 @@ class PeerPaths:
         return self._for_control
 
     def best_for_bulk(self) -> Address | None:
-        """The fastest way that works; None while none does."""
+        """The working path with the most bytes per second, or None."""
 
         def is_better(new: PeerPath, old: PeerPath) -> bool:
             return new.expected_bytes_per_s >= old.expected_bytes_per_s * _FASTER
@@ -239,13 +246,13 @@ class PeerPaths:
     # ---- for later and for people ------------------------------------------------------------------------
 
     def remembered(self) -> list[Address]:
-        """Where to look after a restart: what worked last first, then what worked before this start."""
+        """Addresses to dial after a restart: the last that worked first, then those of earlier runs."""
         kept = [path for path in self if path.worked_s is not None or path.source == "remembered"]
         kept.sort(key=lambda path: -math.inf if path.worked_s is None else path.worked_s, reverse=True)
         return [path.address for path in kept]
 
     def why_unusable(self) -> str:
-        """What people are told when no way works: the reasons of the likeliest addresses first."""
+        """The reasons why no path works, those of the likeliest addresses first."""
         if not self._paths:
             return "No address of it is known: it has not been seen on this network."
         tried = [path for path in self if path.reason]
@@ -258,7 +265,8 @@ class PeerPaths:
 
 
 def backoff_s(failures: int, random: float) -> float:
-    """How long to wait after one more failure than so many; ``random`` in [0, 1) keeps machines apart."""
+    """Seconds to wait after a failure that ``failures`` others came before; ``random`` in [0, 1) spreads
+    the retries of many machines."""
     return min(limits.DIAL_AGAIN_S * 2.0 ** min(failures, 32), limits.DIAL_AGAIN_MOST_S) * (1 - random / 4)
 
 

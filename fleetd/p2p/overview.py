@@ -1,20 +1,29 @@
-"""The fleet as people see it: the mesh's state in words, and why a machine cannot be used."""
+"""Views of the fleet: the state of the mesh in sentences, and the reason why a machine cannot be used."""
 
 from __future__ import annotations
 
+from fleetd.control.fleet_view import (
+    FleetView,
+    Neighbour,
+    PathView,
+    PeerModel,
+    PeerState,
+    PeerView,
+    UnansweredAddress,
+)
 from fleetd.errors import NotPaired, ProtocolError, VersionMismatch
 from fleetd.host_port import host_port
 from fleetd.p2p.links import PeerPath
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.membership.roster import RosterMember
-from fleetd.p2p.mesh import Mesh, Peer
+from fleetd.p2p.mesh import Mesh
 from fleetd.p2p.node import Node
-from fleetd.p2p.views import Configured, FleetView, Neighbour, PathView, PeerModel, PeerState, PeerView
+from fleetd.p2p.peers import Peer
 
 
 def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> FleetView:
-    """Everything about this machine's fleet; ``now`` is the loop's time."""
+    """The whole fleet; ``now`` is the loop's time."""
     if not node.port:  # not open yet
         return FleetView(enabled=True, name=node.name)
     mesh = node.mesh
@@ -38,18 +47,19 @@ def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> Fl
         ),
         neighbours=[
             Neighbour(
-                node_id=sighting.node_id,
-                short_id=short_id(sighting.node_id),
-                name=sighting.name,
-                addresses=[host for host, _ in sighting.addresses],
-                pairing=bool(sighting.pairing),
+                node_id=found.node_id,
+                short_id=short_id(found.node_id),
+                name=found.name,
+                addresses=[host for host, _ in found.addresses],
+                pairing=bool(found.pairing),
             )
-            for sighting in seen
-            if sighting.node_id not in members
+            for found in seen
+            if found.node_id not in members
         ],
         unanswered=[
-            Configured(host_port(*address), error.message, error.hint)
-            for address, error in mesh.static_trouble.items()
+            UnansweredAddress(host_port(*address), static.trouble.message, static.trouble.hint)
+            for address, static in mesh.static.items()
+            if static.trouble is not None
         ],
     )
 
@@ -101,7 +111,7 @@ def peer_view(mesh: Mesh, member: RosterMember, now: float) -> PeerView:
 
 
 def condition(peer: Peer, card: Card | None, now: float) -> tuple[PeerState, str, str]:
-    """State, reason and hint; the last two are "" for a machine that can be used."""
+    """State, reason and hint; reason and hint are "" for a usable machine."""
     if peer.link is not None:
         if peer.link.quiet:
             silent = now - (peer.heard_s if peer.heard_s is not None else now)
@@ -129,7 +139,7 @@ _ADVICE = "See that fleetd runs there and both are on one network; `fleetctl doc
 
 
 def reach(peer: Peer, card: Card | None, now: float) -> str:
-    """ "" for a machine that can be used, else why not."""
+    """The reason why a machine cannot be used; "" for a usable one."""
     return condition(peer, card, now)[1]
 
 

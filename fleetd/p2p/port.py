@@ -1,13 +1,13 @@
-"""The peer port: one listener, three kinds of visitors, told apart by their first bytes.
+"""The peer port: one listener for three kinds of connections, which their first bytes distinguish.
 
     0x16           a TLS hello: a session of a paired machine
     FLT1 + ticket  a sealed stream that a session agreed on
     FLP1           pairing, while a window is open
     anything else  closed unread
 
-A visitor that has not shown which it is costs a socket and one short deadline, nothing more; how many of
-these there may be is bounded, in all and per address. When there are too many the oldest one goes, not the
-newest: a stranger who holds sockets open cannot keep members out.
+A connection that has not sent its first bytes costs a socket and one short deadline. The number of these is
+bounded, in total and per address; above the bound the oldest one is closed, not the newest, so a stranger who
+holds sockets open cannot keep members out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _EXHAUSTED_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ConnectionHandlers:
-    """What happens to each kind. A handler owns the socket that it is given, and closes it."""
+    """The handler of each kind. A handler owns its socket and closes it."""
 
     session: Callable[[socket.socket], Coroutine[Any, Any, None]]
     stream: Callable[[bytes, socket.socket], Coroutine[Any, Any, None]]
@@ -48,8 +48,8 @@ class ConnectionHandlers:
 class PeerPort:
     """Listens on one address, or on every interface for the host ``*``."""
 
-    def __init__(self, visitors: ConnectionHandlers) -> None:
-        self._visitors = visitors
+    def __init__(self, handlers: ConnectionHandlers) -> None:
+        self._handlers = handlers
         self._listeners: list[socket.socket] = []
         self._unknown: dict[asyncio.Task[None], str] = {}
         self.port = 0
@@ -78,7 +78,7 @@ class PeerPort:
             self.close()
 
     def close(self) -> None:
-        """Stop listening and drop whoever has not said what it wants."""
+        """Stop listening and close the connections whose kind is still unknown."""
         for listener in self._listeners:
             with contextlib.suppress(RuntimeError, ValueError):  # the loop is gone
                 asyncio.get_running_loop().remove_reader(listener)
@@ -94,7 +94,7 @@ class PeerPort:
         except (BlockingIOError, InterruptedError, ConnectionAbortedError):
             return
         except OSError as error:
-            # Out of descriptors or buffers; the visitor waits in the backlog.
+            # Out of descriptors or buffers; the connection waits in the backlog.
             log.warning("peer_port.exhausted", error=str(error))
             loop.remove_reader(listener)
             loop.call_later(_EXHAUSTED_S, self._resume, listener, group)
@@ -103,7 +103,7 @@ class PeerPort:
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._make_room(str(address[0]))
-        task = group.create_task(self._sort(sock), name="peer visitor")
+        task = group.create_task(self._sort(sock), name="peer connection")
         self._unknown[task] = str(address[0])
         task.add_done_callback(partial(self._sorted, sock))
 
@@ -113,11 +113,11 @@ class PeerPort:
 
     def _sorted(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
         self._unknown.pop(task, None)
-        if task.cancelled():  # perhaps before it took a single step, so it closed nothing
+        if task.cancelled():  # possibly before its first step, so it has not closed the socket
             sock.close()
 
     def _make_room(self, address: str) -> None:
-        """Oldest first, of the same address if that has too many, else of the address that has most."""
+        """Above a bound, close the oldest unknown connection of this address, or of the most frequent."""
         held = list(self._unknown.items())
         same = [task for task, where in held if where == address]
         if len(same) >= limits.PEER_SOCKETS_PER_ADDRESS:
@@ -126,15 +126,15 @@ class PeerPort:
             counts: dict[str, int] = {}
             for _, where in held:
                 counts[where] = counts.get(where, 0) + 1
-            greedy = max(counts, key=lambda where: counts[where])
-            self._drop(next(task for task, where in held if where == greedy))
+            frequent = max(counts, key=lambda where: counts[where])
+            self._drop(next(task for task, where in held if where == frequent))
 
     def _drop(self, task: asyncio.Task[None]) -> None:
         self._unknown.pop(task, None)
         task.cancel()
 
     async def _sort(self, sock: socket.socket) -> None:
-        """Find out what a visitor is and hand it over; from then on the socket is the handler's."""
+        """Read the kind of a connection and call its handler, which then owns the socket."""
         try:
             async with asyncio.timeout(limits.PEER_HANDSHAKE_S):
                 handler = await self._handler(sock)
@@ -146,26 +146,26 @@ class PeerPort:
             raise
         try:
             await handler
-        except Exception:  # the visitor's boundary: whatever it did, the next one is let in
-            log.exception("peer_port.visitor")
+        except Exception:  # the connection's boundary: no error may stop the port
+            log.exception("peer_port.connection")
 
     async def _handler(self, sock: socket.socket) -> Coroutine[Any, Any, None]:
         if await _peek(sock) == TLS_HELLO:
-            # Still unknown: the handler returns when the handshake has told, one way or the other.
-            return self._visitors.session(sock)
+            # Counts as unknown until the handler returns, at the end of the handshake.
+            return self._handlers.session(sock)
         magic = await _exactly(sock, _MAGIC_BYTES)
         if magic == tickets.PREFACE:
-            return self._visitors.stream(await _exactly(sock, tickets.TICKET_BYTES), sock)
+            return self._handlers.stream(await _exactly(sock, tickets.TICKET_BYTES), sock)
         if magic == PAIRING:
-            # Takes as long as people take; the window that it needs bounds it.
+            # Waits for people; the pairing window bounds it.
             if (task := asyncio.current_task()) is not None:
                 self._unknown.pop(task, None)
-            return self._visitors.pairing(sock)
+            return self._handlers.pairing(sock)
         raise ConnectionError
 
 
 async def _peek(sock: socket.socket) -> bytes:
-    """The first byte, left where it is: TLS wants to read it itself."""
+    """The first byte, left in the socket: TLS reads it again."""
     loop = asyncio.get_running_loop()
     readable = loop.create_future()
 
@@ -183,7 +183,7 @@ async def _peek(sock: socket.socket) -> bytes:
 
 
 async def _exactly(sock: socket.socket, count: int) -> bytes:
-    """Read ``count`` bytes and not one more: what follows belongs to somebody else."""
+    """Read exactly ``count`` bytes: the handler reads those that follow."""
     loop = asyncio.get_running_loop()
     found = b""
     while len(found) < count:
@@ -196,7 +196,7 @@ async def _exactly(sock: socket.socket, count: int) -> bytes:
 
 def _everywhere(port: int) -> list[socket.socket]:
     """IPv4 and IPv6 on the same port; a machine without IPv6 has one listener."""
-    # The contract is every interface; TLS from the first byte is what makes that safe.
+    # The setting asks for every interface; TLS from the first byte makes that safe.
     found = [_bind(socket.AF_INET, "0.0.0.0", port)]  # noqa: S104
     with contextlib.suppress(ConfigError, PortInUse):
         found.append(_bind(socket.AF_INET6, "::", int(found[0].getsockname()[1])))

@@ -1,8 +1,8 @@
-"""Tickets for bulk connections: whoever shows one on the peer port was sent here by a session. Sans-IO.
+"""Tickets for bulk connections: a ticket at the peer port proves that a session agreed on the connection.
 
-A ticket is 32 random bytes that are good once, for seconds. It names a 256-bit random entry of a dictionary,
-so the time a look-up takes tells nothing that helps to guess another, and no comparison needs constant time.
-It is not a secret worth keeping either: a thief who is faster than its owner still lacks the stream's key.
+Sans-IO. A ticket is 32 random bytes that are valid once, for seconds. It is a random 256-bit key of a
+dictionary, so the time of a look-up does not help to guess another, and no comparison needs constant time. It
+is no secret either: a thief who uses it before its owner still lacks the key of the stream.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ KEY_BYTES = 32
 
 
 class Tickets(Generic[Purpose]):
-    """What this daemon is ready to accept; ``now`` is monotonic seconds and never goes back."""
+    """The tickets that this daemon accepts; ``now`` is monotonic seconds."""
 
     def __init__(self) -> None:
-        # In the order in which they expire.
+        # Ordered by expiry.
         self._open: dict[bytes, tuple[float, Purpose]] = {}
 
     def __len__(self) -> int:
@@ -46,7 +46,7 @@ class Tickets(Generic[Purpose]):
         return ticket, key
 
     def take(self, ticket: bytes, now: float) -> Purpose | None:
-        """What the ticket was issued for; None for one that is unknown, used or too old."""
+        """The purpose of a ticket, which is used up; None for one that is unknown, used or expired."""
         self._expire(now)
         found = self._open.pop(ticket, None)
         return found[1] if found is not None else None
@@ -60,5 +60,5 @@ class Tickets(Generic[Purpose]):
 
 
 def preface(ticket: bytes) -> bytes:
-    """What a bulk connection begins with, before its first sealed chunk."""
+    """The first bytes of a bulk connection, before its first sealed chunk."""
     return PREFACE + ticket

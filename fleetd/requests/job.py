@@ -9,9 +9,9 @@ from typing import Literal
 import msgspec
 
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
 from fleetd.plan.prefill.options import Way
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 Origin = Literal["socket", "http", "peer"]
 Exactness = Literal["exact", "plan", "lossy"]

@@ -28,7 +28,7 @@ from fleetd.engine.protocol import (
     ToolCall,
 )
 from fleetd.errors import ProtocolError
-from fleetd.p2p.messages import reader
+from fleetd.p2p.message_reader import reader
 from fleetd.requests import message_codec
 
 RUN = "job.run"

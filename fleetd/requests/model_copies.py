@@ -36,7 +36,7 @@ from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.observe import get_logger
 from fleetd.p2p import link_prober
 from fleetd.p2p.membership.cards import Card, ModelCard
-from fleetd.p2p.messages import reader
+from fleetd.p2p.message_reader import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.bulk_dialer import BulkDialer, invitation

@@ -22,21 +22,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-import msgspec
-
 from fleetd import limits
-from fleetd.engine.protocol import (
-    Delta,
-    Event,
-    Failed,
-    Finished,
-    Generate,
-    Loading,
-    Speculated,
-    Timings,
-    ToolCall,
-    Usage,
-)
+from fleetd.control.daemon_status import RequestCounts
+from fleetd.control.prefill_trace import Speculated
+from fleetd.engine.protocol import Delta, Event, Failed, Finished, Generate, Loading, Timings, ToolCall, Usage
 from fleetd.errors import (
     BadRequest,
     Draining,
@@ -67,15 +56,6 @@ log = get_logger("fleetd.requests")
 _RETRY_S, _RETRY_MAX_S = 5.0, 60.0
 # Weight of the newest request in the moving average of request times.
 _EWMA = 0.2
-
-
-class RequestCounts(msgspec.Struct, frozen=True):
-    """Requests now, and since start; a cancelled one is neither completed nor failed."""
-
-    running: int = 0
-    waiting: int = 0
-    completed: int = 0
-    failed: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 import msgspec
 
 from fleetd import limits
+from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.observe import get_logger
-from fleetd.requests.prefill_sharing.views import Trace, TracesView
 from fleetd.store import Store, StoreUnavailable
 
 log = get_logger("fleetd.traces")
@@ -77,8 +77,10 @@ class Traces:
 
 
 def _readable(body: bytes) -> Trace | None:
-    """None for one that another version wrote differently."""
+    """The trace, or None for a record that another version wrote in another form."""
     try:
-        return _decode(body)
+        trace = _decode(body)
     except msgspec.DecodeError:
         return None
+    # Every field has a default, so a record of another form may decode to a trace of nothing.
+    return trace if trace.id else None

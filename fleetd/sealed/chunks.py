@@ -2,10 +2,10 @@
 
     u32 length | u64 counter | ciphertext | tag         big endian; ``length`` is that of ciphertext and tag
 
-The counter is the nonce and, with the length, what the tag covers besides the text: a chunk that is changed,
+The counter is the nonce. The tag covers the text, the counter and the length: a chunk that is changed,
 repeated, left out, moved or sent back to its sender does not open. The highest bit of the counter marks the
-last chunk, so a stream that was cut short does not pass for a whole one. Both keys come from the stream's,
-which is fresh and random for every connection: a nonce is never used twice.
+last chunk, so a stream that was cut short is detected. Both keys are derived from the stream's key, which is
+new and random for every connection: a nonce is never used twice.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class Opener:
         self.finished = False
 
     def body_bytes(self, header: memoryview) -> int:
-        """How many bytes follow this header. Raises SealBroken before any of them is read."""
+        """The number of bytes after this header. Raises SealBroken for an invalid header."""
         size, counter = _HEADER.unpack(header)
         if self.finished:
             raise SealBroken("A sealed stream went on after its last chunk.")
         if counter & ~_LAST != self._count:
             raise SealBroken(f"Sealed chunk {self._count} was due and {counter & ~_LAST} came.")
-        # Only the last one may be empty: empty ones would look like progress without being any.
+        # Only the last chunk may be empty: empty ones would look like progress.
         least = TAG_BYTES if counter & _LAST else TAG_BYTES + 1
         if not least <= size <= limits.SEALED_CHUNK_BYTES + TAG_BYTES:
             raise SealBroken(f"Sealed chunk {self._count} claims {size} bytes.")
@@ -84,7 +84,7 @@ class Opener:
         """Decrypt a chunk whose header was checked; ``out`` is ``TAG_BYTES`` shorter than ``body``.
 
         Raises:
-            SealBroken: the tag is wrong; what ``out`` holds then must not be used.
+            SealBroken: the tag is wrong; the content of ``out`` must not be used.
         """
         counter = _HEADER.unpack(header)[1]
         try:

@@ -1,9 +1,9 @@
-"""Giving a connected socket to another process of this machine, with a message that says what it is for.
+"""Passes a connected socket to another process of this machine, with a message that describes it.
 
     u32 length (big endian) | message     on a Unix stream socket; the descriptor goes with the first byte
 
-The daemon accepts and dials; the process that the bytes are for then reads and writes them itself. Blocking:
-an event loop calls it in a thread, with a timeout on the channel.
+The daemon accepts and dials; the other process then reads and writes the bytes itself. Blocking: an event
+loop calls it in a thread, with a timeout on the channel.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fleetd import limits
 from fleetd.errors import ProtocolError
 
 _LENGTH = struct.Struct(">I")
-# Linux can mark what arrives as close-on-exec in one step; elsewhere it takes a second one.
+# Linux can set close-on-exec on received descriptors at once; other systems need a second call.
 _CLOEXEC: int = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
@@ -35,7 +35,7 @@ def receive(channel: socket.socket) -> tuple[bytes, socket.socket | None]:
 
     Raises:
         EOFError: the other process closed the channel, or ended.
-        ProtocolError: what came is not a message; whatever descriptors came with it are closed.
+        ProtocolError: the bytes are not a message; descriptors that came with them are closed.
     """
     header, sock = _header(channel)
     try:
@@ -50,9 +50,9 @@ def receive(channel: socket.socket) -> tuple[bytes, socket.socket | None]:
 
 
 def _header(channel: socket.socket) -> tuple[bytes, socket.socket | None]:
-    """The first bytes of a message, which the descriptor comes with; not necessarily the whole header."""
-    # Room for one descriptor more than may come: what exceeds the room is dropped in different ways on
-    # different systems, what fits can be refused everywhere.
+    """The first bytes of a message, with its descriptor; not necessarily the whole header."""
+    # Room for one descriptor more than is allowed: systems drop those beyond the room in different ways, but
+    # one that fits can be refused on each.
     descriptors = array.array("i")
     room = socket.CMSG_SPACE(2 * descriptors.itemsize)
     header, ancillary, flags, _ = channel.recvmsg(_LENGTH.size, room, _CLOEXEC)

@@ -1,7 +1,7 @@
-"""A sealed stream on a TCP socket, blocking: no end ever holds more than a chunk.
+"""A sealed stream on a TCP socket, blocking. Neither end holds more than a chunk.
 
-Encrypting and decrypting happen on the thread that reads or writes. A second thread to overlap them with the
-socket was slower at every chunk size on two cores, where the other end's process has the other core.
+The thread that reads or writes also decrypts or encrypts. A second thread to overlap this with the socket was
+slower at every chunk size on two cores, where the other end's process has the other core.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _AGAIN = "Try again; another machine or this one alone may do it meanwhile."
 
 
 class SealedSender:
-    """The sending half of a connection. The socket stays the caller's to close.
+    """The sending half of a connection. The caller closes the socket.
 
     Every method raises PeerLost when the other side is gone, or has taken nothing for ``SEALED_STALL_S``.
     """
@@ -30,13 +30,13 @@ class SealedSender:
         self._wire = memoryview(bytearray(HEADER_BYTES + limits.SEALED_CHUNK_BYTES + TAG_BYTES))
 
     def send(self, data: bytes | bytearray | memoryview) -> None:
-        """Send all of it; what is sent at once arrives in as few chunks as possible."""
+        """Send all of ``data``, in as few chunks as possible."""
         plain = memoryview(data).cast("B")
         for start in range(0, len(plain), limits.SEALED_CHUNK_BYTES):
             self._put(plain[start : start + limits.SEALED_CHUNK_BYTES])
 
     def finish(self) -> None:
-        """Say that this was all: without it the other side takes the stream for cut short."""
+        """Send the last chunk; without it the other side takes the stream for cut short."""
         self._put(memoryview(b""), last=True)
 
     def _put(self, plain: memoryview, *, last: bool = False) -> None:
@@ -54,10 +54,10 @@ class SealedSender:
 
 
 class SealedReceiver:
-    """The receiving half of a connection. The socket stays the caller's to close.
+    """The receiving half of a connection. The caller closes the socket.
 
-    Every method raises SealBroken for anything that the other side did not seal just so, and PeerLost when it
-    is gone before its last chunk, or has sent nothing for ``SEALED_STALL_S``.
+    Every method raises SealBroken for bytes that the other side did not seal, and PeerLost when it is gone
+    before its last chunk, or has sent nothing for ``SEALED_STALL_S``.
     """
 
     def __init__(self, sock: socket.socket, key: bytes, role: Role) -> None:
@@ -71,7 +71,7 @@ class SealedReceiver:
         self._received = 0
 
     def wait(self) -> None:
-        """Until there is something to receive, or the stream broke: as long as it takes."""
+        """Wait without a limit until there are bytes to receive, or the stream is broken."""
         if self._rest or self._opener.finished:
             return
         poll = select.poll()
@@ -81,7 +81,7 @@ class SealedReceiver:
     def receive_into(self, buffer: bytearray | memoryview) -> int:
         """Fill ``buffer``, across chunks; returns its length, or less where the stream ends.
 
-        A chunk that fits is decrypted where it is to be. On an error the buffer's content means nothing.
+        A chunk that fits is decrypted in place. After an error the content of the buffer is undefined.
         """
         left = memoryview(buffer).cast("B")
         wanted = len(left)
@@ -103,7 +103,7 @@ class SealedReceiver:
         return wanted - len(left)
 
     def chunks(self) -> Iterator[memoryview]:
-        """Chunk by chunk to the end. Each view is good until the next is asked for."""
+        """The chunks, to the end. Each view is valid until the next one is requested."""
         if self._rest:
             rest, self._rest = self._rest, self._plain[:0]
             yield rest
@@ -114,7 +114,7 @@ class SealedReceiver:
                 yield plain
 
     def _next(self) -> int | None:
-        """Read a chunk's header; returns how long its text is, None after the last chunk."""
+        """Read a chunk's header; returns the length of its text, or None after the last chunk."""
         if self._opener.finished:
             return None
         self._fill(self._header)

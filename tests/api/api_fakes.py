@@ -6,7 +6,7 @@ import asyncio
 import random
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,11 +18,16 @@ from msgspec.structs import replace as replace_fields
 
 from fleetd import errors
 from fleetd.api.app import build_app, make_runner
+from fleetd.api.route_entry import Route
+from fleetd.api.routes import ALL_ROUTES
 from fleetd.api.services import Services
 from fleetd.compression.selection import Selection
+from fleetd.control import fleet_view, pairing_events
+from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HardwareReading, HttpAddress
+from fleetd.control.network_diagnosis import NetworkDiagnosis, PeerPortView
+from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
-from fleetd.p2p import views
 from fleetd.requests.job import LOCAL, Job, Planned
 
 TOKEN = "fleet-test-token"
@@ -236,8 +241,8 @@ class FakeCompressing:
 
 
 class FakeLedger:
-    def usage(self, days: int) -> dict[str, Any]:
-        return {"rows": [{"day": "2026-01-01", "requests": days}], "totals": {"requests": days}}
+    def usage(self, days: int) -> UsageReport:
+        return UsageReport([UsageRow(day="2026-01-01", requests=days)], UsageTotals(requests=days))
 
 
 class FakeMetrics:
@@ -253,26 +258,26 @@ class FakeMetrics:
         return b"up 1\n", "text/plain; version=0.0.4; charset=utf-8"
 
 
-STUDIO = views.PeerView("k3f9a2bxxxxxx", "k3f9a2b", "studio", "usable")
-MINI = views.FleetView(True, "me", "me", "mini", peers=[STUDIO])
+STUDIO = fleet_view.PeerView("k3f9a2bxxxxxx", "k3f9a2b", "studio", "usable")
+MINI = fleet_view.FleetView(True, "me", "me", "mini", peers=[STUDIO])
 
 
 @dataclass
 class FakeFleet:
     """Plays ``steps``: events are yielded, exceptions raised, asyncio.Events waited for."""
 
-    steps: list[views.PairingEvent | Exception | asyncio.Event] = field(default_factory=list)
-    fleet: views.FleetView = MINI
+    steps: list[pairing_events.PairingEvent | Exception | asyncio.Event] = field(default_factory=list)
+    fleet: fleet_view.FleetView = MINI
     joined: list[tuple[str, str | None, bool]] = field(default_factory=list)
     answered: list[tuple[str, bool, bool]] = field(default_factory=list)
     prompts: list[tuple[str, bool]] = field(default_factory=list)
     waiting: str = ""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def view(self) -> views.FleetView:
+    def view(self) -> fleet_view.FleetView:
         return self.fleet
 
-    async def pair(self) -> AsyncGenerator[views.PairingEvent, None]:
+    async def pair(self) -> AsyncGenerator[pairing_events.PairingEvent, None]:
         try:
             for step in self.steps:
                 if isinstance(step, Exception):
@@ -291,41 +296,39 @@ class FakeFleet:
 
     def join(
         self, code: str, host: str | None, *, sees_prompts: bool
-    ) -> AsyncGenerator[views.PairingEvent, None]:
+    ) -> AsyncGenerator[pairing_events.PairingEvent, None]:
         self.joined.append((code, host, sees_prompts))
         return self.pair()
 
-    def _find(self, peer: str) -> views.PeerView:
+    def _find(self, peer: str) -> fleet_view.PeerView:
         if peer != STUDIO.name:
             raise errors.NotFound(f"No machine is called {peer!r}.", hint="The nearest is 'studio'.")
         return STUDIO
 
-    async def unpair(self, peer: str) -> views.Unpaired:
-        return views.Unpaired(self._find(peer).node_id, peer, ["air"], ["pro"])
+    async def unpair(self, peer: str) -> pairing_events.Unpaired:
+        return pairing_events.Unpaired(self._find(peer).node_id, peer, ["air"], ["pro"])
 
-    async def allow_prompts(self, peer: str, allowed: bool) -> views.PeerView:
+    async def allow_prompts(self, peer: str, allowed: bool) -> fleet_view.PeerView:
         self.prompts.append((peer, allowed))
         return replace_fields(self._find(peer), sees_prompts=allowed)
 
-    async def diagnose(self) -> Any:
-        return {"port": {"host": "10.0.0.2", "reachable": True}}
+    async def diagnose(self) -> NetworkDiagnosis:
+        return NetworkDiagnosis(port=PeerPortView(host="10.0.0.2", reachable=True))
 
 
-def status(**changes: Any) -> dict[str, Any]:
-    return {
-        "version": "0.1.0",
-        "ready": True,
-        "draining": False,
-        "default_model": MODEL,
-        "http": {"host": "127.0.0.1", "port": 8114},
-        "machine": {"memory_bytes": 16 << 30},
-        "engines": [],
-        **changes,
-    }
+def status(**changes: Any) -> DaemonStatus:
+    given = DaemonStatus(
+        version="0.1.0",
+        ready=True,
+        default_model=MODEL,
+        http=HttpAddress("127.0.0.1", 8114),
+        machine=HardwareReading(memory_bytes=16 << 30),
+    )
+    return replace_fields(given, **changes)
 
 
-def engine(**changes: Any) -> dict[str, Any]:
-    return {"model": MODEL, "state": "ready", "progress_age_s": 0.1, "decoding": 0, **changes}
+def engine(**changes: Any) -> EngineStatus:
+    return EngineStatus(**{"model": MODEL, "state": "ready", "progress_age_s": 0.1, **changes})
 
 
 def services(runner: Any = None, **changes: Any) -> Services:
@@ -377,9 +380,9 @@ class Site:
 
 
 @asynccontextmanager
-async def serve(given: Services) -> AsyncIterator[Site]:
+async def serve(given: Services, routes: Sequence[Route] = ALL_ROUTES) -> AsyncIterator[Site]:
     """On TCP, as strangers see it."""
-    runner = make_runner(build_app(given), trusted=False)
+    runner = make_runner(build_app(given, routes), trusted=False)
     await runner.setup()
     try:
         sock = socket.create_server(("127.0.0.1", 0), backlog=1024)

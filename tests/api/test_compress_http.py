@@ -8,7 +8,7 @@ import pytest
 from api_fakes import MODEL, FakeCompressing, serve, services, status
 
 from fleetd.errors import EngineDied
-from fleetd.requests.smart_prefill.views import SkipCompression
+from fleetd.requests.smart_prefill.skip import SkipCompression
 
 TEXT = "".join(f"line {n}\n" for n in range(10))
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from api_fakes import (
     MODEL,
     TOKEN,
+    FakeLedger,
     FakeModels,
     FakePool,
     FakePullStep,
@@ -28,6 +30,7 @@ from api_fakes import (
 
 from fleetd import errors, limits
 from fleetd.api.app import build_app, make_runner
+from fleetd.control.daemon_status import DaemonStatus, HttpAddress
 from fleetd.models.catalog import CATALOG
 
 
@@ -37,7 +40,7 @@ class Daemon:
     models: FakeModels
     pool: FakePool
     verified: list[Any]
-    status: dict[str, Any]
+    status: DaemonStatus
 
     async def get(self, path: str, expected: int = 200) -> Any:
         async with self.session.get(path) as response:
@@ -52,20 +55,22 @@ class Daemon:
 
 @pytest.fixture
 async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
-    models, pool, verified, current = FakeModels(), FakePool(), [], status(engines=[engine()])
+    models, pool, verified = FakeModels(), FakePool(), []
 
     def verify(path: Path, *, full: bool) -> None:
         verified.append((path, full))
 
-    given = services(
-        FakeRunner(), models=models, pool=pool, verify=verify, status=lambda: current, catalog=CATALOG
-    )
+    def current() -> DaemonStatus:
+        return daemon.status
+
+    given = services(FakeRunner(), models=models, pool=pool, verify=verify, status=current, catalog=CATALOG)
     async with serve_unix(given, tmp_path / "s") as site, site.client(headers={}) as session:
-        yield Daemon(session, models, pool, verified, current)
+        daemon = Daemon(session, models, pool, verified, status(engines=[engine()]))
+        yield daemon
 
 
 async def test_status_is_passed_on_as_it_is(daemon: Daemon) -> None:
-    assert await daemon.get("/fleet/v1/status") == daemon.status
+    assert await daemon.get("/fleet/v1/status") == msgspec.to_builtins(daemon.status)
 
 
 async def test_models_lists_what_is_here_and_what_could_be(daemon: Daemon) -> None:
@@ -165,7 +170,7 @@ async def test_leaving_a_pull_stops_it(daemon: Daemon) -> None:
 async def test_usage(daemon: Daemon, days: str, expected: int) -> None:
     body = await daemon.get(f"/fleet/v1/usage?days={days}", expected)
     if expected == 200:
-        assert body["totals"] == {"requests": 7}
+        assert body == msgspec.to_builtins(FakeLedger().usage(7))
     else:
         assert body["error"]["param"] == "days"
 
@@ -173,14 +178,14 @@ async def test_usage(daemon: Daemon, days: str, expected: int) -> None:
 @pytest.mark.parametrize(
     ("http", "url"),
     [
-        ({"host": "127.0.0.1", "port": 8114}, "http://127.0.0.1:8114/v1"),
-        ({"host": "0.0.0.0", "port": 1}, "http://127.0.0.1:1/v1"),  # noqa: S104
-        ({"host": "::1", "port": 2}, "http://[::1]:2/v1"),
+        (HttpAddress("127.0.0.1", 8114), "http://127.0.0.1:8114/v1"),
+        (HttpAddress("0.0.0.0", 1), "http://127.0.0.1:1/v1"),  # noqa: S104
+        (HttpAddress("::1", 2), "http://[::1]:2/v1"),
         (None, None),
     ],
 )
-async def test_env(daemon: Daemon, http: Any, url: str | None) -> None:
-    daemon.status["http"] = http
+async def test_env(daemon: Daemon, http: HttpAddress | None, url: str | None) -> None:
+    daemon.status = status(http=http)
     assert await daemon.get("/fleet/v1/env") == {"base_url": url, "api_key": TOKEN}
 
 

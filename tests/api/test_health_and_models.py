@@ -9,8 +9,7 @@ from api_fakes import MODEL, FakeFleet, FakeModels, engine, serve, services, sta
 
 from fleetd import limits
 from fleetd.api.health import judge
-from fleetd.api.services import view
-from fleetd.p2p import views
+from fleetd.control import fleet_view
 
 LATE_S = limits.ENGINE_STALL_REPORT_S
 
@@ -32,7 +31,7 @@ LATE_S = limits.ENGINE_STALL_REPORT_S
     ],
 )
 async def test_health_follows_the_engines(given: dict[str, Any], expected: str) -> None:
-    assert judge(view(status(**given))).status == expected
+    assert judge(status(**given)).status == expected
     async with serve(services(status=lambda: status(**given))) as site, site.client() as session:
         for path in ("/health", "/health/ready", "/ready"):
             async with session.get(path) as response:
@@ -47,7 +46,7 @@ async def test_health_follows_the_engines(given: dict[str, Any], expected: str) 
 
 
 def test_a_stall_names_the_model_and_the_age() -> None:
-    health = judge(view(status(engines=[engine(decoding=2, progress_age_s=42.4)])))
+    health = judge(status(engines=[engine(decoding=2, progress_age_s=42.4)]))
     assert MODEL in health.reason
     assert "42 s" in health.reason
 
@@ -105,15 +104,15 @@ async def test_the_default_model_is_listed_before_it_is_fetched() -> None:
 
 async def test_a_model_of_the_fleet_is_listed_once_with_where_it_is() -> None:
     """Also one that this machine does not have; not what is on a machine that could not answer."""
-    model = views.PeerModel("qwen3-8b", "loaded", ["chat"])
-    both = [model, views.PeerModel(MODEL, "installed", ["chat"])]
+    model = fleet_view.PeerModel("qwen3-8b", "loaded", ["chat"])
+    both = [model, fleet_view.PeerModel(MODEL, "installed", ["chat"])]
     peers = [
-        views.PeerView("n1", "n1", "studio", "usable", sees_prompts=True, models=both),
-        views.PeerView("n2", "n2", "mini", "usable", sees_prompts=True, models=[model]),
-        views.PeerView("n3", "n3", "air", "usable", sees_prompts=False, models=[model]),
-        views.PeerView("n4", "n4", "pro", "unreachable", sees_prompts=True, models=[model]),
+        fleet_view.PeerView("n1", "n1", "studio", "usable", sees_prompts=True, models=both),
+        fleet_view.PeerView("n2", "n2", "mini", "usable", sees_prompts=True, models=[model]),
+        fleet_view.PeerView("n3", "n3", "air", "usable", sees_prompts=False, models=[model]),
+        fleet_view.PeerView("n4", "n4", "pro", "unreachable", sees_prompts=True, models=[model]),
     ]
-    fleet = FakeFleet(fleet=views.FleetView(True, "me", "me", "here", peers=peers))
+    fleet = FakeFleet(fleet=fleet_view.FleetView(True, "me", "me", "here", peers=peers))
     async with serve(services(fleet=fleet)) as site, site.client() as session:
         async with session.get("/v1/models") as response:
             found = {item["id"]: item["fleet"] for item in (await response.json())["data"]}

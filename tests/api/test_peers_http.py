@@ -14,9 +14,10 @@ import pytest
 from api_fakes import FakeFleet, frames, serve, serve_unix, services
 
 from fleetd import errors, limits
-from fleetd.api.control import peers
 from fleetd.api.disabled_fleet import DisabledFleet
-from fleetd.p2p.views import CodeShown, FleetView, Meeting, Paired, Searching, WrongCode
+from fleetd.api.routes import FLEET
+from fleetd.control.fleet_view import FleetView
+from fleetd.control.pairing_events import CodeShown, Meeting, Paired, Searching, WrongCode
 
 CODE = CodeShown("42-lusab-babad", 300.0, 3, "mini", 8115, ["192.168.1.7"])
 MEETING = Meeting("k3f9a2bxxxxxx", "k3f9a2b", "studio", "babad-lusab")
@@ -61,7 +62,7 @@ async def test_the_view_is_passed_on_as_it_is(session: aiohttp.ClientSession, fl
     async with session.get("/fleet/v1/peers") as response:
         assert msgspec.json.decode(await response.read(), type=FleetView) == fleet.fleet
     async with session.get("/fleet/v1/diagnose") as response:
-        assert await response.json() == await fleet.diagnose()
+        assert await response.json() == msgspec.to_builtins(await fleet.diagnose())
 
 
 async def test_pairing_is_told_as_it_happens(session: aiohttp.ClientSession, fleet: FakeFleet) -> None:
@@ -171,7 +172,7 @@ async def test_text_at_its_bound_and_past_it(
     await post(session, "unpair", {"peer": "x" * (limits.CONTROL_TEXT_CHARS + over)}, expected)
 
 
-@pytest.mark.parametrize(("method", "path"), [(method, path) for method, path, _ in peers.ROUTES])
+@pytest.mark.parametrize(("method", "path"), [(route.method, route.path) for route in FLEET])
 async def test_a_stranger_with_the_token_cannot_control_the_fleet(
     fleet: FakeFleet, method: str, path: str
 ) -> None:

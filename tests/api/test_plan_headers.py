@@ -1,4 +1,4 @@
-"""Where an answer comes from is told truly: in the headers if it is known in time, else in a comment."""
+"""The plan that a client reads is the one that ran: in the headers if known in time, else in a comment."""
 
 from __future__ import annotations
 

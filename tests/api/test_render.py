@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -11,13 +12,16 @@ import pytest
 from api_fakes import logprob
 
 from fleetd.api.openai import render
+from fleetd.api.openai.reports import timing_report
 from fleetd.api.progress_comments import ProgressComments
+from fleetd.api.usage_tally import EngineWork, UsageTally
+from fleetd.control.prefill_trace import Speculated
 from fleetd.engine import protocol as p
 from fleetd.errors import EngineError
 
 Events = list[p.Event]
 
-HEAD = render.ReplyHeader("chatcmpl-1", 1700000000, "m", "fleetd-0")
+REPLY = render.ReplyOptions(id="chatcmpl-1", created=1700000000, model="m", fingerprint="fleetd-0")
 DONE = p.Finished("r", "stop", p.Usage(10, 4, 3, 1), p.Timings(0.25, 0.5, 0.1))
 
 
@@ -26,9 +30,18 @@ def plain(chunks: Any) -> Any:
 
 
 def chat_stream(**options: Any) -> render.ChatStream:
-    return render.ChatStream(
-        HEAD, **{"choices": 1, "include_usage": False, "parallel_tools": True, **options}
-    )
+    return render.ChatStream(replace(REPLY, **options))
+
+
+def chat_whole(choices: int = 1, **options: Any) -> render.ChatWhole:
+    return render.ChatWhole(replace(REPLY, choices=choices, per_prompt=choices, **options))
+
+
+def work(*events: p.Finished) -> EngineWork:
+    tally = UsageTally(1)
+    for index, event in enumerate(events):
+        tally.add(index, event)
+    return tally.work()
 
 
 def deltas(stream: render.ChatStream, *events: p.Event) -> list[dict[str, Any]]:
@@ -99,7 +112,7 @@ def test_timings_are_llama_cpps() -> None:
 
 
 def test_speeds_of_nothing_are_zero() -> None:
-    report = render.timing_report(p.Usage(), p.Timings())
+    report = timing_report(work())
     assert (report.prompt_per_second, report.predicted_per_second) == (0.0, 0.0)
 
 
@@ -125,7 +138,7 @@ def test_tool_calls_stream_as_a_name_then_arguments() -> None:
 def test_without_parallel_calls_only_the_first_is_sent(parallel: bool, expected: int) -> None:
     events: Events = [p.ToolCall("r", i, f"c{i}", "f", "{}") for i in range(2)]
     assert len(deltas(chat_stream(parallel_tools=parallel), *events)) == 1 + 2 * expected
-    whole = render.ChatWhole(HEAD, choices=1, logprobs=False, parallel_tools=parallel)
+    whole = chat_whole(parallel_tools=parallel)
     for event in [*events, p.Finished("r", "tool_calls")]:
         whole.feed(0, event)
     choice = plain(whole.whole())["choices"][0]
@@ -137,7 +150,7 @@ def test_without_parallel_calls_only_the_first_is_sent(parallel: bool, expected:
 def test_reasoning_is_kept_out_of_content() -> None:
     events: Events = [p.Delta("r", "hm", "reasoning"), p.Delta("r", "yes"), DONE]
     assert deltas(chat_stream(), *events)[1:3] == [{"reasoning_content": "hm"}, {"content": "yes"}]
-    whole = render.ChatWhole(HEAD, choices=1, logprobs=False, parallel_tools=True)
+    whole = chat_whole()
     for event in events:
         whole.feed(0, event)
     message = plain(whole.whole())["choices"][0]["message"]
@@ -162,13 +175,13 @@ def test_chat_logprobs() -> None:
 
 
 def test_logprobs_are_null_in_a_whole_reply_that_did_not_ask() -> None:
-    whole = render.ChatWhole(HEAD, choices=1, logprobs=False, parallel_tools=True)
+    whole = chat_whole()
     whole.feed(0, DONE)
     assert plain(whole.whole())["choices"][0]["logprobs"] is None
 
 
 def test_choices_are_kept_apart_and_prompts_counted_once() -> None:
-    whole = render.ChatWhole(HEAD, choices=2, logprobs=False, parallel_tools=True)
+    whole = chat_whole(choices=2)
     for index, text in ((1, "b"), (0, "a"), (1, "B"), (0, "A")):
         whole.feed(index, p.Delta("r", text))
     whole.feed(1, DONE)
@@ -183,13 +196,13 @@ def test_choices_are_kept_apart_and_prompts_counted_once() -> None:
 @pytest.mark.parametrize("streamed", [True, False])
 def test_an_answer_cut_short_by_the_engine_never_looks_complete(streamed: bool) -> None:
     cut = p.Finished("r", "cancelled")
-    whole = render.ChatWhole(HEAD, choices=1, logprobs=False, parallel_tools=True)
+    whole = chat_whole()
     with pytest.raises(EngineError):
         chat_stream().feed(0, cut) if streamed else whole.feed(0, cut)
 
 
 def test_text_completion_chunks() -> None:
-    stream = render.TextStream(HEAD, choices=1, per_prompt=1, include_usage=True, echo=False)
+    stream = render.TextStream(replace(REPLY, include_usage=True))
     chunks = plain([*stream.feed(0, p.Delta("r", "x")), *stream.feed(0, DONE), *stream.closing()])
     assert [[c["text"] for c in chunk["choices"]] for chunk in chunks] == [["x"], [""], []]
     assert [chunk["usage"] is None for chunk in chunks] == [True, True, False]
@@ -204,11 +217,11 @@ def test_legacy_logprobs(streamed: bool) -> None:
         DONE,
     ]
     if streamed:
-        stream = render.TextStream(HEAD, choices=1, per_prompt=1, include_usage=False, echo=True)
+        stream = render.TextStream(replace(REPLY, echo=True))
         made = [plain(stream.feed(0, event))[0]["choices"][0]["logprobs"] for event in events[:2]]
         got = {key: made[0][key] + made[1][key] for key in made[0]}
     else:
-        whole = render.TextWhole(HEAD, choices=1, per_prompt=1, logprobs=True, echo=True)
+        whole = render.TextWhole(replace(REPLY, logprobs=True, echo=True))
         for event in events:
             whole.feed(0, event)
         got = plain(whole.whole())["choices"][0]["logprobs"]
@@ -236,7 +249,9 @@ def test_progress_sums_choices_and_never_shrinks() -> None:
 
 def test_drafts_are_in_the_timings_where_there_were_any() -> None:
     usage, timings = p.Usage(5, 0, 9), p.Timings(0.0, 0.1, 0.2)
-    assert "draft_n" not in plain([render.timing_report(usage, timings, drafts=[None])])[0]
-    drafts = [p.Speculated(16, 8, 5), None, p.Speculated(16, 4, 1)]
-    told = render.timing_report(usage, timings, drafts=drafts)
+    assert "draft_n" not in plain([timing_report(work(p.Finished("r", "stop", usage, timings)))])[0]
+    drafts = [Speculated(16, 8, 5), None, Speculated(16, 4, 1)]
+    told = timing_report(
+        work(*(p.Finished("r", "stop", usage, timings, speculation=draft) for draft in drafts))
+    )
     assert (told.draft_n, told.draft_n_accepted) == (12, 6)

@@ -12,17 +12,10 @@ from msgspec.structs import replace
 
 from fleetd import limits
 from fleetd.api.disabled_fleet import DisabledFleet
+from fleetd.control.prefill_plan import DraftsView, OptionView, PlanQuestion, PlanView, StepView
+from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.engine.protocol import Accepted, Event, Loading
 from fleetd.requests.job import Job, Planned
-from fleetd.requests.prefill_sharing.views import (
-    DraftsView,
-    OptionView,
-    PlanQuestion,
-    PlanView,
-    StepView,
-    Trace,
-    TracesView,
-)
 
 CHOSEN = OptionView("layers", ["studio", "this"], 1.5, [StepView("computed", 1.0)], True, cuts=[0, 20, 30])
 LOSER = OptionView("local", ["this"], 3.0, code="slower", reason="3.00 s: 100 % slower.")

@@ -14,10 +14,10 @@ from msgspec import structs
 
 from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine import protocol as p
 from fleetd.engine.protocol import Event, Loading
 from fleetd.requests.job import LOCAL, Job, Planned
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 
 USED = SmartPrefillResult("text", "smollm2-135m", ("mini",), 1000, 200, 1100, 1.5)
 SPARSE = structs.replace(USED, form="sparse")
@@ -110,7 +110,7 @@ async def test_off_is_off(route: str, option: Any) -> None:
     assert "score_ms" not in json.loads(text)["timings"]
 
 
-async def test_settings_turn_it_on_for_whoever_does_not_ask() -> None:
+async def test_settings_turn_it_on_for_requests_that_do_not_ask() -> None:
     runner = Told(USED)
     defaults = SmartPrefillPolicy(enabled=True, target_ratio=0.4)
     await asked(runner, defaults=defaults)
@@ -139,7 +139,7 @@ async def test_what_makes_no_sense_is_refused(route: str, option: Any) -> None:
     assert json.loads(text)["error"]["param"].startswith("smart_prefill")
 
 
-# ---- What is told ----------------------------------------------------------------------------------------
+# ---- Reports --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("stream", [True, False])

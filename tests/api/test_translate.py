@@ -82,7 +82,7 @@ def test_how_drafts_are_used(given: Any, expected: Speculate | None) -> None:
     ],
     ids=str,
 )
-def test_wishes_about_drafts_that_nobody_can_follow(given: Any, param: str) -> None:
+def test_impossible_drafting_options_are_refused(given: Any, param: str) -> None:
     with pytest.raises(InvalidValue) as refused:
         chat(speculate=given)
     assert refused.value.param == param

@@ -1,4 +1,4 @@
-"""Web pages, rebound names, forms, strangers: refused before the engine hears of them."""
+"""Web pages, rebound names, forms, strangers: refused before the engine is asked."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ async def test_refusals_are_counted_by_reason(runner: FakeRunner) -> None:
     assert metrics.refused == ["host", "origin", "fetch_site", "token"]
 
 
-async def test_a_server_without_our_connections_trusts_nobody(runner: FakeRunner, tmp_path: Path) -> None:
+async def test_a_server_without_our_connections_trusts_no_client(runner: FakeRunner, tmp_path: Path) -> None:
     """Trust is a property of our own connections; anything else that serves the application has none."""
     plain = web.AppRunner(build_app(services(runner)))
     await plain.setup()

@@ -8,10 +8,11 @@ from bench.shard_ceiling import ceiling, error, step_s, sum_of_speeds
 from bench.shard_grid import Cell
 from bench.shard_machines import Asked
 from bench.throwaway import Heard
-from fleetd.requests.prefill_sharing.views import OptionView, PlanKind, StepView, Trace
+from fleetd.control.prefill_plan import OptionView, StepView
+from fleetd.control.prefill_trace import Trace
 
 
-def trace(kind: PlanKind = "layers", **rest: object) -> Trace:
+def trace(kind: str = "layers", **rest: object) -> Trace:
     nodes = ["helper", "this"]
     cuts = {"layers": [0, 15, 30], "tokens": [0, 1024, 1999]}.get(kind, [])
     chosen = OptionView(kind, nodes, predicted_s=4.0, cuts=cuts, chunk=256, chosen=True)

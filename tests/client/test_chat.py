@@ -205,7 +205,7 @@ def test_progress_of_loading_and_prefill_in_a_log(
     from io import StringIO
 
     from fleetctl.answer import _show
-    from fleetctl.progress import Progress
+    from fleetctl.render.progress_line import Progress
 
     log = StringIO()
     with Progress(log, show_after_s=0) as progress:

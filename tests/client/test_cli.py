@@ -288,9 +288,9 @@ def test_status_imports_nothing_heavy(daemon: FakeDaemon, env: dict[str, str]) -
         "numpy",
         "psutil",
     }
-    assert "fleetctl.status" in loaded
+    assert "fleetctl.verbs.status" in loaded
     assert not heavy & loaded
-    assert not {"fleetctl.chat", "fleetctl.doctor", "fleetctl.service"} & loaded
+    assert not {"fleetctl.verbs.chat", "fleetctl.verbs.doctor", "fleetctl.verbs.service"} & loaded
 
 
 # ---- models ----------------------------------------------------------------------------------------------

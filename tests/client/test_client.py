@@ -11,9 +11,9 @@ import pytest
 from fake_daemon import FakeDaemon, Reply
 
 from fleetctl.client import Client, daemon_error, explain_connect
+from fleetctl.event_stream import Comment, Data
 from fleetctl.exits import ConnectionBroken, DaemonFailed, Exit, NoDaemon, Refused, exit_for
 from fleetctl.home import Address, locate
-from fleetctl.sse import Comment, Data
 from fleetd import errors, limits
 
 

@@ -15,13 +15,16 @@ import pytest
 from fake_daemon import STATUS, FakeDaemon, Reply, Run
 
 import fleetd
-from fleetctl import checks_daemon, checks_local, checks_machine, doctor
 from fleetctl.client import Client
+from fleetctl.doctor import checks_daemon, checks_local, checks_machine
+from fleetctl.doctor.findings import Finding
 from fleetctl.exits import Exit
-from fleetctl.findings import Finding
 from fleetctl.home import locate
 from fleetctl.managers import State
+from fleetctl.replies import read
+from fleetctl.verbs import doctor
 from fleetd import limits
+from fleetd.control.daemon_status import DaemonStatus
 
 ENGINE: dict[str, Any] = STATUS["engines"][0]
 NOW = 1_795_000_000.0
@@ -232,7 +235,8 @@ def test_an_installed_service_should_run(manager: str, active: bool, running: bo
     ],
 )
 def test_daemon(changes: dict[str, Any], expected: str) -> None:
-    assert level(checks_daemon.daemon({**STATUS, "version": fleetd.__version__, **changes})) == expected
+    status = read({**STATUS, "version": fleetd.__version__, **changes}, DaemonStatus)
+    assert level(checks_daemon.daemon(status)) == expected
 
 
 @pytest.mark.parametrize(
@@ -248,19 +252,19 @@ def test_daemon(changes: dict[str, Any], expected: str) -> None:
     ],
 )
 def test_engines(changes: dict[str, Any], expected: str) -> None:
-    [finding] = checks_daemon.engines({"engines": [{**ENGINE, **changes}]})
+    [finding] = checks_daemon.engines(read({"engines": [{**ENGINE, **changes}]}, DaemonStatus))
     assert level(finding) == expected
 
 
 def test_no_engine_is_well() -> None:
-    assert [level(finding) for finding in checks_daemon.engines({"engines": []})] == ["ok"]
+    assert [level(finding) for finding in checks_daemon.engines(DaemonStatus())] == ["ok"]
 
 
 def installed(daemon: FakeDaemon, *names: str) -> Finding:
     daemon.on(
         "GET", "/fleet/v1/models", Reply({"installed": [{"name": name} for name in names], "catalog": []})
     )
-    return checks_daemon.default_model(Client(locate(daemon.home, None)), STATUS)
+    return checks_daemon.default_model(Client(locate(daemon.home, None)), read(STATUS, DaemonStatus))
 
 
 def test_default_model(daemon: FakeDaemon) -> None:
@@ -330,6 +334,16 @@ def test_doctor_by_socket_uses_the_home_the_daemon_names(
     done = run("--socket", str(healthy.socket), "doctor", "--json", timeout_s=90)
     [home] = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "home"]
     assert home["what"] == str(other)
+
+
+def test_a_status_of_another_form_is_a_finding_with_the_daemons_version(
+    run: Run, healthy: FakeDaemon
+) -> None:
+    healthy.on("GET", "/fleet/v1/status", Reply({"version": "9.9.9", "engines": 1}))
+    checks = json.loads(run("doctor", "--json", home=healthy.home, timeout_s=90).stdout)["checks"]
+    form, version = [check["what"] for check in checks if check["name"] == "daemon"]
+    assert "Expected `array`, got `int`" in form
+    assert version == f"It is version 9.9.9, fleetctl is {fleetd.__version__}."
 
 
 def test_a_check_that_cannot_be_made_is_a_finding() -> None:

@@ -7,15 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import pexpect
 import pytest
 from fake_daemon import FLEET, FLEETCTL, FakeDaemon, Reply, Run, data
 
-from fleetctl import pairing
 from fleetctl.exits import Exit
-from fleetctl.pair import _host
-from fleetd.p2p import views
+from fleetctl.verbs.pair import _host
 
 CODE = {"type": "code", "code": "42-lusab-babad", "expires_s": 300.0, "tries": 3, "name": "mini"} | {
     "port": 8115,
@@ -67,21 +64,6 @@ def ended(child: pexpect.spawn[str]) -> int:
 
 def posts(daemon: FakeDaemon, route: tuple[str, str]) -> list[Any]:
     return [seen.body for seen in daemon.seen if (seen.method, seen.path) == route]
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (pairing.Code, views.CodeShown),
-        (pairing.WrongCode, views.WrongCode),
-        (pairing.Searching, views.Searching),
-        (pairing.Meeting, views.Meeting),
-        (pairing.Paired, views.Paired),
-    ],
-)
-def test_the_events_are_those_of_the_daemon(ours: type[msgspec.Struct], theirs: type[msgspec.Struct]) -> None:
-    assert ours.__struct_config__.tag == theirs.__struct_config__.tag
-    assert set(ours.__struct_fields__) <= set(theirs.__struct_fields__)
 
 
 # ---- pair ------------------------------------------------------------------------------------------------

@@ -15,38 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shares import LAYERS, LOCAL, PLAN
 
-from fleetctl import shares as client_side
 from fleetctl.exits import Exit
-from fleetctl.fleet import read
-from fleetctl.plan import render
-from fleetctl.shares import Option, Plan, deviation
-from fleetctl.text import brief
+from fleetctl.render.plan_words import deviation, division
+from fleetctl.render.text import brief
+from fleetctl.replies import read
+from fleetctl.verbs.plan import render
 from fleetd import limits
-from fleetd.requests.prefill_sharing import views
+from fleetd.control.prefill_plan import OptionView, PlanQuestion, PlanView
 
 
 def page(value: dict[str, Any], width: int | None = 80) -> str:
-    return click.unstyle(render(read(value, Plan), width))
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (client_side.Step, views.StepView),
-        (client_side.Option, views.OptionView),
-        (client_side.Plan, views.PlanView),
-        (client_side.Drafts, views.DraftsView),
-    ],
-)
-def test_every_field_shown_is_one_that_the_daemon_sends(
-    ours: type[msgspec.Struct], theirs: type[msgspec.Struct]
-) -> None:
-    assert set(ours.__struct_fields__) <= set(theirs.__struct_fields__)
-
-
-def test_the_example_is_what_a_daemon_would_send() -> None:
-    view = msgspec.convert(PLAN, views.PlanView)
-    assert read(msgspec.to_builtins(view), Plan) == read(PLAN, Plan)
+    return click.unstyle(render(read(value, PlanView), width))
 
 
 # ---- The page --------------------------------------------------------------------------------------------
@@ -141,7 +120,7 @@ def test_a_daemon_without_others_has_one_plan() -> None:
     ],
 )
 def test_who_computes_what(option: dict[str, Any], said: str) -> None:
-    assert read(option, Option).division == said
+    assert division(read(option, OptionView)) == said
 
 
 @pytest.mark.parametrize(
@@ -193,7 +172,7 @@ def planning(daemon: FakeDaemon) -> FakeDaemon:
 def asked(daemon: FakeDaemon) -> Any:
     """What was asked, which the daemon must understand."""
     body = daemon.seen[-1].body
-    msgspec.convert(body, views.PlanQuestion)
+    msgspec.convert(body, PlanQuestion)
     return body
 
 

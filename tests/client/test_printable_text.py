@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetctl.text import duration, one_line, printable, rough, size, table
+from fleetctl.render.text import duration, one_line, printable, rough, size, table
 
 
 @given(st.text())

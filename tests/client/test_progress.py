@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from fleetctl.progress import Progress, bar
+from fleetctl.render.progress_line import Progress, bar
 
 
 class Terminal(io.StringIO):

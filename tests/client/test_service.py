@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from fake_daemon import Run
 
-from fleetctl import service as service_module
 from fleetctl.exits import ClientError, Exit
-from fleetctl.managers import Launchd, Outcome, Systemd, manager_for, run_command, write_atomically
+from fleetctl.managers import CommandResult, Launchd, Systemd, manager_for, run_command, write_atomically
 from fleetctl.units import Values
+from fleetctl.verbs import service as service_module
 
 SHOW = "LoadState=loaded\nActiveState=active\nSubState=running\nUnitFileState=enabled\nMainPID=77\n"
 
@@ -24,18 +24,18 @@ SHOW = "LoadState=loaded\nActiveState=active\nSubState=running\nUnitFileState=en
 class Script:
     """A runner that remembers what it was asked and answers by the longest matching prefix."""
 
-    def __init__(self, answers: dict[str, Outcome | Callable[[], Outcome]] | None = None) -> None:
+    def __init__(self, answers: dict[str, CommandResult | Callable[[], CommandResult]] | None = None) -> None:
         self.asked: list[str] = []
         self.answers = answers or {}
 
-    def __call__(self, arguments: Sequence[str]) -> Outcome:
+    def __call__(self, arguments: Sequence[str]) -> CommandResult:
         line = " ".join(arguments)
         self.asked.append(line)
         for prefix in sorted(self.answers, key=len, reverse=True):
             if line.startswith(prefix):
                 found = self.answers[prefix]
-                return found if isinstance(found, Outcome) else found()
-        return Outcome(0, "")
+                return found if isinstance(found, CommandResult) else found()
+        return CommandResult(0, "")
 
 
 # ---- systemd ---------------------------------------------------------------------------------------------
@@ -68,7 +68,9 @@ def test_systemd_user_install(short_dir: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_without_systemd_nothing_is_written(short_dir: Path) -> None:
-    script = Script({"systemctl": Outcome(1, "System has not been booted with systemd as init system\n")})
+    script = Script(
+        {"systemctl": CommandResult(1, "System has not been booted with systemd as init system\n")}
+    )
     manager = Systemd("system", root=short_dir, run=script)
     with pytest.raises(ClientError, match="not been booted") as caught:
         manager.install("the unit")
@@ -77,7 +79,7 @@ def test_without_systemd_nothing_is_written(short_dir: Path) -> None:
 
 
 def test_a_failing_start_names_the_journal(short_dir: Path) -> None:
-    script = Script({"systemctl restart": Outcome(1, "Job for fleetd.service failed\n")})
+    script = Script({"systemctl restart": CommandResult(1, "Job for fleetd.service failed\n")})
     with pytest.raises(ClientError, match="Job for fleetd") as caught:
         Systemd("system", root=short_dir, run=script).install("the unit")
     assert "journalctl -u fleetd.service" in caught.value.hint
@@ -95,14 +97,14 @@ def test_systemd_uninstall(short_dir: Path) -> None:
 
 
 def test_systemd_state(short_dir: Path) -> None:
-    script = Script({"systemctl show fleetd.service": Outcome(0, SHOW)})
+    script = Script({"systemctl show fleetd.service": CommandResult(0, SHOW)})
     manager = Systemd("system", root=short_dir, run=script)
     assert manager.state().detail == "not installed"
     manager.install("the unit")
     state = manager.state()
     assert (state.installed, state.active, state.pid) == (True, True, 77)
     assert state.detail == "active (running), enabled"
-    script.answers["systemctl show fleetd.service"] = Outcome(127, "systemctl: not found")
+    script.answers["systemctl show fleetd.service"] = CommandResult(127, "systemctl: not found")
     assert manager.state().detail == "unknown: systemctl: not found"
 
 
@@ -110,7 +112,7 @@ def test_systemd_state(short_dir: Path) -> None:
 
 
 def test_launchd_install_steps(short_dir: Path) -> None:
-    script = Script({"launchctl print": Outcome(113, "Could not find service")})
+    script = Script({"launchctl print": CommandResult(113, "Could not find service")})
     manager = Launchd("system", root=short_dir, run=script)
     manager.install("<plist/>")
     assert manager.file == short_dir / "Library/LaunchDaemons/fleetd.daemon.plist"
@@ -124,7 +126,7 @@ def test_launchd_install_steps(short_dir: Path) -> None:
 def test_launchd_update_waits_until_the_old_job_is_gone(short_dir: Path) -> None:
     loaded = iter([True, True, True, False])
     naps: list[float] = []
-    script = Script({"launchctl print": lambda: Outcome(0 if next(loaded) else 113, "")})
+    script = Script({"launchctl print": lambda: CommandResult(0 if next(loaded) else 113, "")})
     Launchd("system", root=short_dir, run=script, sleep=naps.append).install("<plist/>")
     assert naps == [0.5, 0.5]
     assert "launchctl bootout system/fleetd.daemon" in script.asked
@@ -133,7 +135,7 @@ def test_launchd_update_waits_until_the_old_job_is_gone(short_dir: Path) -> None
 
 def test_launchd_agent_belongs_to_the_user(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(short_dir))
-    script = Script({"launchctl print": Outcome(113, "")})
+    script = Script({"launchctl print": CommandResult(113, "")})
     manager = Launchd("user", run=script)
     manager.install("<plist/>")
     assert manager.file == short_dir / "Library/LaunchAgents/fleetd.agent.plist"
@@ -143,12 +145,12 @@ def test_launchd_agent_belongs_to_the_user(short_dir: Path, monkeypatch: pytest.
 
 def test_launchd_state(short_dir: Path) -> None:
     shown = "fleetd.daemon = {\n\tstate = running\n\tpid = 88\n\tspawn type = daemon (3)\n}\n"
-    script = Script({"launchctl print": Outcome(0, shown)})
+    script = Script({"launchctl print": CommandResult(0, shown)})
     state = Launchd("system", root=short_dir, run=script).state()
     assert (state.active, state.detail, state.pid) == (True, "running", 88)
-    script.answers["launchctl print"] = Outcome(0, "\tstate = not running\n\tlast exit code = 78\n")
+    script.answers["launchctl print"] = CommandResult(0, "\tstate = not running\n\tlast exit code = 78\n")
     assert Launchd("system", root=short_dir, run=script).state().detail == "not running, last exit code 78"
-    script.answers["launchctl print"] = Outcome(113, "")
+    script.answers["launchctl print"] = CommandResult(113, "")
     assert Launchd("system", root=short_dir, run=script).state().detail == "not installed"
 
 
@@ -163,8 +165,8 @@ def test_manager_per_platform() -> None:
 
 
 def test_a_missing_program_is_127_and_output_is_kept() -> None:
-    assert run_command(["no-such-program-here"]) == Outcome(127, "no-such-program-here: not found")
-    assert run_command(["sh", "-c", "echo out; echo err >&2; exit 3"]) == Outcome(3, "out\nerr\n")
+    assert run_command(["no-such-program-here"]) == CommandResult(127, "no-such-program-here: not found")
+    assert run_command(["sh", "-c", "echo out; echo err >&2; exit 3"]) == CommandResult(3, "out\nerr\n")
 
 
 def test_a_write_that_fails_leaves_the_old_file(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

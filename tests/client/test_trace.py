@@ -14,14 +14,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from shares import TRACES
 
-from fleetctl import shares as client_side
 from fleetctl.exits import Exit
-from fleetctl.fleet import read
-from fleetctl.shares import Trace, Traces
-from fleetctl.trace_page import listing, page
+from fleetctl.render.trace_page import listing, page
+from fleetctl.replies import read
 from fleetd import limits
-from fleetd.engine.protocol import SourceCounts, Speculated
-from fleetd.requests.prefill_sharing import views
+from fleetd.control.prefill_trace import SourceCounts, Speculated, Trace, TracesView
 
 SHARED, FALLBACK, CANCELLED = TRACES["traces"]
 
@@ -31,23 +28,7 @@ def shown(value: dict[str, Any], width: int | None = 80) -> str:
 
 
 def listed(values: list[dict[str, Any]], width: int | None = 80) -> list[str]:
-    return click.unstyle(listing(read({"traces": values}, Traces).traces, width)).splitlines()
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs"), [(client_side.Trace, views.Trace), (client_side.Traces, views.TracesView)]
-)
-def test_every_field_shown_is_one_that_the_daemon_sends(
-    ours: type[msgspec.Struct], theirs: type[msgspec.Struct]
-) -> None:
-    assert set(ours.__struct_fields__) <= set(theirs.__struct_fields__)
-
-
-def test_the_example_is_what_a_daemon_would_send() -> None:
-    sent = msgspec.to_builtins(msgspec.convert(TRACES, views.TracesView))
-    # An answer that never came has an exactness all the same.
-    expected = {"traces": [SHARED, FALLBACK, {**CANCELLED, "exactness": "exact"}]}
-    assert read(sent, Traces) == read(expected, Traces)
+    return click.unstyle(listing(read({"traces": values}, TracesView).traces, width)).splitlines()
 
 
 # ---- The list --------------------------------------------------------------------------------------------

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from fleetd.engine.supervisor import EngineStatus
-from fleetd.hardware.probe import HardwareReading
+from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
 from fleetd.models.folder import ModelFolder
 from fleetd.own_card import CardMaker
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.requests.runner import RequestCounts
 
 MACHINE = HardwareReading("Linux", "h", "", "cpu", "", 2, 2, 1 << 34, 1 << 33, 0, "small", "cpu")
 FOLDER = ModelFolder("m", Path("/m"), "models", None, {"model_type": "llama"}, 1000, 1.0)

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from fleetd import limits
+from fleetd.control.usage_report import UsageTotals
 from fleetd.engine.protocol import Timings, Usage
-from fleetd.ledger import Ledger, Reservation, UsageTotals
+from fleetd.ledger import Ledger, Reservation
 from fleetd.store import Store, StoreUnavailable
 
 NOON_S = 1_790_000_000.0

@@ -9,9 +9,10 @@ from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
 from fleetd import limits
-from fleetd.engine.protocol import SourceCounts, Speculated, Timings, Usage
+from fleetd.control.fleet_view import PeerView
+from fleetd.control.prefill_trace import SourceCounts, Speculated
+from fleetd.engine.protocol import Timings, Usage
 from fleetd.metrics import Metrics
-from fleetd.p2p.views import PeerView
 
 
 @dataclass

@@ -19,10 +19,9 @@ from typing import Any, Literal
 from forked_programs import Programs
 from live_daemon import FLEETCTL, REPO, LiveDaemon, until
 
-from fleetd.p2p.membership.address_file import AddressFile
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.membership.roster import Roster
-from fleetd.p2p.membership.roster_file import RosterFile
+from fleetd.p2p.membership.roster_file import AddressFile, RosterFile
 
 #: How a machine learns where the others are. "unknown": not at all, until somebody tells it.
 Meet = Literal["remembered", "static", "mdns", "unknown"]

@@ -34,9 +34,9 @@ async def watch(discovery: Discovery, known: set[str]) -> None:
 async def main(node_id: str, name: str, port: str) -> None:
     known: set[str] = set()
 
-    def seen(sighting: DiscoveredPeer) -> None:
-        known.add(sighting.node_id)
-        say(seen=sighting.node_id, hosts=[host for host, _ in sighting.addresses])
+    def seen(found: DiscoveredPeer) -> None:
+        known.add(found.node_id)
+        say(seen=found.node_id, hosts=[host for host, _ in found.addresses])
 
     everywhere = "0.0.0.0"  # noqa: S104
     discovery = Discovery(

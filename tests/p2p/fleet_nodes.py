@@ -55,6 +55,7 @@ async def until(node: Node, condition: Callable[[], Any], within_s: float = WITH
     async with asyncio.timeout(within_s):
         while not condition():
             await node.changed.wait()
+            node.validate()
 
 
 async def together(nodes: Sequence[Node]) -> None:

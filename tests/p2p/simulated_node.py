@@ -11,11 +11,13 @@ from simulated_wire import Wire
 
 from fleetd import limits
 from fleetd.errors import FleetError
-from fleetd.p2p import mesh as decide
+from fleetd.p2p.actions import Action, Dial, Drop, Retire, Save, SendNotify
+from fleetd.p2p.links import Address
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.roster import Roster
-from fleetd.p2p.mesh import Address, Dial, Mesh
-from fleetd.p2p.session import events as heard
+from fleetd.p2p.mesh import Mesh
+from fleetd.p2p.peers import PeerSession
+from fleetd.p2p.session import events
 from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class Node:
     def _tick(self) -> None:
         self.mesh.tick(self.world.now)
         self.perform()
-        self.check()
+        self.validate()
         self.later(TICK_SETTLED_S if self.mesh.settled else TICK_S, self._tick)
 
     def _ask(self) -> None:
@@ -136,20 +138,20 @@ class Node:
         self.mesh.closed(number, error, self.world.now)
         self.perform()
 
-    def event(self, end: End, event: heard.Event) -> None:
+    def event(self, end: End, event: events.Event) -> None:
         number, now = self.ends[end], self.world.now
         match event:
-            case heard.Notified(topic, body):
+            case events.Notified(topic, body):
                 self.mesh.notified(number, topic, body, now)
                 self.perform()
-            case heard.Measured(rtt_s):
+            case events.Measured(rtt_s):
                 self.mesh.measured(number, rtt_s, now)
-            case heard.Quiet():
+            case events.Quiet():
                 self.world.note("quiet", self.host.number, number)
                 self.mesh.quiet(number, now)
                 self.perform()
-            case heard.Heard():
-                self.mesh.heard(number, now)
+            case events.Resumed():
+                self.mesh.resumed(number, now)
                 self.perform()
 
     # ---- carrying out ------------------------------------------------------------------------------------
@@ -163,23 +165,23 @@ class Node:
                 self._act(action)
         self._performing = False
 
-    def _act(self, action: decide.Action) -> None:
+    def _act(self, action: Action) -> None:
         match action:
             case Dial():
                 key = (action.address, action.expected)
                 if not self.stopping and key not in self.dials:
                     self.world.counts["dials"] += 1
                     self.dials[key] = Wire(self, action)
-            case decide.SendNotify(number, topic, body):
+            case SendNotify(number, topic, body):
                 if (end := self.connections.get(number)) is not None:
                     end.notify(topic, body)
-            case decide.Drop(number, error):
+            case Drop(number, error):
                 if (end := self.connections.get(number)) is not None:
                     end.close(error)
-            case decide.Retire(number):
+            case Retire(number):
                 if (end := self.connections.get(number)) is not None:
                     end.close(None)
-            case decide.Save():
+            case Save():
                 self.save()
 
     def dial_failed(self, wire: Wire, error: FleetError) -> None:
@@ -216,24 +218,20 @@ class Node:
             self.host.addresses[0][1],
         )
 
-    def sessions(self, node_id: str) -> list[decide.PeerSession]:
+    def sessions(self, node_id: str) -> list[PeerSession]:
         return [link for link in self.mesh.links.values() if link.node_id == node_id]
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """What must hold of a node at any time."""
         mesh, members = self.mesh, self.roster.members
         who = f"seed {self.world.seed}, {self.host.name} at {self.world.now:.3f}"
-        assert set(mesh.peers) == set(members), who
+        try:
+            mesh.validate()
+        except AssertionError as error:
+            raise AssertionError(f"{who}: {error}") from None
         assert set(mesh.links) == set(self.connections), who
         assert {link.node_id for link in mesh.links.values()} <= set(members), who
-        assert {card.node_id for card in mesh.cards} <= {link.node_id for link in mesh.links.values()}, who
         dialling = {(address, peer.node_id) for peer in mesh.peers.values() for address in peer.dialling}
-        static = {(address, "") for address in mesh._static_dialling}
+        static = {(address, "") for address, each in mesh.static.items() if each.dialling}
         assert dialling | static == {key for key in self.dials if key[1] in ("", *members)}, who
-        assert len(dialling | static) <= limits.DIALS_AT_ONCE, who
-        for peer in mesh.peers.values():
-            mine = self.sessions(peer.node_id)
-            assert (peer.link in mine) if mine else peer.link is None, who
-            assert len(peer.dialling) <= limits.DIALS_PER_PEER, who
-            assert len(peer.paths) <= limits.ADDRESSES_PER_PEER, who
-            assert len(mine) <= 4, who
+        assert all(len(self.sessions(node_id)) <= 4 for node_id in mesh.peers), who

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fleetd import limits
 from fleetd.errors import FleetError, NotPaired, Overloaded, PeerLost, PeerUnreachable, ProtocolError
-from fleetd.p2p.mesh import Dial
+from fleetd.p2p.actions import Dial
 from fleetd.p2p.session import events as heard
 from fleetd.p2p.session.frames import Hello
 from fleetd.p2p.session.session import Session

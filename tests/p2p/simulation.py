@@ -21,9 +21,9 @@ from machines import Machine, machine
 from simulated_node import Node
 from simulated_wire import RTO_S
 
+from fleetd.p2p.links import Address
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_record import RosterRecord
-from fleetd.p2p.mesh import Address
 
 if TYPE_CHECKING:
     from simulated_wire import Pipe

@@ -30,7 +30,7 @@ from fleetd.p2p.session.frames import (
     WindowFrame,
     encode,
 )
-from fleetd.p2p.session.streams import wire_text
+from fleetd.p2p.session.stream_table import wire_text
 
 ID = "a" * 56
 EXAMPLES: list[Frame] = [

@@ -22,10 +22,10 @@ from fleetd.models.copy.messages import CopyOffer, OfferedFile
 from fleetd.models.folder import ModelFolder
 from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.p2p import bulk_connections, link_prober
+from fleetd.p2p.actions import Dial
 from fleetd.p2p.link_prober import LinkProber
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.p2p.membership.identity import Identity
-from fleetd.p2p.mesh import Dial
 from fleetd.p2p.node import Node
 from fleetd.p2p.session import tls, transport
 from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
@@ -94,7 +94,7 @@ async def villain(recruit: Recruit) -> Villain:
 
 
 def sessions(node: Node) -> int:
-    return sum(not connection.gone.is_set() for connection in node._made)
+    return len(node.connections)
 
 
 # ---- sessions and requests -------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ async def test_handshakes_that_break_leave_nothing_behind(victim: Node) -> None:
 
     await asyncio.to_thread(flood)
     async with asyncio.timeout(PATIENCE_S):
-        while victim._made:  # noqa: ASYNC110  nobody is told of it
+        while victim.connections:  # noqa: ASYNC110  nobody is told of it
             await asyncio.sleep(0.01)
 
 
@@ -250,7 +250,7 @@ async def test_a_stalled_measurement_ends_in_time(
     monkeypatch.setattr(limits, "LINK_PROBE_WITHIN_S", 1.0)
     LinkProber(victim)
     over = threading.Event()
-    swallow = link_prober._swallow
+    swallow = link_prober.serve_burst
 
     def swallowing(sock: socket.socket, key: bytes) -> None:
         try:
@@ -258,7 +258,7 @@ async def test_a_stalled_measurement_ends_in_time(
         finally:
             over.set()
 
-    monkeypatch.setattr(link_prober, "_swallow", swallowing)
+    monkeypatch.setattr(link_prober, "serve_burst", swallowing)
     sock, key = await take_up(await villain.call())
     sealed = bytearray(HEADER_BYTES + 1000 + TAG_BYTES)
     Sealer(key, "connector").seal_into(memoryview(bytes(1000)), memoryview(sealed))

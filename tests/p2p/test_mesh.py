@@ -12,11 +12,13 @@ from machines import Machine, machine
 
 from fleetd import limits
 from fleetd.errors import FleetError, NotPaired, PeerLost, PeerUnreachable, ProtocolError, VersionMismatch
+from fleetd.p2p.actions import Action, Dial, Drop, Retire, Save, SendNotify
+from fleetd.p2p.links import Address
 from fleetd.p2p.membership import cards, gossip
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.gossip import ADDRESSES, CARD, ROSTER, AddressHint
 from fleetd.p2p.membership.roster import Roster, RosterRecord
-from fleetd.p2p.mesh import Action, Address, Dial, Drop, Mesh, Retire, Save, SendNotify
+from fleetd.p2p.mesh import Mesh
 
 OTHER = b"x" * 16  # digest of some other roster
 ME = machine(0)
@@ -46,6 +48,7 @@ class Tried:
         self._numbers = iter(self.numbers)
 
     def asked(self) -> list[Action]:
+        self.mesh.validate()
         return self.mesh.take_actions()
 
     def dials(self) -> list[Dial]:
@@ -158,7 +161,7 @@ def test_a_quiet_machine_is_not_usable_until_it_is_heard() -> None:
     assert end.usable()
     end.mesh.quiet(link, 3.0)
     assert not end.usable()
-    end.mesh.heard(link, 4.0)
+    end.mesh.resumed(link, 4.0)
     assert end.usable()
 
 
@@ -169,7 +172,7 @@ def test_another_session_takes_over_at_once_when_the_used_one_goes_quiet_or_ends
     other = first if used == second else second
     end.mesh.quiet(used, 3.0)  # type: ignore[arg-type]
     assert (end.used(), end.usable()) == (other, True)
-    end.mesh.heard(used, 4.0)  # type: ignore[arg-type]
+    end.mesh.resumed(used, 4.0)  # type: ignore[arg-type]
     assert end.used() == used
     end.mesh.closed(used, PeerLost("It broke."), 5.0)  # type: ignore[arg-type]
     assert (end.used(), end.usable()) == (other, True)
@@ -224,7 +227,7 @@ def test_claims_about_strangers_are_not_followed() -> None:
     end = Tried()
     end.sights(2, at(2))
     end.mesh.notified(
-        end.opens(1), ADDRESSES, gossip.write_told([AddressHint(machine(2).node_id, *at(2))]), 0.0
+        end.opens(1), ADDRESSES, gossip.write_hints([AddressHint(machine(2).node_id, *at(2))]), 0.0
     )
     end.mesh.tick(100.0)
     assert end.dials() == []
@@ -362,13 +365,13 @@ def test_addresses_of_the_settings_are_called_for_ever_until_somebody_answers() 
     now = 0.0
     for _ in range(50):
         end.fails(dial, now)
-        assert str(end.mesh.static_trouble[address]) == "Nobody answers."
+        assert str(end.mesh.static[address].trouble) == "Nobody answers."
         now += limits.DIAL_AGAIN_MOST_S
         end.mesh.tick(now)
         assert end.dials() == [dial]
     assert not end.mesh.settled
     link = end.opens(dial=dial, now=now)
-    assert end.mesh.static_trouble == {}
+    assert all(static.trouble is None for static in end.mesh.static.values())
     assert end.mesh.settled
     end.mesh.tick(now + 100)
     assert end.dials() == []
@@ -600,7 +603,7 @@ def test_a_newcomer_is_told_where_the_others_are_and_they_where_it_is() -> None:
     links = {number: end.opens(number) for number in (1, 2)}
     end.asked()
     links[3] = end.opens(3)
-    told = {link: set(gossip.read_told(body)) for link, body in end.told(ADDRESSES)}
+    told = {link: set(gossip.read_hints(body)) for link, body in end.told(ADDRESSES)}
     place = {number: AddressHint(machine(number).node_id, *at(number)) for number in (1, 2, 3)}
     assert told == {links[1]: {place[3]}, links[2]: {place[3]}, links[3]: {place[1], place[2]}}
 
@@ -643,14 +646,14 @@ def test_names_from_the_settings_are_not_told() -> None:
     end.opens(1, dial=Dial((long, 8115), ""))
     end.opens(2)
     for _, body in end.told(ADDRESSES):
-        assert long not in [told.host for told in gossip.read_told(body)]
+        assert long not in [told.host for told in gossip.read_hints(body)]
 
 
 def test_as_many_addresses_are_told_as_are_read() -> None:
     many = [AddressHint(machine(1).node_id, *at(1))] * (limits.ADDRESSES_TOLD + 1)
-    assert len(gossip.read_told(gossip.write_told(many))) == limits.ADDRESSES_TOLD
+    assert len(gossip.read_hints(gossip.write_hints(many))) == limits.ADDRESSES_TOLD
     with pytest.raises(ProtocolError):
-        gossip.read_told(msgspec.msgpack.encode(many))
+        gossip.read_hints(msgspec.msgpack.encode(many))
 
 
 def test_where_members_were_reached_is_remembered() -> None:

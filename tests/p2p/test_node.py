@@ -10,7 +10,7 @@ from fleet_nodes import card, introduce, running, settings, together, until
 
 from fleetd.errors import Draining, InvalidValue, NotFound, NotPaired, PeerUnreachable
 from fleetd.p2p import node as node_module
-from fleetd.p2p.membership.address_file import AddressFile
+from fleetd.p2p.membership.roster_file import AddressFile
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
 
@@ -116,22 +116,6 @@ async def test_a_third_node_becomes_known_to_all_by_gossip(tmp_path: Path) -> No
         assert set(c.roster.members) == {a.identity.node_id, b.identity.node_id}
 
 
-async def test_a_restarted_node_is_the_same_one_and_comes_back_by_itself(tmp_path: Path) -> None:
-    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
-    async with running(a):
-        async with running(b):
-            await introduce(a, b)
-            await together([a, b])
-            port, node_id, epoch = b.port, b.identity.node_id, b.epoch
-        await until(a, lambda: not a.mesh.peers[node_id].usable)
-        again = Node(settings(tmp_path, "b", port=port))
-        async with running(again):
-            await until(a, lambda: a.mesh.peers[node_id].usable)
-            assert again.identity.node_id == node_id
-            assert again.epoch > epoch
-            assert set(again.roster.members) == {a.identity.node_id}
-
-
 async def test_where_a_machine_was_reached_is_kept_for_the_next_start(tmp_path: Path) -> None:
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
     async with running(a, b):
@@ -210,7 +194,7 @@ async def test_a_machine_is_out_at_once_though_the_key_cannot_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Making new TLS contexts reads files, and descriptors may be short; the session must not live on."""
-    monkeypatch.setattr(node_module, "_SAVE_AGAIN_S", 0.05)
+    monkeypatch.setattr(node_module, "_RENEW_AGAIN_S", 0.05)
     a, b, c = (Node(settings(tmp_path, name)) for name in "abc")
     async with running(a, b, c):
         await introduce(a, b)
@@ -219,8 +203,8 @@ async def test_a_machine_is_out_at_once_though_the_key_cannot_be_read(
         key.rename(away)
         a.roster.remove(b.identity.node_id)
         await a.roster_changed()
-        assert not a._connections
-        await until(b, lambda: not b._connections)
+        assert not a.mesh.links
+        await until(b, lambda: not b.mesh.links)
         # A newcomer gets in as soon as the file is back.
         await introduce(a, c)
         away.rename(key)

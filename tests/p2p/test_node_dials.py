@@ -25,11 +25,11 @@ async def test_a_call_that_is_given_up_before_it_began_can_be_made_again(tmp_pat
         await introduce(a, b)
         a.reached(b.identity.node_id, ("127.0.0.1", 1))
         peer = a.mesh.peers[b.identity.node_id]
-        begun = [waiting.task for waiting in a._dials.values() if waiting.task is not None]
+        begun = set(a.dialer.under_way.values())
         assert peer.dialling
         for task in begun:
             task.cancel()
         await asyncio.wait(begun)
         await asyncio.sleep(0)
-        assert all(waiting.task not in begun for waiting in a._dials.values())
-        assert len(peer.dialling) == len(a._dials)
+        assert begun.isdisjoint(a.dialer.under_way.values())
+        assert len(peer.dialling) == len(a.dialer.under_way)

@@ -50,19 +50,6 @@ def test_wrong_code_fails_on_both_sides_and_costs_a_try() -> None:
     assert pair(opened).joining.done  # the right one still works
 
 
-def test_brute_force_gets_three_guesses_in_all() -> None:
-    opened = window()
-    answered = 0
-    for guess in range(20):
-        met = Pair(inviter(opened, seed=f"i{guess}"), joiner(PairingCode("42", bytes([guess] * 4)))).run()
-        answered += sum(sender == "inviter" for sender, _ in met.wire) == 3  # hello, share, refusal
-    assert answered == limits.PAIRING_TRIES
-    assert opened.tries_left == 0
-    met = pair(opened)
-    assert isinstance(met.joining.failed, PairingClosed)
-    assert isinstance(met.inviting.failed, PairingClosed)
-
-
 def test_brute_force_in_parallel_gets_three_guesses_in_all() -> None:
     """All connections reach the point of guessing before the first guess is judged."""
     opened = window()

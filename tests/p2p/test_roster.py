@@ -296,7 +296,7 @@ def test_machine_granting_itself_prompts_is_refused() -> None:
     roster.admit(B.certificate, "b", False)
     merged = roster.merge([said(B, B, 9, sees_prompts=True)])
     assert [error.message.partition(" is ")[2] for error in merged.refused] == [
-        "its word about itself, which counts for nothing."
+        "its statement about itself, which does not count."
     ]
     assert not roster.members[B.node_id].sees_prompts
 

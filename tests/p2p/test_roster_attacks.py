@@ -19,7 +19,7 @@ def test_entry_by_a_stranger_is_refused() -> None:
     roster = Roster(A, [said(A, B)])
     merged = roster.merge([said(D, E), said(D, A), said(E, D)])
     assert (merged.changed, len(merged.refused)) == (False, 3)
-    assert "nobody vouches" in str(merged.refused[0])
+    assert "no known machine vouches" in str(merged.refused[0])
     assert names(roster) == "b"
     assert len(roster.records()) == 1
 

@@ -61,8 +61,8 @@ def test_a_request_its_answers_and_the_end() -> None:
     at_a, at_b = wire.take()
     assert at_b == [Ended(number)]
     assert at_a == [MessageReceived(number, body) for body in (b"one", b"", b"x" * 200_000)] + [Ended(number)]
-    assert not wire.a._streams
-    assert not wire.b._streams
+    assert not wire.a.streams
+    assert not wire.b.streams
 
 
 def test_both_sides_open_streams_with_numbers_of_their_own() -> None:

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 from wired import (
     cancelled_with,
-    check,
     closed_with,
     credit_is_conserved,
     drain,
@@ -113,8 +112,8 @@ def test_a_request_cancelled_before_it_left_leaves_no_trace() -> None:
     session.send(number, b"y")
     session.cancel(number)
     assert drain(session) == b""
-    check(session)
-    assert not session._streams
+    session.validate()
+    assert not session.streams
 
 
 # ---- Credit ---------------------------------------------------------------------------------------------
@@ -146,7 +145,7 @@ def test_a_stopped_reader_holds_one_large_message_and_one_window() -> None:
     wire.settle()
     at_a, _ = wire.take()
     assert at_a == [MessageReceived(number, b"x" * (1 << 20))]
-    assert wire.a._streams.held_bytes <= (1 << 20) + limits.STREAM_WINDOW_BYTES
+    assert wire.a.streams.held_bytes <= (1 << 20) + limits.STREAM_WINDOW_BYTES
     for count in range(1, 10):
         wire.a.consumed(number)
         wire.settle()
@@ -154,7 +153,7 @@ def test_a_stopped_reader_holds_one_large_message_and_one_window() -> None:
     wire.a.consumed(number)
     wire.settle()
     credit_is_conserved(wire)
-    assert wire.a._streams.held_bytes == 0
+    assert wire.a.streams.held_bytes == 0
 
 
 def test_empty_message_flood_runs_out_of_credit() -> None:
@@ -216,7 +215,7 @@ def test_message_at_the_limit_arrives_and_one_byte_more_costs_the_stream(
             cancelled_with(at_a, number, PayloadTooLarge)
             cancelled_with(at_b, number, PayloadTooLarge)
         assert wire.a.state is wire.b.state is SessionState.OPEN
-        assert wire.a._streams.held_bytes == (300_000 if fine else 0)
+        assert wire.a.streams.held_bytes == (300_000 if fine else 0)
         monkeypatch.undo()
 
 
@@ -255,14 +254,14 @@ def test_hoarding_over_the_session_bound_costs_the_stream_only(
         session = opened()
         feed(session, Open(2, "m"), Open(4, "m"), DataFrame(2, b"x" * 30_000))
         events = feed(session, DataFrame(4, b"y" * size, more))
-        check(session)
+        session.validate()
         assert session.state is SessionState.OPEN
         if fine:
             assert events == ([] if more else [MessageReceived(4, b"y" * size)])
         else:
             assert len(events) == 1
             cancelled_with(events, 4, Overloaded)
-            assert session._streams.held_bytes == 30_000
+            assert session.streams.held_bytes == 30_000
             assert [type(frame) for frame in sent(session)] == [CancelFrame]
 
 
@@ -286,11 +285,11 @@ def test_own_bytes_waiting_are_bounded(
     assert session.queued(number) == 9000 - limits.FRAGMENT_COST_BYTES
     if fine:
         say(session, b"y" * size)
-        assert session._out.queued_bytes == 9000 + size
+        assert session.outbox.queued_bytes == 9000 + size
     else:
         with pytest.raises(Overloaded, match="10001 bytes"):
             say(session, b"y" * size)
-    check(session)
+    session.validate()
 
 
 def test_the_peers_open_streams_are_bounded() -> None:
@@ -336,8 +335,8 @@ def test_rapid_open_and_cancel_leaves_nothing_behind() -> None:
     session = opened()
     for number in range(2, 20_000, 2):
         feed(session, Open(number, "m", b"x", True), CancelFrame(number, "withdrawn"))
-    check(session)
-    assert not session._streams
+    session.validate()
+    assert not session.streams
     assert drain(session) == b""
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from wired import Wire, check, credit_is_conserved, drain, hello, opened
+from wired import Wire, credit_is_conserved, drain, hello, opened
 
 from fleetd import limits
 from fleetd.errors import FleetError, Overloaded, ProtocolError, VersionMismatch
@@ -156,7 +156,7 @@ class TwoSessions(RuleBasedStateMachine):
     @invariant()
     def nothing_is_out_of_order(self) -> None:
         for a in (True, False):
-            check(self.side(a))
+            self.side(a).validate()
             assert self.side(a).state is SessionState.OPEN
 
     def teardown(self) -> None:
@@ -176,9 +176,9 @@ class TwoSessions(RuleBasedStateMachine):
         self.flow()
         for a in (True, False):
             session = self.side(a)
-            check(session)
-            assert not session._streams
-            assert session._streams.held_bytes == session._out.queued_bytes == 0
+            session.validate()
+            assert not session.streams
+            assert session.streams.held_bytes == session.outbox.queued_bytes == 0
             assert not session.data_to_send()
 
     def flow(self) -> None:
@@ -354,7 +354,7 @@ def target(rng: random.Random) -> Session:
         return session
     drain(session)
     session.receive(b"".join(SCRIPT[: rng.randrange(9)]), 0.0)
-    for number in list(session._streams._open):
+    for number in session.streams.numbers():
         if rng.random() < 0.2:
             session.end(number)
     drain(session)
@@ -391,31 +391,31 @@ def attack(seed: int) -> list[Event]:
         new = session.receive(data[at : at + size], 0.0)
         at += size
         events += new
-        check(session)
+        session.validate()
         for event in new:
             if isinstance(event, MessageReceived | Requested) and rng.random() < 0.5:
                 use(session, event.stream, rng)
         if rng.random() < 0.5:
             session.data_to_send(rng.choice((1, 1000, 1 << 20)))
-            check(session)
+            session.validate()
     ends = [event for event in events if isinstance(event, Closed)]
     assert ends == events[len(events) - len(ends) :]
     assert len(ends) <= 1
     if session.state is SessionState.CLOSING:
         assert isinstance(ends[0].error, ProtocolError | VersionMismatch)
     drain(session)
-    check(session)
+    session.validate()
     assert (session.state is SessionState.CLOSED) == bool(ends)
     return events
 
 
 def use(session: Session, stream: int, rng: random.Random) -> None:
     """What the reader of a message may do."""
-    found = session._streams._open.get(stream)
+    found = session.streams.get(stream)
     if found is None:
         return
     match rng.randrange(6):
-        case 0 | 1 | 2 if found._unread:
+        case 0 | 1 | 2 if found.unread:
             session.consumed(stream)
         case 3 if not found.ending:
             with contextlib.suppress(Overloaded):

@@ -6,7 +6,7 @@ import itertools
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from wired import (
     closed_with,
@@ -22,8 +22,9 @@ from fleetd.errors import (
     PeerLost,
     ProtocolError,
 )
-from fleetd.p2p.session.events import Closed, Event, Heard, Measured, Notified, Quiet
+from fleetd.p2p.session.events import Closed, Event, Measured, Notified, Quiet, Resumed
 from fleetd.p2p.session.frames import NotifyFrame, Ping, Pong
+from fleetd.p2p.session.liveness import Liveness, LivenessVerdict
 from fleetd.p2p.session.session import Session, SessionState
 
 KIB = limits.KIB
@@ -63,19 +64,25 @@ def test_silence_is_noticed_in_time() -> None:
     assert drain(session) == b""
 
 
-@given(began=st.floats(0, 1e7))
-def test_silence_is_noticed_whatever_the_clock_reads(began: float) -> None:
-    """Sums of times round: a deadline must never be due and its judgement not."""
-    session = opened(now=began)
-    ticks, events = 0, []
-    while (due := session.next_deadline()) is not None:
-        ticks += 1
-        assert ticks < 12
-        events += [(due, event) for event in session.tick(due)]
-    (quiet_at, quiet), (lost_at, lost) = events
-    assert (quiet_at, quiet) == (pytest.approx(began + limits.SUSPECT_S), Quiet())
-    assert lost_at == pytest.approx(began + limits.DEAD_S)
-    closed_with([lost], PeerLost)
+@given(st.integers(2, 40), st.floats(0, 3), st.floats(0, 0.01))
+@example(10, 1.7, 0.0)
+def test_a_silent_peer_is_found_dead_whatever_the_clock_shows(
+    power: int, before_s: float, late_s: float
+) -> None:
+    """Just before a power of two, sums and differences of times round differently."""
+    now = began = 2.0**power - before_s
+    life = Liveness(began)
+    verdicts = []
+    for _ in range(20):
+        now = max(now, life.next_deadline()) + late_s
+        if now >= life.ping_due:
+            life.ping(now)
+        verdicts.append(life.judge(now))
+        if verdicts[-1] is LivenessVerdict.SILENT:
+            break
+    assert verdicts.count(LivenessVerdict.QUIET) == 1
+    assert verdicts[-1] is LivenessVerdict.SILENT
+    assert abs(now - began - limits.DEAD_S) <= 20 * late_s + 0.01
 
 
 def test_silence_is_filled_with_pings() -> None:
@@ -91,7 +98,7 @@ def test_one_word_ends_the_quiet() -> None:
     session = opened()
     assert silence(session, limits.SUSPECT_S) == [(limits.SUSPECT_S, Quiet())]
     assert session.life.quiet
-    assert feed(session, NotifyFrame("t"), now=4.9) == [Heard(), Notified("t", b"")]
+    assert feed(session, NotifyFrame("t"), now=4.9) == [Resumed(), Notified("t", b"")]
     assert not session.life.quiet
     assert session.life.last_heard == 4.9
     assert silence(session, 7.39) == []

@@ -8,7 +8,6 @@ from typing import get_args
 import pytest
 from wired import (
     cancelled_with,
-    check,
     closed_with,
     drain,
     feed,
@@ -93,7 +92,7 @@ def test_every_frame_in_every_session_state(state: SessionState, kind: type[Fram
     session = session_in(state)
     before = session.next_deadline()
     events = feed(session, SENSIBLE[kind], now=0.5)
-    check(session)
+    session.validate()
     match SESSION_TABLE[state][kind]:
         case Act.IGNORE:
             assert events == []
@@ -145,7 +144,7 @@ def stream_in(state: StreamState, *, mine: bool) -> tuple[Session, int]:
     if state in (StreamState.LOCAL_ENDED, StreamState.CLOSED):
         session.end(number)
     drain(session)
-    assert session._streams._state(number) is state
+    assert session.streams.state(number) is state
     return session, number
 
 
@@ -167,7 +166,7 @@ def test_every_frame_in_every_stream_state(state: StreamState, kind: type[Frame]
         WindowFrame: WindowFrame(number, limits.STREAM_WINDOW_BYTES // 2 if waits else 0),
     }[kind]
     events = feed(session, frame)
-    check(session)
+    session.validate()
     act = STREAM_TABLE[state][kind]
     match act:
         case Act.REFUSE | Act.ACCEPT if act is Act.REFUSE or mine:
@@ -176,21 +175,21 @@ def test_every_frame_in_every_stream_state(state: StreamState, kind: type[Frame]
             return
         case Act.IGNORE:
             assert events == []
-            assert session._streams._state(number) is state
+            assert session.streams.state(number) is state
         case Act.ACCEPT:
             assert events == [Requested(number, "m", b"")]
-            assert session._streams._state(number) is StreamState.OPEN
+            assert session.streams.state(number) is StreamState.OPEN
         case Act.TAKE:
             assert events == [MessageReceived(number, b"x")]
-            assert session._streams._state(number) is state
+            assert session.streams.state(number) is state
         case Act.END:
             assert events == [Ended(number)]
             over = state is StreamState.LOCAL_ENDED
             after = StreamState.CLOSED if over else StreamState.REMOTE_ENDED
-            assert session._streams._state(number) is after
+            assert session.streams.state(number) is after
         case Act.CANCEL:
             cancelled_with(events, number, FleetError)
-            assert session._streams._state(number) is StreamState.CLOSED
+            assert session.streams.state(number) is StreamState.CLOSED
         case Act.CREDIT:
             assert events == []
             assert bool(drain(session)) == waits

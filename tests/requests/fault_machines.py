@@ -47,6 +47,7 @@ from sharing import write
 from wire import Effect, Way, Wire
 
 from fleetd import limits, observe
+from fleetd.control.prefill_trace import Trace
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import Generate, PrefillShared, StreamTag
 from fleetd.engine.supervisor import EngineProcess
@@ -64,7 +65,6 @@ from fleetd.requests.prefill_sharing import client as sharing_module
 from fleetd.requests.prefill_sharing import messages as share_wire
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
-from fleetd.requests.prefill_sharing.views import Trace
 from fleetd.requests.runner import Runner
 from fleetd.requests.traces import Traces
 

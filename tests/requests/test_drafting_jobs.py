@@ -21,6 +21,8 @@ import fleet_nodes
 from sharing_fakes import DIGEST, FACTS, WITHIN_S, FakeFolder, HomePartners, own_card
 
 from fleetd import limits
+from fleetd.control.prefill_plan import DraftsView, PlanView
+from fleetd.control.prefill_trace import DrafterView, SourceCounts, Speculated, Trace
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
@@ -32,9 +34,7 @@ from fleetd.engine.protocol import (
     Generate,
     Prefill,
     Ready,
-    SourceCounts,
     Speculate,
-    Speculated,
     StreamTag,
 )
 from fleetd.errors import (
@@ -55,7 +55,6 @@ from fleetd.requests.drafting.client import DrafterCandidate, DrafterService, ch
 from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.job import Job
 from fleetd.requests.placement import Member
-from fleetd.requests.prefill_sharing.views import DrafterView, DraftsView, PlanView, Trace
 
 WORDS = "ab" * 16
 SMALL = "small"

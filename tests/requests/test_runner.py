@@ -13,6 +13,7 @@ from daemon_fakes import FakeModels, FakePool, answer, job
 from structlog.testing import capture_logs
 
 from fleetd import limits
+from fleetd.control.daemon_status import RequestCounts
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
@@ -36,7 +37,7 @@ from fleetd.errors import (
 from fleetd.metrics import Metrics
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
-from fleetd.requests.runner import RequestCounts, Runner
+from fleetd.requests.runner import Runner
 from fleetd.store import Store
 
 Make = Callable[..., Runner]

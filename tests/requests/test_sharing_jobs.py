@@ -26,6 +26,8 @@ from sharing_fakes import (
     own_card,
 )
 
+from fleetd.control.prefill_plan import PlanQuestion
+from fleetd.control.prefill_trace import DrafterView, Trace
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Accepted, ChatPrompt, Delta, Finished, Generate, Prefill, Shared, StepTime
 from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, PeerLost
@@ -35,7 +37,6 @@ from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.prefill_sharing import messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
-from fleetd.requests.prefill_sharing.views import DrafterView, PlanQuestion, Trace
 
 LONG = "word " * 4096
 OK = Shared("r1", [StepTime("computed", 1.0, 500)])

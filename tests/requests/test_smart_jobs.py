@@ -25,20 +25,21 @@ from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.selection import Selection
 from fleetd.compression.words import estimate_tokens
+from fleetd.control.prefill_plan import OptionView, PlanView
+from fleetd.control.prefill_trace import Trace
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import ChatPrompt, Finished, Generate, TextPrompt, TokenPrompt
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import Job, Planned
-from fleetd.requests.prefill_sharing.views import OptionView, PlanView, Trace
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import compression_job
 from fleetd.requests.smart_prefill.client import SmartPrefill
 from fleetd.requests.smart_prefill.compression_job import USUAL_RATIO, CompressionService, kept_share
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 from fleetd.store import Store
 
 WITHIN_S = 20.0

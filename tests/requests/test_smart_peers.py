@@ -19,6 +19,7 @@ from smart_fakes import NEEDLE, PROFILE, QUESTION, ScoringPool, SmartModels, cha
 
 from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import ChatPrompt, Finished, Loading, Prefill, Score
 from fleetd.errors import (
     Draining,
@@ -49,7 +50,6 @@ from fleetd.requests.smart_prefill.compression_job import CompressionService
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.segment_scoring import ScoringQuestion, SegmentScoring, cut
 from fleetd.requests.smart_prefill.server import ScoreServer
-from fleetd.requests.smart_prefill.views import SmartPrefillResult
 from fleetd.store import Store
 
 WITHIN_S = 20.0

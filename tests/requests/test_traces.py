@@ -9,8 +9,9 @@ import pytest
 from structlog.testing import capture_logs
 
 from fleetd import limits
+from fleetd.control.prefill_plan import OptionView, StepView
+from fleetd.control.prefill_trace import Trace
 from fleetd.requests.backoff import PeerBackoff
-from fleetd.requests.prefill_sharing.views import OptionView, StepView, Trace
 from fleetd.requests.traces import Traces
 from fleetd.store import Store
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
-from aiohttp import hdrs, web
+from aiohttp import web
 
-from fleetd.api import body as http_body
+from fleetd.api.body import json_answer, parse, read
 from fleetd.api.context import SERVICES
-from fleetd.api.openai.bodies import parse
-from fleetd.api.openai.models import json, loaded_models
+from fleetd.api.openai.models import loaded_models
 from fleetd.api.relay import relay
-from fleetd.api.services import Services, view
+from fleetd.api.services import Services
+from fleetd.control.daemon_status import ClientSettings
+from fleetd.control.model_listing import InstalledModel, ModelListing, ModelVerdict, OfferedModel
 from fleetd.errors import InvalidValue, ModelNotFound
+from fleetd.models.folder import ModelFolder
 
 _DAYS = (1, 3650)
 
@@ -29,10 +31,10 @@ class ModelRef(msgspec.Struct, frozen=True):
 
 
 async def _ref(request: web.Request) -> ModelRef:
-    return parse(await http_body.read(request), ModelRef)
+    return parse(await read(request), ModelRef)
 
 
-async def _resolve(request: web.Request, ref: ModelRef | None = None) -> Any:
+async def _resolve(request: web.Request, ref: ModelRef | None = None) -> ModelFolder:
     ref = ref or await _ref(request)
     return await asyncio.to_thread(request.app[SERVICES].models.resolve, ref.model)
 
@@ -41,18 +43,18 @@ async def _resolve(request: web.Request, ref: ModelRef | None = None) -> Any:
 
 
 async def status(request: web.Request) -> web.StreamResponse:
-    return json(request.app[SERVICES].status())
+    return json_answer(request.app[SERVICES].status())
 
 
 async def models(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     # The engines' state belongs to the event loop; only the disk is asked from a thread.
     loaded = loaded_models(services)
-    memory_bytes = view(services.status()).machine.get("memory_bytes") or 0
-    return json(await asyncio.to_thread(_listing, services, loaded, memory_bytes))
+    memory_bytes = services.status().machine.memory_bytes
+    return json_answer(await asyncio.to_thread(_listing, services, loaded, memory_bytes))
 
 
-def _listing(services: Services, loaded: frozenset[str], memory_bytes: int) -> dict[str, Any]:
+def _listing(services: Services, loaded: frozenset[str], memory_bytes: int) -> ModelListing:
     """What is here and what could be. A digest may cost minutes of reading, so it is left to verify."""
     folders = list(services.models.installed())
     by_name = {entry.name: entry for entry in services.catalog}
@@ -61,33 +63,32 @@ def _listing(services: Services, loaded: frozenset[str], memory_bytes: int) -> d
     for folder in folders:
         entry = by_name.get(folder.name) or by_hub_id.get(folder.name)
         installed.append(
-            {
-                "name": folder.name,
-                "source": folder.source,
-                "architecture": folder.architecture,
-                "weights_bytes": folder.weights_bytes,
-                "context_tokens": folder.context_tokens,
-                "roles": list(entry.roles) if entry is not None else ["chat"],
-                "path": str(folder.path),
-                "loaded": folder.name in loaded,
-                "digest": None,
-            }
+            InstalledModel(
+                name=folder.name,
+                source=folder.source,
+                architecture=folder.architecture,
+                weights_bytes=folder.weights_bytes,
+                context_tokens=folder.context_tokens,
+                roles=list(entry.roles) if entry is not None else ["chat"],
+                path=str(folder.path),
+                loaded=folder.name in loaded,
+            )
         )
     names = {folder.name for folder in folders}
     catalog = [
-        {
-            "name": entry.name,
-            "hub_id": entry.hub_id,
-            "roles": list(entry.roles),
-            "memory_bytes": entry.memory_bytes,
-            "context_tokens": entry.context_tokens,
-            "tier": entry.tier,
-            "installed": entry.name in names or entry.hub_id in names,
-            "fits": entry.memory_bytes <= memory_bytes,
-        }
+        OfferedModel(
+            name=entry.name,
+            hub_id=entry.hub_id,
+            roles=list(entry.roles),
+            memory_bytes=entry.memory_bytes,
+            context_tokens=entry.context_tokens,
+            tier=entry.tier,
+            installed=entry.name in names or entry.hub_id in names,
+            fits=entry.memory_bytes <= memory_bytes,
+        )
         for entry in services.catalog
     ]
-    return {"installed": installed, "catalog": catalog}
+    return ModelListing(installed, catalog)
 
 
 async def usage(request: web.Request) -> web.StreamResponse:
@@ -95,19 +96,18 @@ async def usage(request: web.Request) -> web.StreamResponse:
     if not text.isascii() or not text.isdigit() or not _DAYS[0] <= int(text[:8]) <= _DAYS[1]:
         raise InvalidValue(f"days has to be a number from {_DAYS[0]} to {_DAYS[1]}.", param="days")
     # The ledger asks its disk.
-    return json(await asyncio.to_thread(request.app[SERVICES].ledger.usage, int(text)))
+    return json_answer(await asyncio.to_thread(request.app[SERVICES].ledger.usage, int(text)))
 
 
 async def env(request: web.Request) -> web.StreamResponse:
     """What to put into OPENAI_BASE_URL and OPENAI_API_KEY."""
     services = request.app[SERVICES]
-    http = view(services.status()).http
+    http = services.status().http
     base_url = None
     if http is not None:
-        host = str(http["host"])
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104  an address to call, not to bind
-        base_url = f"http://[{host}]:{http['port']}/v1" if ":" in host else f"http://{host}:{http['port']}/v1"
-    return json({"base_url": base_url, "api_key": services.token})
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)  # noqa: S104  an address to call, not to bind
+        base_url = f"http://[{host}]:{http.port}/v1" if ":" in host else f"http://{host}:{http.port}/v1"
+    return json_answer(ClientSettings(base_url, services.token))
 
 
 # ---- Acting ----------------------------------------------------------------------------------------------
@@ -116,14 +116,14 @@ async def env(request: web.Request) -> web.StreamResponse:
 async def load(request: web.Request) -> web.StreamResponse:
     folder = await _resolve(request)
     await request.app[SERVICES].pool.load(folder)
-    return json({"ok": True})
+    return json_answer({"ok": True})
 
 
 async def unload(request: web.Request) -> web.StreamResponse:
     folder = await _resolve(request)
     if not await request.app[SERVICES].pool.unload(folder.name):
         raise ModelNotFound(f"{folder.name} is not loaded.", hint="`fleetctl status` lists what is.")
-    return json({"ok": True})
+    return json_answer({"ok": True})
 
 
 async def remove(request: web.Request) -> web.StreamResponse:
@@ -132,7 +132,7 @@ async def remove(request: web.Request) -> web.StreamResponse:
     folder = await _resolve(request)
     await services.pool.unload(folder.name)
     await asyncio.to_thread(services.models.remove, folder.name)
-    return json({"ok": True})
+    return json_answer({"ok": True})
 
 
 async def verify(request: web.Request) -> web.StreamResponse:
@@ -141,7 +141,7 @@ async def verify(request: web.Request) -> web.StreamResponse:
     folder = await _resolve(request, ref)
     await asyncio.to_thread(services.verify, folder.path, full=ref.full)
     digest = await asyncio.to_thread(services.models.digest, folder)
-    return json({"ok": True, "digest": str(digest)})
+    return json_answer(ModelVerdict(digest=str(digest)))
 
 
 async def pull(request: web.Request) -> web.StreamResponse:
@@ -150,31 +150,14 @@ async def pull(request: web.Request) -> web.StreamResponse:
     return await relay(request, _pulling(services, (await _ref(request)).model))
 
 
-async def _pulling(services: Services, ref: str) -> AsyncGenerator[bytes, None]:
+async def _pulling(services: Services, ref: str) -> AsyncGenerator[object, None]:
     async with aclosing(services.pull(ref)) as steps:
         async for step in steps:
-            yield msgspec.json.encode(
-                {
-                    "file": step.file,
-                    "done_bytes": step.done_bytes,
-                    "total_bytes": step.total_bytes,
-                    "stage": step.stage,
-                }
-            )
+            yield {
+                "file": step.file,
+                "done_bytes": step.done_bytes,
+                "total_bytes": step.total_bytes,
+                "stage": step.stage,
+            }
     folder = await asyncio.to_thread(services.models.resolve, ref)
-    yield msgspec.json.encode({"done": True, "name": folder.name})
-
-
-Route = tuple[str, str, Callable[[web.Request], Awaitable[web.StreamResponse]]]
-
-ROUTES: tuple[Route, ...] = (
-    (hdrs.METH_GET, "/fleet/v1/status", status),
-    (hdrs.METH_GET, "/fleet/v1/models", models),
-    (hdrs.METH_GET, "/fleet/v1/usage", usage),
-    (hdrs.METH_GET, "/fleet/v1/env", env),
-    (hdrs.METH_POST, "/fleet/v1/models/pull", pull),
-    (hdrs.METH_POST, "/fleet/v1/models/load", load),
-    (hdrs.METH_POST, "/fleet/v1/models/unload", unload),
-    (hdrs.METH_POST, "/fleet/v1/models/verify", verify),
-    (hdrs.METH_POST, "/fleet/v1/models/remove", remove),
-)
+    yield {"done": True, "name": folder.name}

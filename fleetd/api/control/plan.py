@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import asyncio
 
-from aiohttp import hdrs, web
+from aiohttp import web
 
 from fleetd import limits
-from fleetd.api import body as http_body
+from fleetd.api.body import json_answer, parse, read
 from fleetd.api.context import SERVICES
-from fleetd.api.control.daemon import Route
-from fleetd.api.openai.bodies import parse
-from fleetd.api.openai.models import json
+from fleetd.control.prefill_plan import PlanQuestion
 from fleetd.errors import InvalidValue
-from fleetd.requests.prefill_sharing.views import PlanQuestion
 
 _LAST = 20
 
@@ -24,7 +21,7 @@ _LAST = 20
 async def plan(request: web.Request) -> web.StreamResponse:
     """What is planned here and now; no token of the text leaves this machine."""
     services = request.app[SERVICES]
-    question = parse(await http_body.read(request), PlanQuestion)
+    question = parse(await read(request), PlanQuestion)
     if (question.tokens is None) == (question.text is None):
         raise InvalidValue("Give either tokens, a number, or text.", param="tokens")
     ref = services.default_model if question.model in ("", "default") else question.model
@@ -34,7 +31,7 @@ async def plan(request: web.Request) -> web.StreamResponse:
         view = await services.smart_plan(view, question.smart, folder, services.smart_defaults)
     if services.draft_plan is not None:
         view = await services.draft_plan(view, folder)
-    return json(view)
+    return json_answer(view)
 
 
 async def traces(request: web.Request) -> web.StreamResponse:
@@ -45,10 +42,4 @@ async def traces(request: web.Request) -> web.StreamResponse:
     if len(request_id) > limits.CONTROL_TEXT_CHARS:
         raise InvalidValue("No request has an id that long.", param="id")
     found = request.app[SERVICES].traces
-    return json(await asyncio.to_thread(found, int(text), request_id))
-
-
-ROUTES: tuple[Route, ...] = (
-    (hdrs.METH_POST, "/fleet/v1/plan", plan),
-    (hdrs.METH_GET, "/fleet/v1/traces", traces),
-)
+    return json_answer(await asyncio.to_thread(found, int(text), request_id))

@@ -1,6 +1,6 @@
 """Request bodies of /v1/*: their fields, types and ranges.
 
-Everything a client may send falls in one of four classes:
+Every field a client may send is in one of four classes:
     known        a field of a Struct below: typed and ranged here, turned into work by translate.py
     unsupported  would change the answer, not implemented: refused by name, unless its value asks for nothing
     misspelt     so close to a known field that ignoring it would change the answer: refused with the nearest
@@ -10,7 +10,6 @@ Everything a client may send falls in one of four classes:
 from __future__ import annotations
 
 import difflib
-import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -18,6 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.api.body import parse
 from fleetd.compression.policy import SmartPrefillBody
 from fleetd.engine.protocol import (
     Bias,
@@ -32,7 +32,7 @@ from fleetd.engine.protocol import (
     Temperature,
     TopP,
 )
-from fleetd.errors import BadRequest, FleetError, InvalidValue, UnsupportedParameter
+from fleetd.errors import InvalidValue, UnsupportedParameter
 
 # ---- Pieces ----------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="rol
 
 
 class SpeculateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The object form of ``speculate``. Drafts change how soon an answer comes, and nothing of it."""
+    """The object form of ``speculate``. Drafts change how soon an answer comes, not the answer."""
 
     enabled: bool = True
     sources: Annotated[
@@ -157,7 +157,7 @@ Message = SystemMessage | DeveloperMessage | UserMessage | ToolMessage | Assista
 
 
 class Common(msgspec.Struct, frozen=True, kw_only=True):
-    """What both endpoints take. ``model`` may be absent: the default model answers."""
+    """Fields of both endpoints. Without ``model`` the default model answers."""
 
     model: str | None = None
     max_tokens: Natural | None = None
@@ -232,10 +232,10 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (None, 1),
 }  # fmt: skip
 
-# Not ours, harmless, and too close to one of ours for the spelling check.
+# Fields of other servers: harmless, and too close to a known field for the spelling check.
 _FOREIGN = frozenset({"models", "user_id", "top_a", "usage", "min_tokens"})
 _TYPO_CUTOFF = 0.86
-# What other servers call a field of ours.
+# Other servers' names for a known field.
 _ELSEWHERE: Mapping[str, str] = {
     "max_new_tokens": "max_tokens",
     "max_length": "max_tokens",
@@ -267,47 +267,6 @@ def decode(data: bytes, kind: type[Body]) -> Body:
         elif name not in _FOREIGN:
             _refuse_misspelling(name, known)
     return parse(data, kind)
-
-
-T = TypeVar("T")
-
-
-def parse(data: bytes, kind: type[T]) -> T:
-    """JSON bytes → a value of ``kind``, with errors that name the field or the position."""
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except msgspec.ValidationError as exc:
-        raise _invalid(str(exc)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
-        raise BadRequest(f"The body is not valid JSON: {_position(exc, data)}.") from None
-    except RecursionError:
-        raise BadRequest("The body is nested too deeply.") from None
-
-
-def _position(exc: Exception, data: bytes) -> str:
-    if isinstance(exc, UnicodeDecodeError):
-        return f"invalid UTF-8 at byte {exc.start}"
-    reason = str(exc).removeprefix("JSON is malformed: ")
-    if "(byte" in reason:
-        return reason.replace("(byte ", "at byte ").replace(")", "")
-    if "truncated" in reason:
-        return f"it ends early or has a broken escape, at {len(data)} bytes"
-    return reason
-
-
-_PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$?\.?(?P<path>[^`]*)`)?$", re.DOTALL)
-_MISSING = re.compile(r"^Object missing required field `(?P<name>[^`]+)`$")
-
-
-def _invalid(text: str) -> FleetError:
-    """msgspec's sentence → ours: "Expected `int` >= 1 - at `$.n`" becomes "n: expected `int` >= 1."."""
-    match = _PATH.match(text)
-    what, path = (match["what"], match["path"] or "") if match else (text, "")
-    if missing := _MISSING.match(what):
-        param = f"{path}.{missing['name']}" if path else missing["name"]
-        return InvalidValue(f"The field {param!r} is missing.", param=param)
-    what = what[:1].lower() + what[1:]
-    return InvalidValue(f"{path}: {what}." if path else f"The body is invalid: {what}.", param=path or None)
 
 
 def _refuse_unsupported(name: str, raw: msgspec.Raw) -> None:

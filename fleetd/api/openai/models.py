@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import cast
 
 import msgspec
 from aiohttp import web
 
+from fleetd.api.body import json_answer
 from fleetd.api.context import SERVICES
-from fleetd.api.openai.objects import ModelDetails, ModelList, ModelObject, ModelPlace
-from fleetd.api.services import Folder, Services, view
+from fleetd.api.openai.objects import ModelDetails, ModelList, ModelObject, ModelPlace, ModelState
+from fleetd.api.services import Services
 from fleetd.errors import ModelNotFound
 from fleetd.models.catalog import find
+from fleetd.models.folder import ModelFolder
 from fleetd.requests.job import THIS_NAME
 
 
 async def index(request: web.Request) -> web.StreamResponse:
-    """The fleet's models, each once; and the default one even before its first use fetches it."""
-    return json(ModelList(data=await _all(request.app[SERVICES])))
+    """The fleet's models, each once, and the default model even before its first use fetches it."""
+    return json_answer(ModelList(data=await _all(request.app[SERVICES])))
 
 
 async def show(request: web.Request) -> web.StreamResponse:
@@ -33,8 +35,8 @@ async def show(request: web.Request) -> web.StreamResponse:
         found = [model for model in await _all(services) if model.id in (name, canonical)]
         if not found:
             raise
-        return json(msgspec.structs.replace(found[0], id=name))
-    return json(_describe(folder, loaded_models(services), elsewhere(services)))
+        return json_answer(msgspec.structs.replace(found[0], id=name))
+    return json_answer(_describe(folder, loaded_models(services), elsewhere(services)))
 
 
 async def _all(services: Services) -> list[ModelObject]:
@@ -49,24 +51,24 @@ async def _all(services: Services) -> list[ModelObject]:
 
 
 def elsewhere(services: Services) -> dict[str, list[ModelPlace]]:
-    """Model name → the peers that would answer with it now. One that may not see prompts would not."""
+    """Model name → the peers that can answer with it now: usable, and allowed to see prompts."""
     found: dict[str, list[ModelPlace]] = {}
     for peer in services.fleet.view().peers:
-        if peer.state == "usable" and peer.sees_prompts:
+        if peer.usable and peer.sees_prompts:
             for model in peer.models:
-                found.setdefault(model.name, []).append(ModelPlace(peer.name, model.state))
+                found.setdefault(model.name, []).append(
+                    ModelPlace(peer.name, cast("ModelState", model.state))
+                )
     return found
 
 
 def loaded_models(services: Services) -> frozenset[str]:
-    return frozenset(engine.model for engine in view(services.status()).engines if engine.state == "ready")
+    return frozenset(engine.model for engine in services.status().engines if engine.state == "ready")
 
 
-def json(body: Any) -> web.Response:
-    return web.Response(body=msgspec.json.encode(body), content_type="application/json")
-
-
-def _describe(folder: Folder, loaded: frozenset[str], others: Mapping[str, list[ModelPlace]]) -> ModelObject:
+def _describe(
+    folder: ModelFolder, loaded: frozenset[str], others: Mapping[str, list[ModelPlace]]
+) -> ModelObject:
     owner, slash, _ = folder.name.partition("/")
     here = ModelPlace(THIS_NAME, "loaded" if folder.name in loaded else "installed")
     return ModelObject(
@@ -86,7 +88,7 @@ def _describe(folder: Folder, loaded: frozenset[str], others: Mapping[str, list[
 
 
 def _absent(name: str, places: list[ModelPlace]) -> ModelObject:
-    """One that is not on this machine."""
+    """A model that is not on this machine."""
     source = "fleet" if places else "catalog"
     details = ModelDetails(source, "", 0, 0, loaded=False, installed=False, nodes=places)
     return ModelObject(id=name, created=0, owned_by="fleetd", fleet=details)

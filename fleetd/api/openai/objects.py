@@ -204,11 +204,14 @@ class TextCompletion(Struct, frozen=True, kw_only=True):
 # ---- /v1/models ------------------------------------------------------------------------------------------
 
 
+ModelState = Literal["installed", "loading", "loaded"]
+
+
 class ModelPlace(Struct, frozen=True):
     """A machine that has a model; the one that was asked is called "this"."""
 
     node: str
-    state: Literal["installed", "loading", "loaded"]
+    state: ModelState
 
 
 class ModelDetails(Struct, frozen=True):

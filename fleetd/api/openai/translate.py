@@ -1,7 +1,7 @@
 """Request bodies → work for the engine: one ``Generate`` per choice. Pure.
 
-Choices of one body differ only in id and seed: with a seed, choice i gets ``seed + i``, so the whole reply
-can be asked for again; without one, the engine draws.
+Choices of one body differ only in id and seed. With a seed, choice i gets ``seed + i``, so the same body
+gives the same reply; without one, the engine draws the seed.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from fleetd import limits
+from fleetd.api.body import parse
 from fleetd.api.openai.bodies import (
     AssistantMessage,
     ChatBody,
@@ -23,7 +24,6 @@ from fleetd.api.openai.bodies import (
     ToolChoice,
     ToolMessage,
     UserMessage,
-    parse,
 )
 from fleetd.engine.protocol import (
     RESERVED_TEMPLATE_KWARGS,
@@ -98,7 +98,7 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
             id=f"{request_id}-{p * n + i}",
             prompt=prompt,
             sampling=_sampling(body, i),
-            # The endpoint's own default, older than chat; clients that want more say so.
+            # The endpoint's default in OpenAI's API.
             max_tokens=16 if body.max_tokens is None else body.max_tokens,
             stop=_stop(body),
             top_logprobs=body.logprobs,
@@ -131,7 +131,7 @@ def _sampling(body: Common, choice: int) -> Sampling:
 
 
 def _speculate(body: Common) -> Speculate | None:
-    """None: as the settings have it."""
+    """None leaves speculation to the settings."""
     match body.speculate:
         case None:
             return None

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fleetd import limits
-from fleetd.engine.protocol import Generate, SourceCounts, Speculated
+from fleetd.control.prefill_trace import SourceCounts, Speculated
+from fleetd.engine.protocol import Generate
 from fleetd.engine.speculation.controller import Controller, Draft
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.lookup import PromptLookup

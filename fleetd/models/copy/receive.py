@@ -58,7 +58,7 @@ def receive(
     folder = names.folder_name(names.check(name))
     staged = install.partial_folder(models_dir, folder)
     with install.locked(models_dir, folder, report):
-        if (models_dir / folder / "config.json").is_file():  # somebody else brought it while we waited
+        if (models_dir / folder / "config.json").is_file():  # another process brought it meanwhile
             read_folder(models_dir / folder, name=name, source=offer.source, revision=None)
             return
         with install.clean_on_full_disk(models_dir, staged):
@@ -78,7 +78,7 @@ def receive(
 
 @contextlib.contextmanager
 def _cleared_if_unsound(staged: Path) -> Iterator[None]:
-    """Of a model that must not be installed nothing is kept: the next attempt may have a better source."""
+    """Delete a model that must not be installed: the next attempt may have a better source."""
     try:
         yield
     except ModelError:

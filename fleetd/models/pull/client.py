@@ -1,4 +1,6 @@
-"""The daemon's side of a download: start the process, pass on its progress, end it when nobody wants it."""
+"""The daemon's side of a download: start the process, pass on its progress, end it when no request waits
+for it.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def pull(ref: str, store: ModelStore, report: Report) -> str:
         entry = catalog.find(ref)
         folder = names.folder_name(entry.name if entry is not None else ref)
     with install.locked(models_dir, folder, report):
-        if not store.needs_pull(ref):  # somebody else brought it while we waited
+        if not store.needs_pull(ref):  # another process brought it meanwhile
             return store.resolve(ref).name
         if names.is_path(ref):
             _import_file(source, folder, models_dir, report)

@@ -1,8 +1,8 @@
-"""Who is said to be on this network. Sans-IO: unauthenticated claims in, a small table of plausible ones out.
+"""The table of machines discovered on this network. Sans-IO: claims go in, the plausible ones are kept.
 
-Anybody on the network can claim anything here. So a claim is a hint where to dial and never more; it is
-checked for form, what it can point at is restricted, and a flood neither grows the table nor pushes out the
-machines that the caller wants kept.
+Any machine on the network can make any claim, so a claim is only a hint where to dial. Its form is checked,
+the addresses in it are restricted, and a flood neither grows the table nor replaces the machines that the
+caller wants kept.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _NAMEPLATE = re.compile(r"[a-z0-9]{0,16}")
 
 @dataclass(frozen=True, slots=True)
 class DiscoveredPeer:
-    """A machine as it, or somebody in its name, describes itself.
+    """A claim about a machine, unauthenticated.
 
-    ``versions``: the oldest and newest protocol that it speaks. ``pairing``: the nameplate of its open
-    pairing window, or "".
+    ``versions``: the oldest and newest protocol version of the machine. ``pairing``: the nameplate of its
+    open pairing window, or "".
     """
 
     node_id: str
@@ -36,20 +36,20 @@ class DiscoveredPeer:
 
 
 def write_text(*, node_id: str, name: str, versions: tuple[int, int], pairing: str) -> dict[str, str]:
-    """The TXT record of a machine."""
-    room = limits.SIGHTING_TEXT_BYTES - len("name=")
+    """The TXT record of this machine."""
+    room = limits.CLAIM_TEXT_BYTES - len("name=")
     shown = printable(name).encode()[:room].decode("utf-8", "ignore")
     return {"id": node_id, "name": shown, "v": f"{versions[0]}-{versions[1]}", "pair": pairing}
 
 
-def read_sighting(
+def read_claim(
     text: Mapping[bytes, bytes], hosts: Sequence[str], port: int, *, loopback: bool
 ) -> DiscoveredPeer | None:
-    """A claim in its plausible form, or None where it has none.
+    """A claim reduced to its plausible addresses, or None if it is malformed or has none.
 
     Args:
-        loopback: whether addresses of this machine itself are believed; only a daemon that listens on
-            loopback may be led there, or a stranger could aim it at services that trust local callers.
+        loopback: accept loopback addresses. Only for a daemon that listens on loopback: a claim must not
+            aim it at services that trust local callers.
     """
 
     def value(key: bytes) -> str:
@@ -75,14 +75,14 @@ def read_sighting(
 
 
 def is_plausible(host: str, *, loopback: bool) -> bool:
-    """Whether a machine can be called at this address."""
+    """True if another machine can be dialled at this address."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
         return False
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped is not None:
-            return False  # a second spelling of an address, which would pass the checks of the first
+            return False  # another form of an IPv4 address, which would pass the checks below
         if address.is_link_local:
             return bool(address.scope_id)
     if address.is_loopback:
@@ -91,38 +91,38 @@ def is_plausible(host: str, *, loopback: bool) -> bool:
 
 
 def printable(name: str) -> str:
-    """A name for people that cannot move their cursor or fill their screen."""
+    """The printable part of a name, cut to the bound: safe to write to a terminal."""
     return "".join(char for char in name if char.isprintable())[: limits.MEMBER_NAME_CHARS].strip()
 
 
 @dataclass(slots=True)
 class _DiscoveryEntry:
-    sighting: DiscoveredPeer
+    peer: DiscoveredPeer
     instance: str
     heard_s: float
 
 
 def budget() -> TokenBucket:
-    """How many sightings may still be taken in."""
-    return TokenBucket(limits.SIGHTINGS_AT_ONCE, limits.SIGHTINGS_PER_S)
+    """A bucket of claims that may be accepted."""
+    return TokenBucket(limits.CLAIMS_AT_ONCE, limits.CLAIMS_PER_S)
 
 
 class DiscoveryTable(Mapping[str, DiscoveredPeer]):
-    """The last plausible claim of each machine, by node id.
+    """The last plausible claim about each machine, by node id.
 
     Args:
-        me: this machine's own id, which is nobody else's.
-        keep: whether a machine must not be forgotten in favour of a stranger.
+        me: this machine's node id; claims about it are refused.
+        keep: True for a node id whose entry no other machine may replace.
     """
 
     def __init__(self, me: str, keep: Callable[[str], bool]) -> None:
         self._me = me
         self._keep = keep
         self._entries: dict[str, _DiscoveryEntry] = {}
-        self._budget = budget()
+        self.budget = budget()
 
     def __getitem__(self, node_id: str) -> DiscoveredPeer:
-        return self._entries[node_id].sighting
+        return self._entries[node_id].peer
 
     def __iter__(self) -> Iterator[str]:
         return iter(list(self._entries))
@@ -130,39 +130,39 @@ class DiscoveryTable(Mapping[str, DiscoveredPeer]):
     def __len__(self) -> int:
         return len(self._entries)
 
-    def heard(self, sighting: DiscoveredPeer, instance: str, now: float) -> bool:
-        """Take in a claim; whether it is worth acting on.
+    def accept(self, peer: DiscoveredPeer, instance: str, now: float) -> bool:
+        """Add or renew a claim; False if it is over a bound or about this machine.
 
-        ``instance`` is the name under which it was made, and under which it will be taken back.
+        ``instance`` is the service name of the claim, which a later withdrawal repeats.
         """
-        if sighting.node_id == self._me or not self._budget.take(1, now):
+        if peer.node_id == self._me or not self.budget.take(1, now):
             return False
-        if sighting.node_id not in self._entries and not self._make_room():
+        if peer.node_id not in self._entries and not self._make_room():
             return False
-        # Moved to the end: the first entry is the one that was silent for longest.
-        self._entries.pop(sighting.node_id, None)
-        self._entries[sighting.node_id] = _DiscoveryEntry(sighting, instance, now)
+        # Moved to the end: the first entry is the oldest.
+        self._entries.pop(peer.node_id, None)
+        self._entries[peer.node_id] = _DiscoveryEntry(peer, instance, now)
         return True
 
     def gone(self, instance: str) -> None:
-        """The claim made under this name was taken back."""
+        """Remove the entry whose claim had this service name."""
         for node_id in [node_id for node_id, entry in self._entries.items() if entry.instance == instance]:
             del self._entries[node_id]
 
     def expire(self, now: float) -> None:
-        """Forget who has not been heard of for long: mDNS itself would list the dead for over an hour."""
+        """Remove entries not renewed for ``DISCOVERED_TTL_S``; mDNS itself keeps them over an hour."""
         for node_id in [
             node_id
             for node_id, entry in self._entries.items()
-            if now - entry.heard_s >= limits.SIGHTING_TTL_S
+            if now - entry.heard_s >= limits.DISCOVERED_TTL_S
         ]:
             del self._entries[node_id]
 
     def _make_room(self) -> bool:
-        if len(self._entries) < limits.SIGHTINGS:
+        if len(self._entries) < limits.DISCOVERED_PEERS:
             return True
-        stranger = next((node_id for node_id in self._entries if not self._keep(node_id)), None)
-        if stranger is None:
+        replaceable = next((node_id for node_id in self._entries if not self._keep(node_id)), None)
+        if replaceable is None:
             return False
-        del self._entries[stranger]
+        del self._entries[replaceable]
         return True

@@ -1,7 +1,7 @@
-"""Finding other machines on the local network by mDNS, and being found. Hints only: nothing here is trusted.
+"""Announces this machine by mDNS and finds the others on the local network. Its results are hints only.
 
-It starts beside the daemon, not in front of it, and is never the reason why the daemon fails: where the
-network does not permit multicast it says so in ``state``, and tries again.
+It runs beside the daemon, and its failures never stop the daemon: where the network does not permit
+multicast, ``state`` says so and discovery tries again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from fleetd import limits
 from fleetd.observe import get_logger
 from fleetd.p2p.discovery import interfaces
-from fleetd.p2p.discovery.discovered import DiscoveredPeer, DiscoveryTable, read_sighting, write_text
+from fleetd.p2p.discovery.discovered import DiscoveredPeer, DiscoveryTable, read_claim, write_text
 from fleetd.p2p.discovery.interfaces import Interface
 from fleetd.p2p.discovery.unreachable import explain_multicast
 
@@ -30,7 +30,7 @@ log = get_logger("fleetd.discovery")
 
 RUNNING = "running"
 _STARTING, _STOPPED = "starting", "stopped"
-# Two more questions soon after the first: one packet may be lost, and on Wi-Fi multicast often is.
+# Two more queries soon after the first: Wi-Fi often loses multicast packets.
 _EARLY_S = (1.0, 3.0)
 
 
@@ -38,9 +38,9 @@ class Discovery:
     """``run`` until cancelled; ``stop`` says goodbye first.
 
     Args:
-        host: where this daemon listens; decides which interfaces are used and which addresses announced.
-        on_seen: told of each plausible claim, new or repeated, at a bounded rate.
-        keep: whether a machine is known, and so not to be forgotten in favour of strangers.
+        host: the address on which this daemon listens; selects interfaces and announced addresses.
+        on_seen: called with each plausible claim, new or repeated, at a bounded rate.
+        keep: True for a node id whose entry no other machine may replace.
     """
 
     def __init__(
@@ -62,34 +62,34 @@ class Discovery:
         self._on_seen = on_seen
         self._pairing = ""
         self._state = _STARTING
-        self._sightings = DiscoveryTable(node_id, keep)
-        self._responder: Responder | None = None
+        self.table = DiscoveryTable(node_id, keep)
+        self.responder: Responder | None = None
         self._stopped = False
         self._wake = asyncio.Event()
         self._loopback = False
 
     @property
     def state(self) -> str:
-        """For people: "running", or why this machine can neither find others nor be found."""
-        if self._responder is not None and self._responder.trouble is not None:
-            return explain_multicast(self._responder.trouble, sys.platform)
+        """For display: "running", or why this machine can neither find others nor be found."""
+        if self.responder is not None and self.responder.trouble is not None:
+            return explain_multicast(self.responder.trouble, sys.platform)
         return self._state
 
     @property
     def seen(self) -> Mapping[str, DiscoveredPeer]:
-        """Who is said to be there, by node id; without this machine."""
-        self._sightings.expire(self._now())
-        return self._sightings
+        """The other machines that were discovered lately, by node id."""
+        self.table.expire(self._now())
+        return self.table
 
     async def run(self) -> None:
-        """Announce and listen until cancelled, on whatever interfaces there are; never raises."""
+        """Announce and listen on every usable interface until cancelled; never raises."""
         wait_s = limits.DISCOVERY_AGAIN_S
         try:
             while not self._stopped:
                 began = self._now()
                 try:
                     await self._serve()
-                except Exception as error:  # whatever the network or zeroconf does, the daemon goes on
+                except Exception as error:  # no error of the network or of zeroconf may end the daemon
                     if not self._stopped:
                         self._say(_why(error))
                 finally:
@@ -102,23 +102,23 @@ class Discovery:
             self._state = _STOPPED
 
     async def announce_pairing(self, nameplate: str) -> None:
-        """Show that a pairing window is open, under this nameplate; "" ends it."""
+        """Announce an open pairing window by its nameplate; "" withdraws it."""
         self._pairing = nameplate
-        if self._responder is not None:
-            await self._responder.update(self._text())
+        if self.responder is not None:
+            await self.responder.update(self._text())
 
     async def stop(self) -> None:
         """Say goodbye and end ``run``."""
         self._stopped = True
-        if self._responder is not None:
-            self._responder.say_goodbye()
+        if self.responder is not None:
+            self.responder.say_goodbye()
         self._wake.set()
         await self._close()
 
     # ---- one life of a responder -------------------------------------------------------------------------
 
     async def _serve(self) -> None:
-        """Until the interfaces change, a socket dies or somebody stops it."""
+        """Run one responder until the interfaces change, a socket closes or ``stop`` is called."""
         mdns = await asyncio.to_thread(importlib.import_module, "fleetd.p2p.discovery.mdns")
         while not self._stopped:
             chosen = await asyncio.to_thread(self._choose)
@@ -128,7 +128,7 @@ class Discovery:
                 continue
             addresses, scopes = chosen
             self._loopback = all(ipaddress.ip_address(host).is_loopback for host in addresses)
-            self._responder = mdns.Responder(
+            self.responder = mdns.Responder(
                 node_id=self._node_id,
                 name=self._name,
                 port=self._port,
@@ -136,11 +136,11 @@ class Discovery:
                 addresses=addresses,
                 scopes=scopes,
                 on_claim=self._claimed,
-                on_gone=self._sightings.gone,
+                on_gone=self.table.gone,
             )
-            await self._responder.open()
+            await self.responder.open()
             self._say(RUNNING)
-            await self._watch(self._responder, chosen)
+            await self._watch(self.responder, chosen)
             await self._close()
 
     async def _watch(self, responder: Responder, chosen: tuple[list[str], list[int]]) -> None:
@@ -151,7 +151,7 @@ class Discovery:
         asked = self._now()
         while not self._stopped and responder.alive:
             await self._pause(limits.DISCOVERY_REFRESH_S)
-            self._sightings.expire(self._now())
+            self.table.expire(self._now())
             if self._stopped or await asyncio.to_thread(self._choose) != chosen:
                 return
             if self._now() - asked >= limits.DISCOVERY_ASK_S:
@@ -163,7 +163,7 @@ class Discovery:
         return choose(str(host), interfaces.read())
 
     async def _close(self) -> None:
-        responder, self._responder = self._responder, None
+        responder, self.responder = self.responder, None
         if responder is not None:
             await responder.close()
 
@@ -175,14 +175,14 @@ class Discovery:
             pass
 
     def _claimed(self, claim: Claim) -> None:
-        sighting = read_sighting(claim.text, claim.hosts, claim.port, loopback=self._loopback)
-        if sighting is None:
+        found = read_claim(claim.text, claim.hosts, claim.port, loopback=self._loopback)
+        if found is None:
             return
-        is_new = sighting.node_id not in self._sightings
-        if self._sightings.heard(sighting, claim.instance, self._now()):
-            if is_new and self._responder is not None:
-                self._responder.introduce()
-            self._on_seen(sighting)
+        is_new = found.node_id not in self.table
+        if self.table.accept(found, claim.instance, self._now()):
+            if is_new and self.responder is not None:
+                self.responder.introduce()
+            self._on_seen(found)
 
     def _text(self) -> dict[str, str]:
         return write_text(
@@ -202,10 +202,8 @@ class Discovery:
 
 
 def choose(host: str, found: Sequence[Interface]) -> tuple[list[str], list[int]]:
-    """What a daemon listening on ``host`` announces, and the interfaces where it does so over IPv6.
-
-    IPv4 carries the multicast where there is any; doubling it over IPv6 would only double the traffic.
-    """
+    """The addresses that a daemon listening on ``host`` announces, and the indexes of the interfaces where it
+    uses IPv6 multicast: those without IPv4, since both at once would only double the traffic."""
     address = ipaddress.ip_address(host)
     if not address.is_unspecified:
         if not address.is_loopback and not any(host in item.addresses for item in found):

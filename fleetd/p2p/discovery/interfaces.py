@@ -1,8 +1,8 @@
-"""The network interfaces of this machine: which kind each one is, and which of them other machines can use.
+"""The network interfaces of this machine: the kind of each, and which of them lead to other machines.
 
-What the system says is read by ``read``; the rest is pure. Interfaces that programs made up (containers,
-virtual machines, Apple's peer-to-peer Wi-Fi) are told apart, because an address of theirs is announced in
-vain: on another machine it means another machine.
+``read`` asks the system; the rest is pure. Virtual interfaces (containers, virtual machines, Apple's
+peer-to-peer Wi-Fi) are recognised, because their addresses are not announced: on another machine the same
+address means another machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _SYSFS = Path("/sys/class/net")
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """``addresses`` as they are dialled: link-local IPv6 ones carry their scope (``fe80::1%eth0``)."""
+    """``addresses`` as they are dialled: link-local IPv6 ones with their scope (``fe80::1%eth0``)."""
 
     name: str
     kind: Kind
@@ -44,12 +44,12 @@ class Interface:
 
     @property
     def is_shared(self) -> bool:
-        """Whether other machines of a local network may be behind it."""
+        """True if it may lead to other machines of a local network."""
         return self.up and self.multicast and self.kind not in ("loopback", "virtual", "tailscale")
 
 
 def read() -> list[Interface]:
-    """Ask the system; blocks for about a millisecond, on a Mac the first time for a tenth of a second."""
+    """Read the interfaces; blocks for about a millisecond, on macOS the first time for 0.1 s."""
     ports = _hardware_ports()
     stats = psutil.net_if_stats()
     found = []
@@ -78,8 +78,8 @@ def read() -> list[Interface]:
 
 def kind_of_interface(name: str, addresses: Sequence[str], *, port: str = "", wireless: bool = False) -> Kind:
     """Args:
-    port: what macOS calls the hardware behind it ("Wi-Fi", "Thunderbolt Bridge", "Ethernet").
-    wireless: what Linux says.
+    port: the name of the hardware port on macOS ("Wi-Fi", "Thunderbolt Bridge", "Ethernet").
+    wireless: true if Linux lists it as wireless.
     """
     guesses = {guess_kind(address) for address in addresses}
     if name in ("lo", "lo0"):
@@ -96,7 +96,7 @@ def kind_of_interface(name: str, addresses: Sequence[str], *, port: str = "", wi
 
 
 def kind_of(host: str, interfaces: Sequence[Interface]) -> Kind:
-    """The kind of way that leads to ``host``: that of the interface in whose network it is."""
+    """The kind of path to ``host``: that of the interface with the longest matching network."""
     bare, _, scope = host.partition("%")
     try:
         address = ipaddress.ip_address(bare)
@@ -127,20 +127,20 @@ _ports: Mapping[str, str] | None = None
 
 
 def _hardware_ports() -> Mapping[str, str]:
-    """Read once: ports do not change their names, and one that is plugged in later counts as wired."""
+    """Read once: names of ports do not change, and a port that is plugged in later counts as wired."""
     global _ports
     if _ports is None:
         _ports = {}
         if sys.platform == "darwin":
             try:
-                said = subprocess.run(
+                listed = subprocess.run(
                     ["/usr/sbin/networksetup", "-listallhardwareports"],
                     capture_output=True,
                     text=True,
                     timeout=limits.PROBE_S,
                     check=False,
                 )
-                _ports = parse_hardware_ports(said.stdout)
+                _ports = parse_hardware_ports(listed.stdout)
             except (OSError, subprocess.SubprocessError):
                 pass
     return _ports
@@ -158,7 +158,7 @@ def _dialled(address: str, name: str) -> str:
 
 
 def _network(address: str, netmask: str | None) -> str:
-    """The network of an address, or "" where the system names none."""
+    """The network of an address, or "" if the system has no netmask for it."""
     bare = address.partition("%")[0]
     if netmask is None:
         return ""

@@ -1,30 +1,28 @@
-"""One mDNS responder and browser for ``_fleetd._tcp``, on zeroconf. Imported late: nobody waits for it.
+"""One mDNS responder and browser for ``_fleetd._tcp``, on zeroconf. Imported late: the import is slow.
 
-Between the sockets and zeroconf stands a gate. What does not speak of fleetd is dropped unparsed, so other
-people's printers cost nothing; of what does, only so many bytes per second are parsed, so a flood costs a
-bounded share of a core. Names contain the node id, so nobody has to be asked whether they are free: the
-second that probing takes is saved.
+A flood filter stands between the sockets and zeroconf. It drops packets that do not contain ``fleetd``
+unparsed, so printers on the network cost nothing, and passes a bounded number of bytes per second, so a flood
+costs a bounded share of a core. Service names contain the node id and are unique without probing, which saves
+a second.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import ipaddress
 import logging
 import re
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zeroconf import RecordUpdate, RecordUpdateListener, ServiceInfo, Zeroconf
-from zeroconf._dns import DNSAddress, DNSPointer, DNSQuestion, DNSRecord, DNSService, DNSText
-from zeroconf._protocol.outgoing import DNSOutgoing
 from zeroconf.asyncio import AsyncZeroconf
 
 from fleetd import limits
 from fleetd.observe import get_logger
+from fleetd.p2p.discovery import zeroconf_adapter as adapter
+from fleetd.p2p.discovery.zeroconf_adapter import DNSAddress, DNSPointer, DNSService, DNSText
 from fleetd.p2p.token_bucket import TokenBucket
 
 log = get_logger("fleetd.discovery")
@@ -32,23 +30,21 @@ log = get_logger("fleetd.discovery")
 SERVICE = "_fleetd._tcp.local."
 # Part of our service's name and of our host names, so every packet about either contains it.
 _MARK = b"fleetd"
-# RFC 1035 and 6762.
-_QUERY, _IN, _A, _PTR, _TXT, _AAAA, _SRV = 0, 1, 1, 12, 16, 28, 33
 _UNSAFE = re.compile(r"[^A-Za-z0-9]+")
 _LABEL_CHARS = 40
-# RFC 6762 wants a second between two multicasts of one record.
+# RFC 6762 requires a second between two multicasts of one record.
 _INTRODUCE_S = 1.0
 _SAY_AGAIN_S = 1.5
-# A look at an empty packet costs as much as this many bytes of a full one.
+# Handling an empty packet costs as much as this many bytes of a full one.
 _PACKET_COST_BYTES = 256
 
-# What goes wrong here is told by Discovery.state, once and in words.
+# Discovery.state reports errors, once and as a sentence.
 logging.getLogger("zeroconf").setLevel(logging.CRITICAL)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a service instance says of itself, unchecked."""
+    """The description of a service instance by itself, unchecked."""
 
     instance: str
     text: Mapping[bytes, bytes]
@@ -60,8 +56,10 @@ class Responder(RecordUpdateListener):
     """Announces one machine and listens for others. Made in the event loop; raises OSError.
 
     Args:
-        addresses: where this machine says it is; its multicast goes through the interfaces that have them.
-        scopes: indexes of interfaces to be used with IPv6.
+        addresses: addresses to announce; multicast uses the interfaces that have them.
+        scopes: indexes of the interfaces for multicast over IPv6.
+        on_claim: called with each claim, new or repeated.
+        on_gone: called with the instance name of a claim that was withdrawn.
     """
 
     def __init__(
@@ -76,7 +74,10 @@ class Responder(RecordUpdateListener):
         on_claim: Callable[[Claim], None],
         on_gone: Callable[[str], None],
     ) -> None:
+        #: The last error in sending, until the next query.
         self.trouble: OSError | None = None
+        #: One for each socket.
+        self.filters: list[FloodFilter] = []
         self._clock = asyncio.get_running_loop().time
         self._introduced_s = -_INTRODUCE_S
         self._label = f"{node_id[:7]}-{_UNSAFE.sub('-', name)[:_LABEL_CHARS]}".rstrip("-")
@@ -89,40 +90,40 @@ class Responder(RecordUpdateListener):
         self._info = self._describe(text)
         self._announcing: asyncio.Future[None] | None = None
         interfaces: list[str | int] = [host for host in addresses if ":" not in host]
-        self._zeroconf = Zeroconf(interfaces=interfaces + list(scopes), use_asyncio=True)
+        self.zeroconf = Zeroconf(interfaces=interfaces + list(scopes), use_asyncio=True)
 
     async def open(self) -> None:
-        """Announce this machine and ask who else is there."""
-        await self._zeroconf.async_wait_for_start()
-        if not self._zeroconf.engine.senders:
-            raise OSError(errno.EADDRNOTAVAIL, "no interface has such an address")
+        """Announce this machine and ask the others to announce themselves."""
+        await self.zeroconf.async_wait_for_start()
         bucket = budget()
-        for reader in self._zeroconf.engine.readers:
-            inner = reader.transport.get_protocol()
-            reader.transport.set_protocol(FloodFilter(inner, bucket, self._clock, self._failed))
-        self._zeroconf.async_add_listener(self, None)
+
+        def filtered(listener: Any) -> FloodFilter:
+            self.filters.append(FloodFilter(listener, bucket, self._clock, self._failed))
+            return self.filters[-1]
+
+        if not adapter.filter_packets(self.zeroconf, filtered):
+            raise OSError(errno.EADDRNOTAVAIL, "no interface has such an address")
+        self.zeroconf.async_add_listener(self, None)
         self._announcing = asyncio.ensure_future(
-            await self._zeroconf.async_register_service(self._info, cooperating_responders=True)
+            await self.zeroconf.async_register_service(self._info, cooperating_responders=True)
         )
         self.ask()
 
     def ask(self) -> None:
-        """Ask everybody to describe themselves.
+        """Ask all machines to describe themselves.
 
-        Without the list of known answers that would silence those who are known: that they answer is what
-        tells that they are still there.
+        The query has no list of known answers, which would silence known machines: their answers show that
+        they are still there.
         """
         self.trouble = None
-        query = DNSOutgoing(_QUERY)
-        query.add_question(DNSQuestion(SERVICE, _PTR, _IN))
-        self._zeroconf.async_send(query)
+        adapter.send_query(self.zeroconf, SERVICE)
 
     def introduce(self) -> None:
-        """Describe this machine to a newcomer now: answers to its question may be held back for a second."""
+        """Announce this machine to a new one now: zeroconf may delay its answer by a second."""
         now = self._clock()
         if now - self._introduced_s >= _INTRODUCE_S:
             self._introduced_s = now
-            self._zeroconf.async_send(self._zeroconf.generate_service_broadcast(self._info, None))
+            adapter.send_records(self.zeroconf, self._info)
 
     async def update(self, text: Mapping[str, str]) -> None:
         """Announce this machine with another TXT record."""
@@ -132,27 +133,27 @@ class Responder(RecordUpdateListener):
         self._announcing = asyncio.ensure_future(self._announce())
 
     async def _announce(self) -> None:
-        await (await self._zeroconf.async_update_service(self._info))
-        # Answers with what was true before may be held back for a second, and whoever heard the very same
-        # a moment before that takes this for an echo. So it is said once more when both are over.
+        await (await self.zeroconf.async_update_service(self._info))
+        # zeroconf may delay an answer with the old text by a second, and a machine that received the same
+        # packet just before drops this one as an echo. So the text is sent again after both delays.
         await asyncio.sleep(_SAY_AGAIN_S)
-        self._zeroconf.async_send(self._zeroconf.generate_service_broadcast(self._info, None))
+        adapter.send_records(self.zeroconf, self._info)
 
     @property
     def alive(self) -> bool:
-        readers = self._zeroconf.engine.readers
-        return bool(readers) and not any(reader.transport.is_closing() for reader in readers)
+        """True while every socket is open."""
+        return adapter.is_listening(self.zeroconf)
 
     def say_goodbye(self) -> None:
-        if (goodbye := self._zeroconf.generate_unregister_all_services()) is not None:
-            self._zeroconf.async_send(goodbye)
+        if (goodbye := self.zeroconf.generate_unregister_all_services()) is not None:
+            self.zeroconf.async_send(goodbye)
 
     async def close(self) -> None:
-        """Without a goodbye: that is for a machine that stops, not for a socket that is replaced."""
+        """Close the sockets without a goodbye, which is for a machine that stops."""
         if self._announcing is not None:
             self._announcing.cancel()
-        self._zeroconf.registry.async_remove(self._info)
-        await AsyncZeroconf(zc=self._zeroconf).async_close()
+        self.zeroconf.registry.async_remove(self._info)
+        await AsyncZeroconf(zc=self.zeroconf).async_close()
 
     def _describe(self, text: Mapping[str, str]) -> ServiceInfo:
         return ServiceInfo(
@@ -170,7 +171,7 @@ class Responder(RecordUpdateListener):
     # ---- zeroconf's RecordUpdateListener -----------------------------------------------------------------
 
     def async_update_records(self, zc: Zeroconf, now: float, records: list[RecordUpdate]) -> None:
-        """Called with the records of one packet, before the cache has them."""
+        """Called with the records of one packet, before they are in the cache."""
         for update in records:
             record = update.new
             if isinstance(record, DNSPointer) and record.name.lower() == SERVICE:
@@ -183,7 +184,7 @@ class Responder(RecordUpdateListener):
                 self._touch(record.name)
 
     def async_update_records_complete(self) -> None:
-        """Called when the cache has them."""
+        """Called when they are in the cache."""
         touched, self._touched = self._touched, set()
         for instance in touched:
             if (claim := self._claim(instance)) is not None:
@@ -191,41 +192,30 @@ class Responder(RecordUpdateListener):
 
     def _touch(self, instance: str) -> None:
         if (
-            len(self._touched) < limits.SIGHTINGS
+            len(self._touched) < limits.DISCOVERED_PEERS
             and instance.endswith(SERVICE)
             and instance != self._info.name
         ):
             self._touched.add(instance)
 
     def _claim(self, instance: str) -> Claim | None:
-        """Put together what the cache has; None while a part is missing."""
-        cache = self._zeroconf.cache
-        services = cache.async_all_by_details(instance, _SRV, _IN)
-        texts = cache.async_all_by_details(instance, _TXT, _IN)
-        if not services or not texts:
-            return None
-        service, text = max(services, key=_freshness), max(texts, key=_freshness)
+        """The claim of an instance from the cache; None while a record is missing."""
+        service = next(iter(adapter.newest_records(self.zeroconf, instance, adapter.SRV)), None)
+        text = next(iter(adapter.newest_records(self.zeroconf, instance, adapter.TXT)), None)
         if not isinstance(service, DNSService) or not isinstance(text, DNSText):
             return None
-        found = cache.async_all_by_details(service.server, _A, _IN)
-        found += cache.async_all_by_details(service.server, _AAAA, _IN)
-        # The newest first: a machine that has moved still has its old addresses in the cache for a while.
-        found.sort(key=_freshness, reverse=True)
+        # Newest first: after a change of network the old addresses stay in the cache for a while.
+        found = adapter.newest_records(self.zeroconf, service.server, adapter.A, adapter.AAAA)
         return Claim(
             instance=instance,
             text=read_strings(text.text),
-            hosts=tuple(_host(record) for record in found if isinstance(record, DNSAddress)),
+            hosts=tuple(adapter.scoped_host(record) for record in found if isinstance(record, DNSAddress)),
             port=service.port,
         )
 
 
-def _freshness(record: DNSRecord) -> tuple[float, float]:
-    """The cache marks what a packet has replaced with that packet's time, and one more second to live."""
-    return record.created, record.ttl
-
-
 def read_strings(text: bytes) -> dict[bytes, bytes]:
-    """The ``key=value`` strings of a TXT record; as RFC 6763 has it, the first of a key counts."""
+    """The ``key=value`` strings of a TXT record. The first of each key counts (RFC 6763)."""
     found: dict[bytes, bytes] = {}
     while text:
         end = 1 + text[0]
@@ -235,20 +225,13 @@ def read_strings(text: bytes) -> dict[bytes, bytes]:
     return found
 
 
-def _host(record: DNSAddress) -> str:
-    address = ipaddress.ip_address(record.address)
-    if address.version == 6 and address.is_link_local and record.scope_id:
-        return f"{address}%{socket.if_indextoname(record.scope_id)}"
-    return str(address)
-
-
 def budget() -> TokenBucket:
-    """How many bytes may still be parsed."""
+    """A bucket of bytes that may be parsed."""
     return TokenBucket(limits.MDNS_BURST_BYTES, limits.MDNS_BYTES_PER_S)
 
 
 class FloodFilter(asyncio.DatagramProtocol):
-    """Stands in front of one of zeroconf's sockets."""
+    """Passes packets of fleetd from one socket to zeroconf, as far as the bucket allows."""
 
     def __init__(
         self,
@@ -257,21 +240,21 @@ class FloodFilter(asyncio.DatagramProtocol):
         clock: Callable[[], float],
         on_error: Callable[[OSError], None],
     ) -> None:
-        self._inner = inner
-        self._bucket = bucket
+        self.inner = inner
+        self.bucket = bucket
         self._clock = clock
         self._on_error = on_error
-        self._told_s = -limits.REPEAT_LOG_S
+        self._logged_s = -limits.REPEAT_LOG_S
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
         now = self._clock()
-        if _MARK not in data or not self._bucket.take(len(data) + _PACKET_COST_BYTES, now):
+        if _MARK not in data or not self.bucket.take(len(data) + _PACKET_COST_BYTES, now):
             return
         try:
-            self._inner.datagram_received(data, addr)
-        except Exception as error:  # the parser's boundary: a packet that breaks it must not break the loop
-            if now - self._told_s >= limits.REPEAT_LOG_S:
-                self._told_s = now
+            self.inner.datagram_received(data, addr)
+        except Exception as error:  # the parser's boundary: no packet may end the loop
+            if now - self._logged_s >= limits.REPEAT_LOG_S:
+                self._logged_s = now
                 log.warning("mdns.packet_dropped", type=type(error).__name__, error=str(error))
 
     def error_received(self, exc: Exception) -> None:
@@ -279,4 +262,4 @@ class FloodFilter(asyncio.DatagramProtocol):
             self._on_error(exc)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._inner.connection_lost(exc)
+        self.inner.connection_lost(exc)

@@ -1,7 +1,7 @@
-"""What doctor looks at when machines do not find each other: multicast, the port, firewalls, MTU, clock.
+"""Checks for ``fleetctl doctor``: multicast, the peer port, firewalls, MTU, clock.
 
-Looking (``probe_*``, ``read_*``) blocks, is bounded by ``limits`` and needs no privileges; what the findings
-mean is decided by pure functions beside it. ``None`` means that this machine does not tell.
+The functions ``probe_*`` and ``read_*`` block, are bounded by ``limits`` and need no privileges; the other
+functions interpret the facts and are pure. ``None`` means that the system does not show the fact.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from fleetd.p2p.discovery.unreachable import explain, explain_multicast
 
 Firewall = Literal["off", "on", "blocks everything"]
 
-# mDNS's group, so that switches and filters treat the probe alike; its port stays mDNS's own.
+# The group of mDNS, so that switches and filters treat the probe alike; on another port.
 _GROUP_V4, _GROUP_V6 = "224.0.0.251", "ff02::fb"
 _USUAL_MTU, _LEAST_MTU = 1500, 1280
 _SOCKETFILTERFW = "/usr/libexec/ApplicationFirewall/socketfilterfw"
 _STATE = re.compile(r"State = (\d)")
-_TIME_ERROR = 5  # what adjtimex(2) returns for a clock that nobody corrects
+_TIME_ERROR = 5  # the result of adjtimex(2) for a clock that is not synchronised
 _TIMEX_BYTES = 512  # struct timex is 208 bytes on 64-bit Linux
 
 
 @dataclass(frozen=True, slots=True)
 class MulticastFact:
-    """Whether multicast sent on an interface comes back; ``reason`` says why not."""
+    """Whether multicast on an interface returns to this machine; ``reason`` says why not."""
 
     interface: str
     works: bool
@@ -104,7 +104,7 @@ def _joined(name: str, address: str) -> socket.socket:
 
 
 def _echo(name: str, sock: socket.socket, token: bytes) -> MulticastFact:
-    """Anybody may send to the port, so what is not ours is skipped, and does not prolong the wait."""
+    """Wait for the token; other datagrams are skipped and do not prolong the wait."""
     deadline = time.monotonic() + limits.MULTICAST_ECHO_S
     while (left := deadline - time.monotonic()) > 0:
         sock.settimeout(left)
@@ -116,7 +116,7 @@ def _echo(name: str, sock: socket.socket, token: bytes) -> MulticastFact:
     return MulticastFact(
         name,
         False,
-        "what this machine sends to everybody does not come back to it; its firewall may drop UDP",
+        "multicast that this machine sends does not come back to it; its firewall may drop UDP",
     )
 
 
@@ -124,7 +124,7 @@ def _echo(name: str, sock: socket.socket, token: bytes) -> MulticastFact:
 
 
 def probe_port(host: str, port: int) -> PortFact:
-    """Call this machine's own peer port the way others would; a stranger's call is closed unread there."""
+    """Connect to this machine's own peer port as another machine would; it closes the connection unread."""
     try:
         with socket.create_connection((host, port), timeout=limits.PROBE_S):
             return PortFact(host, True)
@@ -137,7 +137,7 @@ def probe_port(host: str, port: int) -> PortFact:
 
 
 def read_firewalls(port: int) -> list[FirewallFact]:
-    """The firewalls that tell about themselves without privileges."""
+    """The firewalls whose state can be read without privileges."""
     if sys.platform == "darwin":
         state = parse_socketfilterfw(_ask([_SOCKETFILTERFW, "--getglobalstate"]))
         return [] if state is None else [application_firewall(state)]
@@ -146,10 +146,10 @@ def read_firewalls(port: int) -> list[FirewallFact]:
     )
 
 
-def parse_socketfilterfw(said: str) -> Firewall | None:
-    """From ``socketfilterfw --getglobalstate``, which ends in "(State = 1)"."""
+def parse_socketfilterfw(output: str) -> Firewall | None:
+    """The state in the output of ``socketfilterfw --getglobalstate``, which ends in "(State = 1)"."""
     states: dict[str, Firewall] = {"0": "off", "1": "on", "2": "blocks everything"}
-    found = _STATE.search(said)
+    found = _STATE.search(output)
     return states.get(found[1]) if found else None
 
 
@@ -184,7 +184,7 @@ def linux_firewalls(*, ufw_conf: str, firewalld: bool, port: int) -> list[Firewa
 
 
 def mtu_hints(interfaces: Sequence[Interface]) -> list[str]:
-    """Sentences about interfaces whose packets other machines may not get."""
+    """Sentences about interfaces whose packets other machines may not receive."""
     found = []
     for interface in interfaces:
         if not interface.is_shared or not interface.mtu:
@@ -202,7 +202,7 @@ def mtu_hints(interfaces: Sequence[Interface]) -> list[str]:
 
 
 def read_clock_synchronised() -> bool | None:
-    """Whether something keeps this machine's clock right; only Linux tells."""
+    """Whether this machine's clock is synchronised; None except on Linux."""
     if sys.platform != "linux":
         return None
     try:

@@ -1,4 +1,4 @@
-"""What a failed connection or an unsent packet means, in words, so that no fleet stays apart silently."""
+"""Explains a failed connection or an unsent packet in sentences."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 
 from fleetd.host_port import host_port
 
-# The numbers differ between systems, and both are explained the same on either, so that tests see all.
+# The numbers differ between systems. Both sets are explained on either system, so that tests cover all.
 _DARWIN = {
     48: "EADDRINUSE",
     49: "EADDRNOTAVAIL",
@@ -30,11 +30,11 @@ def error_name(error: OSError, platform: str) -> str:
 
 
 def explain(error: BaseException | None, host: str, port: int, platform: str) -> tuple[str, str]:
-    """Why nobody could be reached at an address, and what to do about it: two sentences.
+    """The reason why an address cannot be reached, and what to do: two sentences.
 
     Args:
-        error: what connecting raised; a TimeoutError or None where nothing came back.
-        platform: ``sys.platform`` of the machine that called.
+        error: the error of connecting; a TimeoutError or None if no answer came.
+        platform: ``sys.platform`` of this machine.
     """
     place = host_port(host, port)
     if isinstance(error, socket.gaierror | UnicodeError):
@@ -78,7 +78,7 @@ def explain(error: BaseException | None, host: str, port: int, platform: str) ->
 
 
 def explain_multicast(error: OSError, platform: str) -> str:
-    """Why mDNS does not work on this machine, with what to do."""
+    """The reason why mDNS does not work on this machine, and what to do."""
     name = error_name(error, platform)
     if name == "EADDRINUSE":
         return "another mDNS program holds UDP port 5353 for itself; with Avahi, set disallow-other-stacks=no"

@@ -1,8 +1,8 @@
-"""Cards: what each machine says of itself, and how the newest word of each is kept.
+"""Cards: the description of each machine by itself, and the table of the newest card of each.
 
-Pure. A card counts only if it came over its own machine's session, so nobody speaks for another. The newer
-(epoch, sequence) wins, whatever the order of arrival; a machine raises its epoch at every start and its
-sequence with every card it sends. Age is measured on the receiver's monotonic clock alone.
+Pure. A card counts only on its own machine's session, so no machine can describe another. The card with the
+higher (epoch, sequence) wins, in any order of arrival; a machine raises its epoch at every start and its
+sequence with every card. Age is measured on the receiver's monotonic clock alone.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.errors import ProtocolError
-from fleetd.p2p.messages import reader
+from fleetd.p2p.message_reader import reader
 
 State = Literal["installed", "loading", "loaded"]
-# A machine that is asked to do more takes what is loaded first, so that is what a crowded card keeps.
+# Requests go to loaded models first, so a card that is too large keeps those.
 _KEEP: dict[State, int] = {"loaded": 0, "loading": 1, "installed": 2}
 
 Text = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
@@ -67,7 +67,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class MachineFacts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What stays while a daemon runs. ``chip`` is the part that computes: "Apple M3 Ultra", "NVIDIA GB10"."""
+    """Facts that hold while a daemon runs. ``chip`` is the part that computes: "Apple M3 Ultra"."""
 
     platform: Text = ""
     product: Text = ""
@@ -82,7 +82,7 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
     """One machine at one moment.
 
     ``usable_bytes``: what is free and a model may take, weights and all, by the machine's settings.
-    ``evictable_bytes``: memory of models that are loaded and idle, and give way to another one. ``load``: the
+    ``evictable_bytes``: memory of idle loaded models, which may be unloaded for another one. ``load``: the
     operating system's load average over its cores.
     """
 
@@ -112,7 +112,7 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
 
 _encode = msgspec.msgpack.Encoder().encode
 _read: Callable[[bytes], Card] = reader(Card, "A card", limits.CARD_BYTES)
-# What the headers of the card and of its models grow by when there are many.
+# Growth of the headers of the card and of its models when there are many.
 _HEADERS_BYTES = 5
 
 S = TypeVar("S", bound=msgspec.Struct)
@@ -143,12 +143,12 @@ def decode(body: bytes) -> Card:
 
 
 def _fitting(struct: S) -> S:
-    """The same with every text of its own cut to the bound, and made UTF-8 (names of files need not be)."""
+    """A copy with every text field cut to the bound and made UTF-8 (names of files need not be)."""
     changed = {}
     for name in struct.__struct_fields__:
         if isinstance(text := getattr(struct, name), str):
             fitting = text[: limits.CARD_TEXT_CHARS].encode(errors="replace").decode()
-            # Defaults are left out of the encoding only while they are the very same objects.
+            # msgspec omits a default from the encoding only if it is the same object.
             if fitting != text:
                 changed[name] = fitting
     return msgspec.structs.replace(struct, **changed) if changed else struct
@@ -159,7 +159,7 @@ def _fitting(struct: S) -> S:
 
 @dataclass(slots=True)
 class _Held:
-    """``card`` is None once it expired; what is older stays refused even then."""
+    """``card`` is None once it expired; older versions stay refused even then."""
 
     card: Card | None
     version: tuple[int, int]
@@ -173,18 +173,18 @@ class CardTable:
         self._held: dict[str, _Held] = {}
 
     def accept(self, card: Card, from_node: str, now: float) -> bool:
-        """True where this is news. Raises ProtocolError for a card of another machine than its sender."""
+        """Add a card; True if it is new. Raises ProtocolError if its sender is another machine."""
         if card.node_id != from_node:
             raise ProtocolError(f"The machine {from_node[:7]} sent a card of {card.node_id[:7]}.")
         held = self._held.get(from_node)
-        # One that expired may be said again: it counts from now. A copy of one that has not renews nothing.
+        # An expired card may be sent again, and counts from now. A copy of a current card renews nothing.
         if held is not None and (card.version < held.version or (card.version == held.version and held.card)):
             return False
         self._held[from_node] = _Held(card, card.version, now)
         return True
 
     def expire(self, now: float) -> list[str]:
-        """Node ids whose card has just reached ``limits.CARD_TTL_S``; they are no longer in the table."""
+        """Remove cards older than ``limits.CARD_TTL_S``; returns their node ids."""
         gone = [
             node_id
             for node_id, held in self._held.items()
@@ -202,7 +202,7 @@ class CardTable:
         return held.card if held is not None else None
 
     def heard_s(self, node_id: str) -> float | None:
-        """When the card in the table arrived, on the caller's clock."""
+        """The time of arrival of the card in the table, on the caller's clock."""
         held = self._held.get(node_id)
         return held.heard_s if held is not None and held.card is not None else None
 

@@ -1,4 +1,4 @@
-"""What members tell each other besides their cards: the roster, and where a machine was reached. Pure."""
+"""Gossip between members besides cards: the roster, and addresses at which members were reached. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.p2p.discovery.discovered import is_plausible
 from fleetd.p2p.membership.roster import RosterRecord
-from fleetd.p2p.messages import reader
+from fleetd.p2p.message_reader import reader
 
 # Topics.
 CARD, ROSTER, ADDRESSES = "card", "roster", "addresses"
 
 
 class AddressHint(msgspec.Struct, frozen=True, array_like=True):
-    """Where a member was reached lately: a hint for machines that cannot hear its mDNS."""
+    """An address at which a member was reached lately, for machines that do not receive its mDNS."""
 
     node_id: Annotated[str, Meta(max_length=64)]
     host: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -31,7 +31,7 @@ _encode = msgspec.msgpack.Encoder().encode
 read_records: Callable[[bytes], list[RosterRecord]] = reader(
     Annotated[list[RosterRecord], Meta(max_length=limits.ROSTER_RECORDS)], "A peer's roster"
 )
-read_told: Callable[[bytes], list[AddressHint]] = reader(
+read_hints: Callable[[bytes], list[AddressHint]] = reader(
     Annotated[list[AddressHint], Meta(max_length=limits.ADDRESSES_TOLD)], "A peer's list of addresses"
 )
 
@@ -40,9 +40,9 @@ read_told: Callable[[bytes], list[AddressHint]] = reader(
 
 
 def roster_batches(records: Iterable[RosterRecord], signers: Iterable[str]) -> list[bytes]:
-    """Records as message bodies of bounded size, each record after one that vouches for its signer.
+    """Records as message bodies of bounded size, each record after one about its signer.
 
-    Whoever knows these ``signers`` can then merge batch after batch, and refuses none for its order.
+    A machine that knows these ``signers`` can merge batch after batch and refuses none for its order.
     """
     waiting = list(records)
     known, ordered = set(signers), list[RosterRecord]()
@@ -68,18 +68,18 @@ def roster_batches(records: Iterable[RosterRecord], signers: Iterable[str]) -> l
 # ---- Addresses -------------------------------------------------------------------------------------------
 
 
-def write_told(told: list[AddressHint]) -> bytes:
-    """As many as may be told at once."""
-    return _encode(told[: limits.ADDRESSES_TOLD])
+def write_hints(hints: list[AddressHint]) -> bytes:
+    """A message body with as many hints as are allowed."""
+    return _encode(hints[: limits.ADDRESSES_TOLD])
 
 
-def can_be_told(host: str, way: tuple[str, int] | None) -> bool:
-    """Whether an address means the same at both ends of a session that goes this way, and can be called.
+def is_shareable(host: str, path: tuple[str, int] | None) -> bool:
+    """True if an address can be dialled from both ends of a session that takes ``path``.
 
-    Names of interfaces and of hosts are each machine's own; and services of this machine itself are called
-    only on the word of somebody who is on this machine as well.
+    Names of interfaces and hosts differ between machines. A loopback address counts only on a session over
+    loopback: a remote machine must not aim this one at its own services.
     """
-    local = way is not None and _is_loopback(way[0])
+    local = path is not None and _is_loopback(path[0])
     return "%" not in host and is_plausible(host, loopback=local)
 
 

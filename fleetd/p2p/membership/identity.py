@@ -1,11 +1,11 @@
-"""Who this machine is: an Ed25519 key in a file, and the same machine for as long as the file lasts.
+"""The identity of this machine: an Ed25519 key in a file, valid for as long as the file exists.
 
-A damaged key is an error, never a reason to make a new one: the old id would haunt every other machine
-as a peer that is always away.
+A damaged key is an error and is never replaced by a new one: every other machine would keep the old id as a
+peer that is always unreachable.
 
-    FOLDER/key.pem    the identity; whoever can read it is this machine
+    FOLDER/key.pem    the identity; a reader of this file can pose as this machine
     FOLDER/cert.pem   follows from the key, made again when it is missing
-    FOLDER/epoch      number of the last start; tells a restarted machine from its former self
+    FOLDER/epoch      number of the last start, to tell a restarted machine from its earlier run
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = get_logger("fleetd.p2p")
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """This machine's key and what follows from it."""
+    """This machine's key, with its node id and certificate."""
 
     folder: Path
     key: Ed25519PrivateKey
@@ -63,7 +63,7 @@ class Identity:
 
     @classmethod
     def load_or_create(cls, folder: Path) -> Identity:
-        """The identity that lies in ``folder``, or a new one if there is none. Blocks.
+        """Load the identity in ``folder``, or create one if there is none. Blocks.
 
         Raises:
             IdentityRefused: the key is damaged, or gone although it was there.
@@ -78,7 +78,7 @@ class Identity:
                 raise IdentityRefused(
                     f"The key {path} is missing, but its certificate is there.", hint=_mend(folder)
                 )
-            # If another process is faster, its key is this machine's.
+            # If another process is faster, its key is used.
             durable.create(path, _pem(Ed25519PrivateKey.generate()))
             written = durable.read(path, limits.CERTIFICATE_BYTES) or b""
         key = _parse_key(path, written)
@@ -90,10 +90,10 @@ class Identity:
         return made
 
     def next_epoch(self) -> int:
-        """The number of this start: greater than that of any start before. Blocks.
+        """The number of this start, greater than that of every earlier start. Blocks.
 
-        The counter in the file holds when the clock is set back, the clock holds when the file cannot be
-        written; only both together could repeat a number.
+        The file guards against a clock that is set back, the clock against a file that cannot be written;
+        only both faults together could repeat a number.
         """
         path = self.folder / "epoch"
         before = 0

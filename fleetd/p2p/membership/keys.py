@@ -1,6 +1,6 @@
-"""What follows from a machine's public key: the id that people compare, and the certificate that TLS wants.
+"""The node id and the certificate of a public key.
 
-The id is a hash of the key, so that it cannot be chosen. The certificate carries the key and says nothing.
+The id is a hash of the key, so it cannot be chosen. The certificate contains the key and asserts nothing.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fleetd.errors import IdentityRefused
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 ID_CHARS = 56
-# DER of a bit string of 64 bytes; others read the same, and one machine would have several certificates.
+# DER of a bit string of 64 bytes; other encodings would give one machine several valid certificates.
 _WHOLE_BYTES = b"\x03\x41\x00"
 _GROUP_CHARS = 13
 _SHORT_CHARS = 7
-# A certificate says only which key it carries. Trust ends by unpairing, not by a date that a wrong clock
-# could reach first. The end is how RFC 5280, section 4.1.2.5, writes "no end".
+# Trust ends by unpairing, not by a date, which a wrong clock could reach first. The end date is that of
+# RFC 5280, section 4.1.2.5, for a certificate without one.
 _NOT_BEFORE = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _NOT_AFTER = datetime.datetime(9999, 12, 31, 23, 59, 59, tzinfo=datetime.UTC)
 
@@ -37,7 +37,7 @@ def node_id(public_key: bytes) -> str:
     characters, one after each 13, as Syncthing lays out its device ids (lib/protocol/deviceid.go).
 
     Unlike there the check character is that of Luhn mod N proper, which doubles from the right, so that two
-    neighbours that were swapped are noticed wherever they are.
+    swapped neighbours are detected at any position.
     """
     digest = base64.b32encode(hashlib.sha256(public_key).digest()).decode("ascii").rstrip("=").lower()
     groups = [digest[i : i + _GROUP_CHARS] for i in range(0, len(digest), _GROUP_CHARS)]
@@ -45,7 +45,7 @@ def node_id(public_key: bytes) -> str:
 
 
 def parse_node_id(text: str) -> str:
-    """An id as people write it: any case, with or without dashes and spaces.
+    """Read an id as people write it: any case, with or without dashes and spaces.
 
     Raises:
         IdentityRefused: too short or long, a character that no id has, or a typing error.
@@ -67,12 +67,12 @@ def parse_node_id(text: str) -> str:
 
 
 def short_id(node_id: str) -> str:
-    """What people are shown."""
+    """The first characters of an id, for display."""
     return node_id[:_SHORT_CHARS]
 
 
 def display_id(node_id: str) -> str:
-    """The whole id, to be compared by eye."""
+    """The whole id in groups, for comparison by eye."""
     return "-".join(node_id[i : i + _SHORT_CHARS] for i in range(0, len(node_id), _SHORT_CHARS))
 
 
@@ -90,9 +90,9 @@ def _check_character(group: str) -> str:
 
 
 def certificate_for(key: Ed25519PrivateKey) -> bytes:
-    """The certificate of a key, DER: the same bytes every time."""
+    """The certificate of a key, DER; the same bytes every time."""
     public = key.public_key().public_bytes_raw()
-    # The id as the name, so that the many anchors of a TLS context are told apart by it.
+    # The id as the name, which distinguishes the anchors of a TLS context.
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, node_id(public))])
     built = (
         x509.CertificateBuilder()
@@ -129,7 +129,7 @@ def public_key_of(certificate: bytes) -> bytes:
         if parsed.signature_algorithm_oid != SignatureAlgorithmOID.ED25519:
             raise IdentityRefused("The certificate is not signed with Ed25519.")
         if parsed.issuer != parsed.subject:
-            raise IdentityRefused("The certificate was issued by somebody else.")
+            raise IdentityRefused("The certificate was not issued by its own machine.")
         key.verify(parsed.signature, parsed.tbs_certificate_bytes)
         if not certificate.endswith(_WHOLE_BYTES + parsed.signature):
             raise IdentityRefused("The certificate's signature is written in an unusual way.")
@@ -150,7 +150,7 @@ def public_key_of(certificate: bytes) -> bytes:
 
 
 def verify(public_key: bytes, signature: bytes, data: bytes) -> bool:
-    """Whether ``signature`` is that key's over ``data``."""
+    """True if ``signature`` is a signature of ``data`` by this key."""
     try:
         Ed25519PublicKey.from_public_bytes(public_key).verify(signature, data)
     except (InvalidSignature, ValueError):

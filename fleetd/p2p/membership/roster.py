@@ -1,21 +1,23 @@
-"""Who belongs to the fleet: a set of signed records, which merges to the same set in any order.
+"""The members of the fleet: a set of signed records, which merges to the same set in any order.
 
-A record is one machine's word about another: an entry ("it belongs to us") or a tombstone ("no longer"). Of
-one machine's words about another the newest is kept. A record is taken only from a signer whose key an
-earlier record vouches for, so that everything held leads back, signature by signature, to this machine.
+A record is a statement of one machine about another: an entry (it is a member) or a tombstone (it was
+removed). Of several statements by one machine about another the newest is kept. A record is accepted only
+from a signer whose key is in an earlier accepted record, so that a chain of signatures leads from every
+record back to this machine.
 
-Who belongs is computed from the set, seen from this machine: whoever can be reached through entries, each by
-a signer who itself belongs, and each newer than every tombstone for its subject. So a machine that was
-removed can bring nobody in any more. Tombstones count whoever signed them, or two machines that remove each
-other would both come back; but not when their own signer, by the same rule, has the machine back.
+The members are computed from the set, as seen from this machine: every machine that entries reach, where the
+signer of each entry is itself a member and the entry is newer than every tombstone for its subject. So a
+removed machine cannot add members. A tombstone counts whether or not its signer is still a member, or two
+machines that remove each other would both come back; it does not count once its own signer, by the same rule,
+has the machine back as a member.
 
-Sequence numbers count per subject. A new word is one higher than all that its signer has seen, so that it
-replaces those; a word said at the same time by somebody else who had seen as much ties with it, and then a
-removal beats an entry and "may not see prompts" beats "may".
+Sequence numbers count per subject. A new statement is one higher than all that its signer has, so that it
+replaces them. Two simultaneous statements by different signers tie; then a tombstone beats an entry, and "may
+not see prompts" beats "may".
 
-Whoever belonged only by way of a machine that is removed is not lost: each machine that misses such a member
-vouches for it itself, with the sequence number that the member had, so that no removal which it has not heard
-of yet is outrun.
+A member that only a removed machine had added is not lost: each machine that misses it signs an entry of its
+own, with the sequence number of the old one, so that the new entry does not override a removal that is still
+on its way.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _DIGEST_BYTES = 16
 
 
 class Signer(Protocol):
-    """This machine's identity, as far as the roster needs it."""
+    """The part of this machine's identity that the roster needs."""
 
     @property
     def node_id(self) -> str: ...
@@ -51,7 +53,7 @@ class Signer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RosterMember:
-    """A machine that belongs to the fleet. ``added_by``: node id of who vouched for it first."""
+    """A member of the fleet. ``added_by``: node id of the signer of its first entry."""
 
     node_id: str
     name: str
@@ -63,64 +65,64 @@ class RosterMember:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """``changed``: there is something to save and to pass on."""
+    """``changed``: there are new records to save and to send on."""
 
     changed: bool
     refused: tuple[RosterRefused, ...]
 
 
 _Key = tuple[str, str]  # subject, signer
-_Entries = dict[str, list[tuple[str, RosterRecord]]]  # signer → whom it vouches for
+_Entries = dict[str, list[tuple[str, RosterRecord]]]  # signer → its entries, with their subjects
 _View = dict[str, list[RosterRecord]]
 
 
 class Roster:
-    """``me`` is where all trust begins. ``records``: as saved before."""
+    """``me``: this machine, where every chain of trust begins. ``records``: as saved before."""
 
     def __init__(self, me: Signer, records: Iterable[RosterRecord] = ()) -> None:
         self._me = me
         self._members: dict[str, RosterMember] = {}
         self._forget()
         self._take(records, bounded=False)
-        self._look()
+        self._compute()
 
     def _forget(self) -> None:
         self._records: dict[_Key, RosterRecord] = {}
-        # Everybody whose signature counts. Only grows, or merging would depend on the order.
+        # Keys of the known signers. It only grows, or merging would depend on the order.
         self._keys = {self._me.node_id: subject_of(self._me.certificate)[1]}
         self._removed_by: str | None = None
         self._digest = b""
 
-    # ---- what it says ------------------------------------------------------------------------------------
+    # ---- the state ---------------------------------------------------------------------------------------
 
     @property
     def members(self) -> Mapping[str, RosterMember]:
-        """All but this machine, by node id, nearest first; always the current ones."""
+        """All members but this machine, by node id, nearest first; a live view."""
         return MappingProxyType(self._members)
 
     @property
     def removed_by(self) -> str | None:
-        """Node id of whoever removed this machine; it then has no members until ``reset``."""
+        """Node id of the machine that removed this one, which then has no members until ``reset``."""
         return self._removed_by
 
     def records(self) -> tuple[RosterRecord, ...]:
         return tuple(self._records[key] for key in sorted(self._records))
 
     def digest(self) -> bytes:
-        """16 bytes that are the same for the same records."""
+        """A hash of the records, 16 bytes."""
         if not self._digest:
             encoded = msgspec.msgpack.encode(self.records())
             self._digest = hashlib.sha256(encoded).digest()[:_DIGEST_BYTES]
         return self._digest
 
-    # ---- what others say ---------------------------------------------------------------------------------
+    # ---- records of others -------------------------------------------------------------------------------
 
     def merge(self, records: Iterable[RosterRecord]) -> Merged:
-        """Take what is signed by somebody known; ``records`` may come in any order and more than once."""
+        """Accept the records of known signers, in any order and any number of times."""
         merged = self._take(records, bounded=True)
         if merged.changed:
             before = dict(self._members)
-            self._look()
+            self._compute()
             self._adopt(before)
         return merged
 
@@ -142,13 +144,15 @@ class Roster:
                 break
             waiting = unknown
         refused += [
-            RosterRefused(f"A record is signed by {short_id(record.signer)!r}, whom nobody vouches for.")
+            RosterRefused(
+                f"A record is signed by {short_id(record.signer)!r}, whom no known machine vouches for."
+            )
             for record in waiting
         ]
         return Merged(changed, tuple(refused))
 
     def _take_one(self, record: RosterRecord, bounded: bool) -> bool:
-        """Whether it is news. Raises RosterRefused."""
+        """Add a record; True if it is new. Raises RosterRefused."""
         try:
             subject, key = subject_of(record.certificate)
         except IdentityRefused as error:
@@ -161,14 +165,14 @@ class Roster:
         if not is_name(record.name):
             raise RosterRefused(f"{who} has a name that cannot be shown.")
         if subject == record.signer:
-            # Or a machine could say of itself that it may see prompts.
-            raise RosterRefused(f"{who} is its word about itself, which counts for nothing.")
+            # Or a machine could permit itself to see prompts.
+            raise RosterRefused(f"{who} is its statement about itself, which does not count.")
         if not keys.verify(self._keys[record.signer], record.signature, record.signed_bytes()):
             raise RosterRefused(f"{who} does not bear its signature.")
         if held is not None and _rank(held) >= _rank(record):
             return False
         full = bounded and held is None and len(self._records) >= limits.ROSTER_RECORDS
-        # A roster that somebody filled up must not keep a removal out.
+        # A full roster must still accept the removal of a member.
         if full and not (record.removed and subject in self._members):
             raise RosterRefused(f"{who} is one more than the {limits.ROSTER_RECORDS} that a roster holds.")
         self._records[place] = record
@@ -176,14 +180,14 @@ class Roster:
         self._digest = b""
         return True
 
-    # ---- what this machine says --------------------------------------------------------------------------
+    # ---- records of this machine -------------------------------------------------------------------------
 
     def admit(self, certificate: bytes, name: str, sees_prompts: bool) -> RosterRecord:
-        """Vouch for a machine; also for one that was removed.
+        """Sign an entry for a machine; also for one that was removed.
 
         Raises:
             Overloaded: the fleet has as many members as it can have.
-            IdentityRefused, RosterRefused: no certificate, this machine's own, or no name.
+            IdentityRefused, RosterRefused: an invalid certificate or name, or this machine's own certificate.
         """
         subject = subject_of(certificate)[0]
         if subject == self._me.node_id:
@@ -205,44 +209,44 @@ class Roster:
                 "the last sequence number.",
                 hint="Give it a new identity: delete its identity folder, then pair it again.",
             )
-        record = self._say(certificate, name, highest + 1, removed=False, sees_prompts=sees_prompts)
-        self._look()
+        record = self._sign(certificate, name, highest + 1, removed=False, sees_prompts=sees_prompts)
+        self._compute()
         return record
 
     def join(
         self, certificate: bytes, name: str, sees_prompts: bool, records: Iterable[RosterRecord]
     ) -> tuple[RosterRecord, ...]:
-        """Pair with a machine and take over the roster that it sent: this machine's own records then.
+        """Pair with a machine and merge its roster; returns this machine's own records.
 
-        A removal is over: whoever was removed begins anew. Raises as ``admit``.
+        A removed machine begins with an empty roster. Raises as ``admit``.
         """
         if self._removed_by is not None:
             self.reset()
         subject = self.admit(certificate, name, sees_prompts).subject
         self.merge(records)
         if subject not in self._members and self._removed_by is None:
-            # It was removed and readmitted before, in a fleet that this machine had not heard of.
+            # It was removed and readmitted in a fleet that this machine did not know.
             self.admit(certificate, name, sees_prompts)
         return tuple(record for record in self.records() if record.signer == self._me.node_id)
 
     def remove(self, node_id: str) -> list[RosterRecord]:
-        """Take a member out, and vouch for those who belonged only through it. Raises NotFound."""
+        """Remove a member, and sign entries for members that only it had added. Raises NotFound."""
         member = self._member(node_id)
         sequence = min(self._highest(node_id) + 1, SEQUENCE_MAX)
         before = dict(self._members)
-        said = [self._say(member.certificate, member.name, sequence, removed=True, sees_prompts=False)]
-        self._look()
+        said = [self._sign(member.certificate, member.name, sequence, removed=True, sees_prompts=False)]
+        self._compute()
         return said + self._adopt(before)
 
     def allow_prompts(self, node_id: str, allowed: bool) -> RosterRecord:
-        """Say whether a member may see prompts. Raises NotFound."""
+        """Permit or forbid a member to see prompts. Raises NotFound."""
         member = self._member(node_id)
         return self.admit(member.certificate, member.name, allowed)
 
     def reset(self) -> None:
-        """Forget everybody: this machine is a fleet of one again."""
+        """Forget every record: this machine is a fleet of one again."""
         self._forget()
-        self._look()
+        self._compute()
 
     def _member(self, node_id: str) -> RosterMember:
         member = self._members.get(node_id)
@@ -251,10 +255,10 @@ class Roster:
         return member
 
     def _highest(self, subject: str) -> int:
-        """The highest sequence number heard of for a machine, 0 for none."""
+        """The highest known sequence number for a machine, 0 for none."""
         return max((r.sequence for key, r in self._records.items() if key[0] == subject), default=0)
 
-    def _say(
+    def _sign(
         self, certificate: bytes, name: str, sequence: int, *, removed: bool, sees_prompts: bool
     ) -> RosterRecord:
         me = self._me.node_id
@@ -267,18 +271,18 @@ class Roster:
         return record
 
     def _adopt(self, before: Mapping[str, RosterMember]) -> list[RosterRecord]:
-        """Vouch for those of ``before`` who are out of reach although nobody removed them."""
+        """Sign entries for the members ``before`` that became unreachable without being removed."""
         if self._removed_by is not None:
             return []
         removers = {record.signer for record in self._records.values() if record.removed}
         said: list[RosterRecord] = []
-        # A remover has vouched for the others, so reaching it is mostly enough.
+        # The signer of the tombstone has entries for the others, so one for it mostly suffices.
         for node_id in sorted(before, key=lambda node_id: (node_id not in removers, node_id)):
             member = before[node_id]
             if node_id in self._reached or member.sequence <= self._buried.get(node_id, 0):
                 continue
             said.append(
-                self._say(
+                self._sign(
                     member.certificate,
                     member.name,
                     member.sequence,
@@ -286,13 +290,13 @@ class Roster:
                     sees_prompts=member.sees_prompts,
                 )
             )
-            self._look()
+            self._compute()
         return said
 
     # ---- the view ----------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Compute who belongs, from the records alone."""
+    def _compute(self) -> None:
+        """Compute the members from the records."""
         me = self._me.node_id
         entries: _Entries = {}
         tombstones: dict[str, list[RosterRecord]] = {}
@@ -324,14 +328,14 @@ class Roster:
 
 
 def _rank(record: RosterRecord) -> tuple[int, bool, bytes]:
-    """Of two words by one signer about one subject the higher one counts."""
+    """Orders records by one signer about one subject; the highest counts."""
     return record.sequence, record.removed, record.signature
 
 
 def _view(root: str, entries: _Entries, buried: Mapping[str, int]) -> _View:
-    """Everybody whom ``root`` reaches, each with the entries that count for it.
+    """The machines that ``root`` reaches, each with the entries that count for it.
 
-    Breadth first, so that those whom it vouches for itself come before all whom those brought.
+    Breadth first: the subjects of its own entries come before those of their entries.
     """
     found: _View = {}
     queue = [root]
@@ -347,10 +351,10 @@ def _view(root: str, entries: _Entries, buried: Mapping[str, int]) -> _View:
 
 
 def _member(subject: str, entries: list[RosterRecord], me: str) -> RosterMember:
-    """What the valid entries about a machine come to."""
+    """The member that the valid entries about a machine describe."""
     newest = max(entries, key=lambda record: (record.sequence, record.signer))
     first = min(entries, key=lambda record: (record.sequence, record.signer))
-    # What was said at this machine holds for its own prompts, whatever is said elsewhere later.
+    # This machine's own entry holds for its prompts, whatever others sign later.
     asked = [r for r in entries if r.sequence == newest.sequence or r.signer == me]
     return RosterMember(
         node_id=subject,

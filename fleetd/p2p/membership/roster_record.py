@@ -1,4 +1,4 @@
-"""One machine's signed word about another, and what the name in it may look like."""
+"""A signed statement of one machine about another, and the form of the names in it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fleetd import limits
 from fleetd.p2p.membership import keys
 
 _DOMAIN = b"fleetd roster record 1\0"
-# Nobody counts so far; a forged jump to the end can remove a machine for good, but not make it unremovable.
+# Out of reach by counting. A forged last number can remove a machine for good, but not make it unremovable.
 SEQUENCE_MAX = (1 << 63) - 1
 
 
 class RosterRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What ``signer`` says about the machine whose ``certificate`` this is."""
+    """A statement of ``signer`` about the machine with this ``certificate``."""
 
     certificate: Annotated[bytes, Meta(max_length=limits.CERTIFICATE_BYTES)]
     name: Annotated[str, Meta(max_length=limits.MEMBER_NAME_CHARS)]
@@ -33,7 +33,7 @@ class RosterRecord(msgspec.Struct, frozen=True, array_like=True):
         return subject_of(self.certificate)[0]
 
     def signed_bytes(self) -> bytes:
-        """Everything but the signature, and what kind of statement it is."""
+        """The bytes that the signature covers: the domain and all other fields."""
         return _DOMAIN + msgspec.msgpack.encode(
             (self.certificate, self.name, self.signer, self.sequence, self.removed, self.sees_prompts)
         )
@@ -50,11 +50,11 @@ def subject_of(certificate: bytes) -> tuple[str, bytes]:
 
 
 def is_name(text: str) -> bool:
-    """Whether it can be shown as it is: no control characters, nothing that changes the writing direction."""
+    """True if it can be shown as it is: no control characters, none that changes the writing direction."""
     return 0 < len(text) <= limits.MEMBER_NAME_CHARS and text.isprintable() and text == text.strip()
 
 
 def clean_name(text: str, otherwise: str) -> str:
-    """The nearest name to ``text`` that is one."""
+    """``text`` reduced to a valid name, or ``otherwise`` if nothing is left."""
     kept = "".join(character for character in text if character.isprintable()).strip()
     return kept[: limits.MEMBER_NAME_CHARS].strip() or otherwise

@@ -1,8 +1,8 @@
-"""The code that people carry from one machine to the other, and the window in which it is good for anything.
+"""The code that people carry from one machine to the other, and the window during which it is valid.
 
-``42-lusab-babad``: a nameplate, which the inviting machine announces so that the right one is found, and 32
-secret bits. Few bits are enough because nothing that crosses the network lets them be searched: each guess
-needs an answer from the window, and the window gives three.
+``42-lusab-babad``: a nameplate, which the inviting machine announces so that it can be found, and 32 secret
+bits. So few bits suffice because the network traffic does not allow a search: each guess needs an answer from
+the window, and the window gives three.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PairingCode:
 
     @classmethod
     def parse(cls, text: str) -> PairingCode:
-        """A code as people type it. Raises PairingFailed."""
+        """Read a code as people type it. Raises PairingFailed."""
         found = _SHAPE.fullmatch(_SEPARATORS.sub("", text).lower())
         if found is None:
             raise PairingFailed(
@@ -57,7 +57,7 @@ class PairingCode:
 
 
 class PairingWindow:
-    """How often and how long a code may be tried, over all connections together."""
+    """The bounds on trying a code, in number and in time, over all connections together."""
 
     def __init__(self, code: PairingCode, now: float) -> None:
         self.code = code
@@ -67,7 +67,7 @@ class PairingWindow:
         self._closed = False
 
     def state(self, now: float) -> WindowState:
-        """``exhausted``: no try is left, but the last one may still be under way."""
+        """``exhausted``: no try is left, but the last one may still be in progress."""
         if self._used:
             return "used"
         if self._closed:
@@ -77,13 +77,13 @@ class PairingWindow:
         return "open" if self.tries_left else "exhausted"
 
     def take_try(self, now: float) -> None:
-        """Before a guess is answered. Raises PairingClosed."""
+        """Count a try before its guess is answered. Raises PairingClosed."""
         if self.state(now) != "open":
             raise self._refusal(now)
         self.tries_left -= 1
 
     def use(self, now: float) -> None:
-        """The code was right, and is used up by that. Raises PairingClosed if it no longer was to be used."""
+        """The code was right; use it up. Raises PairingClosed if the window is no longer open."""
         if self.state(now) not in ("open", "exhausted"):
             raise self._refusal(now)
         self._used = True

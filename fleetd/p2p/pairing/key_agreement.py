@@ -1,9 +1,9 @@
-"""What two machines that know the same code compute from their exchange, and nobody in between can.
+"""The key that two machines with the same code compute, and no machine between them can.
 
-SPAKE2 gives both sides one key if they used one code; a wrong guess tells nothing about the right one. The
-key is then bound to everything that was sent before it, certificates first of all: whoever changed or
-replaced any of that ends with another key. From it come a proof for each direction that the sender has it,
-the keys that seal the rest of the exchange, and the phrase that people compare.
+SPAKE2 gives both sides one key if they used the same code; a wrong guess reveals nothing about the right one.
+The key is then bound to every earlier frame, the certificates first of all: a machine that changes one of
+them gets another key. From it follow a proof for each direction that the sender has the key, the keys that
+seal the rest of the exchange, and the phrase that people compare.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NONCE_BYTES = 12
 
 
 def transcript(frames: Iterable[bytes]) -> bytes:
-    """A hash of frames in their order that no other frames have."""
+    """A hash of frames and their order."""
     found = hashlib.sha256(_DOMAIN)
     for frame in frames:
         found.update(len(frame).to_bytes(4))
@@ -61,7 +61,7 @@ class Pake:
         self.message: bytes = self._run.start()
 
     def finish(self, theirs: bytes) -> bytes:
-        """The key. Raises PairingFailed for what no honest other side sends."""
+        """The key. Raises PairingFailed for a message that no honest side sends."""
         try:
             found: bytes = self._run.finish(theirs)
         except (SPAKEError, NotOnCurve, ValueError) as error:
@@ -72,7 +72,7 @@ class Pake:
 
 
 class Keys:
-    """Everything that follows from the key and the transcript, seen from ``role``."""
+    """The values that follow from the key and the transcript, for the side ``role``."""
 
     def __init__(self, role: Role, key: bytes, transcript: bytes) -> None:
         def derive(purpose: bytes, size: int) -> bytes:
@@ -86,16 +86,16 @@ class Keys:
         self._seal = AESGCM(derive(b"seal " + role.encode("ascii"), 32))
         self._open = AESGCM(derive(b"seal " + other.encode("ascii"), 32))
         self._sealed = self._opened = 0
-        #: Four bytes as two words: the same on both screens, and for nobody else.
+        #: Four bytes as two words, the same on both screens.
         self.phrase = proquint.encode(derive(b"phrase", 4))
 
     def confirms(self, mac: bytes) -> bool:
-        """Whether the other side has the same key."""
+        """True if the other side has the same key."""
         return hmac.compare_digest(mac, self._expected)
 
     @property
     def to_sign(self) -> bytes:
-        """What this side signs to show that its certificate's private key takes part."""
+        """The bytes that this side signs, to prove that it has the private key of its certificate."""
         return self._proven[self._role]
 
     @property
@@ -108,7 +108,7 @@ class Keys:
         return self._seal.encrypt(nonce, body, None)
 
     def open(self, sealed: bytes) -> bytes:
-        """Raises PairingFailed if it was changed, repeated, or is not in its turn."""
+        """Raises PairingFailed for a body that was changed, repeated or reordered."""
         nonce = self._opened.to_bytes(_NONCE_BYTES)
         self._opened += 1
         try:

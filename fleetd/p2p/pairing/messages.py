@@ -1,4 +1,4 @@
-"""The messages of pairing, and the bytes of them. ``pairing`` says who sends which, and when."""
+"""The messages of pairing and their encoding. ``roles`` defines which side sends each, and when."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fleetd.errors import PairingFailed
 from fleetd.p2p.membership.roster_record import RosterRecord
 from fleetd.p2p.pairing.key_agreement import MAC_BYTES, SPAKE_BYTES, TAG_BYTES
 
-# The oldest and the newest version of this exchange that this program speaks.
+# The oldest and the newest version of this exchange that this program supports.
 VERSIONS = (1, 1)
 NONCE_BYTES = 16
 _LENGTH_BYTES = 2
@@ -25,7 +25,7 @@ Refusal = Literal["wrong_code", "closed", "declined", "version", "itself", "brok
 
 
 class PairingHello(Struct, frozen=True, array_like=True, tag=1):
-    """The first frame of each side; read before a version is agreed on, so its fields stay."""
+    """The first frame of each side; read before the version is agreed on, so its fields never change."""
 
     versions: tuple[_Version, _Version]
     certificate: Annotated[bytes, Meta(max_length=limits.CERTIFICATE_BYTES)]
@@ -59,7 +59,7 @@ class PairingFinished(Struct, frozen=True, array_like=True, tag=6):
 
 
 class Refuse(Struct, frozen=True, array_like=True, tag=7):
-    """A word, not a sentence: what is shown to people is written on their own machine."""
+    """A reason as a code: each machine writes its own sentences for people."""
 
     reason: Refusal
 
@@ -83,7 +83,7 @@ def frame(body: bytes) -> bytes:
 
 
 def take_frame(buffer: bytearray) -> bytes | None:
-    """The next whole body, taken out of the buffer. Raises PairingFailed for one that is too long."""
+    """Take the next whole body out of the buffer. Raises PairingFailed for one that is too long."""
     if len(buffer) < _LENGTH_BYTES:
         return None
     length = int.from_bytes(buffer[:_LENGTH_BYTES])
@@ -100,7 +100,7 @@ def take_frame(buffer: bytearray) -> bytes | None:
 
 
 def parts(records: Iterable[RosterRecord]) -> Iterator[Records]:
-    """A roster as messages that fit into frames, sealed."""
+    """A roster as messages that fit into sealed frames."""
     room = limits.PAIRING_FRAME_BYTES - TAG_BYTES - _HEADROOM_BYTES
     part: list[RosterRecord] = []
     size = 0

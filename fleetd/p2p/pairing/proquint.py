@@ -20,7 +20,7 @@ def encode(data: bytes) -> str:
 
 
 def decode(words: str) -> bytes:
-    """Words with or without dashes. Raises ValueError naming the first word that is none."""
+    """Words with or without dashes. Raises ValueError with the first invalid word."""
     letters = words.replace("-", "")
     found = b""
     for i in range(0, len(letters), LETTERS):

@@ -1,6 +1,6 @@
-"""How two machines that have never met come to trust each other, given a code that a person carries.
+"""The two sides of a pairing: how unknown machines establish trust with a code that a person carries.
 
-Sans-IO. After the four bytes that call for pairing at the peer port, frames of ``u16 length (big endian) |
+Sans-IO. After the four bytes that select pairing at the peer port, frames of ``u16 length (big endian) |
 body`` go both ways over plain TCP. A body is a MessagePack array whose first item is the number of its kind;
 from Proof on it is sealed.
 
@@ -8,7 +8,7 @@ from Proof on it is sealed.
     Hello            ──►◄──          Hello        certificates, names; at once
     Share            ──►                          SPAKE2, over the code and both certificates
                      ◄──             Share        costs the window one of its three tries
-    Confirm          ──►                          the joiner shows first that it has the key
+    Confirm          ──►                          the joiner proves first that it has the key
                      ◄──   Confirm, Proof         the code is used up
     Proof            ──►                          signatures over all of the above: CodeAccepted on both sides
                                                   people compare the phrase, and say yes at the inviter
@@ -17,8 +17,8 @@ from Proof on it is sealed.
                      ◄──   saved; Finished        Done on both sides
     Refuse           ──►◄──          Refuse       at any time, by either
 
-Nobody says that it trusts the other before that is on its disk, so a machine that is killed at any point
-leaves at worst a pairing that one side knows of and no one was told had succeeded.
+Each side writes the pairing to disk before it tells the other. So a machine that is killed at any point
+leaves at worst a pairing that one side has on disk and that neither side has reported as successful.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Joiner(Side):
         self._run: Pake
 
     def saved(self, records: Iterable[RosterRecord], now: float) -> list[Event]:
-        """The inviter is in the roster, and that on the disk. ``records``: what the inviter should have."""
+        """The inviter is in the roster on disk. ``records``: this machine's, for the inviter."""
         if self._end("saving"):
             self._send_records(records)
             self._await(self._on_finished, now)
@@ -122,7 +122,7 @@ class Joiner(Side):
 
 
 class Inviter(Side):
-    """At the machine that shows the code; one for each connection, all with the same window.
+    """At the machine that shows the code: one for each connection, all with the same window.
 
     ``receive`` until CodeAccepted; ask the person; ``approve`` or ``cancel``; ``receive`` until Joined; take
     the records into the roster, save it, ``saved``, which returns Done.
@@ -144,7 +144,7 @@ class Inviter(Side):
     def approve(self, records: Iterable[RosterRecord], now: float) -> list[Event]:
         """The person says yes. ``records``: this machine's roster, with the joiner in it.
 
-        It need not be saved yet, nor be the roster in use: a joiner that breaks off now was never here.
+        It need not be saved yet, nor be the roster in use: a joiner that breaks off now has no effect.
         """
         if self._end("asking"):
             self._send_records(records)
@@ -152,7 +152,7 @@ class Inviter(Side):
         return []
 
     def saved(self) -> list[Event]:
-        """The joiner is in the roster, and that on the disk."""
+        """The joiner is in the roster on disk."""
         if not self._end("saving"):
             return []
         self._send(PairingFinished())
@@ -166,8 +166,8 @@ class Inviter(Side):
     def _on_share(self, message: Message, now: float) -> list[Event]:
         share = of_kind(message, PakeShare).message
         try:
-            # Before the answer, so that connections side by side get no more guesses; and not earlier, so
-            # that somebody who only looks at the port costs none.
+            # Before the answer, so that parallel connections get no more guesses; and not earlier, so that
+            # a connection without a guess costs no try.
             self._window.take_try(now)
         except PairingClosed as error:
             return self._fail(error, "closed")

@@ -1,7 +1,7 @@
-"""Pairing with sockets and people: the window that `fleetctl pair` opens, and what `fleetctl join` does.
+"""Pairing with sockets and people: the window of `fleetctl pair`, and `fleetctl join`.
 
-The exchange itself is ``pairing``'s. Here bytes go in and out of it, people are asked, and what was agreed on
-is on the disk of each side before the other side hears that it is.
+``roles`` has the exchange itself. This module moves its bytes, asks people, and writes the result to disk
+before the other side is told.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from functools import partial
 
 from fleetd import limits
 from fleetd.config import DEFAULT_PEER_PORT
+from fleetd.control.pairing_events import CodeShown, Meeting, Paired, PairingEvent, Searching, WrongCode
 from fleetd.errors import FleetError, PairingClosed, PairingFailed, PeerUnreachable
 from fleetd.observe import get_logger
 from fleetd.p2p.discovery import interfaces
+from fleetd.p2p.links import Address
 from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_record import RosterRecord
-from fleetd.p2p.mesh import Address
 from fleetd.p2p.node import Node
 from fleetd.p2p.pairing import roles
 from fleetd.p2p.pairing.code import PairingCode, PairingWindow
 from fleetd.p2p.pairing.roles import Inviter, Joiner
 from fleetd.p2p.port import PAIRING
 from fleetd.p2p.session import transport
-from fleetd.p2p.views import CodeShown, Meeting, Paired, PairingEvent, Searching, WrongCode
 
 log = get_logger("fleetd.pairing")
 
@@ -45,17 +45,17 @@ class _PersonsAnswer:
 
 @dataclass(slots=True)
 class _OpenWindow:
-    """The window that is open now. ``events``: for whoever opened it."""
+    """The open window. ``events``: for the caller of ``pair``."""
 
     code: PairingCode
     window: PairingWindow
     events: asyncio.Queue[PairingEvent | FleetError] = field(default_factory=asyncio.Queue)
     asked: dict[str, asyncio.Future[_PersonsAnswer]] = field(default_factory=dict)
-    visitors: set[asyncio.Task[None]] = field(default_factory=set)
+    connections: set[asyncio.Task[None]] = field(default_factory=set)
 
 
 class PairingService:
-    """One window at a time, and any number of machines to join."""
+    """At most one window at a time; any number of joins."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
@@ -68,11 +68,11 @@ class PairingService:
     # ---- inviting ----------------------------------------------------------------------------------------
 
     async def pair(self) -> AsyncGenerator[PairingEvent, None]:
-        """Show a code and let in who has it; ``aclose()`` closes the window.
+        """Show a code and pair with the machine that has it; ``aclose()`` closes the window.
 
         Raises:
             PairingClosed: another window is open, or this one ran out of time or tries.
-            PairingFailed: the machine that had the code did not get through to the end.
+            PairingFailed: the machine that had the code did not finish.
         """
         if self._open is not None:
             raise PairingClosed(
@@ -81,7 +81,7 @@ class PairingService:
         now = asyncio.get_running_loop().time()
         code = PairingCode.new(os.urandom)
         opened = self._open = _OpenWindow(code, PairingWindow(code, now))
-        self._node.on_pairing_connection = self._visit
+        self._node.on_pairing_connection = self._on_connection
         try:
             await self._announce(code.nameplate)
             yield CodeShown(
@@ -101,7 +101,7 @@ class PairingService:
             opened.window.close()
             self._node.on_pairing_connection = None
             self._open = None
-            for task in list(opened.visitors):
+            for task in list(opened.connections):
                 task.cancel()
             await self._announce("")
 
@@ -112,7 +112,7 @@ class PairingService:
                 event = await opened.events.get()
         except TimeoutError:
             raise PairingClosed(
-                f"Nobody used the code within {limits.PAIRING_WINDOW_S / 60:.0f} minutes.",
+                f"The code was not used within {limits.PAIRING_WINDOW_S / 60:.0f} minutes.",
                 hint="Run `fleetctl pair` again for a new one.",
             ) from None
         if isinstance(event, FleetError):
@@ -120,30 +120,30 @@ class PairingService:
         if isinstance(event, WrongCode) and opened.window.state(loop.time()) == "exhausted":
             raise PairingClosed(
                 f"The code was tried {limits.PAIRING_TRIES} times; the window is closed.",
-                hint="Run `fleetctl pair` again for a new one; whoever tried does not know it.",
+                hint="Run `fleetctl pair` again for a new one; the machine that tried does not know it.",
             )
         return event
 
     def answer(self, node_id: str, *, admit: bool, sees_prompts: bool) -> None:
-        """What the person at this machine says. Raises PairingClosed if nobody waits for that."""
+        """Pass on the answer of the person here. Raises PairingClosed if no pairing waits for it."""
         asked = self._open.asked.get(node_id) if self._open is not None else None
         if asked is None or asked.done():
-            raise PairingClosed("Nobody waits for an answer.", hint="`fleetctl pair` opens a window.")
+            raise PairingClosed("No pairing waits for an answer.", hint="`fleetctl pair` opens a window.")
         asked.set_result(_PersonsAnswer(admit, sees_prompts))
 
-    async def _visit(self, sock: socket.socket) -> None:
-        """A connection to the open window."""
+    async def _on_connection(self, sock: socket.socket) -> None:
+        """Handle a connection to the open window."""
         opened, task = self._open, asyncio.current_task()
         with contextlib.closing(sock):
-            if opened is None or task is None or len(opened.visitors) >= limits.PAIRING_VISITORS:
+            if opened is None or task is None or len(opened.connections) >= limits.PAIRING_CONNECTIONS:
                 return
-            opened.visitors.add(task)
+            opened.connections.add(task)
             try:
                 await self._invite(opened, sock)
             except FleetError as error:
                 log.info("pairing.failed", error=str(error))
             finally:
-                opened.visitors.discard(task)
+                opened.connections.discard(task)
 
     async def _invite(self, opened: _OpenWindow, sock: socket.socket) -> None:
         node, loop = self._node, asyncio.get_running_loop()
@@ -152,14 +152,14 @@ class PairingService:
         meeting: roles.CodeAccepted | None = None
         answer = _PersonsAnswer(admit=False, sees_prompts=False)
         failure: FleetError | None = None
-        async for event in _talk(side, sock):
+        async for event in exchange(side, sock):
             try:
                 match event:
                     case roles.CodeAccepted():
                         meeting = event
                         answer = await self._ask(opened, event)
                         if answer.admit:
-                            # Only said, not done: until it has confirmed, nobody else hears of it.
+                            # Sent, not yet used: no other machine learns of it before the joiner confirms.
                             trial = Roster(node.identity, node.roster.records())
                             trial.join(event.certificate, event.name, answer.sees_prompts, ())
                             side.approve(trial.records(), loop.time())
@@ -167,13 +167,13 @@ class PairingService:
                             side.cancel("Pairing was declined at this machine.")
                     case roles.Joined(records) if meeting is not None:
                         change = partial(_enter, meeting, answer.sees_prompts, records)
-                        await node.promise(change)
-                        await node.keep(change)
+                        await node.keeper.promise(change)
+                        await self._use(change)
                         side.saved()
             except FleetError as error:
                 failure = error
                 side.give_up(error.message)
-        # The window may close when it hears of it, so the last word has to be out before.
+        # The window may close on the event, so the last frame has to be sent before.
         if side.done and meeting is not None:
             opened.events.put_nowait(self._paired(meeting, answer.sees_prompts))
         elif side.failed is not None and meeting is not None:
@@ -189,6 +189,11 @@ class PairingService:
             return await asked
         finally:
             del opened.asked[met.node_id]
+
+    async def _use(self, change: Callable[[Roster], tuple[RosterRecord, ...]]) -> None:
+        """Use a promised change of the roster. Raises DiskFull or ConfigError, as ``Node.roster_changed``."""
+        self._node.keeper.keep(change)
+        await self._node.roster_changed()
 
     def _paired(self, met: roles.CodeAccepted, sees_prompts: bool) -> Paired:
         members = [member.name for member in self._node.roster.members.values()]
@@ -207,7 +212,7 @@ class PairingService:
 
         Raises:
             PairingFailed, PairingClosed: a wrong code, or the other side ended it.
-            PeerUnreachable: nobody shows this code here, or the address does not answer.
+            PeerUnreachable: no machine on this network shows the code, or the address does not answer.
         """
         parsed = PairingCode.parse(code)
         if host is None:
@@ -221,14 +226,14 @@ class PairingService:
         self, code: PairingCode, address: Address, sock: socket.socket, sees_prompts: bool
     ) -> AsyncGenerator[PairingEvent, None]:
         node, loop = self._node, asyncio.get_running_loop()
-        with contextlib.suppress(OSError):  # reading tells it
+        with contextlib.suppress(OSError):  # reading fails as well
             await loop.sock_sendall(sock, PAIRING)
         side = Joiner(node.identity, node.name, code, loop.time(), random_bytes=os.urandom)
         meeting: roles.CodeAccepted | None = None
         change: Callable[[Roster], tuple[RosterRecord, ...]] | None = None
         failure: FleetError | None = None
         try:
-            async for event in _talk(side, sock):
+            async for event in exchange(side, sock):
                 match event:
                     case roles.CodeAccepted():
                         meeting = event
@@ -236,7 +241,7 @@ class PairingService:
                     case roles.Admitted(records) if meeting is not None:
                         promised = partial(_enter, meeting, sees_prompts, records)
                         try:
-                            side.saved(await node.promise(promised), loop.time())
+                            side.saved(await node.keeper.promise(promised), loop.time())
                             change = promised
                         except FleetError as error:
                             failure = error
@@ -244,11 +249,11 @@ class PairingService:
                     case roles.PairingBroke(error):
                         failure = error
         finally:
-            # Only a word from the other side makes it sure that it has not let this machine in.
+            # Only a refusal proves that the other side has not added this machine.
             if change is not None and side.refused:
-                node.drop(change)
+                node.keeper.drop(change)
             elif change is not None:
-                await node.keep(change)
+                await self._use(change)
         if failure is not None:
             raise failure
         if meeting is not None:
@@ -264,8 +269,8 @@ class PairingService:
         error: FleetError | None = None
         while loop.time() < deadline:
             discovery = self._node.discovery
-            for sighting in list(discovery.seen.values()) if discovery is not None else ():
-                for address in sighting.addresses if sighting.pairing == code.nameplate else ():
+            for found in list(discovery.seen.values()) if discovery is not None else ():
+                for address in found.addresses if found.pairing == code.nameplate else ():
                     try:
                         return address, await transport.open_socket(address)
                     except PeerUnreachable as failed:
@@ -284,21 +289,23 @@ class PairingService:
 def _enter(
     met: roles.CodeAccepted, sees_prompts: bool, records: Sequence[RosterRecord], roster: Roster
 ) -> tuple[RosterRecord, ...]:
-    """Pair with a machine and take over what its roster says; this machine's own records. Both sides do it:
-    a removal on either is over by that, and two fleets become one."""
+    """Add a machine and its records to the roster; returns this machine's own records.
+
+    Both sides do it. It ends a removal on either side, and joins two fleets.
+    """
     return roster.join(met.certificate, met.name, sees_prompts, records)
 
 
-async def _talk(side: Inviter | Joiner, sock: socket.socket) -> AsyncIterator[roles.Event]:
+async def exchange(side: Inviter | Joiner, sock: socket.socket) -> AsyncIterator[roles.Event]:
     """Move bytes between a socket and one side of the exchange until it ends, yielding its events.
 
-    The last one is Done or Failed. While somebody is asked about an event, nothing is read: that the other
-    side has left meanwhile shows afterwards.
+    The last event is PairingDone or PairingBroke. While a person is asked, nothing is read: a connection that
+    was closed meanwhile is noticed afterwards.
     """
     loop = asyncio.get_running_loop()
     while True:
         within = asyncio.timeout_at(side.deadline or loop.time() + limits.PAIRING_STEP_S)
-        with contextlib.suppress(OSError):  # reading tells it, too
+        with contextlib.suppress(OSError):  # reading fails as well
             async with within:
                 await loop.sock_sendall(sock, side.data_to_send())
         if side.done or side.failed is not None:
@@ -316,7 +323,7 @@ async def _talk(side: Inviter | Joiner, sock: socket.socket) -> AsyncIterator[ro
 
 
 def own_addresses(host: str) -> list[str]:
-    """Where this machine can be reached, the most useful first; for people to type."""
+    """Addresses of this machine for people to type, the most useful first."""
     if host not in ("*", "0.0.0.0", "::"):  # noqa: S104  compared with, not bound
         return [host]
     return [address for found in interfaces.read() if found.is_shared for address in found.addresses]

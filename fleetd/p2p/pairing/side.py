@@ -1,7 +1,7 @@
-"""What both sides of a pairing do alike: frames, deadlines, failure, and the steps that are the same.
+"""The part of pairing that both sides share: frames, deadlines, failure, and the steps that are the same.
 
-A failure is one event, ``PairingBroke``, and always a PairingFailed. Its sentence contains nothing that the
-other side sent, except its name once the code was accepted: until then the other side may be a stranger.
+A failure is one event, ``PairingBroke``, with a PairingFailed. Its message quotes the other side only
+for its name, and only once the code is accepted: until then the other side may be any machine.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fleetd.p2p.pairing.messages import Message, PairingHello, PakeShare, Proof,
 
 @dataclass(frozen=True, slots=True)
 class CodeAccepted:
-    """Both sides had the code, and each its certificate's key. People compare ``phrase``."""
+    """Both sides have the code, and each has the key of its certificate. People compare ``phrase``."""
 
     certificate: bytes
     node_id: str
@@ -49,7 +49,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class PairingDone:
-    """Both machines have each other on their disks."""
+    """Both machines have each other on disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class Side(abc.ABC):
 
     def __init__(self, me: Signer, name: str, now: float, random_bytes: Callable[[int], bytes]) -> None:
         self.failed: PairingFailed | None = None
-        #: Whether the other side has said that nothing comes of it.
+        #: True once the other side has refused.
         self.refused = False
         self.done = False
-        #: When ``tick`` has something to do; None while this machine itself is at work.
+        #: When to call ``tick``; None while this machine itself is at work.
         self.deadline: float | None = now + limits.PAIRING_STEP_S
         self._me = me
         self._random_bytes = random_bytes
@@ -85,7 +85,7 @@ class Side(abc.ABC):
         self._at_work: Literal["", "asking", "saving"] = ""
         self._peer: PairingHello
         self._peer_id = ""
-        # Bodies as they travelled, by sender: what both sides hash.
+        # Bodies as they were sent, by sender, for the transcript.
         self._bodies: dict[tuple[Role, type[Message]], bytes] = {}
         self._keys: Keys
         self._sealed = False
@@ -96,13 +96,13 @@ class Side(abc.ABC):
     # ---- in and out --------------------------------------------------------------------------------------
 
     def data_to_send(self) -> bytes:
-        """Everything there is to write now; also after a failure, which the other side should hear of."""
+        """All bytes to write now; also after a failure, to tell the other side."""
         data = bytes(self._out)
         self._out.clear()
         return data
 
     def receive(self, data: bytes, now: float) -> list[Event]:
-        """Bytes in any pieces."""
+        """Handle bytes of the other side, in any pieces."""
         events: list[Event] = []
         self._in += data
         try:
@@ -115,25 +115,25 @@ class Side(abc.ABC):
         return events
 
     def tick(self, now: float) -> list[Event]:
-        """Give up when an answer takes too long."""
+        """Fail if an answer takes too long."""
         if self._over or self.deadline is None or now < self.deadline:
             return []
         return self._fail(PairingFailed("Pairing took too long: no answer came in time."), "broken")
 
     def disconnected(self) -> list[Event]:
-        """The connection is gone."""
+        """The connection was closed."""
         if self._over:
             return []
         return self._fail(PairingFailed("The other machine broke off the connection."), None)
 
     def cancel(self, reason: str = "Pairing was cancelled at this machine.") -> list[Event]:
-        """The person here says no or goes away; the other side hears of it."""
+        """The person at this machine declines; the other side is told."""
         if self._over:
             return []
         return self._fail(PairingFailed(reason), "declined")
 
     def give_up(self, reason: str) -> list[Event]:
-        """This machine cannot go on; the other side hears that, and not why."""
+        """This machine cannot continue; the other side is told so, without the reason."""
         if self._over:
             return []
         return self._fail(PairingFailed(reason), "broken")
@@ -187,13 +187,13 @@ class Side(abc.ABC):
         self.deadline = now + within_s
 
     def _begin(self, work: Literal["asking", "saving"], deadline: float | None) -> None:
-        """It is this machine's turn; until it has had it, the other has nothing to say."""
+        """Begin work of this machine; until it ends, a message of the other side is an error."""
         self._handle = self._on_nothing
         self._at_work = work
         self.deadline = deadline
 
     def _end(self, work: Literal["asking", "saving"]) -> bool:
-        """Whether there still is somebody to tell."""
+        """End the work; False if the exchange is over."""
         if self._over:
             return False
         if self._at_work != work:
@@ -221,7 +221,7 @@ class Side(abc.ABC):
 
     @abc.abstractmethod
     def _met(self, now: float) -> list[Event]:
-        """Both certificates are known."""
+        """Called when both certificates are known."""
 
     def _pake(self, secret: bytes) -> Pake:
         mine, theirs = self._me.certificate, self._peer.certificate
@@ -229,7 +229,7 @@ class Side(abc.ABC):
         return Pake(self.role, secret, joiner, inviter, self._random_bytes)
 
     def _agree(self, key: bytes) -> None:
-        """Bind the key to everything sent so far."""
+        """Bind the key to every frame so far."""
         order: tuple[tuple[Role, type[Message]], ...] = (
             ("joiner", PairingHello),
             ("inviter", PairingHello),
@@ -239,7 +239,7 @@ class Side(abc.ABC):
         self._keys = Keys(self.role, key, transcript(self._bodies[part] for part in order))
 
     def _prove(self) -> None:
-        """From here on everything is sealed, first of all this side's signature."""
+        """Send this side's signature; this and all later bodies are sealed."""
         self._sealed = True
         self._send(Proof(self._me.sign(self._keys.to_sign)))
 
@@ -254,10 +254,10 @@ class Side(abc.ABC):
             self._send(part)
 
     def _all_records(self, message: Message, now: float) -> tuple[RosterRecord, ...] | None:
-        """All that were sent, when the last part is there."""
+        """All records, once the last part has arrived; None before."""
         part = of_kind(message, Records)
         self._records += part.records
-        # A roster holds a few more than its bound when those are its own machine's, but not twice as many.
+        # A roster may exceed its bound by the records of its own machine, but not by a factor of two.
         if len(self._records) > 2 * limits.ROSTER_RECORDS:
             raise PairingFailed(f"The other side sent more than {2 * limits.ROSTER_RECORDS} records.")
         if part.more:
@@ -269,7 +269,7 @@ class Side(abc.ABC):
 
 def wrong_code() -> PairingFailed:
     return PairingFailed(
-        "The code is not the one that the inviting machine shows, or somebody in between changed something.",
+        "The code is not the one that the inviting machine shows, or a machine in between changed a message.",
         hint="Type it again as it is shown.",
     )
 

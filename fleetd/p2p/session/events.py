@@ -1,4 +1,4 @@
-"""What a session tells whoever owns it."""
+"""The events of a session, for its owner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fleetd.p2p.session.frames import Hello
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """Both sides have said hello. The first event of a session that works."""
+    """Both sides have sent Hello: the first event of a session that works."""
 
     hello: Hello
     version: int
@@ -18,7 +18,7 @@ class Opened:
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The other side asks for something. Counts as a message: say `consumed` when its body is taken."""
+    """A request of the other side. Counts as a message: call `consumed` when its body is taken."""
 
     stream: int
     method: str
@@ -27,7 +27,7 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class MessageReceived:
-    """One message, whole. Say `consumed` when it is taken."""
+    """One whole message. Call `consumed` when it is taken."""
 
     stream: int
     body: bytes
@@ -61,12 +61,12 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Quiet:
-    """Nothing came for limits.SUSPECT_S: do not rely on this peer until Heard."""
+    """Nothing arrived for limits.SUSPECT_S: do not rely on this peer until Resumed."""
 
 
 @dataclass(frozen=True, slots=True)
-class Heard:
-    """It is back after Quiet."""
+class Resumed:
+    """The other side sent something after Quiet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,5 +77,5 @@ class Closed:
 
 
 Event = (
-    Opened | Requested | MessageReceived | Ended | Cancelled | Notified | Measured | Quiet | Heard | Closed
+    Opened | Requested | MessageReceived | Ended | Cancelled | Notified | Measured | Quiet | Resumed | Closed
 )

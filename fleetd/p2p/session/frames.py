@@ -1,11 +1,11 @@
-"""Frames of a control session: what two paired daemons may say to each other, and the bytes of it.
+"""The frames of a control session between two paired daemons, and their encoding.
 
 Sans-IO. Inside TLS a frame is ``u32 length (big endian) | MessagePack``: an array whose first item is the
 number of its kind and whose others are the fields below, in order.
 
-How neighbouring versions get along: a new field goes to the end and has a default, so the older side skips
-it and the newer one does without; a new kind of frame is sent only in a version that has it. Hello keeps its
-first fields for ever, because it is read before a version is agreed on.
+Compatibility of versions: a new field goes to the end and has a default, so an older side skips it and a
+newer one accepts its absence; a new kind of frame is sent only in a version that has it. Hello keeps its
+first fields for ever, because it is read before the version is agreed on.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from msgspec import DecodeError, Meta, Struct, msgpack
 from fleetd import limits
 from fleetd.errors import ProtocolError
 
-# The oldest and the newest version that this program speaks.
+# The oldest and the newest version that this program supports.
 PROTOCOL_VERSIONS = (1, 1)
 
 _Count = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -31,7 +31,7 @@ _Version = Annotated[int, Meta(ge=1, le=(1 << 31) - 1)]
 class Hello(Struct, frozen=True, array_like=True, tag=1):
     """The first frame of each side, sent without waiting for the other's."""
 
-    versions: tuple[_Version, _Version]  # oldest and newest that it speaks
+    versions: tuple[_Version, _Version]  # oldest and newest that it supports
     node_id: Annotated[str, Meta(min_length=56, max_length=56)]
     name: Annotated[str, Meta(max_length=limits.PEER_NAME_CHARS)]
     epoch: _Count  # grows at each start
@@ -42,7 +42,7 @@ class Hello(Struct, frozen=True, array_like=True, tag=1):
 
 
 class Ping(Struct, frozen=True, array_like=True, tag=2):
-    """Answered by a Pong at once, before anything else that waits. Nonces count from 1."""
+    """Answered by a Pong at once, before all other frames. Nonces count from 1."""
 
     nonce: _Count
 
@@ -91,14 +91,14 @@ class CancelFrame(Struct, frozen=True, array_like=True, tag=7):
 
 
 class WindowFrame(Struct, frozen=True, array_like=True, tag=8):
-    """Gives credit back: so many more bytes may be sent on the stream."""
+    """Returns credit: ``credit`` more bytes may be sent on the stream."""
 
     stream: _StreamId
     credit: _Count
 
 
 class NotifyFrame(Struct, frozen=True, array_like=True, tag=9):
-    """News that expects no answer."""
+    """A notification without an answer."""
 
     topic: _Name
     body: Annotated[bytes, Meta(max_length=limits.NOTIFY_BYTES)] = b""
@@ -125,7 +125,7 @@ def encode(frame: Frame) -> bytes:
 
 
 class FrameBuffer:
-    """Bytes in any pieces → frames. Holds at most one unfinished frame between calls."""
+    """Turns bytes in any pieces into frames. Holds at most one unfinished frame between calls."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
@@ -138,7 +138,7 @@ class FrameBuffer:
 
         Raises:
             ProtocolError: too long (seen from its length alone), or no frame of the protocol. The buffer is
-                of no use afterwards.
+                unusable afterwards.
         """
         self._buffer += data
         at = 0

@@ -1,7 +1,7 @@
-"""Whether the other side of a session is there, and how far away: when to ping, to worry, to give up.
+"""Decides from silence and pings whether the other side of a session is alive, and measures the round trip.
 
-Only what a peer sends counts as a sign of life. Whoever has heard nothing for a while asks; the question
-breaks the other side's silence as well, so mostly one of the two asks.
+Every byte of the other side is a sign of life. A side that has received nothing for a while sends a ping; the
+ping also ends the silence that the other side sees, so mostly only one of the two sends it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class LivenessVerdict(Enum):
     WELL = "well"
     QUIET = "quiet"  # from now on
     SILENT = "silent"
-    UNANSWERING = "unanswering"  # talks, but answers no pings
+    UNANSWERING = "unanswering"  # sends bytes, but no answers to pings
 
 
 class Liveness:
@@ -25,27 +25,27 @@ class Liveness:
         self.last_heard = now
         self.quiet = False
         self.rtt_s: float | None = None
-        # Since when nothing came, as far as this side was awake to notice.
+        # The begin of the silence, less the time during which this machine slept.
         self._silent_since = now
         self._nonce = 0
         self._pinged = now
         self._unanswered: dict[int, float] = {}
 
-    def heard(self, now: float) -> bool:
-        """Bytes came; whether that ends a quiet time."""
+    def received(self, now: float) -> bool:
+        """Bytes arrived; True if that ends a quiet time."""
         self.last_heard = self._silent_since = now
         was, self.quiet = self.quiet, False
         return was
 
     def ping(self, now: float) -> int:
-        """A ping leaves: its nonce."""
+        """A ping is sent; returns its nonce."""
         self._nonce += 1
         self._pinged = now
         self._unanswered[self._nonce] = now
         return self._nonce
 
     def pong(self, nonce: int, now: float) -> float | None:
-        """The round trip; None where an answer to a later ping has told it already.
+        """The round trip in seconds; None if a later ping was answered already.
 
         Raises:
             ValueError: no such ping was sent.
@@ -68,10 +68,10 @@ class Liveness:
         return min(self.ping_due, self._silent_since + (limits.DEAD_S if self.quiet else limits.SUSPECT_S))
 
     def judge(self, now: float) -> LivenessVerdict:
-        """To be asked at `next_deadline`."""
-        # A machine that was itself asleep must not accuse others: its own delay is not their silence.
+        """The verdict at ``now``; call it at `next_deadline`."""
+        # This machine may have slept: its own delay is not the other side's silence.
         at = min(now, self.next_deadline())
-        # The same sums as in the deadline: a difference can round to just below, time after time.
+        # The same sums as in next_deadline: a difference could round to just below, again and again.
         silent = at >= self._silent_since + limits.DEAD_S
         suspect = at >= self._silent_since + limits.SUSPECT_S
         self._silent_since = min(now, self._silent_since + (now - at))

@@ -1,12 +1,12 @@
 """One control session between two paired daemons, as a state machine.
 
 Sans-IO: bytes and the time go in, bytes and events come out; TLS, sockets and clocks are the caller's. Both
-sides run the same machine. After any call, send what `data_to_send` gives and come back at `next_deadline`.
-All bounds are in limits.py, all rules in states.py.
+sides run the same machine. After any call, send the bytes of `data_to_send` and call `tick` at
+`next_deadline`. All bounds are in limits.py, all rules in states.py.
 
 A request opens a stream; both sides send messages on it until each has ended its direction or one cancels.
-News are single messages without an answer. The messages of a stream arrive in order; between streams, and
-between streams and news, no order is kept.
+Notifications are single messages without an answer. The messages of a stream arrive in order; between streams
+and notifications there is no order.
 """
 
 from __future__ import annotations
@@ -16,47 +16,48 @@ from typing import Any
 
 from fleetd import limits
 from fleetd.errors import FleetError, PayloadTooLarge, PeerLost, ProtocolError, VersionMismatch
+from fleetd.p2p.invariants import check
 from fleetd.p2p.session.events import (
     Cancelled,
     Closed,
     Ended,
     Event,
-    Heard,
     Measured,
     MessageReceived,
     Notified,
     Opened,
     Quiet,
     Requested,
+    Resumed,
 )
 from fleetd.p2p.session.frames import Bye, End, Frame, FrameBuffer, Hello, NotifyFrame, Ping, Pong, encode
 from fleetd.p2p.session.liveness import Liveness, LivenessVerdict
 from fleetd.p2p.session.outbox import Outbox
 from fleetd.p2p.session.states import SESSION_TABLE, Act, SessionState
-from fleetd.p2p.session.streams import SessionStreams, StreamFrame, error_of, wire_text
+from fleetd.p2p.session.stream_table import SessionStreams, StreamFrame, error_of, wire_text
 
 __all__ = [
     "Cancelled",
     "Closed",
     "Ended",
     "Event",
-    "Heard",
     "Measured",
     "MessageReceived",
     "Notified",
     "Opened",
     "Quiet",
     "Requested",
+    "Resumed",
     "Session",
     "SessionState",
 ]
 
-# The code of a Bye that is nobody's fault: the daemon stops.
+# The code of a Bye without a fault: the daemon stops.
 GOODBYE = "goodbye"
 
 
 class Session:
-    """See the module. ``initiator`` is the side that dialled; ``hello`` is what this side says of itself."""
+    """See the module. ``initiator``: this side dialled. ``hello``: the first frame of this side."""
 
     def __init__(self, *, hello: Hello, initiator: bool, now: float) -> None:
         self.state = SessionState.NEW
@@ -66,26 +67,26 @@ class Session:
         self.life = Liveness(now)
         self._began = now
         self._in = FrameBuffer()
-        self._out = Outbox()
-        self._out.urgent.append(hello)
+        self.outbox = Outbox()
+        self.outbox.urgent.append(hello)
         self._unsent = b""
-        self._streams = SessionStreams(self._out, initiator=initiator)
+        self.streams = SessionStreams(self.outbox, initiator=initiator)
 
     # ---- Bytes -------------------------------------------------------------------------------------------
 
     def receive(self, data: bytes, now: float) -> list[Event]:
-        """What the other side sent, in any pieces."""
+        """Handle bytes of the other side, in any pieces."""
         events: list[Event] = []
         if not data or not self._is_listening():
             return events
-        if self.life.heard(now):
-            events.append(Heard())
+        if self.life.received(now):
+            events.append(Resumed())
         try:
             for frame in self._in.feed(data):
-                _HOW[SESSION_TABLE[self.state][type(frame)]](self, frame, now, events)
+                _ACTS[SESSION_TABLE[self.state][type(frame)]](self, frame, now, events)
                 if not self._is_listening():
                     break
-                if len(self._out.urgent) > limits.SESSION_ANSWERS:
+                if len(self.outbox.urgent) > limits.SESSION_ANSWERS:
                     raise ProtocolError(
                         f"{self._who} asks, but has left {limits.SESSION_ANSWERS} answers unread."
                     )
@@ -94,13 +95,13 @@ class Session:
         return events
 
     def data_to_send(self, limit: int = limits.PEER_WRITE_BUFFER_BYTES) -> bytes:
-        """At most so many bytes to write next; none when there is nothing to say, or no credit to say it."""
+        """The next bytes to write, at most ``limit``; none if no frame may be sent now."""
         parts, size = [self._unsent], len(self._unsent)
-        while size < limit and (frame := self._out.pop()) is not None:
+        while size < limit and (frame := self.outbox.pop()) is not None:
             parts.append(encode(frame))
             size += len(parts[-1])
             if type(frame) is End:
-                self._streams.sent(frame)
+                self.streams.sent(frame)
         data = b"".join(parts)
         self._unsent = data[limit:]
         if self.state is SessionState.CLOSING and not self._unsent:
@@ -110,13 +111,13 @@ class Session:
     # ---- Time --------------------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do."""
+        """The time at which to call `tick`, or None."""
         if self.state is SessionState.NEW:
             return self._began + limits.HELLO_S
         return self.life.next_deadline() if self.state is SessionState.OPEN else None
 
     def tick(self, now: float) -> list[Event]:
-        """Whatever is due: a ping, the judgement that the other side is quiet or gone."""
+        """Do what is due: send a ping, or find the other side quiet or gone."""
         due = self.next_deadline()
         if due is None or now < due:
             return []
@@ -133,51 +134,51 @@ class Session:
         return [Quiet()] if verdict is LivenessVerdict.QUIET else []
 
     def ping(self, now: float) -> int:
-        """Ask for a sign of life and the round trip; Measured tells."""
+        """Send a ping; returns its nonce. The answer becomes Measured."""
         nonce = self.life.ping(now)
-        self._out.urgent.append(Ping(nonce))
+        self.outbox.urgent.append(Ping(nonce))
         return nonce
 
-    # ---- What this side wants ----------------------------------------------------------------------------
+    # ---- This side's calls -------------------------------------------------------------------------------
 
     def open(self, method: str, body: bytes) -> int:
-        """Ask for something; the number of the stream that the answer comes on.
+        """Send a request; returns the number of its stream.
 
         Raises:
             PeerLost: the session is not open.
-            Overloaded: too many requests are open, or too much waits to be sent.
+            Overloaded: too many requests are open, or too many bytes are queued.
             PayloadTooLarge: the body is over limits.MESSAGE_BYTES.
         """
         self._must_be_open()
-        return self._streams.open(method, body)
+        return self.streams.open(method, body)
 
     def send(self, stream: int, body: bytes) -> None:
-        """One message. Said to a stream that is over already, it is lost: the event that tells is under way.
+        """Send a message; dropped if the stream is over, because its last event may not be read yet.
 
         Raises:
-            Overloaded: too much waits to be sent.
+            Overloaded: too many bytes are queued.
             PayloadTooLarge: over limits.MESSAGE_BYTES.
         """
-        self._streams.send(stream, body)
+        self.streams.send(stream, body)
 
     def end(self, stream: int) -> None:
-        """Send no more on this stream, after what was sent."""
-        self._streams.end(stream)
+        """End this side's direction of a stream, after the queued messages."""
+        self.streams.end(stream)
 
     def cancel(self, stream: int, error: FleetError | None = None) -> None:
-        """End the stream at once, in both directions. None: the answer is no longer wanted."""
-        self._streams.cancel(stream, error)
+        """End a stream at once, in both directions. None: the answer is no longer wanted."""
+        self.streams.cancel(stream, error)
 
     def consumed(self, stream: int) -> None:
-        """The reader took the oldest message (or request) of this stream that it had not taken yet."""
-        self._streams.consumed(stream)
+        """The reader took the oldest message (or request) of a stream that it had not taken yet."""
+        self.streams.consumed(stream)
 
     def queued(self, stream: int) -> int:
-        """Bytes of a stream that wait to be sent."""
-        return self._streams.queued(stream)
+        """The number of queued bytes of a stream."""
+        return self.streams.queued(stream)
 
     def notify(self, topic: str, body: bytes) -> None:
-        """News; whether they are heard is not told.
+        """Send a notification; it is not acknowledged.
 
         Raises:
             PeerLost, Overloaded: as `open`.
@@ -188,19 +189,21 @@ class Session:
             raise PayloadTooLarge(
                 f"News of {len(body)} bytes are over the limit of {limits.NOTIFY_BYTES} bytes."
             )
-        self._out.must_fit(body, self._who)
-        self._out.notify(NotifyFrame(topic, body))
+        self.outbox.must_fit(body, self._who)
+        self.outbox.notify(NotifyFrame(topic, body))
 
     def close(self, error: FleetError | None = None) -> list[Event]:
-        """End the session, with a goodbye or by telling the error. `data_to_send` has the last words."""
+        """End the session with a goodbye or an error; `data_to_send` has the last frame."""
         if not self._is_listening():
             return []
         self._forget()
         self.state = SessionState.CLOSING
-        self._out.urgent.append(Bye(GOODBYE) if error is None else Bye(error.code, wire_text(error.message)))
+        self.outbox.urgent.append(
+            Bye(GOODBYE) if error is None else Bye(error.code, wire_text(error.message))
+        )
         return [Closed(error)]
 
-    # ---- What frames do ----------------------------------------------------------------------------------
+    # ---- Frames of the other side ------------------------------------------------------------------------
 
     def _refuse(self, frame: Frame, now: float, events: list[Event]) -> None:
         raise ProtocolError(
@@ -209,7 +212,7 @@ class Session:
 
     def _greet(self, frame: Hello, now: float, events: list[Event]) -> None:
         self.peer = frame
-        self._streams.peer = self._who
+        self.streams.peer = self._who
         oldest, newest = frame.versions
         own_oldest, own_newest = self.hello.versions
         if oldest > newest:
@@ -228,7 +231,7 @@ class Session:
         self.ping(now)
 
     def _answer(self, frame: Ping, now: float, events: list[Event]) -> None:
-        self._out.urgent.append(Pong(frame.nonce))
+        self.outbox.urgent.append(Pong(frame.nonce))
 
     def _measure(self, frame: Pong, now: float, events: list[Event]) -> None:
         try:
@@ -242,7 +245,7 @@ class Session:
         events.append(Notified(frame.topic, frame.body))
 
     def _stream(self, frame: StreamFrame, now: float, events: list[Event]) -> None:
-        self._streams.on_frame(frame, events)
+        self.streams.on_frame(frame, events)
 
     def _leave(self, frame: Bye, now: float, events: list[Event]) -> None:
         polite = frame.code == GOODBYE
@@ -251,6 +254,18 @@ class Session:
         )
 
     # ---- Inside ------------------------------------------------------------------------------------------
+
+    def validate(self) -> None:
+        """Raise AssertionError if the state contradicts itself. For tests."""
+        self.streams.validate()
+        check(self.buffered_bytes <= limits.FRAME_BYTES + 4, "at most one unfinished frame is buffered")
+        if not self._is_listening():
+            check(not self.streams and not self.outbox.queued_bytes, "a closed session has no streams")
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes of an unfinished frame of the other side."""
+        return len(self._in)
 
     @property
     def _who(self) -> str:
@@ -265,18 +280,18 @@ class Session:
 
     def _forget(self) -> None:
         self._in = FrameBuffer()
-        self._streams.clear()
+        self.streams.clear()
 
     def _over(self, error: FleetError | None) -> list[Event]:
-        """Nobody is there any more to be told anything."""
+        """End the session without a last frame: the other side is gone."""
         self.state = SessionState.CLOSED
         self._forget()
-        self._out.urgent.clear()
+        self.outbox.urgent.clear()
         self._unsent = b""
         return [Closed(error)]
 
 
-_HOW: dict[Act, Callable[[Session, Any, float, list[Event]], None]] = {
+_ACTS: dict[Act, Callable[[Session, Any, float, list[Event]], None]] = {
     Act.REFUSE: Session._refuse,
     Act.GREET: Session._greet,
     Act.LEAVE: Session._leave,

@@ -1,7 +1,7 @@
-"""What each frame means in each state: of a session, and of a stream in it.
+"""The meaning of each frame in each state, of a session and of a stream in it.
 
-Everything that decides whether a frame is allowed is in these two tables, which name every pair. They do not
-know which side dialled: both sides run the same machine. docs/protocol.md shows them.
+These two tables alone decide whether a frame is allowed; they name every pair. They do not depend on which
+side dialled: both sides run the same machine. docs/protocol.md shows them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from fleetd.p2p.session.frames import (
 
 
 class SessionState(Enum):
-    NEW = "not open yet"  # our Hello is under way, the other side's has not come
+    NEW = "not open yet"  # this side has sent Hello, the other side has not
     OPEN = "open"
     CLOSING = "closing"  # our Bye waits to be sent
     CLOSED = "closed"
 
 
 class StreamState(Enum):
-    """As this side sees it; ``local`` is the direction that this side sends in."""
+    """The state on this side; ``local`` is the direction in which this side sends."""
 
     IDLE = "not open yet"
     OPEN = "open"
@@ -42,7 +42,7 @@ class StreamState(Enum):
 
 
 class Act(Enum):
-    """What is done with a frame. ``refuse`` ends the session with a protocol_error."""
+    """The effect of a frame. ``refuse`` ends the session with a protocol_error."""
 
     IGNORE = "ignore"
     REFUSE = "refuse"
@@ -84,7 +84,7 @@ SESSION_TABLE: dict[SessionState, dict[type[Frame], Act]] = {
         NotifyFrame: Act.DELIVER,
         Bye: Act.LEAVE,
     },
-    # Nothing that comes now can matter any more, so it is not even decoded.
+    # The session is over, so later frames are not even decoded.
     SessionState.CLOSING: dict.fromkeys(get_args(Frame), Act.IGNORE),
     SessionState.CLOSED: dict.fromkeys(get_args(Frame), Act.IGNORE),
 }
@@ -104,7 +104,7 @@ STREAM_TABLE: dict[StreamState, dict[type[Frame], Act]] = {
         CancelFrame: Act.CANCEL,
         WindowFrame: Act.CREDIT,
     },
-    # Credit for what was sent before the end still comes in.
+    # Credit for messages before the end still arrives.
     StreamState.LOCAL_ENDED: {
         Open: Act.REFUSE,
         DataFrame: Act.TAKE,
@@ -119,7 +119,7 @@ STREAM_TABLE: dict[StreamState, dict[type[Frame], Act]] = {
         CancelFrame: Act.CANCEL,
         WindowFrame: Act.CREDIT,
     },
-    # What the other side sent before it heard of the end.
+    # Frames that the other side sent before it received the end.
     StreamState.CLOSED: {
         Open: Act.REFUSE,
         DataFrame: Act.IGNORE,

@@ -1,9 +1,9 @@
-"""One stream of a session: its state, what it has yet to send, and what it is taking in.
+"""One stream of a session: its state, its queue of bytes to send, and the message that it receives.
 
 Flow control is per stream and direction. A fragment costs its bytes and a little more. The receiving side
-gives credit back at once for fragments of a message that it is still putting together, because a message may
-be larger than the window; but only while nothing finished waits for its reader. So a reader that stops holds
-one message and one window, and stops nobody else.
+returns credit at once for the fragments of an unfinished message, because a message may be larger than the
+window; but only while no finished message waits for its reader. So a reader that stops holds one message and
+one window, and delays no other stream.
 """
 
 from __future__ import annotations
@@ -12,34 +12,35 @@ from collections import deque
 
 from fleetd import limits
 from fleetd.errors import PayloadTooLarge, ProtocolError
+from fleetd.p2p.invariants import check
 from fleetd.p2p.session.frames import DataFrame, End
 from fleetd.p2p.session.states import StreamState
 
 
 def cost(body: bytes | memoryview) -> int:
-    """The credit that a fragment takes."""
+    """The credit that a fragment costs."""
     return len(body) + limits.FRAGMENT_COST_BYTES
 
 
 class SessionStream:
-    """Bookkeeping for both directions; `Session` decides what may happen when."""
+    """The state of both directions. `SessionStreams` decides which frame is allowed when."""
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.state = StreamState.IDLE
-        # The method of a request whose body is still arriving: its reader has not heard of the stream yet.
+        # The method of a request whose body is still arriving; its reader does not know the stream yet.
         self.unannounced: str | None = None
         # Sending.
-        self.in_line = False  # has a turn coming in the outbox
+        self.in_line = False  # for its turn in the outbox
         self.ending = False
         self.queued_bytes = 0
         self._queue: deque[memoryview] = deque()
-        self._credit = limits.STREAM_WINDOW_BYTES
+        self.credit = limits.STREAM_WINDOW_BYTES
         # Receiving.
         self.held_bytes = 0
-        self._room = limits.STREAM_WINDOW_BYTES
+        self.room = limits.STREAM_WINDOW_BYTES
         self._partial: bytearray | None = None
-        self._unread: deque[tuple[int, int]] = deque()  # (credit, bytes) of each message at the reader
+        self.unread: deque[tuple[int, int]] = deque()  # (credit, bytes) of each message at the reader
         self._owed = 0  # credit to give back
         self._withheld = 0  # credit of the unfinished message, while finished ones are unread
 
@@ -51,22 +52,22 @@ class SessionStream:
 
     @property
     def ready(self) -> bool:
-        """Whether `pop` has a frame to give."""
+        """True if `pop` would return a frame."""
         if self.state is not StreamState.OPEN and self.state is not StreamState.REMOTE_ENDED:
             return False
         if self._queue:
-            return cost(self._queue[0][: limits.FRAGMENT_BYTES]) <= self._credit
+            return cost(self._queue[0][: limits.FRAGMENT_BYTES]) <= self.credit
         return self.ending
 
     def pop(self) -> DataFrame | End:
-        """The next frame; a stream that is ready has one."""
+        """The next frame of a stream that is `ready`."""
         if not self._queue:
             over = self.state is StreamState.REMOTE_ENDED
             self.state = StreamState.CLOSED if over else StreamState.LOCAL_ENDED
             return End(self.number)
         body = self._queue[0]
         fragment, rest = body[: limits.FRAGMENT_BYTES], body[limits.FRAGMENT_BYTES :]
-        self._credit -= cost(fragment)
+        self.credit -= cost(fragment)
         self.queued_bytes -= len(fragment)
         if rest:
             self._queue[0] = rest
@@ -76,34 +77,34 @@ class SessionStream:
         return DataFrame(self.number, bytes(fragment), bool(rest))
 
     def credited(self, credit: int) -> None:
-        """The other side gave credit back."""
-        self._credit += credit
-        if self._credit > limits.STREAM_WINDOW_BYTES:
+        """Add credit that the other side returned. Raises ProtocolError for more than the window."""
+        self.credit += credit
+        if self.credit > limits.STREAM_WINDOW_BYTES:
             raise ProtocolError(
-                f"Stream {self.number} was given credit for {self._credit} bytes; the window has "
+                f"Stream {self.number} was given credit for {self.credit} bytes; the window has "
                 f"{limits.STREAM_WINDOW_BYTES}."
             )
 
     # ---- Receiving -------------------------------------------------------------------------------------
 
     def take(self, body: bytes, more: bool) -> bytes | None:
-        """A fragment; the whole message with its last one.
+        """Add a fragment; returns the whole message with the last one.
 
         Raises:
-            ProtocolError: it was sent without credit.
+            ProtocolError: the fragment was sent without credit.
             PayloadTooLarge: the message is over the bound.
         """
         price = cost(body)
-        self._room -= price
-        if self._room < 0:
+        self.room -= price
+        if self.room < 0:
             raise ProtocolError(
-                f"Stream {self.number} was sent {-self._room} bytes more than its window of "
+                f"Stream {self.number} was sent {-self.room} bytes more than its window of "
                 f"{limits.STREAM_WINDOW_BYTES} allows."
             )
         return self._gather(body, more, price)
 
     def begin(self, body: bytes, more: bool) -> bytes | None:
-        """The first fragment, that came with the Open: as `take`, and free."""
+        """Add the fragment in the Open frame: as `take`, without cost."""
         return self._gather(body, more, 0)
 
     def _gather(self, body: bytes, more: bool, price: int) -> bytes | None:
@@ -117,7 +118,7 @@ class SessionStream:
             if self._partial is None:
                 self._partial = bytearray()
             self._partial += body
-            if self._unread:
+            if self.unread:
                 self._withheld += price
             else:
                 self._owed += price
@@ -125,28 +126,40 @@ class SessionStream:
         if self._partial is not None:
             self._partial += body
             body, self._partial = bytes(self._partial), None
-        self._unread.append((price + self._withheld, len(body)))
+        self.unread.append((price + self._withheld, len(body)))
         self._withheld = 0
         return body
 
     @property
     def midway(self) -> bool:
-        """Whether a message has begun and not ended."""
+        """True if a message has begun and not ended."""
         return self._partial is not None
 
     def consumed(self) -> None:
-        """The reader took the oldest message it was given."""
-        price, size = self._unread.popleft()
+        """The reader took the oldest message that it had not taken yet."""
+        price, size = self.unread.popleft()
         self._owed += price
         self.held_bytes -= size
-        if not self._unread:
+        if not self.unread:
             self._owed += self._withheld
             self._withheld = 0
 
     def give_back(self) -> int:
-        """Credit to return to the sender now; 0 until it is worth a frame."""
+        """Credit to return to the sender now; 0 until there is enough for a frame."""
         if self._owed < limits.STREAM_WINDOW_BYTES // 2:
             return 0
         credit, self._owed = self._owed, 0
-        self._room += credit
+        self.room += credit
         return credit
+
+    def validate(self) -> None:
+        """Raise AssertionError if the state contradicts itself. For tests."""
+        unread = sum(price for price, _ in self.unread)
+        check(self.state is not StreamState.CLOSED, "a closed stream is forgotten")
+        check(self.in_line == self.ready, "a stream is in line if and only if it is ready")
+        check(self.queued_bytes == sum(map(cost, self._queue)), "queued bytes are those of the queue")
+        check(0 <= self.credit <= limits.STREAM_WINDOW_BYTES, "credit is within the window")
+        held = self.room + self._owed + self._withheld + unread
+        check(held == limits.STREAM_WINDOW_BYTES, "no credit is lost")
+        check(self._withheld == 0 or self.unread, "credit is withheld only while messages are unread")
+        check(self._owed < limits.STREAM_WINDOW_BYTES // 2, "enough credit for a frame is returned at once")

@@ -1,14 +1,15 @@
-"""TLS between paired machines: version 1.3, certificates on both sides, nobody trusted but the roster.
+"""TLS between paired machines: version 1.3, certificates on both sides, trust in the roster's members only.
 
-Trust anchors are the members' self-signed certificates themselves. There is no authority, no name check and
-no date check: a key is trusted until its machine is unpaired. Anchors cannot be taken out of a context, so
-every change of the roster makes new ones.
+The trust anchors are the members' self-signed certificates. There is no authority, no name check and no date
+check: a key is trusted until its machine is unpaired. A context cannot lose an anchor, so every change of the
+roster makes new contexts.
 """
 
 from __future__ import annotations
 
 import ssl
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 
 from fleetd.errors import IdentityRefused, NotPaired
 from fleetd.p2p.membership.identity import Identity, node_id, public_key_of
@@ -16,6 +17,19 @@ from fleetd.p2p.membership.identity import Identity, node_id, public_key_of
 ALPN = "fleetd"
 # X509_V_FLAG_NO_CHECK_TIME; the ssl module has no name for it. A wrong clock must not split a fleet.
 _NO_CHECK_TIME = 0x200000
+
+
+@dataclass(frozen=True, slots=True)
+class TlsContexts:
+    """The contexts of both roles, for one state of the roster."""
+
+    server: ssl.SSLContext
+    client: ssl.SSLContext
+
+    @classmethod
+    def make(cls, me: Identity, trusted: Sequence[bytes]) -> TlsContexts:
+        """``trusted``: certificates, DER. Raises OSError if the key file cannot be read."""
+        return cls(server_context(me, trusted), client_context(me, trusted))
 
 
 def server_context(me: Identity, trusted: Iterable[bytes]) -> ssl.SSLContext:
@@ -29,7 +43,7 @@ def server_context(me: Identity, trusted: Iterable[bytes]) -> ssl.SSLContext:
 def client_context(me: Identity, trusted: Iterable[bytes]) -> ssl.SSLContext:
     """``trusted``: certificates, DER."""
     context = _context(ssl.PROTOCOL_TLS_CLIENT, me, trusted)
-    context.check_hostname = False  # machines are known by key, and have no names that anybody vouches for
+    context.check_hostname = False  # a machine is known by its key; names are not verified
     return context
 
 
@@ -46,10 +60,10 @@ def _context(protocol: int, me: Identity, trusted: Iterable[bytes]) -> ssl.SSLCo
 
 
 def pinned(connection: ssl.SSLObject | ssl.SSLSocket, members: Container[str]) -> str:
-    """The node id behind a finished handshake.
+    """The node id of the other side of a finished handshake.
 
-    The chain check already refused strangers; this compares the key itself, so that nothing a certificate
-    says, and no certificate that a member might sign for somebody else, can stand in for it.
+    The chain check has already refused unknown certificates. This compares the key itself, so that neither
+    the text of a certificate nor one that a member signed for another machine can replace it.
 
     Raises:
         NotPaired: no certificate, another protocol, or not the key of a member.

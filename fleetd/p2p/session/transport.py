@@ -1,7 +1,7 @@
-"""A session on a TLS connection: bytes and timers in, events out to whoever owns it.
+"""A session on a TLS connection: feeds it bytes and timers, and passes its events to the owner.
 
-The session decides everything; this feeds it. What is written at once is kept small (limits), because bytes
-that the transport holds can no longer be overtaken by a ping.
+The session makes every decision. Each write is small (limits), because a ping cannot overtake bytes that the
+transport already holds.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from fleetd.errors import (
     PeerUnreachable,
     ProtocolError,
 )
+from fleetd.p2p.actions import Dial
 from fleetd.p2p.discovery.unreachable import explain
-from fleetd.p2p.mesh import Dial
 from fleetd.p2p.session import events as sans_io
 from fleetd.p2p.session import tls
 from fleetd.p2p.session.frames import Hello
 from fleetd.p2p.session.session import Session
 
-# Not a name of anybody: TLS wants one, and it must not tell a listener which machine is called.
+# TLS requires a server name; this one does not show an observer which machine is dialled.
 _SERVER_NAME = "fleetd"
-# The time for sessions. A loop's own clock may stand still within a turn and count whole milliseconds: a
+# The clock for sessions. The loop's clock may stand still within a turn and count whole milliseconds, while a
 # round trip on a LAN takes a fraction of one.
 _clock = time.monotonic
-# What timers are exact to.
+# The precision of timers.
 _LATE_S = 0.001
 
 
 class Owner(Protocol):
-    """Who is told what happens on a connection. None of these may block or raise."""
+    """Receives the events of a connection. No method may block or raise."""
 
     def opened(self, connection: PeerConnection) -> None: ...
     def requested(self, connection: PeerConnection, stream: PeerStream, method: str, body: bytes) -> None: ...
     def notified(self, connection: PeerConnection, topic: str, body: bytes) -> None: ...
     def quiet(self, connection: PeerConnection) -> None: ...
-    def heard(self, connection: PeerConnection) -> None: ...
+    def resumed(self, connection: PeerConnection) -> None: ...
     def measured(self, connection: PeerConnection, rtt_s: float) -> None: ...
     def closed(self, connection: PeerConnection, error: FleetError | None) -> None: ...
 
@@ -70,11 +70,11 @@ class PeerStream:
         self._waiter: asyncio.Future[None] | None = None
         #: Called once if the other side cancels or is lost.
         self.on_cancel: Callable[[], object] | None = None
-        #: Whether this side serves it and still works on the request itself, whose bytes count until then.
+        #: True while this side serves the request and has not consumed its body, which counts until then.
         self.holds_request = False
 
     async def receive(self) -> bytes | None:
-        """The next message; None after the last. Raises what the other side failed with, or PeerLost."""
+        """The next message; None after the last. Raises the other side's error, or PeerLost."""
         self._release_request()
         while not self._inbox:
             if self._error is not None:
@@ -96,7 +96,7 @@ class PeerStream:
         self.connection.send(self.number, body)
 
     async def drained(self) -> None:
-        """Wait until the other side has taken most of what was sent."""
+        """Wait until at most one window of bytes is queued. Raises PeerLost."""
         await self.connection.drained(self.number)
 
     def end(self) -> None:
@@ -108,13 +108,13 @@ class PeerStream:
             self._forget_if_over()
 
     def cancel(self, error: FleetError | None = None) -> None:
-        """Stop both directions; the other side is told why."""
+        """End both directions; the other side receives the reason."""
         if self._error is None and not (self._ended and self._said_end):
             self._error = error or PeerLost("The request was cancelled here.")
             self.connection.cancel(self.number, error)
         self._wake()
 
-    # ---- told by the connection --------------------------------------------------------------------------
+    # ---- called by the connection ------------------------------------------------------------------------
 
     def deliver(self, body: bytes) -> None:
         self._inbox.append(body)
@@ -150,13 +150,21 @@ class PeerConnection(asyncio.Protocol):
     """One TLS connection and its session.
 
     Args:
-        members: node ids that may be at the other end; looked at when the handshake is done.
-        dialled: what was called, if this side called; only the machine that it expects will do.
+        members: node ids that may be at the other end; checked when the handshake is done.
+        number: the owner's handle.
+        dialled: the dial of this side, or None; the machine that it expects must answer.
     """
 
     def __init__(
-        self, owner: Owner, hello: Hello, members: Container[str], *, dialled: Dial | None = None
+        self,
+        owner: Owner,
+        hello: Hello,
+        members: Container[str],
+        *,
+        number: int = 0,
+        dialled: Dial | None = None,
     ) -> None:
+        self.number = number
         self.initiator = dialled is not None
         self.dialled = dialled
         self.address = dialled.address if dialled is not None else None
@@ -167,7 +175,7 @@ class PeerConnection(asyncio.Protocol):
         self.rtt_s: float | None = None
         #: Done when the session is open or the connection has failed before.
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        #: The transport is closed too, and with it the socket.
+        #: Set when the socket is closed.
         self.gone = asyncio.Event()
         self._owner = owner
         self._hello = hello
@@ -183,24 +191,24 @@ class PeerConnection(asyncio.Protocol):
 
     @property
     def peer_host(self) -> str:
-        """The address that the other side has, as this side sees it."""
+        """The address of the other side's end of the connection."""
         found = self._transport.get_extra_info("peername") if self._transport else None
         return str(found[0]) if found else ""
 
     @property
     def is_attached(self) -> bool:
-        """Whether there is, or was, a transport; before that the connection is its maker's to end."""
+        """True once there has been a transport; before that, the owner must forget a failed connection."""
         return self._transport is not None
 
     @property
     def busy(self) -> bool:
-        """Whether any request is open."""
+        """True while a request is open."""
         return bool(self._streams)
 
     # ---- asyncio's side ----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not isinstance: uvloop's TLS transports look like one without being derived from it.
+        # A cast, not isinstance: uvloop's TLS transports are not derived from asyncio.Transport.
         self._transport = transport = cast("asyncio.Transport", transport)
         transport.set_write_buffer_limits(high=limits.PEER_WRITE_BUFFER_BYTES)
         try:
@@ -231,7 +239,7 @@ class PeerConnection(asyncio.Protocol):
         if self.is_closed:
             return
         if self.hello is None and self.initiator and (exc is None or isinstance(exc, ssl.SSLError)):
-            # A TLS 1.3 client is done before the server has looked at its certificate.
+            # A TLS 1.3 client finishes the handshake before the server has checked its certificate.
             self._end(
                 NotPaired(
                     "It refuses this machine's certificate.",
@@ -258,7 +266,7 @@ class PeerConnection(asyncio.Protocol):
         return stream
 
     def notify(self, topic: str, body: bytes) -> None:
-        """News, if the connection is still there to tell them."""
+        """Send a notification, if the connection is open and its queue has room."""
         if not self.is_closed and self._session is not None:
             with contextlib.suppress(PeerLost, Overloaded):
                 self._session.notify(topic, body)
@@ -292,7 +300,7 @@ class PeerConnection(asyncio.Protocol):
             await asyncio.shield(self._flushed)
 
     def close(self, error: FleetError | None = None) -> None:
-        """Say why, or good-bye for None, after what is queued as far as it can go now; then close."""
+        """Send the frames that can leave now, then the error or a good-bye, and close."""
         if self.is_closed or self._session is None or self._transport is None:
             return
         self._flush()
@@ -302,7 +310,7 @@ class PeerConnection(asyncio.Protocol):
         self._transport.close()
 
     def abort(self, error: FleetError) -> None:
-        """Close without a word, also when closing politely has taken too long."""
+        """Close at once, without a last frame; also when ``close`` has taken too long."""
         self._end(error)
         if self._transport is not None:
             self._transport.abort()
@@ -328,7 +336,7 @@ class PeerConnection(asyncio.Protocol):
                         stream.fail(error)
                 case sans_io.Requested(number, method, body):
                     stream = self._streams[number] = PeerStream(self, number)
-                    # A peer that asks for much at once holds no more memory here than one that sends much.
+                    # The bodies of many requests count against the same bound as the messages of one.
                     stream.holds_request = True
                     self._owner.requested(self, stream, method, body)
                 case sans_io.Notified(topic, body):
@@ -339,9 +347,9 @@ class PeerConnection(asyncio.Protocol):
                 case sans_io.Quiet():
                     self.is_quiet = True
                     self._owner.quiet(self)
-                case sans_io.Heard():
+                case sans_io.Resumed():
                     self.is_quiet = False
-                    self._owner.heard(self)
+                    self._owner.resumed(self)
                 case sans_io.Opened(hello, _):
                     self._open(hello)
                 case sans_io.Closed(error):
@@ -362,7 +370,7 @@ class PeerConnection(asyncio.Protocol):
         self._owner.opened(self)
 
     def forget(self, number: int) -> None:
-        """Both directions of a stream are over for the application."""
+        """Remove a stream whose two directions have ended."""
         self._streams.pop(number, None)
 
     def _flush(self) -> None:
@@ -379,7 +387,7 @@ class PeerConnection(asyncio.Protocol):
         self._arm()
 
     def _arm(self) -> None:
-        """One timer, moved only to an earlier time: most deadlines have moved on by the time they come."""
+        """Set the timer. It only moves to an earlier time: most deadlines move on before it fires."""
         if self.is_closed or self._session is None:
             return
         due = self._session.next_deadline()
@@ -388,7 +396,7 @@ class PeerConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         self._due = due
-        # Rather a moment late than a few times early.
+        # A little late: a timer that fires early would fire several times.
         self._timer = self._loop.call_later(max(0.0, due - _clock()) + _LATE_S, self._tick)
 
     def _tick(self) -> None:
@@ -398,7 +406,7 @@ class PeerConnection(asyncio.Protocol):
             self._flush()
 
     def _end(self, error: FleetError | None, lost: FleetError | None = None) -> None:
-        """Tell everybody, once; open requests end with ``lost``, by default the other side's doing."""
+        """Report the end to every waiter, once; open requests fail with ``lost``, or with ``error``."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -406,8 +414,7 @@ class PeerConnection(asyncio.Protocol):
             self._timer.cancel()
         if not self.ready.done():
             self.ready.set_exception(error or PeerLost("The connection was closed."))
-            # Whoever waits sees it; a connection that nobody waits for is not an unheard error.
-            self.ready.exception()
+            self.ready.exception()  # marks it as retrieved, for a connection without a waiter
         if self._flushed is not None and not self._flushed.done():
             self._flushed.set_result(None)
         lost = lost or error or PeerLost("The other machine said good-bye.")
@@ -418,7 +425,7 @@ class PeerConnection(asyncio.Protocol):
 
 
 async def accept(make: Callable[[], PeerConnection], sock: socket.socket, context: ssl.SSLContext) -> None:
-    """TLS for a socket that begins with a hello; returns when the handshake is over. Never raises for it."""
+    """Accept TLS on a socket; returns when the handshake is over. A failed handshake raises no error."""
     loop = asyncio.get_running_loop()
     try:
         await loop.connect_accepted_socket(
@@ -439,7 +446,7 @@ async def connect(
 
     Raises:
         PeerUnreachable: no TCP connection; the OSError is its cause.
-        NotPaired, ProtocolError, VersionMismatch, PeerLost: what came of the connection.
+        NotPaired, ProtocolError, VersionMismatch, PeerLost: the connection failed before it was open.
     """
     loop = asyncio.get_running_loop()
     sock = await open_socket(address)
@@ -467,7 +474,7 @@ async def connect(
     try:
         await asyncio.shield(connection.ready)
     except asyncio.CancelledError:
-        # Of two that open at the same time each cancels the other's dial; the mesh decides which one stays.
+        # Two sessions that open at the same time cancel each other's dial; the mesh decides which one stays.
         if not connection.ready.done():
             connection.abort(PeerLost("Another connection was faster."))
         raise
@@ -491,7 +498,7 @@ async def open_socket(address: tuple[str, int]) -> socket.socket:
             except BaseException:
                 sock.close()
                 raise
-    except (OSError, UnicodeError) as error:  # a timeout is an OSError; a host name may be no name
+    except (OSError, UnicodeError) as error:  # a timeout is an OSError; UnicodeError: not a valid host name
         message, hint = explain(error, host, port, sys.platform)
         raise PeerUnreachable(message, hint=hint) from error
     return sock

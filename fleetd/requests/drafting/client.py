@@ -20,6 +20,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from fleetd.control.prefill_plan import PlanView
+from fleetd.control.prefill_trace import DrafterView, Trace
 from fleetd.engine.protocol import Accepted, DraftFor, Event, Followed, Loading, Ready, StreamTag
 from fleetd.errors import EngineDied, FleetError, Incompatible, ModelNotFound, PeerError
 from fleetd.models import names
@@ -36,7 +38,6 @@ from fleetd.requests.model_by_digest import Models
 from fleetd.requests.placement import Member, canonical
 from fleetd.requests.prefill_sharing.agreement import require_message
 from fleetd.requests.prefill_sharing.record import SharingRecord
-from fleetd.requests.prefill_sharing.views import DrafterView, PlanView, Trace
 from fleetd.requests.remote import Stream, own_id, said_by
 
 log = get_logger("fleetd.drafting")

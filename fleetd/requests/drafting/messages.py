@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.p2p.link_prober import Invitation
-from fleetd.p2p.messages import reader
+from fleetd.p2p.message_reader import reader
 from fleetd.requests import message_codec
 from fleetd.requests.message_codec import Digest, ModelName, RequestId
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fleetd.control.prefill_plan import DraftsView
 from fleetd.engine.protocol import Ready
 from fleetd.engine.speculation.lookup import PromptLookup
 from fleetd.engine.speculation.suffix import SuffixSource
-from fleetd.requests.prefill_sharing.views import DraftsView
 
 # What requests, figures and people call the drafts of another worker.
 DRAFTER = "drafter"

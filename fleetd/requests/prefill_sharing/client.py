@@ -23,6 +23,8 @@ from typing import Any, Protocol
 import msgspec
 
 from fleetd import limits
+from fleetd.control.prefill_plan import PlanQuestion, PlanView
+from fleetd.control.prefill_trace import DrafterView, Trace
 from fleetd.engine.protocol import (
     Accepted,
     Event,
@@ -50,7 +52,6 @@ from fleetd.requests.prefill_sharing import agreement, messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
 from fleetd.requests.prefill_sharing.planner_facts import PartOfSplit
 from fleetd.requests.prefill_sharing.record import Account, SharingRecord
-from fleetd.requests.prefill_sharing.views import DrafterView, PlanQuestion, PlanView, Trace
 
 log = get_logger("fleetd.sharing")
 

@@ -23,7 +23,7 @@ from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime
 from fleetd.errors import ProtocolError
 from fleetd.p2p.link_prober import Invitation
-from fleetd.p2p.messages import reader
+from fleetd.p2p.message_reader import reader
 from fleetd.plan.prefill.split import Split
 from fleetd.requests import message_codec
 from fleetd.requests.message_codec import Digest, ModelName, RequestId

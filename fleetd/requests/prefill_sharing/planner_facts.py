@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Ready
 from fleetd.p2p.membership.cards import Card, ModelCard
@@ -18,7 +19,6 @@ from fleetd.plan.prefill.choice import HelperSpec, PlanChoice, PrefillOption, Pr
 from fleetd.plan.route import USABLE
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.placement import Member
-from fleetd.requests.prefill_sharing.views import OptionView, StepView
 
 # Workers' own word for the step in which they compute.
 COMPUTED = "computed"

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from fleetd import limits
+from fleetd.control.prefill_plan import OptionView, StepView
+from fleetd.control.prefill_trace import DrafterView, Outcome, Speculated, Trace
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
@@ -13,7 +15,6 @@ from fleetd.engine.protocol import (
     Loading,
     Prefill,
     Shared,
-    Speculated,
     StepTime,
     ToolCall,
 )
@@ -21,7 +22,6 @@ from fleetd.errors import FleetError
 from fleetd.plan.prefill.choice import PlanChoice
 from fleetd.requests.job import THIS_NAME, Exactness
 from fleetd.requests.prefill_sharing import planner_facts
-from fleetd.requests.prefill_sharing.views import DrafterView, OptionView, Outcome, StepView, Trace
 
 # A helper's name, and what it did by its own account.
 Account = tuple[str, Sequence[StepTime]]

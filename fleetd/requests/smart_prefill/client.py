@@ -25,6 +25,9 @@ from fleetd.compression.history import Aged, History, still_serves
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.select import select
 from fleetd.compression.selection import Selection
+from fleetd.control.prefill_plan import OptionView, PlanView
+from fleetd.control.prefill_trace import DrafterView, Trace
+from fleetd.control.smart_prefill_result import Form
 from fleetd.engine.protocol import Accepted, Event, Finished, Loading, Ready
 from fleetd.errors import EngineDied, FleetError
 from fleetd.observe import get_logger
@@ -33,7 +36,6 @@ from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.scoring import SmartPrefillQuestion
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, Planned, prompt_text
 from fleetd.requests.placement import THIS_NODE, Placement
-from fleetd.requests.prefill_sharing.views import DrafterView, OptionView, PlanView, Trace
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
 from fleetd.requests.smart_prefill.compression_job import (
     CompressionJob,
@@ -42,7 +44,7 @@ from fleetd.requests.smart_prefill.compression_job import (
     kept_share,
 )
 from fleetd.requests.smart_prefill.record import SmartPrefillRecord, options
-from fleetd.requests.smart_prefill.views import Form, SkipCompression
+from fleetd.requests.smart_prefill.skip import SkipCompression
 
 log = get_logger("fleetd.compression")
 

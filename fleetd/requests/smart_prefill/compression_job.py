@@ -22,12 +22,12 @@ from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.select import select
 from fleetd.compression.selection import Selection
 from fleetd.compression.words import Range
+from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
 from fleetd.plan import scoring as planner
 from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
 from fleetd.requests.concurrency import cancel_all
-from fleetd.requests.prefill_sharing.views import StepView
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
 from fleetd.requests.smart_prefill.bill import Ledger, ScoringBill
 from fleetd.requests.smart_prefill.scorers import Scorers
@@ -37,7 +37,7 @@ from fleetd.requests.smart_prefill.segment_scoring import (
     ScoringQuestion,
     SegmentScoring,
 )
-from fleetd.requests.smart_prefill.views import SkipCompression
+from fleetd.requests.smart_prefill.skip import SkipCompression
 
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
     from fleetd.compression.token_scores import SegmentScores, TokenScores

@@ -16,7 +16,7 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.protocol import Loading, Prefill, Score, Scored
 from fleetd.errors import ProtocolError
-from fleetd.p2p.messages import reader
+from fleetd.p2p.message_reader import reader
 from fleetd.requests import message_codec
 from fleetd.requests.message_codec import Digest, ModelName
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from fleetd.compression.selection import Selection
+from fleetd.control.prefill_plan import OptionView, StepView
+from fleetd.control.prefill_trace import DrafterView, Outcome, Trace
+from fleetd.control.smart_prefill_result import Form, SmartPrefillResult
 from fleetd.engine.protocol import Accepted, Delta, Event, Finished, Loading, ToolCall
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import THIS_NAME, Exactness
-from fleetd.requests.prefill_sharing.views import DrafterView, OptionView, Outcome, StepView, Trace
 from fleetd.requests.smart_prefill.bill import ScoringBill
 from fleetd.requests.smart_prefill.compression_job import CompressionJob
-from fleetd.requests.smart_prefill.views import Form, SmartPrefillResult
 
 
 class SmartPrefillRecord:

@@ -27,7 +27,7 @@ from fleetd.requests.placement import THIS_NODE, Member
 from fleetd.requests.smart_prefill import model_holders
 from fleetd.requests.smart_prefill.model_holders import ModelHolder
 from fleetd.requests.smart_prefill.segment_scoring import CompressorModel, ScoringJob
-from fleetd.requests.smart_prefill.views import SkipCompression
+from fleetd.requests.smart_prefill.skip import SkipCompression
 
 
 class Pool(Protocol):

@@ -1,0 +1,50 @@
+"""How every verb words a machine, and this machine's part in the fleet. Pure, and light to import."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fleetctl.render.text import one_line
+
+if (
+    TYPE_CHECKING
+):  # `fleetctl status` does without msgspec, which takes longer to load than to be of use there
+    from fleetd.control.fleet_view import FleetView, Neighbour, PeerView
+    from fleetd.control.pairing_events import Meeting, Paired
+
+# Any other text is the reason why mDNS does not run.
+MDNS_STATES = ("running", "starting", "stopped", "off")
+OFF = "off (fleet.enabled in fleetd.toml)"
+
+
+def label(name: str, short_id: str) -> str:
+    """Name and short id: two machines may have the same name."""
+    return f"{one_line(name)} ({one_line(short_id)})"
+
+
+def label_of(machine: FleetView | PeerView | Neighbour | Meeting | Paired) -> str:
+    """The label of a machine as the daemon describes it."""
+    return label(machine.name, machine.short_id)
+
+
+def summary(
+    me: str, *, port: int, usable: int, peers: int, mdns: str, local_only: bool = False, pairing: bool = False
+) -> str:
+    """This machine's part in the fleet, in one line; ``me`` is this machine's label."""
+    parts = [
+        me,
+        f"port {port}",
+        f"{usable} of {peers} peers usable" if peers else "no peers",
+        f"mDNS {mdns}" if mdns in MDNS_STATES else f"mDNS fails: {one_line(mdns)}",
+    ]
+    if local_only:
+        parts.append("prompts stay here (fleet.local_only)")
+    if pairing:
+        parts.append("pairing window open")
+    return " · ".join(parts)
+
+
+def removal(by: str) -> str:
+    """The sentence on a machine that another machine removed from the fleet."""
+    undo = "`fleetctl pair` there and `fleetctl join CODE` here undo it"
+    return f"{one_line(by)} removed this machine from the fleet; {undo}."

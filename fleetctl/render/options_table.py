@@ -1,0 +1,47 @@
+"""A table of the ways to prefill a prompt, with their times and why each was not chosen. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+
+from fleetctl.render.columns import Column, drawn, fitted, shortened
+from fleetctl.render.plan_words import machines
+from fleetctl.render.text import brief, one_line, wrapped
+from fleetd.control.prefill_plan import OptionView
+
+_MACHINES_CHARS = 40
+
+
+def options_table(options: Sequence[OptionView], local_s: float | None, width: int | None) -> list[str]:
+    """The lines of the table. ``local_s``: seconds of this machine alone, the base of all comparisons."""
+    columns = [
+        Column(" ", ["*" if option.chosen else " " for option in options], 9),
+        Column("PLAN", [_kind(option) for option in options], 9),
+        Column("MACHINES", [_machines(option, cut=width is not None) for option in options], 7),
+        Column("FIRST TOKEN", [brief(option.predicted_s) for option in options], 8, right=True),
+        Column("SPEED", [_against(option.predicted_s, local_s) for option in options], 3, right=True),
+    ]
+    header, *rows = drawn(fitted(columns, width))
+    lines = [header]
+    for option, row in zip(options, rows, strict=True):
+        lines.append(click.style(row, fg="green") if option.chosen else row)
+        if option.reason and not option.chosen:
+            lines.append(wrapped(one_line(option.reason), width, indent="     "))
+    return lines
+
+
+def _kind(option: OptionView) -> str:
+    # "any" stands for a machine that cannot help in any way.
+    return "-" if option.kind in ("", "any") else one_line(option.kind)
+
+
+def _machines(option: OptionView, *, cut: bool) -> str:
+    named = machines(option)
+    return shortened(named, _MACHINES_CHARS) if cut else named
+
+
+def _against(seconds: float | None, local_s: float | None) -> str:
+    """The speed as a multiple of this machine alone; "-" if one of the times is unknown."""
+    return f"{local_s / seconds:.2f}x" if seconds and local_s else "-"

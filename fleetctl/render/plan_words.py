@@ -1,0 +1,80 @@
+"""How plans and traces of `/fleet/v1/plan` and `/fleet/v1/traces` are worded. Pure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from fleetctl.render.text import clause, count, one_line
+from fleetd.control.prefill_plan import DraftsView, OptionView
+
+THIS = "this"
+
+
+def machines(option: OptionView) -> str:
+    """The machines of an option, joined; this one where the daemon names none."""
+    return " + ".join(one_line(node) for node in option.nodes) or THIS
+
+
+def helpers(option: OptionView) -> list[str]:
+    """The machines of an option other than this one."""
+    return [one_line(node) for node in option.nodes if node != THIS]
+
+
+def division(option: OptionView) -> str:
+    """Which machine computes what, as a clause; the kind alone where that says it all."""
+    kind, others = one_line(option.kind) or "-", helpers(option)
+    if option.kind == "whole" and others:
+        who = f"all of it on {others[0]}"
+    elif option.kind in ("layers", "tokens") and len(option.cuts) == len(option.nodes) + 1:
+        shares = zip(option.nodes, itertools.pairwise(option.cuts), strict=True)
+        parts = [
+            f"{one_line(node)} {count(first)} to {count(last - 1)}"
+            for node, (first, last) in shares
+            if last > first
+        ]
+        who = ", ".join(parts)
+    else:
+        return kind
+    return f"{kind}: {who}" + (f", in chunks of {count(option.chunk)} tokens" if option.chunk else "")
+
+
+def drafts_line(drafts: DraftsView) -> str:
+    """Which sources would draft for the answer; where there are none, why."""
+    if not drafts.sources:
+        return f"Drafts: none, {clause(drafts.reason) or 'no source can draft'}."
+    words = {"lookup": "prompt lookup", "suffix": "suffix", "drafter": _drafter(drafts)}
+    if drafts.remembers:
+        words["suffix"] = "suffix with past answers"
+    named = ", ".join(words.get(source) or one_line(source) for source in drafts.sources)
+    missing = ""
+    if drafts.draft_model and not drafts.drafters:
+        missing = f" No machine can draft with {one_line(drafts.draft_model)} now."
+    verdict = clause(drafts.verdict)
+    return f"Drafts: {named}; up to {drafts.width} tokens per pass. Verdict: {verdict}.{missing}"
+
+
+def _drafter(drafts: DraftsView) -> str:
+    first, *others = [one_line(machine) for machine in drafts.drafters] or [THIS]
+    instead = f" (else {', '.join(others)})" if others else ""
+    return f"{one_line(drafts.draft_model)} on {first}{instead}"
+
+
+def local_s(options: Sequence[OptionView]) -> float | None:
+    """Seconds that this machine alone would take; None where that is not known."""
+    return next((option.predicted_s for option in options if option.kind == "local"), None)
+
+
+def prompt(tokens: int, cached: int, kept: int = 0) -> str:
+    """A prompt's length, with the tokens that were kept of it and those that were known already."""
+    read = f", {count(kept)} of them kept" if kept else ""
+    known = f", {count(cached)} of them known already" if cached else ""
+    return f"{count(tokens)} tokens{read}{known}"
+
+
+def deviation(actual_s: float | None, predicted_s: float | None) -> str:
+    """1.1 against 1.0 → "+10 %"; "-" where one of them is not known."""
+    if actual_s is None or not predicted_s:
+        return "-"
+    percent = 100 * (actual_s / predicted_s - 1)
+    return f"{percent:+.0f} %" if abs(percent) < 999.5 else f"{actual_s / predicted_s:,.0f}x"

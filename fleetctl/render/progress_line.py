@@ -1,0 +1,152 @@
+"""One line of progress on stderr, shown after half a second and erased before the answer.
+
+A thread repaints the line, so that its clock runs even while the daemon sends nothing. If stderr is not a
+terminal, each stage has a plain line, repeated every ten seconds, for logs.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from types import TracebackType
+from typing import TextIO
+
+from fleetctl.render.text import count, one_line, rough, size
+
+SHOW_AFTER_S = 0.5
+_REPAINT_S = 0.2
+_PLAIN_EVERY_S = 10.0
+_BAR_CELLS = 24
+_ERASE = "\r\x1b[K"
+
+
+def live_terminal(stream: TextIO) -> bool:
+    """True if a line on this stream can be repainted."""
+    return stream.isatty() and os.environ.get("TERM", "") not in ("", "dumb")
+
+
+class Progress:
+    """Use as a context manager; call ``update`` on each report, and ``clear`` before other output."""
+
+    def __init__(self, stream: TextIO | None = None, *, show_after_s: float = SHOW_AFTER_S) -> None:
+        self._stream = stream or sys.stderr
+        self._live = live_terminal(self._stream)
+        self._show_after_s = show_after_s
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._painted = False
+        self._stage = ""
+        self._figures = (0, 0, "")
+        self._origin = (0.0, 0)  # when this stage began, and at which figure: rates start from there
+        self._ends: float | None = None
+        self._began: float | None = None
+        self._plain_next = 0.0
+
+    def update(
+        self, stage: str, done: int = 0, total: int = 0, *, unit: str = "", left_s: float | None = None
+    ) -> None:
+        """Show ``done`` of ``total`` (0 = unknown) of a stage; the unit "bytes" is shown as kB, MB, ...
+
+        ``left_s``: seconds after which the stage ends by itself; the clock counts down.
+        """
+        now = time.monotonic()
+        with self._lock:
+            if self._began is None:
+                self._began = now
+            if stage != self._stage:
+                self._stage, self._origin, self._plain_next = stage, (now, done), 0.0
+            self._figures = (done, total, unit)
+            self._ends = None if left_s is None else now + left_s
+        if not self._live:
+            self._plain(now)
+        if self._thread is None:
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._repaint, name="progress", daemon=True)
+            self._thread.start()
+
+    def clear(self) -> None:
+        """Stop repainting and erase the line; a later ``update`` starts again."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._stop.set()
+            try:
+                thread.join()
+            except RuntimeError:
+                # Ctrl-C came while the thread was starting. It may still start; it ends without painting.
+                pass
+        if self._painted:
+            self._write(_ERASE)
+            self._painted = False
+        self._began, self._stage = None, ""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.clear()
+
+    def _repaint(self) -> None:
+        if self._stop.wait(self._show_after_s):
+            return
+        while True:
+            now = time.monotonic()
+            if self._live:
+                self._painted = True
+                self._write(_ERASE + self._line(now, shutil.get_terminal_size().columns - 1))
+            else:
+                self._plain(now)
+            if self._stop.wait(_REPAINT_S):
+                return
+
+    def _plain(self, now: float) -> None:
+        with self._lock:
+            due = self._began is not None and now >= max(self._plain_next, self._began + self._show_after_s)
+            if due:
+                self._plain_next = now + _PLAIN_EVERY_S
+        if due:
+            self._write(self._line(now, None) + "\n")
+
+    def _line(self, now: float, columns: int | None) -> str:
+        with self._lock:
+            stage, (done, total, unit), (since, first) = self._stage, self._figures, self._origin
+            ends = self._ends
+        elapsed_s = max(now - since, 1e-9)
+        show, unit = (size, "") if unit == "bytes" else (count, f" {unit}" if unit else "")
+        parts = [one_line(stage)]
+        if total > 0:
+            done = min(done, total)
+            if columns is not None:
+                parts.append(
+                    bar(done / total, _BAR_CELLS, utf8="utf" in (self._stream.encoding or "").lower())
+                )
+            parts.append(f"{show(done)} of {show(total)}{unit}")
+            rate = (done - first) / elapsed_s
+            if rate > 0 and elapsed_s > 1:
+                parts.append(f"{show(rate)}{unit}/s")
+                if done < total:
+                    parts.append(f"{rough((total - done) / rate)} left")
+        if ends is not None:
+            parts.append(f"{rough(max(0.0, ends - now))} left")
+        elif elapsed_s >= 1 and (total <= 0 or done <= first):
+            parts.append(f"{elapsed_s:.0f} s")
+        line = "  ".join(parts)
+        return line if columns is None else line[: max(columns, 1)]
+
+    def _write(self, text: str) -> None:
+        try:
+            self._stream.write(text)
+            self._stream.flush()
+        except (OSError, ValueError):
+            self._stop.set()  # the terminal is gone; the answer may still have a reader
+
+
+def bar(share: float, cells: int, *, utf8: bool) -> str:
+    """A bar of ``cells`` characters, filled by ``share``."""
+    full = round(max(0.0, min(1.0, share)) * cells)
+    return ("━" if utf8 else "#") * full + ("─" if utf8 else "-") * (cells - full)

@@ -1,0 +1,159 @@
+"""`fleetctl models`: list, pull, verify, load, unload and remove models."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from fleetctl.cli import CliSession, json_option, note, pass_session
+from fleetctl.exits import ClientError, ConnectionBroken, Exit
+from fleetctl.render.progress_line import Progress
+from fleetctl.render.text import count, one_line, size, table
+from fleetctl.replies import read
+from fleetd import limits
+from fleetd.control.model_listing import InstalledModel, ModelListing, ModelVerdict, OfferedModel
+
+
+@click.group("models", invoke_without_command=True)
+@json_option
+@click.pass_context
+def command(context: click.Context) -> None:
+    """List models; pull, verify, load, unload or remove one."""
+    if context.invoked_subcommand is None:
+        context.invoke(list_models)
+
+
+@command.command("list")
+@json_option
+@pass_session
+def list_models(session: CliSession) -> None:
+    """List installed models and the catalog (the default)."""
+    models = session.client().get("/fleet/v1/models")
+    session.emit(models, lambda: render(read(models, ModelListing)))
+
+
+@command.command("pull")
+@click.argument("name")
+@json_option
+@pass_session
+def pull(session: CliSession, name: str) -> int:
+    """Download a model: a catalog name or a hub id such as mlx-community/Qwen3-0.6B-4bit.
+
+    Ctrl-C stops it; pulling again continues where it stopped.
+    """
+    try:
+        with Progress() as progress:
+            finished = _pull(session, name, progress)
+    except KeyboardInterrupt:
+        note("stopped; the same command continues the download")
+        return Exit.INTERRUPTED
+    session.emit(finished, lambda: f"{one_line(str(finished.get('name', name)))} is ready to use.")
+    return Exit.OK
+
+
+def _pull(session: CliSession, name: str, progress: Progress) -> dict[str, Any]:
+    with session.client().stream("/fleet/v1/models/pull", {"model": name}) as stream:
+        for report in stream.reports():
+            if report.get("done") is True:
+                return report
+            what = " ".join(str(report[key]) for key in ("stage", "file") if report.get(key))
+            progress.update(what, report.get("done_bytes") or 0, report.get("total_bytes") or 0, unit="bytes")
+    raise ConnectionBroken(
+        "The daemon ended the download before it was complete.",
+        hint="The same command continues it.",
+    )
+
+
+@command.command("verify")
+@click.argument("name")
+@json_option
+@pass_session
+def verify(session: CliSession, name: str) -> None:
+    """Check every file of a model and print its digest."""
+    with Progress() as progress:
+        progress.update(f"verifying {name}")
+        body = {"model": name}
+        found = session.client().post("/fleet/v1/models/verify", body, timeout_s=limits.CLIENT_LONG_CALL_S)
+    session.emit(found, lambda: f"{name} is intact: {one_line(read(found, ModelVerdict).digest)}")
+
+
+@command.command("load")
+@click.argument("name")
+@json_option
+@pass_session
+def load(session: CliSession, name: str) -> None:
+    """Load a model now instead of with its first request."""
+    with Progress() as progress:
+        progress.update(f"loading {name}")
+        done = session.client().post(
+            "/fleet/v1/models/load", {"model": name}, timeout_s=limits.CLIENT_LONG_CALL_S
+        )
+    session.emit(done, f"{name} is loaded.")
+
+
+@command.command("unload")
+@click.argument("name")
+@json_option
+@pass_session
+def unload(session: CliSession, name: str) -> None:
+    """End a model's engine and free its memory; its files stay."""
+    done = session.client().post("/fleet/v1/models/unload", {"model": name}, timeout_s=limits.DRAIN_S)
+    session.emit(done, f"{name} is not loaded any more.")
+
+
+@command.command("remove")
+@click.argument("name")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask.")
+@json_option
+@pass_session
+def remove(session: CliSession, name: str, yes: bool) -> int:
+    """Delete a model's files."""
+    if not yes:
+        if session.json or not sys.stdin.isatty():
+            raise click.UsageError(f"This deletes {name}'s files; say --yes where no person can be asked.")
+        if not click.confirm(f"Delete {name}'s files?", err=True):
+            raise ClientError(f"{name} is kept.")
+    done = session.client().post("/fleet/v1/models/remove", {"model": name}, timeout_s=limits.DRAIN_S)
+    session.emit(done, f"{name} is removed.")
+    return Exit.OK
+
+
+def render(models: ModelListing) -> str:
+    """Two tables: installed models, and what the catalog offers besides."""
+    offered = [entry for entry in models.catalog if not entry.installed]
+    parts = []
+    if models.installed:
+        header = ("INSTALLED", "ARCHITECTURE", "WEIGHTS", "CONTEXT", "ROLES", "SOURCE", "")
+        parts.append(table(header, [_installed(model) for model in models.installed], right=(2, 3)))
+    else:
+        parts.append("No model is installed yet; the default one is fetched with the first request.")
+    if offered:
+        columns = ("CATALOG", "MEMORY", "CONTEXT", "ROLES", "TIER", "FITS HERE")
+        parts.append(table(columns, [_offered(entry) for entry in offered], right=(1, 2)))
+        parts.append("Get one with `fleetctl models pull NAME`; any MLX model of the hub works by its id.")
+    return "\n\n".join(parts)
+
+
+def _installed(model: InstalledModel) -> tuple[str, ...]:
+    return (
+        model.name,
+        model.architecture or "?",
+        size(model.weights_bytes),
+        count(model.context_tokens),
+        ", ".join(model.roles) or "-",
+        model.source or "-",
+        "loaded" if model.loaded else "",
+    )
+
+
+def _offered(entry: OfferedModel) -> tuple[str, ...]:
+    return (
+        entry.name,
+        size(entry.memory_bytes),
+        count(entry.context_tokens),
+        ", ".join(entry.roles) or "-",
+        entry.tier or "-",
+        "yes" if entry.fits else "no",
+    )

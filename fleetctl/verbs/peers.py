@@ -1,0 +1,99 @@
+"""`fleetctl peers`: the machines of the fleet, once or live, and which of them may see prompts."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from typing import Any
+
+import click
+
+from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.client import Client
+from fleetctl.exits import Exit
+from fleetctl.render.columns import terminal_width
+from fleetctl.render.fleet_words import label_of
+from fleetctl.render.peers_table import render
+from fleetctl.render.progress_line import live_terminal
+from fleetctl.render.text import one_line, wrapped
+from fleetctl.replies import fetch_fleet, read
+from fleetd.control.fleet_view import FleetView, PeerView
+from fleetd.errors import FleetError
+
+_EVERY_S = 0.5
+# Figures that differ in every answer.
+_FIGURES = frozenset({"rtt_ms", "bytes_per_s", "heard_s", "available_bytes", "prefill_tok_s", "decode_tok_s"})
+_NUMBER = re.compile(r"\d+(?:\.\d+)?")
+
+
+@click.group("peers", invoke_without_command=True)
+@click.option("-w", "--watch", is_flag=True, help="Keep showing it; a pipe gets each change once.")
+@json_option
+@click.pass_context
+def command(context: click.Context, watch: bool) -> int:
+    """Show the machines of the fleet: what they have, what they do, and why one cannot be used."""
+    session = context.ensure_object(CliSession)
+    if context.invoked_subcommand is not None:
+        return Exit.OK
+    client = session.client()
+    if not watch:
+        found = client.get("/fleet/v1/peers")
+        session.emit(found, lambda: render(read(found, FleetView), terminal_width()))
+        return Exit.OK
+    if session.json or not (live_terminal(sys.stdout) and sys.stdin.isatty()):
+        return _follow(session, client)
+    fetch_fleet(client)  # A daemon that cannot be reached at all is an error, not a page.
+    from fleetctl.render.live_page import watch as show
+
+    return show(lambda columns: _page(client, columns))
+
+
+@command.command("prompts")
+@click.argument("name")
+@click.argument("allowed", type=click.Choice(["yes", "no"]))
+@json_option
+@pass_session
+def prompts(session: CliSession, name: str, allowed: str) -> None:
+    """Say whether a machine may see prompts: only then can it help with them."""
+    body = {"peer": name, "allowed": allowed == "yes"}
+    answered = session.client().post("/fleet/v1/peers/prompts", body)
+    peer = read(answered, PeerView)
+    what = "may see prompts" if peer.sees_prompts else "sees no prompts any more"
+    session.emit(answered, f"{label_of(peer)} {what}.")
+
+
+def _page(client: Client, columns: int) -> str:
+    """The page or, while the daemon restarts, the error."""
+    try:
+        return render(fetch_fleet(client), columns)
+    except FleetError as error:
+        said = [wrapped(one_line(text), columns) for text in (error.message, error.hint)]
+        return "\n".join([click.style("error", fg="red"), *said, "", "Trying again."])
+
+
+def _follow(session: CliSession, client: Client) -> int:
+    """Print the whole page after each change, for files and pipes; never returns."""
+    last: Any = None
+    while True:
+        found = client.get("/fleet/v1/peers")
+        fleet = read(found, FleetView)
+        if (now := _essence(found)) != last:
+            last = now
+            if session.json:
+                click.echo(json.dumps(found, ensure_ascii=False))
+            else:
+                click.echo(f"{time.strftime('%H:%M:%S')} {render(fleet, None)}\n")
+        time.sleep(_EVERY_S)
+
+
+def _essence(value: Any) -> Any:
+    """The value without the figures that change even if nothing happens, for comparison."""
+    if isinstance(value, dict):
+        return {
+            key: _NUMBER.sub("#", part) if key == "reason" and isinstance(part, str) else _essence(part)
+            for key, part in value.items()
+            if key not in _FIGURES
+        }
+    return [_essence(part) for part in value] if isinstance(value, list) else value

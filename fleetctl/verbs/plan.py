@@ -1,0 +1,91 @@
+"""`fleetctl plan`: the ways to prefill a prompt with their times, and the drafts of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.render.columns import Column, drawn, fitted, terminal_width
+from fleetctl.render.options_table import options_table
+from fleetctl.render.plan_words import division, drafts_line, local_s, prompt
+from fleetctl.render.text import brief, one_line, size, wrapped
+from fleetctl.replies import read
+from fleetctl.text_files import read_text
+from fleetd.control.prefill_plan import PlanView, StepView
+
+
+@click.command("plan")
+@click.argument("file", required=False)
+@click.option(
+    "-m", "--model", default="", metavar="NAME", help="One of `fleetctl models`, if not the default."
+)
+@click.option("--tokens", type=click.IntRange(1, 2**31 - 1), help="A prompt of so many tokens.")
+@click.option(
+    "--cached",
+    type=click.IntRange(0, 2**31 - 1),
+    default=0,
+    help="Of these, tokens that are known here.",
+)
+@click.option("--smart", is_flag=True, help="As if smart prefill were asked for.")
+@click.option(
+    "--ratio",
+    type=click.FloatRange(0, 1, min_open=True),
+    help="The same, keeping this share of the tokens.",
+)
+@json_option
+@pass_session
+def command(
+    session: CliSession,
+    file: str | None,
+    model: str,
+    tokens: int | None,
+    cached: int,
+    smart: bool,
+    ratio: float | None,
+) -> None:
+    """Show how a prompt would be prefilled, here or with others, and why not otherwise.
+
+    The prompt is the text in FILE (- is stdin), or any one with --tokens. Nothing is computed: these are the
+    prices by which a request would be placed now, and who would draft for its answer. `fleetctl trace` shows
+    what came of past ones.
+    """
+    if (file is None) == (tokens is None):
+        raise click.UsageError("Give a FILE (- is stdin) or --tokens.")
+    body: dict[str, Any] = {"model": model, "cached": cached}
+    body |= {"tokens": tokens} if file is None else {"text": read_text(file)}
+    if smart or ratio:
+        body["smart"] = ratio or 0
+    found = session.client().post("/fleet/v1/plan", body)
+    estimated = file is not None
+    session.emit(found, lambda: render(read(found, PlanView), terminal_width(), estimated=estimated))
+
+
+def render(plan: PlanView, width: int | None, *, estimated: bool = False) -> str:
+    """The whole page; ``width`` None is for files and pipes, where nothing is cut.
+
+    ``estimated``: the tokens were counted roughly, from a text.
+    """
+    asked = ("about " if estimated else "") + prompt(plan.prompt_tokens, plan.cached_tokens)
+    parts = [wrapped(f"{one_line(plan.model)} · a prompt of {asked}", width)]
+    if not plan.options:
+        return f"{parts[0]}\n\nThere is no way to compute it."
+    parts.append("\n".join(options_table(plan.options, local_s(plan.options), width)))
+    chosen = next((option for option in plan.options if option.chosen), None)
+    if chosen is not None and chosen.steps:
+        parts.append("\n".join([wrapped(f"* {division(chosen)}", width), *_steps(chosen.steps, width)]))
+    if plan.drafts is not None:
+        parts.append(wrapped(drafts_line(plan.drafts), width))
+    return "\n\n".join(parts)
+
+
+def _steps(steps: Sequence[StepView], width: int | None) -> list[str]:
+    columns = [
+        Column("", [f"  {one_line(step.name)}" for step in steps], 9),
+        Column("", [one_line(step.machine) for step in steps], 8),
+        Column("", [brief(step.seconds) for step in steps], 9, right=True),
+        Column("", [size(step.n_bytes) if step.n_bytes else "" for step in steps], 3, right=True),
+    ]
+    return drawn(fitted(columns, width))[1:]

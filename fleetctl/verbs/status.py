@@ -1,0 +1,159 @@
+"""`fleetctl status`: the daemon, its machine, its models and its fleet.
+
+Reads plain JSON: loading msgspec would cost this verb a sixth of its time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.render.fleet_words import OFF, label, removal, summary
+from fleetctl.render.text import count, duration, layers, one_line, size, table
+
+
+@click.command("status")
+@json_option
+@pass_session
+def command(session: CliSession) -> None:
+    """Show the daemon, its machine and its models."""
+    status = session.client().get("/fleet/v1/status")
+    session.emit(status, lambda: render(status))
+
+
+def render(status: dict[str, Any]) -> str:
+    """The whole page. Fields may be missing: an older daemon does not send all of them."""
+    facts = [
+        ("home", one_line(str(status.get("home", "-")))),
+        ("http", _http(status)),
+        ("machine", _machine(status)),
+    ]
+    requests = status.get("requests") or {}
+    names = ("running", "waiting", "completed", "failed")
+    facts.append(("requests", ", ".join(f"{count(requests.get(name, 0))} {name}" for name in names)))
+    facts += _fleet(status)
+    lines = [_headline(status), *(f"{name:<10}{value}".rstrip() for name, value in facts), ""]
+    engines = status.get("engines") or []
+    if engines:
+        header = ("MODEL", "STATE", "DEVICE", "WEIGHTS", "KV CACHE", "PREFILL", "DECODE", "WORK")
+        lines.append(table(header, [_engine(engine) for engine in engines], right=(3, 5, 6)))
+        lines += [
+            f"{one_line(engine['model'])}: {one_line(engine['error'])}"
+            for engine in engines
+            if engine.get("error")
+        ]
+        lines += [
+            f"{one_line(engine['model'])}: decoded without drafts, {one_line(engine['speculation'])}"
+            for engine in engines
+            if str(engine.get("speculation") or "exact").partition(":")[0] == "declined"
+        ]
+    else:
+        default = one_line(str(status.get("default_model") or "the default model"))
+        lines.append(f"No model is loaded; {default} loads with the first request.")
+    return "\n".join(lines)
+
+
+def _headline(status: dict[str, Any]) -> str:
+    state = "draining" if status.get("draining") else "ready" if status.get("ready") else "not ready"
+    version = one_line(str(status.get("version", "?")))
+    up = duration(status.get("uptime_s", 0))
+    return f"fleetd {version} · {state} · up {up} · pid {status.get('pid', '?')}"
+
+
+def _http(status: dict[str, Any]) -> str:
+    http = status.get("http")
+    if not http:
+        return "off"
+    host = str(http["host"])
+    return f"http://{f'[{host}]' if ':' in host else host}:{http['port']}/v1"
+
+
+def _machine(status: dict[str, Any]) -> str:
+    machine = status.get("machine") or {}
+    parts = [
+        str(machine.get("platform") or "?"),
+        str(machine.get("product") or ""),
+        f"{machine.get('cpu') or '?'}, {machine.get('cores', '?')} cores",
+        str(machine.get("gpu") or "") if machine.get("gpu") != machine.get("cpu") else "",
+        f"{size(machine.get('memory_bytes'))} memory, {size(machine.get('available_bytes'))} free",
+        f"tier {machine.get('tier', '?')}",
+    ]
+    if accelerator := machine.get("accelerator"):
+        parts.append(str(accelerator))
+    return one_line(" · ".join(part for part in parts if part))
+
+
+def _fleet(status: dict[str, Any]) -> list[tuple[str, str]]:
+    """One line about the fleet, and one more for each machine that cannot be used."""
+    fleet = status.get("fleet")
+    if not fleet:
+        return []
+    if not fleet.get("enabled"):
+        return [("fleet", OFF)]
+    peers = fleet.get("peers") or []
+    away = [peer for peer in peers if peer.get("state") != "usable"]
+    line = summary(
+        _machine_label(fleet),
+        port=fleet.get("port", 0),
+        usable=len(peers) - len(away),
+        peers=len(peers),
+        mdns=str(fleet.get("mdns") or "off"),
+        local_only=bool(fleet.get("local_only")),
+        pairing=bool(fleet.get("pairing")),
+    )
+    notes = [removal(str(fleet["removed_by"]))] if fleet.get("removed_by") else []
+    for peer in away:
+        reason = f": {one_line(str(peer['reason']))}" if peer.get("reason") else ""
+        notes.append(f"{_machine_label(peer)} {one_line(str(peer.get('state')))}{reason}")
+    return [("fleet", line), *(("", text) for text in notes)]
+
+
+def _machine_label(machine: dict[str, Any]) -> str:
+    return label(str(machine.get("name") or "?"), str(machine.get("short_id") or "?"))
+
+
+def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
+    state = str(engine.get("state", "?"))
+    if state == "loading":
+        state = f"loading: {engine.get('stage') or 'starting'}"
+        if engine.get("total"):
+            state += f" {100 * engine.get('done', 0) // engine['total']} %"
+    elif _busy(engine) and engine.get("progress_age_s", 0) > 10:
+        state = f"no progress for {duration(engine['progress_age_s'])}"
+    kinds = ("prefilling", "decoding", "waiting", "assisting")
+    work = [f"{engine[what]} {what}" for what in kinds if engine.get(what)]
+    if not work:
+        work = [f"idle {duration(engine.get('idle_s') or 0)}"] if state == "ready" else ["-"]
+    if engine.get("restarts"):
+        work.append(f"{engine['restarts']} restarts")
+    device = " ".join(str(engine[key]) for key in ("device", "dtype") if engine.get(key))
+    kv = f"{size(engine.get('kv_bytes'))} of {size(engine.get('kv_budget_bytes'))}"
+    return (
+        _model(engine),
+        state,
+        device or "-",
+        size(engine.get("weights_bytes")),
+        kv,
+        _speed(engine.get("prefill_tok_s")),
+        _speed(engine.get("decode_tok_s")),
+        ", ".join(work),
+    )
+
+
+def _model(engine: dict[str, Any]) -> str:
+    """The model's name; of a worker that has only some layers, these too."""
+    if not engine.get("part_of"):
+        return str(engine.get("model"))
+    return f"{engine['part_of']}, {layers(engine.get('first_layer', 0), engine.get('last_layer', 0))}"
+
+
+def _speed(tok_s: float | None) -> str:
+    """The speed as measured when the model was loaded."""
+    if not tok_s:
+        return "-"
+    return f"{count(tok_s) if tok_s >= 99.95 else f'{tok_s:.1f}'} tok/s"
+
+
+def _busy(engine: dict[str, Any]) -> bool:
+    return bool(engine.get("prefilling") or engine.get("decoding"))

@@ -1,0 +1,54 @@
+"""`fleetctl usage`: tokens and speeds per day and model."""
+
+from __future__ import annotations
+
+import click
+
+from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.render.text import count, table
+from fleetctl.replies import read
+from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
+
+_HEADER = ("DAY", "MODEL", "REQUESTS", "FAILED", "PROMPT", "CACHED", "ANSWER", "PREFILL", "DECODE")
+
+
+@click.command("usage")
+@click.option("--days", type=click.IntRange(1, 3650), default=7, show_default=True, help="How far back.")
+@json_option
+@pass_session
+def command(session: CliSession, days: int) -> None:
+    """Show tokens and speeds per day and model. Prompts and answers are never recorded."""
+    usage = session.client().get(f"/fleet/v1/usage?days={days}")
+    session.emit(usage, lambda: render(read(usage, UsageReport), days))
+
+
+def render(usage: UsageReport, days: int) -> str:
+    """The whole table; speeds are tokens computed per second, so cached tokens do not count."""
+    if not usage.rows:
+        return f"No requests in the last {days} day{'s' if days > 1 else ''}."
+    with_node = len({row.node for row in usage.rows}) > 1
+    lines = [_cells(row.day, _model(row, with_node=with_node), row) for row in usage.rows]
+    lines.append(_cells("total", "", usage.totals))
+    return table(_HEADER, lines, right=range(2, len(_HEADER)))
+
+
+def _model(row: UsageRow, *, with_node: bool) -> str:
+    return f"{row.model} @ {row.node}" if with_node else row.model
+
+
+def _cells(day: str, model: str, used: UsageTotals) -> tuple[str, ...]:
+    return (
+        day,
+        model,
+        count(used.requests),
+        count(used.failed),
+        count(used.prompt_tokens),
+        count(used.cached_tokens),
+        count(used.completion_tokens),
+        _speed(used.prompt_tokens - used.cached_tokens, used.prefill_s),
+        _speed(used.completion_tokens, used.decode_s),
+    )
+
+
+def _speed(tokens: int, seconds: float) -> str:
+    return f"{count(tokens / seconds)} tok/s" if seconds and tokens > 0 else "-"

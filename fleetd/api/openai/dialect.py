@@ -1,0 +1,61 @@
+"""OpenAI's dialect: ``{"error": {...}}``, server-sent events without names, ``[DONE]`` at the end."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+import msgspec
+
+from fleetd.api.dialect import Dialect, ServerSentEvents
+from fleetd.errors import BadRequest, FleetError, NotFound, Unauthorized
+
+
+class ErrorBody(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    """``code`` is stable; ``hint`` says what to do and may be empty."""
+
+    message: str
+    kind: str
+    param: str | None
+    code: str
+    hint: str = ""
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    error: ErrorBody
+
+
+def kind_of(error: FleetError) -> str:
+    """OpenAI's ``type``: programs branch on ``code`` and the status, people read this."""
+    if isinstance(error, Unauthorized):
+        return "authentication_error"
+    if isinstance(error, (BadRequest, NotFound)) or error.status in (404, 405):
+        return "invalid_request_error"
+    if error.status == HTTPStatus.FORBIDDEN:
+        return "permission_error"
+    if error.status == HTTPStatus.TOO_MANY_REQUESTS:
+        return "rate_limit_error"
+    return "invalid_request_error" if error.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
+
+
+class OpenAIDialect(Dialect):
+    """Args:
+    end: the end marker of a stream; "" where the last object says that it is the last.
+    """
+
+    error_type = ErrorReply
+
+    def __init__(self, end: str = "[DONE]") -> None:
+        self._end = end
+
+    def error(self, error: FleetError) -> ErrorReply:
+        return ErrorReply(
+            ErrorBody(error.message, kind_of(error), error.param, error.code, error.hint),
+        )
+
+    def stream(self) -> ServerSentEvents:
+        return ServerSentEvents(self.error, end=self._end)
+
+
+OPENAI = OpenAIDialect()
+# fleetctl's streams: the same errors, and a last object that says "done".
+CONTROL = OpenAIDialect(end="")

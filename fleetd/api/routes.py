@@ -1,0 +1,159 @@
+"""Every address of the HTTP API, once: the application serves this table, the OpenAPI page is made from it.
+
+``PUBLIC`` is on TCP and on the Unix socket; ``FLEET`` is on the Unix socket only.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from aiohttp import hdrs
+
+from fleetd.api import compress, health, openapi
+from fleetd.api.control import daemon, peers, plan
+from fleetd.api.openai import bodies, handlers, models, objects
+from fleetd.api.openai.dialect import CONTROL, OPENAI
+from fleetd.api.route_entry import Route, RouteStatus
+from fleetd.control.compression_reply import Compression
+
+_BODY = {
+    408: RouteStatus("The body arrived too slowly."),
+    413: RouteStatus("The body is too large."),
+    415: RouteStatus("The body is not JSON."),
+}
+_MODEL = {404: RouteStatus("No such model; the nearest names are offered.")}
+_ENGINE = {
+    429: RouteStatus("The queue is full; see Retry-After."),
+    502: RouteStatus("The engine died, or a download failed."),
+    504: RouteStatus("The engine stalled."),
+    507: RouteStatus("The disk is full."),
+}
+_NOT_NOW = {503: RouteStatus("Not now, and why.", objects.Health)}
+_METRICS = {
+    "text/plain": {"schema": {"type": "string"}},
+    "application/openmetrics-text": {"schema": {"type": "string"}},
+}
+_ANY_OBJECT = {"application/json": {"schema": {"type": "object"}}}
+
+_get = partial(Route, hdrs.METH_GET)
+_post = partial(Route, hdrs.METH_POST)
+
+PUBLIC: tuple[Route, ...] = (
+    _post(
+        "/v1/chat/completions",
+        handlers.chat_completions,
+        OPENAI,
+        name="chat",
+        summary="Generate; `stream` asks for events.",
+        body=bodies.ChatBody,
+        reply=objects.ChatCompletion,
+        item=objects.ChatChunk,
+        statuses={**_BODY, **_MODEL, **_ENGINE},
+    ),
+    _post(
+        "/v1/completions",
+        handlers.completions,
+        OPENAI,
+        name="completion",
+        summary="Generate; `stream` asks for events.",
+        body=bodies.CompletionBody,
+        reply=objects.TextCompletion,
+        item=objects.TextCompletion,
+        statuses={**_BODY, **_MODEL, **_ENGINE},
+    ),
+    _post(
+        "/v1/compress",
+        compress.compress,
+        OPENAI,
+        name="compress",
+        summary="What smart prefill would keep of a prompt; lossy.",
+        body=compress.CompressBody,
+        reply=Compression,
+        statuses={**_BODY, **_MODEL, **_ENGINE},
+    ),
+    _get(
+        "/v1/models",
+        models.index,
+        OPENAI,
+        name="listModels",
+        summary="Models on this machine.",
+        reply=objects.ModelList,
+    ),
+    _get(
+        "/v1/models/{id:.+}",
+        models.show,
+        OPENAI,
+        name="showModel",
+        summary="One model.",
+        reply=objects.ModelObject,
+        statuses=_MODEL,
+    ),
+    _get(
+        "/health",
+        health.ready,
+        OPENAI,
+        name="health",
+        summary="Would a request be served?",
+        reply=objects.Health,
+        statuses=_NOT_NOW,
+    ),
+    _get(
+        "/health/ready",
+        health.ready,
+        OPENAI,
+        name="ready",
+        summary="The same.",
+        reply=objects.Health,
+        statuses=_NOT_NOW,
+    ),
+    _get("/ready", health.ready, OPENAI),
+    _get(
+        "/health/live",
+        health.live,
+        OPENAI,
+        name="live",
+        summary="The process runs.",
+        reply=objects.Health,
+        open=True,
+    ),
+    _get("/live", health.live, OPENAI, open=True),
+    _get(
+        "/metrics",
+        health.metrics,
+        OPENAI,
+        name="metrics",
+        summary="Prometheus metrics; OpenMetrics if accepted.",
+        reply=_METRICS,
+    ),
+    _get(
+        "/openapi.json",
+        openapi.serve,
+        OPENAI,
+        name="openapi",
+        summary="This document.",
+        reply=_ANY_OBJECT,
+    ),
+)
+
+FLEET: tuple[Route, ...] = (
+    _get("/fleet/v1/status", daemon.status, CONTROL),
+    _get("/fleet/v1/models", daemon.models, CONTROL),
+    _get("/fleet/v1/usage", daemon.usage, CONTROL),
+    _get("/fleet/v1/env", daemon.env, CONTROL),
+    _post("/fleet/v1/models/pull", daemon.pull, CONTROL),
+    _post("/fleet/v1/models/load", daemon.load, CONTROL),
+    _post("/fleet/v1/models/unload", daemon.unload, CONTROL),
+    _post("/fleet/v1/models/verify", daemon.verify, CONTROL),
+    _post("/fleet/v1/models/remove", daemon.remove, CONTROL),
+    _get("/fleet/v1/peers", peers.index, CONTROL),
+    _get("/fleet/v1/diagnose", peers.diagnose, CONTROL),
+    _post("/fleet/v1/peers/prompts", peers.prompts, CONTROL),
+    _post("/fleet/v1/pair", peers.pair, CONTROL),
+    _post("/fleet/v1/pair/answer", peers.answer, CONTROL),
+    _post("/fleet/v1/join", peers.join, CONTROL),
+    _post("/fleet/v1/unpair", peers.unpair, CONTROL),
+    _post("/fleet/v1/plan", plan.plan, CONTROL),
+    _get("/fleet/v1/traces", plan.traces, CONTROL),
+)
+
+ALL_ROUTES: tuple[Route, ...] = (*PUBLIC, *FLEET)

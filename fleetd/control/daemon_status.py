@@ -1,0 +1,128 @@
+"""The bodies of GET /fleet/v1/status and /fleet/v1/env: the daemon and what it does, and how to reach it.
+
+Sizes are in bytes, times and ages in seconds.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from fleetd.control.fleet_view import FleetView
+
+EngineState = Literal["loading", "ready", "failed", "stopping"]
+
+
+class HttpAddress(msgspec.Struct, frozen=True):
+    host: str = ""
+    port: int = 0
+
+
+class HardwareReading(msgspec.Struct, frozen=True):
+    """One reading of the machine; ``available_bytes`` changes by the second, the rest does not.
+
+    ``product`` and ``gpu`` are "" where unknown. ``performance_cores``: those of ``cores`` that are of the
+    faster kind. ``wired_limit_bytes``: what a Mac's owner lets the GPU have; 0 is the system's choice.
+    ``tier``: a name of ``fleetd.models.catalog``. ``accelerator``: metal, cuda or cpu.
+    """
+
+    platform: str = ""
+    hostname: str = ""
+    product: str = ""
+    cpu: str = ""
+    gpu: str = ""
+    cores: int = 0
+    performance_cores: int = 0
+    memory_bytes: int = 0
+    available_bytes: int = 0
+    wired_limit_bytes: int = 0
+    tier: str = ""
+    accelerator: str = ""
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """One worker. ``state`` is an ``EngineState``.
+
+    ``done`` of ``total`` is the progress of a loading ``stage``. A worker that has only the layers
+    [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
+    """
+
+    model: str = ""
+    state: str = ""
+    stage: str = ""
+    done: int = 0
+    total: int = 0
+    device: str | None = None
+    dtype: str | None = None
+    weights_bytes: int = 0
+    memory_bytes: int = 0
+    kv_bytes: int = 0
+    kv_budget_bytes: int = 0
+    prefix_bytes: int = 0
+    prefix_entries: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    context_tokens: int = 0
+    prefill_tok_s: float = 0.0
+    decode_tok_s: float = 0.0
+    prefill_context_s: float = 0.0
+    prefill_fixed_s: float = 0.0
+    arithmetic: str = ""
+    shares_sparse: bool = False
+    speculation: str = ""
+    part_of: str = ""
+    first_layer: int = 0
+    last_layer: int = 0
+    prefilling: int = 0
+    decoding: int = 0
+    waiting: int = 0
+    assisting: int = 0
+    steps: int = 0
+    progress_age_s: float = 0.0
+    idle_s: float = 0.0
+    restarts: int = 0
+    pid: int | None = None
+    error: str | None = None
+
+    @property
+    def busy(self) -> bool:
+        """True while requests run or wait on this worker."""
+        return self.prefilling + self.decoding + self.waiting > 0
+
+
+class RequestCounts(msgspec.Struct, frozen=True):
+    """Requests now, and since start; a cancelled one is neither completed nor failed."""
+
+    running: int = 0
+    waiting: int = 0
+    completed: int = 0
+    failed: int = 0
+
+
+class ClientSettings(msgspec.Struct, frozen=True):
+    """The body of GET /fleet/v1/env: what an OpenAI client on this machine needs.
+
+    ``base_url`` is None where the daemon listens on its socket alone.
+    """
+
+    base_url: str | None = None
+    api_key: str = ""
+
+
+class DaemonStatus(msgspec.Struct, frozen=True):
+    """The whole body. ``http`` is None where the daemon listens on its socket alone."""
+
+    version: str = ""
+    pid: int = 0
+    home: str = ""
+    socket: str = ""
+    http: HttpAddress | None = None
+    uptime_s: float = 0.0
+    ready: bool = False
+    draining: bool = False
+    default_model: str = ""
+    machine: HardwareReading = HardwareReading()
+    engines: list[EngineStatus] = []
+    requests: RequestCounts = RequestCounts()
+    fleet: FleetView = FleetView()

@@ -1,0 +1,86 @@
+"""The bodies of POST /fleet/v1/plan: a question about a prompt, and the ways to prefill it.
+
+Times are seconds. Machines have their names; "this" is the one that answers.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+
+_Text = Annotated[str, Meta(max_length=limits.CONTROL_TEXT_CHARS)]
+_Tokens = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+
+class PlanQuestion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A prompt's length in tokens, or a text whose tokens are estimated.
+
+    ``cached``: of these, tokens that this machine holds already. ``smart``: as if smart prefill were asked
+    for, with this share of the tokens or, 0, as many as scores usually call for.
+    """
+
+    model: _Text = ""
+    tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    text: str | None = None
+    cached: _Tokens = 0
+    smart: Annotated[float, Meta(ge=0, le=1)] | None = None
+
+
+class StepView(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A step as predicted or as measured. ``machine``: where it ran, "" where it belongs to no single one."""
+
+    name: str
+    seconds: float
+    n_bytes: int = 0
+    machine: str = ""
+
+
+class OptionView(msgspec.Struct, frozen=True):
+    """One way to prefill a prompt. ``nodes``: helpers in the order of the chain, then "this".
+
+    ``kind``: local, layers, tokens, whole, smart, or "any" for a machine that cannot help in any way.
+    ``predicted_s`` is None where the way is impossible. ``cuts`` are tokens or layers, as in
+    ``plan.split.Split``. ``code`` and ``reason``: why it was not chosen, "" for the chosen one.
+    """
+
+    kind: str = ""
+    nodes: list[str] = []
+    predicted_s: float | None = None
+    steps: list[StepView] = []
+    chosen: bool = False
+    code: str = ""
+    reason: str = ""
+    cuts: list[int] = []
+    chunk: int = 0
+
+
+class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How this machine would draft for the answer, if it decodes the answer alone and reads the prompt whole.
+
+    ``sources``: of drafts, preferred ones first; where there are none, ``reason`` says why. ``width``: most
+    tokens of one pass; an answer's acceptance and the cost of passes may leave fewer. ``verdict``: of the
+    probe. ``draft_model`` drafts on the first of the machines ``drafters`` that can. ``remembers``: past
+    answers are drafted from as well.
+    """
+
+    verdict: str
+    sources: list[str] = []
+    width: int = 1
+    draft_model: str = ""
+    drafters: list[str] = []
+    remembers: bool = False
+    reason: str = ""
+
+
+class PlanView(msgspec.Struct, frozen=True):
+    """The answer: the chosen option first, then the others, cheapest first."""
+
+    model: str = ""
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    options: list[OptionView] = []
+    drafts: DraftsView | None = None

@@ -1,0 +1,30 @@
+"""The body of GET /fleet/v1/usage: tokens and times per day, model and machine. Times are seconds."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class UsageTotals(msgspec.Struct, frozen=True):
+    """Sums over requests; ``failed`` counts the refunded among ``requests``."""
+
+    requests: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+
+class UsageRow(UsageTotals, frozen=True):
+    """One day of one model on one node."""
+
+    day: str = ""
+    model: str = ""
+    node: str = ""
+
+
+class UsageReport(msgspec.Struct, frozen=True):
+    rows: list[UsageRow] = []
+    totals: UsageTotals = UsageTotals()

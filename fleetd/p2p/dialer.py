@@ -1,0 +1,62 @@
+"""Carries out the dials that the mesh decides on: one task for each, ended when it is no longer needed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from fleetd.errors import FleetError
+from fleetd.observe import get_logger
+from fleetd.p2p.actions import Dial
+
+log = get_logger("fleetd.p2p")
+
+
+class Dialer:
+    """Dials under way. At most one of them has the same address and expected machine.
+
+    Args:
+        connect: makes the connection, or raises FleetError.
+        failed: called with a dial and the reason why it failed.
+        cancelled: called with a dial that was given up.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[Dial], Awaitable[Any]],
+        failed: Callable[[Dial, FleetError], None],
+        cancelled: Callable[[Dial], None],
+    ) -> None:
+        self._connect = connect
+        self._failed = failed
+        self._cancelled = cancelled
+        self._tasks: dict[Dial, asyncio.Task[None]] = {}
+
+    @property
+    def under_way(self) -> Mapping[Dial, asyncio.Task[None]]:
+        return self._tasks
+
+    def begin(self, dial: Dial, group: asyncio.TaskGroup) -> None:
+        """Start a dial in ``group``, unless the same one is under way."""
+        if dial not in self._tasks:
+            task = self._tasks[dial] = group.create_task(self._run(dial), name=f"dial {dial.address[0]}")
+            task.add_done_callback(lambda done: self._ended(dial, done))
+
+    def end_others(self, connected: Dial, node_id: str) -> None:
+        """Cancel the dials to other addresses of a machine that ``connected`` has reached."""
+        for dial, task in list(self._tasks.items()):
+            if dial.expected == node_id and dial != connected:
+                task.cancel()
+
+    async def _run(self, dial: Dial) -> None:
+        try:
+            await self._connect(dial)
+        except FleetError as error:
+            log.debug("peer.dial_failed", address=dial.address[0], error=str(error))
+            self._failed(dial, error)
+
+    def _ended(self, dial: Dial, task: asyncio.Task[None]) -> None:
+        del self._tasks[dial]
+        if task.cancelled():  # possibly before its first step
+            self._cancelled(dial)

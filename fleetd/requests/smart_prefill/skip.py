@@ -1,0 +1,32 @@
+"""Why a prompt is read whole although smart prefill was asked for."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+# Why a prompt is read whole although smart prefill was asked for; an error's code stands for itself.
+Code = Literal[
+    "",
+    "token_prompt",
+    "echo",
+    "short",
+    "cached",
+    "no_compressor",
+    "slower",
+    "margin",
+    "declined",
+    "empty",
+    "no_form",
+    "timeout",
+    "failed",
+]
+SKIPS = frozenset(get_args(Code)) - {""}
+
+
+class SkipCompression(Exception):
+    """The prompt is read whole; ``code`` is a ``Code``."""
+
+    def __init__(self, code: str, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+        self.reason = reason

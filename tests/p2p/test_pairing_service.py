@@ -1,0 +1,228 @@
+"""Pairing between real nodes on loopback: two services, one connection, two rosters on two disks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fleet_nodes import running, settings, together, until
+
+from fleetd import limits
+from fleetd.control.pairing_events import CodeShown, Meeting, Paired, PairingEvent
+from fleetd.errors import PairingClosed, PairingFailed, PeerUnreachable
+from fleetd.p2p.membership.identity import Identity
+from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.membership.roster_file import RosterFile
+from fleetd.p2p.node import Node
+from fleetd.p2p.pairing import roles
+from fleetd.p2p.pairing import service as pairing
+from fleetd.p2p.pairing.code import PairingCode
+from fleetd.p2p.pairing.roles import Joiner
+from fleetd.p2p.pairing.service import PairingService
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def host(node: Node) -> str:
+    return f"127.0.0.1:{node.port}"
+
+
+async def invite(
+    service: PairingService,
+    shown: asyncio.Future[CodeShown],
+    *,
+    admit: bool = True,
+    sees_prompts: bool = True,
+) -> list[PairingEvent]:
+    """`fleetctl pair` with a person who answers at once."""
+    seen: list[PairingEvent] = []
+    async with aclosing(service.pair()) as events:
+        async for event in events:
+            seen.append(event)
+            if isinstance(event, CodeShown):
+                shown.set_result(event)
+            elif isinstance(event, Meeting):
+                service.answer(event.node_id, admit=admit, sees_prompts=sees_prompts)
+    return seen
+
+
+async def collect(events: AsyncGenerator[PairingEvent, None]) -> list[PairingEvent]:
+    async with aclosing(events):
+        return [event async for event in events]
+
+
+def saved(node: Node) -> set[str]:
+    """Who is in the roster on the disk."""
+    records = RosterFile(node.settings.folder / "roster").load()
+    return set(Roster(node.identity, records).members)
+
+
+async def pair(a: Node, b: Node, **answers: Any) -> tuple[list[PairingEvent], list[PairingEvent]]:
+    shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
+    inviting = asyncio.create_task(invite(PairingService(a), shown, **answers))
+    joined = await collect(PairingService(b).join((await shown).code, host(a), sees_prompts=True))
+    return await inviting, joined
+
+
+async def test_a_code_pairs_two_machines(tmp_path: Path) -> None:
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b):
+        ours, theirs = await pair(a, b)
+        assert [type(event) for event in ours] == [CodeShown, Meeting, Paired]
+        assert [type(event) for event in theirs] == [Meeting, Paired]
+        meeting_here, meeting_there = ours[1], theirs[0]
+        assert isinstance(meeting_here, Meeting)
+        assert isinstance(meeting_there, Meeting)
+        assert meeting_here.phrase == meeting_there.phrase
+        assert (meeting_here.name, meeting_there.name) == ("b", "a")
+        # Before anybody is told, it is on both disks.
+        assert saved(a) == {b.identity.node_id}
+        assert saved(b) == {a.identity.node_id}
+        await together([a, b])
+
+
+async def test_the_answer_about_prompts_is_in_the_roster_of_both(tmp_path: Path) -> None:
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b):
+        await pair(a, b, sees_prompts=False)
+        assert not a.roster.members[b.identity.node_id].sees_prompts
+        assert b.roster.members[a.identity.node_id].sees_prompts
+
+
+async def test_a_refusal_leaves_nothing_behind(tmp_path: Path) -> None:
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b):
+        shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
+        inviting = asyncio.create_task(invite(PairingService(a), shown, admit=False))
+        with pytest.raises(PairingFailed, match="declined"):
+            await collect(PairingService(b).join((await shown).code, host(a), sees_prompts=True))
+        with pytest.raises(PairingFailed, match="declined"):
+            await inviting
+        assert saved(a) == saved(b) == set()
+        assert not a.roster.members
+        assert not b.roster.members
+
+
+async def test_a_window_that_nobody_uses_closes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PAIRING_WINDOW_S", 0.2)
+    a = Node(settings(tmp_path, "a"))
+    async with running(a):
+        service = PairingService(a)
+        with pytest.raises(PairingClosed, match="The code was not used"):
+            await collect(service.pair())
+        assert not service.is_open
+        assert a.on_pairing_connection is None
+
+
+async def test_only_one_window_at_a_time(tmp_path: Path) -> None:
+    a = Node(settings(tmp_path, "a"))
+    async with running(a):
+        service = PairingService(a)
+        async with aclosing(service.pair()) as first:
+            await anext(first)
+            with pytest.raises(PairingClosed, match="open already"):
+                await collect(service.pair())
+        assert not service.is_open
+
+
+async def test_nobody_there_is_said_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "PAIRING_SEARCH_S", 0.2)
+    a = Node(settings(tmp_path, "a"))
+    async with running(a):
+        with pytest.raises(PeerUnreachable, match="nothing listens"):
+            await collect(PairingService(a).join("42-lusab-babad", "127.0.0.1:1", sees_prompts=True))
+        with pytest.raises(PeerUnreachable, match="42"):
+            await collect(PairingService(a).join("42-lusab-babad", None, sees_prompts=True))
+        with pytest.raises(PairingFailed, match="not a pairing code"):
+            await collect(PairingService(a).join("hello", None, sees_prompts=True))
+
+
+async def test_a_removed_machine_can_be_paired_again(tmp_path: Path) -> None:
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b):
+        await pair(a, b)
+        await together([a, b])
+        a.roster.remove(b.identity.node_id)
+        await a.roster_changed()
+        await until(b, lambda: b.roster.removed_by is not None)
+        await pair(a, b)
+        await together([a, b])
+
+
+async def test_a_machine_that_another_fleet_removed_can_be_let_in(tmp_path: Path) -> None:
+    """Its records carry the removal of itself, by somebody whom the inviter never met."""
+    a, b, c = (Node(settings(tmp_path, name)) for name in "abc")
+    async with running(a, b, c):
+        await pair(c, b)
+        await together([b, c])
+        c.roster.remove(b.identity.node_id)
+        await c.roster_changed()
+        await until(b, lambda: b.roster.removed_by is not None)
+        await pair(a, b)
+        await together([a, b])
+        assert set(a.roster.members) == {b.identity.node_id}
+
+
+async def test_an_inviter_that_was_removed_begins_a_fleet_of_its_own(tmp_path: Path) -> None:
+    a, b, c = (Node(settings(tmp_path, name)) for name in "abc")
+    async with running(a, b, c):
+        await pair(a, c)
+        await together([a, c])
+        c.roster.remove(a.identity.node_id)
+        await c.roster_changed()
+        await until(a, lambda: a.roster.removed_by is not None)
+        await pair(a, b)
+        await together([a, b])
+        assert set(b.roster.members) == {a.identity.node_id}
+        assert a.roster.removed_by is None
+
+
+async def test_a_machine_that_resets_the_connection_is_said_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However early the reset comes; when it does is a matter of luck."""
+
+    async def reset(*_: Any) -> None:
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b):
+        monkeypatch.setattr(type(asyncio.get_running_loop()), "sock_sendall", reset)
+        with pytest.raises(PairingFailed, match="broke off"):
+            await collect(
+                PairingService(b).join(str(PairingCode.new(os.urandom)), host(a), sees_prompts=True)
+            )
+        monkeypatch.undo()
+
+
+async def test_a_machine_that_takes_nothing_ends_the_exchange(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A roster may be longer than what the network holds for a reader that has stopped."""
+    monkeypatch.setattr(limits, "PAIRING_STEP_S", 0.1)
+    loop = asyncio.get_running_loop()
+    here, there = socket.socketpair()
+    with here, there:
+        here.setblocking(False)
+        side = Joiner(
+            Identity.load_or_create(tmp_path / "b"),
+            "b",
+            PairingCode.new(os.urandom),
+            loop.time(),
+            random_bytes=os.urandom,
+        )
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                here.send(bytes(1 << 16))
+        async with asyncio.timeout(10):
+            (event,) = [event async for event in pairing.exchange(side, here)]
+    assert isinstance(event, roles.PairingBroke)
+    assert "took too long" in str(event.error)
