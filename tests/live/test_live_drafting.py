@@ -60,8 +60,7 @@ def free(daemon: LiveDaemon) -> bool:
 
 
 def descriptors(daemon: LiveDaemon) -> int:
-    process = psutil.Process(daemon.process.pid)
-    return sum(each.num_fds() for each in (process, *process.children()))
+    return sum(process.num_fds() for process in daemon.processes())
 
 
 def worker(daemon: LiveDaemon, model: str) -> psutil.Process:
