@@ -176,3 +176,5 @@ async def drafted_by_hand(
         task.cancel()
         await asyncio.wait({task})
         drafter.close()
+        for sock in near_far:
+            sock.close()
