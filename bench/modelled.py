@@ -11,7 +11,7 @@ from bench.figures import Figure, Measured, at_most
 from fleetd.limits import KIB, MIB
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.choice import HelperSpec, PlanChoice, PrefillOption, PrefillSize, choose, options
-from fleetd.plan.prefill.schedule import Place, timeline
+from fleetd.plan.prefill.schedule import timeline
 from fleetd.plan.prefill.split import Split, checked
 
 TITLE = "Others' figures, as the planner predicts them"
@@ -71,7 +71,7 @@ def ds4(tokens: int) -> Prediction:
     alone, both = DS4[tokens]
     speed, prompt = ds4_speed(), _ds4_prompt(tokens)
     split = checked(Split("layers", (0, DS4_FIRST, DS4_LAYERS), DS4_LAYERS, 0, tokens, DS4_CHUNK))
-    place, staying = Place(speed, DS4_LINK), replace(prompt, kv_bytes_per_token=0)
+    place, staying = HelperSpec("other", "the other", speed, DS4_LINK), replace(prompt, kv_bytes_per_token=0)
     local_s = speed.total(1.0, prompt.new, DS4_CHUNK)
     choice = _chosen(prompt, HelperSpec("", "this", speed), HelperSpec("other", "the other", speed, DS4_LINK))
     return Prediction(

@@ -48,7 +48,7 @@ class _UnixConnection(http.client.HTTPConnection):
         self.sock = sock
 
 
-class ReplyStream:
+class StreamedReply:
     """An answer in server-sent events. Closing it early tells the daemon to cancel."""
 
     def __init__(self, connection: http.client.HTTPConnection, response: http.client.HTTPResponse) -> None:
@@ -95,7 +95,7 @@ class ReplyStream:
         self._response.close()
         self._connection.close()
 
-    def __enter__(self) -> ReplyStream:
+    def __enter__(self) -> StreamedReply:
         return self
 
     def __exit__(
@@ -132,14 +132,14 @@ class Client:
         finally:
             connection.close()
 
-    def stream(self, path: str, body: Any) -> ReplyStream:
+    def stream(self, path: str, body: Any) -> StreamedReply:
         """POST a body and return the stream of events; an early refusal raises like `call`."""
         connection = _UnixConnection(self.address, limits.CLIENT_STREAM_STALL_S)
         try:
             response = _request(connection, "POST", path, body, limits.CLIENT_STREAM_STALL_S)
             if response.status >= 400:
                 _json(_read(response, limits.CLIENT_STREAM_STALL_S), response.status)
-            return ReplyStream(connection, response)
+            return StreamedReply(connection, response)
         except BaseException:
             connection.close()
             raise

@@ -57,6 +57,7 @@ from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.drafting import messages as drafting_wire
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.drafting.server import DraftServer
+from fleetd.requests.members import Members
 from fleetd.requests.model_copies import ModelCopies
 from fleetd.requests.placement import Placer
 from fleetd.requests.prefill_sharing import messages as share_wire
@@ -129,22 +130,29 @@ class Daemon:
         self._fleet = Fleet(self._node, local_only=config.fleet.local_only) if self._node else None
         copies = ModelCopies(self._node, self._models, self._own_card) if self._node else None
         self._speeds = ModelSpeeds()
+        # One for all services: a machine that failed one of them is left out of the others, too.
+        self._members = Members(
+            self._fleet.machines if self._fleet else tuple,
+            lambda: self._card.card() if self._card is not None else None,
+            local_only=config.fleet.local_only,
+        )
         self._traces = Traces(self._store)
         self._drafting = DrafterService(
             self._fleet,
+            self._members,
             self._pool,
             self._models,
             self._metrics,
             model=config.speculation.draft_model,
             where=config.speculation.draft_on,
             record=self._traces.record,
-            local_only=config.fleet.local_only,
             remembers=config.speculation.remember,
         )
         self._sharing = self._sharer(self._fleet) if self._fleet else None
         self._compressing = self._compressor()
         self._smart = SmartPrefill(
             self._compressing,
+            self._members,
             self._pool,
             self._metrics,
             self._traces.record,
@@ -159,39 +167,30 @@ class Daemon:
             metrics=self._metrics,
             default_model=config.models.default,
             embedded=embedded_name,
-            placing=Placer(self._fleet, self._own_card, local_only=config.fleet.local_only)
-            if self._fleet
-            else None,
+            placing=Placer(self._members, self._fleet.request) if self._fleet else None,
             sharing=self._sharing,
             smart=self._smart,
             drafting=self._drafting,
             speeds=self._speeds,
+            members=self._members,
         )
         self._assists = self._serve_peers(self._node) if self._node else None
         self._card: CardMaker | None = None
 
     def _sharer(self, fleet: Fleet) -> PrefillSharing:
-        local_only = self._config.fleet.local_only
         return PrefillSharing(
             fleet,
             self._pool,
-            self._own_card,
+            self._members,
             self._traces.record,
             self._metrics,
             drafter=self._drafting.drafter,
-            local_only=local_only,
         )
 
     def _compressor(self) -> CompressionService:
-        scorers = Scorers(
-            self._pool,
-            self._models,
-            self._speeds,
-            fleet=self._fleet,
-            own_card=lambda: self._card.card() if self._card is not None else None,
-            local_only=self._config.fleet.local_only,
-        )
-        scoring = SegmentScoring(self._pool, self._fleet, monotonic=time.monotonic)
+        scorers = Scorers(self._pool, self._models, self._speeds, self._members)
+        request = self._fleet.request if self._fleet else None
+        scoring = SegmentScoring(self._pool, request, monotonic=time.monotonic)
         return CompressionService(scoring, scorers, self._ledger)
 
     def _serve_peers(self, node: Node) -> AssistServer:

@@ -1,10 +1,7 @@
-"""This machine's fleet, put together: node, cards, pairing, placing, copies; and what fleetctl asks of it.
+"""This machine's fleet: its node, the members with their links, pairing; and what fleetctl asks of it.
 
-node ── sessions ──► placing (where a job runs) ──► runner
-  │                  sharing, assisting (who helps with its prompt)
-  │                  copies (models from peers) ──► pulls
-  ├── card maker (what this machine tells)
-  └── prober (how fast the ways are) · desk (pairing)
+node ── sessions ──► members (what each machine is) ──► placement, shared prefill, smart prefill, drafting
+  └── link prober (how fast the links are) · pairing
 """
 
 from __future__ import annotations
@@ -31,21 +28,20 @@ from fleetd.p2p.node import Node
 from fleetd.p2p.overview import fleet_view, peer_view, reach
 from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.plan.route import USABLE
 from fleetd.requests.bulk_dialer import BulkDialer
-from fleetd.requests.placement import Member
+from fleetd.requests.members import Member
 
 CLOCK = "node.clock"
 
 
 class ClockReading(msgspec.Struct, frozen=True):
-    """What a peer's clock says; only ``fleetctl doctor`` cares."""
+    """A peer's clock, for ``fleetctl doctor``."""
 
     unix_s: float
 
 
 class Fleet:
-    """``fleetd.api.services.Fleet`` for fleetctl; for jobs ``placing.Others`` and ``sharing.Partners``."""
+    """What fleetctl asks of this machine's fleet, and what requests need of other machines."""
 
     def __init__(self, node: Node, *, local_only: bool) -> None:
         self.node = node
@@ -64,7 +60,7 @@ class Fleet:
     # ---- for the runner ----------------------------------------------------------------------------------
 
     def machines(self) -> Iterable[Member]:
-        """Members that have said what they are."""
+        """Members that have sent a card."""
         now = asyncio.get_running_loop().time()
         for card in self.node.mesh.cards:
             member = self.node.roster.members.get(card.node_id)
@@ -75,7 +71,7 @@ class Fleet:
                 yield Member(
                     card,
                     member.name,
-                    reach(peer, card, now) or USABLE,
+                    reach(peer, card, now),
                     member.sees_prompts,
                     (connection.rtt_s or 0.0) if connection is not None else 0.0,
                     way.expected_bytes_per_s if way is not None else 0.0,
@@ -139,8 +135,8 @@ class Fleet:
         """A member by name, short id or id.
 
         Raises:
-            NotFound: nobody; names the members.
-            InvalidValue: several of that name, or this machine itself.
+            NotFound: no member has it; the error names the members.
+            InvalidValue: several members have that name, or it is this machine.
         """
         members = list(self.node.roster.members.values())
         key = ref.strip().lower().replace("-", "")
@@ -191,5 +187,5 @@ class Fleet:
 
 
 def default_name() -> str:
-    """What people call this machine if they have not said."""
+    """This machine's name unless the settings give one."""
     return (socket.gethostname().partition(".")[0] or "unnamed")[: limits.PEER_NAME_CHARS]

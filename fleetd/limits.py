@@ -200,8 +200,8 @@ SHARE_QUEUED_BYTES = 64 * MIB
 SHARE_MESSAGE_BYTES = 64 * KIB
 # Steps that are told of one prefill: two per layer of the deepest model.
 SHARE_STEPS = 512
-# A helper that failed is left out for this long, doubled by each further failure up to the second figure.
-SHARE_PENALTY_S, SHARE_PENALTY_MOST_S = 30.0, 960.0
+# A machine that failed is left out for this long, doubled by each further failure up to the second figure.
+BACKOFF_S, BACKOFF_MOST_S = 30.0, 960.0
 # The same helper is not asked again to load the same model within this time.
 SHARE_WARM_S = 60.0
 # A model that could not be loaded to help others is not tried again within this time.
@@ -210,8 +210,8 @@ SHARE_LOAD_AGAIN_S = 600.0
 TRACES = 500
 # Other ways of computing a prompt that one of these remembers.
 TRACE_LOSERS = 8
-# Machines times models whose real pace is remembered.
-PACES = 256
+# Machines times models whose measured speeds correct their own figures.
+SPEED_CORRECTIONS = 256
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.
 SHARE_SPOT_TOKENS = 16
 # How far such a row may be from ours, as a part of its length, in three tokens of four. bf16 deep in

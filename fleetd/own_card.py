@@ -1,8 +1,7 @@
-"""This machine's own card: what it is, which models it has, how busy it is; told when it changes.
+"""This machine's own card: what it is, which models it has, how busy it is; sent when it changes.
 
-The disk is looked at rarely and in a thread; the rest is memory. A model's digest may take minutes of
-reading the first time, so digests are found one at a time in the background, and a card goes out without
-them until then.
+The models folder is read rarely and in a thread. A model's first digest may take minutes of reading, so
+digests are computed one at a time in the background, and the card goes out without them until then.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
 
 import msgspec
 
@@ -20,29 +18,25 @@ from fleetd.errors import FleetError
 from fleetd.limits import MIB
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
+from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.model_speeds import ModelSpeeds
 
 log = get_logger("fleetd.own_card")
 
-# How often the models folder is read, and how often anything is compared with what was told.
+# How often the models folder is read, and how often the card is compared with the last one sent.
 _LISTING_S, _LOOK_S = 15.0, 0.25
-# Free memory changes all the time; a change is news from this size on.
+# Free memory changes all the time; a smaller change than this is not sent.
 _MEMORY_STEP_BYTES = 256 * MIB
 _UNLIMITED_BYTES = 1 << 62
-# Runtime and the first few thousand tokens, for a model that the catalog does not know.
+# Memory beside the weights, for the runtime and a few thousand tokens, of a model not in the catalog.
 _ROOM_BYTES = 512 * MIB
-
-
-class Models(Protocol):
-    def installed(self) -> Sequence[ModelFolder]: ...
-    def digest(self, folder: Any) -> object: ...
 
 
 class CardMaker:
     """Args:
-    publish: sends a new card to everybody.
+    publish: sends a new card to all peers.
     memory_fraction, max_memory_bytes: as ``WorkerSettings`` has them.
     """
 
@@ -53,7 +47,7 @@ class CardMaker:
         epoch: int,
         name: str,
         software: str,
-        models: Models,
+        models: ModelStore,
         engines: Callable[[], Sequence[EngineStatus]],
         machine: Callable[[], HardwareReading],
         counts: Callable[[], RequestCounts],
@@ -74,9 +68,9 @@ class CardMaker:
         self._speeds = speeds
         self._fraction = memory_fraction
         self._most_bytes = max_memory_bytes or _UNLIMITED_BYTES
-        # Workers whose measurement at load is in the book already.
+        # Workers whose measurement at load is recorded already: model → process id.
         self._seeded: dict[str, int | None] = {}
-        # Model → what its last worker here computed in: the next one will, too.
+        # Model → precision and arithmetic of its last worker here; the next one will have the same.
         self._arithmetic: dict[str, tuple[str, str]] = {}
         self._installed: list[ModelFolder] = []
         self._digests: dict[tuple[str, float, int], str] = {}
@@ -85,9 +79,9 @@ class CardMaker:
         self._look = asyncio.Event()
 
     def card(self) -> Card:
-        """As of now; ``sequence`` is that of the last card told."""
+        """The card as of now; ``sequence`` is that of the last card sent."""
         machine = self._machine()
-        # The same figure until it has moved by a step, so that a breath of the page cache is no news.
+        # The figure stays the same until it has moved by a step: the page cache changes it all the time.
         if abs(machine.available_bytes - self._available_bytes) >= _MEMORY_STEP_BYTES:
             self._available_bytes = machine.available_bytes
         engines = {engine.model: engine for engine in self._engines()}
@@ -106,7 +100,7 @@ class CardMaker:
             available_bytes=self._available_bytes,
             usable_bytes=min(int(self._available_bytes * self._fraction), self._most_bytes),
             evictable_bytes=sum(e.memory_bytes for e in idle),
-            # Parts of others' prompts take turns with this machine's own, as any request does.
+            # Parts of other machines' prompts take turns with this machine's own requests.
             running=counts.running + sum(engine.assisting for engine in engines.values()),
             waiting=counts.waiting,
             draining=self._draining(),
@@ -114,11 +108,11 @@ class CardMaker:
         )
 
     def changed(self) -> None:
-        """Something may have: models came or went."""
+        """Read the models folder again: models came or went."""
         self._look.set()
 
     async def run(self) -> None:
-        """Tell the first card at once, then whatever changes, and every CARD_REPEAT_S that nothing did."""
+        """Send the first card at once, then one at each change, and after each CARD_REPEAT_S without one."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self._list_models(), name="list models")
             group.create_task(self._find_digests(), name="find digests")
@@ -163,7 +157,7 @@ class CardMaker:
                 self._seeded[engine.model] = engine.pid
                 name, decode_tok_s, arithmetic = engine.model, engine.decode_tok_s, engine.arithmetic
                 if engine.part_of:
-                    # It decodes nothing, and some layers' arithmetic is not comparable to the whole model's.
+                    # Some layers decode nothing, and their fingerprint is not that of the whole model.
                     name, arithmetic = engine.part_of, self._arithmetic.get(engine.part_of, ("", ""))[1]
                     decode_tok_s = self._speeds.of(name).decode_tok_s
                 self._arithmetic[name] = engine.dtype or "", arithmetic
@@ -210,7 +204,7 @@ class CardMaker:
 
 
 def facts(machine: HardwareReading) -> MachineFacts:
-    """The part of a reading that does not change."""
+    """The part of a reading that stays the same."""
     return MachineFacts(
         platform=machine.platform,
         product=machine.product,
@@ -223,13 +217,13 @@ def facts(machine: HardwareReading) -> MachineFacts:
 
 
 def _parts(engines: Iterable[EngineStatus]) -> dict[str, EngineStatus]:
-    """Of each model the worker that has most of its layers, among those that have only some."""
+    """For each model, the worker with most of its layers, among workers that have only some of them."""
     ready = [engine for engine in engines if engine.part_of and engine.state == "ready"]
     return {e.part_of: e for e in sorted(ready, key=lambda e: e.last_layer - e.first_layer)}
 
 
 def _rough(speed: float) -> float:
-    """Two digits: every answer moves the average a little, and a little is no news."""
+    """Rounded to two digits: each answer moves the average a little, and small changes are not sent."""
     return float(f"{speed:.2g}")
 
 

@@ -45,9 +45,8 @@ def command(session: CliSession, yes: bool, no_prompts: bool) -> int:
                         ends = time.monotonic() + event.expires_s
                         progress.update(_WAITING, left_s=event.expires_s)
                     case WrongCode(tries_left=left):
-                        note(
-                            f"Another machine tried a wrong code; {left} {'try' if left == 1 else 'tries'} left."
-                        )
+                        tries = "try" if left == 1 else "tries"
+                        note(f"Another machine tried a wrong code; {left} {tries} left.")
                         progress.update(_WAITING, left_s=ends - time.monotonic())
                     case Meeting():
                         _answer(session, event, yes=yes, prompts=not no_prompts)

@@ -1,7 +1,7 @@
-"""Which machine has read the beginning of a prompt before, and so need not read it again.
+"""Which machine has the beginning of a prompt in its prefix cache.
 
-Pure. A conversation sends everything again with each turn; sent to the machine that has it in its prefix
-cache, only the new part costs. What is kept here is a chain of hashes of the prompt's blocks, no text.
+Pure. A conversation sends all earlier turns again with each new one. On the machine that computed them, only
+the new turn costs time. The table keeps a chain of hashes of each prompt's blocks, no text.
 """
 
 from __future__ import annotations
@@ -9,14 +9,18 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 
-# Short enough that little of a hit is lost at its end, long enough that a long prompt makes few.
+# Short enough that little of a match is lost at its end, long enough that a long prompt makes few blocks.
 BLOCK_CHARS = 512
-# Conversations remembered, over all machines and models.
+# Blocks remembered, over all machines and models.
 REMEMBERED_BLOCKS = 65_536
 
 
 def chain(text: str, key: bytes) -> list[bytes]:
-    """Hashes of growing beginnings of a text; equal up to where two texts differ. ``key``: this process's."""
+    """One hash for each growing beginning of a text; equal up to two texts' first difference.
+
+    Args:
+        key: random per process, so that hashes say nothing outside it.
+    """
     found: list[bytes] = []
     link = key
     for start in range(0, len(text) - BLOCK_CHARS + 1, BLOCK_CHARS):
@@ -27,10 +31,15 @@ def chain(text: str, key: bytes) -> list[bytes]:
 
 
 class Affinity:
-    """Who computed what lately. A machine's own cache may have let go of it: this is a guess for prices."""
+    """Prompts that machines computed lately. An estimate: a machine may have evicted them from its cache."""
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes) -> None:
+        self._key = key
         self._seen: OrderedDict[tuple[str, str, bytes], None] = OrderedDict()
+
+    def links(self, text: str) -> list[bytes]:
+        """The hashes of a text, for ``computed`` and ``cached_chars``."""
+        return chain(text, self._key)
 
     def computed(self, node_id: str, model: str, links: list[bytes]) -> None:
         for link in links:
@@ -40,7 +49,7 @@ class Affinity:
             self._seen.popitem(last=False)
 
     def cached_chars(self, node_id: str, model: str, links: list[bytes]) -> int:
-        """How much of the beginning that machine has computed before."""
+        """Characters at the beginning of the text that the machine has computed before."""
         for count, link in enumerate(links):
             if (node_id, model, link) not in self._seen:
                 return count * BLOCK_CHARS

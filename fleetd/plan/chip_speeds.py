@@ -1,8 +1,8 @@
-"""Modelled speeds: what a chip should do with a model, until it has been measured.
+"""Modelled speeds: how fast a chip should run a model, from its maker's published figures.
 
-From the makers' public figures. Decoding reads all weights once per token, so memory bandwidth bounds it;
-prefill multiplies every weight with every token, so arithmetic bounds it. Only the order of machines has to
-be about right: the first load of a model measures, and what was measured always wins.
+Decoding reads all weights once per token, so memory bandwidth bounds it. Prefill multiplies every weight with
+every token, so arithmetic bounds it. Only the order of machines has to be about right: the first load of a
+model measures its speed, and a measurement always replaces the estimate.
 """
 
 from __future__ import annotations
@@ -10,23 +10,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# The share of the makers' figures that real programs reach.
+# The share of the published figures that real programs reach.
 DECODE_SHARE = 0.6
 PREFILL_SHARE = 0.6
-# Of prefill's own share, what attention reaches: products over a head are small, and softmax is in between.
+# Attention reaches this share of the speed of other prefill work: products over a head are small, and softmax
+# comes between them.
 ATTENTION_SHARE = 0.5
-# Nearly every model in use is quantised to 4 bits, plus half a bit of scales. It matters for prefill alone,
-# and is wrong by the same factor on every machine.
+# Nearly every model in use is quantised to 4 bits, plus half a bit of scales. Only prefill estimates use it,
+# and an error is the same factor on every machine.
 BITS_PER_WEIGHT = 4.5
 
-# Reading weights from the disk at load, and what starting an engine takes before and after that.
+# A load reads the weights from the disk, and starts an engine.
 DISK_BYTES_PER_S = 2e9
 ENGINE_START_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Memory bandwidth and half-precision matrix arithmetic, both at their peak."""
+    """Peak memory bandwidth, and peak half-precision matrix arithmetic."""
 
     bytes_per_s: float
     flops: float
@@ -39,7 +40,7 @@ class Hardware:
         """Seconds that each token of context adds to each token: a product with a key and one with a value.
 
         Args:
-            hidden_bytes: one token's hidden state in 16 bits; taken for the width of all heads together.
+            hidden_bytes: one token's hidden state in 16 bits; its width is assumed to be that of all heads.
         """
         width = hidden_bytes / 2
         return 4 * layers * width / (PREFILL_SHARE * ATTENTION_SHARE * self.flops)
@@ -52,9 +53,9 @@ def _of(gb_per_s: float, tflops: float) -> Hardware:
     return Hardware(gb_per_s * 1e9, tflops * 1e12)
 
 
-# By generation and variant. Where a variant is sold with two widths of memory, the narrower one: a machine
-# that is better than expected is found out at its first load, a worse one would have cost somebody time.
-# The fifth generation multiplies matrices in units of their own.
+# By generation and variant. If a variant is sold with two widths of memory, the narrower one: the first load
+# corrects too low a figure, while too high a figure makes requests wait. The fifth generation has
+# matrix units.
 APPLE: dict[tuple[int, str], Hardware] = {
     (1, ""): _of(68, 2.6),
     (1, "Pro"): _of(200, 5.2),
@@ -78,10 +79,10 @@ APPLE: dict[tuple[int, str], Hardware] = {
 _NEWEST = max(generation for generation, _ in APPLE)
 
 GB10 = _of(273, 100)
-# A GPU that is not in the table, taken for a modest one.
+# Any GPU that is not in the table: the figures of a modest one.
 CUDA = _of(270, 30)
-# Two channels of memory and AVX2, of which fleetd's CPU engine uses what BLAS makes of it, with weights in
-# single precision: several times the bytes of the file.
+# Two channels of memory and AVX2, through BLAS, with weights in single precision: several times the bytes of
+# the file.
 CPU_BYTES_PER_S = 10e9
 CPU_FLOPS_PER_CORE = 50e9
 CPU_CORES = 16
@@ -90,7 +91,7 @@ _APPLE_CHIP = re.compile(r"\bM([1-9]\d?)(?: (Pro|Max|Ultra))?\b")
 
 
 def hardware_of(chip: str, accelerator: str, cores: int) -> Hardware:
-    """The figures of a chip as its operating system or driver names it. Unknown ones are taken for modest."""
+    """The figures of a chip, by its name in the operating system or driver; modest ones if it is unknown."""
     if accelerator == "metal":
         return _apple(chip)
     if accelerator == "cuda":
@@ -103,12 +104,12 @@ def _apple(chip: str) -> Hardware:
     if found is None:
         return APPLE[1, ""]
     generation, variant = min(int(found[1]), _NEWEST), found[2] or ""
-    # A chip that came later than this table is at least as good as its forerunner.
+    # A chip that is newer than this table is at least as fast as the one before it.
     while (generation, variant) not in APPLE:
         generation -= 1
     return APPLE[generation, variant]
 
 
 def load_s(weights_bytes: int) -> float:
-    """From an installed model to one that answers."""
+    """Seconds to load an installed model."""
     return ENGINE_START_S + weights_bytes / DISK_BYTES_PER_S

@@ -1,11 +1,11 @@
-"""What prefill costs a machine, and what bytes cost a link.
+"""How long prefill takes a machine, and how long bytes take a link.
 
 A chunk of n tokens behind t others, over a share x of the layers:
 
     x · (fixed + n · token + context · n · (t + n/2))
 
-The last term is attention: every token looks at all before it, the chunk's own on average at half of them.
-Over several chunks it adds up to the same as in one, so only ``fixed`` depends on how a prompt is cut.
+The last term is attention: every token attends to all before it, on average to half of its own chunk. Its sum
+over several chunks equals that of one chunk, so only ``fixed`` depends on how a prompt is cut.
 (Arithmetic bounds prefill and grows with n, attention with n·t: KV-Runahead, arXiv 2405.05329, section 3.)
 """
 
@@ -18,15 +18,15 @@ from fleetd.plan import chip_speeds
 
 # The chunk that a measured ``prefill_tok_s`` belongs to: calibration's largest.
 MEASURED_TOKENS = 256
-# Fixed costs and attention explain at most this share of a measured chunk, whatever a card claims.
+# Fixed costs and attention take at most this share of a measured chunk, whatever a card claims.
 _EXPLAINED = 0.75
-# Whatever a card claims, prices stay finite.
+# Prices stay finite whatever speed a card claims.
 SLOWEST_TOK_S = 1e-3
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpeed:
-    """Seconds over all layers: per chunk, per token, and per token and token before it."""
+    """Seconds over all layers: per chunk, per token, and per pair of a token and one before it."""
 
     token_s: float
     context_s: float = 0.0
@@ -34,7 +34,7 @@ class PrefillSpeed:
 
     @classmethod
     def measured(cls, prefill_tok_s: float, context_s: float = 0.0, fixed_s: float = 0.0) -> PrefillSpeed:
-        """From what calibration tells: a rate on an empty context and its two parts that are known apart."""
+        """From calibration: the rate on an empty context, and two parts of it, measured separately."""
         chunk_s = MEASURED_TOKENS / max(SLOWEST_TOK_S, prefill_tok_s)
         fixed_s = min(max(0.0, fixed_s), _EXPLAINED * chunk_s)
         known_s = fixed_s + max(0.0, context_s) * MEASURED_TOKENS**2 / 2
@@ -46,13 +46,13 @@ class PrefillSpeed:
         return PrefillSpeed(self.token_s * factor, self.context_s * factor, self.fixed_s * factor)
 
     def seconds(self, share: float, start: int, count: int) -> float:
-        """One chunk: ``count`` tokens behind ``start`` others, over a share of the layers."""
+        """Time for one chunk: ``count`` tokens behind ``start`` others, over a share of the layers."""
         if count <= 0:
             return 0.0
         return share * (self.fixed_s + self._work_s(start, count))
 
     def total(self, share: float, tokens: range, chunk: int) -> float:
-        """All of ``tokens`` in chunks of one size, one after another."""
+        """Time for all of ``tokens`` in chunks of one size, one after another."""
         count = len(tokens)
         return share * (math.ceil(count / chunk) * self.fixed_s + self._work_s(tokens.start, count))
 
@@ -69,20 +69,20 @@ class PrefillSpeed:
 
 
 def modelled(chip: chip_speeds.Hardware, weights_bytes: int, layers: int, hidden_bytes: int) -> PrefillSpeed:
-    """What a machine should do that never ran the model, from its maker's figures."""
+    """The speed of a machine that never ran the model, from its chip's published figures."""
     context_s = chip.prefill_context_s(layers, hidden_bytes)
     return PrefillSpeed.measured(chip.prefill_tok_s(weights_bytes), context_s)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkSpeed:
-    """The way between two machines, as it may be relied on. One that carries nothing is a very slow one."""
+    """The link between two machines, by the rate that it sustains; 0 counts as 1 byte per second."""
 
     bytes_per_s: float
     rtt_s: float = 0.0
 
     def seconds(self, n_bytes: float) -> float:
-        """How long bytes occupy it."""
+        """How long the bytes occupy the link."""
         return n_bytes / max(1.0, self.bytes_per_s)
 
     @property
@@ -90,5 +90,5 @@ class LinkSpeed:
         return self.rtt_s / 2
 
     def and_(self, other: LinkSpeed) -> LinkSpeed:
-        """Between the far ends of two links: nobody measured it, so the worse of both."""
+        """The link between the far ends of two links: not measured, so the worse of both figures."""
         return LinkSpeed(min(self.bytes_per_s, other.bytes_per_s), max(self.rtt_s, other.rtt_s))

@@ -1,7 +1,7 @@
-"""How fast each model runs here: measured at load, corrected by what every request really took.
+"""How fast each model runs here: measured at load, corrected by the time of every request.
 
-Pure. Speeds are those of one request alone; a request that shared the engine looks slower than that, so slow
-ones move the average less than fast ones.
+Pure. Speeds are those of one request alone. A request that shared the engine was slower than that, so slow
+requests move the average less than fast ones.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from dataclasses import dataclass, replace
 from fleetd import limits
 from fleetd.plan import costs
 
-# Fewer tokens say more about fixed costs than about speed.
+# Fewer tokens measure fixed costs more than speed.
 PREFILL_TOKENS = 32
 DECODE_TOKENS = 8
 # Weight of one request in the moving average.
 WEIGHT = 0.2
-# The same for one that was slower than the average: it may have shared the engine.
+# The weight of a request that was slower than the average: it may have shared the engine.
 WEIGHT_SLOWER = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredSpeed:
-    """Tokens per second, of prefill on a short context; 0 where nothing is known.
+    """Tokens per second; of prefill, on a short context. 0 until measured.
 
-    Prefill also takes ``prefill_context_s`` per token and token before it, and ``prefill_fixed_s`` per chunk.
+    Prefill also takes ``prefill_context_s`` for each pair of a token and one before it, and
+    ``prefill_fixed_s`` for each chunk.
     """
 
     prefill_tok_s: float = 0.0
@@ -52,7 +53,7 @@ class ModelSpeeds:
         prefill_context_s: float = 0.0,
         prefill_fixed_s: float = 0.0,
     ) -> None:
-        """What a load measured. It replaces what was known: the device may compute otherwise than before."""
+        """Replace the speeds by those that a load measured: the device may compute otherwise than before."""
         measured = (prefill_tok_s, decode_tok_s, prefill_context_s, prefill_fixed_s)
         self._put(model, MeasuredSpeed(*(max(0.0, figure) for figure in measured)))
 
@@ -67,16 +68,17 @@ class ModelSpeeds:
         decode_s: float,
         shared: bool = False,
     ) -> None:
-        """What an answer took that ran to its end. Too little of something teaches nothing about it.
+        """Correct the speeds by the times of a complete answer; too few tokens change nothing.
 
-        ``shared``: others computed some of its prefill, which therefore says nothing about this machine.
+        Args:
+            shared: other machines computed some of its prefill, so its time says nothing about this machine.
         """
         known = speed = self.of(model)
         prefilled = prompt_tokens - cached_tokens
         if prefilled >= PREFILL_TOKENS and prefill_s > 0 and not shared:
             speed = _prefilled(speed, cached_tokens, prefilled, prefill_s)
         if completion_tokens >= DECODE_TOKENS and decode_s > 0:
-            # From the first token to the last; the first one belongs to the prefill.
+            # ``decode_s`` is from the first token to the last; the first belongs to the prefill.
             seen = (completion_tokens - 1) / decode_s
             speed = replace(speed, decode_tok_s=_towards(speed.decode_tok_s, seen))
         if speed != known:
@@ -88,16 +90,16 @@ class ModelSpeeds:
     def _put(self, model: str, speed: MeasuredSpeed) -> None:
         self._speeds.pop(model, None)
         self._speeds[model] = speed
-        # Models come and go; of more than this a card does not tell anyway.
+        # Models come and go, and a card tells of no more than this.
         if len(self._speeds) > limits.CARD_MODELS:
             del self._speeds[next(iter(self._speeds))]
 
 
 def _prefilled(known: MeasuredSpeed, cached: int, count: int, seconds: float) -> MeasuredSpeed:
-    """Corrected by one prefill of ``count`` tokens behind ``cached`` others.
+    """The speed, corrected by one prefill of ``count`` tokens behind ``cached`` others.
 
-    What it took longer or shorter than expected is put down to context and to the rest as both share in the
-    expected time, so that prompts of all lengths settle each on its own.
+    The difference from the expected time is divided between the context's share and the rest in proportion to
+    both, so that prompts of all lengths converge.
     """
     if not known.prefill_tok_s:
         return replace(known, prefill_tok_s=count / seconds)

@@ -2,8 +2,8 @@
 
     price = waiting for a turn + loading the model + prefill + decode + network
 
-Pure. What a model is, is its digest: machines compete only with the same files. A machine that may not see
-prompts is never a candidate. This machine wins unless another one is clearly faster.
+Pure. A digest stands for a model's files: machines compete only with the same files. This machine wins unless
+another one is clearly faster.
 """
 
 from __future__ import annotations
@@ -14,22 +14,7 @@ from typing import Literal
 
 from fleetd import limits
 from fleetd.plan import chip_speeds
-
-Code = Literal[
-    "tried",
-    "private",
-    "unusable",
-    "draining",
-    "absent",
-    "wrong_role",
-    "other_files",
-    "files_unknown",
-    "too_small",
-    "no_memory",
-    "full",
-]
-
-SELF, USABLE = "self", "usable"
+from fleetd.plan.refusals import THIS_NODE, Refusal
 
 # Another machine has to be this much faster: prices are estimates, and an answer that stays here cannot be
 # lost on the way.
@@ -39,37 +24,28 @@ ADVANTAGE = 0.9
 SHARING = 0.3
 # A machine that still has to fetch the model: minutes, whatever the link.
 PULL_S = 120.0
-# Whatever a peer claims of itself, prices stay finite.
+# Prices stay finite whatever speed a peer claims.
 SLOWEST_TOK_S = 1e-3
-# What a chip's figures promise counts for less than what was measured: nobody should wait for a load to find
-# out that they promised too much.
+# Times from a chip's published figures are multiplied by this: a load takes too long to find out that the
+# figures were too good.
 CAUTION = 1.5
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
-    """The model as one machine holds it; speeds are 0 until measured, the digest "" until hashed."""
-
-    digest: str = ""
-    state: Literal["installed", "loading", "loaded"] = "installed"
-    weights_bytes: int = 0
-    memory_bytes: int = 0
-    prefill_tok_s: float = 0.0
-    decode_tok_s: float = 0.0
-    roles: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Candidate:
-    """A machine. ``node_id`` "" is this one, and its ``reach`` is SELF; a peer's is USABLE, or why it is not.
+    """A machine, and the model as it has it. ``node_id`` is THIS_NODE for this machine.
 
-    ``evictable_bytes``: memory that idle models would give back. ``can_pull``: it would fetch what it lacks.
+    ``refusal``: why it cannot be asked, whatever it could do. ``left_out``: it failed a short while ago, so
+    it is asked only where no other machine can run the model. ``state`` "absent": it does not have the model;
+    ``can_pull``: it would fetch it. Speeds are 0 until they are measured, ``digest`` is "" until the files
+    are hashed. ``evictable_bytes``: memory that idle models would give back. ``cached_tokens``: how much of
+    this prompt is probably in its prefix cache.
     """
 
     node_id: str
     name: str
-    reach: str
-    sees_prompts: bool
+    refusal: Refusal | None = None
+    left_out: bool = False
     chip: str = ""
     accelerator: str = ""
     cores: int = 0
@@ -80,11 +56,23 @@ class Candidate:
     running: int = 0
     waiting: int = 0
     max_streams: int = 1
-    draining: bool = False
-    model: Holding | None = None
+    state: Literal["absent", "installed", "loading", "loaded"] = "absent"
+    digest: str = ""
+    weights_bytes: int = 0
+    needed_bytes: int = 0
+    prefill_tok_s: float = 0.0
+    decode_tok_s: float = 0.0
+    roles: tuple[str, ...] = ()
     can_pull: bool = False
-    #: Of this request's prompt, probably still in its prefix cache.
     cached_tokens: int = 0
+
+    @property
+    def here(self) -> bool:
+        return self.node_id == THIS_NODE
+
+    @property
+    def absent(self) -> bool:
+        return self.state == "absent"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,26 +116,25 @@ class PricedMachine:
 class Rejection:
     node_id: str
     name: str
-    code: Code
-    sentence: str
+    refusal: Refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Best first; both by the rules of this module alone, whatever the order of the candidates."""
+    """``placements``: best first. Neither tuple depends on the order of the candidates."""
 
     placements: tuple[PricedMachine, ...]
     rejected: tuple[Rejection, ...]
 
 
 def route(ask: RouteQuestion, candidates: Iterable[Candidate]) -> Ranked:
-    """Price what can run it, and say of the others why not."""
+    """Price the machines that can run the request, and give for each of the others a reason."""
     # Equal prices keep this order: this machine, then by node id.
     machines = _like_their_twins(sorted(candidates, key=lambda c: c.node_id))
-    # What this machine holds decides which files are meant, even where it cannot run them.
-    here = next((c for c in machines if c.reach == SELF and c.model is not None), None)
-    if not ask.digest and here is not None and here.model is not None:
-        ask = replace(ask, digest=here.model.digest)
+    # The files on this machine decide which files are meant, even where it cannot run them.
+    here = next((c for c in machines if c.here and not c.absent), None)
+    if not ask.digest and here is not None:
+        ask = replace(ask, digest=here.digest)
     refusals = {c.node_id: _refusal(ask, c) for c in machines}
     prices = {c.node_id: price(ask, c) for c in machines if refusals[c.node_id] is None}
     able = [c for c in machines if c.node_id in prices]
@@ -156,124 +143,112 @@ def route(ask: RouteQuestion, candidates: Iterable[Candidate]) -> Ranked:
     same = [c for c in able if lead is not None and (c is lead or _alike(lead, c))]
     return Ranked(
         tuple(
-            PricedMachine(c.node_id, c.name, c.model.digest if c.model else "", prices[c.node_id])
-            for c in same
+            PricedMachine(c.node_id, c.name, "" if c.absent else c.digest, prices[c.node_id]) for c in same
         ),
-        tuple(refusals[c.node_id] or _other_files(ask, c) for c in machines if c not in same),
+        tuple(
+            Rejection(c.node_id, c.name, refusals[c.node_id] or _other_files(ask, c))
+            for c in machines
+            if c not in same
+        ),
     )
 
 
 def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
-    """What the answer takes there, from now to its last token."""
-    network_s = 0.0 if c.reach == SELF else c.rtt_s
-    if c.model is None:
+    """What the answer takes on that machine, from now to its last token."""
+    network_s = 0.0 if c.here else c.rtt_s
+    if c.absent:
         return RoutePrice(0.0, PULL_S, 0.0, 0.0, network_s, modelled=True)
     chip = chip_speeds.hardware_of(c.chip, c.accelerator, c.cores)
-    prefill_tok_s = max(SLOWEST_TOK_S, c.model.prefill_tok_s or chip.prefill_tok_s(c.model.weights_bytes))
-    decode_tok_s = max(SLOWEST_TOK_S, c.model.decode_tok_s or chip.decode_tok_s(c.model.weights_bytes))
+    prefill_tok_s = max(SLOWEST_TOK_S, c.prefill_tok_s or chip.prefill_tok_s(c.weights_bytes))
+    decode_tok_s = max(SLOWEST_TOK_S, c.decode_tok_s or chip.decode_tok_s(c.weights_bytes))
     streams = max(1, c.max_streams)
     slower = 1 + SHARING * min(c.running, streams - 1)
-    if not c.model.prefill_tok_s:
+    if not c.prefill_tok_s:
         prefill_tok_s /= CAUTION
-    if not c.model.decode_tok_s:
+    if not c.decode_tok_s:
         decode_tok_s /= CAUTION
     prefill_s = max(0, ask.prompt_tokens - c.cached_tokens) / prefill_tok_s * slower
     decode_s = ask.max_tokens / decode_tok_s * slower
-    # Those who go first, taken to want what this one wants.
+    # Each request that is ahead in the queue is assumed to take as long as this one.
     ahead = c.waiting + max(0, c.running - streams + 1)
-    # Of one that loads already, half is taken to be done.
-    load = {"loaded": 0.0, "loading": 0.5, "installed": 1.0}[c.model.state]
+    # A load that is under way is assumed to be half done.
+    load = {"loaded": 0.0, "loading": 0.5}.get(c.state, 1.0)
     return RoutePrice(
         queue_s=ahead * (prefill_s + decode_s) / streams,
-        load_s=load * chip_speeds.load_s(c.model.weights_bytes),
+        load_s=load * chip_speeds.load_s(c.weights_bytes),
         prefill_s=prefill_s,
         decode_s=decode_s,
         network_s=network_s,
-        modelled=not (c.model.prefill_tok_s and c.model.decode_tok_s),
+        modelled=not (c.prefill_tok_s and c.decode_tok_s),
     )
 
 
 def _like_their_twins(machines: list[Candidate]) -> list[Candidate]:
     """A machine where the model was never run is as fast as one of the same kind where it was."""
-    measured: dict[tuple[str, str, int], Holding] = {}
+    measured: dict[tuple[str, str, int], Candidate] = {}
     for c in machines:
-        if c.model is not None and c.model.prefill_tok_s and c.model.decode_tok_s:
-            measured.setdefault((c.chip, c.accelerator, c.cores), c.model)
+        if not c.absent and c.prefill_tok_s and c.decode_tok_s:
+            measured.setdefault((c.chip, c.accelerator, c.cores), c)
 
-    def told(c: Candidate) -> Candidate:
+    def estimated(c: Candidate) -> Candidate:
         twin = measured.get((c.chip, c.accelerator, c.cores))
-        if c.model is None or twin is None or not c.chip:
+        if c.absent or twin is None or not c.chip:
             return c
-        model = replace(
-            c.model,
-            prefill_tok_s=c.model.prefill_tok_s or twin.prefill_tok_s,
-            decode_tok_s=c.model.decode_tok_s or twin.decode_tok_s,
+        return replace(
+            c,
+            prefill_tok_s=c.prefill_tok_s or twin.prefill_tok_s,
+            decode_tok_s=c.decode_tok_s or twin.decode_tok_s,
         )
-        return replace(c, model=model)
 
-    return [told(c) for c in machines]
-
-
-def _rank(c: Candidate, cost: RoutePrice) -> tuple[bool, float]:
-    return (
-        c.model is None,  # a machine that would have to fetch it comes last, whatever its guessed size
-        cost.total_s * (ADVANTAGE if c.reach == SELF else 1.0),
-    )
+    return [estimated(c) for c in machines]
 
 
-# ---- Who may, and who can --------------------------------------------------------------------------------
+def _rank(c: Candidate, cost: RoutePrice) -> tuple[bool, bool, float]:
+    # A machine that would have to fetch the model comes last: its size is a guess.
+    return c.absent, c.left_out, cost.total_s * (ADVANTAGE if c.here else 1.0)
 
 
-def _refusal(ask: RouteQuestion, c: Candidate) -> Rejection | None:
-    """The first reason, from what nothing can change to what passes."""
+# ---- Which machines are able -----------------------------------------------------------------------------
 
-    def refuse(code: Code, sentence: str) -> Rejection:
-        return Rejection(c.node_id, c.name, code, sentence)
 
+def _refusal(ask: RouteQuestion, c: Candidate) -> Refusal | None:
+    """The first reason, from lasting ones to passing ones."""
     if c.node_id in ask.exclude:
-        return refuse("tried", f"{c.name} was tried already.")
-    if c.reach != SELF:
-        if not c.sees_prompts:
-            return refuse("private", f"{c.name} may not see prompts.")
-        if c.reach != USABLE:
-            return refuse("unusable", f"{c.name} cannot be used: {c.reach.rstrip('.')}.")
-    if c.draining:
-        return refuse("draining", f"{c.name} is stopping.")
-    if c.model is None:
-        fetched = c.can_pull and not ask.digest
-        return None if fetched else refuse("absent", f"{c.name} does not have {ask.model}.")
-    if c.model.roles and "chat" not in c.model.roles:
-        roles = ", ".join(c.model.roles)
-        return refuse("wrong_role", f"{ask.model} on {c.name} is for {roles}, not for chat.")
-    if ask.digest != "" and c.model.digest != ask.digest:
+        return Refusal("tried", f"{c.name} was tried already.")
+    if c.refusal is not None:
+        return c.refusal
+    if c.absent:
+        return None if c.can_pull and not ask.digest else _other_files(ask, c)
+    if c.roles and "chat" not in c.roles:
+        return Refusal("wrong_role", f"{ask.model} on {c.name} is for {', '.join(c.roles)}, not for chat.")
+    if ask.digest not in ("", c.digest):
         return _other_files(ask, c)
-    if c.model.state == "installed" and c.model.memory_bytes > c.available_bytes + c.evictable_bytes:
-        need = f"{ask.model} needs {_gib(c.model.memory_bytes)}"
-        if c.model.memory_bytes > c.memory_bytes:
-            return refuse("too_small", f"{c.name} has {_gib(c.memory_bytes)} of memory; {need}.")
+    if c.state == "installed" and c.needed_bytes > c.available_bytes + c.evictable_bytes:
+        need = f"{ask.model} needs {_gib(c.needed_bytes)}"
+        if c.needed_bytes > c.memory_bytes:
+            return Refusal("too_small", f"{c.name} has {_gib(c.memory_bytes)} of memory; {need}.")
         free = _gib(c.available_bytes + c.evictable_bytes)
-        return refuse("no_memory", f"{c.name} has {free} of memory free; {need}.")
+        return Refusal("no_memory", f"{c.name} has {free} of memory free; {need}.")
     if c.waiting >= limits.QUEUED_REQUESTS:
-        return refuse("full", f"{c.name} has {c.waiting} requests waiting already.")
+        return Refusal("full", f"{c.name} has {c.waiting} requests waiting already.")
     return None
 
 
 def _alike(lead: Candidate, c: Candidate) -> bool:
-    """Whether two machines would run the same files. Files that were not hashed are like no others."""
-    if c.model is None:
-        # It would fetch what the name stands for: an attempt of last resort.
-        return lead.reach != SELF or lead.model is None
-    return lead.model is not None and c.model.digest != "" and c.model.digest == lead.model.digest
+    """Whether two machines would run the same files. Files without a digest are like no others."""
+    if c.absent:
+        # It would fetch the files that the name stands for: an attempt of last resort.
+        return not lead.here or lead.absent
+    return not lead.absent and c.digest != "" and c.digest == lead.digest
 
 
-def _other_files(ask: RouteQuestion, c: Candidate) -> Rejection:
-    if c.model is None:
-        return Rejection(c.node_id, c.name, "absent", f"{c.name} does not have {ask.model}.")
-    if not c.model.digest:
+def _other_files(ask: RouteQuestion, c: Candidate) -> Refusal:
+    if c.absent:
+        return Refusal("absent", f"{c.name} does not have {ask.model}.")
+    if not c.digest:
         sentence = f"{c.name} does not know yet which files its {ask.model} is made of."
-        return Rejection(c.node_id, c.name, "files_unknown", sentence)
-    sentence = f"{c.name} has other files under the name {ask.model}."
-    return Rejection(c.node_id, c.name, "other_files", sentence)
+        return Refusal("files_unknown", sentence)
+    return Refusal("other_files", f"{c.name} has other files under the name {ask.model}.")
 
 
 def _gib(n_bytes: int) -> str:

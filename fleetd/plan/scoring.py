@@ -1,12 +1,12 @@
-"""Whether reading a prompt twice pays: a small model scores it, then a large one prefills what matters.
+"""Whether smart prefill pays: a small model scores a prompt, then a large one prefills what matters.
 
-    smart = scoring on the slowest scorer + prefill of the part that is kept      dense = the best other way
+    smart = scoring on the slowest scorer + prefill of the part that is kept      dense = the best other plan
 
-Of a share q that is kept, linear work shrinks with q and attention with q² (SpecPrefill, arXiv 2502.02789,
-section 4). Here each term is priced from what the machines measured of themselves.
+If a share q of the prompt is kept, linear work shrinks with q and attention with q² (SpecPrefill, arXiv
+2502.02789, section 4). Each term is priced from the machines' own measurements.
 
 Several scorers share a prompt by segments, each with the prompt's head and the question around it. Small
-machines are taken first: the large ones are wanted for what only they can hold. Pure.
+machines are preferred: large ones are needed for models that only they can hold. Pure.
 """
 
 from __future__ import annotations
@@ -18,27 +18,30 @@ from typing import Literal
 
 from fleetd import limits
 from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import ADVANTAGE, SHARING
 
 Code = Literal["", "no_scorer", "slower", "margin"]
 
 # Head, question and look-ahead around each segment, in tokens.
 AROUND_TOKENS = 384
-# A scorer stops at a calibrated layer; until it has told which, about this share of its layers counts.
+# A scorer stops after a calibrated layer; until it is known, this share of the layers is assumed.
 EXIT_SHARE = 0.6
-# Text in bytes per token, for the way to another machine; scores come back as about as many.
+# Bytes per token, of text sent to another machine and of the scores that it sends back.
 _TEXT_BYTES, _SCORE_BYTES = 4, 120
-# How much later the first token may be with small machines only, before others are asked after all.
+# Large machines are asked too if the first token would otherwise come later than this many times.
 _SMALL_FIRST = 1.25
 _SMALL = frozenset({"tiny", "small"})
 
 
 @dataclass(frozen=True, slots=True)
 class Scorer:
-    """A machine that has the compressor. ``speed`` is that model's there, over ``share`` of its layers.
+    """A machine that has the compressor. ``speed``: of that model there; it runs ``share`` of the layers.
 
-    ``link`` leads to it, None for this machine. ``load_s``: until it is loaded. ``running``: what else
-    computes there. ``context_tokens``: what it reads at once, 0 where unknown. ``measured``: ``speed`` is.
+    ``link``: to the machine, None for this one. ``load_s``: how long loading the model takes, if it is not
+    loaded. ``running``: its other requests. ``context_tokens``: the most it reads at once, 0 if unknown.
+    ``measured``: ``speed`` is not from the chip's published figures. ``correction``: the factor by which
+    ``speed`` is slower than the machine's own figures, learned from earlier prompts.
     """
 
     node_id: str
@@ -51,9 +54,14 @@ class Scorer:
     running: int = 0
     context_tokens: int = 0
     measured: bool = True
+    correction: float = 1.0
+
+    @property
+    def here(self) -> bool:
+        return self.node_id == THIS_NODE
 
     def seconds(self, tokens: int, segments: int = 1) -> float:
-        """To score so many tokens in so many segments, one after another."""
+        """Time to score so many tokens in so many segments, one after another."""
         if tokens <= 0 or segments <= 0:
             return 0.0
         each = math.ceil(tokens / segments) + AROUND_TOKENS
@@ -67,11 +75,11 @@ class Scorer:
 
 @dataclass(frozen=True, slots=True)
 class SmartPrefillQuestion:
-    """A prompt of ``tokens``, of which ``ratio`` shall be kept.
+    """A prompt of ``tokens`` tokens, of which the share ``ratio`` is to be kept.
 
-    ``target``: the machine and model that answer, None where nobody knows their speed. ``dense_s``: the best
-    way without dropping anything, what is cached already counted, and ``kept_s`` the best way of reading what
-    is kept, with others' help; 0 where unknown.
+    ``target``: speed of the machine and model that answer, None if unknown. ``dense_s``: seconds of the best
+    plan that prefills all that is not cached. ``kept_s``: of the best plan, with helpers, for the part that
+    is kept. Both are 0 if unknown.
     """
 
     tokens: int
@@ -92,15 +100,15 @@ class Segments:
     count: int = 1
 
     def seconds(self, tokens: int) -> float:
-        """Of a text of so many tokens."""
+        """Time to score this part of a text of so many tokens."""
         return self.scorer.seconds(math.ceil(tokens * (self.last - self.first)), self.count)
 
 
 @dataclass(frozen=True, slots=True)
 class SmartPlan:
-    """``predicted_s`` = ``score_s`` + ``prefill_s``, against ``dense_s``; 0 where it is not known.
+    """``predicted_s`` = ``score_s`` + ``prefill_s``, to compare with ``dense_s``, which is 0 if unknown.
 
-    ``code`` "" is worth it; any other says why not, and ``reason`` says it with the figures.
+    The plan is worth it if ``code`` is ""; otherwise ``code`` says why not, and ``reason`` gives the figures.
     """
 
     parts: tuple[Segments, ...] = ()
@@ -120,7 +128,10 @@ class SmartPlan:
 
 
 def plan(asked: SmartPrefillQuestion, scorers: Iterable[Scorer]) -> SmartPlan:
-    """The best way to score a prompt, and whether it beats reading all of it. Order changes nothing."""
+    """The best way to score a prompt, and whether it beats a dense prefill.
+
+    The order of ``scorers`` changes nothing.
+    """
     able = sorted(scorers, key=lambda s: (s.seconds(asked.tokens), s.node_id))
     if not able:
         return SmartPlan(dense_s=asked.dense_s, code="no_scorer", reason="No machine has a compressor.")
@@ -149,7 +160,7 @@ def _judged(asked: SmartPrefillQuestion, parts: tuple[Segments, ...], score_s: f
 
 
 def _prefill_s(asked: SmartPrefillQuestion) -> float:
-    """Of what is kept: its tokens see each other only."""
+    """Time to prefill what is kept: its tokens attend to each other only."""
     if asked.target is None:
         return 0.0
     alone_s = asked.target.total(1.0, range(math.ceil(asked.tokens * asked.ratio)), asked.chunk)
@@ -157,7 +168,7 @@ def _prefill_s(asked: SmartPrefillQuestion) -> float:
 
 
 def _best(tokens: int, able: Sequence[Scorer]) -> tuple[float, tuple[Segments, ...]]:
-    """Seconds and parts: as few machines as are not clearly slower than more of them."""
+    """Seconds and parts, with the fewest machines that are not clearly slower than more would be."""
     best_s = math.inf
     best: tuple[Segments, ...] = ()
     for count in range(1, min(len(able), limits.SMART_SCORERS) + 1):
@@ -169,25 +180,25 @@ def _best(tokens: int, able: Sequence[Scorer]) -> tuple[float, tuple[Segments, .
 
 
 def _divided(tokens: int, scorers: Sequence[Scorer]) -> tuple[Segments, ...]:
-    """Each by its pace, so that all are done at about the same time."""
-    # Two rounds: what a machine takes does not grow in proportion to its part.
+    """One part for each machine, by its speed, so that all finish at about the same time."""
+    # Two rounds, because a machine's time does not grow in proportion to its part.
     shares = [1 / len(scorers)] * len(scorers)
     for _ in range(2 if len(scorers) > 1 else 0):
-        paces = [
+        rates = [
             share / max(1e-9, scorer.seconds(max(1, round(tokens * share))))
             for scorer, share in zip(scorers, shares, strict=True)
         ]
-        shares = [pace / sum(paces) for pace in paces]
+        shares = [rate / sum(rates) for rate in rates]
     parts, first = [], 0.0
-    for place, (scorer, share) in enumerate(zip(scorers, shares, strict=True)):
-        last = 1.0 if place == len(scorers) - 1 else first + share
+    for index, (scorer, share) in enumerate(zip(scorers, shares, strict=True)):
+        last = 1.0 if index == len(scorers) - 1 else first + share
         parts.append(Segments(scorer, first, last, _count(scorer, round(tokens * (last - first)))))
         first = last
     return tuple(parts)
 
 
 def _count(scorer: Scorer, tokens: int) -> int:
-    """Segments that a machine needs, as no model reads more than its context at once."""
+    """Segments that a machine needs: no model reads more than its context at once."""
     room = scorer.context_tokens - AROUND_TOKENS
     if scorer.context_tokens <= 0 or tokens <= room:
         return 1

@@ -1,9 +1,8 @@
-"""What shared prefills really take on each machine, held against what its figures promise.
+"""How long each machine really takes for prefills, as a factor of the time that its own figures predict.
 
-Pure. Calibration at load looks at a device for a second or two; on a busy one it may be wrong by a third, and
-with it every balanced cut. What the machines then report of their parts tells, and it tells about all of them
-at the same time, which is what a cut depends on. It fades: a machine that was found slow is asked no more, so
-nothing else would ever find it fast again.
+Pure. Calibration at load measures a device for a second or two. On a busy device it may be wrong by a third,
+and then every balanced cut is wrong. The parts of shared prefills and of scoring measure all machines at the
+same time. A factor fades with time: a slow machine is asked for less, so no new measurement would correct it.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ from dataclasses import dataclass
 
 from fleetd import limits
 
-# Weight of the newest part in the moving average: the next prompt should already be cut better.
+# Weight of the newest measurement in the moving average: the next prompt should already be cut better.
 WEIGHT = 0.5
-# Whatever a machine reports of itself.
+# Bound of a factor, whatever a machine reports.
 MOST = 4.0
-# Shorter work says more about its beginning and its end.
+# Shorter work measures overhead more than speed.
 LEAST_S = 0.1
-# What was learned counts half after this long.
+# A factor's distance from 1 halves in this time.
 HALF_S = 300.0
-# Figures that changed by more than this were measured anew; what was learned of the old ones is void.
+# If a machine's own figure changed by more than this, it was measured again and the factor no longer holds.
 CHANGED = 1.5
 
 
@@ -33,9 +32,9 @@ class _LearnedSpeed:
 
 
 class SpeedCorrections:
-    """By machine and model: how many times as long as by its figures it takes; 1 until something is known.
+    """Factors by machine and model (its digest, or its name before that is known); 1 until one is measured.
 
-    ``token_s``: those figures, ``costs.PrefillSpeed.token_s``. ``now_s``: monotonic.
+    ``token_s``: the machine's own figure, ``costs.PrefillSpeed.token_s``. ``now_s``: monotonic seconds.
     """
 
     def __init__(self) -> None:
@@ -50,12 +49,12 @@ class SpeedCorrections:
     def ran(
         self, node_id: str, model: str, token_s: float, now_s: float, *, expected_s: float, took_s: float
     ) -> None:
-        """A part of a prefill was computed; ``expected_s`` by the machine's figures alone."""
+        """Record one measurement; ``expected_s`` is by the machine's own figures."""
         if expected_s < LEAST_S or took_s <= 0 or token_s <= 0:
             return
         known = self.factor(node_id, model, token_s, now_s)
         seen = min(MOST, max(1 / MOST, took_s / expected_s))
         self._learned.pop((node_id, model), None)
         self._learned[node_id, model] = _LearnedSpeed(known + WEIGHT * (seen - known), token_s, now_s)
-        if len(self._learned) > limits.PACES:
+        if len(self._learned) > limits.SPEED_CORRECTIONS:
             del self._learned[next(iter(self._learned))]

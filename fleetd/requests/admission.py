@@ -1,16 +1,18 @@
-"""This machine as others may use it: what it shows them, how many requests it takes, and how each ended."""
+"""Requests of other machines: which of this machine's models they may use, how many run, how each ended."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from fleetd.errors import Draining, FleetError, Overloaded
+from fleetd.errors import Draining, FleetError, ModelNotFound, Overloaded
+from fleetd.models.folder import ModelFolder
+from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import Card
-from fleetd.requests.model_by_digest import Models, model_by_digest
 
 log = get_logger("fleetd.serving")
 
@@ -20,18 +22,19 @@ OutcomeObserver = Callable[[Kind, str], None]
 
 @dataclass(frozen=True, slots=True)
 class ServingContext:
-    """``own_card``: what this machine has told others; only models that it shows may be asked for.
+    """``own_card``: what this machine tells others; they may ask only for models on it.
 
-    ``finished`` is told the kind of each request and how it ended: "done", "cancelled" or an error's code.
+    ``finished`` is called with the kind of each request and how it ended: "done", "cancelled" or an error's
+    code.
     """
 
-    models: Models
+    models: ModelStore
     own_card: Callable[[], Card]
     draining: Callable[[], bool]
     finished: OutcomeObserver = lambda kind, outcome: None
 
-    async def holding(self, model: str, digest: str) -> Any:
-        """``held.model_by_digest``."""
+    async def holding(self, model: str, digest: str) -> ModelFolder:
+        """The folder of a model that this machine shows to others. Raises ModelNotFound."""
         return await model_by_digest(self.models, self.own_card(), model, digest)
 
     def admit(self) -> None:
@@ -42,14 +45,14 @@ class ServingContext:
 
 @dataclass(slots=True)
 class ServedRequest:
-    """One request. Whoever made it may be gone as soon as it has what it came for: ``done`` is said then."""
+    """One request. ``done`` is set once the other machine has its result: it may hang up before the end."""
 
     done: bool = False
 
 
 @dataclass
 class ConcurrencyLimit:
-    """Requests of one kind: ``most`` at once, and what is said to the next: "helps with 2 prompts"."""
+    """At most ``most`` requests of one kind at once. ``busy`` is told to the next: "helps with 2 prompts"."""
 
     host: ServingContext
     kind: Kind
@@ -76,3 +79,11 @@ class ConcurrencyLimit:
             outcome = failure or ("done" if visit.done else "cancelled")
             self.host.finished(self.kind, outcome)
             log.info("served", kind=self.kind, peer=peer[:7], request=request_id, outcome=outcome)
+
+
+async def model_by_digest(models: ModelStore, card: Card, model: str, digest: str) -> ModelFolder:
+    """The folder that ``card`` shows with this digest; its name here may be another. Raises ModelNotFound."""
+    name = next((m.name for m in card.models if m.digest == digest), None)
+    if name is None:
+        raise ModelNotFound(f"This machine does not have these files of {model} (any more).")
+    return await asyncio.to_thread(models.resolve, name)

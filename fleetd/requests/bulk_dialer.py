@@ -1,4 +1,4 @@
-"""Ways to other machines, as jobs use them: opening sealed streams, and how fast one is going to be."""
+"""Sealed streams to other machines: opening them, and how fast one will be."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class BulkDialer:
         self._node = node
 
     def expect(self) -> AbstractContextManager[Expected]:
-        """Invite one visitor, for as long as the context lasts. Raises Overloaded."""
+        """Accept one connection with a ticket, while the context lasts. Raises Overloaded."""
         return self._node.bulk.expect()
 
     async def connect(self, node_id: str, invited: Invitation) -> socket.socket:
-        """To where a member expects this machine, over the best way for bulk, else over the others.
+        """Connect to a member that expects this machine: over its best path for bulk data, else over others.
 
-        Raises PeerUnreachable, or NotFound for a stranger.
+        Raises PeerUnreachable, or NotFound if no address is known.
         """
         error: FleetError | None = None
         for address in self._node.bulk_addresses(node_id):
@@ -35,7 +35,7 @@ class BulkDialer:
         raise error or NotFound(f"No address of {self._node.name_of(node_id)} is known.")
 
     def best(self, node_id: str) -> PeerPath | None:
-        """The way that a stream would take; None where none works."""
+        """The path that a stream would take; None if none works."""
         peer = self._node.mesh.peers.get(node_id)
         address = peer.paths.best_for_bulk() if peer is not None else None
         return peer.paths.get(address) if peer is not None and address is not None else None

@@ -1,4 +1,4 @@
-"""What jobs share of waiting: for several things at once, with signs of life, for tasks to end."""
+"""Ways to wait: for several coroutines at once, with heartbeats, and for cancelled tasks to end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _END: Any = object()
 
 
 async def gather_or_cancel(*work: Coroutine[Any, Any, _T]) -> list[_T]:
-    """All results in order. The first failure ends the others and is raised as it is."""
+    """All results in order. The first failure cancels the others and is raised as it is."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(each) for each in work]
@@ -26,7 +26,7 @@ async def gather_or_cancel(*work: Coroutine[Any, Any, _T]) -> list[_T]:
 async def with_heartbeats(
     events: AsyncGenerator[_T, None], every_s: float
 ) -> AsyncGenerator[_T | None, None]:
-    """The events, and None whenever none came for so long. The caller closes ``events``."""
+    """The events, and None after each ``every_s`` seconds without one. The caller closes ``events``."""
     pending: asyncio.Task[_T] | None = None
     try:
         while True:

@@ -39,9 +39,9 @@ from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.message_reader import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.requests.admission import model_by_digest
 from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.message_codec import Digest, encode
-from fleetd.requests.model_by_digest import model_by_digest
 from fleetd.requests.placement import canonical
 
 log = get_logger("fleetd.copies")
@@ -192,5 +192,4 @@ class ModelCopies:
             self._given -= 1
 
     async def _holding(self, digest: str) -> ModelFolder:
-        folder: ModelFolder = await model_by_digest(self._models, self._own_card(), "that model", digest)
-        return folder
+        return await model_by_digest(self._models, self._own_card(), "that model", digest)

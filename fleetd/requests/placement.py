@@ -1,53 +1,29 @@
-"""Which machine a job runs on: the fleet's cards as candidates, the planner's choice, and its reasons.
+"""Which machine a request runs on: the members as candidates, the planner's choice, and its reasons.
 
-A job that has to stay, or a machine without others, never gets here as far as the planner: it runs here.
+A request that must stay runs here, and so does every request without a fleet; the planner is not asked then.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from fleetd.errors import FleetError, NoMachine
+from fleetd.errors import EngineError, FleetError, NoMachine, PeerError
 from fleetd.models.catalog import find
 from fleetd.p2p.membership.cards import Card
-from fleetd.plan.affinity import Affinity, chain
-from fleetd.plan.route import SELF, Candidate, Holding, Ranked, RouteQuestion, route
+from fleetd.plan.refusals import THIS_NODE
+from fleetd.plan.route import Candidate, Ranked, RouteQuestion, route
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, Exactness, Job, Planned
+from fleetd.requests.members import Member, Members, eligible
 from fleetd.requests.remote import Stream
 
-# An answer whose length is left open.
+# Assumed length of an answer without a limit.
 _ANSWER_TOKENS = 256
-THIS_NODE = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Member:
-    """A machine of the fleet as placing sees it. ``reach``: ``route.USABLE``, or why it is not.
-
-    ``bytes_per_s``: what may be relied on of the way that streams to it would take.
-    """
-
-    card: Card
-    name: str
-    reach: str
-    sees_prompts: bool
-    rtt_s: float
-    bytes_per_s: float = 0.0
-
-
-class Others(Protocol):
-    """The rest of the fleet."""
-
-    def machines(self) -> Iterable[Member]: ...
-    def request(self, node_id: str, method: str, body: bytes) -> Stream: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """``node_id`` is THIS_NODE or a peer's; ``digest``: of the files that it would run, "" where unknown."""
+    """``node_id`` is THIS_NODE or a peer's. ``digest``: of the files that it would run, "" if unknown."""
 
     node_id: str
     planned: Planned
@@ -56,16 +32,12 @@ class Placement:
 
 class Placer:
     """Args:
-    own_card: what this machine tells others of itself now.
-    local_only: by the settings, no prompt leaves this machine.
+    request: begins a request at another machine: its id, a method and a body.
     """
 
-    def __init__(self, others: Others, own_card: Callable[[], Card], *, local_only: bool = False) -> None:
-        self.others = others
-        self._own_card = own_card
-        self._local_only = local_only
-        self._affinity = Affinity()
-        self._key = os.urandom(16)
+    def __init__(self, members: Members, request: Callable[[str, str, bytes], Stream]) -> None:
+        self.request = request
+        self._members = members
 
     def choose(
         self,
@@ -83,45 +55,44 @@ class Placer:
             here: the model's files are on this machine.
             can_pull: they are not, but this machine fetches them by itself.
             tried: where it failed already.
-            why: what was wrong there, or why the model is not here; raised where nothing else is left.
+            why: the failure there, or why the model is not here; raised if no machine is left.
         """
         reason = str(why) if why is not None and tried else ""
         staying = Placement(THIS_NODE, Planned("local", LOCAL.nodes, LOCAL.exactness, reason))
         possible = (here or can_pull) and THIS_NODE not in tried
-        if job.local_only or self._local_only:
+        if job.local_only or self._members.local_only:
             if possible:
                 return staying
             raise why or NoMachine(f"{name} is not on this machine, and this request stays here.")
-        machines = list(self.others.machines())
-        if not machines and possible:
+        others = self._members.others("answer")
+        if not others and possible:
             return staying
-        ranked = self.rank(job, name, machines, here=here, can_pull=can_pull, tried=tried)
+        ranked = self.rank(job, name, others, here=here, can_pull=can_pull, tried=tried)
         if not ranked.placements:
             if possible:
-                # Its engine knows best what it can hold, and says it with the figures.
+                # Its engine knows its memory best, and refuses with the figures.
                 return staying
-            raise self._nowhere(name, ranked, why, tried=bool(tried))
+            raise self._no_machine(name, ranked, why, tried=bool(tried))
         best = ranked.placements[0]
         if best.node_id == THIS_NODE:
             return staying
-        card = next(machine.card for machine in machines if machine.card.node_id == best.node_id)
-        exactness: Exactness = "exact" if alike(self._own_card(), card, name) else "plan"
+        card = next(member.card for member in others if member.node_id == best.node_id)
+        exactness: Exactness = "exact" if alike(self._members.here().card, card, name) else "plan"
         return Placement(best.node_id, Planned("remote", (best.name,), exactness, reason), best.digest)
 
     def rank(
         self,
         job: Job,
         name: str,
-        machines: Iterable[Member],
+        others: Sequence[Member],
         *,
         here: bool,
         can_pull: bool,
         tried: frozenset[str],
     ) -> Ranked:
         """Every machine, priced or refused."""
-        own = self._own_card()
         text = job.prompt_text
-        links = chain(text, self._key)
+        links = self._members.affinity.links(text)
         ask = RouteQuestion(
             name,
             prompt_tokens=len(text) // CHARS_PER_TOKEN,
@@ -129,58 +100,42 @@ class Placer:
             digest=job.digest,
             exclude=tried,
         )
-        mine = candidate(own, name, node_id=THIS_NODE, title="this machine", reach=SELF, can_pull=can_pull)
-        if not here:
-            mine = _without(mine)
-        candidates = [
-            mine,
-            *(
-                candidate(
-                    machine.card,
-                    name,
-                    node_id=machine.card.node_id,
-                    title=machine.name,
-                    reach=machine.reach,
-                    sees_prompts=machine.sees_prompts,
-                    rtt_s=machine.rtt_s,
-                )
-                for machine in machines
-            ),
-        ]
 
-        def with_cache(c: Candidate) -> Candidate:
-            chars = self._affinity.cached_chars(c.node_id, name, links)
-            return replace(c, cached_tokens=chars // CHARS_PER_TOKEN)
+        def of(member: Member) -> Candidate:
+            chars = self._members.affinity.cached_chars(member.node_id, name, links)
+            # This machine's card may be older than its files.
+            missing = member.here and not here
+            return candidate(member, "" if missing else name, can_pull and member.here, chars)
 
-        return route(ask, map(with_cache, candidates))
+        return route(ask, map(of, [self._members.here(), *others]))
 
-    def computed(self, node_id: str, name: str, job: Job) -> None:
-        """A machine has answered: the next turn of this conversation is cheapest there."""
-        self._affinity.computed(node_id, name, chain(job.prompt_text, self._key))
+    def failed(self, node_id: str, error: FleetError) -> None:
+        """Another machine did not answer; the next requests go elsewhere for a while if they can."""
+        if node_id != THIS_NODE and isinstance(error, PeerError | EngineError):
+            self._members.failed(node_id, "answer", error)
 
     @staticmethod
-    def _nowhere(name: str, ranked: Ranked, why: FleetError | None, *, tried: bool) -> FleetError:
-        telling = [
-            r.sentence
-            for r in ranked.rejected
-            if r.node_id != THIS_NODE and r.code not in ("absent", "tried")
+    def _no_machine(name: str, ranked: Ranked, why: FleetError | None, *, tried: bool) -> FleetError:
+        reasons = [
+            rejected.refusal.sentence
+            for rejected in ranked.rejected
+            if rejected.node_id != THIS_NODE and rejected.refusal.code not in ("absent", "tried")
         ]
-        if why is not None and (tried or not telling):
+        if why is not None and (tried or not reasons):
             return why
         return NoMachine(
-            f"No machine of the fleet can run {name} now: {' '.join(telling) or 'none has it.'}",
+            f"No machine of the fleet can run {name} now: {' '.join(reasons) or 'none has it.'}",
             hint="`fleetctl peers` shows what each machine has.",
             param="model",
         )
 
 
 def alike(own: Card, other: Card, model: str) -> bool:
-    """Whether both have measured that they compute the same bytes from the same files.
+    """True if both have measured that they compute the same bytes from the same files.
 
-    Unknown while one of them has never loaded the model.
+    False while one of them has never loaded the model.
     """
-    found = [next((m for m in card.models if m.name == model), None) for card in (own, other)]
-    mine, theirs = found
+    mine, theirs = (next((m for m in card.models if m.name == model), None) for card in (own, other))
     return (
         mine is not None
         and theirs is not None
@@ -189,57 +144,39 @@ def alike(own: Card, other: Card, model: str) -> bool:
     )
 
 
-def candidate(
-    card: Card,
-    model: str,
-    *,
-    node_id: str,
-    title: str,
-    reach: str,
-    sees_prompts: bool = True,
-    rtt_s: float = 0.0,
-    can_pull: bool = False,
-) -> Candidate:
-    """A card as the planner wants it."""
-    held = next((m for m in card.models if m.name == model), None)
-    holding = (
-        None
-        if held is None
-        else Holding(
-            digest=held.digest,
-            state=held.state,
-            weights_bytes=held.weights_bytes,
-            memory_bytes=held.memory_bytes,
-            prefill_tok_s=held.prefill_tok_s,
-            decode_tok_s=held.decode_tok_s,
-            roles=tuple(held.roles),
-        )
-    )
-    machine = card.machine
-    return Candidate(
-        node_id=node_id,
-        name=title,
-        reach=reach,
-        sees_prompts=sees_prompts,
-        chip=machine.chip,
-        accelerator=machine.accelerator,
-        cores=machine.cores,
-        memory_bytes=machine.memory_bytes,
+def candidate(member: Member, model: str, can_pull: bool = False, cached_chars: int = 0) -> Candidate:
+    """A member as the planner needs it for a model, by its name."""
+    card, facts, found = member.card, member.card.machine, member.model(model)
+    bare = Candidate(
+        node_id=member.node_id,
+        name=member.name,
+        refusal=eligible(member, even_left_out=True),
+        left_out=bool(member.left_out),
+        chip=facts.chip,
+        accelerator=facts.accelerator,
+        cores=facts.cores,
+        memory_bytes=facts.memory_bytes,
         available_bytes=card.available_bytes,
         evictable_bytes=card.evictable_bytes,
-        rtt_s=rtt_s,
+        rtt_s=member.rtt_s,
         running=card.running,
         waiting=card.waiting,
         max_streams=card.max_streams,
-        draining=card.draining,
-        model=holding,
         can_pull=can_pull,
+        cached_tokens=cached_chars // CHARS_PER_TOKEN,
     )
-
-
-def _without(mine: Candidate) -> Candidate:
-    """This machine's card may be a moment older than the files."""
-    return replace(mine, model=None)
+    if found is None:
+        return bare
+    return replace(
+        bare,
+        state=found.state,
+        digest=found.digest,
+        weights_bytes=found.weights_bytes,
+        needed_bytes=found.memory_bytes,
+        prefill_tok_s=found.prefill_tok_s,
+        decode_tok_s=found.decode_tok_s,
+        roles=tuple(found.roles),
+    )
 
 
 def canonical(ref: str) -> str:

@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from fleetd import limits
@@ -42,10 +43,12 @@ from fleetd.errors import (
 from fleetd.ledger import Ledger, Reservation
 from fleetd.observe import get_logger
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests import remote
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
-from fleetd.requests.placement import THIS_NODE, Placement, Placer, canonical
+from fleetd.requests.members import Members
+from fleetd.requests.placement import Placement, Placer, canonical
 from fleetd.requests.progress import Gauges, RequestProgress
 from fleetd.requests.pulls import ModelSource, Pulls
 from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
@@ -119,6 +122,7 @@ class Runner:
         smart: shortens prompts that ask for it; without, they are read whole.
         drafting: finds drafters for answers that are decoded here.
         speeds: told what each answer that was computed here took.
+        members: told which machine answered.
     """
 
     def __init__(
@@ -136,6 +140,7 @@ class Runner:
         smart: SmartPrefill | None = None,
         drafting: DrafterService | None = None,
         speeds: ModelSpeeds | None = None,
+        members: Members | None = None,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -151,6 +156,7 @@ class Runner:
         self._smart = smart
         self._drafting = drafting
         self._speeds = speeds or ModelSpeeds()
+        self._members = members or Members()
         self._monotonic = monotonic
         self._now = now
         self._open = 0
@@ -270,13 +276,13 @@ class Runner:
                 async with aclosing(self._source(job, located, choice, arrived_s)) as events:
                     async for event in events:
                         answering = answering or isinstance(event, Delta | ToolCall)
-                        if isinstance(event, Finished) and self._placing is not None:
-                            self._placing.computed(choice.node_id, located.name, job)
-                        if isinstance(event, Finished) and self._smart is not None and job.smart is not None:
-                            self._smart.finished(job, choice.node_id)
+                        if isinstance(event, Finished):
+                            self._members.answered(choice.node_id, located.name, job)
                         yield event
             except FleetError as failure:
                 error = _of(failure, choice)
+                if self._placing is not None:
+                    self._placing.failed(choice.node_id, failure)
                 tried.add(choice.node_id)
                 if answering or isinstance(error, _DETERMINISTIC) or len(tried) >= limits.ATTEMPTS:
                     raise error from failure
@@ -293,9 +299,8 @@ class Runner:
     ) -> AsyncGenerator[Planned | Loading | Event, None]:
         traced = self._smart is not None and job.smart is not None
         if choice.node_id != THIS_NODE and self._placing is not None:
-            others, node_id = self._placing.others, choice.node_id
             events = remote.run(
-                lambda method, body: others.request(node_id, method, body),
+                partial(self._placing.request, choice.node_id),
                 job,
                 located.name,
                 choice.digest,

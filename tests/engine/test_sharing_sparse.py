@@ -108,7 +108,7 @@ def payload(split: Split, **positions: int) -> Any:
     """What home sends, with some of the positions changed: ``at0=5`` is the first one."""
     kept = kept_of(split)
     assert kept is not None
-    found = Slots.of(prompt(split.span + 1), kept).payload.copy()
+    found = Slots.of(prompt(split.prompt_span + 1), kept).payload.copy()
     for at, position in positions.items():
         found[int(at.removeprefix("at")), 1] = position
     return found
@@ -164,10 +164,10 @@ def test_a_hash_stands_for_positions_too(llama: Any) -> None:
     run.check(run.local(caches, done).cache)
 
 
-@pytest.mark.parametrize("span", [97, 40])
-def test_a_span_that_leaves_nothing_out_is_no_split(span: int) -> None:
+@pytest.mark.parametrize("prompt_span", [97, 40])
+def test_a_span_that_leaves_nothing_out_is_no_split(prompt_span: int) -> None:
     with pytest.raises(InvalidValue, match="left out"):
-        checked(Split("layers", (0, 2, 4), LAYERS, 0, 97, 32, span))
+        checked(Split("layers", (0, 2, 4), LAYERS, 0, 97, 32, prompt_span))
 
 
 def test_a_split_of_other_tokens_is_refused(llama: Any) -> None:

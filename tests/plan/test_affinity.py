@@ -13,7 +13,7 @@ TURN = "x" * (3 * BLOCK_CHARS)
 
 
 def test_the_next_turn_is_known_where_the_last_one_ran() -> None:
-    seen = Affinity()
+    seen = Affinity(KEY)
     seen.computed("a", "m", chain(TURN, KEY))
     longer = chain(TURN + "y" * BLOCK_CHARS, KEY)
     assert seen.cached_chars("a", "m", longer) == 3 * BLOCK_CHARS
@@ -23,7 +23,7 @@ def test_the_next_turn_is_known_where_the_last_one_ran() -> None:
 
 @given(st.text(max_size=4 * BLOCK_CHARS), st.text(max_size=4 * BLOCK_CHARS))
 def test_no_more_counts_than_the_two_have_in_common(first: str, second: str) -> None:
-    seen = Affinity()
+    seen = Affinity(KEY)
     seen.computed("a", "m", chain(first, KEY))
     common = next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b),
@@ -35,13 +35,13 @@ def test_no_more_counts_than_the_two_have_in_common(first: str, second: str) -> 
 
 def test_a_block_counts_only_behind_the_same_beginning() -> None:
     same_end = "z" * BLOCK_CHARS
-    seen = Affinity()
+    seen = Affinity(KEY)
     seen.computed("a", "m", chain("1" * BLOCK_CHARS + same_end, KEY))
     assert seen.cached_chars("a", "m", chain("2" * BLOCK_CHARS + same_end, KEY)) == 0
 
 
 def test_what_is_remembered_is_bounded_and_the_oldest_goes_first() -> None:
-    seen = Affinity()
+    seen = Affinity(KEY)
     old = chain(TURN, KEY)
     seen.computed("a", "m", old)
     for number in range(affinity.REMEMBERED_BLOCKS // 64 + 1):

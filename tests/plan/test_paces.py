@@ -69,7 +69,7 @@ def test_what_is_too_short_or_senseless_teaches_nothing(expected_s: float, took_
 
 def test_machines_and_models_that_are_long_gone_are_forgotten() -> None:
     paces = SpeedCorrections()
-    for number in range(limits.PACES + 1):
+    for number in range(limits.SPEED_CORRECTIONS + 1):
         ran(paces, 8.0, node=str(number))
     assert factor(paces, node="0") == 1.0
     assert factor(paces, node="1") == 1.5

@@ -11,13 +11,11 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.limits import GIB
+from fleetd.plan.refusals import Refusal
 from fleetd.plan.route import (
     ADVANTAGE,
     PULL_S,
-    SELF,
-    USABLE,
     Candidate,
-    Holding,
     Ranked,
     RouteQuestion,
     price,
@@ -25,32 +23,38 @@ from fleetd.plan.route import (
 )
 
 ASK = RouteQuestion("qwen3-8b", prompt_tokens=2000, max_tokens=200)
-HELD = Holding("d1", "loaded", 4 * GIB, 6 * GIB, prefill_tok_s=400.0, decode_tok_s=40.0, roles=("chat",))
+HELD: dict[str, Any] = {
+    "digest": "d1",
+    "state": "loaded",
+    "weights_bytes": 4 * GIB,
+    "needed_bytes": 6 * GIB,
+    "prefill_tok_s": 400.0,
+    "decode_tok_s": 40.0,
+    "roles": ("chat",),
+}
 
 
 def here(**fields: Any) -> Candidate:
-    return replace(peer("", SELF), name="this machine", **fields)
+    return replace(peer(""), name="this", **fields)
 
 
-def peer(node_id: str, reach: str = USABLE, **fields: Any) -> Candidate:
+def peer(node_id: str, **fields: Any) -> Candidate:
     base = Candidate(
         node_id=node_id,
         name=node_id,
-        reach=reach,
-        sees_prompts=True,
         chip="Apple M2 Max",
         accelerator="metal",
         cores=12,
         memory_bytes=64 * GIB,
         available_bytes=40 * GIB,
         max_streams=4,
-        model=HELD,
+        **HELD,
     )
     return replace(base, **fields)
 
 
-def speed(factor: float) -> Holding:
-    return replace(HELD, prefill_tok_s=400.0 * factor, decode_tok_s=40.0 * factor)
+def speed(factor: float) -> dict[str, float]:
+    return {"prefill_tok_s": 400.0 * factor, "decode_tok_s": 40.0 * factor}
 
 
 def order(ranked: Ranked) -> list[str]:
@@ -59,32 +63,32 @@ def order(ranked: Ranked) -> list[str]:
 
 def why(ranked: Ranked, node_id: str) -> tuple[str, str]:
     (found,) = [r for r in ranked.rejected if r.node_id == node_id]
-    return found.code, found.sentence
+    return found.refusal.code, found.refusal.sentence
 
 
 # ---- Who is first ----------------------------------------------------------------------------------------
 
 
 def test_the_machine_that_finishes_first() -> None:
-    assert order(route(ASK, [here(), peer("a", model=speed(2)), peer("b", model=speed(4))])) == ["b", "a", ""]
+    assert order(route(ASK, [here(), peer("a", **speed(2)), peer("b", **speed(4))])) == ["b", "a", ""]
 
 
 def test_prompts_and_answers_weigh_as_they_take() -> None:
-    reader = peer("reader", model=replace(HELD, prefill_tok_s=4000.0, decode_tok_s=20.0))
-    writer = peer("writer", model=replace(HELD, prefill_tok_s=200.0, decode_tok_s=100.0))
+    reader = peer("reader", prefill_tok_s=4000.0, decode_tok_s=20.0)
+    writer = peer("writer", prefill_tok_s=200.0, decode_tok_s=100.0)
     assert order(route(RouteQuestion("m", 50_000, 50), [reader, writer])) == ["reader", "writer"]
     assert order(route(RouteQuestion("m", 50, 2000), [reader, writer])) == ["writer", "reader"]
 
 
 @pytest.mark.parametrize(("faster", "first"), [(1.05, ""), (1.10, ""), (1.12, "a"), (2, "a"), (0.5, "")])
 def test_this_machine_wins_unless_another_is_clearly_faster(faster: float, first: str) -> None:
-    assert order(route(ASK, [peer("a", model=speed(faster)), here()]))[0] == first
+    assert order(route(ASK, [peer("a", **speed(faster)), here()]))[0] == first
 
 
 def test_loaded_beats_loading_beats_installed() -> None:
     machines = [
-        peer("installed", model=replace(HELD, state="installed")),
-        peer("loading", model=replace(HELD, state="loading")),
+        peer("installed", state="installed"),
+        peer("loading", state="loading"),
         peer("loaded"),
     ]
     ranked = route(ASK, machines)
@@ -94,7 +98,7 @@ def test_loaded_beats_loading_beats_installed() -> None:
 
 
 def test_a_queue_is_waited_for() -> None:
-    assert order(route(ASK, [peer("a", waiting=20, max_streams=1), peer("b", model=speed(0.2))])) == [
+    assert order(route(ASK, [peer("a", waiting=20, max_streams=1), peer("b", **speed(0.2))])) == [
         "b",
         "a",
     ]
@@ -106,15 +110,15 @@ def test_answers_that_run_already_slow_another_one() -> None:
 
 def test_equal_machines_come_by_their_ids_and_this_one_first() -> None:
     # So fast that both prices are nothing.
-    fast = replace(HELD, prefill_tok_s=1e12, decode_tok_s=1e12)
+    fast = {"prefill_tok_s": 1e12, "decode_tok_s": 1e12}
     nothing = RouteQuestion("m", 0, 0)
-    machines = [peer("b", model=fast), peer("a", model=fast), here(model=fast)]
+    machines = [peer("b", **fast), peer("a", **fast), here(**fast)]
     assert order(route(nothing, machines)) == ["", "a", "b"]
 
 
 def test_attack_a_speed_so_small_that_prices_overflow() -> None:
-    crawl = replace(HELD, prefill_tok_s=5e-324, decode_tok_s=5e-324)
-    ranked = route(ASK, [peer("a", model=crawl, waiting=3), peer("b", model=crawl), peer("c")])
+    crawl = {"prefill_tok_s": 5e-324, "decode_tok_s": 5e-324}
+    ranked = route(ASK, [peer("a", **crawl, waiting=3), peer("b", **crawl), peer("c")])
     assert order(ranked) == ["c", "b", "a"]
     assert all(placement.price.total_s < 1e9 for placement in ranked.placements)
 
@@ -136,14 +140,14 @@ def test_this_machine_needs_no_network() -> None:
 
 
 def test_speeds_that_nobody_measured_come_from_the_chip() -> None:
-    unmeasured = replace(HELD, prefill_tok_s=0.0, decode_tok_s=0.0)
-    big = peer("big", chip="Apple M3 Ultra", model=unmeasured)
-    small = peer("small", chip="Apple M1", model=unmeasured)
+    unmeasured = {"prefill_tok_s": 0.0, "decode_tok_s": 0.0}
+    big = peer("big", chip="Apple M3 Ultra", **unmeasured)
+    small = peer("small", chip="Apple M1", **unmeasured)
     ranked = route(ASK, [small, big])
     assert order(ranked) == ["big", "small"]
     assert all(p.price.modelled for p in ranked.placements)
     # A measured figure replaces only what it measured.
-    half = price(ASK, peer("a", model=replace(unmeasured, decode_tok_s=40.0)))
+    half = price(ASK, peer("a", prefill_tok_s=0.0))
     assert (half.decode_s, half.modelled) == (5.0, True)
 
 
@@ -151,30 +155,30 @@ def test_speeds_that_nobody_measured_come_from_the_chip() -> None:
 
 
 def test_only_machines_with_the_files_that_are_here_compete() -> None:
-    other = replace(speed(9), digest="d2")
-    ranked = route(ASK, [here(), peer("same", model=speed(2)), peer("other", model=other)])
+    other = {**speed(9), "digest": "d2"}
+    ranked = route(ASK, [here(), peer("same", **speed(2)), peer("other", **other)])
     assert order(ranked) == ["same", ""]
     assert why(ranked, "other") == ("other_files", "other has other files under the name qwen3-8b.")
     assert [p.digest for p in ranked.placements] == ["d1", "d1"]
 
 
 def test_what_is_here_decides_even_where_it_cannot_run_here() -> None:
-    here_installed = here(model=replace(HELD, state="installed"), available_bytes=GIB)
-    other = replace(speed(9), digest="d2")
-    ranked = route(ASK, [here_installed, peer("same"), peer("other", model=other)])
+    here_installed = here(state="installed", available_bytes=GIB)
+    other = {**speed(9), "digest": "d2"}
+    ranked = route(ASK, [here_installed, peer("same"), peer("other", **other)])
     assert order(ranked) == ["same"]
-    ranked = route(replace(ASK, exclude=frozenset({""})), [here(), peer("same"), peer("other", model=other)])
+    ranked = route(replace(ASK, exclude=frozenset({""})), [here(), peer("same"), peer("other", **other)])
     assert order(ranked) == ["same"]
 
 
 def test_files_here_that_are_not_hashed_yet_may_be_any() -> None:
-    ranked = route(ASK, [here(model=replace(HELD, digest="")), peer("a", model=speed(9))])
+    ranked = route(ASK, [here(digest=""), peer("a", **speed(9))])
     assert order(ranked) == [""]
     assert why(ranked, "a")[0] == "other_files"
 
 
 def test_a_peer_that_has_not_hashed_its_files_waits_until_it_has() -> None:
-    ranked = route(ASK, [here(), peer("a", model=replace(speed(9), digest=""))])
+    ranked = route(ASK, [here(), peer("a", **speed(9), digest="")])
     assert order(ranked) == [""]
     assert why(ranked, "a") == (
         "files_unknown",
@@ -184,15 +188,15 @@ def test_a_peer_that_has_not_hashed_its_files_waits_until_it_has() -> None:
 
 def test_of_several_models_with_one_name_the_group_of_the_best_price() -> None:
     machines = [
-        peer("a", model=replace(speed(1), digest="d1")),
-        peer("b", model=replace(speed(3), digest="d2")),
-        peer("c", model=replace(speed(0.5), digest="d2")),
-        peer("d", model=replace(speed(2), digest="")),
-        peer("e", model=replace(speed(2), digest="")),
+        peer("a", **speed(1), digest="d1"),
+        peer("b", **speed(3), digest="d2"),
+        peer("c", **speed(0.5), digest="d2"),
+        peer("d", **speed(2), digest=""),
+        peer("e", **speed(2), digest=""),
     ]
     ranked = route(ASK, machines)
     assert order(ranked) == ["b", "c"]
-    assert {r.node_id: r.code for r in ranked.rejected} == {
+    assert {r.node_id: r.refusal.code for r in ranked.rejected} == {
         "a": "other_files",
         "d": "files_unknown",
         "e": "files_unknown",
@@ -202,7 +206,7 @@ def test_of_several_models_with_one_name_the_group_of_the_best_price() -> None:
 
 
 def test_a_digest_that_was_asked_for() -> None:
-    machines = [here(), peer("a", model=replace(HELD, digest="d2")), peer("b", model=None, can_pull=True)]
+    machines = [here(), peer("a", digest="d2"), peer("b", state="absent", can_pull=True)]
     ranked = route(replace(ASK, digest="d2"), machines)
     assert order(ranked) == ["a"]
     assert why(ranked, "")[0] == "other_files"
@@ -210,53 +214,52 @@ def test_a_digest_that_was_asked_for() -> None:
 
 
 def test_whoever_would_have_to_fetch_the_model_comes_last() -> None:
-    puller = here(model=None, can_pull=True)
-    slow = peer("a", model=speed(0.01), rtt_s=1.0)
+    puller = here(state="absent", can_pull=True)
+    slow = peer("a", **speed(0.01), rtt_s=1.0)
     assert price(ASK, slow).total_s > PULL_S
     ranked = route(ASK, [puller, slow])
     assert order(ranked) == ["a", ""]
     assert ranked.placements[1].digest == ""
-    assert order(route(ASK, [puller, peer("a", model=None)])) == [""]
-    assert order(route(ASK, [here(), peer("a", model=None, can_pull=True)])) == [""]
+    assert order(route(ASK, [puller, peer("a", state="absent")])) == [""]
+    assert order(route(ASK, [here(), peer("a", state="absent", can_pull=True)])) == [""]
 
+
+PRIVATE = Refusal("private", "a may not see prompts.")
+STOPPING = Refusal("draining", "this is stopping.")
 
 # ---- Why not ---------------------------------------------------------------------------------------------
-
-INSTALLED = replace(HELD, state="installed")
 
 
 @pytest.mark.parametrize(
     ("candidate", "ask", "code", "sentence"),
     [
         (peer("a"), {"exclude": frozenset({"a"})}, "tried", "a was tried already."),
-        (peer("a", sees_prompts=False), {}, "private", "a may not see prompts."),
-        (peer("a", "quiet for 4 s."), {}, "unusable", "a cannot be used: quiet for 4 s."),
-        (peer("a", draining=True), {}, "draining", "a is stopping."),
-        (here(draining=True), {}, "draining", "this machine is stopping."),
-        (peer("a", model=None), {}, "absent", "a does not have qwen3-8b."),
+        (peer("a", refusal=PRIVATE), {}, "private", "a may not see prompts."),
+        (here(refusal=STOPPING), {}, "draining", "this is stopping."),
+        (peer("a", state="absent"), {}, "absent", "a does not have qwen3-8b."),
         (
-            peer("a", model=replace(HELD, roles=("embedding", "draft"))),
+            peer("a", roles=("embedding", "draft")),
             {},
             "wrong_role",
             "qwen3-8b on a is for embedding, draft, not for chat.",
         ),
         (
-            peer("a", model=INSTALLED, memory_bytes=4 * GIB, available_bytes=3 * GIB),
+            peer("a", state="installed", memory_bytes=4 * GIB, available_bytes=3 * GIB),
             {},
             "too_small",
             "a has 4.0 GiB of memory; qwen3-8b needs 6.0 GiB.",
         ),
         (
-            peer("a", model=INSTALLED, available_bytes=3 * GIB, evictable_bytes=GIB),
+            peer("a", state="installed", available_bytes=3 * GIB, evictable_bytes=GIB),
             {},
             "no_memory",
             "a has 4.0 GiB of memory free; qwen3-8b needs 6.0 GiB.",
         ),
         (
-            here(model=INSTALLED, available_bytes=GIB),
+            here(state="installed", available_bytes=GIB),
             {},
             "no_memory",
-            "this machine has 1.0 GiB of memory free; qwen3-8b needs 6.0 GiB.",
+            "this has 1.0 GiB of memory free; qwen3-8b needs 6.0 GiB.",
         ),
         (
             peer("a", waiting=limits.QUEUED_REQUESTS),
@@ -278,11 +281,10 @@ def test_every_reason_is_a_sentence(
     "candidate",
     [
         peer("a", waiting=limits.QUEUED_REQUESTS - 1),
-        peer("a", model=INSTALLED, available_bytes=6 * GIB),
-        peer("a", model=INSTALLED, available_bytes=2 * GIB, evictable_bytes=4 * GIB),
+        peer("a", state="installed", available_bytes=6 * GIB),
+        peer("a", state="installed", available_bytes=2 * GIB, evictable_bytes=4 * GIB),
         peer("a", available_bytes=0),  # it is loaded
-        peer("a", model=replace(HELD, roles=())),
-        here(sees_prompts=False),
+        peer("a", roles=()),
     ],
 )
 def test_what_just_is_good_enough(candidate: Candidate) -> None:
@@ -295,25 +297,13 @@ def test_nobody_at_all() -> None:
 
 # ---- Whatever the fleet looks like -----------------------------------------------------------------------
 
-holdings = st.builds(
-    Holding,
-    digest=st.sampled_from(["", "d1", "d2"]),
-    state=st.sampled_from(["installed", "loading", "loaded"]),
-    weights_bytes=st.integers(0, 200 * GIB),
-    memory_bytes=st.integers(0, 200 * GIB),
-    prefill_tok_s=st.sampled_from([0.0, 1e-300, 100.0, 1000.0]) | st.floats(0, 1e12),
-    decode_tok_s=st.sampled_from([0.0, 1e-300, 10.0, 100.0]) | st.floats(0, 1e12),
-    roles=st.sampled_from([(), ("chat",), ("chat", "compressor"), ("embedding",)]),
-)
-
 
 def machine(node_id: str) -> st.SearchStrategy[Candidate]:
     return st.builds(
         Candidate,
         node_id=st.just(node_id),
         name=st.just(node_id or "here"),
-        reach=st.just(SELF) if node_id == "" else st.sampled_from([USABLE, USABLE, "quiet for 4 s"]),
-        sees_prompts=st.booleans(),
+        refusal=st.none() | st.just(Refusal("private", f"{node_id or 'here'} may not see prompts.")),
         chip=st.sampled_from(["Apple M1", "Apple M3 Ultra", "NVIDIA GB10", ""]),
         accelerator=st.sampled_from(["metal", "cuda", "cpu"]),
         cores=st.integers(0, 64),
@@ -324,8 +314,13 @@ def machine(node_id: str) -> st.SearchStrategy[Candidate]:
         running=st.integers(0, 20),
         waiting=st.integers(0, limits.QUEUED_REQUESTS + 1),
         max_streams=st.integers(0, 16),
-        draining=st.booleans(),
-        model=st.none() | holdings,
+        state=st.sampled_from(["absent", "installed", "loading", "loaded"]),
+        digest=st.sampled_from(["", "d1", "d2"]),
+        weights_bytes=st.integers(0, 200 * GIB),
+        needed_bytes=st.integers(0, 200 * GIB),
+        prefill_tok_s=st.sampled_from([0.0, 1e-300, 100.0, 1000.0]) | st.floats(0, 1e12),
+        decode_tok_s=st.sampled_from([0.0, 1e-300, 10.0, 100.0]) | st.floats(0, 1e12),
+        roles=st.sampled_from([(), ("chat",), ("chat", "compressor"), ("embedding",)]),
         can_pull=st.booleans(),
     )
 
@@ -344,7 +339,7 @@ asks = st.builds(
 
 
 @given(asks, fleets)
-def test_attack_a_machine_that_may_not_see_a_prompt_is_never_proposed(
+def test_attack_a_machine_that_must_not_be_asked_is_never_proposed(
     ask: RouteQuestion, fleet: list[Candidate]
 ) -> None:
     ranked = route(ask, fleet)
@@ -354,14 +349,13 @@ def test_attack_a_machine_that_may_not_see_a_prompt_is_never_proposed(
     for placement in ranked.placements:
         chosen = by_id[placement.node_id]
         assert placement.node_id not in ask.exclude
-        assert not chosen.draining
-        assert chosen.reach == SELF or (chosen.sees_prompts and chosen.reach == USABLE)
-        assert chosen.model is not None or chosen.can_pull
+        assert chosen.refusal is None
+        assert not chosen.absent or chosen.can_pull
         assert not ask.digest or placement.digest == ask.digest
     for rejection in ranked.rejected:
-        assert rejection.sentence.endswith(".")
-        assert rejection.name in rejection.sentence
-    digests = {p.digest for p in ranked.placements if by_id[p.node_id].model is not None}
+        assert rejection.refusal.sentence.endswith(".")
+        assert rejection.name in rejection.refusal.sentence
+    digests = {p.digest for p in ranked.placements if not by_id[p.node_id].absent}
     assert len(digests) <= 1
 
 
@@ -416,7 +410,15 @@ def test_a_conversation_stays_where_its_beginning_is_cached() -> None:
 
 def test_a_machine_of_the_same_kind_is_as_fast_as_the_measured_one() -> None:
     """Else the figures of its chip would make every machine look better where nothing was measured yet."""
-    slow = peer("slow", model=speed(0.01))
-    unmeasured = peer("new", model=replace(HELD, state="installed", prefill_tok_s=0.0, decode_tok_s=0.0))
+    slow = peer("slow", **speed(0.01))
+    unmeasured = peer("new", state="installed", prefill_tok_s=0.0, decode_tok_s=0.0)
     assert order(route(ASK, [slow, unmeasured])) == ["slow", "new"]
     assert order(route(ASK, [slow, replace(unmeasured, chip="Apple M3 Max")])) == ["new", "slow"]
+
+
+def test_a_machine_that_just_failed_is_asked_only_after_the_others() -> None:
+    failed = peer("a", left_out=True, **speed(100))
+    assert order(route(ASK, [failed, peer("b", **speed(0.1)), here(**speed(0.01))])) == ["b", "", "a"]
+    assert order(route(ASK, [failed])) == ["a"]
+    # Fetching the model takes longer still.
+    assert order(route(ASK, [failed, here(state="absent", can_pull=True)])) == ["a", ""]

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
-from fleetd.plan.prefill.schedule import SETUP_ROUND_TRIPS, SETUP_S, Place, PrefillSize, timeline
+from fleetd.plan.prefill.options import HelperSpec
+from fleetd.plan.prefill.schedule import SETUP_ROUND_TRIPS, SETUP_S, PrefillSize, timeline
 from fleetd.plan.prefill.split import Split, checked
 
 NO_LINK = LinkSpeed(1e18, 0.0)
@@ -23,7 +24,11 @@ def split(prompt: PrefillSize, kind: str, cuts: tuple[int, ...], chunk: int) -> 
     return checked(made)
 
 
-def seconds(prompt: PrefillSize, made: Split, helpers: list[Place], home: PrefillSpeed) -> float:
+def machine(speed: PrefillSpeed, link: LinkSpeed) -> HelperSpec:
+    return HelperSpec("a", "a", speed, link)
+
+
+def seconds(prompt: PrefillSize, made: Split, helpers: list[HelperSpec], home: PrefillSpeed) -> float:
     line = timeline(prompt, made, helpers, home)
     steps = (line.agreed_s, line.prefix_s, line.waited_s, line.computed_s, line.exposed_s)
     assert min(steps) >= 0, line
@@ -34,7 +39,7 @@ def seconds(prompt: PrefillSize, made: Split, helpers: list[Place], home: Prefil
 # ---- The schedule, played through ------------------------------------------------------------------------
 
 
-def played(prompt: PrefillSize, made: Split, helpers: list[Place], home: PrefillSpeed) -> float:
+def played(prompt: PrefillSize, made: Split, helpers: list[HelperSpec], home: PrefillSpeed) -> float:
     """The same, one event after another: what the closed form has to agree with."""
     links = [helper.link for helper in helpers]
     speeds = [*(helper.speed for helper in helpers), home]
@@ -131,8 +136,8 @@ links = st.builds(LinkSpeed, bytes_per_s=st.floats(1e4, 1e11), rtt_s=st.floats(0
 
 
 @st.composite
-def cases(draw: st.DrawFn, kind: str) -> tuple[PrefillSize, Split, list[Place], PrefillSpeed]:
-    helpers = draw(st.lists(st.builds(Place, speeds, links), min_size=1, max_size=3))
+def cases(draw: st.DrawFn, kind: str) -> tuple[PrefillSize, Split, list[HelperSpec], PrefillSpeed]:
+    helpers = draw(st.lists(st.builds(machine, speeds, links), min_size=1, max_size=3))
     chunk = draw(st.sampled_from([1, 7, 128, 1000]))
     pieces = draw(st.integers(len(helpers) + 1, 60))
     cached = draw(st.integers(0, 5000))
@@ -183,7 +188,7 @@ def test_equal_stages_take_m_plus_s_minus_1_of_them(machines: int, chunks: int) 
     cuts = tuple(12 * i // machines for i in range(machines + 1))
     made = split(prompt, "layers", cuts, 128)
     stage_s = EVEN.seconds(1 / machines, 0, 128)
-    took = seconds(prompt, made, [Place(EVEN, NO_LINK)] * (machines - 1), EVEN) - overhead(prompt)
+    took = seconds(prompt, made, [machine(EVEN, NO_LINK)] * (machines - 1), EVEN) - overhead(prompt)
     assert took == pytest.approx((chunks + machines - 1) * stage_s, rel=1e-6)
     speed_up = EVEN.total(1.0, prompt.new, 128) / took
     assert speed_up == pytest.approx(machines * chunks / (chunks + machines - 1), rel=1e-6)
@@ -194,7 +199,7 @@ def test_tokens_are_shared_with_one_layer_of_waiting_for_each_machine(machines: 
     prompt = replace(PROMPT, tokens=128 * 12)
     cuts = tuple(prompt.tokens * i // machines for i in range(machines + 1))
     made = split(prompt, "tokens", cuts, 128)
-    took = seconds(prompt, made, [Place(EVEN, NO_LINK)] * (machines - 1), EVEN) - overhead(prompt)
+    took = seconds(prompt, made, [machine(EVEN, NO_LINK)] * (machines - 1), EVEN) - overhead(prompt)
     speed_up = EVEN.total(1.0, prompt.new, 128) / took
     layers = prompt.layers
     assert speed_up == pytest.approx(machines * layers / (layers + machines - 1), rel=1e-6)
@@ -204,18 +209,18 @@ def test_tokens_are_shared_with_one_layer_of_waiting_for_each_machine(machines: 
 def test_unequal_machines_reach_the_sum_of_their_rates(fast: float, share: float) -> None:
     prompt = replace(PROMPT, tokens=128 * 1000)
     made = split(prompt, "layers", (0, int(32 * share), 32), 128)
-    took = seconds(prompt, made, [Place(EVEN.times(1 / fast), NO_LINK)], EVEN)
+    took = seconds(prompt, made, [machine(EVEN.times(1 / fast), NO_LINK)], EVEN)
     assert prompt.tokens / took == pytest.approx((1 + fast) / EVEN.token_s, rel=5e-3)
 
 
 def test_a_link_that_is_the_bottleneck_takes_its_bytes() -> None:
     link = LinkSpeed(1e7)
     made = split(PROMPT, "layers", (0, 16, 32), 128)
-    took = seconds(PROMPT, made, [Place(EVEN, link)], EVEN)
+    took = seconds(PROMPT, made, [machine(EVEN, link)], EVEN)
     sent = PROMPT.tokens * (PROMPT.kv_bytes_per_token / 2 + PROMPT.hidden_bytes)
     assert took == pytest.approx(link.seconds(sent), rel=0.01)
     tokens = split(PROMPT, "tokens", (0, 4096, 8192), 128)
-    took = seconds(PROMPT, tokens, [Place(EVEN, link)], EVEN)
+    took = seconds(PROMPT, tokens, [machine(EVEN, link)], EVEN)
     # The first layer has to be computed before its rows can leave, and the last one's rows used at the end.
     edge_s = 2 * EVEN.total(1.0, range(4096), 128) / PROMPT.layers
     assert took - edge_s == pytest.approx(link.seconds(PROMPT.kv_bytes_per_token * 4096), rel=0.01)
@@ -226,7 +231,7 @@ def test_all_of_a_prefill_elsewhere_hides_its_rows_from_b_times_p_on(factor: flo
     helper = EVEN.times(0.1)
     needed = PROMPT.kv_bytes_per_token / helper.token_s  # bytes per token times tokens per second
     made = split(PROMPT, "layers", (0, 32, 32), 128)
-    line = timeline(PROMPT, made, [Place(helper, LinkSpeed(factor * needed))], EVEN)
+    line = timeline(PROMPT, made, [machine(helper, LinkSpeed(factor * needed))], EVEN)
     one_chunk_s = helper.seconds(1.0, 0, 128)
     assert (line.exposed_s <= 1.001 * one_chunk_s) is hidden
     assert line.computed_s == 0.0
@@ -237,7 +242,7 @@ def test_only_the_last_chunk_is_exposed_and_less_of_it_in_smaller_chunks() -> No
     exposed = []
     for chunk in (2048, 512):
         made = split(PROMPT, "layers", (0, 32, 32), chunk)
-        line = timeline(PROMPT, made, [Place(EVEN, link)], EVEN)
+        line = timeline(PROMPT, made, [machine(EVEN, link)], EVEN)
         assert line.exposed_s == pytest.approx(link.seconds(PROMPT.kv_bytes_per_token * chunk))
         exposed.append(line.exposed_s)
     assert exposed[0] == pytest.approx(4 * exposed[1])
@@ -245,7 +250,7 @@ def test_only_the_last_chunk_is_exposed_and_less_of_it_in_smaller_chunks() -> No
 
 def test_a_cached_prefix_is_sent_first_and_only_for_the_layers_that_need_it() -> None:
     prompt, link = replace(PROMPT, cached=4096), LinkSpeed(1e8)
-    place = [Place(EVEN, link)]
+    place = [machine(EVEN, link)]
     half = timeline(prompt, split(prompt, "layers", (0, 16, 32), 512), place, EVEN)
     every = timeline(prompt, split(prompt, "tokens", (4096, 6144, 8192), 512), place, EVEN)
     assert every.prefix_s == pytest.approx(link.seconds(131072 * 4096), rel=1e-3)
@@ -255,7 +260,7 @@ def test_a_cached_prefix_is_sent_first_and_only_for_the_layers_that_need_it() ->
 def test_a_round_trip_counts_when_agreeing_and_once_on_the_way() -> None:
     made = split(PROMPT, "layers", (0, 16, 32), 512)
     near, far = (
-        seconds(PROMPT, made, [Place(EVEN, replace(NO_LINK, rtt_s=rtt))], EVEN) for rtt in (0.0, 0.1)
+        seconds(PROMPT, made, [machine(EVEN, replace(NO_LINK, rtt_s=rtt))], EVEN) for rtt in (0.0, 0.1)
     )
     # There with the prompt, back with the first hidden states.
     assert far - near == pytest.approx((SETUP_ROUND_TRIPS + 1) * 0.1, rel=1e-6)

@@ -27,9 +27,9 @@ from fleetd.plan.prefill.choice import (
     PrefillSpeed,
     choose,
     options,
-    refusal,
 )
 from fleetd.plan.prefill.split import checked
+from fleetd.plan.refusals import Refusal
 from fleetd.plan.route import ADVANTAGE, CAUTION
 
 PROMPT = PrefillSize(8192, 0, 32, 131072, 8192, 512, weights_bytes=5 * GIB)
@@ -82,10 +82,10 @@ def test_an_equal_helper_takes_about_half() -> None:
 
 def test_a_prompt_in_part_costs_what_is_kept_of_it() -> None:
     """Wherever these tokens are: attention is over kept ones only."""
-    whole, sparse = chosen(helper()), chosen(helper(), prompt=replace(PROMPT, span=100_000))
+    whole, sparse = chosen(helper()), chosen(helper(), prompt=replace(PROMPT, prompt_span=100_000))
     assert whole.best.split is not None
     assert sparse.best.split is not None
-    assert (whole.best.split.span, sparse.best.split.span) == (0, 100_000)
+    assert (whole.best.split.prompt_span, sparse.best.split.prompt_span) == (0, 100_000)
     assert sparse.best.split.cuts == whole.best.split.cuts
     assert sparse.best.predicted_s == pytest.approx(whole.best.predicted_s, rel=1e-3)
 
@@ -93,7 +93,7 @@ def test_a_prompt_in_part_costs_what_is_kept_of_it() -> None:
 def test_who_takes_whole_prompts_only_is_passed_over_for_others() -> None:
     other = helper("b", sparse=False)
     assert chosen(other).best.helpers == ("b",)
-    prompt = replace(PROMPT, span=100_000)
+    prompt = replace(PROMPT, prompt_span=100_000)
     choice = chosen(helper("a"), other, prompt=prompt)
     assert choice.best.helpers == ("a",)
     assert why(choice, "b") == ("sparse", "b helps with whole prompts only.")
@@ -384,14 +384,16 @@ def test_what_counts_is_what_is_new_of_a_prompt(new: int, shared: bool) -> None:
 
 @pytest.mark.parametrize("code", ["private", "unusable", "other_files", "dtype", "draining", "failed"])
 def test_what_the_caller_knows_of_a_machine_rules_it_out(code: Any) -> None:
-    choice = chosen(helper("studio", refusal=refusal(code, "studio")))
+    choice = chosen(helper("studio", refusal=Refusal(code, "studio is out.")))
     assert choice.best.kind == "local"
-    assert why(choice, "studio")[0] == code
+    assert why(choice, "studio") == (code, "studio is out.")
     assert "studio" in why(choice, "studio")[1]
 
 
 def test_a_machine_that_nobody_has_a_way_to_is_no_help() -> None:
-    assert why(chosen(helper(link=None)), "a")[0] == "unusable"
+    choice = chosen(helper(link=LinkSpeed(0.0)))
+    assert choice.best.kind == "local"
+    assert why(choice, "a", "tokens")[0] == "slow_link"
 
 
 def test_a_busy_helper_gets_less_and_a_very_busy_one_nothing() -> None:

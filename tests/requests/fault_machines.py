@@ -56,11 +56,10 @@ from fleetd.metrics import Metrics
 from fleetd.p2p import node as node_module
 from fleetd.p2p.node import Node
 from fleetd.plan.prefill.choice import PlanChoice, PrefillOption
-from fleetd.plan.route import USABLE
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.job import Job
-from fleetd.requests.placement import Member
+from fleetd.requests.members import Member, Members
 from fleetd.requests.prefill_sharing import client as sharing_module
 from fleetd.requests.prefill_sharing import messages as share_wire
 from fleetd.requests.prefill_sharing.client import PrefillSharing
@@ -143,7 +142,9 @@ class Machines:
             traces.record(trace)
 
         self.expect, self.connect = ways.expect, ways.connect
-        self.sharing = PrefillSharing(self, home.pool, lambda: home.card, record, metrics)  # type: ignore[arg-type]
+        self.sharing = PrefillSharing(
+            self, home.pool, Members(self.machines, lambda: home.card), record, metrics
+        )  # type: ignore[arg-type]
         self.sharing.choose = self._choose  # type: ignore[method-assign]
         self.runner = Runner(
             pool=home.pool,
@@ -163,7 +164,7 @@ class Machines:
 
     def machines(self) -> list[Member]:
         return [
-            Member(m.card, m.name, reach=USABLE, sees_prompts=True, rtt_s=0.001, bytes_per_s=1e9)
+            Member(m.card, m.name, unusable="", sees_prompts=True, rtt_s=0.001, bytes_per_s=1e9)
             for m in self.helpers
         ]
 

@@ -39,10 +39,9 @@ from fleetd.errors import FleetError
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
 from fleetd.plan.prefill.split import Split
-from fleetd.plan.route import USABLE
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
-from fleetd.requests.placement import Member
+from fleetd.requests.members import Member
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.server import AssistServer
 from fleetd.requests.remote import Stream
@@ -302,7 +301,7 @@ class HomePartners:
         self.node = node
         self.helpers = helpers
         self.fields: dict[str, Any] = {
-            "reach": USABLE,
+            "unusable": "",
             "sees_prompts": True,
             "rtt_s": 0.001,
             "bytes_per_s": 1e9,

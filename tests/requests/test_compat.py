@@ -14,7 +14,7 @@ from fleetd.errors import Incompatible, ProtocolError
 from fleetd.p2p.link_prober import Invitation
 from fleetd.plan.prefill.split import Split
 from fleetd.requests.prefill_sharing import messages
-from fleetd.requests.prefill_sharing.compatibility import checked_split, compare
+from fleetd.requests.prefill_sharing.agreement import checked_split, compare
 
 DIGEST = "d" * 64
 HOME = Arithmetic(
@@ -111,8 +111,8 @@ def test_who_knows_whole_prompts_only_says_so_and_takes_them() -> None:
         replace(SPLIT, tokens=2**31 - 1),
         replace(SPLIT, tokens=8192),
         replace(SPLIT, cached=1000),
-        replace(SPLIT, span=1000),
-        replace(SPLIT, span=8192),
+        replace(SPLIT, prompt_span=1000),
+        replace(SPLIT, prompt_span=8192),
         replace(SPLIT, kind="tokens", cuts=(0, 100, 1000)),
     ],
     ids=str,

@@ -51,10 +51,11 @@ from fleetd.p2p.node import Node
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.drafting import messages
-from fleetd.requests.drafting.client import DrafterCandidate, DrafterService, check_vocabulary
+from fleetd.requests.drafting.client import DrafterService, check_vocabulary
+from fleetd.requests.drafting.drafters import DrafterCandidate
 from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.job import Job
-from fleetd.requests.placement import Member
+from fleetd.requests.members import Member, Members
 
 WORDS = "ab" * 16
 SMALL = "small"
@@ -247,7 +248,8 @@ async def home_of(
     partners: Any = HomePartners(node, machines, **(fields or {})) if node is not None else None  # type: ignore[arg-type]
     pool, metrics = Pool(Engine(), Engine()), Told()
     models = Models(options.pop("missing", False))
-    drafting = DrafterService(partners, pool, models, metrics, **{"model": SMALL, **options})
+    members = Members(partners.machines if partners is not None else tuple)
+    drafting = DrafterService(partners, members, pool, models, metrics, **{"model": SMALL, **options})
     home = Home(drafting, pool, metrics)
     try:
         async with asyncio.timeout(WITHIN_S):
@@ -364,7 +366,7 @@ async def test_no_drafter_where_none_is_wanted() -> None:
         home.pool.home = engine
     async with home_of() as home:
         assert home.drafting.candidates(SMALL, SMALL, shareable=True) == []  # not for itself
-        here = [DrafterCandidate("", "this machine", SMALL)]
+        here = [DrafterCandidate("", "this", SMALL)]
         assert home.drafting.candidates("m", SMALL, shareable=True) == here
 
 
@@ -419,9 +421,8 @@ async def test_when_the_answer_ends_the_peer_is_free(tmp_path: Path, monkeypatch
 )
 async def test_when_a_peer_refuses_this_machine_drafts(tmp_path: Path, change: Any, code: str) -> None:
     async with fleet(tmp_path) as (node, (peer,)), home_of(node, [peer]) as home:
-        assert isinstance(home.drafting.partners, HomePartners)
-        before = home.drafting.partners.machines()  # as its card was
-        home.drafting.partners.machines = lambda: before  # type: ignore[method-assign]
+        before = home.drafting.members.others("draft")  # as its card was
+        home.drafting.members = Members(lambda: before)
         change(peer)
         answer = asyncio.create_task(home.answer(job()))
         await home.pool.small.stream_of()
@@ -463,22 +464,13 @@ async def test_more_texts_than_one_machine_drafts_for(tmp_path: Path) -> None:
 # ---- who is asked, and in which order --------------------------------------------------------------------
 
 
-@dataclass
-class Seen:
-    """``drafting.Partners`` that only lists machines."""
-
-    found: list[Any]
-
-    def machines(self) -> list[Any]:
-        return self.found
-
-
 def seen(name: str, *, rtt_s: float = 0.001, running: int = 0, sees: bool = True, **model: Any) -> Any:
-    return Member(replace(card(name, **model), node_id=name, running=running), name, "usable", sees, rtt_s)
+    return Member(replace(card(name, **model), node_id=name, running=running), name, "", sees, rtt_s)
 
 
 def order(found: list[Any], where: Any = "auto", this: Job | None = None, **options: Any) -> list[str]:
-    drafting = DrafterService(Seen(found), None, Models(), None, model=SMALL, where=where, **options)  # type: ignore[arg-type]
+    members = Members(lambda: found, **options)
+    drafting = DrafterService(None, members, None, Models(), None, model=SMALL, where=where)  # type: ignore[arg-type]
     shareable = (this or job()).shareable
     return [candidate.name for candidate in drafting.candidates("m", SMALL, shareable=shareable)]
 
@@ -487,18 +479,18 @@ def test_a_near_idle_peer_with_the_model_loaded_comes_before_this_machine() -> N
     cold, busy = seen("cold", state="installed"), seen("busy", running=1)
     far, near, nearer = seen("far", rtt_s=0.2), seen("near"), seen("nearer", rtt_s=0.0001)
     found = [cold, busy, far, near, nearer]
-    assert order(found) == ["nearer", "near", "this machine", "cold", "far", "busy"]
+    assert order(found) == ["nearer", "near", "this", "cold", "far", "busy"]
     assert order(found, "peers") == ["nearer", "near", "cold", "far", "busy"]
-    assert order(found, "here") == ["this machine"]
+    assert order(found, "here") == ["this"]
 
 
 def test_nobody_is_sent_a_text_that_it_must_not_see() -> None:
     found = [seen("blind", sees=False), seen("unhashed", digest="")]
-    assert order(found) == ["this machine"]
-    assert order([seen("peer")], local_only=True) == ["this machine"]
-    assert order([seen("peer")], this=job(local_only=True)) == ["this machine"]
+    assert order(found) == ["this"]
+    assert order([seen("peer")], local_only=True) == ["this"]
+    assert order([seen("peer")], this=job(local_only=True)) == ["this"]
     # What came from a peer was allowed to leave it.
-    assert order([seen("peer")], this=job(local_only=True, origin="peer")) == ["peer", "this machine"]
+    assert order([seen("peer")], this=job(local_only=True, origin="peer")) == ["peer", "this"]
 
 
 # ---- for people ------------------------------------------------------------------------------------------
@@ -527,7 +519,7 @@ async def test_a_plan_names_sources_width_and_verdict() -> None:
 
 async def test_a_plan_names_who_would_draft() -> None:
     async with home_of() as home:
-        home.drafting.partners = Seen([seen("far", rtt_s=0.2), seen("near")])  # type: ignore[assignment]
+        home.drafting.members = Members(lambda: [seen("far", rtt_s=0.2), seen("near")])
         found = await planned(home)
         assert (found.draft_model, found.drafters) == (SMALL, ["near", "this", "far"])
         assert found.sources == ["drafter", "suffix", "lookup"]

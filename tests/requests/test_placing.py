@@ -27,11 +27,11 @@ from fleetd.ledger import Ledger
 from fleetd.limits import GIB
 from fleetd.metrics import Metrics
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
-from fleetd.plan.route import USABLE
 from fleetd.requests import messages, remote
 from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.members import Member, Members
 from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.placement import Member, Placer, alike
+from fleetd.requests.placement import Placer, alike
 from fleetd.requests.runner import Runner
 from fleetd.store import Store
 
@@ -48,9 +48,7 @@ MODEL = ModelCard(
 )
 
 
-def machine(
-    name: str, *, faster: float = 1.0, sees: bool = True, reach: str = USABLE, **model: Any
-) -> Member:
+def machine(name: str, *, faster: float = 1.0, sees: bool = True, reach: str = "", **model: Any) -> Member:
     fields = {f: getattr(MODEL, f) for f in MODEL.__struct_fields__} | model
     fields["prefill_tok_s"] *= faster
     fields["decode_tok_s"] *= faster
@@ -140,6 +138,7 @@ def make(store: Store) -> Make:
     def build(
         others: FakeOthers, *, models: Any = None, pool: Any = None, own: Card = OWN, **more: Any
     ) -> Runner:
+        members = Members(others.machines, lambda: own, **more)
         return Runner(
             pool=pool or FakePool(answer()),
             models=models or FakeModels(names=set()),
@@ -147,7 +146,8 @@ def make(store: Store) -> Make:
             metrics=Metrics("0"),
             default_model="big",
             embedded=lambda ref: None,
-            placing=Placer(others, lambda: own, **more),
+            placing=Placer(members, others.request),
+            members=members,
         )
 
     return build

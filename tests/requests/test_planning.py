@@ -15,8 +15,7 @@ from fleetd.p2p.membership.cards import Card, MachineFacts
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.prefill import choice
-from fleetd.plan.route import USABLE
-from fleetd.requests.placement import Member
+from fleetd.requests.members import Member
 from fleetd.requests.prefill_sharing import planner_facts
 
 M4 = MachineFacts(chip="Apple M4", accelerator="metal")
@@ -32,12 +31,16 @@ def card(name: str = "mini", machine: MachineFacts = M4, usable: int = 0, **mode
 
 
 def helper(of: Card, pace: float = 1.0) -> choice.HelperSpec:
-    member = Member(of, of.name, USABLE, True, 0.001, 1e9)
+    member = Member(of, of.name, "", True, 0.001, 1e9)
     return planner_facts.helper(member, card("home").models[0], MODEL, pace)
 
 
+def here(of: Card) -> Member:
+    return Member(of, "this", here=True)
+
+
 def home(of: Card) -> choice.HelperSpec:
-    return planner_facts.home(of, of.models[0], MODEL)
+    return planner_facts.home(here(of), of.models[0], MODEL)
 
 
 def test_a_loaded_model_has_room_for_what_its_engine_may_take() -> None:
@@ -75,28 +78,31 @@ def test_layers_on_a_hostile_card_that_are_none_help_nobody(part: tuple[int, int
 
 def test_layers_beyond_the_model_on_a_hostile_card_make_no_split() -> None:
     far = helper(card(state="installed", part_first=0, part_last=4000))
-    here = home(card("home", prefill_tok_s=100.0))
-    for option in choice.options(planner_facts.prompt(4096, 0, 256, MODEL), here, [far]):
+    near = home(card("home", prefill_tok_s=100.0))
+    for option in choice.options(planner_facts.prompt(4096, 0, 256, MODEL), near, [far]):
         assert option.split is None or option.split.cuts[-1] == MODEL.layers
 
 
 def test_a_machine_that_nobody_measured_keeps_the_pace_of_this_one() -> None:
     """By the makers' figures the Max is 16/4.2 times as fast, whatever both really make of this model."""
-    here = card("home", prefill_tok_s=100.0)
-    pace = planner_facts.pace(here, here.models[0], MODEL)
+    own = card("home", prefill_tok_s=100.0)
+    pace = planner_facts.pace(here(own), own.models[0], MODEL)
     unknown = helper(card(machine=M4_MAX, **UNKNOWN), pace)
     assert unknown.modelled
-    assert home(here).speed.seconds(1.0, 0, 256) / unknown.speed.seconds(1.0, 0, 256) == pytest.approx(
+    assert home(own).speed.seconds(1.0, 0, 256) / unknown.speed.seconds(1.0, 0, 256) == pytest.approx(
         16 / 4.2, rel=0.2
     )
     # It says nothing against a measurement, and needs one itself.
     assert helper(card(), pace) == helper(card())
     assert (
-        planner_facts.pace(card("home", **UNKNOWN), card(**UNKNOWN).models[0], replace(MODEL, **UNKNOWN)) == 1
+        planner_facts.pace(
+            here(card("home", **UNKNOWN)), card(**UNKNOWN).models[0], replace(MODEL, **UNKNOWN)
+        )
+        == 1
     )
     for tok_s in (1e-6, 1e9):
         odd = card("home", prefill_tok_s=tok_s)
-        assert 0.1 <= planner_facts.pace(odd, odd.models[0], MODEL) <= 10
+        assert 0.1 <= planner_facts.pace(here(odd), odd.models[0], MODEL) <= 10
 
 
 def test_a_context_that_nobody_measured_is_taken_from_the_makers_figures() -> None:

@@ -260,9 +260,10 @@ async def _strike(fleet: Machines, case: Case, before: dict[str, Any]) -> None:
     assert (shared.answer, again.answer) == (expected[1], expected[0])
     await fleet.quiet()
     await fleet.unchanged(before)
-    now_s = fleet.sharing.monotonic()
     chain = fleet.helpers[: case.scenario.helpers]
-    assert [fleet.sharing.penalties.reason(helper.node_id, now_s) for helper in chain] == [""] * len(chain)
+    assert [fleet.sharing.members.left_out(helper.node_id, "prefill") for helper in chain] == [""] * len(
+        chain
+    )
     assert [trace.outcome for trace in fleet.traces if trace.id == following.id] == ["shared"]
 
 

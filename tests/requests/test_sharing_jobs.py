@@ -33,8 +33,11 @@ from fleetd.engine.protocol import Accepted, ChatPrompt, Delta, Finished, Genera
 from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, PeerLost
 from fleetd.metrics import Metrics
 from fleetd.p2p.node import Node
+from fleetd.plan.costs import PrefillSpeed
+from fleetd.plan.prefill import step_names
 from fleetd.requests.job import LOCAL, Job, Planned
-from fleetd.requests.prefill_sharing import messages, planner_facts
+from fleetd.requests.members import Members
+from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 
@@ -85,7 +88,9 @@ async def home_with(
         pool.gate.set()
         metrics, traces = Metrics("0"), list[Trace]()
         own = replace(card or own_card("home"), node_id=node.identity.node_id)
-        sharing = PrefillSharing(partners, pool, lambda: own, traces.append, metrics)
+        sharing = PrefillSharing(
+            partners, pool, Members(partners.machines, lambda: own), traces.append, metrics
+        )
         for other in others:
             other.engine.end.set()
         try:
@@ -117,18 +122,12 @@ async def test_a_long_prompt_may_be_shared(tmp_path: Path) -> None:
 async def test_a_prompt_that_has_to_stay_is_never_shared(tmp_path: Path) -> None:
     async with home_with(tmp_path) as home:
         assert not home.sharing.possible(job(local_only=True), FakeFolder())
-        staying = PrefillSharing(
-            home.partners,
-            home.pool,
-            lambda: own_card("home"),
-            home.traces.append,
-            home.metrics,
-            local_only=True,
-        )
+        members = Members(home.partners.machines, lambda: own_card("home"), local_only=True)
+        staying = PrefillSharing(home.partners, home.pool, members, home.traces.append, home.metrics)
         assert not staying.possible(job(), FakeFolder())
 
 
-@pytest.mark.parametrize("fields", [{"sees_prompts": False}, {"reach": "It is gone."}], ids=str)
+@pytest.mark.parametrize("fields", [{"sees_prompts": False}, {"unusable": "It is gone."}], ids=str)
 async def test_a_member_that_may_not_see_prompts_is_never_asked(
     tmp_path: Path, fields: dict[str, Any]
 ) -> None:
@@ -219,7 +218,7 @@ async def test_a_prompt_in_part_is_shared_by_what_is_kept_and_called_lossy(tmp_p
         assert planned.shared
         assert planned.exactness == "lossy"
         (share,) = home.pool.fake.shares
-        assert (share.split.tokens, share.split.span) == (4095, 7999)
+        assert (share.split.tokens, share.split.prompt_span) == (4095, 7999)
         assert home.helpers[0].engine.assists[0].split == share.split
         trace = await home.trace()
         assert (trace.outcome, trace.exactness) == ("shared", "lossy")
@@ -350,7 +349,7 @@ async def test_a_helper_that_dies_is_given_up_at_once(tmp_path: Path) -> None:
         trace = await home.trace()
         assert (trace.outcome, trace.code, trace.verified_tokens) == ("fallback", "engine_died", 256)
         assert home.shown('fleetd_fallback_total{reason="engine_died"} 1.0')
-        assert home.sharing.penalties.reason(home.helpers[0].node_id, home.sharing.monotonic())
+        assert home.sharing.members.left_out(home.helpers[0].node_id, "prefill")
 
 
 async def test_what_the_engine_finds_wrong_is_the_helpers_fault(tmp_path: Path) -> None:
@@ -361,9 +360,7 @@ async def test_what_the_engine_finds_wrong_is_the_helpers_fault(tmp_path: Path) 
         (_, moved) = [event for event in events if isinstance(event, Planned)]
         assert (moved.kind, moved.reason) == ("local", "Rows that are not due.")
         assert (await home.trace()).code == "protocol_error"
-        assert "protocol_error" in home.sharing.penalties.reason(
-            home.helpers[0].node_id, home.sharing.monotonic()
-        )
+        assert "protocol_error" in home.sharing.members.left_out(home.helpers[0].node_id, "prefill")
         assert home.pool.fake.lonely == [], "it knows already"
         # Its work there has ended too.
         await home.helpers[0].engine.until(lambda: home.helpers[0].engine.cancelled == 1)
@@ -379,7 +376,7 @@ async def test_what_was_verified_before_a_failure_is_still_theirs(tmp_path: Path
             "plan",
         ]
         home.pool.ending = replace(ending, verified=0)
-        home.sharing.penalties.succeeded(home.helpers[0].node_id)
+        home.sharing.members.succeeded(home.helpers[0].node_id, "prefill")
         assert [event.exactness for event in await home.ask() if isinstance(event, Planned)] == [
             "plan",
             "exact",
@@ -397,7 +394,7 @@ async def test_whoever_leaves_ends_it_everywhere(tmp_path: Path) -> None:
         assert home.pool.left == 1
         await home.helpers[0].engine.until(lambda: home.helpers[0].engine.cancelled == 1)
         assert (await home.trace()).outcome == "cancelled"
-        assert not home.sharing.penalties.reason(home.helpers[0].node_id, home.sharing.monotonic())
+        assert not home.sharing.members.left_out(home.helpers[0].node_id, "prefill")
 
 
 async def test_whoever_leaves_while_machines_agree_ends_that(tmp_path: Path) -> None:
@@ -487,13 +484,13 @@ async def test_prompt_leak_into_traces(tmp_path: Path) -> None:
 async def test_a_helper_that_takes_longer_than_it_should_is_expected_to_the_next_time(tmp_path: Path) -> None:
     async with home_with(tmp_path) as home:
         # By any figures so much that it counts as the most.
-        home.helpers[0].engine.steps = [StepTime(planner_facts.COMPUTED, 1e6, 1000)]
+        home.helpers[0].engine.steps = [StepTime(step_names.COMPUTED, 1e6, 1000)]
         await home.ask()
         first = (await home.trace()).chosen
         assert first.kind != "local"
         await home.ask()
         second = (await home.trace(2)).chosen
         node_id = home.helpers[0].node.identity.node_id
-        factor = home.sharing.paces.factor(node_id, DIGEST, 1 / 100, home.sharing.monotonic())
+        factor = home.sharing.members.correction(node_id, DIGEST, PrefillSpeed(1 / 100))
         assert factor > 2
         assert second.kind == "local" or (second.predicted_s or 0) > (first.predicted_s or 0)

@@ -34,6 +34,7 @@ from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import Job, Planned
+from fleetd.requests.members import Members
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import compression_job
 from fleetd.requests.smart_prefill.client import SmartPrefill
@@ -90,9 +91,10 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
     def make(**fields: Any) -> Home:
         pool, models, speeds = ScoringPool(**fields), SmartModels(), ModelSpeeds()
         traces: list[Trace] = []
+        members = Members()
         scoring = SegmentScoring(pool, None, monotonic=time.monotonic)
-        compressing = CompressionService(scoring, Scorers(pool, models, speeds), ledger)
-        smart = SmartPrefill(compressing, pool, metrics, traces.append)
+        compressing = CompressionService(scoring, Scorers(pool, models, speeds, members), ledger)
+        smart = SmartPrefill(compressing, members, pool, metrics, traces.append)
         runner = Runner(
             pool=pool,
             models=models,
@@ -102,6 +104,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
             embedded=lambda ref: None,
             smart=smart,
             speeds=speeds,
+            members=members,
         )
         return Home(runner, pool, models, store, metrics, speeds, smart, traces)
 
@@ -421,7 +424,7 @@ async def test_the_next_request_does_not_lose_the_time_again(
     assert (await this.told(chat())).code == "no_compressor"
     assert len(this.pool.scores) == 1
     # It is tried anew once that has passed.
-    monkeypatch.setattr(limits, "SHARE_PENALTY_S", 0.0)
+    monkeypatch.setattr(limits, "BACKOFF_S", 0.0)
     this = home(trouble=[asyncio.Event()])
     assert (await this.told(chat())).code == "timeout"
     monkeypatch.setattr(limits, "SMART_SCORE_S", WITHIN_S)

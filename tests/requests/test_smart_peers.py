@@ -37,12 +37,11 @@ from fleetd.metrics import Metrics
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.plan.route import USABLE
 from fleetd.plan.scoring import Scorer, Segments
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.job import Job, Planned
+from fleetd.requests.members import Member, Members
 from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.placement import Member
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import messages
 from fleetd.requests.smart_prefill.client import SmartPrefill
@@ -113,7 +112,7 @@ class Mini:
     ledger: Ledger
     pool: ScoringPool = field(default_factory=ScoringPool)
     sees_prompts: bool = True
-    reach: str = USABLE
+    reach: str = ""
     silent: bool = False
     draining: bool = False
     context_tokens: int = 100_000
@@ -191,10 +190,11 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
         others = Neighbours(minis)
         if compressor_here:
             own = Card("me", 1, 1, models=[ModelCard(SMOL, digest=DIGEST)])
-        scorers = Scorers(pool, models, speeds, fleet=others, own_card=lambda: own)
-        scoring = SegmentScoring(pool, others, monotonic=time.monotonic)
+        members = Members(others.machines, lambda: own)
+        scorers = Scorers(pool, models, speeds, members)
+        scoring = SegmentScoring(pool, others.request, monotonic=time.monotonic)
         compressing = CompressionService(scoring, scorers, ledger)
-        smart = SmartPrefill(compressing, pool, metrics, lambda trace: None)
+        smart = SmartPrefill(compressing, members, pool, metrics, lambda trace: None)
         runner = Runner(
             pool=pool,
             models=models,
@@ -204,6 +204,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
             embedded=lambda ref: None,
             smart=smart,
             speeds=speeds,
+            members=members,
         )
         return Home(runner, pool, minis, store, speeds)
 
@@ -575,7 +576,7 @@ async def test_a_machine_that_answers_elsewhere_is_priced_by_its_own_account(
 ) -> None:
     mini = Mini("mini", ledger)
     pool, others = ScoringPool(), Neighbours([mini])
-    scorers = Scorers(pool, SmartModels(["m"]), ModelSpeeds(), fleet=others)
+    scorers = Scorers(pool, SmartModels(["m"]), ModelSpeeds(), Members(others.machines))
     speed = scorers.speed_at("mini", SMOL)
     assert speed is not None
     assert speed.total(1.0, range(2000), 256) == pytest.approx(1.0, rel=0.01)

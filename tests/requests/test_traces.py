@@ -11,7 +11,6 @@ from structlog.testing import capture_logs
 from fleetd import limits
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
-from fleetd.requests.backoff import PeerBackoff
 from fleetd.requests.traces import Traces
 from fleetd.store import Store
 
@@ -79,20 +78,3 @@ def test_one_of_another_version_is_left_out(store: Store) -> None:
 
     store.call(foreign)
     assert [found.id for found in traces.newest(3).traces] == ["r1"]
-
-
-def test_a_helper_that_failed_is_left_out_longer_each_time() -> None:
-    penalties = PeerBackoff()
-    assert penalties.reason("a", 0.0) == ""
-    penalties.failed("a", "peer_lost", 0.0)
-    assert "peer_lost" in penalties.reason("a", limits.SHARE_PENALTY_S - 1)
-    assert penalties.reason("a", limits.SHARE_PENALTY_S) == ""
-    penalties.failed("a", "peer_lost", 100.0)
-    assert penalties.reason("a", 100.0 + 2 * limits.SHARE_PENALTY_S - 1)
-    assert penalties.reason("b", 100.0) == ""
-    for _ in range(100):
-        penalties.failed("a", "peer_lost", 200.0)
-    assert penalties.reason("a", 200.0 + limits.SHARE_PENALTY_MOST_S) == ""
-    penalties.succeeded("a")
-    penalties.failed("a", "peer_lost", 300.0)
-    assert penalties.reason("a", 300.0 + limits.SHARE_PENALTY_S) == ""

@@ -37,11 +37,11 @@ def prompt(n: int) -> tuple[int, ...]:
 
 def kept_of(split: Split) -> list[int] | None:
     """Which tokens of its prompt a split is of, as that many indices, the last one included; None for all."""
-    if not split.span:
+    if not split.prompt_span:
         return None
-    free = range(split.cached + 3, split.span)
+    free = range(split.cached + 3, split.prompt_span)
     drawn = random.Random(7).sample(free, split.tokens - split.cached - 3)
-    return [*range(split.cached + 3), *sorted(drawn), split.span]
+    return [*range(split.cached + 3), *sorted(drawn), split.prompt_span]
 
 
 def as_bytes(array: mx.array) -> bytes:
@@ -101,7 +101,7 @@ class Run:
 
     def __post_init__(self) -> None:
         split = self.split
-        self.tokens = list(prompt((split.span or split.tokens) + 1))
+        self.tokens = list(prompt((split.prompt_span or split.tokens) + 1))
         self.kept = kept_of(split)
         self.streams = Streams(split.helpers, tampers=self.tampers)
         self.streams.events.fatal = self.fatal
@@ -194,7 +194,7 @@ _known: dict[tuple[int, int, int, int, int], tuple[Any, list[Any], bytes]] = {}
 def local(run: Run) -> tuple[list[Any], bytes]:
     """The caches of the prompt prefilled here alone, and the logits of its last token."""
     split = run.split
-    key = (id(run.model), split.cached, split.tokens, split.chunk, split.span)
+    key = (id(run.model), split.cached, split.tokens, split.chunk, split.prompt_span)
     if key not in _known:
         cache = run.local().cache
         logits = run.decoded([copy_on_write(layer) for layer in cache])

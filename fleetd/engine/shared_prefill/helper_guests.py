@@ -61,9 +61,9 @@ class HelperGuests:
                 f"Layers {layers.start} to {layers.stop} were asked for; "
                 f"here are {stage.first} to {stage.last}."
             )
-        if (longest := max(split.tokens, split.span)) > self.context_tokens:
+        if (longest := max(split.tokens, split.prompt_span)) > self.context_tokens:
             raise InvalidValue(f"{longest} tokens do not fit a context of {self.context_tokens}.")
-        if split.span and (why := sharable.arithmetic.sparse):
+        if split.prompt_span and (why := sharable.arithmetic.sparse):
             raise ModelUnsupported(f"Tokens cannot be left out of a prompt here. {why}", param="sparse")
         if self.visits.find(command.id) is not None:
             raise InvalidValue("A part of this prompt is being computed already.")

@@ -50,7 +50,7 @@ class _HelperWork:
         for layer, cache in zip(self.layers, self.stage.make_caches(), strict=True):
             shape = self.layout.layer(layer)
             if not shape.window:
-                cache = layer_kv.preallocated(shape, self.tokens.stop, sparse=bool(self.split.span))
+                cache = layer_kv.preallocated(shape, self.tokens.stop, sparse=bool(self.split.prompt_span))
             self.caches[layer] = cache
             if not shape.window and (arriving or self.split.cached):
                 self.inlets[layer] = RowBuffer(self.caches[layer])

@@ -64,8 +64,8 @@ class SharedPrefill:
     ) -> None:
         split = checked(share.split)
         slots = Slots.of(tokens, kept)
-        span = 0 if kept is None else len(tokens) - 1
-        if (split.tokens, split.span, split.layers) != (len(slots.ids), span, stage.total):
+        prompt_span = 0 if kept is None else len(tokens) - 1
+        if (split.tokens, split.prompt_span, split.layers) != (len(slots.ids), prompt_span, stage.total):
             raise InvalidValue(
                 f"{split} is not for {len(slots.ids) + 1} of {len(tokens)} tokens and {stage.total} layers."
             )
@@ -104,8 +104,8 @@ class SharedPrefill:
     def cache(self) -> list[Any]:
         """One per layer, of ``done`` tokens, like those of a prefill here."""
         caches = self._work.caches_at(self.done)
-        if self._split.span and self.remaining == 0:
-            return [layer.finished(self._split.span) for layer in caches]
+        if self._split.prompt_span and self.remaining == 0:
+            return [layer.finished(self._split.prompt_span) for layer in caches]
         return caches
 
     @property

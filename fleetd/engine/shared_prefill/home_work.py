@@ -57,7 +57,7 @@ class _HomeWork:
         prefix = self.prefix[layer]
         if not self.layout.layer(layer).window:
             cache = layer_kv.preallocated(
-                self.layout.layer(layer), tokens, prefix, sparse=bool(self.split.span)
+                self.layout.layer(layer), tokens, prefix, sparse=bool(self.split.prompt_span)
             )
             # From now on the prefix is in there; kept twice it would take twice the memory.
             self.prefix[layer] = None
@@ -66,7 +66,7 @@ class _HomeWork:
 
     def before(self, layer: int, tokens: int) -> Any:
         """A cache of the first ``tokens`` to be added to. Only these are copied then, not all the room."""
-        short = layer_kv.empty(sparse=bool(self.split.span))
+        short = layer_kv.empty(sparse=bool(self.split.prompt_span))
         if tokens:
             short.keys = self.caches[layer].keys[..., :tokens, :]
             short.values = self.caches[layer].values[..., :tokens, :]
@@ -87,7 +87,7 @@ class _HomeWork:
         if not done:
             return (
                 [layer_kv.empty(sparse=True) for _ in self.caches]
-                if self.split.span
+                if self.split.prompt_span
                 else self.stage.make_caches()
             )
         return [

@@ -41,13 +41,14 @@ class Slots:
     def arrived(cls, payload: memoryview, split: Split) -> Slots:
         """From the ``payload`` of another machine. Raises ProtocolError for positions that cannot be."""
         numbers = np.frombuffer(payload, dtype=_INT32)
-        if not split.span:
+        if not split.prompt_span:
             return cls(numbers)
         ids, positions = np.ascontiguousarray(numbers.reshape(-1, 2).T)
         ascending = bool((positions[1:] > positions[:-1]).all())
-        if not ascending or positions[0] < 0 or positions[-1] >= split.span:
+        if not ascending or positions[0] < 0 or positions[-1] >= split.prompt_span:
             raise ProtocolError(
-                f"On home came positions that do not ascend, or not within the prompt of {split.span} tokens."
+                "On home came positions that do not ascend, "
+                f"or not within the prompt of {split.prompt_span} tokens."
             )
         # Cached rows are those of a whole prompt.
         if split.cached and positions[split.cached - 1] != split.cached - 1:

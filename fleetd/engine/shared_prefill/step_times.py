@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fleetd.engine.protocol import StepTime
+from fleetd.plan.prefill import step_names
 
 
 class WaitClock:
@@ -60,14 +61,13 @@ class HomeTimes:
     def steps(self) -> list[StepTime]:
         end = self._clock() if self._end is None else self._end
         tail_s = 0.0 if self._own_end is None else end - self._own_end
+        sent_s = end - self._begun if self._sent_s is None else self._sent_s
         return [
-            StepTime(
-                "prefix sent", end - self._begun if self._sent_s is None else self._sent_s, self.to_send
-            ),
-            StepTime("spot check", self.checked_s),
-            StepTime("waited", max(0.0, self.waits.until(end) - tail_s), self.received),
-            StepTime("computed", self._computed_s),
-            StepTime("exposed hand-off", tail_s),
+            StepTime(step_names.PREFIX_SENT, sent_s, self.to_send),
+            StepTime(step_names.SPOT_CHECK, self.checked_s),
+            StepTime(step_names.WAITED, max(0.0, self.waits.until(end) - tail_s), self.received),
+            StepTime(step_names.COMPUTED, self._computed_s),
+            StepTime(step_names.EXPOSED, tail_s),
         ]
 
 
@@ -83,6 +83,6 @@ class HelperTimes:
 
     def steps(self) -> list[StepTime]:
         return [
-            StepTime("waited", self.waits.until(self._clock()), self.received),
-            StepTime("computed", self.computed_s, self.sent),
+            StepTime(step_names.WAITED, self.waits.until(self._clock()), self.received),
+            StepTime(step_names.COMPUTED, self.computed_s, self.sent),
         ]

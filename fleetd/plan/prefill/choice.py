@@ -3,8 +3,8 @@
     local     all here                     layers   machines take layers, chunk after chunk
     whole     all on others                tokens   machines take tokens, layer after layer
 
-Every way is priced in seconds to the first token, or refused with a reason. Pure, and quick enough to
-be asked before every prompt. Staying here wins unless another way is clearly faster.
+Every plan is priced in seconds to the first token, or refused with a reason. Pure, and quick enough to run
+before every prompt. Staying here wins unless another plan is clearly faster.
 """
 
 from __future__ import annotations
@@ -16,19 +16,12 @@ from dataclasses import replace
 
 from fleetd import limits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
-from fleetd.plan.prefill.options import (
-    Code,
-    HelperSpec,
-    Kind,
-    Load,
-    PlanChoice,
-    PrefillOption,
-    Refusal,
-    refusal,
-)
-from fleetd.plan.prefill.schedule import SETUP_ROUND_TRIPS, Place, PrefillSize, Timeline, timeline
-from fleetd.plan.prefill.search import Found, Part, Search, SearchHelper, cut_bounds
-from fleetd.plan.prefill.split import Split, checked
+from fleetd.plan.prefill import step_names
+from fleetd.plan.prefill.options import HelperSpec, Kind, Load, OptionCode, PlanChoice, PrefillOption
+from fleetd.plan.prefill.schedule import SETUP_ROUND_TRIPS, PrefillSize, Timeline, timeline
+from fleetd.plan.prefill.search import Found, Search, cut_bounds
+from fleetd.plan.prefill.split import Part, Split, checked
+from fleetd.plan.refusals import Refusal
 from fleetd.plan.route import ADVANTAGE, CAUTION
 
 __all__ = [
@@ -39,36 +32,33 @@ __all__ = [
     "PrefillOption",
     "PrefillSize",
     "PrefillSpeed",
-    "Refusal",
     "choose",
     "options",
-    "refusal",
 ]
 
-# What was chosen for the prompt before counts for so much less: two ways that are alike must not take turns.
+# The plan that the prompt before this one got is priced at this share: two equal plans must not take turns.
 HYSTERESIS = 0.9
-# Machines that may be combined: the best ones alone. Three make seven combinations.
+# Only this many machines are combined, the best ones alone first. Three make seven combinations.
 COMBINED = limits.SHARE_MACHINES - 1
-# How long a machine should compute at a time, unless it is as long alone: others wait for their turns, and
-# answers for their tokens.
-STEP_S, BUSY_STEP_S = 1.0, 0.25
-# With more of its own work than this a machine is left alone.
+# A machine with this many requests of its own is not asked for help.
 BUSY_FROM = 3
 _UNLIMITED = 1e15
-_NOWHERE = LinkSpeed(0.0)
-# The step that is no longer prefill.
-AFTER_PREFILL = "first token"
 
 
-# ---- What there is ---------------------------------------------------------------------------------------
+# ---- All plans -------------------------------------------------------------------------------------------
 
 
 def options(prompt: PrefillSize, home: HelperSpec, helpers: Iterable[HelperSpec]) -> list[PrefillOption]:
-    """All ways, local first; whoever is refused appears once. The order of ``helpers`` changes nothing."""
-    machines = sorted(helpers, key=lambda machine: machine.node_id)
-    local_s = _speed(home).total(1.0, prompt.new, prompt.chunk)
+    """All plans, local first. Each refused machine appears once, with its reason.
+
+    The order of ``helpers`` changes nothing.
+    """
+    home, machines = _now(home), sorted(map(_now, helpers), key=lambda machine: machine.node_id)
+    local_s = home.speed.total(1.0, prompt.new, prompt.chunk)
     found = [
-        PrefillOption("local", predicted_s=local_s, steps=(("computed", local_s),), modelled=home.modelled)
+        PrefillOption(
+            "local", predicted_s=local_s, steps=((step_names.COMPUTED, local_s),), modelled=home.modelled
+        )
     ]
     able = []
     for machine in machines:
@@ -98,24 +88,22 @@ def options(prompt: PrefillSize, home: HelperSpec, helpers: Iterable[HelperSpec]
 
 
 def _to_first_token(option: PrefillOption, first_s: float) -> PrefillOption:
-    """Which comes after all of them alike, but makes what they save a smaller part of the whole."""
+    """Adds the last token's decoding, which takes the same time after every plan."""
     if not option.priced or not first_s:
         return option
-    steps = (*option.steps, (AFTER_PREFILL, first_s))
+    steps = (*option.steps, (step_names.DECODED, first_s))
     return replace(option, predicted_s=option.predicted_s + first_s, steps=steps)
 
 
 def _refusal(prompt: PrefillSize, machine: HelperSpec) -> Refusal | None:
-    """From what nothing can change to what passes."""
+    """The first reason, from lasting ones to passing ones."""
     new = len(prompt.new)
     if prompt.unshareable:
         return Refusal("unshareable", prompt.unshareable)
     if machine.refusal is not None:
         return machine.refusal
-    if machine.link is None:
-        return refusal("unusable", machine.name)
-    if prompt.span and not machine.sparse:
-        return refusal("sparse", machine.name)
+    if prompt.prompt_span and not machine.sparse:
+        return Refusal("sparse", f"{machine.name} helps with whole prompts only.")
     if new < limits.SHARE_LEAST_TOKENS:
         least = limits.SHARE_LEAST_TOKENS
         return Refusal("short", f"{new} new tokens are computed sooner than shared; {least} are the least.")
@@ -149,14 +137,11 @@ def _refused(machine: HelperSpec, refused: Refusal) -> PrefillOption:
 
 
 def _ways(prompt: PrefillSize, home: HelperSpec, machines: Sequence[HelperSpec]) -> list[PrefillOption]:
-    """The best split of each kind over these machines, those that they have room for."""
+    """The best split of each kind that these machines have room for."""
     chain = _chain(prompt, machines)
     if chain is None:
         return []
-    start = max(prompt.cached, prompt.tokens - prompt.chunk)
-    alone_s = _speed(home).seconds(1.0, start, prompt.chunk)
-    bounded = [_helper(prompt, machine, alone_s) for machine in chain]
-    search = Search(prompt, bounded, _speed(home), _step_s(home, alone_s))
+    search = Search(prompt, chain, home)
     ways: list[PrefillOption] = []
     for kind, found in (
         ("tokens", search.tokens()),
@@ -169,9 +154,9 @@ def _ways(prompt: PrefillSize, home: HelperSpec, machines: Sequence[HelperSpec])
 
 
 def _chain(prompt: PrefillSize, machines: Sequence[HelperSpec]) -> Sequence[HelperSpec] | None:
-    """In an order in which those that have certain layers only can compute them; None where there is none."""
-    # Who has the slowest link goes first: its last rows then travel while the others still compute.
-    by_link = sorted(machines, key=lambda m: (m.link.bytes_per_s if m.link else 0.0, m.node_id))
+    """The machines in an order in which each has the layers that it computes; None if there is none."""
+    # The machine with the slowest link goes first: its last rows travel while the others still compute.
+    by_link = sorted(machines, key=lambda m: (m.link.bytes_per_s, m.node_id))
     if all(machine.held is None for machine in machines):
         return by_link
     orders = itertools.permutations(by_link)
@@ -189,7 +174,7 @@ def _option(
             cached=prompt.cached,
             tokens=prompt.tokens,
             chunk=found.chunk,
-            span=prompt.span,
+            prompt_span=prompt.prompt_span,
         )
     )
     cold = {
@@ -199,9 +184,9 @@ def _option(
     }
     load_s = max((machine.load_s for machine in cold), default=0.0)
     total_s = load_s + found.total_s
-    code: Code = ""
+    code: OptionCode = ""
     reason = ""
-    # The agreement does not wait for a load.
+    # No prompt waits for a load: helpers have to agree within SHARE_SETUP_S.
     if load_s > limits.SHARE_SETUP_S:
         code, names = "cold", _listed([machine.name for machine in cold])
         parts = {_layers(load.first, load.last) if load.last else "the model" for load in cold.values()}
@@ -215,7 +200,7 @@ def _option(
         names=tuple(machine.name for machine in chain),
         split=split,
         predicted_s=total_s,
-        steps=(*((("loaded", load_s),) if cold else ()), *_steps(found.timeline)),
+        steps=(*(((step_names.LOADED, load_s),) if cold else ()), *_steps(found.timeline)),
         code=code,
         reason=reason,
         exact=all(machine.exact for machine in chain),
@@ -226,7 +211,7 @@ def _option(
 
 
 def _load(prompt: PrefillSize, machine: HelperSpec, layers: range) -> Load:
-    """All of the model, where such a prompt would fit beside it: then it can answer too. Else these."""
+    """The whole model if such a prompt fits beside it, because then it can answer too; else these layers."""
     whole_bytes = prompt.weights_bytes + prompt.kv_bytes_per_token * prompt.tokens
     if whole_bytes <= machine.room_bytes or len(layers) == prompt.layers:
         return Load(machine.node_id)
@@ -235,45 +220,30 @@ def _load(prompt: PrefillSize, machine: HelperSpec, layers: range) -> Load:
 
 def _steps(line: Timeline) -> tuple[tuple[str, float], ...]:
     return (
-        ("agreed", line.agreed_s),
-        ("prefix sent", line.prefix_s),
-        ("waited", line.waited_s),
-        ("computed", line.computed_s),
-        ("exposed hand-off", line.exposed_s),
+        (step_names.AGREED, line.agreed_s),
+        (step_names.PREFIX_SENT, line.prefix_s),
+        (step_names.WAITED, line.waited_s),
+        (step_names.COMPUTED, line.computed_s),
+        (step_names.EXPOSED, line.exposed_s),
     )
 
 
-def _helper(prompt: PrefillSize, machine: HelperSpec, alone_s: float) -> SearchHelper:
-    return SearchHelper(
-        Place(_speed(machine), machine.link or _NOWHERE),
-        machine.room_bytes,
-        machine.loaded,
-        _step_s(machine, alone_s),
-        machine.held,
-    )
-
-
-def _speed(machine: HelperSpec) -> PrefillSpeed:
-    """Those who compute at once take turns."""
-    return machine.speed.times(1.0 + max(0, machine.running))
-
-
-def _step_s(machine: HelperSpec, alone_s: float) -> float:
-    return BUSY_STEP_S if machine.running > 0 else max(STEP_S, alone_s)
+def _now(machine: HelperSpec) -> HelperSpec:
+    """The machine with its speed for this prompt: requests that run at once take turns."""
+    return replace(machine, speed=machine.speed.times(1.0 + max(0, machine.running)))
 
 
 def _with_link(
     prompt: PrefillSize, home: HelperSpec, machine: HelperSpec, ways: Sequence[PrefillOption], local_s: float
 ) -> list[PrefillOption]:
-    """The same; where none of them pays, but would over a better link, that is the reason."""
-    link, target_s = machine.link or _NOWHERE, ADVANTAGE * local_s
+    """The same plans. If none pays, but one would over a better link, the link is the reason against them."""
+    link, target_s = machine.link, ADVANTAGE * local_s
     if min(way.predicted_s - way.load_s for way in ways) <= target_s:
         return list(ways)
     wider = replace(machine, link=LinkSpeed(_UNLIMITED, link.rtt_s))
     over_wider = min(_ways(prompt, home, [wider]), key=lambda way: way.predicted_s)
     if over_wider.split is not None and over_wider.predicted_s - over_wider.load_s <= target_s:
-        speed = _speed(machine)
-        least = _rate(_least_rate(prompt, over_wider.split, Place(speed, link), _speed(home), target_s))
+        least = _rate(_least_rate(prompt, over_wider.split, machine, home.speed, target_s))
         sentence = f"The link to {machine.name} carries {_rate(link.bytes_per_s)}; {least} would do."
     elif link.rtt_s * SETUP_ROUND_TRIPS > (1 - ADVANTAGE) * local_s:
         sentence = f"The link to {machine.name} takes {1000 * link.rtt_s:.0f} ms there and back."
@@ -283,11 +253,11 @@ def _with_link(
 
 
 def _least_rate(
-    prompt: PrefillSize, split: Split, helper: Place, home: PrefillSpeed, target_s: float
+    prompt: PrefillSize, split: Split, helper: HelperSpec, home: PrefillSpeed, target_s: float
 ) -> float:
-    """Bytes per second from which on a split takes no longer than ``target_s``."""
+    """The least bytes per second with which a split takes at most ``target_s``."""
     low, high = max(1.0, helper.link.bytes_per_s), _UNLIMITED
-    # Up to a hundredth: it is a figure for people.
+    # A precision of one percent is enough for people.
     while high > 1.01 * low:
         middle = math.sqrt(low * high)
         link = replace(helper.link, bytes_per_s=middle)
@@ -298,11 +268,11 @@ def _least_rate(
     return high
 
 
-# ---- Which one -------------------------------------------------------------------------------------------
+# ---- The best --------------------------------------------------------------------------------------------
 
 
 def choose(found: Sequence[PrefillOption], previous: PrefillOption | None = None) -> PlanChoice:
-    """The cheapest, if it is clearly cheaper than local; ``previous``: what such a prompt got last time."""
+    """The cheapest plan if it is clearly cheaper than local. ``previous``: what the prompt before got."""
     local = next(option for option in found if option.kind == "local")
     able = [option for option in found if option.priced and not option.code and option is not local]
 
@@ -333,7 +303,7 @@ def _warm(found: Sequence[PrefillOption], best: PrefillOption) -> tuple[Load, ..
 
 
 def _rejected(option: PrefillOption, best: PrefillOption, local: PrefillOption) -> PrefillOption:
-    code: Code = "slower"
+    code: OptionCode = "slower"
     faster = _percent(1 - option.predicted_s / best.predicted_s)
     if option.predicted_s > best.predicted_s:
         slower = _percent(option.predicted_s / best.predicted_s - 1)

@@ -1,17 +1,17 @@
-"""How long a split prefill takes, from the agreement to the moment that decoding may begin.
+"""How long a split prefill takes, from the agreement to the beginning of decoding.
 
 Every machine and every link is a stage that takes pieces in order, one at a time. So the end is the longest
-path through (stage, piece), and it is found without playing the schedule through: chunks cost linearly more
-as the context grows, which leaves few pieces at which that path can pass from one stage to the next.
+path through (stage, piece). It is computed without simulating the schedule: the cost of chunks grows linearly
+with the context, so the path can pass from one stage to the next at few pieces only.
 
     layers   pieces are chunks    helper 0 ---- hidden states --- helper 1 ---- hidden states --- home
                                       `------------ rows -------------`------------ rows ----------'
     tokens   pieces are layers    helper 0 -------- rows -------- helper 1 -------- rows -------- home
                                       `------------------------- rows ----------------------------'
 
-Where layers are split, rows of a chunk leave when its machine has computed it; hidden states share the link
-with them and get half of it. For S equal stages and links that cost nothing this is GPipe's (m + S - 1)·tau
-(arXiv 1811.06965, section 2.3).
+If layers are split, the rows of a chunk are sent when its machine has computed it. Hidden states share the
+link with rows and get half of it. For S equal stages and links that cost nothing this is (m + S - 1)·tau, as
+in GPipe (arXiv 1811.06965, section 2.3).
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ from dataclasses import dataclass
 
 from fleetd import limits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.prefill.options import HelperSpec
 from fleetd.plan.prefill.split import Split
 
-# Before anything is computed: asking and offering, going, a connection and its first sealed frame.
+# Round trips before anything is computed: question and offer, Go, a connection, its first sealed frame.
 SETUP_ROUND_TRIPS = 4
-# What the daemons and workers at both ends take for that.
+# Time that the daemons and workers at both ends need for them.
 SETUP_S = 0.02
 _TOKEN_BYTES = 4
 
@@ -36,12 +37,12 @@ _TOKEN_BYTES = 4
 class PrefillSize:
     """What is to be prefilled.
 
-    ``tokens`` and ``cached`` as ``Split`` has them: the prompt without its last token, and how much of that
-    is in the prefix cache. Bytes over all layers: of a token's keys and values; of its hidden state; of the
-    weights, and ``outside_bytes`` of those that belong to no layer. ``chunk``: how many tokens at a time
-    would be computed alone; with ``exact_chunks`` no other size will do. ``span``: as ``Split`` has it, where
-    tokens are left out; only those that are kept cost anything. ``unshareable``: why nobody can help, ""
-    where they can.
+    ``tokens`` and ``cached`` as in ``Split``: the prompt without its last token, and how much of that is in
+    the prefix cache. Bytes are over all layers, for one token's keys and values, its hidden state, and the
+    weights; ``outside_bytes`` of the weights belong to no layer. ``chunk``: how many tokens one chunk has
+    without helpers; with ``exact_chunks`` no other size may be used. ``prompt_span``: as in ``Split``, if
+    tokens are left out; only kept tokens cost anything. ``unshareable``: why no machine can help, "" if one
+    can.
     """
 
     tokens: int
@@ -51,7 +52,7 @@ class PrefillSize:
     hidden_bytes: int
     chunk: int
     exact_chunks: bool = False
-    span: int = 0
+    prompt_span: int = 0
     unshareable: str = ""
     weights_bytes: int = 0
     outside_bytes: int = 0
@@ -59,14 +60,6 @@ class PrefillSize:
     @property
     def new(self) -> range:
         return range(self.cached, self.tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A helper in the chain: its speed now, and its link to the machine that answers."""
-
-    speed: PrefillSpeed
-    link: LinkSpeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,30 +77,32 @@ class Timeline:
         return self.agreed_s + self.prefix_s + self.waited_s + self.computed_s + self.exposed_s
 
 
-def timeline(prompt: PrefillSize, split: Split, helpers: Sequence[Place], home: PrefillSpeed) -> Timeline:
-    """Of a split that ``plan.split.checked`` has passed, with one place per helper."""
+def timeline(
+    prompt: PrefillSize, split: Split, helpers: Sequence[HelperSpec], home: PrefillSpeed
+) -> Timeline:
+    """The timeline of a valid split, with one helper per part but the last."""
     chain = Chain(prompt, helpers, home)
     priced = chain.layers if split.kind == "layers" else chain.tokens
     return priced(split.cuts, split.chunk)
 
 
 class Chain:
-    """Machines in a fixed order, with everything worked out that no cut changes."""
+    """Machines in a fixed order, with all figures that do not depend on the cuts."""
 
-    def __init__(self, prompt: PrefillSize, helpers: Sequence[Place], home: PrefillSpeed) -> None:
+    def __init__(self, prompt: PrefillSize, helpers: Sequence[HelperSpec], home: PrefillSpeed) -> None:
         self._prompt, self._helpers, self._home = prompt, helpers, home
         self._new = prompt.new
         links = [helper.link for helper in helpers]
         self._between = [a.and_(b) for a, b in itertools.pairwise(links)]
-        # All that helpers send to one machine, or get from it, passes its one port.
+        # All that helpers send to home or get from it passes home's one port.
         self._port = max(links, key=lambda link: link.bytes_per_s)
         self._agreed_s = SETUP_S + SETUP_ROUND_TRIPS * max(link.rtt_s for link in links)
-        # Home first computes some of the helpers' work itself, to compare.
+        # Home first computes some of the helpers' work itself, to compare the results.
         spot_s = home.seconds(1.0, prompt.cached, min(limits.SHARE_SPOT_TOKENS, len(self._new)))
         self._home_free_s = self._agreed_s + spot_s
 
     def layers(self, cuts: Sequence[int], chunk: int) -> Timeline:
-        """``cuts`` as in ``Split``; the last part, which is home's, may be empty."""
+        """``cuts`` as in ``Split``; home's part, the last one, may be empty."""
         prompt, new = self._prompt, self._new
         *shares, home_share = [(b - a) / prompt.layers for a, b in itertools.pairwise(cuts)]
         begun_s = self._agreed_s + self._prefix_s(shares)
@@ -145,7 +140,7 @@ class Chain:
         home_s = self._home.total(1.0, home_part, chunk)
         port_s = self._port.seconds(prompt.kv_bytes_per_token * (home_part.start - prompt.cached))
         end_s = max(self._home_free_s + home_s, begun_s + port_s + home_s / layers)
-        # The chain so far: each stage's seconds for one layer, and what the links add once.
+        # The chain up to this helper: each stage's seconds for one layer, and the delay of the links.
         path: list[float] = []
         late_s = 0.0
         for i, (helper, part) in enumerate(zip(self._helpers, parts, strict=True)):
@@ -161,11 +156,11 @@ class Chain:
         )
 
     def _prefix_s(self, shares: Sequence[float]) -> float:
-        """The tokens, and the rows of those that are cached, to everybody at once."""
+        """Time to send the tokens, and the rows of cached tokens, to all helpers at once."""
         prompt, all_bytes, slowest_s = self._prompt, 0.0, 0.0
         for helper, share in zip(self._helpers, shares, strict=True):
-            # Where tokens are left out, each of the others comes with its position.
-            token_bytes = _TOKEN_BYTES * (2 if prompt.span else 1)
+            # If tokens are left out, each kept token is sent with its position.
+            token_bytes = _TOKEN_BYTES * (2 if prompt.prompt_span else 1)
             n_bytes = token_bytes * prompt.tokens + prompt.kv_bytes_per_token * prompt.cached * share
             all_bytes += n_bytes
             slowest_s = max(slowest_s, helper.link.seconds(n_bytes) + helper.link.one_way_s)
@@ -194,7 +189,7 @@ class Chain:
 class _StageTimeline:
     """Takes ``first_s + c · growth_s`` for whole chunk c, and ``rest_s`` for the shorter one at the end.
 
-    It begins no sooner than ``free_s``, and what it is done with arrives ``late_s`` later.
+    It begins no sooner than ``free_s``, and its results arrive ``late_s`` after it has computed them.
     """
 
     first_s: float
@@ -206,21 +201,21 @@ class _StageTimeline:
 
 @dataclass(slots=True)
 class _StageDone:
-    """When a stage's results arrive: of the chunks at which paths may turn, and of all chunks."""
+    """When a stage's results arrive: those of the chunks in ``turns``, and those of the last chunk."""
 
     turns_s: list[float]
     end_s: float
 
 
 class _PipeTimeline:
-    """Stages in order, and through them ``chunks`` whole chunks and, if ``rest``, a shorter one."""
+    """Stages in order that compute ``chunks`` whole chunks and, if ``rest``, a shorter one."""
 
     def __init__(self, chunks: int, rest: int) -> None:
         self.stages: list[_StageTimeline] = []
         self._chunks, self._rest = chunks, rest
 
     def ends(self, branches: Sequence[tuple[int, _StageTimeline]]) -> tuple[float, float]:
-        """When the last stage is done, and when all ``branches`` are: (behind how many stages, stage)."""
+        """When the last stage ends, and when all ``branches`` end: (number of stages before it, stage)."""
         turns = self._turns()
         done = [_StageDone([0.0] * len(turns), 0.0)]
         for stage in self.stages:
@@ -228,12 +223,12 @@ class _PipeTimeline:
         return done[-1].end_s, max(self._through(stage, turns, done[at]).end_s for at, stage in branches)
 
     def _through(self, stage: _StageTimeline, turns: Sequence[int], before: _StageDone) -> _StageDone:
-        # A path comes in with some chunk, or at the start, and stays for all up to a later one.
+        # A path enters the stage with some chunk, or at the start, and stays until a later chunk.
         first_s, growth_s = stage.first_s, stage.growth_s
         lead_s = finished_s = stage.free_s
         turns_s = []
         for c, before_s in zip(turns, before.turns_s, strict=True):
-            until_s = c * (first_s + growth_s * (c - 1) / 2)  # all whole chunks before this one
+            until_s = c * (first_s + growth_s * (c - 1) / 2)  # of all whole chunks before this one
             if before_s - until_s > lead_s:
                 lead_s = before_s - until_s
             finished_s = lead_s + until_s + first_s + growth_s * c
@@ -245,15 +240,16 @@ class _PipeTimeline:
     def _turns(self) -> list[int]:
         """The whole chunks with which the longest path may pass from one stage to a later one.
 
-        Passing one chunk later adds a chunk's time on the earlier stage and saves one's on the later; where
-        the later one's chunks grow faster, that gains up to one point. Elsewhere it is the first or the last.
+        Passing one chunk later adds a chunk's time on the earlier stage and saves one on the later stage. If
+        the later stage's chunks grow faster, this gains up to one point; otherwise the path passes with the
+        first or the last chunk.
         """
         if not self._chunks:
             return []
         last = self._chunks - 1
         turns = {0, last}
         for i, early in enumerate(self.stages):
-            between_s = 0.0  # stages that the path passes with one chunk take longer for the next one
+            between_s = 0.0  # stages between the two take longer for the next chunk
             for late in self.stages[i + 1 :]:
                 if late.growth_s > early.growth_s:
                     gain_s = early.first_s + early.growth_s + between_s - late.first_s

@@ -12,43 +12,31 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed, PrefillSpeed
-from fleetd.plan.prefill.schedule import Chain, Place, PrefillSize, Timeline
+from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed
+from fleetd.plan.prefill.options import HelperSpec
+from fleetd.plan.prefill.schedule import Chain, PrefillSize, Timeline
+from fleetd.plan.prefill.split import Part
 
-# Of larger ones than were measured nothing is known: that they cost less by the token is not always so.
+# Chunk sizes to try. Larger ones than the measured size do not always cost less per token.
 CHUNKS = (MEASURED_TOKENS // 2, MEASURED_TOKENS)
-# Sizes this close to the best one may still win when their cuts have been moved.
+# Sizes whose price is within this factor of the best one may win after their cuts have moved.
 _CLOSE = 1.02
-# A part of so few layers is worth no more than none.
+# If home would get no more layers than this, a chain of helpers may take all of them.
 _HARDLY = 2.0
 # Steps by which the size of chunks is fitted to a cut, as shares of it.
 _FINER = (24, 120)
-# Of each, at most so many: a cut moves by a part of a chunk.
+# At most this many steps of each size: a cut moves by a part of a chunk.
 _MOVES = 5
-# In a prompt of so many chunks, less than one of them is not worth the search.
+# Prompts of at least this many chunks skip the fitting: less than one chunk makes no difference.
 _MANY = 64
 # Halvings in the search for the time that balanced machines take; cuts are whole chunks anyway.
 _HALVINGS = 16
 
+# How long a machine should compute one chunk, unless a chunk takes longer alone: meanwhile its other requests
+# wait for their turns.
+STEP_S, BUSY_STEP_S = 1.0, 0.25
+
 Cuts = tuple[int, ...]
-# Layers [first, last).
-Part = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class SearchHelper:
-    """A helper and its bounds.
-
-    ``room_bytes``: for keys, values and hidden states, and for its part of the weights where they are not
-    ``loaded``. ``step_s``: how long it should compute at a time. ``held``: the only layers that it has; None
-    is all.
-    """
-
-    place: Place
-    room_bytes: float = math.inf
-    loaded: bool = True
-    step_s: float = math.inf
-    held: Part | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +51,13 @@ class Found:
 
 
 def cut_bounds(layers: int, held: Sequence[Part | None], *, whole: bool = False) -> list[Part] | None:
-    """For each cut behind a helper, between which layers it may stand, so that all have what they compute.
+    """The layers between which each helper's last cut may lie: every helper must have the layers it computes.
 
     Args:
-        held: the layers that each helper of a chain has; None is all.
-        whole: nothing is left for home.
+        held: the layers that each helper of a chain has; None if it has all.
+        whole: home computes nothing.
 
-    None where machines with these layers, in this order, are no chain.
+    None if machines with these layers, in this order, cannot form a chain.
     """
     parts = [part or (0, layers) for part in held]
     firsts = [first for first, _ in parts]
@@ -89,21 +77,26 @@ class Search:
     def __init__(
         self,
         prompt: PrefillSize,
-        helpers: Sequence[SearchHelper],
-        home: PrefillSpeed,
-        home_step_s: float = math.inf,
+        helpers: Sequence[HelperSpec],
+        home: HelperSpec,
     ) -> None:
-        self._prompt, self._helpers, self._home, self._home_step_s = prompt, helpers, home, home_step_s
-        self._chain = Chain(prompt, [helper.place for helper in helpers], home)
-        links = [helper.place.link for helper in helpers]
+        self._prompt, self._helpers, self._home = prompt, helpers, home.speed
+        start = max(prompt.cached, prompt.tokens - prompt.chunk)
+        alone_s = home.speed.seconds(1.0, start, prompt.chunk)
+        self._steps = [
+            (machine.speed, BUSY_STEP_S if machine.running > 0 else max(STEP_S, alone_s))
+            for machine in (*helpers, home)
+        ]
+        self._chain = Chain(prompt, helpers, home.speed)
+        links = [helper.link for helper in helpers]
         self._onward: list[LinkSpeed | None] = [a.and_(b) for a, b in itertools.pairwise(links)]
         self._onward.append(None)
         self.evaluations = 0
 
     def layers(self, *, whole: bool = False) -> Found | None:
-        """As a pipeline of chunks; ``whole``: with nothing for home. None where the helpers lack room.
+        """As a pipeline of chunks; ``whole``: home computes nothing. None if the helpers lack room.
 
-        Several helpers are asked for the whole only where home could hardly take a layer.
+        Several helpers take the whole prompt only if home could hardly take a layer.
         """
         if whole and len(self._helpers) > 1 and self._home_layers() > _HARDLY:
             return None
@@ -128,7 +121,7 @@ class Search:
     def tokens(self) -> Found | None:
         """Layer after layer, each machine on tokens of its own.
 
-        None as above, for too short a prompt, or where a helper does not have all layers.
+        None if the helpers lack room, the prompt is too short, or a helper does not have all layers.
         """
         if any(helper.held is not None for helper in self._helpers):
             return None
@@ -139,7 +132,7 @@ class Search:
             return self._chain.tokens(cuts, chunk) if _apart(cuts, 1) and self._tokens_fit(cuts) else None
 
         moved = range(1, len(self._helpers) + 1)
-        # With one helper each size has a best cut of its own; with several, one size says enough.
+        # With one helper each size has its own best cut; with several, the best size is enough.
         groups = [[start] for start in starts] if len(moved) == 1 else [starts]
         best = [found for group in groups if (found := self._best(group, price, moved, lambda chunk: chunk))]
         if not self._prompt.exact_chunks and len(self._prompt.new) < _MANY * CHUNKS[-1]:
@@ -147,9 +140,9 @@ class Search:
         return min(best, key=lambda found: found.total_s, default=None)
 
     def _fitted(self, found: Found, price: Callable[[Cuts, int], Timeline | None]) -> Found:
-        """With chunks of nearly that size, as many for each helper: so its cut moves by less than a chunk.
+        """The same numbers of chunks, of nearly the same size, so that each cut moves by less than a chunk.
 
-        Where balanced machines should be cut is seldom a whole number of the usual chunks.
+        The cut that balances the machines is seldom a whole number of the usual chunks.
         """
         cached, *ends, tokens = found.cuts
         most = max(found.chunk, CHUNKS[-1])
@@ -175,16 +168,16 @@ class Search:
         best = fitted(counts, found)
         if best.chunk + found.chunk // _FINER[-1] < most:
             return best
-        # They would be longer still: one more for the first helper, for the others in proportion.
+        # The best size is at its bound: try one more chunk for the first helper, more for the others too.
         more = [count + count // counts[0] for count in counts]
         begun = sized(more, found.chunk * counts[0] // more[0])
         return best if begun is None else min(best, fitted(more, begun), key=lambda one: one.total_s)
 
     def _sizes(self) -> list[int]:
-        """Chunk sizes to try, ascending; one that is longer than the prompt is as good as the prompt.
+        """Chunk sizes to try, ascending; none is longer than the prompt.
 
-        A smaller one than these is what a busy machine takes alone, not to keep others waiting; shared with
-        helpers it would mostly cost what each chunk costs.
+        Alone, a busy machine uses smaller chunks to let its other requests have their turns. Shared with
+        helpers, the fixed cost of each chunk would outweigh that.
         """
         own, new = self._prompt.chunk, len(self._prompt.new)
         if self._prompt.exact_chunks:
@@ -219,25 +212,25 @@ class Search:
             return None
         begun.sort(key=lambda found: found.total_s)
         close = [found for found in begun if found.total_s <= _CLOSE * begun[0].total_s]
-        # With several helpers the cuts of one size say enough about the others.
+        # With several helpers, the best cuts of one size are good for the others too.
         return min(map(climbed, close if len(moved) <= 1 else close[:1]), key=lambda found: found.total_s)
 
-    # ---- Where balanced machines are cut -------------------------------------------------------------------
+    # ---- Balanced cuts ------------------------------------------------------------------------------------
 
     def _home_layers(self) -> float:
-        """Home's part if everybody computed for the same time."""
+        """Home's number of layers if all machines computed for the same time."""
         prompt = self._prompt
-        speeds = [helper.place.speed for helper in self._helpers]
+        speeds = [helper.speed for helper in self._helpers]
         rates = [1 / speed.total(1.0, prompt.new, prompt.chunk) for speed in (*speeds, self._home)]
         return prompt.layers * rates[-1] / sum(rates)
 
     def _even_layers(self, chunk: int, bounds: Sequence[Part], *, whole: bool) -> Cuts | None:
-        """Layers in proportion to how many of them a machine, or its link, gets through in the same time."""
+        """Layers in proportion to the rate of each machine, or of its link if that is slower."""
         prompt, layers = self._prompt, self._prompt.layers
         sent = prompt.kv_bytes_per_token * len(prompt.new)
         rates, rooms = [], []
         for helper in self._helpers:
-            busy_s = max(helper.place.speed.total(1.0, prompt.new, chunk), helper.place.link.seconds(sent))
+            busy_s = max(helper.speed.total(1.0, prompt.new, chunk), helper.link.seconds(sent))
             rates.append(1 / busy_s)
             rooms.append(self._layers_room(helper, chunk))
         if not whole:
@@ -253,7 +246,7 @@ class Search:
         return (*cuts, layers)
 
     def _even_tokens(self) -> list[float]:
-        """Where each helper's tokens end if everybody takes the same time."""
+        """Where each helper's tokens end if all machines take the same time."""
         prompt = self._prompt
         low_s, high_s = 0.0, self._home.total(1.0, prompt.new, prompt.chunk)
         ends = self._filled(high_s)
@@ -267,9 +260,9 @@ class Search:
         return ends
 
     def _rounded(self, ends: Sequence[float], chunk: int) -> Cuts | None:
-        """Cuts between chunks that are near, if there are chunks for everybody."""
+        """The nearest cuts between chunks; None if there are too few chunks for all machines."""
         prompt = self._prompt
-        last = math.ceil(len(prompt.new) / chunk) - 1  # a chunk for home
+        last = math.ceil(len(prompt.new) / chunk) - 1  # one chunk is left for home
         cuts, before = [prompt.cached], 0
         for i, end in enumerate(ends):
             unit = min(round((end - prompt.cached) / chunk), last - (len(ends) - 1 - i))
@@ -278,12 +271,12 @@ class Search:
         return (*cuts, prompt.tokens) if cuts[-1] < prompt.tokens else None
 
     def _filled(self, seconds: float) -> list[float]:
-        """Where each helper's tokens end if it, and every link that it sends on, is busy for ``seconds``."""
+        """Where each helper's tokens end if it and each of its links are busy for at most ``seconds``."""
         prompt, kv, chunk = self._prompt, max(1, self._prompt.kv_bytes_per_token), self._prompt.chunk
         ends, at = [], float(prompt.cached)
         for helper, onward in zip(self._helpers, self._onward, strict=True):
-            link, room = helper.place.link, helper.room_bytes - self._weights_bytes(helper)
-            end = at + helper.place.speed.fitting(at, seconds, chunk)
+            link, room = helper.link, helper.room_bytes - self._weights_bytes(helper)
+            end = at + helper.speed.fitting(at, seconds, chunk)
             end = min(end, at + seconds * max(1.0, link.bytes_per_s) / kv)
             if onward is not None:
                 end = min(end, prompt.cached + seconds * max(1.0, onward.bytes_per_s) / kv)
@@ -294,12 +287,12 @@ class Search:
 
     # ---- Bounds -------------------------------------------------------------------------------------------
 
-    def _layers_room(self, helper: SearchHelper, chunk: int) -> int:
-        """How many layers' rows, and weights where they are not loaded, it has room for."""
+    def _layers_room(self, helper: HelperSpec, chunk: int) -> int:
+        """How many layers it has room for: their rows, and their weights if they are not loaded."""
         prompt = self._prompt
         room, per_layer = helper.room_bytes - 2 * chunk * prompt.hidden_bytes, 0.0
         if not helper.loaded:
-            # No part has both ends of the model, the embedding and the head; which one, is not known yet.
+            # A part has the embedding or the head; which of them is not known yet, so both are counted.
             room -= prompt.outside_bytes
             per_layer = max(0, prompt.weights_bytes - prompt.outside_bytes) / prompt.layers
         per_layer += prompt.kv_bytes_per_token * prompt.tokens / prompt.layers
@@ -316,7 +309,7 @@ class Search:
         )
 
     def _tokens_fit(self, cuts: Cuts) -> bool:
-        """Rows of all tokens up to its own last, and its own tokens' hidden states between two layers."""
+        """Helpers have room for the rows of all tokens up to their last, and their own hidden states."""
         prompt = self._prompt
         return all(
             self._weights_bytes(helper) + b * prompt.kv_bytes_per_token + (b - a) * prompt.hidden_bytes
@@ -324,23 +317,21 @@ class Search:
             for helper, (a, b) in zip(self._helpers, itertools.pairwise(cuts), strict=False)
         )
 
-    def _weights_bytes(self, helper: SearchHelper) -> int:
+    def _weights_bytes(self, helper: HelperSpec) -> int:
         return 0 if helper.loaded else self._prompt.weights_bytes
 
     def _steps_fit(self, chunk: int, cuts: Cuts) -> bool:
-        """Whether nobody computes for longer at a time than it should, at the end of the prompt."""
+        """True if no machine's last chunk takes longer than one step of it should."""
         prompt = self._prompt
         start = max(prompt.cached, prompt.tokens - chunk)
-        machines = [(helper.place.speed, helper.step_s) for helper in self._helpers]
-        machines.append((self._home, self._home_step_s))
         return all(
             speed.seconds((b - a) / prompt.layers, start, chunk) <= step_s
-            for (speed, step_s), (a, b) in zip(machines, itertools.pairwise(cuts), strict=True)
+            for (speed, step_s), (a, b) in zip(self._steps, itertools.pairwise(cuts), strict=True)
         )
 
 
 def _apart(cuts: Cuts, least_last: int) -> bool:
-    """Whether every helper has a part, and the last machine as much as it must."""
+    """True if every helper has a part, and the last machine at least ``least_last``."""
     return all(a < b for a, b in itertools.pairwise(cuts[:-1])) and cuts[-1] - cuts[-2] >= least_last
 
 
@@ -353,7 +344,7 @@ def _shifted(cuts: Cuts, index: int, by: int) -> Cuts:
 
 
 def _descended(count: int, at_index: Callable[[int], Found | None]) -> list[Found]:
-    """What was found from the middle on in the direction in which it gets better, until it gets worse."""
+    """The results from the middle in the direction in which prices fall, until they rise."""
     found: dict[int, Found] = {}
 
     def seen(index: int) -> float:
@@ -365,7 +356,7 @@ def _descended(count: int, at_index: Callable[[int], Found | None]) -> list[Foun
     way = -1 if seen(at - 1) < seen(at) else 1
     while seen(at + way) <= seen(at) < math.inf:
         at += way
-    if not found:  # what does not fit in the middle may fit in smaller chunks
+    if not found:  # a prompt that does not fit in chunks of middle size may fit in smaller ones
         for at in range(count):
             seen(at)
     return list(found.values())

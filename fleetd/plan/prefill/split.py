@@ -1,7 +1,7 @@
-"""How one prompt's prefill is divided between machines: agreed by all of them before anything is computed.
+"""How one prompt's prefill is divided between machines: all of them agree before anything is computed.
 
-Pure. Machines stand in a chain, helpers first and the one that answers last. Every position in the prompt and
-every chunk boundary follows from the agreement alone, so that all ends check each other instead of trusting.
+Pure. Machines form a chain, helpers first and the machine that answers, the root, last. Every position in the
+prompt and every chunk boundary follows from the agreement alone, so each machine can check the others.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from fleetd import limits
 from fleetd.errors import InvalidValue
 
 Kind = Literal["layers", "tokens"]
+# Layers [first, last).
+Part = tuple[int, int]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
@@ -30,9 +32,9 @@ class Split(msgspec.Struct, frozen=True):
     The part of the last machine, which answers, may be empty: then all of the prefill is done elsewhere.
     New tokens are [cached, tokens); ``tokens`` is the prompt without its last one, which decoding computes.
 
-    Where a part of the prompt is left out, only those that are kept are counted, by their rows in the caches.
-    ``span`` is then what ``tokens`` would be of the whole prompt, and each token travels with its position,
-    which is below that. 0: all are kept, and a token's row is its position.
+    If tokens of the prompt are left out, only the kept ones are counted, by their rows in the caches.
+    ``prompt_span`` is then the value of ``tokens`` for the whole prompt, and each token is sent with its
+    position, which is below ``prompt_span``. 0: all tokens are kept, and a token's row is its position.
     """
 
     kind: Kind
@@ -41,12 +43,12 @@ class Split(msgspec.Struct, frozen=True):
     cached: _Count
     tokens: _Count
     chunk: Annotated[int, Meta(ge=1, le=2**20)]
-    span: _Count = 0
+    prompt_span: _Count = 0
 
     @property
     def token_bytes(self) -> int:
-        """An id, and the position where it has one of its own: int32 each."""
-        return 8 if self.span else 4
+        """Of an id and, if tokens are left out, a position: int32 each."""
+        return 8 if self.prompt_span else 4
 
     @property
     def machines(self) -> int:
@@ -69,12 +71,12 @@ class Split(msgspec.Struct, frozen=True):
         return range(self.cuts[machine], self.cuts[machine + 1])
 
     def chunks_of(self, machine: int) -> list[range]:
-        """The same in the chunks in which they are computed."""
+        """Tokens that a machine computes, in its chunks."""
         return chunks(self.tokens_of(machine), self.chunk)
 
 
 def checked(split: Split) -> Split:
-    """The same. Raises InvalidValue where it does not divide the work, whole and in order, among machines."""
+    """The same split. Raises InvalidValue unless it divides all of the work among the machines, in order."""
     first, last = (0, split.layers) if split.kind == "layers" else (split.cached, split.tokens)
     ordered = all(a <= b for a, b in itertools.pairwise(split.cuts))
     helped = all(a < b for a, b in itertools.pairwise(split.cuts[:-1]))
@@ -82,8 +84,8 @@ def checked(split: Split) -> Split:
         raise InvalidValue(f"{split.kind} cut at {split.cuts} do not divide {first} to {last}.")
     if split.cached >= split.tokens:
         raise InvalidValue("Nothing of this prompt is left to prefill.")
-    if split.span and split.span <= split.tokens:
-        raise InvalidValue(f"{split.tokens} tokens of {split.span} are kept: nothing is left out.")
+    if split.prompt_span and split.prompt_span <= split.tokens:
+        raise InvalidValue(f"{split.tokens} tokens of {split.prompt_span} are kept: nothing is left out.")
     inner = split.cuts[:-1] if split.kind == "tokens" else ()
     if any((cut - split.cached) % split.chunk and cut != split.tokens for cut in inner):
         raise InvalidValue(f"Tokens cut at {split.cuts} are not cut between chunks of {split.chunk}.")
@@ -95,7 +97,7 @@ def chunks(tokens: range, size: int) -> list[range]:
 
 
 def prefix_hashes(tokens: bytes, ends: Sequence[int], *, width: int = 4) -> dict[int, bytes]:
-    """For each of the ascending ``ends``, 8 bytes that stand for the tokens before it.
+    """For each of the ascending ``ends``, an 8-byte hash of the tokens before it.
 
     Args:
         tokens: ``width`` bytes each, little endian. Rolling: the whole prompt is hashed once.

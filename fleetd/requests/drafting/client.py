@@ -13,9 +13,8 @@ import asyncio
 import os
 import socket
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import AbstractAsyncContextManager, aclosing
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import msgspec
@@ -25,17 +24,15 @@ from fleetd.control.prefill_trace import DrafterView, Trace
 from fleetd.engine.protocol import Accepted, DraftFor, Event, Followed, Loading, Ready, StreamTag
 from fleetd.errors import EngineDied, FleetError, Incompatible, ModelNotFound, PeerError
 from fleetd.models import names
+from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.p2p.link_prober import Invitation
-from fleetd.p2p.membership.cards import ModelCard
-from fleetd.plan.route import USABLE
-from fleetd.requests.backoff import PeerBackoff
 from fleetd.requests.concurrency import cancel_all
-from fleetd.requests.drafting import messages, plan_view
-from fleetd.requests.drafting.plan_view import DRAFTER
-from fleetd.requests.job import THIS_NAME, Job, Planned
-from fleetd.requests.model_by_digest import Models
-from fleetd.requests.placement import Member, canonical
+from fleetd.requests.drafting import drafters, messages
+from fleetd.requests.drafting.drafters import DRAFTER, DrafterCandidate, Where
+from fleetd.requests.job import Job, Planned
+from fleetd.requests.members import Members
+from fleetd.requests.placement import canonical
 from fleetd.requests.prefill_sharing.agreement import require_message
 from fleetd.requests.prefill_sharing.record import SharingRecord
 from fleetd.requests.remote import Stream, own_id, said_by
@@ -44,7 +41,6 @@ log = get_logger("fleetd.drafting")
 
 # The stream's name, which the workers know as ``engine.spec.draft_wire.DRAFTS``.
 DRAFTS = "drafts"
-Where = Literal["auto", "here", "peers"]
 # Tokens ahead of the text where drafter and verifier share one accelerator: there is no round trip to hide,
 # and what is drafted in vain takes its time from the verifier.
 _BESIDE_TOKENS = 8
@@ -52,8 +48,6 @@ _BESIDE_TOKENS = 8
 _LEAST_TOKENS = 8
 # A drafter's own account comes when it sees the stream end, or not at all.
 _ACCOUNT_S = 2.0
-# From here on a round trip is longer than most texts stay as they were drafted for.
-_NEAR_S = 0.05
 
 
 class Engine(Protocol):
@@ -73,7 +67,6 @@ class Pool(Protocol):
 class Partners(Protocol):
     """``fleetd.fleet.Fleet``."""
 
-    def machines(self) -> Iterable[Member]: ...
     def request(self, node_id: str, method: str, body: bytes) -> Stream: ...
     async def connect(self, node_id: str, invited: Invitation) -> socket.socket: ...
 
@@ -82,40 +75,25 @@ class Metrics(Protocol):
     def drafter(self, where: str, outcome: str) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
-class DrafterCandidate:
-    """Who could draft. ``node_id`` "" is this machine."""
-
-    node_id: str
-    name: str
-    model: str
-    digest: str = ""
-
-    @property
-    def where(self) -> Literal["here", "peer"]:
-        return "peer" if self.node_id else "here"
-
-
 class DrafterService:
     """Args:
     partners: None for a machine without a fleet.
     model: what drafts where a request does not say; "" for nobody.
     record: keeps what came of an answer (``traces.Traces.record``).
-    local_only: by the settings, no prompt leaves this machine.
     remembers: workers here draft from past answers as well.
     """
 
     def __init__(
         self,
         partners: Partners | None,
+        members: Members,
         pool: Pool,
-        models: Models,
+        models: ModelStore,
         metrics: Metrics,
         *,
         model: str = "",
         where: Where = "auto",
         record: Callable[[Trace], None] = lambda trace: None,
-        local_only: bool = False,
         remembers: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
@@ -124,12 +102,11 @@ class DrafterService:
         self.pool = pool
         self.metrics = metrics
         self.monotonic = monotonic
-        self.penalties = PeerBackoff()
+        self.members = members
         self._models = models
         self._model = model
         self._where = where
         self._record = record
-        self._local_only = local_only
         self._remembers = remembers
         self._now = now
         # Of answers that run, by request.
@@ -208,11 +185,7 @@ class DrafterService:
         """Who drafts for an answer that runs."""
         drafts = self._answers.get(request_id)
         found = drafts.drafter if drafts is not None else None
-        return (
-            DrafterView(found.model, found.name if found.node_id else THIS_NAME)
-            if found is not None
-            else None
-        )
+        return DrafterView(found.model, found.name) if found is not None else None
 
     async def plan(self, view: PlanView, folder: Any) -> PlanView:
         """The same, and how the answer would be drafted for. Nothing is loaded for that."""
@@ -221,12 +194,12 @@ class DrafterService:
         if facts is None:
             return view
         model = canonical(self._model) if facts.vocabulary else ""
-        drafters = [
-            candidate.name if candidate.node_id else THIS_NAME
+        able = [
+            candidate.name
             for candidate in (self.candidates(folder.name, model, shareable=True) if model else ())
             if candidate.node_id or await self._is_here(model, besides=folder.name)
         ]
-        drafts = plan_view.view(facts, view.prompt_tokens, model, drafters, remembers=self._remembers)
+        drafts = drafters.view(facts, view.prompt_tokens, model, able, remembers=self._remembers)
         return msgspec.structs.replace(view, drafts=drafts)
 
     async def _is_here(self, model: str, *, besides: str) -> bool:
@@ -238,38 +211,9 @@ class DrafterService:
     # ---- who is asked ------------------------------------------------------------------------------------
 
     def candidates(self, target: str, model: str, *, shareable: bool) -> list[DrafterCandidate]:
-        """Who to ask, in this order.
-
-        A machine that has the model loaded, is near and has nothing else to do comes first: its drafts take
-        nothing from the model that verifies them. A model does not draft for itself in one worker.
-        """
-        here = [DrafterCandidate("", "this machine", model)] if model != target else []
-        if self._where == "here":
-            return here
-        peers = sorted(self._peers(model, shareable=shareable), key=lambda found: found[0])
-        first = [candidate for (busy, far, cold, _), candidate in peers if not (busy or far or cold)]
-        rest = [candidate for _, candidate in peers if candidate not in first]
-        return [*first, *rest] if self._where == "peers" else [*first, *here, *rest]
-
-    def _peers(
-        self, model: str, *, shareable: bool
-    ) -> Iterable[tuple[tuple[bool, bool, bool, float], DrafterCandidate]]:
-        if self.partners is None or self._local_only or not shareable:
-            return
-        now_s = self.monotonic()
-        for machine in self.partners.machines():
-            card, held = machine.card, _held(machine, model)
-            if (
-                machine.reach != USABLE
-                or not machine.sees_prompts
-                or card.draining
-                or held is None
-                or self.penalties.reason(card.node_id, now_s)
-            ):
-                continue
-            busy, cold = card.running + card.waiting > 0, held.state != "loaded"
-            order = busy, machine.rtt_s > _NEAR_S, cold, machine.rtt_s
-            yield order, DrafterCandidate(card.node_id, machine.name, held.name, held.digest)
+        """The machines to ask, in this order."""
+        others = self.members.others("draft") if shareable else []
+        return drafters.candidates(others, target, model, self._where)
 
     async def resolve(self, model: str) -> Any:
         """Raises ModelNotFound."""
@@ -322,7 +266,7 @@ class DraftRun:
                 return
             else:
                 outcome = "done"
-                self._drafting.penalties.succeeded(candidate.node_id)
+                self._drafting.members.succeeded(candidate.node_id, "draft")
                 return
             finally:
                 self._drafting.metrics.drafter(candidate.where, outcome)
@@ -337,8 +281,7 @@ class DraftRun:
             reason=error.message,
         )
         if candidate.node_id and isinstance(error, PeerError):
-            drafting = self._drafting
-            drafting.penalties.failed(candidate.node_id, error.code, drafting.monotonic())
+            self._drafting.members.failed(candidate.node_id, "draft", error)
 
     async def _here(self, candidate: DrafterCandidate, vocabulary: str) -> None:
         folder = await self._drafting.resolve(candidate.model)
@@ -383,11 +326,6 @@ class DraftRun:
 
     async def _give(self, sock: socket.socket, key: bytes, role: Literal["connector", "acceptor"]) -> None:
         await self._engine.give_stream(StreamTag(self._job.request.id, DRAFTS, key, role), sock)
-
-
-def _held(machine: Member, model: str) -> ModelCard | None:
-    """The model on that machine, once its files are hashed."""
-    return next((held for held in machine.card.models if held.name == model and held.digest), None)
 
 
 # ---- what both the machine that answers and one that drafts for others do --------------------------------

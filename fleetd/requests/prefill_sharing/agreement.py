@@ -4,7 +4,13 @@
     Go  ──► every helper           here: dial each helper; expect the last one, if its output comes here
     from then on each helper's request is watched: it computes, is done, failed, or is silent
 
-Knows neither why these helpers were chosen nor what follows from a failure.
+Before anything is computed, both ends compare what the other says of itself:
+
+    other files, dtype or mlx-lm      →  Incompatible, with the name of the field
+    equal fingerprints of the layers  →  "exact": every byte is what this machine would have computed
+    else                              →  "plan": the same model, rounded in another order
+
+This module knows neither why these helpers were chosen nor what follows from a failure.
 """
 
 from __future__ import annotations
@@ -18,14 +24,13 @@ from typing import Any, Protocol
 
 from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime, StreamTag
-from fleetd.errors import FleetError, PeerLost, ProtocolError
+from fleetd.errors import FleetError, Incompatible, InvalidValue, PeerLost, ProtocolError
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.link_prober import Invitation
-from fleetd.plan.prefill.split import Split
+from fleetd.plan.prefill.split import Split, checked
 from fleetd.requests.bulk_dialer import invitation
 from fleetd.requests.concurrency import gather_or_cancel
 from fleetd.requests.prefill_sharing import messages
-from fleetd.requests.prefill_sharing.compatibility import compare
 from fleetd.requests.remote import Stream, next_message, said_by
 
 
@@ -126,7 +131,7 @@ class Agreement:
             helper.offer = offer = messages.decode(await require_message(helper.stream), messages.AssistOffer)
             if (offer.input is None) != (helper.place == 0):
                 raise ProtocolError(f"{helper.name} expects streams that this split does not have.")
-            layers, sparse = terms.split.layers_of(helper.place), bool(terms.split.span)
+            layers, sparse = terms.split.layers_of(helper.place), bool(terms.split.prompt_span)
             return compare(
                 terms.arithmetic, offer.arithmetic, layers, own_chunks=terms.own_chunks, sparse=sparse
             )
@@ -202,3 +207,67 @@ async def require_message(stream: Stream) -> bytes:
     if (body := await next_message(stream)) is None:
         raise ProtocolError("It ended its help without having done it.")
     return body
+
+
+# ---- Compared before anything is computed ---------------------------------------------------------------
+
+
+def compare(
+    home: Arithmetic, helper: Arithmetic, layers: range, *, own_chunks: bool, sparse: bool = False
+) -> bool:
+    """True if the helper computes for ``layers`` the bytes that home would; False if it rounds otherwise.
+
+    Args:
+        layers: those that the helper is to compute.
+        own_chunks: the split cuts the prompt into the chunks that home would use alone.
+        sparse: tokens of the prompt are left out.
+
+    Raises Incompatible, naming the field, if home could not use the helper's rows. Both ends compare, each
+    with what the other said of itself, so neither depends on the other's care.
+    """
+    _same("dtype", home.dtype, helper.dtype)
+    # Between its versions a model's very graph may differ, where no fingerprint of one layer shows it.
+    _same("mlx-lm", home.versions.get("mlx-lm", ""), helper.versions.get("mlx-lm", ""))
+    if sparse and helper.sparse:
+        raise Incompatible(f"The helper cannot leave out tokens of a prompt. {helper.sparse}", param="sparse")
+    missing = [layer for layer in layers if _of(helper, layer) is None]
+    if missing:
+        raise Incompatible(f"Layer {missing[0]} is not among those that the helper holds.", param="layers")
+    if any(_of(home, layer) != _of(helper, layer) for layer in layers):
+        if home.accelerator == helper.accelerator:
+            _same("mlx", home.versions.get("mlx", ""), helper.versions.get("mlx", ""))
+        return False
+    return own_chunks or home.chunks == helper.chunks == "any"
+
+
+def checked_split(split: Split, *, layers: int, context_tokens: int, place: int | None = None) -> Split:
+    """The same split. Raises ProtocolError, before anything of the split's size is allocated, for a split of
+    another model or of a prompt that this machine's model cannot take.
+
+    Args:
+        layers, context_tokens: the model's, as the own engine says.
+        place: the helper's in the chain; None for the machine that answers.
+    """
+    try:
+        checked(split)
+    except InvalidValue as error:
+        raise ProtocolError(f"A split that makes no sense: {error.message}") from None
+    if split.layers != layers:
+        raise ProtocolError(f"A split of {split.layers} layers; the model has {layers}.")
+    if (longest := max(split.tokens, split.prompt_span)) >= context_tokens:
+        raise ProtocolError(f"A split of {longest} tokens; the model takes {context_tokens}.")
+    if place is not None and not 0 <= place < split.helpers:
+        raise ProtocolError(f"Place {place} is none of the {split.helpers} helpers'.")
+    return split
+
+
+def _same(field: str, home: str, helper: str) -> None:
+    if home != helper:
+        raise Incompatible(
+            f"{field} is {helper or 'unknown'} there and {home or 'unknown'} here.", param=field
+        )
+
+
+def _of(arithmetic: Arithmetic, layer: int) -> bytes | None:
+    at = layer - arithmetic.first_layer
+    return arithmetic.layers[at] if 0 <= at < len(arithmetic.layers) else None

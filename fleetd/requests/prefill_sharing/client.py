@@ -38,16 +38,14 @@ from fleetd.engine.protocol import (
 )
 from fleetd.errors import ContextLengthExceeded, EngineError, FleetError, ModelNotFound, PeerError, from_code
 from fleetd.observe import get_logger
-from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.costs import MEASURED_TOKENS
-from fleetd.plan.prefill.choice import AFTER_PREFILL
+from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.options import HelperSpec as PlannedMachine
 from fleetd.plan.prefill.options import Load, PlanChoice, PrefillOption
-from fleetd.plan.speed_corrections import SpeedCorrections
-from fleetd.requests.backoff import PeerBackoff
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
-from fleetd.requests.placement import Member
+from fleetd.requests.members import Members, eligible
 from fleetd.requests.prefill_sharing import agreement, messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
 from fleetd.requests.prefill_sharing.planner_facts import PartOfSplit
@@ -60,14 +58,11 @@ _SETUP_LEAST_S = 0.5
 # For the helpers' own accounts of what they did; they come with the last bytes or not at all.
 _ACCOUNTS_S = 2.0
 _WARM_WITHIN_S = 5.0
-# The planner's name for the step that is over when a share begins.
-_AGREED = "agreed"
 
 
 class Partners(agreement.Partners, Protocol):
     """``fleetd.fleet.Fleet``."""
 
-    def machines(self) -> Iterable[Member]: ...
     async def ask(self, node_id: str, method: str, body: bytes, *, within_s: float) -> bytes: ...
 
 
@@ -92,22 +87,19 @@ class Metrics(Protocol):
 
 class PrefillSharing:
     """Args:
-    own_card: what this machine tells others of itself now.
     record: keeps what came of a prompt (``traces.Traces.record``).
     drafter: who drafts for an answer that runs (``drafts.drafting.Drafting.drafter``).
-    local_only: by the settings, no prompt leaves this machine.
     """
 
     def __init__(
         self,
         partners: Partners,
         pool: Pool,
-        own_card: Callable[[], Card],
+        members: Members,
         record: Callable[[Trace], None],
         metrics: Metrics,
         *,
         drafter: Callable[[str], DrafterView | None] = lambda request_id: None,
-        local_only: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
         now: Callable[[], float] = time.time,
     ) -> None:
@@ -116,12 +108,9 @@ class PrefillSharing:
         self.metrics = metrics
         self.monotonic = monotonic
         self.now = now
-        self.penalties = PeerBackoff()
-        self.paces = SpeedCorrections()
-        self._own_card = own_card
+        self.members = members
         self._record = record
         self._drafter = drafter
-        self._local_only = local_only
         # By model: what its last prompt got, which the next one keeps where two ways are alike.
         self._previous: dict[str, PrefillOption] = {}
         self._warmed: dict[tuple[str, str], float] = {}
@@ -131,15 +120,15 @@ class PrefillSharing:
 
     def possible(self, job: Job, folder: Any) -> bool:
         """Whether it is worth asking the engine for a prompt that waits. Cheap, above all where it is not."""
-        if self._local_only or not job.shareable:
+        if not job.shareable:
             return False
-        members = list(self.partners.machines())
+        members = self.members.others("prefill")
         if not members or (own := self.held(folder.name)) is None:
             return False
         engine = self.pool.engine(folder)
         if engine is not None and engine.facts is not None and engine.facts.unshareable:
             return False
-        if not any(planner_facts.may_help(member, own.digest) for member in members):
+        if all(eligible(member, own.digest, even_left_out=True) for member in members):
             return False
         return len(job.prompt_text) // CHARS_PER_TOKEN >= limits.SHARE_LEAST_TOKENS
 
@@ -208,7 +197,7 @@ class PrefillSharing:
         ``kept``: of its tokens, those that are computed, where not all are.
         """
         engine, own = self.pool.engine(folder), self.held(folder.name)
-        if self._local_only or engine is None or engine.facts is None or own is None:
+        if self.members.local_only or engine is None or engine.facts is None or own is None:
             return 0.0
         return self.choose(own, tokens, cached, MEASURED_TOKENS, engine.facts, kept).best.predicted_s
 
@@ -216,7 +205,8 @@ class PrefillSharing:
 
     def held(self, name: str) -> ModelCard | None:
         """The model on this machine, once its files are hashed."""
-        return next((m for m in self._own_card().models if m.name == name and m.digest), None)
+        model = self.members.here().model(name)
+        return model if model is not None and model.digest else None
 
     def choose(
         self, own: ModelCard, tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0
@@ -228,22 +218,16 @@ class PrefillSharing:
 
     def machines(self, own: ModelCard, facts: Ready) -> list[PlannedMachine]:
         """This machine first, all by their own figures."""
-        now_s, card = self.monotonic(), self._own_card()
-        pace = planner_facts.pace(card, own, facts)
+        here, others = self.members.here(), self.members.others("prefill")
+        pace = planner_facts.pace(here, own, facts)
         return [
-            planner_facts.home(card, own, facts),
-            *(
-                planner_facts.helper(
-                    member, own, facts, pace, self.penalties.reason(member.card.node_id, now_s)
-                )
-                for member in self.partners.machines()
-            ),
+            planner_facts.home(here, own, facts),
+            *(planner_facts.helper(member, own, facts, pace) for member in others),
         ]
 
     def _paced(self, own: ModelCard, machine: PlannedMachine) -> PlannedMachine:
         """By what its parts of other prompts took."""
-        now_s = self.monotonic()
-        factor = self.paces.factor(machine.node_id, own.digest, machine.speed.token_s, now_s)
+        factor = self.members.correction(machine.node_id, own.digest, machine.speed)
         return replace(machine, speed=machine.speed.times(factor))
 
     def chose(self, choice: PlanChoice, own: ModelCard) -> None:
@@ -259,14 +243,9 @@ class PrefillSharing:
     def learn(self, digest: str, parts: Iterable[tuple[PartOfSplit, Sequence[StepTime]]]) -> None:
         """What each machine took for its part, in the order of the chain."""
         for part, steps in parts:
-            took_s = sum(step.seconds for step in steps if step.name == planner_facts.COMPUTED)
-            self.paces.ran(
-                part.node_id,
-                digest,
-                part.token_s,
-                self.monotonic(),
-                expected_s=part.expected_s,
-                took_s=took_s,
+            took_s = sum(step.seconds for step in steps if step.name == step_names.COMPUTED)
+            self.members.computed(
+                part.node_id, digest, part.token_s, expected_s=part.expected_s, took_s=took_s
             )
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -284,10 +263,9 @@ class PrefillSharing:
 
     def blame(self, shared: Agreement) -> None:
         """Who failed is left out for a while. To have no room or to stop is no failure; its card will say."""
-        now_s = self.monotonic()
         for helper in shared.helpers:
             if isinstance(helper.failed, PeerError | EngineError):
-                self.penalties.failed(helper.node_id, helper.failed.code, now_s)
+                self.members.failed(helper.node_id, "prefill", helper.failed)
 
     async def close(self) -> None:
         """End what still runs in the background."""
@@ -388,7 +366,7 @@ class _SharedPrompt:
             return None
         if not shared.code:
             for helper in agreed.helpers:
-                self._sharing.penalties.succeeded(helper.node_id)
+                self._sharing.members.succeeded(helper.node_id, "prefill")
             return None
         if all(helper.failed is None for helper in agreed.helpers):
             # The engine itself found fault with what came, or with what did not come; whose, it cannot know.
@@ -438,7 +416,7 @@ def _gain_s(choice: PlanChoice) -> float:
 
 def _left_s(option: PrefillOption) -> float:
     """What the plan expects from the agreement to the end of the prefill."""
-    others = sum(seconds for name, seconds in option.steps if name in (_AGREED, AFTER_PREFILL))
+    others = sum(seconds for name, seconds in option.steps if name in (step_names.AGREED, step_names.DECODED))
     return option.predicted_s - others
 
 

@@ -25,7 +25,7 @@ from fleetd.requests.bulk_dialer import invitation
 from fleetd.requests.concurrency import cancel_all, gather_or_cancel, with_heartbeats
 from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.prefill_sharing import messages
-from fleetd.requests.prefill_sharing.compatibility import checked_split, compare
+from fleetd.requests.prefill_sharing.agreement import checked_split, compare
 from fleetd.requests.remote import Stream, own_id
 
 log = get_logger("fleetd.assisting")
@@ -94,7 +94,7 @@ class AssistServer:
             if facts is None or facts.arithmetic is None:
                 raise EngineDied(f"The engine for {folder.name} has just ended.")
             checked_split(split, layers=facts.layers, context_tokens=facts.context_tokens, place=place)
-            compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True, sparse=bool(split.span))
+            compare(ask.arithmetic, facts.arithmetic, layers, own_chunks=True, sparse=bool(split.prompt_span))
             job = own_id(ask.id)
             async with aclosing(engine.assist(AssistPrefill(job, split, place))) as events:
                 if not isinstance(await anext(events, None), Accepted):

@@ -9,7 +9,6 @@ from fleetd.engine.protocol import Timings, Usage
 from fleetd.ledger import Reservation
 from fleetd.plan.scoring import Scorer
 from fleetd.requests.job import THIS_NAME
-from fleetd.requests.placement import THIS_NODE
 from fleetd.requests.smart_prefill.segment_scoring import ScorerRun
 
 
@@ -57,7 +56,7 @@ class ScoringBill:
 
     def _row(self, model: str, scorer: Scorer) -> Reservation:
         if (row := self._rows.get(scorer.node_id)) is None:
-            node = THIS_NAME if scorer.node_id == THIS_NODE else scorer.name
+            node = THIS_NAME if scorer.here else scorer.name
             # As long ids as clients' own may be; the ledger tells rows apart by them.
             row = Reservation(f"{self._id}.score{len(self._rows)}", model, node, "score", self._now())
             self._rows[scorer.node_id] = row

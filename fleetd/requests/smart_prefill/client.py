@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
 import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
@@ -31,11 +30,12 @@ from fleetd.control.smart_prefill_result import Form
 from fleetd.engine.protocol import Accepted, Event, Finished, Loading, Ready
 from fleetd.errors import EngineDied, FleetError
 from fleetd.observe import get_logger
-from fleetd.plan.affinity import Affinity, chain
 from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPrefillQuestion
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, Planned, prompt_text
-from fleetd.requests.placement import THIS_NODE, Placement
+from fleetd.requests.members import Members
+from fleetd.requests.placement import Placement
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
 from fleetd.requests.smart_prefill.compression_job import (
     CompressionJob,
@@ -92,6 +92,7 @@ class SmartPrefill:
     def __init__(
         self,
         compressing: CompressionService,
+        members: Members,
         pool: Pool,
         metrics: Metrics,
         record: Callable[[Trace], None],
@@ -110,9 +111,7 @@ class SmartPrefill:
         self._monotonic = monotonic
         self._now = now
         self._history = History()
-        # What is in prefix caches, of conversations that asked for smart prefill.
-        self._affinity = Affinity()
-        self._key = os.urandom(16)
+        self._affinity = members.affinity
 
     # ---- one request -------------------------------------------------------------------------------------
 
@@ -284,11 +283,6 @@ class SmartPrefill:
         record.skip("no_form", reason, self._monotonic())
         return True
 
-    def finished(self, job: Job, node_id: str) -> None:
-        """It was answered there: the next turn of the conversation finds its beginning there."""
-        if job.request.keep is None:
-            self._affinity.computed(node_id, job.model, chain(job.prompt_text, self._key))
-
     def _keep(self, record: SmartPrefillRecord) -> None:
         """The answer has ended, in any way: write down what came of its prompt, and who is paid."""
         told = record.told
@@ -375,8 +369,8 @@ class SmartPrefill:
         """What reading all of it would take, what is cached already counted."""
         ratio = self._computed(form, target, tokens, ratio)
         node_id = target.choice.node_id
-        links = chain(prompt_text(smart_prompt.plain(job.request)), self._key)
-        cached = self._affinity.cached_chars(node_id, job.model, links) // CHARS_PER_TOKEN
+        links = self._affinity.links(prompt_text(smart_prompt.plain(job.request)))
+        cached = self._affinity.cached_chars(node_id, target.name, links) // CHARS_PER_TOKEN
         weights_bytes = getattr(target.folder, "weights_bytes", 0)
         speed = self.compressing.scorers.speed_at(node_id, target.name)
         if speed is None:

@@ -26,6 +26,7 @@ from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
 from fleetd.plan import scoring as planner
+from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
@@ -193,7 +194,7 @@ class CompressionService:
         remembered.names = work.names
         passage.scored_tokens = sum(ran.tokens for ran in work.ran.values())
         passage.steps = [
-            StepView("scored", ran.seconds, machine=ran.scorer.name)
+            StepView(step_names.SCORED, ran.seconds, machine=ran.scorer.name)
             for ran in work.ran.values()
             if ran.tokens
         ]

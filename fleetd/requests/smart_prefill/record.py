@@ -9,6 +9,7 @@ from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import DrafterView, Outcome, Trace
 from fleetd.control.smart_prefill_result import Form, SmartPrefillResult
 from fleetd.engine.protocol import Accepted, Delta, Event, Finished, Loading, ToolCall
+from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import THIS_NAME, Exactness
 from fleetd.requests.smart_prefill.bill import ScoringBill
@@ -102,7 +103,7 @@ class SmartPrefillRecord:
         first_s = self._first_token_s
         steps = list(self.steps)
         if self._finished is not None:
-            steps.append(StepView("prefilled", self._finished.timings.prefill_s, machine=THIS_NAME))
+            steps.append(StepView(step_names.PREFILLED, self._finished.timings.prefill_s, machine=THIS_NAME))
         return Trace(
             id=self._id,
             at_s=self._at_s,
@@ -133,12 +134,14 @@ def options(plan: SmartPlan, *, chosen: bool = False) -> tuple[OptionView, Optio
         nodes=[*nodes, THIS_NAME],
         predicted_s=plan.predicted_s if plan.parts else None,
         steps=[
-            StepView("scored", plan.score_s, machine=", ".join(nodes) or THIS_NAME),
-            StepView("prefilled", plan.prefill_s, machine=THIS_NAME),
+            StepView(step_names.SCORED, plan.score_s, machine=", ".join(nodes) or THIS_NAME),
+            StepView(step_names.PREFILLED, plan.prefill_s, machine=THIS_NAME),
         ],
         chosen=chosen and plan.worth_it,
         code=plan.code,
         reason=plan.reason,
     )
-    dense = OptionView("local", [THIS_NAME], plan.dense_s or None, [StepView("prefilled", plan.dense_s)])
+    dense = OptionView(
+        "local", [THIS_NAME], plan.dense_s or None, [StepView(step_names.PREFILLED, plan.dense_s)]
+    )
     return smart, dense

@@ -1,79 +1,65 @@
-"""The machines that could score a prompt, by what they say of themselves and by what they did before.
+"""The machines that could score a prompt: which model scores it, who has that model, and how fast each is.
 
-models, cards, speeds ──find──► the one compressor, and who has it, cheapest first
-what came of a prompt ──learn─► who is left out for a while, at whose pace the next one is priced
+models, cards, speeds ──find──► the one compressor, and the machines that have it, cheapest first
+outcome of a prompt ───learn──► machines left out for a while; measured speeds for the next price
+
+A compressor that is asked for by name is taken. Otherwise it is the smallest model with the role
+"compressor", or, if no machine has one, the smallest chat model that is clearly smaller than the model that
+answers.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Profile
-from fleetd.errors import EngineError, InvalidValue, ModelUnsupported, OutOfMemory, PeerError
+from fleetd.errors import InvalidValue, ModelUnsupported, OutOfMemory
 from fleetd.models.catalog import find as in_catalog
-from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.models.folder import ModelFolder
+from fleetd.models.model_store import ModelStore
+from fleetd.p2p.membership.cards import ModelCard
+from fleetd.plan import chip_speeds
 from fleetd.plan import scoring as planner
-from fleetd.plan.costs import PrefillSpeed
+from fleetd.plan.costs import PrefillSpeed, modelled
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import Scorer
-from fleetd.plan.speed_corrections import SpeedCorrections
-from fleetd.requests.backoff import PeerBackoff
-from fleetd.requests.job import THIS_NAME
-from fleetd.requests.placement import THIS_NODE, Member
-from fleetd.requests.smart_prefill import model_holders
-from fleetd.requests.smart_prefill.model_holders import ModelHolder
+from fleetd.requests.members import Member, Members, eligible
+from fleetd.requests.placement import canonical
 from fleetd.requests.smart_prefill.segment_scoring import CompressorModel, ScoringJob
 from fleetd.requests.smart_prefill.skip import SkipCompression
 
-
-class Pool(Protocol):
-    def engine(self, folder: Any) -> Any: ...
-
-
-class Models(Protocol):
-    def installed(self) -> Sequence[Any]: ...
+# A chat model scores only for models at least this many times its size.
+_CLEARLY_LARGER = 4
+# Layers and hidden bytes of a typical compressor, for machines that never measured one.
+_LAYERS, _HIDDEN_BYTES = 30, 2048
 
 
-class Fleet(Protocol):
-    def machines(self) -> Iterable[Member]: ...
+class ModelHolder(NamedTuple):
+    """A machine, and a model on it."""
+
+    member: Member
+    model: ModelCard
+
+    @property
+    def key(self) -> str:
+        """As ``CompressorModel.key``."""
+        return self.model.digest or self.model.name
 
 
 class Scorers:
-    """Args:
-    fleet: None for a machine that has no others.
-    own_card: what this machine tells others of itself; None where it does not yet.
-    local_only: by the settings, no prompt leaves this machine.
-    """
-
-    def __init__(
-        self,
-        pool: Pool,
-        models: Models,
-        speeds: ModelSpeeds,
-        *,
-        fleet: Fleet | None = None,
-        own_card: Callable[[], Card | None] = lambda: None,
-        local_only: bool = False,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, pool: EnginePool, models: ModelStore, speeds: ModelSpeeds, members: Members) -> None:
         self._pool = pool
         self._models = models
         self._speeds = speeds
-        self._fleet = fleet
-        self._own_card = own_card
-        self._local_only = local_only
-        self._monotonic = monotonic
-        self._penalties = PeerBackoff()
-        # This machine, while it has no room for a compressor beside what is loaded.
-        self._full = PeerBackoff()
+        self._members = members
         # Compressors whose attention finds too little.
         self._unable: set[str] = set()
-        self._paces = SpeedCorrections()
-        # Of each compressor which heads score, and where its layers may end.
+        # By compressor: which heads score, and after which layer it may stop.
         self._profiles: dict[str, Profile] = {}
 
     async def find(
@@ -84,93 +70,83 @@ class Scorers:
         Args:
             target_bytes: weights of the model that answers.
 
-        Raises Skip.
+        Raises SkipCompression.
         """
-        holding = model_holders.choose(policy.compressor_model, await self._holders(local_only), target_bytes)
-        if not holding:
+        folders = await asyncio.to_thread(self._models.installed)
+        holders = choose(policy.compressor_model, self._holders(folders, local_only), target_bytes)
+        if not holders:
             named = policy.compressor_model
             can = f"can score prompts with {named}" if named else "has a model that can score prompts"
             raise SkipCompression("no_compressor", f"No machine {can} now.")
-        return model_holders.compressor(holding), self._able(holding)
+        here = next((holder for holder in holders if holder.member.here), None)
+        model = (here or holders[0]).model
+        folder = next((found for found in folders if here is not None and found.name == model.name), None)
+        able = [self._scorer(holder) for holder in holders]
+        able.sort(key=lambda scorer: (scorer.seconds(planner.AROUND_TOKENS), scorer.node_id))
+        return CompressorModel(model.name, model.digest, folder), able
 
     def profile(self, compressor: CompressorModel) -> Profile | None:
         return self._profiles.get(compressor.key)
 
     def speed_at(self, node_id: str, model: str) -> PrefillSpeed | None:
-        """How fast a machine prefills with a model, by its own account; None where nobody measured it."""
+        """How fast a machine prefills with a model, as it measured; None before that."""
         if node_id == THIS_NODE:
             known = self._speeds.of(model)
             return known.prefill if known.prefill_tok_s > 0 else None
-        others = self._fleet.machines() if self._fleet is not None else ()
-        models = [m for machine in others if machine.card.node_id == node_id for m in machine.card.models]
-        return next((model_holders.speed_of(found) for found in models if found.name == model), None)
+        member = next((found for found in self._members.others("score") if found.node_id == node_id), None)
+        card = member.model(model) if member is not None else None
+        return speed_of(card) if card is not None else None
 
     def learn(self, work: ScoringJob, *, late: bool) -> None:
-        """Who failed is left out for a while; who did it, by its own pace the next time.
+        """Leave machines that failed out for a while, and correct the speed of the others.
 
-        ``late``: those that have not answered were given up.
+        Args:
+            late: the deadline has passed; machines that have not answered were given up.
         """
-        now_s, known = self._monotonic(), work.compressor.key
+        key = work.compressor.key
         errors = [ran.error for ran in work.ran.values()]
         if any(isinstance(error, ModelUnsupported) for error in errors):
-            self._unable.add(known)
+            self._unable.add(key)
         if any(isinstance(error, InvalidValue) for error in errors):
-            # Heads that another machine made up would be refused for ever.
-            self._profiles.pop(known, None)
+            # The profile came from another machine, and may be made up: every engine would refuse it.
+            self._profiles.pop(key, None)
         elif work.profile is not None:
-            self._profiles[known] = work.profile
+            self._profiles[key] = work.profile
         for ran in work.ran.values():
             scorer = ran.scorer
-            if scorer.node_id == THIS_NODE and isinstance(ran.error, OutOfMemory):
-                self._full.failed(THIS_NODE, ran.error.code, now_s)
-            elif scorer.node_id != THIS_NODE and isinstance(ran.error, OutOfMemory | PeerError | EngineError):
-                self._penalties.failed(scorer.node_id, ran.error.code, now_s)
-            elif late and ran.unanswered and ran.error is None:
-                self._penalties.failed(scorer.node_id, "timeout", now_s)
-            elif ran.tokens and ran.error is None:
-                self._penalties.succeeded(scorer.node_id)
-                self._full.succeeded(scorer.node_id)
+            if ran.error is not None:
+                # An engine that died here is started again for the next prompt.
+                if scorer.node_id != THIS_NODE or isinstance(ran.error, OutOfMemory):
+                    self._members.failed(scorer.node_id, "score", ran.error)
+            elif late and ran.unanswered:
+                self._members.late(scorer.node_id, "score")
+            elif ran.tokens:
+                self._members.succeeded(scorer.node_id, "score")
             if ran.tokens and scorer.measured and not scorer.load_s:
-                factor = self._paces.factor(scorer.node_id, known, scorer.speed.token_s, now_s)
-                self._paces.ran(
+                self._members.computed(
                     scorer.node_id,
-                    known,
-                    scorer.speed.token_s / factor,
-                    now_s,
-                    expected_s=scorer.seconds(ran.tokens) / factor,
+                    key,
+                    scorer.speed.token_s / scorer.correction,
+                    expected_s=scorer.seconds(ran.tokens) / scorer.correction,
                     took_s=ran.computed_s,
                 )
 
-    async def _holders(self, local_only: bool) -> list[ModelHolder]:
-        folders = await asyncio.to_thread(self._models.installed)
-        card = self._own_card() or Card(THIS_NAME, 0, 0)
-        told = {model.name: model for model in card.models}
-        tier, chip = card.machine.tier, model_holders.chip_of(card.machine)
-        found = [
-            ModelHolder(
-                THIS_NODE,
-                THIS_NAME,
-                self._own(folder, told.get(folder.name)),
-                tier,
-                chip,
-                running=card.running,
-                folder=folder,
-            )
-            for folder in folders
-        ]
-        now_s = self._monotonic()
-        if self._penalties.reason(THIS_NODE, now_s):
-            found = []
-        elif self._full.reason(THIS_NODE, now_s):
-            # Trying again at once costs seconds.
+    def _holders(self, folders: Iterable[ModelFolder], local_only: bool) -> list[ModelHolder]:
+        here = self._members.here()
+        found = [ModelHolder(here, self._own(folder, here.model(folder.name))) for folder in folders]
+        failure = self._members.failure(THIS_NODE, "score")
+        if failure == OutOfMemory.code:
+            # There was no room to load a compressor, and another attempt would take seconds.
             found = [holder for holder in found if holder.model.state == "loaded"]
-        if self._fleet is not None and not local_only and not self._local_only:
-            others = model_holders.holders(self._fleet.machines())
-            found += [holder for holder in others if not self._penalties.reason(holder.node_id, now_s)]
+        elif failure:
+            found = []
+        for member in [] if local_only else self._members.others("score"):
+            if eligible(member) is None:
+                found += [ModelHolder(member, model) for model in member.card.models]
         return [holder for holder in found if holder.key not in self._unable]
 
-    def _own(self, folder: Any, told: ModelCard | None) -> ModelCard:
-        """A model on this machine; its card may not have been made yet."""
+    def _own(self, folder: ModelFolder, told: ModelCard | None) -> ModelCard:
+        """A model on this machine, which its card may not show yet."""
         entry = in_catalog(folder.name)
         speed = self._speeds.of(folder.name)
         return ModelCard(
@@ -185,12 +161,63 @@ class Scorers:
             prefill_fixed_s=speed.prefill_fixed_s,
         )
 
-    def _able(self, holding: Sequence[ModelHolder]) -> list[Scorer]:
-        """By what they took for other prompts, cheapest first."""
-        now_s = self._monotonic()
-        found = []
-        for holder in holding:
-            bare = model_holders.scorer(holder)
-            factor = self._paces.factor(holder.node_id, holder.key, bare.speed.token_s, now_s)
-            found.append(model_holders.scorer(holder, factor))
-        return sorted(found, key=lambda scorer: (scorer.seconds(planner.AROUND_TOKENS), scorer.node_id))
+    def _scorer(self, holder: ModelHolder) -> Scorer:
+        """Its price, corrected by what it took for other prompts."""
+        member, model = holder
+        measured = speed_of(model)
+        speed = measured or modelled(member.chip, max(1, model.weights_bytes), _LAYERS, _HIDDEN_BYTES)
+        correction = self._members.correction(member.node_id, holder.key, speed)
+        return Scorer(
+            member.node_id,
+            member.name,
+            speed.times(correction),
+            link=member.link,
+            tier=member.card.machine.tier,
+            load_s=0.0 if model.state == "loaded" else chip_speeds.load_s(model.weights_bytes),
+            running=member.card.running,
+            context_tokens=model.context_tokens,
+            measured=measured is not None,
+            correction=correction,
+        )
+
+
+def choose(named: str, found: Sequence[ModelHolder], target_bytes: int) -> list[ModelHolder]:
+    """All machines that have the one model that is to score; none if no machine has a fitting model.
+
+    Args:
+        named: the compressor that was asked for; "" leaves the choice open.
+        target_bytes: weights of the model that answers.
+    """
+    # Another machine is asked by digest, so it must have told one.
+    able = [holder for holder in found if holder.member.here or holder.model.digest]
+    if named:
+        able = [holder for holder in able if holder.model.name in (named, canonical(named))]
+    else:
+        compressors = [holder for holder in able if "compressor" in holder.model.roles]
+        able = compressors or [
+            holder
+            for holder in able
+            if "chat" in holder.model.roles
+            and 0 < holder.model.weights_bytes * _CLEARLY_LARGER <= target_bytes
+        ]
+
+    def order(holder: ModelHolder) -> tuple[int, str, bool, str]:
+        # Of different files with one name, those on this machine are meant.
+        model = holder.model
+        return model.weights_bytes, model.name, not holder.member.here, model.digest
+
+    best = min(able, key=order, default=None)
+    if best is None:
+        return []
+    return [
+        holder
+        for holder in able
+        if holder is best or (best.model.digest and holder.model.digest == best.model.digest)
+    ]
+
+
+def speed_of(model: ModelCard) -> PrefillSpeed | None:
+    """As its machine measured it; None before that."""
+    if model.prefill_tok_s <= 0:
+        return None
+    return PrefillSpeed.measured(model.prefill_tok_s, model.prefill_context_s, model.prefill_fixed_s)

@@ -1,10 +1,10 @@
-"""Scores one prompt: its segments side by side on several machines, one after another on each.
+"""Scores one prompt: its segments in parallel on several machines, one after another on each.
 
     plan ─► cut ─► machine 1: segment, segment ─┐
                    machine 2: segment          ─┴─► checked, all in the order of the text
 
-A machine that fails, or whose scores cannot be, is not asked again for this prompt; what it left goes to the
-others, cheapest first.
+A machine that fails, or sends impossible scores, is not asked again for this prompt; its remaining segments
+go to the others, cheapest first.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ import itertools
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from fleetd import limits
+from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
 from fleetd.errors import EngineDied, FleetError, ModelUnsupported, PeerLost, ProtocolError
+from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.plan.scoring import Scorer, Segments
 from fleetd.requests.concurrency import gather_or_cancel
-from fleetd.requests.placement import THIS_NODE
 from fleetd.requests.remote import Stream, next_message, said_by
 from fleetd.requests.smart_prefill import messages
 
@@ -33,44 +34,36 @@ if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are 
 
 log = get_logger("fleetd.compression")
 
-# No tokenizer makes fewer tokens of a text than one of so many characters that are not blank.
+# Every tokenizer makes at least one token of so many characters that are not blank.
 _TOKEN_CHARS = 64
 
 Steps = AsyncGenerator[Loading | Prefill | Scored, None]
 
 
-class Pool(Protocol):
-    def score(self, folder: Any, score: Score, *, evict: bool) -> Steps: ...
-
-
-class Others(Protocol):
-    def request(self, node_id: str, method: str, body: bytes) -> Stream: ...
-
-
 @dataclass(frozen=True, slots=True)
 class CompressorModel:
-    """A model that scores. ``folder``: it on this machine, None where only others have it."""
+    """A model that scores. ``folder``: on this machine; None if only others have it."""
 
     name: str
     digest: str = ""
-    folder: Any = None
+    folder: ModelFolder | None = None
 
     @property
     def key(self) -> str:
-        """What is known of it is known under this: its digest, or its name before that is known."""
+        """Key for facts about the model: its digest, or its name until the digest is known."""
         return self.digest or self.name
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringQuestion:
-    """What is to be scored: a text, and which characters of it ask."""
+    """A text to score, and the ranges of characters in it that ask the question."""
 
     id: str
     text: str
     questions: Sequence[tuple[int, int]]
 
     def own(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """What of these characters is to be scored: all that does not ask."""
+        """The parts of this range that are to be scored: all but the questions."""
         for start, end in self.questions:
             if first < min(start, last):
                 yield first, min(start, last)
@@ -81,9 +74,9 @@ class ScoringQuestion:
 
 @dataclass(slots=True)
 class ScorerRun:
-    """What one machine did for a prompt: from question to scores, and what its engine says it computed.
+    """What one machine did for a prompt. ``seconds``: from request to scores; ``computed_s``: by its engine.
 
-    ``unanswered``: segments that it was asked for and did not score.
+    ``unanswered``: segments that it was asked to score and has not scored.
     """
 
     scorer: Scorer
@@ -96,7 +89,7 @@ class ScorerRun:
 
 @dataclass(slots=True)
 class ScoringJob:
-    """A prompt being scored: what is known of it so far. ``profile``: of all segments, or None at first."""
+    """The state of a prompt that is being scored. ``profile``: for all segments; None until it is known."""
 
     question: ScoringQuestion
     compressor: CompressorModel
@@ -127,12 +120,18 @@ class ScoringJob:
 
 class SegmentScoring:
     """Args:
-    others: None for a machine that has none.
+    request: begins a request at another machine: its id, a method and a body; None without a fleet.
     """
 
-    def __init__(self, pool: Pool, others: Others | None, *, monotonic: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        pool: EnginePool,
+        request: Callable[[str, str, bytes], Stream] | None,
+        *,
+        monotonic: Callable[[], float],
+    ) -> None:
         self._pool = pool
-        self._others = others
+        self._request = request
         self._monotonic = monotonic
 
     async def run(
@@ -141,16 +140,16 @@ class SegmentScoring:
         """All segments' scores, in the order of the text.
 
         Args:
-            able: everybody who could score, cheapest first; the machines of ``parts`` are among them.
+            able: all machines that could score, cheapest first, those of ``parts`` among them.
 
-        Raises FleetError: the last machine's that was tried. Cancelling it cancels all the work everywhere.
+        Raises FleetError: that of the last machine that was tried. Cancelling this cancels all its requests.
         """
         planned = [(part.scorer, segments) for part in parts if (segments := cut(work.question, part))]
-        # Where nothing is to be scored, an engine says so.
+        # If the text is all question, an engine refuses it with the right error.
         planned = planned or [(parts[0].scorer, [(0, 0)])]
         found: list[list[SegmentScores]] = [[] for _ in planned]
         if work.profile is None and sum(len(segments) for _, segments in planned) > 1:
-            # Scores merge only where the same heads gave them, and these the first segment finds.
+            # Scores can be merged only if the same heads gave them; the first segment finds these heads.
             found[0] += await self._part(work, planned[0][0], planned[0][1][:1], able)
         rest = [
             self._part(work, scorer, segments[len(known) :], able)
@@ -174,7 +173,7 @@ class SegmentScoring:
                 while len(found) < len(segments):
                     found.append(await self._segment(work, ran, segments[len(found)]))
             except FleetError as error:
-                ran.error = last = error if scorer.node_id == THIS_NODE else said_by(scorer.name, error)
+                ran.error = last = error if scorer.here else said_by(scorer.name, error)
                 log.warning(
                     "smart.scorer_failed", request=work.question.id, node=scorer.name, code=error.code
                 )
@@ -215,19 +214,17 @@ class SegmentScoring:
         return found
 
     def _steps(self, compressor: CompressorModel, scorer: Scorer, score: Score) -> Steps:
-        if scorer.node_id == THIS_NODE:
-            # What answers is loaded already, and idle: it must not make room for what scores.
+        if scorer.here and compressor.folder is not None:
+            # The model that answers is loaded and idle: it must not be unloaded for the compressor.
             return self._pool.score(compressor.folder, score, evict=False)
-        if self._others is None:
+        if self._request is None:
             raise PeerLost("It is not there any more.")
-        return elsewhere(
-            self._others, scorer, messages.ScoreQuestion(compressor.name, compressor.digest, score)
-        )
+        ask = messages.ScoreQuestion(compressor.name, compressor.digest, score)
+        return _remote_steps(self._request(scorer.node_id, messages.SCORE, messages.encode(ask)), score.id)
 
 
-async def elsewhere(others: Others, scorer: Scorer, ask: messages.ScoreQuestion) -> Steps:
-    """Have a segment scored on another machine. Raises FleetError."""
-    stream = others.request(scorer.node_id, messages.SCORE, messages.encode(ask))
+async def _remote_steps(stream: Stream, score_id: str) -> Steps:
+    """Progress and scores of a segment from another machine. Raises FleetError."""
     ended = False
     try:
         stream.end()
@@ -239,7 +236,7 @@ async def elsewhere(others: Others, scorer: Scorer, ask: messages.ScoreQuestion)
             event = messages.decode_event(body)
             if isinstance(event, Scored):
                 ended = True
-                yield msgspec.structs.replace(event, id=ask.score.id)
+                yield msgspec.structs.replace(event, id=score_id)
                 return
             yield event
     finally:
@@ -248,9 +245,9 @@ async def elsewhere(others: Others, scorer: Scorer, ask: messages.ScoreQuestion)
 
 
 def _unpacked(scored: Scored, question: ScoringQuestion, asked: Score) -> SegmentScores:
-    """The scores, if they can be those of the segment that was asked for. Raises ProtocolError.
+    """The scores. Raises ProtocolError if they cannot be those of the segment that was asked for.
 
-    In a thread: it takes a while, and loads numpy.
+    Call it in a thread: it takes a while, and loads numpy.
     """
     from fleetd.compression.token_scores import SegmentScores
 
@@ -262,7 +259,7 @@ def _unpacked(scored: Scored, question: ScoringQuestion, asked: Score) -> Segmen
         raise ProtocolError("The scores are those of other heads than were asked.")
     first, last = asked.segment[0], asked.segment[1] or len(question.text)
     chars = sum(len(word) for a, b in question.own(first, last) for word in question.text[a:b].split())
-    # Where nothing is said to ask, the last tokens do.
+    # Without a marked question the last tokens are the question.
     asking = 0 if question.questions else limits.SCORE_QUERIES
     if not found.within(first, last) or (len(found.starts) + asking) * _TOKEN_CHARS < chars:
         raise ProtocolError("The scores are not those of the segment that was asked for.")
@@ -270,17 +267,17 @@ def _unpacked(scored: Scored, question: ScoringQuestion, asked: Score) -> Segmen
 
 
 def cut(question: ScoringQuestion, part: Segments) -> list[tuple[int, int]]:
-    """A part's segments as ranges of the text: whole lines where lines end near, else whole words.
+    """A part's segments as ranges of the text, cut at a line's end if one is near, else between words.
 
-    Shares are of what is to be scored, so that none is all question; one that is blank besides is left out.
-    (0, 0) stands for the whole text, as ``Score`` has it.
+    Shares are of the text without its questions, and a segment with nothing else but blanks is left out.
+    (0, 0) stands for the whole text, as in ``Score``.
     """
     if part.first <= 0 and part.last >= 1 and part.count == 1:
         return [(0, 0)]
     text = question.text
     own = list(question.own(0, len(text)))
     shares = [part.first + (part.last - part.first) * n / part.count for n in range(part.count + 1)]
-    edges = [_edge(text, _place(text, own, share)) for share in shares]
+    edges = [_edge(text, _at(text, own, share)) for share in shares]
     return [
         (first, last)
         for first, last in itertools.pairwise(edges)
@@ -288,8 +285,8 @@ def cut(question: ScoringQuestion, part: Segments) -> list[tuple[int, int]]:
     ]
 
 
-def _place(text: str, own: Sequence[tuple[int, int]], share: float) -> int:
-    """Before which character that share of what is to be scored lies."""
+def _at(text: str, own: Sequence[tuple[int, int]], share: float) -> int:
+    """The character before which this share of the text without its questions lies."""
     if share >= 1:
         return len(text)
     left = round(share * sum(end - start for start, end in own))
@@ -301,7 +298,7 @@ def _place(text: str, own: Sequence[tuple[int, int]], share: float) -> int:
 
 
 def _edge(text: str, at: int) -> int:
-    """The same for neighbours, so that segments touch."""
+    """The end of the line or word before ``at``. Equal for both neighbours of a cut, so segments touch."""
     if at <= 0 or at >= len(text):
         return max(0, min(at, len(text)))
     reach = 400

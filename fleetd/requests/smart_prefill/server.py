@@ -14,6 +14,7 @@ from contextlib import aclosing
 import msgspec
 
 from fleetd import limits
+from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Scored, Timings, Usage
 from fleetd.errors import EngineDied, FleetError
 from fleetd.ledger import Ledger, Reservation
@@ -23,7 +24,6 @@ from fleetd.requests.job import THIS_NAME
 from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.remote import Stream, drained, own_id
 from fleetd.requests.smart_prefill import messages
-from fleetd.requests.smart_prefill.segment_scoring import Pool
 
 
 class ScoreServer:
@@ -31,7 +31,7 @@ class ScoreServer:
 
     def __init__(
         self,
-        pool: Pool,
+        pool: EnginePool,
         host: ServingContext,
         ledger: Ledger,
         *,

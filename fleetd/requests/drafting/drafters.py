@@ -1,0 +1,85 @@
+"""Which machines could draft an answer, in which order they are asked, and how people are told. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from fleetd.control.prefill_plan import DraftsView
+from fleetd.engine.protocol import Ready
+from fleetd.engine.speculation.lookup import PromptLookup
+from fleetd.engine.speculation.suffix import SuffixSource
+from fleetd.plan.refusals import THIS_NODE
+from fleetd.requests.job import THIS_NAME
+from fleetd.requests.members import Member, eligible
+
+# The name of another worker's drafts in requests and metrics.
+DRAFTER = "drafter"
+Where = Literal["auto", "here", "peers"]
+# With a longer round trip, most drafts come too late for the text that they continue.
+_NEAR_S = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterCandidate:
+    """A machine that could draft, and with which model. ``digest``: of a model on another machine."""
+
+    node_id: str
+    name: str
+    model: str
+    digest: str = ""
+
+    @property
+    def where(self) -> Literal["here", "peer"]:
+        return "here" if self.node_id == THIS_NODE else "peer"
+
+
+def candidates(others: Iterable[Member], target: str, model: str, where: Where) -> list[DrafterCandidate]:
+    """The machines to ask, in this order.
+
+    A machine that has the model loaded, is near and is idle comes first: its drafts take no time from the
+    model that verifies them. A model does not draft for itself in one worker.
+    """
+    here = [DrafterCandidate(THIS_NODE, THIS_NAME, model)] if model != target else []
+    if where == "here":
+        return here
+    peers: list[tuple[tuple[bool, bool, bool, float], DrafterCandidate]] = []
+    for member in others:
+        found = member.model(model)
+        if found is not None and found.digest and eligible(member) is None:
+            busy, cold = member.card.running + member.card.waiting > 0, found.state != "loaded"
+            order = busy, member.rtt_s > _NEAR_S, cold, member.rtt_s
+            peers.append((order, DrafterCandidate(member.node_id, member.name, found.name, found.digest)))
+    peers.sort(key=lambda peer: peer[0])
+    first = [candidate for (busy, far, cold, _), candidate in peers if not (busy or far or cold)]
+    rest = [candidate for _, candidate in peers[len(first) :]]
+    return [*first, *rest] if where == "peers" else [*first, *here, *rest]
+
+
+def view(
+    facts: Ready, tokens: int, draft_model: str, drafters: Sequence[str], *, remembers: bool
+) -> DraftsView:
+    """How the answer to a prompt of ``tokens`` tokens would be drafted.
+
+    Args:
+        draft_model: the model that would draft; "" for none.
+        drafters: machines that could run it, in the order in which they are asked.
+    """
+    if facts.speculation_width < 2:
+        return DraftsView(facts.speculation, reason=facts.speculation)
+    # The next token and one draft.
+    if tokens + 2 > facts.speculation_context:
+        most = facts.speculation_context
+        return DraftsView(
+            facts.speculation, reason=f"blocks were found exact up to {most} tokens of context only"
+        )
+    local = (SuffixSource.name, PromptLookup.name)
+    return DraftsView(
+        facts.speculation,
+        sources=[*([DRAFTER] if drafters else []), *local],
+        width=facts.speculation_width,
+        draft_model=draft_model,
+        drafters=list(drafters),
+        remembers=remembers,
+    )

@@ -1,0 +1,217 @@
+"""The machines that can do work for this one: what is known of each, which may be asked, which failed lately.
+
+Routing, shared prefill, smart prefill and drafting all read this one view, and all report failures, speeds
+and answers to it. A machine that failed at one kind of work is therefore not asked for another kind either.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fleetd import limits
+from fleetd.errors import EngineError, FleetError, Incompatible, OutOfMemory, PeerError
+from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.plan import chip_speeds
+from fleetd.plan.affinity import Affinity
+from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.refusals import THIS_NODE, Refusal
+from fleetd.plan.speed_corrections import SpeedCorrections
+from fleetd.requests.job import THIS_NAME, Job
+
+Work = Literal["answer", "prefill", "score", "draft"]
+_FAILED_AT: dict[Work, str] = {
+    "answer": "to answer a request",
+    "prefill": "a shared prefill",
+    "score": "to score a prompt",
+    "draft": "to draft an answer",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One machine at one moment: a paired machine, or this one (``here``).
+
+    ``unusable``: why it cannot be reached, "" if it can. ``bytes_per_s``: what the path that a stream would
+    take carries at least. ``left_out``: why it is not asked for a while after a failure, "" if it may be.
+    """
+
+    card: Card
+    name: str
+    unusable: str = ""
+    sees_prompts: bool = True
+    rtt_s: float = 0.0
+    bytes_per_s: float = 0.0
+    here: bool = False
+    left_out: str = ""
+
+    @property
+    def node_id(self) -> str:
+        return THIS_NODE if self.here else self.card.node_id
+
+    @property
+    def link(self) -> LinkSpeed | None:
+        """The path from this machine; None for this machine itself."""
+        return None if self.here else LinkSpeed(self.bytes_per_s, self.rtt_s)
+
+    @property
+    def chip(self) -> chip_speeds.Hardware:
+        facts = self.card.machine
+        return chip_speeds.hardware_of(facts.chip, facts.accelerator, facts.cores)
+
+    def model(self, name: str) -> ModelCard | None:
+        return next((model for model in self.card.models if model.name == name), None)
+
+    def model_with(self, digest: str) -> ModelCard | None:
+        """The model with exactly these files; its name there may be another."""
+        return next((model for model in self.card.models if digest and model.digest == digest), None)
+
+
+def eligible(member: Member, model: str = "", *, even_left_out: bool = False) -> Refusal | None:
+    """Why a machine must not be asked for work on a prompt; None if it may be. The most lasting reason first.
+
+    Args:
+        model: a digest; the machine needs these files. "": it needs none.
+        even_left_out: also ask a machine that failed a short while ago.
+    """
+    name = member.name
+    if not member.here:
+        if not member.sees_prompts:
+            return Refusal("private", f"{name} may not see prompts.")
+        if member.unusable:
+            return Refusal("unusable", f"{name} cannot be used: {member.unusable.rstrip('.')}.")
+    if member.card.draining:
+        return Refusal("draining", f"{name} is stopping.")
+    if model and member.model_with(model) is None:
+        return Refusal("other_files", f"{name} has no model with these files.")
+    if member.left_out and not even_left_out:
+        return Refusal("failed", f"{name}: {member.left_out}")
+    return None
+
+
+class Members:
+    """The fleet as all services of one daemon see it, and what they learned of its machines.
+
+    Args:
+        listed: the other machines that have sent a card; none without a fleet.
+        own_card: what this machine tells others of itself; None before it has told anything.
+        local_only: by the settings, no prompt leaves this machine, so there are no others.
+    """
+
+    def __init__(
+        self,
+        listed: Callable[[], Iterable[Member]] = tuple,
+        own_card: Callable[[], Card | None] = lambda: None,
+        *,
+        local_only: bool = False,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.affinity = Affinity(os.urandom(16))
+        self.corrections = SpeedCorrections()
+        self.backoff = PeerBackoff()
+        self.local_only = local_only
+        self._listed = listed
+        self._own_card = own_card
+        self._monotonic = monotonic
+
+    def here(self) -> Member:
+        """This machine; with an empty card before it has told one."""
+        return Member(self._own_card() or Card(THIS_NAME, 0, 0), THIS_NAME, here=True)
+
+    def others(self, work: Work) -> list[Member]:
+        """The other machines; ``left_out`` is set for those that are not to do ``work`` after a failure."""
+        if self.local_only:
+            return []
+        return [replace(found, left_out=self.left_out(found.node_id, work)) for found in self._listed()]
+
+    # ---- what was learned --------------------------------------------------------------------------------
+
+    def left_out(self, node_id: str, work: Work) -> str:
+        """Why a machine is not asked for this work now, as a sentence; "" if it may be asked."""
+        return self.backoff.reason(node_id, work, self._monotonic())
+
+    def failure(self, node_id: str, work: Work) -> str:
+        """The code of the failure at this very work that leaves a machine out now; "" if there is none."""
+        return self.backoff.code(node_id, work, self._monotonic())
+
+    def failed(self, node_id: str, work: Work, error: FleetError) -> None:
+        """Leave a machine out for a while.
+
+        Faults of the machine, its engine or the path to it concern every kind of work. Too little memory and
+        incompatible models concern this kind alone. Other errors are not the machine's fault.
+        """
+        if isinstance(error, PeerError | EngineError | OutOfMemory):
+            alone = isinstance(error, Incompatible | OutOfMemory)
+            self.backoff.failed(node_id, work, error.code, self._monotonic(), this_work_only=alone)
+
+    def late(self, node_id: str, work: Work) -> None:
+        """Leave a machine out of this kind of work for a while: it took too long."""
+        self.backoff.failed(node_id, work, "timeout", self._monotonic(), this_work_only=True)
+
+    def succeeded(self, node_id: str, work: Work) -> None:
+        self.backoff.succeeded(node_id, work)
+
+    def answered(self, node_id: str, model: str, job: Job) -> None:
+        """A machine has answered a whole request, so its prefix cache holds the conversation."""
+        self.succeeded(node_id, "answer")
+        # Keys of a prompt in part are in no prefix cache.
+        if job.request.keep is None:
+            self.affinity.computed(node_id, model, self.affinity.links(job.prompt_text))
+
+    def correction(self, node_id: str, model: str, speed: PrefillSpeed) -> float:
+        """How many times as long a machine takes as its own figures for a model say, by earlier prompts."""
+        return self.corrections.factor(node_id, model, speed.token_s, self._monotonic())
+
+    def computed(self, node_id: str, model: str, token_s: float, *, expected_s: float, took_s: float) -> None:
+        """What a part of a prefill took; ``expected_s`` and ``token_s`` by the machine's own figures."""
+        now_s = self._monotonic()
+        self.corrections.ran(node_id, model, token_s, now_s, expected_s=expected_s, took_s=took_s)
+
+
+@dataclass(slots=True)
+class _BackoffEntry:
+    until_s: float
+    failures: int
+    code: str
+    this_work_only: bool
+
+
+class PeerBackoff:
+    """Machines that failed, left out for a while: longer after each further failure at the same work.
+
+    A success at that work ends it. Keyed by node id and work; only members have entries, so their number is
+    bounded by the roster's. ``now_s`` is monotonic seconds.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[str, Work], _BackoffEntry] = {}
+
+    def failed(
+        self, node_id: str, work: Work, code: str, now_s: float, *, this_work_only: bool = False
+    ) -> None:
+        known = self._entries.get((node_id, work))
+        failures = known.failures + 1 if known is not None else 1
+        wait_s = min(limits.BACKOFF_S * 2.0 ** min(failures - 1, 32), limits.BACKOFF_MOST_S)
+        self._entries[node_id, work] = _BackoffEntry(now_s + wait_s, failures, code, this_work_only)
+
+    def succeeded(self, node_id: str, work: Work) -> None:
+        self._entries.pop((node_id, work), None)
+
+    def reason(self, node_id: str, work: Work, now_s: float) -> str:
+        """Why a machine is left out of this work now, as a sentence; "" if it is not."""
+        for (node, failed_work), entry in self._entries.items():
+            concerned = failed_work == work or not entry.this_work_only
+            if node == node_id and concerned and now_s < entry.until_s:
+                left_s = entry.until_s - now_s
+                return (
+                    f"It failed {_FAILED_AT[failed_work]} ({entry.code}) and is left out for {left_s:.0f} s."
+                )
+        return ""
+
+    def code(self, node_id: str, work: Work, now_s: float) -> str:
+        """The error code of the failure at this very work; "" if it does not leave the machine out now."""
+        entry = self._entries.get((node_id, work))
+        return entry.code if entry is not None and now_s < entry.until_s else ""

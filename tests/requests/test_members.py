@@ -1,0 +1,272 @@
+"""One view of a machine for all kinds of work: who may be asked, and whom a failure leaves out."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from sharing_fakes import DIGEST, FACTS, own_card
+from smart_fakes import ScoringPool, SmartModels
+
+from fleetd import limits
+from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.engine.protocol import Generate, TextPrompt
+from fleetd.errors import (
+    EngineDied,
+    FleetError,
+    Incompatible,
+    InvalidValue,
+    ModelNotFound,
+    NoMachine,
+    OutOfMemory,
+    Overloaded,
+    PeerLost,
+)
+from fleetd.plan.affinity import BLOCK_CHARS
+from fleetd.plan.costs import PrefillSpeed
+from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.plan.refusals import THIS_NODE
+from fleetd.requests.drafting import drafters
+from fleetd.requests.job import Job
+from fleetd.requests.members import Member, Members, PeerBackoff, Work, eligible
+from fleetd.requests.placement import Placer
+from fleetd.requests.prefill_sharing import planner_facts
+from fleetd.requests.smart_prefill.scorers import Scorers
+from fleetd.requests.smart_prefill.skip import SkipCompression
+
+WORKS: tuple[Work, ...] = get_args(Work)
+
+
+def member(name: str = "studio", **fields: Any) -> Member:
+    return Member(own_card(name), name, **{"rtt_s": 0.001, "bytes_per_s": 1e9, **fields})
+
+
+class Fleet:
+    """Members that see ``found``, on a clock that stands still unless it is moved."""
+
+    def __init__(self, *found: Member, **options: Any) -> None:
+        self.now_s = 1000.0
+        self.members = Members(
+            lambda: found, lambda: own_card("home"), monotonic=lambda: self.now_s, **options
+        )
+
+    def others(self, work: Work) -> list[str]:
+        """Names of the machines that may be asked."""
+        return [found.name for found in self.members.others(work) if eligible(found, DIGEST) is None]
+
+
+# ---- who may be asked ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "sentence"),
+    [
+        (member(sees_prompts=False), "private", "studio may not see prompts."),
+        (member(unusable="quiet for 4 s."), "unusable", "studio cannot be used: quiet for 4 s."),
+        (Member(replace(own_card("a"), draining=True), "a"), "draining", "a is stopping."),
+        (Member(replace(own_card("a"), draining=True), "this", here=True), "draining", "this is stopping."),
+        (Member(own_card("a", digest="e"), "a"), "other_files", "a has no model with these files."),
+        (Member(own_card("a", digest=""), "a"), "other_files", "a has no model with these files."),
+        (member(left_out="It failed."), "failed", "studio: It failed."),
+    ],
+)
+def test_every_reason_is_a_sentence(found: Member, code: str, sentence: str) -> None:
+    refusal = eligible(found, DIGEST)
+    assert refusal is not None
+    assert (refusal.code, refusal.sentence) == (code, sentence)
+
+
+def test_who_may_be_asked() -> None:
+    assert eligible(member(), DIGEST) is None
+    assert eligible(Member(own_card("a", digest=""), "a")) is None, "where any files will do"
+    assert eligible(member(left_out="It failed."), DIGEST, even_left_out=True) is None
+    # What this machine reads itself leaves it for nowhere.
+    assert eligible(Member(own_card("home"), "this", sees_prompts=False, here=True)) is None
+
+
+machines = st.builds(
+    lambda name, sees, unusable, draining, left_out, digest: Member(
+        replace(own_card(name, digest=digest), node_id=name, draining=draining),
+        name,
+        unusable,
+        sees,
+        0.001,
+        1e9,
+        left_out=left_out,
+    ),
+    st.sampled_from(["a", "b", "c"]),
+    st.booleans(),
+    st.sampled_from(["", "", "quiet for 4 s."]),
+    st.booleans(),
+    st.sampled_from(["", "", "It failed."]),
+    st.sampled_from([DIGEST, DIGEST, "", "e"]),
+)
+
+
+@given(st.lists(machines, max_size=4, unique_by=lambda found: found.name), st.booleans())
+def test_attack_no_work_is_given_to_a_machine_that_may_not_see_a_prompt(
+    found: list[Member], even_left_out: bool
+) -> None:
+    """Routing, sharing and drafting ask it of each machine themselves; scoring is below."""
+    allowed = {
+        each.name for each in found if each.sees_prompts and not each.unusable and not each.card.draining
+    }
+    fleet = Fleet(*found)
+    placer = Placer(fleet.members, lambda *_: pytest.fail("nothing is asked"))
+    job = Job("m", Generate("r", TextPrompt("x")), "http", "chat")
+    ranked = placer.rank(job, "m", found, here=False, can_pull=False, tried=frozenset())
+    assert {each.node_id for each in ranked.placements} <= allowed
+    own = own_card("home").models[0]
+    helpers = [planner_facts.helper(each, own, FACTS) for each in found]
+    assert {helper.node_id for helper in helpers if helper.refusal is None} <= allowed
+    assert {each.name for each in drafters.candidates(found, "other", "m", "peers")} <= allowed
+    for each in found:
+        assert eligible(each, even_left_out=even_left_out) is not None or each.name in allowed
+
+
+def test_local_only_leaves_no_others() -> None:
+    assert Fleet(member(), local_only=True).members.others("answer") == []
+
+
+def test_this_machine_has_no_link_and_its_own_id() -> None:
+    here = Fleet(member()).members.here()
+    assert (here.node_id, here.link, here.name) == (THIS_NODE, None, "this")
+    assert Members().here().card.models == [], "before it has told a card"
+
+
+# ---- what failed at one kind of work ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("error", [PeerLost("gone"), EngineDied("gone")], ids=lambda error: error.code)
+def test_a_machine_that_failed_is_left_out_of_every_kind_of_work(work: Work, error: FleetError) -> None:
+    fleet = Fleet(member(), member("mini"))
+    fleet.members.failed("studio", work, error)
+    assert [fleet.others(each) for each in WORKS] == [["mini"]] * len(WORKS)
+    fleet.now_s += limits.BACKOFF_S
+    assert [fleet.others(each) for each in WORKS] == [["studio", "mini"]] * len(WORKS)
+
+
+@pytest.mark.parametrize("work", WORKS)
+@pytest.mark.parametrize("error", [Incompatible("other words"), OutOfMemory("full")], ids=lambda e: e.code)
+def test_what_concerns_one_kind_of_work_leaves_the_others_alone(work: Work, error: FleetError) -> None:
+    fleet = Fleet(member())
+    fleet.members.failed("studio", work, error)
+    assert {each: fleet.others(each) for each in WORKS} == {
+        each: [] if each == work else ["studio"] for each in WORKS
+    }
+
+
+def test_too_late_is_not_asked_for_the_same_again() -> None:
+    fleet = Fleet(member())
+    fleet.members.late("studio", "score")
+    assert [work for work in WORKS if not fleet.others(work)] == ["score"]
+    assert fleet.members.failure("studio", "score") == "timeout"
+
+
+@pytest.mark.parametrize("error", [Overloaded("busy"), ModelNotFound("gone"), InvalidValue("bad")])
+def test_what_is_not_the_machines_fault_costs_it_nothing(error: FleetError) -> None:
+    fleet = Fleet(member())
+    fleet.members.failed("studio", "answer", error)
+    assert fleet.others("answer") == ["studio"]
+
+
+def test_only_a_success_at_the_same_work_ends_it() -> None:
+    """Else a machine whose helpers always fail would be asked again after each answer that it scored."""
+    fleet = Fleet(member())
+    fleet.members.failed("studio", "prefill", PeerLost("gone"))
+    fleet.members.succeeded("studio", "score")
+    assert fleet.others("score") == []
+    fleet.members.succeeded("studio", "prefill")
+    assert fleet.others("score") == ["studio"]
+
+
+async def test_a_machine_that_failed_a_shared_prefill_is_not_asked_to_draft_or_to_score() -> None:
+    fleet = Fleet(Member(own_card("studio"), "studio"))
+    scorers = Scorers(ScoringPool(), SmartModels([]), ModelSpeeds(), fleet.members)  # type: ignore[arg-type]
+    policy = SmartPrefillPolicy(compressor_model="m")
+    own = own_card("home").models[0]
+
+    def drafting() -> list[str]:
+        return [each.name for each in drafters.candidates(fleet.members.others("draft"), "x", "m", "peers")]
+
+    assert drafting() == ["studio"]
+    assert [scorer.name for scorer in (await scorers.find(policy, 0, False))[1]] == ["studio"]
+    fleet.members.failed("studio", "prefill", PeerLost("gone"))
+    (helper,) = [planner_facts.helper(each, own, FACTS) for each in fleet.members.others("prefill")]
+    assert helper.refusal is not None
+    assert helper.refusal.sentence == (
+        f"studio: It failed a shared prefill (peer_lost) and is left out for {limits.BACKOFF_S:.0f} s."
+    )
+    assert drafting() == []
+    with pytest.raises(SkipCompression):
+        await scorers.find(policy, 0, False)
+    fleet.now_s += limits.BACKOFF_S
+    assert drafting() == ["studio"]
+    assert [scorer.name for scorer in (await scorers.find(policy, 0, False))[1]] == ["studio"]
+
+
+def test_a_machine_that_failed_answers_where_no_other_can() -> None:
+    fleet = Fleet(member("a"), member("b"))
+    placer = Placer(fleet.members, lambda *_: pytest.fail("nothing is asked"))
+    job = Job("m", Generate("r", TextPrompt("x")), "http", "chat")
+
+    def chosen(tried: frozenset[str] = frozenset()) -> str:
+        placed = placer.choose(job, "m", here=False, can_pull=False, tried=tried, why=ModelNotFound("m"))
+        return placed.node_id
+
+    assert chosen() == "a"
+    placer.failed("a", PeerLost("gone"))
+    assert chosen() == "b"
+    assert chosen(tried=frozenset({"b"})) == "a"
+    # Who has not the room, or not the model, is no worse for the next request.
+    placer.failed("b", OutOfMemory("full"))
+    assert chosen() == "b"
+    fleet.members.answered("a", "m", job)
+    assert chosen() == "a"
+    with pytest.raises((ModelNotFound, NoMachine)):
+        chosen(tried=frozenset({"a", "b"}))
+
+
+def test_a_machine_that_failed_is_left_out_longer_each_time() -> None:
+    backoff = PeerBackoff()
+
+    def reason(now_s: float, node_id: str = "a") -> str:
+        return backoff.reason(node_id, "prefill", now_s)
+
+    assert reason(0.0) == ""
+    backoff.failed("a", "prefill", "peer_lost", 0.0)
+    assert "peer_lost" in reason(limits.BACKOFF_S - 1)
+    assert reason(limits.BACKOFF_S) == ""
+    backoff.failed("a", "prefill", "peer_lost", 100.0)
+    assert reason(100.0 + 2 * limits.BACKOFF_S - 1)
+    assert reason(100.0, "b") == ""
+    for _ in range(100):
+        backoff.failed("a", "prefill", "peer_lost", 200.0)
+    assert reason(200.0 + limits.BACKOFF_MOST_S) == ""
+    backoff.succeeded("a", "prefill")
+    backoff.failed("a", "prefill", "peer_lost", 300.0)
+    assert reason(300.0 + limits.BACKOFF_S) == ""
+
+
+# ---- what else is learned for all ------------------------------------------------------------------------
+
+
+def test_a_conversation_is_cached_where_it_was_answered_for_whoever_asks() -> None:
+    members = Members()
+    job = Job("m", Generate("r", TextPrompt("x" * (2 * BLOCK_CHARS))), "http", "chat")
+    links = members.affinity.links(job.prompt_text)
+    members.answered("a", "m", Job("m", replace(job.request, keep=[(0, 1)]), "http", "chat"))
+    assert members.affinity.cached_chars("a", "m", links) == 0, "a prompt in part is in no prefix cache"
+    members.answered("a", "m", job)
+    assert members.affinity.cached_chars("a", "m", links) == 2 * BLOCK_CHARS
+
+
+def test_what_a_prefill_took_corrects_the_figures_for_scoring_too() -> None:
+    fleet, speed = Fleet(member()), PrefillSpeed(0.001)
+    assert fleet.members.correction("studio", DIGEST, speed) == 1
+    fleet.members.computed("studio", DIGEST, speed.token_s, expected_s=1.0, took_s=3.0)
+    assert fleet.members.correction("studio", DIGEST, speed) == 2
