@@ -176,6 +176,32 @@ async def test_what_failed_here_is_told_where_the_answer_comes_from_elsewhere(tm
         assert trace.losers
 
 
+async def test_an_attempt_that_failed_after_a_shared_prefill_says_nothing_of_the_next(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        (helper,) = home.helpers
+        helper.engine.end.clear()
+        folder = FakeFolder()
+        pipeline, request = Pipeline([home.sharing], home.traces.append), request_of(job(), folder)
+
+        async def attempt() -> None:
+            with pipeline.attempt(request):
+                async with contextlib.aclosing(home.pool.stream(folder, request.generate)) as events:
+                    async for event in events:
+                        await pipeline.on_event(request, event)
+                        if isinstance(event, Shared):
+                            raise EngineDied("The engine ended.")
+
+        with pytest.raises(EngineDied):
+            await attempt()
+        kind = request.choice.best.kind if request.choice is not None else ""
+        request.begin()
+        # The helper's account of the first attempt would arrive only now.
+        helper.engine.end.set()
+        await home.sharing.close()
+        assert home.shown(f'fleetd_share_total{{kind="{kind}",outcome="failed"}} 1.0')
+        assert request.accounts == ()
+
+
 # ---- whether it is asked at all --------------------------------------------------------------------------
 
 

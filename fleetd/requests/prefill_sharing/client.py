@@ -340,11 +340,13 @@ class SharedPrompt:
 
     def close(self) -> asyncio.Task[None] | None:
         """The answer has ended, in any way. A task where helpers' accounts may still come."""
+        request = self._request
         if self._task is None or self._agreement is None:
             self._count()
-        elif self._request.shared_well:
+        elif request.shared_well and (request.error is None or request.answering):
             return self._sharing.later(self._conclude(self._task, self._agreement))
         else:
+            # Also after an attempt that may be made again: the request forgets it then.
             self._end(self._task, self._agreement)
         return None
 
