@@ -252,7 +252,7 @@ class Daemon:
                     for task in background:
                         task.cancel()
         log.info("daemon.stopped")
-        # A thread may still be reading a model of hundreds of gigabytes; nobody waits for what it finds.
+        # A thread may still be reading a model of hundreds of gigabytes; its result is not waited for.
         self._exit_after(limits.STOP_S)
 
     # ---- starting ----------------------------------------------------------------------------------------

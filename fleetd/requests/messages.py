@@ -53,7 +53,7 @@ JobEvent = RanAt | Loading | Accepted | Prefill | Delta | ToolCall | Finished
 class RunJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """``digest``: of the model that is meant; "" where the sender knows only its name.
 
-    ``where``: whoever asks wants to be told who helps.
+    ``where``: True if the answer shall say which machines help.
     """
 
     model: message_codec.ModelName

@@ -7,6 +7,7 @@ import msgspec
 from fleetd import limits
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
+from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.prefill_sharing import planner_facts
@@ -62,7 +63,7 @@ def _steps(request: Request, smart_plan: SmartPlan | None) -> list[StepView]:
         return share_steps(request)
     steps = [*request.smart_steps, *share_steps(request)]
     if request.finished is not None:
-        steps.append(StepView("prefilled", request.finished.timings.prefill_s, machine=THIS_NAME))
+        steps.append(StepView(step_names.PREFILLED, request.finished.timings.prefill_s, machine=THIS_NAME))
     return steps
 
 
@@ -99,12 +100,14 @@ def smart_options(plan: SmartPlan, *, chosen: bool = False) -> tuple[OptionView,
         nodes=[*nodes, THIS_NAME],
         predicted_s=plan.predicted_s if plan.parts else None,
         steps=[
-            StepView("scored", plan.score_s, machine=", ".join(nodes) or THIS_NAME),
-            StepView("prefilled", plan.prefill_s, machine=THIS_NAME),
+            StepView(step_names.SCORED, plan.score_s, machine=", ".join(nodes) or THIS_NAME),
+            StepView(step_names.PREFILLED, plan.prefill_s, machine=THIS_NAME),
         ],
         chosen=chosen and plan.worth_it,
         code=plan.code,
         reason=plan.reason,
     )
-    dense = OptionView("local", [THIS_NAME], plan.dense_s or None, [StepView("prefilled", plan.dense_s)])
+    dense = OptionView(
+        "local", [THIS_NAME], plan.dense_s or None, [StepView(step_names.PREFILLED, plan.dense_s)]
+    )
     return smart, dense

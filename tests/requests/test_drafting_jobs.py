@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import sys
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,7 +169,7 @@ class Home:
     async def through(self, job: Job, events: AsyncGenerator[Event, None]) -> list[Event]:
         """What the client of an answer with these events gets, besides the plan."""
         pipeline = Pipeline([self.drafting], self.traces.append)
-        self.request = request_of(job, TARGET, arrived_s=self.drafting.monotonic())
+        self.request = request_of(job, TARGET, arrived_s=time.monotonic())
         told = answered(pipeline, self.request, lambda asked: events)
         return [event async for event in told if not isinstance(event, Planned)]
 

@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Literal
 
@@ -45,7 +44,7 @@ from fleetd.requests.request import Request
 
 log = get_logger("fleetd.drafting")
 
-# The stream's name, as the workers know it (``engine.speculation.draft_wire.DRAFTS``).
+# The stream's name, as the workers know it (``engine.speculation.draft_messages.DRAFTS``).
 DRAFTS = "drafts"
 # Tokens ahead of the text where drafter and verifier share one accelerator: there is no round trip to hide,
 # and what is drafted in vain takes its time from the verifier.
@@ -76,12 +75,10 @@ class DrafterService(PipelineStep):
         model: str = "",
         where: Where = "auto",
         remembers: bool = False,
-        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.partners = partners
         self.pool = pool
         self.metrics = metrics
-        self.monotonic = monotonic
         self.members = members
         self._models = models
         self._model = model

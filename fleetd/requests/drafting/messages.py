@@ -1,12 +1,12 @@
 """What machines say to each other about drafts, each a request of its own on their session.
 
-One is asked to draft for another one's answer:
+A machine is asked to draft for an answer of another machine:
 
-    → FOLLOW  Ask                     which model is to draft, and what its token ids must mean
-    ← b""*, Offer                     its engine is ready; where the answer's stream is expected
-    ← b""*, Done                      the text has ended
+    → FOLLOW  DraftQuestion           which model is to draft, and what its token ids must mean
+    ← b""*, DraftOffer                its engine is ready; where the answer's stream is expected
+    ← b""*, DraftDone                 the text has ended
 
-The text itself and the drafts go from worker to worker (``engine/spec/draft_wire.py``).
+The text itself and the drafts go from worker to worker (``engine/speculation/draft_messages.py``).
 
 Errors and cancellation are the stream's own. All messages are bounded before they are decoded.
 """

@@ -164,7 +164,7 @@ class Agreement:
         await self._engine.give_stream(StreamTag(self._terms.id, "in", own.key, "acceptor"), sock)
 
     async def _unless_one_fails(self, work: Coroutine[Any, Any, None]) -> None:
-        """A helper that is gone opens no streams: nobody waits for them then."""
+        """A helper that is gone opens no streams: they are not waited for then."""
         working, watching = asyncio.create_task(work), asyncio.create_task(self.watch())
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)

@@ -156,7 +156,7 @@ class AssistServer:
 
 
 async def _go(stream: PeerStream) -> messages.AssistGo:
-    # Whoever asked has given up long before, if it has not said so by then.
+    # The machine that asked has given up long before, if it has not said so by then.
     try:
         async with asyncio.timeout(2 * limits.SHARE_SETUP_S):
             body = await stream.receive()

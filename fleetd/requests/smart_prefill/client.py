@@ -266,7 +266,7 @@ class SmartPrefill(PipelineStep):
     # ---- how, and for what -------------------------------------------------------------------------------
 
     def _form(self, policy: SmartPrefillPolicy, turns: int, target: AnsweringModel, tokens: int) -> Form:
-        """``turns``: answers that the prompt holds. Raises Skip."""
+        """``turns``: answers that the prompt holds. Raises SkipCompression."""
         if policy.mode == "text":
             return "text"
         why_not = self._not_sparse(target)

@@ -89,7 +89,7 @@ class CompressionJob:
 
 @dataclass(slots=True)
 class _Remembered:
-    """``failure``: why there are no scores, for those who waited for them."""
+    """``failure``: why there are no scores, for the requests that waited for them."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     tokens: TokenScores | None = None
@@ -118,7 +118,7 @@ class CompressionService:
         return ScoringBill(self._ledger, request_id, self._now)
 
     async def run(self, passage: CompressionJob) -> AsyncGenerator[Loading, None]:
-        """Fill in ``passage``; its bill is left open. Raises Skip, FleetError."""
+        """Fill in ``passage``; its bill is left open. Raises SkipCompression, FleetError."""
         began_s = self._monotonic()
         tokens, ratio = passage.tokens, kept_share(passage.policy, passage.tokens)
         price = passage.price(tokens, ratio) if passage.price else None
@@ -142,7 +142,7 @@ class CompressionService:
                         async for progress in steps:
                             yield progress
                 except Exception as error:
-                    # Who waits for the lock has waited long enough; who comes later tries anew.
+                    # Requests that wait for the lock have waited long enough; later ones try anew.
                     remembered.failure = error
                     if self._remembered.get(key) is remembered:
                         del self._remembered[key]
@@ -153,7 +153,7 @@ class CompressionService:
         passage.select_s = self._monotonic() - began_s - passage.score_s
 
     async def options(self, price: CompressionPrice, policy: SmartPrefillPolicy) -> SmartPlan:
-        """What would be done with such a prompt now. Raises Skip."""
+        """What would be done with such a prompt now. Raises SkipCompression."""
         _, able = await self.scorers.find(policy, price.weights_bytes, False)
         return planner.plan(price.asked, able)
 
@@ -165,7 +165,7 @@ class CompressionService:
         able: Sequence[Scorer],
         remembered: _Remembered,
     ) -> AsyncGenerator[Loading, None]:
-        """Within the deadline. Raises Skip, FleetError."""
+        """Within the deadline. Raises SkipCompression, FleetError."""
         found = passage.document
         question = ScoringQuestion(passage.id, found.text, found.questions)
         work = ScoringJob(question, compressor, self.scorers.profile(compressor))

@@ -71,7 +71,7 @@ def said(request: Generate) -> list[dict[str, Any]]:
 
 
 def fresh_tokens(found: Document, aged: Mapping[int, Sequence[Range]]) -> int:
-    """About how many tokens nobody has decided about yet."""
+    """About how many tokens have not been decided about yet."""
     return sum(estimate_tokens(block.text) for i, block in enumerate(found.blocks) if i not in aged)
 
 
