@@ -174,7 +174,7 @@ class LogSettings(msgspec.Struct, frozen=True):
 
 
 class SmartPrefillSettings(msgspec.Struct, frozen=True):
-    """What smart prefill does where a request leaves it open (``smart.policy.SmartPrefillPolicy``)."""
+    """What smart prefill does where a request leaves it open (``compression.policy.SmartPrefillPolicy``)."""
 
     enabled: Annotated[
         bool,

@@ -94,7 +94,7 @@ class SharedPrompts:
             self._begin(sequence, share, undecided.sharable)
         elif time.monotonic() >= undecided.until_s:
             why = (
-                "Nobody said in time whether others help."
+                "The daemon did not decide in time whether others help."
                 if share is None
                 else f"The helpers did not connect within {limits.SHARE_SETUP_S:.0f} s."
             )

@@ -369,7 +369,9 @@ class EngineProcess:
         except ConnectionError:
             pass
         except (protocol.FrameTooLong, msgspec.DecodeError) as error:
-            self.kill(EngineDied(f"The engine for {self.settings.name} sent what nobody can read: {error}."))
+            self.kill(
+                EngineDied(f"The engine for {self.settings.name} sent what cannot be decoded: {error}.")
+            )
         except Exception:
             log.exception("engine.reader", model=self.settings.name)
         finally:

@@ -72,7 +72,7 @@ class ModelCopies:
 
     def __init__(self, node: Node, models: ModelStore, own_card: Callable[[], Card]) -> None:
         self._node = node
-        self._ways = BulkDialer(node)
+        self._dialer = BulkDialer(node)
         self._models = models
         self._own_card = own_card
         self._given = 0
@@ -105,7 +105,7 @@ class ModelCopies:
                 yield step
 
     async def _holders(self, ref: str) -> list[tuple[str, ModelCard]]:
-        """Peers that have the model, the fastest way first; of different files only the most common ones."""
+        """Peers that have the model, the fastest path first; of different files only the most common ones."""
         with contextlib.suppress(FleetError):
             await asyncio.to_thread(self._models.resolve, ref)
             return []
@@ -131,7 +131,7 @@ class ModelCopies:
         return found[:_ATTEMPTS]
 
     def _speed(self, node_id: str) -> float:
-        best = self._ways.best(node_id)
+        best = self._dialer.best(node_id)
         return best.expected_bytes_per_s if best is not None else 0.0
 
     async def _copy(self, node_id: str, model: ModelCard) -> AsyncGenerator[PullProgress, None]:
@@ -152,7 +152,7 @@ class ModelCopies:
             if answer is None:
                 raise ProtocolError(f"{name} gave no invitation.")
             invited = link_prober.invitation(answer)
-            return await self._ways.connect(node_id, invited), invited.key
+            return await self._dialer.connect(node_id, invited), invited.key
 
         try:
             steps = client.receive(
@@ -180,7 +180,7 @@ class ModelCopies:
         self._given += 1
         try:
             folder = await self._holding(order.digest)
-            with self._ways.expect() as expected:
+            with self._dialer.expect() as expected:
                 stream.send(encode(invitation(expected)))
                 log.info("copy.serving", peer=self._node.name_of(peer), model=folder.name)
                 await client.send(folder.path, order.needs, await expected.socket(), expected.key)

@@ -125,7 +125,7 @@ class RemoteSource:
         # On the pipe's thread. What piles up unread is bounded here.
         self._placed += 1
         if self._placed - self._taken > limits.DRAFT_WAITING:
-            raise ProtocolError(f"A drafter sent {limits.DRAFT_WAITING} frames that nobody asked for.")
+            raise ProtocolError(f"A drafter sent {limits.DRAFT_WAITING} frames that were not read.")
         return wire.place_draft(head)
 
     def _receive(self) -> None:

@@ -1,7 +1,7 @@
 """Drafting for answers of other machines: what a member may ask for, and how its text is followed here.
 
-    Ask ──► digest and vocabulary checked, engine loaded beside what runs ──► Offer ──► stream to the engine
-        ──► alive, alive … ──► Done
+    DraftQuestion ──► digest and vocabulary checked, engine loaded beside what runs ──► DraftOffer
+        ──► stream to the engine ──► alive, alive … ──► DraftDone
 
 The request's stream is the life of it: when the machine that asked is gone, so is everything begun for it.
 """

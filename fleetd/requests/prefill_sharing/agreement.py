@@ -1,7 +1,7 @@
 """One shared prefill seen from the machine that answers: its helpers agree, get their streams, are watched.
 
-    Ask ──► every helper at once ──► Offer: compared
-    Go  ──► every helper           here: dial each helper; expect the last one, if its output comes here
+    AssistQuestion ──► every helper at once ──► AssistOffer: compared
+    AssistGo       ──► every helper    here: dial each helper; expect the last one, if its output comes here
     from then on each helper's request is watched: it computes, is done, failed, or is silent
 
 Before anything is computed, both ends compare what the other says of itself:

@@ -1,11 +1,11 @@
 """How machines agree on one shared prefill: one request per helper on its session, opened by home.
 
-    → ASSIST  Ask                     what is to be computed, which part of it, and home's arithmetic
-    ← Offer                           an engine is ready; where its streams are expected
-    → Go                              where its last output goes
-    ← b""*, Done                      it computes; it has sent everything
+    → ASSIST  AssistQuestion          what is to be computed, which part of it, and home's arithmetic
+    ← AssistOffer                     an engine is ready; where its streams are expected
+    → AssistGo                        where its last output goes
+    ← b""*, AssistDone                it computes; it has sent everything
 
-    → WARM    Warm                    load a model, or some layers of it, for the next prompt
+    → WARM    WarmModel               load a model, or some layers of it, for the next prompt
     ← b""
 
 Errors and cancellation are the stream's own. All messages are bounded before they are decoded.

@@ -1,7 +1,7 @@
 """Helping with other machines' prompts: what a member may ask for, and how a part of a prefill runs here.
 
-    Ask ──► digest, split, arithmetic checked ──► engine reserves memory ──► Offer
-    Go  ──► streams to the engine ──► alive, alive … ──► Done
+    AssistQuestion ──► digest, split, arithmetic checked ──► engine reserves memory ──► AssistOffer
+    AssistGo       ──► streams to the engine ──► alive, alive … ──► AssistDone
 
 The request's stream is the life of it: when the machine that asked is gone, so is everything begun for it.
 """

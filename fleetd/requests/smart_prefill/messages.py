@@ -1,6 +1,6 @@
 """How a prompt is scored on another machine: one request on a session.
 
-    → SCORE   Ask                       the model's digest, the text, the segment
+    → SCORE   ScoreQuestion             the model's digest, the text, the segment
     ← (b"" | Loading | Prefill)*, Scored
 
 An empty message says that the work waits or goes on; errors and cancellation are the stream's own. Messages

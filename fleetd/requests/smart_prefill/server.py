@@ -1,6 +1,6 @@
 """Scoring prompts of other machines: what a member may ask for, and the bounds of it.
 
-    Ask ──► digest on this machine's own card? room? ──► the engine scores a segment ──► Scored
+    ScoreQuestion ──► digest on this machine's own card? room? ──► the engine scores a segment ──► Scored
 
 Nothing that is loaded gives way for it. When the machine that asked is gone, the work ends with its stream.
 """
