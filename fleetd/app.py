@@ -54,17 +54,17 @@ from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests import messages, remote
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
-from fleetd.requests.drafting import messages as drafting_wire
+from fleetd.requests.drafting import messages as drafting_messages
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.members import Members
 from fleetd.requests.model_copies import ModelCopies
 from fleetd.requests.placement import Placer
-from fleetd.requests.prefill_sharing import messages as share_wire
+from fleetd.requests.prefill_sharing import messages as sharing_messages
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
 from fleetd.requests.runner import Runner
-from fleetd.requests.smart_prefill import messages as smart_wire
+from fleetd.requests.smart_prefill import messages as smart_messages
 from fleetd.requests.smart_prefill.client import SmartPrefill
 from fleetd.requests.smart_prefill.compression_job import CompressionService
 from fleetd.requests.smart_prefill.scorers import Scorers
@@ -195,10 +195,10 @@ class Daemon:
         dialer = BulkDialer(node)
         assists = AssistServer(dialer, self._pool, host)
         node.handle(messages.RUN, remote.JobServer(self._runner.run, self._has))
-        node.handle(smart_wire.SCORE, ScoreServer(self._pool, host, self._ledger))
-        node.handle(drafting_wire.FOLLOW, DraftServer(dialer, self._pool, host))
-        node.handle(share_wire.ASSIST, assists.assist)
-        node.handle(share_wire.WARM, assists.warm)
+        node.handle(smart_messages.SCORE, ScoreServer(self._pool, host, self._ledger))
+        node.handle(drafting_messages.FOLLOW, DraftServer(dialer, self._pool, host))
+        node.handle(sharing_messages.ASSIST, assists.assist)
+        node.handle(sharing_messages.WARM, assists.warm)
         return assists
 
     def status(self) -> DaemonStatus:

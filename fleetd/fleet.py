@@ -57,7 +57,7 @@ class Fleet:
             group.create_task(self.node.run(), name="node")
             group.create_task(self._prober.run(), name="link prober")
 
-    # ---- for the runner ----------------------------------------------------------------------------------
+    # ---- for requests --------------------------------------------------------------------------------------
 
     def machines(self) -> Iterable[Member]:
         """Members that have sent a card."""

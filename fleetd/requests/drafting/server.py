@@ -27,8 +27,8 @@ from fleetd.requests.remote import own_id
 class DraftServer:
     """The handler of ``messages.FOLLOW``."""
 
-    def __init__(self, meeting: BulkDialer, pool: EnginePool, host: ServingContext) -> None:
-        self._meeting = meeting
+    def __init__(self, dialer: BulkDialer, pool: EnginePool, host: ServingContext) -> None:
+        self._dialer = dialer
         self._pool = pool
         self._host = host
         self._served = ConcurrencyLimit(host, "draft", limits.FOLLOWS, f"drafts for {limits.FOLLOWS} texts")
@@ -54,7 +54,7 @@ class DraftServer:
             follow = DraftFor(own_id(ask.id))
             async with aclosing(engine.follow(follow)) as events:
                 await accepted(events)
-                with self._meeting.expect() as home:
+                with self._dialer.expect() as home:
                     yield messages.DraftOffer(ask.vocabulary, invitation(home))
                     sock = await home.socket()
                 await engine.give_stream(StreamTag(follow.id, DRAFTS, home.key, "acceptor"), sock)

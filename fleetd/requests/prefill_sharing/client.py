@@ -273,14 +273,14 @@ class SharedPrompt:
         self._agreement = Agreement(self._sharing.partners, engine, terms, chain)
         within_s = min(limits.SHARE_SETUP_S, max(_SETUP_LEAST_S, _gain_s(choice)))
         self._task = asyncio.create_task(
-            self._together(engine, self._agreement, choice.best, terms, within_s)
+            self._agree_and_watch(engine, self._agreement, choice.best, terms, within_s)
         )
         self._sharing.chose(choice, own)
         # Awaiting the future itself would cancel it if this request is cancelled.
         await asyncio.wait({self._planned})
         return self._planned.result()
 
-    async def _together(
+    async def _agree_and_watch(
         self,
         engine: EngineProcess,
         agreed: Agreement,

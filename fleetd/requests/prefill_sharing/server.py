@@ -36,8 +36,8 @@ log = get_logger("fleetd.assisting")
 class AssistServer:
     """The handlers of ``messages.ASSIST`` and ``WARM``."""
 
-    def __init__(self, meeting: BulkDialer, pool: EnginePool, host: ServingContext) -> None:
-        self._meeting = meeting
+    def __init__(self, dialer: BulkDialer, pool: EnginePool, host: ServingContext) -> None:
+        self._dialer = dialer
         self._pool = pool
         self._host = host
         self._served = ConcurrencyLimit(
@@ -86,8 +86,8 @@ class AssistServer:
     ) -> None:
         """Offer, wait for Go, and give the engine its streams."""
         with ExitStack() as stack:
-            home = stack.enter_context(self._meeting.expect())
-            before = stack.enter_context(self._meeting.expect()) if ask.place else None
+            home = stack.enter_context(self._dialer.expect())
+            before = stack.enter_context(self._dialer.expect()) if ask.place else None
             offer = messages.AssistOffer(arithmetic, invitation(home), invitation(before) if before else None)
             stream.send(messages.encode(offer))
             await self._stream(job, engine, home, before, await _go(stream))
@@ -100,7 +100,7 @@ class AssistServer:
             await engine.give_stream(StreamTag(job, name, visitor.key, "acceptor"), sock)
 
         async def leave(invited: Invitation) -> None:
-            sock = await self._meeting.connect(go.next, invited)
+            sock = await self._dialer.connect(go.next, invited)
             await engine.give_stream(StreamTag(job, "out", invited.key, "connector"), sock)
 
         work = [come("home", home)]

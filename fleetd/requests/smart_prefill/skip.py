@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-# Why a prompt is read whole although smart prefill was asked for; an error's code stands for itself.
+# Beside these, an error's own code may be the reason.
 Code = Literal[
     "",
     "token_prompt",
