@@ -140,11 +140,11 @@ def _others(plan: str) -> str:
         return ""
     if kind == "whole":
         return f"prefill by {others}"
-    # Of a shared prefill, this machine comes last: it answers.
-    if names[-1] == "this":
-        return f"prefill shared with {others}"
     if kind == "remote" and names[1:]:
         return f"on {names[0]}, helped by {listed(names[1:])}"
+    # A shared prefill names the machine that answers last, this one.
+    if names[-1] == "this":
+        return f"prefill shared with {others}"
     return f"on {', '.join(names)}"
 
 
