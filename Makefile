@@ -60,15 +60,16 @@ lint: $(DEV)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
 
-# Tests of whole daemons and programs, and of machines that meet, wait much of the time: the rest runs beside them.
-WAITING = tests/live tests/p2p tests/models tests/client
-test: lint
-	@trap 'kill $$waiting 2>/dev/null || true' EXIT; \
-	$(BIN)/python -m pytest -q -p no:cacheprovider $(WAITING) > .waiting-tests.log 2>&1 & waiting=$$!; \
-	$(BIN)/python -m pytest -q $(WAITING:%=--ignore=%) && rest=0 || rest=$$?; \
-	wait $$waiting && whole=0 || whole=$$?; \
-	echo "tests of $(WAITING):"; cat .waiting-tests.log; rm .waiting-tests.log; \
-	exit $$((rest + whole))
+# Two halves of about the same work, each in a process of its own; what fails in lint ends both.
+LIVE = tests/live tests/p2p tests/models
+test: $(DEV)
+	@trap 'kill $$live 2>/dev/null || true' EXIT; \
+	$(BIN)/python -m pytest -q -p no:cacheprovider $(LIVE) > .live-tests.log 2>&1 & live=$$!; \
+	$(MAKE) --no-print-directory lint; \
+	$(BIN)/python -m pytest -q $(LIVE:%=--ignore=%) && rest=0 || rest=$$?; \
+	wait $$live && ended=0 || ended=$$?; \
+	echo "tests of $(LIVE):"; cat .live-tests.log; rm .live-tests.log; \
+	exit $$((rest + ended))
 
 # More generated cases, and what runs for minutes on purpose.
 test-long: $(DEV)

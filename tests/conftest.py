@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked_programs
 import pytest
 import uvloop
+from forked_programs import Programs
 from hypothesis import HealthCheck, settings
 
 from fleetd.engine import cpu
@@ -38,6 +40,17 @@ def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> d
     if item.get_closest_marker("one_loop"):
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """Forks real workers and daemons; it starts with the first. Here every worker is forked by it."""
+    made = Programs(tmp_path_factory.mktemp("programs") / "log")
+    with pytest.MonkeyPatch.context() as patch:
+        if forked_programs.AVAILABLE:
+            patch.setattr(asyncio, "create_subprocess_exec", made.exec)
+        yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")

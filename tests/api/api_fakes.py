@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,19 @@ def speak(job: Job) -> Iterable[Step]:
     yield p.Finished(r.id, reason, p.Usage(total, 1, sent, 0), timings)
 
 
+async def play(steps: Iterable[Any]) -> AsyncGenerator[Any, None]:
+    """Exceptions are raised, asyncio.Events waited for, all else is yielded."""
+    for step in steps:
+        if isinstance(step, asyncio.Event):
+            await step.wait()
+        elif isinstance(step, Exception):
+            raise step
+        else:
+            yield step
+
+
 class FakeRunner:
-    """Plays a script per job: events are yielded, exceptions raised, asyncio.Events waited for."""
+    """Plays a script per job."""
 
     def __init__(self, script: Script = speak) -> None:
         self.script = script
@@ -111,15 +122,13 @@ class FakeRunner:
         try:
             await self._notify()
             yield LOCAL
-            for step in self.script(job):
-                if isinstance(step, asyncio.Event):
-                    await step.wait()
-                elif isinstance(step, Exception):
-                    ended = True
-                    raise step
-                else:
+            async with aclosing(play(self.script(job))) as steps:
+                async for step in steps:
                     yield step
             ended = True
+        except Exception:
+            ended = True
+            raise
         finally:
             self.running -= 1
             if not ended:
@@ -176,13 +185,8 @@ class FakeModels:
 
     async def pull(self, ref: str) -> AsyncGenerator[FakePullStep, None]:
         try:
-            for step in self.pull_steps:
-                if isinstance(step, Exception):
-                    raise step
-                if isinstance(step, asyncio.Event):
-                    await step.wait()
-                else:
-                    yield step
+            async for step in play(self.pull_steps):
+                yield step
             self.names.append(ref)
         finally:
             self.pull_ended.set()
@@ -264,7 +268,7 @@ MINI = fleet_view.FleetView(True, "me", "me", "mini", peers=[STUDIO])
 
 @dataclass
 class FakeFleet:
-    """Plays ``steps``: events are yielded, exceptions raised, asyncio.Events waited for."""
+    """Plays ``steps``."""
 
     steps: list[pairing_events.PairingEvent | Exception | asyncio.Event] = field(default_factory=list)
     fleet: fleet_view.FleetView = MINI
@@ -279,13 +283,8 @@ class FakeFleet:
 
     async def pair(self) -> AsyncGenerator[pairing_events.PairingEvent, None]:
         try:
-            for step in self.steps:
-                if isinstance(step, Exception):
-                    raise step
-                if isinstance(step, asyncio.Event):
-                    await step.wait()
-                else:
-                    yield step
+            async for step in play(self.steps):
+                yield step
         finally:
             self.closed.set()
 

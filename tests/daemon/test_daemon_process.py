@@ -5,32 +5,21 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import signal
 import socket
 import stat
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_programs import Programs
+from live_daemon import START_S, LiveDaemon, OverUnixSocket
 
-START_S = 20.0  # a loaded CI machine; the figure itself is checked apart
-STOP_S = 10.0
-
-
-class OverUnixSocket(http.client.HTTPConnection):
-    def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=10)
-        self._path = path
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self.timeout)
-        self.sock.connect(str(self._path))
+Begin = Callable[..., LiveDaemon]
+Refused = Callable[..., tuple[int, str]]
 
 
 def get(connection: http.client.HTTPConnection, path: str, **headers: str) -> tuple[int, Any]:
@@ -41,104 +30,70 @@ def get(connection: http.client.HTTPConnection, path: str, **headers: str) -> tu
         return response.status, json.loads(body) if body.startswith(b"{") else body.decode()
 
 
-# A daemon of a test meets no other machine unless it is about that.
-QUIET = {"FLEETD_FLEET_LISTEN": "127.0.0.1:0", "FLEETD_FLEET_MDNS": "off"}
-
-
-class Daemon:
-    """One `fleetd run` over a home folder of its own."""
-
-    def __init__(self, home: Path, *args: str, **env: str) -> None:
-        self.home = home
-        self.log = home.parent / f"{home.name}.log"
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("FLEETD_", "NOTIFY_", "WATCHDOG_"))}
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "fleetd", "run", "--home", str(home), *args],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=clean | QUIET | env,
-            )
-
-    def started(self) -> Daemon:
-        deadline = time.monotonic() + START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            with contextlib.suppress(OSError):
-                if self.status()["ready"]:
-                    return self
-            time.sleep(0.01)
-        raise AssertionError(self.log.read_text())
-
-    def get(self, path: str) -> tuple[int, Any]:
-        return get(OverUnixSocket(self.home / "fleetd.sock"), path)
-
-    def status(self) -> dict[str, Any]:
-        status, body = self.get("/fleet/v1/status")
-        assert status == 200
-        assert isinstance(body, dict)
-        return body
-
-    def stop(self, number: int = signal.SIGTERM) -> int:
-        self.process.send_signal(number)
-        return self.process.wait(STOP_S)
-
-    def lines(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
-
-
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     return tmp_path / "home"
 
 
 @pytest.fixture
-def daemon(home: Path) -> Iterator[Daemon]:
-    running = Daemon(home, "--http", "127.0.0.1:0").started()
-    yield running
-    if running.process.poll() is None:
-        running.process.kill()
-        running.process.wait()
+def begin(programs: Programs) -> Iterator[Callable[..., LiveDaemon]]:
+    """Begins a daemon, which need not get ready; after the test it is gone."""
+    with contextlib.ExitStack() as stack:
+
+        def begin(home: Path, *flags: str, **env: str) -> LiveDaemon:
+            daemon = LiveDaemon(home, home.parent / "models", programs=programs, flags=flags, **env)
+            stack.callback(daemon.kill)
+            return daemon
+
+        yield begin
 
 
-def refused(home: Path, *args: str, **env: str) -> tuple[int, str]:
+@pytest.fixture
+def daemon(home: Path, begin: Begin) -> LiveDaemon:
+    return begin(home).__enter__()
+
+
+@pytest.fixture
+def refused(begin: Begin) -> Callable[..., tuple[int, str]]:
     """The exit code and words of a daemon that must not start."""
-    daemon = Daemon(home, *args, **env)
-    try:
+
+    def refused(home: Path, *flags: str, **env: str) -> tuple[int, str]:
+        daemon = begin(home, *flags, **env)
         code = daemon.process.wait(START_S)
-    finally:
-        daemon.process.kill()
-        daemon.process.wait()
-    text = daemon.log.read_text()
-    assert "Traceback" not in text
-    return code, text
+        text = daemon.log.read_text()
+        assert "Traceback" not in text
+        return code, text
+
+    return refused
 
 
-def test_it_serves_and_stops(daemon: Daemon) -> None:
-    status = daemon.status()
-    assert status["pid"] == daemon.process.pid
-    assert status["home"] == str(daemon.home)
-    assert status["socket"] == str(daemon.home / "fleetd.sock")
-    assert status["http"]["host"] == "127.0.0.1"
-    assert status["http"]["port"] > 0
-    assert status["default_model"] == "smollm2-135m"
-    assert status["engines"] == []
-    assert status["requests"] == {"running": 0, "waiting": 0, "completed": 0, "failed": 0}
-    assert status["machine"]["tier"] in ("tiny", "small", "standard", "large")
-    assert daemon.get("/health")[0] == 200
-    assert daemon.get("/fleet/v1/usage")[1]["rows"] == []
-    assert "fleetd_build_info" in daemon.get("/metrics")[1]
+def test_it_serves_and_stops(home: Path) -> None:
+    """Started as users start it."""
+    with LiveDaemon(home, home.parent / "models") as daemon:
+        status = daemon.status()
+        assert status["pid"] == daemon.process.pid
+        assert status["home"] == str(home)
+        assert status["socket"] == str(home / "fleetd.sock")
+        assert status["http"]["host"] == "127.0.0.1"
+        assert status["http"]["port"] > 0
+        assert status["default_model"] == "smollm2-135m"
+        assert status["engines"] == []
+        assert status["requests"] == {"running": 0, "waiting": 0, "completed": 0, "failed": 0}
+        assert status["machine"]["tier"] in ("tiny", "small", "standard", "large")
+        assert get(OverUnixSocket(home / "fleetd.sock"), "/health")[0] == 200
+        assert daemon.control("GET", "/fleet/v1/usage")["rows"] == []
+        assert "fleetd_build_info" in daemon.control("GET", "/metrics")
 
-    assert daemon.stop() == 0
-    assert not (daemon.home / "fleetd.sock").exists()
+        assert daemon.stop() == 0
+    assert not (home / "fleetd.sock").exists()
     assert [line["event"] for line in daemon.lines()] == ["daemon.ready", "daemon.draining", "daemon.stopped"]
 
 
-def test_control_c_stops_it_too(daemon: Daemon) -> None:
+def test_control_c_stops_it_too(daemon: LiveDaemon) -> None:
     assert daemon.stop(signal.SIGINT) == 0
 
 
-def test_the_home_is_private(daemon: Daemon) -> None:
+def test_the_home_is_private(daemon: LiveDaemon) -> None:
     def mode(name: str) -> int:
         return stat.S_IMODE((daemon.home / name).stat().st_mode)
 
@@ -148,7 +103,7 @@ def test_the_home_is_private(daemon: Daemon) -> None:
     assert not [path for path in daemon.home.rglob("*") if path.stat().st_mode & 0o077]
 
 
-def test_tcp_wants_the_token_of_the_file(daemon: Daemon) -> None:
+def test_tcp_wants_the_token_of_the_file(daemon: LiveDaemon) -> None:
     port = daemon.status()["http"]["port"]
     token = (daemon.home / "api-token").read_text().strip()
 
@@ -177,22 +132,21 @@ def test_nothing_heavy_is_imported() -> None:
     assert not heavy & set(out.stdout.split())
 
 
-def test_a_second_daemon_on_the_home_says_who_is_there(daemon: Daemon) -> None:
-    code, text = refused(daemon.home, "--http", "127.0.0.1:0")
+def test_a_second_daemon_on_the_home_says_who_is_there(daemon: LiveDaemon, refused: Refused) -> None:
+    code, text = refused(daemon.home)
     assert code == 3
     assert f"already running on {daemon.home} (pid {daemon.process.pid})" in text
     assert daemon.status()["ready"]  # the first is unharmed
 
 
-def test_the_socket_of_a_killed_daemon_is_replaced(daemon: Daemon) -> None:
-    daemon.process.kill()
-    daemon.process.wait()
+def test_the_socket_of_a_killed_daemon_is_replaced(daemon: LiveDaemon, begin: Begin) -> None:
+    daemon.kill()
     assert (daemon.home / "fleetd.sock").exists()
-    again = Daemon(daemon.home, "--http", "127.0.0.1:0").started()
+    again = begin(daemon.home).__enter__()
     assert again.stop() == 0
 
 
-def test_a_busy_port_is_named(home: Path) -> None:
+def test_a_busy_port_is_named(home: Path, refused: Refused) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         code, text = refused(home, "--http", address)
@@ -202,9 +156,9 @@ def test_a_busy_port_is_named(home: Path) -> None:
     assert not (home / "fleetd.sock").exists()
 
 
-def test_a_foreign_address_is_named(home: Path) -> None:
-    (home.parent / "c.toml").write_text('[http]\nallow_remote = true\nlisten = "192.0.2.1:0"\n')
-    code, text = refused(home, "--config", str(home.parent / "c.toml"))
+def test_a_foreign_address_is_named(home: Path, refused: Refused) -> None:
+    (home.parent / "c.toml").write_text("[http]\nallow_remote = true\n")
+    code, text = refused(home, "--config", str(home.parent / "c.toml"), "--http", "192.0.2.1:0")
     assert code == 2
     assert "cannot listen on 192.0.2.1:0" in text
 
@@ -220,7 +174,7 @@ def test_a_foreign_address_is_named(home: Path) -> None:
     ],
 )
 def test_a_wrong_setting_is_named(
-    home: Path, toml: str, args: tuple[str, ...], env: dict[str, str], said: str
+    home: Path, refused: Refused, toml: str, args: tuple[str, ...], env: dict[str, str], said: str
 ) -> None:
     home.mkdir()
     (home / "fleetd.toml").write_text(toml)
@@ -229,35 +183,35 @@ def test_a_wrong_setting_is_named(
     assert said in text
 
 
-def test_a_path_too_long_for_a_socket_is_told(tmp_path: Path) -> None:
+def test_a_path_too_long_for_a_socket_is_told(tmp_path: Path, refused: Refused) -> None:
     code, text = refused(tmp_path / ("x" * 120))
     assert code == 5
     assert "Unix sockets allow" in text
 
 
-def test_symlink_planted_as_token_stops_the_start(home: Path) -> None:
+def test_symlink_planted_as_token_stops_the_start(home: Path, refused: Refused) -> None:
     home.mkdir()
     (home / "known").write_text("attacker-knows-this")
     (home / "api-token").symlink_to(home / "known")
-    code, text = refused(home, "--http", "127.0.0.1:0")
+    code, text = refused(home)
     assert code == 1
     assert "symbolic link" in text
 
 
-def test_a_damaged_database_does_not_keep_it_from_starting(home: Path) -> None:
+def test_a_damaged_database_does_not_keep_it_from_starting(home: Path, begin: Begin) -> None:
     home.mkdir()
     (home / "fleetd.db").write_bytes(b"\x00garbage" * 1000)
-    daemon = Daemon(home, "--http", "127.0.0.1:0").started()
+    daemon = begin(home).__enter__()
     assert daemon.stop() == 0
     assert daemon.lines()[0]["event"] == "store.damaged"
 
 
-def test_the_service_manager_is_told(home: Path, tmp_path: Path) -> None:
+def test_the_service_manager_is_told(home: Path, tmp_path: Path, begin: Begin) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
         manager.bind(str(tmp_path / "n"))
         manager.settimeout(START_S)
         env = {"NOTIFY_SOCKET": str(tmp_path / "n"), "WATCHDOG_USEC": "200000"}
-        daemon = Daemon(home, "--http", "127.0.0.1:0", **env)
+        daemon = begin(home, **env)
         said: list[bytes] = []
         while not said or not said[-1].startswith(b"READY=1\nSTATUS=serving http://127.0.0.1:"):
             said.append(manager.recv(1024))
@@ -270,19 +224,9 @@ def test_the_service_manager_is_told(home: Path, tmp_path: Path) -> None:
 def test_config_show_names_every_origin(home: Path) -> None:
     home.mkdir()
     (home / "fleetd.toml").write_text("[usage]\nkeep_days = 9\n")
+    words = ("config", "show", "--json")
     out = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "fleetd",
-            "config",
-            "show",
-            "--home",
-            str(home),
-            "--json",
-            "--http",
-            "127.0.0.1:0",
-        ],
+        [sys.executable, "-m", "fleetd", *words, "--home", str(home), "--http", "127.0.0.1:0"],
         capture_output=True,
         text=True,
         check=True,

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import chain_model
+import forked_programs
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -25,6 +27,12 @@ def chain_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def chain(chain_path: Path) -> ModelFolder:
     return folder_of(chain_path)
+
+
+@pytest.fixture
+def own_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers are started as the daemon starts them, for tests of the start itself."""
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", forked_programs.exec_as_usual)
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ async def watched(make_pool: Callable[..., EnginePool], behave: Misbehave) -> As
     # What an event loop opens once for its first child process is not a leak.
     first = await asyncio.create_subprocess_exec("true", stderr=asyncio.subprocess.PIPE)
     await first.communicate()
-    fds, tasks = _fds(), len(asyncio.all_tasks())
+    fds, tasks, processes = _fds(), len(asyncio.all_tasks()), set(psutil.Process().children())
     pool = make_pool()
     watch = asyncio.create_task(pool.run())
     yield pool
@@ -56,7 +56,8 @@ async def watched(make_pool: Callable[..., EnginePool], behave: Misbehave) -> As
     await pool.close()
     deadline = time.monotonic() + 10.0
     while time.monotonic() < deadline:
-        left = psutil.Process().children(), len(asyncio.all_tasks()) - tasks, _fds() - fds
+        started = set(psutil.Process().children()) - processes
+        left = started, len(asyncio.all_tasks()) - tasks, _fds() - fds
         if not left[0] and left[1] <= 0 and left[2] <= 0:
             return
         await asyncio.sleep(0.01)

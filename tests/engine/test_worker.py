@@ -52,6 +52,7 @@ from fleetd.models.folder import ModelFolder
 WEATHER = [{"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object"}}}]
 
 
+@pytest.mark.usefixtures("own_process")
 async def test_answers_and_counts(pool: EnginePool, chain: ModelFolder) -> None:
     answer = await run(pool, chain, ask("<hello>"))
     assert answer.text == "Hello there, world!"
@@ -207,6 +208,7 @@ async def test_tools_for_a_model_without_a_format(pool: EnginePool, tmp_path: Pa
         await run(pool, folder, ask("<hello>", tools=WEATHER))
 
 
+@pytest.mark.usefixtures("own_process")
 async def test_killed_worker_ends_the_stream_and_the_next_request_works(
     pool: EnginePool, chain: ModelFolder
 ) -> None:
@@ -445,6 +447,7 @@ async def test_reader_that_stops_reading_costs_only_its_own_answer(
 
 
 @pytest.mark.one_loop
+@pytest.mark.usefixtures("own_process")
 async def test_prompt_text_is_in_no_argument_list(pool: EnginePool, chain: ModelFolder) -> None:
     await run(pool, chain, ask("secret-canary <hello>"))
     (status,) = pool.status()

@@ -12,6 +12,7 @@ from typing import Any
 
 import chain_model
 import pytest
+from forked_programs import Programs
 from live_daemon import LiveDaemon
 from live_fleet import LiveFleet
 
@@ -43,31 +44,34 @@ def short_dir() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def live(live_models: Path, short_dir: Path) -> Iterator[LiveDaemon]:
-    with LiveDaemon(short_dir / "live", live_models) as daemon:
+def live(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[LiveDaemon]:
+    with LiveDaemon(short_dir / "live", live_models, programs=programs) as daemon:
         yield daemon
 
 
 @pytest.fixture
-def make_daemon(live_models: Path, short_dir: Path) -> Iterator[Callable[..., LiveDaemon]]:
-    """A daemon for one test, which may stop or harm it."""
+def make_daemon(
+    live_models: Path, short_dir: Path, programs: Programs
+) -> Iterator[Callable[..., LiveDaemon]]:
+    """A daemon for one test, which may stop or harm it. ``forked=False``: started as users do."""
     with ExitStack() as stack:
 
-        def make(**settings: str) -> LiveDaemon:
+        def make(*, forked: bool = True, **settings: str) -> LiveDaemon:
             home = Path(tempfile.mkdtemp(prefix="d-", dir=short_dir)) / "home"
-            return stack.enter_context(LiveDaemon(home, live_models, **settings))
+            by = programs if forked else None
+            return stack.enter_context(LiveDaemon(home, live_models, programs=by, **settings))
 
         yield make
 
 
 @pytest.fixture
-def make_fleet(short_dir: Path) -> Iterator[Callable[..., LiveFleet]]:
+def make_fleet(short_dir: Path, programs: Programs) -> Iterator[Callable[..., LiveFleet]]:
     """A fleet for one test, which may harm it."""
     with ExitStack() as stack:
 
         def make(models: Mapping[str, Iterable[Path]], **options: Any) -> LiveFleet:
             root = Path(tempfile.mkdtemp(prefix="f-", dir=short_dir)) / "f"
-            return stack.enter_context(LiveFleet(root, models, **options))
+            return stack.enter_context(LiveFleet(root, models, programs=programs, **options))
 
         yield make
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from forked_programs import Programs
 from live_daemon import FLEETCTL, REPO, LiveDaemon, until
 
 from fleetd.p2p.membership.identity import Identity
@@ -39,6 +40,7 @@ class LiveFleet:
         root: a short path; sockets are below it.
         models: name → the folders that this machine has as models; they are linked, not copied.
         homes: where a machine's home is not below ``root``.
+        programs: forks the daemons; without it they are started as users do.
         paired: False for machines that do not know each other yet.
     """
 
@@ -51,12 +53,14 @@ class LiveFleet:
         paired: bool = True,
         homes: Mapping[str, Path] | None = None,
         settings: Mapping[str, Mapping[str, str]] | None = None,
+        programs: Programs | None = None,
     ) -> None:
         self.root = root
         self.names = list(models)
         self._meet = meet
         self._homes = homes or {}
         self._settings = settings or {}
+        self._programs = programs
         self._ports = {name: free_port() for name in self.names}
         self._daemons: dict[str, LiveDaemon] = {}
         #: Every daemon ever started here: logs and leftovers are looked for in all of them.
@@ -129,7 +133,9 @@ class LiveFleet:
         if self._meet == "static":
             others = [self.peer_address(other) for other in self.names if other != name]
             flags = [flag for host, port in others for flag in ("--peer", f"{host}:{port}")]
-        daemon = LiveDaemon(self.home(name), self.models_dir(name), flags=flags, **more)
+        daemon = LiveDaemon(
+            self.home(name), self.models_dir(name), programs=self._programs, flags=flags, **more
+        )
         self._daemons[name] = daemon
         self._all.append(daemon)
         return daemon

@@ -1,7 +1,7 @@
 """The clients that people use, against a live daemon with a real model.
 
-Most of it is the suite of tests/api, which asserts shape and agreement and so holds for any model: every test
-there that asks for a ``target`` runs here again, with the live daemon as the target.
+Most of it is the suite of tests/api/test_openai_sdk.py, which asserts shape and agreement and so holds for
+any model: every test there that asks for a ``target`` runs here again, with the live daemon as the target.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any
 import openai
 import pytest
 import test_openai_sdk
-import test_other_clients
 from live_daemon import LiveDaemon
 from test_openai_sdk import async_client, client, connect
 
@@ -27,12 +26,11 @@ __all__ = ["async_client", "client"]
 
 # The default model has no tool calls; those of a real engine are tested below.
 NOT_HERE = {"test_tool_calls_whole_and_streamed"}
-for _suite in (test_openai_sdk, test_other_clients):
-    for _name, _test in list(vars(_suite).items()):
-        if not _name.startswith("test_") or _name in NOT_HERE:
-            continue
-        if "script_client" not in inspect.signature(_test).parameters:
-            globals()[_name] = _test
+for _name, _test in list(vars(test_openai_sdk).items()):
+    if not _name.startswith("test_") or _name in NOT_HERE:
+        continue
+    if "script_client" not in inspect.signature(_test).parameters:
+        globals()[_name] = _test
 
 CURL = shutil.which("curl")
 WEATHER: Any = {
@@ -49,7 +47,7 @@ def said(text: str) -> list[Any]:
 
 
 def test_the_suite_of_the_scripted_daemon_runs_here() -> None:
-    assert {"test_chat", "test_async", "test_logprobs", "test_litellm"} <= set(globals())
+    assert {"test_chat", "test_async", "test_logprobs"} <= set(globals())
 
 
 def test_a_real_answer(client: openai.OpenAI) -> None:

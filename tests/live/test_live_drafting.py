@@ -10,6 +10,7 @@ from typing import Any
 import chain_model
 import psutil
 import pytest
+from forked_programs import Programs
 from live_daemon import LiveDaemon, frozen, until
 from live_fleet import LiveFleet, answer, body, heard, said
 
@@ -22,7 +23,9 @@ WITHIN_S = 20.0
 
 
 @pytest.fixture(scope="module")
-def pair(short_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveFleet]:
+def pair(
+    short_dir: Path, programs: Programs, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveFleet]:
     """alpha answers, beta has a model that drafts for alpha's."""
     folder = tmp_path_factory.mktemp("drafting")
     models = {name: chain_model.build(folder / name) for name in (TARGET, SMALL)}
@@ -31,6 +34,7 @@ def pair(short_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         short_dir / "drafting",
         {"alpha": [models[TARGET]], "beta": [models[SMALL]]},
         settings={"alpha": settings},
+        programs=programs,
     ) as fleet:
         fleet.until_usable()
         fleet.load("alpha", TARGET, seen_by="beta")
@@ -56,8 +60,7 @@ def free(daemon: LiveDaemon) -> bool:
 
 
 def descriptors(daemon: LiveDaemon) -> int:
-    process = psutil.Process(daemon.process.pid)
-    return sum(each.num_fds() for each in (process, *process.children()))
+    return sum(process.num_fds() for process in daemon.processes())
 
 
 def worker(daemon: LiveDaemon, model: str) -> psutil.Process:

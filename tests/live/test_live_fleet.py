@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from forked_programs import Programs
 from live_daemon import STOP_S, LiveDaemon, frozen, until
 from live_fleet import LiveFleet, answer, body, heard, posted, said, stays, view
 
@@ -30,10 +31,10 @@ def chain(live_models: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fleet(live_models: Path, short_dir: Path) -> Iterator[LiveFleet]:
+def fleet(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
     """For tests that harm nobody: alpha, which has no model, and beta, which has two."""
     models = [live_models / SMOL, live_models / CHAIN]
-    with LiveFleet(short_dir / "calm", {"alpha": [], "beta": models}) as found:
+    with LiveFleet(short_dir / "calm", {"alpha": [], "beta": models}, programs=programs) as found:
         found.until_usable()
         for model in (SMOL, CHAIN):
             found.load("beta", model, seen_by="alpha")
@@ -41,12 +42,14 @@ def fleet(live_models: Path, short_dir: Path) -> Iterator[LiveFleet]:
 
 
 @pytest.fixture(scope="module")
-def three(live_models: Path, short_dir: Path) -> Iterator[LiveFleet]:
+def three(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
     chain = live_models / CHAIN
     models = {"alpha": [], "beta": [chain], "gamma": [chain]}
     # Whatever the logs can tell is in them, and must not be what people wrote.
     debug = {"FLEETD_LOG_LEVEL": "debug"}
-    with LiveFleet(short_dir / "three", models, settings=dict.fromkeys(models, debug)) as found:
+    with LiveFleet(
+        short_dir / "three", models, settings=dict.fromkeys(models, debug), programs=programs
+    ) as found:
         yield found
 
 

@@ -1,24 +1,34 @@
-"""fleetctl's chat through the real socket to a real model."""
+"""fleetctl through the real socket to a real daemon and a real model."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import signal
+import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pexpect  # type: ignore[import-untyped]
 import pytest
-from live_daemon import FLEETCTL, REPO, LiveDaemon
+from live_daemon import FLEETCTL, REPO, LiveDaemon, until
 
 pytestmark = pytest.mark.model
 
+SMOL = "smollm2-135m"
+QUESTION = ("chat", "--temperature", "0", "What is the capital of France?")
 
-def test_one_question(live: LiveDaemon) -> None:
-    done = live.fleetctl("chat", "--temperature", "0", "What is the capital of France?")
-    assert (done.returncode, done.stdout) == (0, "The capital of France is Paris.\n")
-    assert "smollm2-135m" in done.stderr.splitlines()[-1]
+
+def test_a_question_and_the_same_again(live: LiveDaemon) -> None:
+    done = live.fleetctl(*QUESTION)
+    assert (done.returncode, done.stdout) == (0, "The capital of France is Paris.\n"), done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert SMOL in last
+    assert "tok/s" in last
+    value = json.loads(live.fleetctl(*QUESTION, "--json").stdout)
+    assert value["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+    assert value["exactness"] == "exact"
 
 
 def test_a_text_from_a_pipe_follows_the_instruction(live: LiveDaemon) -> None:
@@ -68,3 +78,53 @@ def test_the_second_turn_is_computed_on_top_of_the_first(conversation: pexpect.s
     conversation.expect(READY)
     conversation.send("\x04")
     conversation.expect(pexpect.EOF)
+
+
+def test_every_reading_verb_agrees_with_the_daemon(live: LiveDaemon) -> None:
+    def told(*arguments: str) -> str:
+        return live.fleetctl(*arguments).stdout
+
+    told("models", "load", SMOL)
+    status = json.loads(told("status", "--json"))
+    assert SMOL in [engine["model"] for engine in status["engines"]]
+    assert re.search(rf"{SMOL} +ready", told("status"))
+    models = json.loads(told("models", "--json"))
+    assert [model["loaded"] for model in models["installed"] if model["name"] == SMOL] == [True]
+    assert "loaded" in told("models")
+    assert "is intact" in told("models", "verify", SMOL)
+    env = json.loads(told("env", "--json"))
+    assert env["base_url"] == f"http://127.0.0.1:{status['http']['port']}/v1"
+    assert env["api_key"] == live.key
+    assert live.fleetctl("usage").returncode == 0
+    plan = json.loads(told("plan", "--tokens", "4000", "--json"))
+    assert [(option["kind"], option["chosen"]) for option in plan["options"]] == [("local", True)]
+    assert re.search(r"^\*  local  this ", told("plan", "--tokens", "4000"), re.MULTILINE)
+    checks = json.loads(told("doctor", "--json"))["checks"]
+    # The machine that runs the tests may itself be short of memory or disk.
+    assert {check["name"] for check in checks if check["level"] == "fail"} <= {"disk", "memory"}, checks
+
+
+def test_a_daemon_that_could_share_nothing_has_no_trace(make_daemon: Callable[..., LiveDaemon]) -> None:
+    daemon = make_daemon()
+    assert daemon.fleetctl("chat", "-m", "chain", "<hello>").returncode == 0
+    assert "No request has come yet" in daemon.fleetctl("trace").stdout
+
+
+def test_ctrl_c_frees_the_slot(live: LiveDaemon) -> None:
+    live.fleetctl(*QUESTION)
+    command = [*FLEETCTL, "--home", str(live.home), "chat", "Tell me a very long story about a fox."]
+    with subprocess.Popen(
+        command, cwd=REPO, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.read(5)
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+    assert process.returncode == 130
+    until(lambda: live.running == 0)
+
+
+def test_an_unknown_model_is_refused_by_name(live: LiveDaemon) -> None:
+    done = live.fleetctl("chat", "--model", "smollm2-135", "hi")
+    assert done.returncode == 4
+    assert SMOL in done.stderr

@@ -18,6 +18,7 @@ from pathlib import Path
 import pexpect  # type: ignore[import-untyped]
 import psutil
 import pytest
+from forked_programs import Programs
 from live_daemon import FLEETCTL, REPO, LiveDaemon, until
 from live_fleet import LiveFleet, Verb, stays, view
 
@@ -35,9 +36,13 @@ PHRASE = rf"\r\n +{BOLD}([a-z]+(?:[ -][a-z]+)+)"
 
 
 @pytest.fixture(scope="module")
-def members(short_dir: Path) -> Iterator[LiveFleet]:
+def members(short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
     with LiveFleet(
-        short_dir / "pair", {"alpha": [], "beta": [], "gamma": []}, meet="mdns", paired=False
+        short_dir / "pair",
+        {"alpha": [], "beta": [], "gamma": []},
+        meet="mdns",
+        paired=False,
+        programs=programs,
     ) as f:
         for name in f.names:
             until(lambda name=name: len(view(f[name])["neighbours"]) >= 2, WITHIN_S)

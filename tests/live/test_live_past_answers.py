@@ -8,6 +8,7 @@ from typing import Any
 
 import chain_model
 import pytest
+from forked_programs import Programs
 from live_daemon import LiveDaemon
 from live_fleet import LiveFleet, answer, body
 
@@ -18,10 +19,12 @@ TOKENS = 60
 
 
 @pytest.fixture
-def alpha(short_dir: Path, tmp_path: Path) -> Iterator[LiveDaemon]:
+def alpha(short_dir: Path, programs: Programs, tmp_path: Path) -> Iterator[LiveDaemon]:
     model = chain_model.build(tmp_path / MODEL)
     settings = {"FLEETD_SPECULATION_REMEMBER": "true", "FLEETD_SPECULATION_MODE": "on"}
-    with LiveFleet(short_dir / "pasts", {"alpha": [model]}, settings={"alpha": settings}) as fleet:
+    with LiveFleet(
+        short_dir / "pasts", {"alpha": [model]}, settings={"alpha": settings}, programs=programs
+    ) as fleet:
         yield fleet["alpha"]
 
 

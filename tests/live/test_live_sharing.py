@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_programs import Programs
 from live_daemon import LiveDaemon, frozen, until
 from live_fleet import Heard, LiveFleet, answer, body, heard
 
@@ -24,9 +25,11 @@ TRIES = 5
 
 
 @pytest.fixture(scope="module")
-def pair(live_models: Path, short_dir: Path) -> Iterator[LiveFleet]:
+def pair(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
     """Two machines that have the same model loaded, and know it of each other."""
-    with LiveFleet(short_dir / "sharing", {name: [live_models / SMOL] for name in NAMES}) as fleet:
+    with LiveFleet(
+        short_dir / "sharing", {name: [live_models / SMOL] for name in NAMES}, programs=programs
+    ) as fleet:
         fleet.until_usable()
         yield fleet
 
@@ -54,9 +57,9 @@ def ready(pair: LiveFleet) -> LiveFleet:
 
 
 def planned(daemon: LiveDaemon) -> dict[str, Any]:
-    """What it would do with a prompt of 1,500 tokens."""
-    found = daemon.control("POST", "/fleet/v1/plan", {"model": SMOL, "tokens": 1500})
-    assert (found["model"], found["prompt_tokens"]) == (SMOL, 1500)
+    """What it would do with a prompt of 800 tokens."""
+    found = daemon.control("POST", "/fleet/v1/plan", {"model": SMOL, "tokens": 800})
+    assert (found["model"], found["prompt_tokens"]) == (SMOL, 800)
     best: dict[str, Any] = found["options"][0]
     return best
 
@@ -100,7 +103,7 @@ def trace_of(fleet: LiveFleet, request_id: str) -> tuple[str, dict[str, Any]]:
 
 
 def test_a_shared_answer_is_the_answer_of_one_machine(ready: LiveFleet) -> None:
-    text = prompt(1, 1500)
+    text = prompt(1, 800)
     plan, got = ask(ready["alpha"], text)
     home, trace = trace_of(ready, got["id"])
     (helper,) = {*NAMES} - {home}
@@ -130,7 +133,7 @@ def test_a_plan_is_shown_before_it_is_needed(ready: LiveFleet) -> None:
 
 
 def test_what_has_to_stay_is_not_shared(ready: LiveFleet) -> None:
-    plan, got = ask(ready["alpha"], prompt(2, 600), local_only=True)
+    plan, got = ask(ready["alpha"], prompt(2, 300), local_only=True)
     assert plan == "local; nodes=this; exact"
     for name in NAMES:
         traces = ready[name].control("GET", "/fleet/v1/traces")["traces"]
@@ -145,7 +148,7 @@ def shared(daemon: LiveDaemon) -> Iterator[tuple[Heard, str, str]]:
     machine, in the time that sharing would save.
     """
     for seed in range(TRIES):
-        text = prompt(100 + seed, 2000)
+        text = prompt(100 + seed, 1000)
         with heard(daemon, SMOL, text, max_tokens=8) as stream:
             if helper := stream.shared_with():
                 yield stream, helper, text

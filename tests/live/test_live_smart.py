@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from forked_programs import Programs
 from live_daemon import LiveDaemon, until
 from live_fleet import LiveFleet
 
@@ -120,9 +121,11 @@ def test_what_was_done_can_be_read_later(loaded: LiveDaemon) -> None:
 
 
 @pytest.mark.long
-def test_a_text_is_scored_by_the_machine_that_has_a_compressor(live_models: Path, short_dir: Path) -> None:
+def test_a_text_is_scored_by_the_machine_that_has_a_compressor(
+    live_models: Path, short_dir: Path, programs: Programs
+) -> None:
     machines = {"alpha": [live_models / "chain"], "beta": [live_models / SMOL]}
-    with LiveFleet(short_dir / "scoring", machines) as fleet:
+    with LiveFleet(short_dir / "scoring", machines, programs=programs) as fleet:
         fleet.until_usable()
         fleet.load("beta", SMOL, seen_by="alpha")
         body = {"prompt": haystack(40, 25), "question": QUESTION, "target_ratio": 0.2}
@@ -136,9 +139,11 @@ def test_a_text_is_scored_by_the_machine_that_has_a_compressor(live_models: Path
 
 
 @pytest.mark.long
-def test_two_machines_score_a_text_in_two_segments(live_models: Path, short_dir: Path) -> None:
+def test_two_machines_score_a_text_in_two_segments(
+    live_models: Path, short_dir: Path, programs: Programs
+) -> None:
     machines = {name: [live_models / SMOL] for name in ("beta", "gamma")} | {"alpha": [live_models / "chain"]}
-    with LiveFleet(short_dir / "segments", machines) as fleet:
+    with LiveFleet(short_dir / "segments", machines, programs=programs) as fleet:
         fleet.until_usable()
         for name in ("beta", "gamma"):
             fleet.load(name, SMOL, seen_by="alpha")

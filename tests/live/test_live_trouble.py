@@ -117,7 +117,8 @@ def test_a_damaged_model_is_refused_and_its_file_named(
 
 
 def test_no_prompt_or_answer_is_kept_or_shown_anywhere(make_daemon: Callable[..., LiveDaemon]) -> None:
-    daemon = make_daemon(FLEETD_LOG_LEVEL="debug")
+    # As users start it: arguments and environment are what the system shows of its processes.
+    daemon = make_daemon(forked=False, FLEETD_LOG_LEVEL="debug")
     canary = "canary-7c1f0e-prompt"
     ask(daemon, "chain", f"{canary}<hello>")
     ask(daemon, "chain", f"{canary}<hello>", user=canary, stop=[canary])

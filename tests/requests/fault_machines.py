@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
+import forked_programs
 import psutil
 import pytest
 from asking import folder_of
@@ -40,7 +41,7 @@ from fault_seams import (
 )
 from fault_table import CHUNK, HELPERS, HOME, Scenario
 from fleet_nodes import running, settings, together
-from forked_workers import Nursery
+from forked_programs import Programs
 from msgspec.structs import replace
 from sharing import write
 from wire import Effect, Way, Wire
@@ -316,10 +317,10 @@ async def machines(folder: Path) -> AsyncIterator[Machines]:
         patch.setattr(node_module, "_TICK_S", 0.02)
         patch.setattr(sharing_module, "_ACCOUNTS_S", 0.3)
         patch.setattr(sharing_module, "_SETUP_LEAST_S", DECIDE_S)
-        if hasattr(os, "pidfd_open"):
-            nursery = Nursery(folder / "workers.log", **_WORKERS)
-            stack.callback(nursery.close)
-            patch.setattr(asyncio, "create_subprocess_exec", nursery.exec)
+        if forked_programs.AVAILABLE:
+            programs = Programs(folder / "workers.log", limits=_WORKERS, scarce_memory=True)
+            stack.callback(programs.close)
+            patch.setattr(asyncio, "create_subprocess_exec", programs.exec)
         found = await _made(folder, patch, stack)
         try:
             async with running(*(machine.node for machine in found.all.values())):

@@ -13,7 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import chain_model
 import psutil
@@ -103,6 +103,9 @@ async def workers(path: Path, count: int = 2, **settings: Any) -> AsyncIterator[
         await asyncio.gather(*(start(engine) for engine in made))
         yield made
     finally:
+        # A test that failed may have left them.
+        for relay in list(Relay.open):
+            relay.close()
         await asyncio.gather(*(engine.stop() for engine in made))
 
 
@@ -261,7 +264,10 @@ class Relay:
     """A wire between two machines that can be cut: after ``count`` bytes from the helper nothing more
     passes, in either direction, until it is closed."""
 
+    open: ClassVar[list[Relay]] = []
+
     def __init__(self, home: socket.socket, helper: socket.socket, count: int) -> None:
+        self.open.append(self)
         self._home, self._helper, self._left = home, helper, count
         self.held = threading.Event()
         self._threads = [
@@ -284,6 +290,8 @@ class Relay:
                 self._helper.sendall(data)
 
     def close(self) -> None:
+        if self in self.open:
+            self.open.remove(self)
         for sock in (self._home, self._helper):
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)

@@ -15,11 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import forked_programs
 import psutil
+from forked_programs import ForkedProgram, Programs
 
 REPO = Path(__file__).parents[2]
 START_S = 30.0
 STOP_S = 45.0
+WAIT_S = 90.0
 # Patience, and no promise: what takes moments on an idle machine. `make bench` measures how long it takes.
 SOON_S = 15.0
 FLEETCTL = [sys.executable, "-c", "import sys; from fleetctl.cli import main; sys.exit(main())"]
@@ -45,9 +48,9 @@ def frozen(pid: int) -> Iterator[None]:
             os.kill(pid, signal.SIGCONT)
 
 
-class _OverUnixSocket(http.client.HTTPConnection):
+class OverUnixSocket(http.client.HTTPConnection):
     def __init__(self, path: Path) -> None:
-        super().__init__("localhost", timeout=30)
+        super().__init__("localhost", timeout=WAIT_S)
         self._path = path
 
     def connect(self) -> None:
@@ -60,6 +63,7 @@ class LiveDaemon:
     """`fleetd run` on a home of its own. Use as a context manager.
 
     Args:
+        programs: forks the daemon; without it the daemon is started as users do.
         enter: a command that runs another one somewhere else.
     """
 
@@ -68,6 +72,7 @@ class LiveDaemon:
         home: Path,
         models_dir: Path,
         *,
+        programs: Programs | None = None,
         flags: Sequence[str] = (),
         enter: Sequence[str] = (),
         **settings: str,
@@ -94,17 +99,18 @@ class LiveDaemon:
             "127.0.0.1:0",
             *flags,
         ]
+        env = clean | ours | settings
+        self.process: subprocess.Popen[bytes] | ForkedProgram
         with self.log.open("ab") as out:
-            self.process = subprocess.Popen(
-                [*enter, *command],
-                cwd=REPO,
-                env=clean | ours | settings,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-            )
+            if programs is not None and forked_programs.AVAILABLE and not enter:
+                self.process = programs.popen(command, env=env, cwd=REPO, log=out.fileno())
+            else:
+                self.process = subprocess.Popen(
+                    [*enter, *command], cwd=REPO, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                )
 
     def __enter__(self) -> LiveDaemon:
+        """Wait until it is ready; raises AssertionError with its log if it ends before."""
         deadline = time.monotonic() + START_S
         while time.monotonic() < deadline and self.process.poll() is None:
             with contextlib.suppress(OSError):
@@ -117,8 +123,9 @@ class LiveDaemon:
     def __exit__(self, *exc_info: object) -> None:
         self.stop()
 
-    def stop(self) -> int:
-        self.process.terminate()
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        """Its exit code after this signal."""
+        self.process.send_signal(number)
         try:
             return self.process.wait(STOP_S)
         except subprocess.TimeoutExpired:
@@ -137,7 +144,7 @@ class LiveDaemon:
 
     def control(self, method: str, path: str, body: Any = None) -> Any:
         """One call on the Unix socket: JSON if it is JSON, else text."""
-        connection = _OverUnixSocket(self.home / "fleetd.sock")
+        connection = OverUnixSocket(self.home / "fleetd.sock")
         with contextlib.closing(connection):
             payload = None if body is None else json.dumps(body)
             headers = {} if body is None else {"Content-Type": "application/json"}
@@ -145,10 +152,14 @@ class LiveDaemon:
             text = connection.getresponse().read().decode()
         return json.loads(text) if text.startswith("{") else text
 
+    def lines(self) -> list[dict[str, Any]]:
+        """What it has logged."""
+        return [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+
     @contextlib.contextmanager
     def control_events(self, path: str, body: Any) -> Iterator[Iterator[dict[str, Any]]]:
         """A call on the Unix socket that is answered with events; leaving the block drops the connection."""
-        connection = _OverUnixSocket(self.home / "fleetd.sock")
+        connection = OverUnixSocket(self.home / "fleetd.sock")
         with contextlib.closing(connection):
             connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             with connection.getresponse() as response:

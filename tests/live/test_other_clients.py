@@ -1,4 +1,4 @@
-"""litellm and the llm command line, each in its own process, against the same target as the openai client."""
+"""litellm and the llm command line, each in its own process, against a live daemon with a real model."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 from api_fakes import Target
+
+pytestmark = [pytest.mark.model, pytest.mark.one_loop]
 
 LITELLM = """
 import json, sys
@@ -59,8 +61,7 @@ def test_litellm(target: Target) -> None:
     assert "temperature" in out["error"]
 
 
-@pytest.mark.parametrize("stream", [True, False])
-def test_llm_command_line(target: Target, tmp_path: Path, stream: bool) -> None:
+def test_llm_command_line(target: Target, tmp_path: Path) -> None:
     model = {
         "model_id": "fleet",
         "model_name": target.model,
@@ -72,5 +73,6 @@ def test_llm_command_line(target: Target, tmp_path: Path, stream: bool) -> None:
     env = {"LLM_USER_PATH": str(tmp_path)}
     llm = (sys.executable, "-m", "llm")
     assert "fleet" in run(*llm, "models", env=env)
-    options = ["-o", "max_tokens", "6", "-o", "seed", "3", *([] if stream else ["--no-stream"])]
-    assert run(*llm, "-m", "fleet", *options, "Say something.", env=env).strip()
+    for stream in ([], ["--no-stream"]):
+        options = ["-o", "max_tokens", "6", "-o", "seed", "3", *stream]
+        assert run(*llm, "-m", "fleet", *options, "Say something.", env=env).strip()

@@ -1,0 +1,399 @@
+"""Real workers and daemons that start quickly: forked from a process that has done their imports.
+
+    test ── descriptors, arguments ──► server ── fork ──► ``python -m fleetd.engine.worker …``
+         ◄── process id, then exit status ──                ``python -m fleetd run …`` ── forks a server
+                                                            of its own for its workers
+
+Run as a program this is the server; ``Programs`` is its client. Every other program starts as usual.
+Only for Linux, where MLX on a CPU allows a fork after its import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import fcntl
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+AVAILABLE = sys.platform == "linux"
+WORKER = "fleetd.engine.worker"
+# Modules that the server runs for ``python -m NAME``, and where their ``main`` is.
+ENTRIES = {WORKER: WORKER, "fleetd": "fleetd.cli"}
+_MESSAGE_BYTES = 1 << 17
+_DESCRIPTORS = 16
+# Received descriptors are moved above this number, then to the numbers the program expects.
+_ABOVE = 600
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_NUMBER_BYTES = 4
+_BE_SUBREAPER = 36
+# What the libraries found in the server's environment, and what a worker says of its arithmetic comes from.
+_LIBRARIES = ("MKL_CBWR", "KMP_BLOCKTIME", *_THREADS)
+
+# Of the libraries: what the load of nearly every model of the tests imports.
+_READ_BY_LOADING = (
+    "transformers.models.llama.configuration_llama",
+    "mlx_lm.models.llama",
+    "mlx_lm.models.switch_layers",
+    "mlx_lm.tool_parsers.json_tools",
+)
+
+exec_as_usual = asyncio.create_subprocess_exec
+# In a server: the values of _LIBRARIES.
+_found: dict[str, str] = {}
+
+
+def module_of(command: Sequence[str]) -> str:
+    """The module that a server can run for this command, or ""."""
+    is_module = len(command) > 2 and command[0] == sys.executable and command[1] == "-m"
+    return command[2] if is_module and command[2] in ENTRIES else ""
+
+
+class Programs:
+    """A server's client.
+
+    Args:
+        log: where the server's own stderr goes.
+        limits: figures of ``fleetd.limits`` that its programs have instead.
+        scarce_memory: its workers run out of memory where a request's id says so.
+    """
+
+    def __init__(
+        self, log: Path, *, limits: Mapping[str, float] | None = None, scarce_memory: bool = False
+    ) -> None:
+        self._log = log
+        self._options = json.dumps({"limits": limits or {}, "scarce_memory": scarce_memory})
+        self._server: subprocess.Popen[bytes] | None = None
+
+    @cached_property
+    def channel(self) -> socket.socket:
+        """The way to the server, which starts when this is first asked for."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, self._log.open("ab") as stderr:
+            self._server = subprocess.Popen(
+                [sys.executable, __file__, str(theirs.fileno()), self._options],
+                pass_fds=[theirs.fileno()],
+                # Read when the libraries are loaded, which is long before a worker sets them.
+                env=os.environ | dict.fromkeys(_THREADS, "1"),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
+            )
+        return ours
+
+    def close(self) -> None:
+        """End the server, which kills what still runs."""
+        if self._server is not None:
+            self.channel.close()
+            self._server.wait(20)
+
+    async def exec(self, *command: str, **options: Any) -> Any:
+        """In the place of ``asyncio.create_subprocess_exec``: forks workers, starts all else as usual."""
+        if module_of(command) != WORKER:
+            return await exec_as_usual(*command, **options)
+        return await exec_forked(self.channel, *command, **options)
+
+    def popen(
+        self, command: Sequence[str], *, env: Mapping[str, str], cwd: Path | None, log: int
+    ) -> ForkedProgram:
+        """A program without input; its output goes to ``log``."""
+        return ForkedProgram(self.channel, command, env=env, cwd=cwd, log=log)
+
+
+class ForkedProgram:
+    """The part of ``subprocess.Popen`` that the tests use."""
+
+    def __init__(
+        self,
+        channel: socket.socket,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: Path | None,
+        log: int,
+    ) -> None:
+        with open(os.devnull, "rb") as nothing:
+            self._status = _ask(channel, command, [nothing.fileno(), log, log], env=env, cwd=cwd)
+        self.pid = _number(self._status.recv(_NUMBER_BYTES, socket.MSG_WAITALL))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.wait(0)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status, as of Popen. Raises subprocess.TimeoutExpired."""
+        if self.returncode is None:
+            readable, _, _ = select.select([self._status], [], [], timeout)
+            if not readable:
+                raise subprocess.TimeoutExpired("fleetd", timeout or 0)
+            with self._status:
+                self.returncode = _number(self._status.recv(_NUMBER_BYTES, socket.MSG_WAITALL))
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+class _ToTheEnd(asyncio.StreamReaderProtocol):
+    """Reads a socket to its end."""
+
+    def __init__(self) -> None:
+        self.reader = asyncio.StreamReader()
+        self.closed = asyncio.Event()
+        super().__init__(self.reader)
+
+    def eof_received(self) -> bool:
+        super().eof_received()
+        return False  # nothing is ever written: the transport closes
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self.closed.set()
+
+
+async def _reading(sock: socket.socket) -> _ToTheEnd:
+    sock.setblocking(False)
+    _, protocol = await asyncio.get_running_loop().create_connection(_ToTheEnd, sock=sock)
+    return protocol
+
+
+class ForkedWorker:
+    """The part of ``asyncio.subprocess.Process`` that ``EngineProcess`` uses."""
+
+    def __init__(self, pid: int, status: _ToTheEnd, stderr: _ToTheEnd) -> None:
+        self.pid, self.stderr = pid, stderr.reader
+        self.returncode: int | None = None
+        self._ended = asyncio.create_task(self._wait(status, stderr))
+
+    async def wait(self) -> int:
+        return await asyncio.shield(self._ended)
+
+    async def _wait(self, status: _ToTheEnd, stderr: _ToTheEnd) -> int:
+        self.returncode = _number(await status.reader.read(_NUMBER_BYTES))
+        await status.closed.wait()
+        await stderr.closed.wait()
+        return self.returncode
+
+
+async def exec_forked(channel: socket.socket, *command: str, **options: Any) -> Any:
+    """A worker by its command; takes the options of ``asyncio.create_subprocess_exec`` that it is given."""
+    # A socket for its stderr: a stream of it is closed with its last reader.
+    ours, theirs = socket.socketpair()
+    nothing = os.open(os.devnull, os.O_RDWR)
+    try:
+        asked = _ask(
+            channel,
+            command,
+            [nothing, nothing, theirs.fileno()],
+            pass_fds=options["pass_fds"],
+            new_session=True,
+        )
+    finally:
+        theirs.close()
+        os.close(nothing)
+    status, stderr = await _reading(asked), await _reading(ours)
+    return ForkedWorker(_number(await status.reader.readexactly(_NUMBER_BYTES)), status, stderr)
+
+
+def _ask(
+    channel: socket.socket,
+    command: Sequence[str],
+    standard: Sequence[int],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: Path | None = None,
+    pass_fds: Sequence[int] = (),
+    new_session: bool = False,
+) -> socket.socket:
+    """Have a program started; on the socket come its process id and, once it has ended, its exit status."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        numbers = [0, 1, 2, *pass_fds]
+        message = {
+            "command": list(command),
+            "env": None if env is None else dict(env),
+            "cwd": None if cwd is None else str(cwd),
+            "numbers": numbers,
+            "new_session": new_session,
+        }
+        socket.send_fds(channel, [json.dumps(message).encode()], [theirs.fileno(), *standard, *pass_fds])
+    return ours
+
+
+def _number(data: bytes) -> int:
+    """A process id or exit status; that of a program killed with its server is SIGKILL's."""
+    return int.from_bytes(data, "big", signed=True) if data else -signal.SIGKILL
+
+
+# ---- The server ------------------------------------------------------------------------------------------
+
+
+class _Start(NamedTuple):
+    """A program that this process, just forked, is to become."""
+
+    message: dict[str, Any]
+    descriptors: list[int]
+
+
+def serve(channel: socket.socket, *, kills: bool) -> _Start | None:
+    """Fork until the client is gone, then None. Returns in each fork what that is to become.
+
+    ``kills``: what still runs when the client goes is killed; otherwise it ends by itself.
+    """
+    wake, woken = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(woken, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    before = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+    running: dict[int, socket.socket] = {}
+    if kills:
+        # What its programs leave behind is its own child then.
+        ctypes.CDLL(None).prctl(_BE_SUBREAPER, 1, 0, 0, 0)
+    poll = select.poll()
+    poll.register(wake, select.POLLIN)
+    poll.register(channel, select.POLLIN)
+    while True:
+        for ready, _ in poll.poll():
+            if ready == wake:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake, 1 << 12)
+                _reap(running)
+                continue
+            data, descriptors, _, _ = socket.recv_fds(channel, _MESSAGE_BYTES, _DESCRIPTORS)
+            if not data:
+                while kills and (left := psutil.Process().children(recursive=True)):
+                    for process in left:
+                        process.kill()
+                    psutil.wait_procs(left)
+                return None
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(before)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                os.close(descriptors[0])
+                channel.detach()
+                for status in running.values():
+                    status.detach()
+                return _Start(json.loads(data), descriptors[1:])
+            running[pid] = socket.socket(fileno=descriptors[0])
+            for descriptor in descriptors[1:]:
+                os.close(descriptor)
+            with contextlib.suppress(OSError):
+                running[pid].sendall(pid.to_bytes(_NUMBER_BYTES, "big", signed=True))
+
+
+def _reap(running: dict[int, socket.socket]) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            if pid not in running:
+                continue  # left behind by one that was started here
+            with running.pop(pid) as told, contextlib.suppress(OSError):
+                code = os.waitstatus_to_exitcode(status)
+                told.sendall(code.to_bytes(_NUMBER_BYTES, "big", signed=True))
+
+
+def become(start: _Start) -> int:
+    """Run the program in this process, with its descriptors and no other; returns its exit code."""
+    message = start.message
+    if message["new_session"]:
+        os.setsid()
+    above = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _ABOVE) for descriptor in start.descriptors]
+    os.closerange(3, _ABOVE)
+    for number, descriptor in zip(message["numbers"], above, strict=True):
+        os.dup2(descriptor, number, inheritable=True)
+        os.close(descriptor)
+    if message["cwd"] is not None:
+        os.chdir(message["cwd"])
+    if message["env"] is not None:
+        os.environ.clear()
+        os.environ.update(message["env"])
+    command = message["command"]
+    module = module_of(command)
+    sys.argv = [module, *command[3:]]
+    if module == "fleetd":
+        _fork_server()
+    else:
+        os.environ.update(_found)
+    code: int | None = importlib.import_module(ENTRIES[module]).main()
+    return code or 0
+
+
+def _fork_server() -> None:
+    """Before this process becomes a daemon and has threads: the server of its workers, its child."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    if os.fork() == 0:
+        ours.close()
+        # A Ctrl-C is for the daemon.
+        os.setsid()
+        start = serve(theirs, kills=False)
+        if start is None:
+            os._exit(0)
+        sys.exit(become(start))
+    theirs.close()
+
+    async def forked(*command: str, **options: Any) -> Any:
+        if module_of(command) != WORKER:
+            return await exec_as_usual(*command, **options)
+        return await exec_forked(ours, *command, **options)
+
+    asyncio.create_subprocess_exec = forked
+
+
+def main(channel: socket.socket, options: dict[str, Any]) -> int:
+    from fleetd import limits
+    from fleetd.engine import cpu
+
+    for name, value in options["limits"].items():
+        setattr(limits, name, value)
+    cpu.preload_blas()
+    cpu.preload_blas = lambda: cpu.exact()  # it insists on being first, and has been
+    from fleetd.engine import loading
+
+    loading.quiet_libraries()
+
+    for module in _READ_BY_LOADING:
+        importlib.import_module(module)
+
+    _found.update((name, os.environ[name]) for name in _LIBRARIES if name in os.environ)
+    if options["scarce_memory"]:
+        import scarce_memory
+
+        scarce_memory.install()
+    # It lives through all tests: what is there now need not be looked at again by a collector in each fork.
+    import gc
+
+    gc.collect()
+    gc.freeze()
+    start = serve(channel, kills=True)
+    return 0 if start is None else become(start)
+
+
+if __name__ == "__main__":
+    sys.exit(main(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2])))
