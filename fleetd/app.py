@@ -192,11 +192,11 @@ class Daemon:
             draining=lambda: self._runner.draining,
             finished=self._metrics.served,
         )
-        ways = BulkDialer(node)
-        assists = AssistServer(ways, self._pool, host)
+        dialer = BulkDialer(node)
+        assists = AssistServer(dialer, self._pool, host)
         node.handle(messages.RUN, remote.JobServer(self._runner.run, self._has))
         node.handle(smart_wire.SCORE, ScoreServer(self._pool, host, self._ledger))
-        node.handle(drafting_wire.FOLLOW, DraftServer(ways, self._pool, host))
+        node.handle(drafting_wire.FOLLOW, DraftServer(dialer, self._pool, host))
         node.handle(share_wire.ASSIST, assists.assist)
         node.handle(share_wire.WARM, assists.warm)
         return assists

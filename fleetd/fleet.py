@@ -45,8 +45,8 @@ class Fleet:
 
     def __init__(self, node: Node, *, local_only: bool) -> None:
         self.node = node
-        self.desk = PairingService(node)
-        self.ways = BulkDialer(node)
+        self.pairing = PairingService(node)
+        self.dialer = BulkDialer(node)
         self._prober = LinkProber(node)
         self._local_only = local_only
         self._wall = time.time
@@ -67,14 +67,14 @@ class Fleet:
             peer = self.node.mesh.peers.get(card.node_id)
             if member is not None and peer is not None:
                 connection = self.node.connection(card.node_id)
-                way = self.ways.best(card.node_id)
+                path = self.dialer.best(card.node_id)
                 yield Member(
                     card,
                     member.name,
                     reach(peer, card, now),
                     member.sees_prompts,
                     (connection.rtt_s or 0.0) if connection is not None else 0.0,
-                    way.expected_bytes_per_s if way is not None else 0.0,
+                    path.expected_bytes_per_s if path is not None else 0.0,
                 )
 
     @property
@@ -88,25 +88,25 @@ class Fleet:
         return await self.node.ask(node_id, method, body, within_s=within_s)
 
     def expect(self) -> AbstractContextManager[Expected]:
-        return self.ways.expect()
+        return self.dialer.expect()
 
     async def connect(self, node_id: str, invited: Invitation) -> socket.socket:
-        return await self.ways.connect(node_id, invited)
+        return await self.dialer.connect(node_id, invited)
 
     # ---- for fleetctl ------------------------------------------------------------------------------------
 
     def view(self) -> FleetView:
         now = asyncio.get_running_loop().time()
-        return fleet_view(self.node, local_only=self._local_only, pairing=self.desk.is_open, now=now)
+        return fleet_view(self.node, local_only=self._local_only, pairing=self.pairing.is_open, now=now)
 
     def pair(self) -> AsyncGenerator[PairingEvent, None]:
-        return self.desk.pair()
+        return self.pairing.pair()
 
     def answer(self, node_id: str, *, admit: bool, sees_prompts: bool) -> None:
-        self.desk.answer(node_id, admit=admit, sees_prompts=sees_prompts)
+        self.pairing.answer(node_id, admit=admit, sees_prompts=sees_prompts)
 
     def join(self, code: str, host: str | None, *, sees_prompts: bool) -> AsyncGenerator[PairingEvent, None]:
-        return self.desk.join(code, host, sees_prompts=sees_prompts)
+        return self.pairing.join(code, host, sees_prompts=sees_prompts)
 
     async def unpair(self, peer: str) -> Unpaired:
         """Remove a machine from the fleet, everywhere. Raises NotFound, InvalidValue, DiskFull."""

@@ -111,7 +111,7 @@ class Keep(msgspec.Struct, frozen=True, omit_defaults=True):
 class Speculate(msgspec.Struct, frozen=True, omit_defaults=True):
     """How drafts are used for one answer, which they never change.
 
-    ``sources`` None means all there are: "suffix", "lookup", "drafter". ``width``: most tokens of one pass,
+    ``sources``: names from ``local_sources.SOURCE_NAMES``, None for all. ``width``: most tokens of one pass,
     0 for what pays. ``key`` keeps past answers apart where they are remembered. ``draft_model``: which
     model is the "drafter", "" for the one that the settings name.
     """

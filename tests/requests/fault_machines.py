@@ -133,7 +133,7 @@ class Machines:
 
     def _answer(self) -> None:
         home = self.home
-        ways = BulkDialer(home.node)
+        dialer = BulkDialer(home.node)
         metrics = Metrics("0")
         traces = Traces(self.store)
 
@@ -141,7 +141,7 @@ class Machines:
             self.traces.append(trace)
             traces.record(trace)
 
-        self.expect, self.connect = ways.expect, ways.connect
+        self.expect, self.connect = dialer.expect, dialer.connect
         self.sharing = PrefillSharing(self, home.pool, Members(self.machines, lambda: home.card), metrics)  # type: ignore[arg-type]
         self.sharing.choose = self._choose  # type: ignore[method-assign]
         self.runner = Runner(

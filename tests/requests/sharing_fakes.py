@@ -193,9 +193,9 @@ class HomePartners:
             "bytes_per_s": 1e9,
         }
         self.fields |= fields
-        self.ways = BulkDialer(node)
-        self.expect = self.ways.expect
-        self.connect = self.ways.connect
+        self.dialer = BulkDialer(node)
+        self.expect = self.dialer.expect
+        self.connect = self.dialer.connect
         self.asked: list[tuple[str, str]] = []
 
     @property

@@ -18,11 +18,11 @@ from fleetd.control.prefill_trace import SourceCounts, Speculated
 from fleetd.engine.protocol import Generate
 from fleetd.engine.speculation.controller import Controller, Draft
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
-from fleetd.engine.speculation.lookup import PromptLookup
+from fleetd.engine.speculation.local_sources import local_sources
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
 from fleetd.engine.speculation.sources import DraftSource
-from fleetd.engine.speculation.suffix import PastAnswers, SuffixSource
+from fleetd.engine.speculation.suffix import PastAnswers
 
 Mode = Literal["auto", "on", "off"]
 
@@ -50,9 +50,12 @@ class WorkerSpeculation:
         names = None if wanted is None else wanted.sources
         key = "" if wanted is None else wanted.key
         width = min(self.verdict.width, limits.SPEC_WIDTH, (wanted.width if wanted else 0) or 1 << 30)
-        local: list[DraftSource] = [SuffixSource(self.past.of(key) if self.past else ()), PromptLookup()]
         return SequenceDrafts(
-            sources=[source for source in local if names is None or source.name in names],
+            sources=[
+                source
+                for source in local_sources(self.past.of(key) if self.past else ())
+                if names is None or source.name in names
+            ],
             names=names,
             controller=Controller(self.costs, most=width - 1, always=self.mode == "on"),
             vocab_size=self.vocab_size,

@@ -23,6 +23,7 @@ from fleetd.control.prefill_plan import PlanView
 from fleetd.control.prefill_trace import DrafterView
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, DraftFor, Event, Followed, Loading, Ready, StreamTag
+from fleetd.engine.speculation.local_sources import DRAFTER
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineDied, FleetError, Incompatible, ModelNotFound, PeerError, PeerLost
 from fleetd.models import names
@@ -32,7 +33,7 @@ from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.drafting import drafters, messages
-from fleetd.requests.drafting.drafters import DRAFTER, DrafterCandidate, Where
+from fleetd.requests.drafting.drafters import DrafterCandidate, Where
 from fleetd.requests.job import Job
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import PipelineStep
