@@ -65,7 +65,7 @@ LIVE = tests/live tests/p2p tests/models
 test: $(DEV)
 	@trap 'kill $$live 2>/dev/null || true' EXIT; \
 	$(BIN)/python -m pytest -q -p no:cacheprovider $(LIVE) > .live-tests.log 2>&1 & live=$$!; \
-	$(MAKE) --no-print-directory lint; \
+	$(MAKE) --no-print-directory lint || exit 1; \
 	$(BIN)/python -m pytest -q $(LIVE:%=--ignore=%) && rest=0 || rest=$$?; \
 	wait $$live && ended=0 || ended=$$?; \
 	echo "tests of $(LIVE):"; cat .live-tests.log; rm .live-tests.log; \

@@ -7,53 +7,14 @@ import datetime
 import signal
 import sys
 import time
-from types import ModuleType
 
-from bench import (
-    batching,
-    decode,
-    demo,
-    draft,
-    fleet,
-    machine,
-    modelled,
-    padding,
-    prefill,
-    results,
-    service,
-    shard,
-    shard_grid,
-    smart,
-    smart_score,
-    spec,
-    streams,
-    table,
-    turns,
-)
-from bench.child import ROOT
+from bench import results, table
+from bench.families import FAMILIES, ON_REQUEST
 from bench.figures import Result
-from bench.throwaway import fetch_model
+from bench.harness import host
+from bench.harness.child import ROOT
+from bench.harness.daemon import fetch_model
 
-FAMILIES: dict[str, ModuleType] = {
-    "demo": demo,
-    "decode": decode,
-    "batching": batching,
-    "prefill": prefill,
-    "turns": turns,
-    "service": service,
-    "streams": streams,
-    "fleet": fleet,
-    "shard": shard,
-    "never-slower": shard_grid,
-    "smart": smart,
-    "smart-score": smart_score,
-    "drafts": draft,
-    "spec": spec,
-    "modelled": modelled,
-    "padding": padding,
-}
-# Measured only when named: it downloads everything anew.
-ON_REQUEST = {"demo"}
 KEPT = ROOT / "docs" / "benchmarks.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 
@@ -68,15 +29,13 @@ def main() -> int:
     if unknown := [name for name in args.names if name not in FAMILIES]:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
     names = args.names or [name for name in FAMILIES if name not in ON_REQUEST]
-    # Told to stop, unwind: daemons and children are ended and their folders removed on the way out.
+    # Unwind on SIGTERM: daemons and children are ended and their folders removed on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     if not args.render and set(names) != ON_REQUEST:
         fetch_model()
     failed = [] if args.render else [name for name in names if not _run(name, args.quick, args.runs)]
-    PAGE.write_text(
-        table.page({name: family.TITLE for name, family in FAMILIES.items()}, results.load(KEPT)),
-        encoding="utf-8",
-    )
+    titles = {name: family.title for name, family in FAMILIES.items()}
+    PAGE.write_text(table.page(titles, results.load(KEPT)), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}")
     if failed:
         print(f"not measured, because of the errors above: {', '.join(failed)}", file=sys.stderr)
@@ -86,9 +45,9 @@ def main() -> int:
 def _run(name: str, quick: bool, wanted_runs: int) -> bool:
     """Measure one family and keep it. False if it could not be measured; the others still can."""
     family = FAMILIES[name]
-    runs = wanted_runs or (family.QUICK_RUNS if quick else family.RUNS)
-    print(f"{family.TITLE} ({runs} runs) ...", flush=True)
-    load, begun = machine.load(), time.perf_counter()
+    runs = wanted_runs or (family.quick_runs if quick else family.runs)
+    print(f"{family.title} ({runs} runs) ...", flush=True)
+    load, begun = host.load(), time.perf_counter()
     try:
         measured = family.measure(runs)
     except Exception as error:  # one family's boundary: the next one may work
@@ -102,11 +61,11 @@ def _run(name: str, quick: bool, wanted_runs: int) -> bool:
         measured=measured,
         command=f"python -m bench{flags} {name}",
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        machine=machine.describe(),
+        machine=host.describe(),
         load=load,
         runs=runs,
         # Fewer runs than the family asks for are a look, whichever option said so.
-        quick=runs < family.RUNS,
+        quick=runs < family.runs,
     )
     every = results.load(KEPT)
     every[name] = results.kept(every.get(name), result)

@@ -10,6 +10,7 @@ from typing import Literal, TypeVar
 import msgspec
 
 T = TypeVar("T")
+_Z = 1.96  # 95 %
 Unit = Literal["tok/s", "x", "%", "s", "ms", "MB", "kB/s", "MB/s", "GiB/s", "count"]
 
 
@@ -87,6 +88,16 @@ def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that so large a share of all does not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+def wilson(hits: int, of: int) -> tuple[float, float]:
+    """The 95 % interval of Wilson (1927) for ``hits`` of ``of``, which holds for few cases, also near 1."""
+    if not of:
+        return 0.0, 1.0
+    p, z = hits / of, _Z**2 / of
+    middle, half = p + z / 2, _Z * math.sqrt(p * (1 - p) / of + z / (4 * of))
+    # At the ends the interval touches the share itself, but for rounding.
+    return max(0.0, min((middle - half) / (1 + z), p)), min(1.0, max((middle + half) / (1 + z), p))
 
 
 def alternated(run: int, sides: Sequence[T]) -> list[T]:

@@ -12,7 +12,7 @@ _KIND = dict[str, Result]
 
 
 def load(path: Path) -> dict[str, Result]:
-    """Family → result; empty where nothing was kept, or by a version that kept something else."""
+    """Family → result; empty where nothing is kept, or where another version kept it in another form."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=_KIND)
     except (FileNotFoundError, msgspec.DecodeError):
@@ -27,5 +27,5 @@ def save(path: Path, results: dict[str, Result]) -> None:
 
 
 def kept(old: Result | None, new: Result) -> Result:
-    """Of two results for one family the newer, except that a quick look never replaces a measurement."""
+    """The newer of two results for one family, except that a quick look never replaces a measurement."""
     return old if old is not None and new.quick and not old.quick else new

@@ -16,15 +16,15 @@ from pathlib import Path
 
 import msgspec
 
-from bench import machine
-from bench.child import ROOT
-from bench.throwaway import MODEL, fetch_model
+from bench.harness import host
+from bench.harness.child import ROOT
+from bench.harness.daemon import MODEL, fetch_model
 from eval import forms
 from eval.engine import Engine
 from eval.report import Results, page, pictures
 from eval.runs import Outcome, Runner, gate, selection_recall
 from eval.statistics import Share
-from eval.tasks import task
+from eval.tasks import Task, task
 from fleetd.engine.protocol import Keep
 from fleetd.errors import FleetError
 from fleetd.hardware.probe import cores
@@ -87,14 +87,14 @@ def main() -> int:
 
 
 def _results(args: argparse.Namespace, earlier: Results | None) -> Results:
-    """Where what this run finds is put: to what earlier ones found, or by itself."""
+    """What this run adds to: the earlier results, or new ones."""
     options = [*args.names, *(["--quick"] if args.quick else [])]
     options += [] if args.share == 1 else [f"--share {args.share:g}"]
     command = " ".join(["python -m eval", *options])
     now = datetime.datetime.now(datetime.UTC).date().isoformat()
     results = earlier or Results([], now, [], MODEL.name, args.quick)
     results.commands = [*(known for known in results.commands if known != command), command]
-    results.date, results.machine = now, machine.describe()
+    results.date, results.machine = now, host.describe()
     return results
 
 
@@ -143,7 +143,7 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
 
 
 async def _abilities(engine: Engine) -> tuple[bool, bool]:
-    """Whether the worker scores, and whether it takes sparse prompts."""
+    """True or False for each: the worker scores; it takes sparse prompts."""
     one = task("single", 1, 800, 0.5, engine.count)
     document = one.document
     scored = sparse = True
@@ -161,7 +161,7 @@ async def _abilities(engine: Engine) -> tuple[bool, bool]:
     return scored, sparse
 
 
-def _scorer_tasks(engine: Engine, count: int) -> list[object]:
+def _scorer_tasks(engine: Engine, count: int) -> list[Task]:
     return [
         task("single", FIRST_SEED + 5000 + i, SCORER_TOKENS, (i + 0.5) / count, engine.count)
         for i in range(count)

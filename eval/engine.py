@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -12,11 +11,11 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
-from bench.throwaway import MODEL
+from bench.harness.cores import worker_on
+from bench.harness.daemon import MODEL
 from fleetd.compression.document import Document
 from fleetd.compression.token_scores import SegmentScores, TokenScores, merge
 from fleetd.compression.words import Range
-from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
@@ -24,15 +23,12 @@ from fleetd.engine.protocol import (
     Finished,
     Generate,
     Keep,
-    Loading,
-    Prefill,
     Profile,
     Sampling,
     Score,
     Scored,
     TextPrompt,
 )
-from fleetd.models.folder import ModelFolder
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +48,7 @@ class Engine:
 
     def __init__(self, model: Path = MODEL, threads: int = 0) -> None:
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
-        self._folder = ModelFolder(
-            name=model.name,
-            path=model,
-            source="folder",
-            revision=None,
-            config=json.loads((model / "config.json").read_text()),
-            weights_bytes=sum(file.stat().st_size for file in model.glob("*.safetensors")),
-            created_s=0.0,
-        )
-        self._pool = EnginePool(PoolOptions(prefix_cache_bytes=1, threads=threads))
+        self._starting = worker_on(None, model, threads=threads)
         self._ids = itertools.count()
         #: Which heads find what; every score after the first uses it.
         self.profile: Profile | None = None
@@ -85,7 +72,7 @@ class Engine:
             keep=keep,
         )
         said, tokens, seconds = "", 0, 0.0
-        async with aclosing(self._pool.stream(self._folder, request)) as events:
+        async with aclosing(self._worker.stream(request)) as events:
             async for event in events:
                 match event:
                     case Accepted():
@@ -96,8 +83,6 @@ class Engine:
                         said += event.text
                     case Finished():
                         seconds = event.timings.prefill_s
-                    case Loading() | Prefill() | _:
-                        pass
         return Said(said, tokens, seconds)
 
     async def scores(
@@ -119,7 +104,7 @@ class Engine:
             exit_layer=exit_layer,
             profile=self.profile,
         )
-        async with aclosing(self._pool.score(self._folder, score)) as events:
+        async with aclosing(self._worker.score(score)) as events:
             async for event in events:
                 if isinstance(event, Scored):
                     self.profile = self.profile or event.profile
@@ -127,8 +112,8 @@ class Engine:
         raise RuntimeError("the worker ended its scoring without scores")
 
     async def __aenter__(self) -> Self:
-        await self._pool.load(self._folder)
+        self._worker = await self._starting.__aenter__()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._pool.close()
+        await self._starting.__aexit__(None, None, None)

@@ -188,7 +188,7 @@ def _shortened(one: Task, document: Document, selection: Selection) -> Any:
 
 
 def intact(original: Sequence[Mapping[str, Any]], shortened: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether messages are what they were but for their contents, and contents that were JSON still are."""
+    """True if only the contents of messages differ, and contents that were JSON still are."""
     return len(original) == len(shortened) and all(
         {**before, "content": None} == {**after, "content": None}
         and (not _parses(before["content"]) or _parses(after["content"]))
@@ -255,7 +255,7 @@ def dense(outcomes: Sequence[Outcome]) -> Share:
 
 
 def recall(outcomes: Sequence[Outcome], form: str) -> Share:
-    """Of the answers that the whole prompt gave, those that a form gave too."""
+    """The share of the whole prompt's answers that a form gave too."""
     mine = [o for o in outcomes if form in o.forms]
     return Share(sum(o.forms[form] for o in mine), sum(o.dense for o in mine))
 
@@ -263,8 +263,8 @@ def recall(outcomes: Sequence[Outcome], form: str) -> Share:
 def compared(outcomes: Sequence[Outcome], form: str) -> Ratio:
     """All answers that a form gave, over all that the whole prompt gave.
 
-    For tasks of which the whole prompt gives some answers: which ones is chance, and a form that gives others
-    in their place has lost nothing.
+    For tasks of which the whole prompt gives only some answers: which ones is chance, and a form that gives
+    as many others has lost nothing.
     """
     mine = [o for o in outcomes if form in o.gave]
     return Ratio.of_pairs([(o.gave[form], o.dense) for o in mine])

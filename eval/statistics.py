@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_Z = 1.96  # 95 %
+from bench.figures import wilson
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +23,7 @@ class Share:
 
     @property
     def interval(self) -> tuple[float, float]:
-        if not self.of:
-            return 0.0, 1.0
-        n, p = self.of, self.value
-        middle = (p + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
-        half = _Z / (1 + _Z**2 / n) * math.sqrt(p * (1 - p) / n + _Z**2 / (4 * n**2))
-        # At the ends the interval touches the share itself, but for rounding.
-        return max(0.0, min(middle - half, p)), min(1.0, max(middle + half, p))
+        return wilson(self.hits, self.of)
 
     def __add__(self, other: Share) -> Share:
         return Share(self.hits + other.hits, self.of + other.of)

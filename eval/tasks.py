@@ -55,7 +55,7 @@ class Task:
         return Document.of_text(self.text) if self.text else Document.of_messages(self.messages)
 
     def says(self, said: str, answer: str) -> bool:
-        """Whether what was said has an answer as a word of its own; numbers may be grouped by commas."""
+        """True if ``said`` has the answer as a word of its own; numbers may be grouped by commas."""
         plain = said.lower().replace(",", "")
         return bool(re.search(rf"(?<!\w){re.escape(answer.lower())}(?!\w)", plain))
 

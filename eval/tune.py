@@ -11,7 +11,7 @@ import itertools
 import sys
 from collections.abc import Sequence
 
-from bench.throwaway import fetch_model
+from bench.harness.daemon import fetch_model
 from eval import forms
 from eval.engine import Engine
 from eval.runs import lost

@@ -145,7 +145,6 @@ class Daemon:
             self._metrics,
             model=config.speculation.draft_model,
             where=config.speculation.draft_on,
-            record=self._traces.record,
             remembers=config.speculation.remember,
         )
         self._sharing = self._sharer(self._fleet) if self._fleet else None
@@ -155,9 +154,7 @@ class Daemon:
             self._members,
             self._pool,
             self._metrics,
-            self._traces.record,
             best_s=self._sharing.best_s if self._sharing else lambda folder, tokens, cached, kept: 0.0,
-            drafter=self._drafting.drafter,
         )
         self._runner = Runner(
             pool=self._pool,
@@ -173,19 +170,13 @@ class Daemon:
             drafting=self._drafting,
             speeds=self._speeds,
             members=self._members,
+            record=self._traces.record,
         )
         self._assists = self._serve_peers(self._node) if self._node else None
         self._card: CardMaker | None = None
 
     def _sharer(self, fleet: Fleet) -> PrefillSharing:
-        return PrefillSharing(
-            fleet,
-            self._pool,
-            self._members,
-            self._traces.record,
-            self._metrics,
-            drafter=self._drafting.drafter,
-        )
+        return PrefillSharing(fleet, self._pool, self._members, self._metrics)
 
     def _compressor(self) -> CompressionService:
         scorers = Scorers(self._pool, self._models, self._speeds, self._members)

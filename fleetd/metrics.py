@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from fleetd import limits
 from fleetd.control.prefill_trace import Speculated
 from fleetd.engine.protocol import Timings, Usage
+from fleetd.engine.speculation.local_sources import SOURCE_NAMES
 from fleetd.errors import BY_CODE
 from fleetd.requests.admission import Kind
 from fleetd.requests.smart_prefill.skip import SKIPS
@@ -29,8 +30,6 @@ REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 180, 
 _FINISHED_AS = {"stop": "stop", "tool_calls": "stop", "length": "length", "cancelled": "abort"}
 _AUTH_FAILURES = frozenset({"token", "host", "origin", "user", "fetch_site"})
 _OTHER = "other"
-# As ``engine.speculation`` calls them.
-_SOURCES = frozenset({"suffix", "lookup", "drafter"})
 _SPEC_WIDTHS = (2, 3, 4, 6, 8, 12, limits.SPEC_WIDTH)
 
 
@@ -223,7 +222,7 @@ class Metrics:
     def speculated(self, told: Speculated) -> None:
         """An answer that was decoded here, with drafts."""
         for source, counts in told.sources.items():
-            label = source if source in _SOURCES else _OTHER
+            label = source if source in SOURCE_NAMES else _OTHER
             self._spec_tokens.labels(label, "accepted").inc(counts.accepted)
             self._spec_tokens.labels(label, "rejected").inc(max(0, counts.drafted - counts.accepted))
             if counts.passes:

@@ -1,8 +1,8 @@
-"""What was found out about a model on this machine, kept on the disk: not to be found out at every load.
+"""Results about a model that cost time to find out, stored on the disk for the next load.
 
-One small file for each finding, in the home's cache folder. It says what the finding rests on; where any of
-that is other now, or the file is damaged, there is none, and it is found out again. A disk that does not take
-it costs the next load just that.
+One small file for each result, in the home's cache folder. It names the facts that the result depends on; if
+one of them has changed, or the file is damaged, the result is found out again. If the disk refuses it, only
+the next load pays for that.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ class _StoredResult(msgspec.Struct, frozen=True):
 
 
 class _File(msgspec.Struct, frozen=True):
-    """``sha256``: of ``kept`` as it is written; a flipped bit must not make another finding."""
+    """``sha256``: of ``kept`` as it is written; a flipped bit must not change a result."""
 
     sha256: str
     kept: msgspec.Raw
 
 
 class CachedResult(Generic[T]):
-    """``basis``: what it rests on; equal where finding it out again would find the same.
+    """``basis``: the facts it depends on; equal if finding it out again would give the same.
 
-    ``kind``: T, with its bounds. Without a ``file`` it is kept nowhere.
+    ``kind``: the type of the result, with its bounds. Without a ``file`` nothing is stored.
     """
 
     def __init__(self, file: Path | None, basis: msgspec.Struct, kind: type[T]) -> None:
@@ -45,7 +45,7 @@ class CachedResult(Generic[T]):
         self._kind = kind
 
     def find(self) -> T | None:
-        """None where it has to be found out."""
+        """None if it has to be found out."""
         if self._file is None:
             return None
         try:

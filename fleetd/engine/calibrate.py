@@ -1,7 +1,7 @@
 """How fast this device runs this model: measured at load, on contexts of its own that are thrown away.
 
 A few single tokens, then chunks of prompt, each larger than the one before while there is time, alone and
-behind a context that nobody computed. Nothing else computes meanwhile and nothing of it is kept, so answers
+behind a context that was made up. Nothing else computes meanwhile and nothing of it is kept, so answers
 and caches are what they would be without it.
 """
 
@@ -38,7 +38,7 @@ CONTEXT_BYTES = 256 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Of one request alone; 0 where there was no time to measure.
+    """Speeds of one request alone; 0 if there was no time to measure.
 
     Tokens per second on a short context, of prefill in chunks of the largest size: where there was no time
     for one, on the line through those that were measured. Seconds that each token of context adds to each
@@ -103,7 +103,7 @@ class _Measuring:
         )
 
     def _single_tokens(self) -> float:
-        """The usual seconds of one."""
+        """The median seconds of a single token."""
         steps: list[float] = []
         while len(steps) < DECODE_STEPS and (not steps or self._fits(steps[-1], DECODE_SHARE)):
             steps.append(self._run(1, self._short))
@@ -116,7 +116,7 @@ class _Measuring:
         return took_s
 
     def _behind_contexts(self, n: int) -> float:
-        """Seconds per token and token before it, by a chunk of ``n``; 0 where that was not measured."""
+        """Seconds per token and token before it, by a chunk of ``n``; 0 if that was not measured."""
         found_s = 0.0
         for context in CONTEXTS:
             fits = context + n <= self._context_tokens and self._fits(BEHIND * self._chunks[n])
@@ -157,10 +157,10 @@ class _Measuring:
 
 
 def _made_up(like: list[Any], context: int, more: int) -> list[Any] | None:
-    """A cache with a context that nobody computed, and room for ``more`` tokens: to grow is to copy all rows,
+    """A cache with a made-up context, and room for ``more`` tokens: to grow is to copy all rows,
     which prompts pay for every few chunks, and this one would seem to pay every time.
 
-    None where a cache is more than rows, or too large.
+    None if a cache is more than rows, or too large.
     """
     if any(type(layer) is not KVCache or layer.keys is None for layer in like):
         return None

@@ -1,7 +1,7 @@
 """How many prompt tokens one turn of prefill computes.
 
 A turn cannot be interrupted: it delays every running answer by its length, and a cancelled request by up to
-as much. So turns are bounded in time: generously while nobody else waits, tightly while others decode.
+as much. So turns are bounded in time: generously while no other request waits, tightly while others decode.
 
 Two ways to keep to it. Where the numbers do not depend on how a prompt is cut (the CPU, see ``cpu.py``), the
 size follows the speed just measured, which falls as the context grows. Elsewhere it is chosen once, at load,

@@ -1,7 +1,7 @@
 """What makes MLX usable on a Linux CPU. On Metal and CUDA nothing in here does anything.
 
 Stock MLX on a CPU links the reference BLAS, multiplies f16 and quantised weights without BLAS, and computes
-``exp`` one element at a time. The cures, each measured by ``bench/prefill.py`` (see docs/benchmarks.md):
+``exp`` one element at a time. The cures, measured by ``python -m bench prefill`` (see docs/benchmarks.md):
 
 - ``preload_blas``: load MKL with RTLD_GLOBAL before the first ``import mlx.core``; its symbols then win.
 - ``to_float32``: weights and activations in f32, quantised layers dequantised at load.
@@ -52,7 +52,7 @@ _threads: ThreadPoolExecutor | None = None
 def preload_blas() -> bool:
     """Load MKL so that MLX's CPU backend uses it. Must run before ``import mlx.core``.
 
-    Returns False where there is none: macOS has Accelerate, CUDA needs none, for ARM Linux there is no MKL.
+    Returns False if there is none: macOS has Accelerate, CUDA needs none, for ARM Linux there is no MKL.
     """
     global _blas
     if sys.platform != "linux":
@@ -79,7 +79,7 @@ def preload_blas() -> bool:
 
 
 def exact() -> bool:
-    """Whether the exactness that the module speaks of is there: it is MKL's."""
+    """True if the exactness that the module speaks of is there: it is MKL's."""
     return _blas is not None
 
 
@@ -211,7 +211,7 @@ def scaled_dot_product_attention(
         mask: None, "causal" (query t sees keys up to S - T + t), or bool, broadcastable to (B, 1, T, S).
 
     Returns:
-        (B, H, T, Dv), or None where the mask is of a kind this does not know; the caller then uses stock MLX.
+        (B, H, T, Dv), or None if the mask is of a kind this does not know; the caller then uses stock MLX.
     """
     B, H, T, D = q.shape
     K, S = k.shape[1], k.shape[2]
@@ -266,7 +266,7 @@ def _all(tasks: list[Callable[[], None]], *, wide: bool) -> None:
 
 
 def _is_causal(visible: npt.NDArray[np.bool_]) -> bool:
-    """Whether a (T, S) mask is plain causal: row t sees exactly the first S - T + t + 1 keys."""
+    """True if a (T, S) mask is plain causal: row t sees exactly the first S - T + t + 1 keys."""
     T, S = visible.shape
     if T == 1:
         return bool(visible.all())

@@ -1,21 +1,21 @@
-"""Answers being decoded: each by itself with drafts, or together, a token for each of them per step.
+"""Sequences that are being decoded: apart, each with drafts, or in one batch, a token per step.
 
-    begin(answer) ──► apart: a pass each, of several      ◄──►   the batch      ──► finish | fail | leave
-                      tokens, on caches of their own             (mlx-lm's BatchGenerator)
-                      (spec/verify.py)
+    begin(sequence) ──► apart: a pass each, of several   ◄──►   the batch           ──► finish | fail | leave
+                        tokens, on caches of their own          (mlx-lm's BatchGenerator)
+                        (``VerifyRow``)
 
-Answers are decoded apart only where blocks of tokens give the bytes that the batch gives (``spec/probe.py``),
-so where they are decoded never shows in what they say. One that begins finds nobody or joins the batch, and
-whoever is apart joins it there; they move apart again when all of them have good drafts and all of them gain
-(``spec/rounds.py``). What an answer that leaves has computed goes to the prefix cache.
+Sequences are decoded apart only if blocks of tokens give the bytes that the batch gives
+(``exactness_probe``), so the place never changes an answer. A sequence that begins alone may begin apart;
+else it joins the batch, and so do those that are apart. All move apart again when each has good drafts and
+each gains (``rounds``). What a sequence has computed goes to the prefix cache when it leaves.
 
-Everything runs on the compute thread. What goes wrong in one answer's text fails that answer.
+Everything runs on the compute thread. What goes wrong in one sequence's text fails that sequence.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,9 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from fleetd.engine.logprobs import Logprobs
-from fleetd.engine.memory import KvBudget
+from fleetd.engine.failures import require
+from fleetd.engine.kv_caches import copy_on_write
+from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import FinishReason, Report
 from fleetd.engine.sampling import (
@@ -44,11 +45,8 @@ from fleetd.engine.speculation.sources import DraftSource
 from fleetd.engine.speculation.speculation import SequenceDrafts, WorkerSpeculation
 from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
 
-# KV is promised to an answer in steps of this many tokens, as it grows: most answers are far shorter than
-# the context would allow, and promising all of that up front would let one chat fill the memory.
-GROWTH_TOKENS = 512
-# Moving costs a copy of the KV: nobody moves out of the batch before so many steps with the same answers in
-# it, nor into it for want of drafts before so many passes without any.
+# Moving costs a copy of the KV. Sequences leave the batch only after so many steps in which it did not
+# change, and join it for want of drafts only after so many passes without any.
 SETTLED_TOKENS, IDLE_PASSES = 8, 32
 LEAST_DRAFTS = 2
 # Passes after which memory that MLX keeps for reuse is given back; as BatchGenerator has it.
@@ -59,21 +57,21 @@ CLEAR_PASSES = 512
 class DecodingSequence:
     """``tokens``: prompt and answer. ``row`` while it is decoded apart, ``uid`` while it is in the batch."""
 
-    answer: ScheduledSequence
+    sequence: ScheduledSequence
     tokens: list[int]
     sampler: Sampler
     processors: list[LogitsProcessor]
-    drafting: SequenceDrafts | None
+    drafts: SequenceDrafts | None
     row: VerifyRow | None = None
     uid: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class _BatchedPass:
-    """What one answer's pass gave, in ``seconds``."""
+    """What one sequence's pass gave, in ``seconds``."""
 
     running: DecodingSequence
-    drafting: SequenceDrafts
+    drafts: SequenceDrafts
     draft: Draft
     chosen: list[Chosen]
     seconds: float
@@ -81,9 +79,9 @@ class _BatchedPass:
 
 @dataclass
 class Decoding:
-    """``finish`` and ``fail`` are told of each answer that ends here by itself, after it has left.
+    """``finish`` and ``fail`` are told of each sequence that ends here by itself, after it has left.
 
-    ``speculation`` is None where nothing is to be drafted.
+    ``speculation`` is None if nothing is to be drafted.
     """
 
     model: Any
@@ -96,14 +94,14 @@ class Decoding:
     fail: Callable[[ScheduledSequence, Exception], None]
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speculation: WorkerSpeculation | None = None
+    rounds: Rounds = field(default_factory=Rounds)
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._batch: dict[int, DecodingSequence] = {}
-        self._apart: list[DecodingSequence] = []
+        self.batch: dict[int, DecodingSequence] = {}
+        self.apart: list[DecodingSequence] = []
         # Steps of the batch since it changed.
         self._settled = 0
-        self._rounds = Rounds()
         # By request, of answers that run and of those that are still being prefilled.
         self._sources: dict[str, list[DraftSource]] = {}
         self._ends = frozenset(int(t) for t in self.tokenizer.eos_token_ids)
@@ -119,180 +117,203 @@ class Decoding:
         )
 
     def __len__(self) -> int:
-        """Answers being decoded."""
-        return len(self._batch) + len(self._apart)
+        """Sequences being decoded."""
+        return len(self.batch) + len(self.apart)
+
+    @property
+    def sequences(self) -> list[ScheduledSequence]:
+        return [running.sequence for running in self._all]
+
+    @property
+    def _all(self) -> list[DecodingSequence]:
+        return [*self.batch.values(), *self.apart]
+
+    def validate(self, known: Collection[str]) -> None:
+        """Check what must hold between two turns, given the ids of all sequences. For tests."""
+        require(set(self._sources) <= set(known), f"sources are left of {set(self._sources) - set(known)}")
+        for uid, running in self.batch.items():
+            require(running.uid == uid and running.row is None, f"{running.sequence.id} is in two places")
+        for running in self.apart:
+            row = running.row
+            require(row is not None and row.tokens is running.tokens, f"{running.sequence.id} has no row")
+            if row is not None:
+                require(rollback.held(row.cache) == len(row.tokens) - 1, "a row's cache has other tokens")
+        for running in self._all:
+            sequence = running.sequence
+            tokens = len(sequence.prepared.tokens) + sequence.generated
+            require(
+                len(running.tokens) == tokens, f"{sequence.id} has {len(running.tokens)} of {tokens} tokens"
+            )
+            require(sequence.generated <= sequence.max_tokens, f"{sequence.id} is longer than it may be")
+            require(sequence.held <= sequence.promised, f"{sequence.id} holds more memory than was promised")
 
     def close(self) -> None:
         for request_id in list(self._sources):
             self.detach(request_id)
         self._generator.close()
 
-    # ---- sources of drafts from outside ----------------------------------------------------------------
+    # ---- draft sources from outside --------------------------------------------------------------------
 
     def attach(self, request_id: str, source: DraftSource) -> None:
-        """A further source of drafts for an answer that runs, or whose prompt is known here.
+        """Add a source of drafts to a sequence that runs, or whose prompt is known here.
 
-        It is told of tokens that are committed from now on, and closed when the answer ends.
+        The source sees the tokens that are committed from now on; it is closed when the sequence ends.
         """
         self._sources.setdefault(request_id, []).append(source)
-        if (running := self._running(request_id)) is not None and running.drafting is not None:
-            running.drafting.add(source)
+        if (running := self._running(request_id)) is not None and running.drafts is not None:
+            running.drafts.add(source)
 
     def detach(self, request_id: str) -> None:
-        """The request has ended, however it did."""
+        """Close the sources of a request that has ended."""
         for source in self._sources.pop(request_id, []):
             source.close()
 
-    def text(self, request_id: str) -> list[int] | None:
-        """Prompt and answer so far of a running answer."""
-        running = self._running(request_id)
-        return None if running is None else list(running.tokens)
-
-    # ---- answers ---------------------------------------------------------------------------------------
+    # ---- sequences -------------------------------------------------------------------------------------
 
     def find(self, request_id: str) -> ScheduledSequence | None:
         running = self._running(request_id)
-        return None if running is None else running.answer
+        return None if running is None else running.sequence
 
-    def begin(self, answer: ScheduledSequence, tokens: list[int], cache: list[Any]) -> None:
+    def begin(self, sequence: ScheduledSequence, tokens: list[int], cache: list[Any]) -> None:
         """Decode on from ``tokens``, all but the last of which are in ``cache``, which is not written to."""
-        request = answer.prepared.request
+        request = sequence.prepared.request
         running = DecodingSequence(
-            answer,
+            sequence,
             list(tokens),
             make_sampler(request.sampling, self.defaults),
             make_processors(request.sampling, self.defaults, len(tokens)),
-            # What is left of a prompt after a selection lies at other places than its positions say.
-            self.speculation.drafting(request) if self.speculation and answer.kept is None else None,
+            # The slots of a sparse prompt are not its positions: only the batch can decode it.
+            self.speculation.new_drafts(request) if self.speculation and sequence.kept is None else None,
         )
-        if running.drafting is not None:
-            for source in self._sources.get(answer.id, []):
-                running.drafting.add(source)
-        if not len(self) and running.drafting is not None and self._room(running, cache) > 1:
-            self._begin_apart(running, rollback.private(cache))
+        if running.drafts is not None:
+            for source in self._sources.get(sequence.id, []):
+                running.drafts.add(source)
+        if not len(self) and running.drafts is not None and self._room(running, cache) > 1:
+            self._begin_apart(running, copy_on_write(cache))
         else:
             self._insert(running, cache)
 
     def turn(self) -> None:
-        """A token for every answer, or several."""
+        """A token for every sequence, or several."""
         self._arrange()
-        if self._apart:
+        if self.apart:
             self._turn_apart()
-        elif self._batch:
-            self._turn_together()
+        elif self.batch:
+            self._turn_batch()
 
-    def leave(self, answer: ScheduledSequence) -> None:
-        """Take a running answer out; what it computed stays useful to a retry or a next turn."""
-        running = self._running(answer.id)
+    def leave(self, sequence: ScheduledSequence) -> None:
+        """Take a running sequence out; what it computed stays useful to a retry or a next turn."""
+        running = self._running(sequence.id)
         if running is None:
             return
         if running.row is not None:
-            tokens, cache = running.row.taken(answer.held)
+            tokens, cache = running.row.taken(sequence.held)
         else:
             tokens, cache = self._out_of_batch(running)
-        self._left(running, tokens, cache)
+        self._on_left(running, tokens, cache)
 
-    def remember(self, answer: ScheduledSequence, tokens: list[int], cache: list[Any]) -> None:
+    def remember(self, sequence: ScheduledSequence, tokens: list[int], cache: list[Any]) -> None:
         """Keep the KV of ``tokens`` for later prompts that begin with them, unless some are missing."""
-        if answer.kept is not None:
+        if sequence.kept is not None:
             return
         mx.eval([layer.state for layer in cache])
-        self.prefix.store(tokens, cache, answer.namespace)
+        self.prefix.store(tokens, cache, sequence.namespace)
 
     def _running(self, request_id: str) -> DecodingSequence | None:
-        every = [*self._batch.values(), *self._apart]
-        return next((running for running in every if running.answer.id == request_id), None)
+        return next((running for running in self._all if running.sequence.id == request_id), None)
 
-    # ---- who is where ----------------------------------------------------------------------------------
+    # ---- apart or in the batch -------------------------------------------------------------------------
 
     def _arrange(self) -> None:
-        """Everybody apart, or everybody in the batch."""
-        if self._apart and (self._batch or self._joins()):
-            self._rounds.ended()
-            rows = [(running, running.row.cache) for running in self._apart if running.row is not None]
-            self._apart = []
+        """Put all sequences apart, or all into the batch."""
+        if self.apart and (self.batch or self._better_together()):
+            self.rounds.ended()
+            rows = [(running, running.row.cache) for running in self.apart if running.row is not None]
+            self.apart = []
             for running, cache in rows:
                 running.row = None
                 self._insert(running, cache)
-        elif self._batch and self._settled >= SETTLED_TOKENS and self._parts():
-            for running in list(self._batch.values()):
+        elif self.batch and self._settled >= SETTLED_TOKENS and self._better_apart():
+            for running in list(self.batch.values()):
                 _, cache = self._out_of_batch(running)
                 # The batch has computed the last token; here that is what the next pass begins with.
                 rollback.take_back(cache, 1)
                 self._begin_apart(running, cache)
 
-    def _joins(self) -> bool:
-        """Whether those who are apart are better off in the batch."""
-        if any(running.row is None or self._room(running, running.row.cache) < 2 for running in self._apart):
+    def _better_together(self) -> bool:
+        """True if the sequences that are apart should join the batch."""
+        if any(running.row is None or self._room(running, running.row.cache) < 2 for running in self.apart):
             return True
-        if len(self._apart) > 1:
-            return self._rounds.losing
-        (alone,) = self._apart
+        if len(self.apart) > 1:
+            return self.rounds.losing
+        (alone,) = self.apart
         without = self.speculation is not None and self.speculation.computes_ahead
-        return without and alone.drafting is not None and alone.drafting.idle >= IDLE_PASSES
+        return without and alone.drafts is not None and alone.drafts.idle >= IDLE_PASSES
 
-    def _parts(self) -> bool:
-        """Whether those who are in the batch are better off apart: drafts of all must be worth the move."""
-        if not self._may_return or (len(self._batch) > 1 and self._rounds.resting):
+    def _better_apart(self) -> bool:
+        """True if the batch should be taken apart: the drafts of every sequence must be worth the move."""
+        if not self._may_return or (len(self.batch) > 1 and self.rounds.resting):
             return False
         promises = []
-        for running in self._batch.values():
-            drafting = running.drafting
-            if drafting is None or self._room(running, self._empty) < 2:
+        for running in self.batch.values():
+            drafts = running.drafts
+            if drafts is None or self._room(running, self._empty) < 2:
                 return False
-            draft = drafting.choose(running.tokens, running.answer.max_tokens - running.answer.generated - 1)
+            draft = drafts.choose(
+                running.tokens, running.sequence.max_tokens - running.sequence.generated - 1
+            )
             if len(draft.tokens) < LEAST_DRAFTS:
                 return False
-            promises.append(drafting.promise(draft))
-        return len(promises) == 1 or self._rounds.worth(promises)
+            promises.append(drafts.promise(draft))
+        return len(promises) == 1 or self.rounds.worth(promises)
 
     def _insert(self, running: DecodingSequence, cache: list[Any]) -> None:
         """Into the batch, which copies ``cache``."""
-        answer = running.answer
+        sequence = running.sequence
         if isinstance(running.sampler, SeededSampler):
-            running.sampler.index = answer.generated
+            running.sampler.index = sequence.generated
         (running.uid,) = self._generator.insert(
             [running.tokens[-1:]],
-            max_tokens=[answer.max_tokens - answer.generated],
+            max_tokens=[sequence.max_tokens - sequence.generated],
             caches=[rows(cache)],
             all_tokens=[running.tokens[:-1]],
             samplers=[running.sampler],
             logits_processors=[running.processors],
             stop_sequences=[self._stop_tokens],
         )
-        self._batch[running.uid] = running
+        self.batch[running.uid] = running
         self._settled = 0
 
     def _begin_apart(self, running: DecodingSequence, cache: list[Any]) -> None:
-        """``cache`` is the answer's own from now on."""
+        """``cache`` is the sequence's own from now on."""
         running.row = VerifyRow(
             self.model,
             running.tokens,
             cache,
             running.sampler,
             running.processors,
-            running.answer.generated,
+            running.sequence.generated,
         )
-        self._apart.append(running)
+        self.apart.append(running)
 
     def _out_of_batch(self, running: DecodingSequence) -> tuple[list[int], list[Any]]:
-        del self._batch[running.uid]
+        del self.batch[running.uid]
         self._settled = 0
         cache, tokens = self._generator.remove([running.uid], return_prompt_caches=True)[running.uid]
         return tokens, cache
 
-    def _left(self, running: DecodingSequence, tokens: list[int], cache: list[Any]) -> None:
-        if running in self._apart:
-            self._apart.remove(running)
+    def _on_left(self, running: DecodingSequence, tokens: list[int], cache: list[Any]) -> None:
+        if running in self.apart:
+            self.apart.remove(running)
             running.row = None
-        answer, drafting = running.answer, running.drafting
-        if drafting is not None:
-            answer.speculated = drafting.report
-            drafting.close()
-        request, said = answer.prepared.request, running.tokens[len(answer.prepared.tokens) :]
+        sequence, drafts = running.sequence, running.drafts
+        if drafts is not None:
+            sequence.speculated = drafts.report
+            drafts.close()
         if self.speculation is not None:
-            self.speculation.ended(request, said)
-        self.remember(answer, tokens, cache)
+            answer = running.tokens[len(sequence.prepared.tokens) :]
+            self.speculation.ended(sequence.prepared.request, answer)
+        self.remember(sequence, tokens, cache)
 
     # ---- apart -----------------------------------------------------------------------------------------
 
@@ -303,128 +324,125 @@ class Decoding:
         return min(rollback.room(cache), self.speculation.verdict.context - len(running.tokens))
 
     def _turn_apart(self) -> None:
-        """A pass for each; what it says is shown when all have had theirs, as of a batch."""
+        """A pass for each. Their tokens are shown when all have had theirs, as in a batch."""
         begun = time.monotonic()
         passes = [
-            self._pass(running, running.row, running.drafting)
-            for running in self._apart
-            if running.row is not None and running.drafting is not None
+            self._pass(running, running.row, running.drafts)
+            for running in self.apart
+            if running.row is not None and running.drafts is not None
         ]
         now = time.monotonic()
         step_s = None
         if len(passes) > 1:
-            self._rounds.took({p.running.answer.id: len(p.chosen) for p in passes}, now - begun)
-            step_s = self._rounds.step_s(len(passes))
+            self.rounds.took({p.running.sequence.id: len(p.chosen) for p in passes}, now - begun)
+            step_s = self.rounds.step_s(len(passes))
         for p in passes:
             saved_s = None if step_s is None else len(p.chosen) * step_s - (now - begun)
-            p.drafting.verified(p.draft, [c.token for c in p.chosen], p.seconds, saved_s)
-            self._said(p.running.answer, p.chosen, now)
+            p.drafts.verified(p.draft, [c.token for c in p.chosen], p.seconds, saved_s)
+            self._on_tokens(p.running.sequence, p.chosen, now)
 
-    def _pass(self, running: DecodingSequence, row: VerifyRow, drafting: SequenceDrafts) -> _BatchedPass:
+    def _pass(self, running: DecodingSequence, row: VerifyRow, drafts: SequenceDrafts) -> _BatchedPass:
         begun = time.monotonic()
-        answer = running.answer
-        # No draft past the answer's end, nor past the memory that is promised.
-        most = min(answer.max_tokens - answer.generated - 1, answer.promised - answer.held)
-        draft = drafting.choose(running.tokens, min(most, self._room(running, row.cache) - 1))
+        sequence = running.sequence
+        # No draft past the sequence's end, nor past the memory that is promised.
+        most = min(sequence.max_tokens - sequence.generated - 1, sequence.promised - sequence.held)
+        draft = drafts.choose(running.tokens, min(most, self._room(running, row.cache) - 1))
         chosen = row.advance(draft.tokens)
         self.steps += 1
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
-        return _BatchedPass(running, drafting, draft, chosen, time.monotonic() - begun)
+        return _BatchedPass(running, drafts, draft, chosen, time.monotonic() - begun)
 
-    def _said(self, answer: ScheduledSequence, chosen: Sequence[Chosen], now: float) -> None:
+    def _on_tokens(self, sequence: ScheduledSequence, chosen: Sequence[Chosen], now: float) -> None:
         for one in chosen:
             ended = one.token in self._ends
-            _count(answer, now)
+            _count(sequence, now)
             try:
                 if not ended:
-                    self._show(answer, one.token, one.logprobs)
+                    self._show(sequence, one.token, one.logprobs)
             except Exception as error:
-                self.leave(answer)
-                self.fail(answer, error)
+                self._end(sequence, error)
                 return
-            if ended or answer.text.stopped_by is not None:
-                self._end(answer, "stop")
+            if ended or sequence.text.stopped_by is not None:
+                self._end(sequence, "stop")
                 return
-            if answer.generated >= answer.max_tokens:
-                self._end(answer, "length")
+            if sequence.generated >= sequence.max_tokens:
+                self._end(sequence, "length")
                 return
-        if not self._grow(answer):
-            full = self.budget.exhausted(answer.held)
-            self.leave(answer)
-            self.fail(answer, full)
+        if not self._grow(sequence):
+            self._end(sequence, self.budget.exhausted(sequence.held))
 
-    def _end(self, answer: ScheduledSequence, reason: FinishReason) -> None:
-        self.leave(answer)
-        self.finish(answer, reason)
+    def _end(self, sequence: ScheduledSequence, outcome: FinishReason | Exception) -> None:
+        """Take a running sequence out, and say how it ended."""
+        self.leave(sequence)
+        if isinstance(outcome, Exception):
+            self.fail(sequence, outcome)
+        else:
+            self.finish(sequence, outcome)
 
     # ---- together --------------------------------------------------------------------------------------
 
-    def _turn_together(self) -> None:
+    def _turn_batch(self) -> None:
         begun = time.monotonic()
         _, responses = self._generator.next()
         now = time.monotonic()
         self.steps += 1
         # The first step of a batch that has changed also builds its caches.
-        if self._settled and len(responses) == len(self._batch):
-            self._rounds.stepped(len(responses), now - begun)
+        if self._settled and len(responses) == len(self.batch):
+            self.rounds.stepped(len(responses), now - begun)
         self._settled += 1
         # The batch may only change once all of its tokens are taken.
-        stopped: list[ScheduledSequence] = []
-        broken: list[tuple[ScheduledSequence, Exception]] = []
+        ending: list[tuple[ScheduledSequence, FinishReason | Exception]] = []
         for response in responses:
-            running = self._batch[response.uid]
-            answer = running.answer
+            running = self.batch[response.uid]
+            sequence = running.sequence
             ended, left = response.finish_reason == "stop", response.finish_reason is not None
-            _count(answer, now)
+            _count(sequence, now)
             running.tokens.append(response.token)
-            if running.drafting is not None:
-                running.drafting.came(response.token)
+            if running.drafts is not None:
+                running.drafts.on_token(response.token)
             if left:
-                del self._batch[response.uid]
+                del self.batch[response.uid]
                 self._settled = 0
-                self._left(running, response.all_tokens, response.prompt_cache)
+                self._on_left(running, response.all_tokens, response.prompt_cache)
             try:
                 if not ended:
-                    self._show(answer, response.token, response.logprobs)
+                    self._show(sequence, response.token, response.logprobs)
             except Exception as error:
                 if left:
-                    self.fail(answer, error)
+                    self.fail(sequence, error)
                 else:
-                    broken.append((answer, error))
+                    ending.append((sequence, error))
                 continue
             if left:
-                self.finish(answer, "stop" if ended or answer.text.stopped_by else "length")
-            elif answer.text.stopped_by is not None:
-                stopped.append(answer)
-            elif not self._grow(answer):
-                broken.append((answer, self.budget.exhausted(answer.held)))
-        for answer in stopped:
-            self._end(answer, "stop")
-        for answer, reason in broken:
-            self.leave(answer)
-            self.fail(answer, reason)
+                self.finish(sequence, "stop" if ended or sequence.text.stopped_by else "length")
+            elif sequence.text.stopped_by is not None:
+                ending.append((sequence, "stop"))
+            elif not self._grow(sequence):
+                ending.append((sequence, self.budget.exhausted(sequence.held)))
+        for sequence, outcome in ending:
+            self._end(sequence, outcome)
 
-    def _show(self, answer: ScheduledSequence, token: int, logprobs: mx.array) -> None:
+    def _show(self, sequence: ScheduledSequence, token: int, logprobs: mx.array) -> None:
         entry = None
-        if isinstance(answer.logprobs, Logprobs):
-            entry = answer.logprobs.of(token, logprobs, answer.text.length)
-        for piece in answer.text.push(token, entry):
+        if sequence.logprobs is not None:
+            entry = sequence.logprobs.of(token, logprobs, sequence.text.length)
+        for piece in sequence.text.push(token, entry):
             self.emit(piece)
 
-    def _grow(self, answer: ScheduledSequence) -> bool:
-        """Promise more KV to an answer that has used what it was promised."""
-        if answer.held < answer.promised:
+    def _grow(self, sequence: ScheduledSequence) -> bool:
+        """Promise more KV to a sequence that has used what it was promised."""
+        if sequence.held < sequence.promised:
             return True
-        more = min(answer.promised + GROWTH_TOKENS, answer.slots + answer.max_tokens)
-        if not self.budget.take(answer.id, more):
+        more = min(sequence.promised + GROWTH_TOKENS, sequence.slots + sequence.max_tokens)
+        if not self.budget.take(sequence.id, more):
             return False
-        answer.promised = more
+        sequence.promised = more
         return True
 
 
-def _count(answer: ScheduledSequence, now: float) -> None:
-    if not answer.generated:
-        answer.first_s = now
-    answer.last_s = now
-    answer.generated += 1
+def _count(sequence: ScheduledSequence, now: float) -> None:
+    if not sequence.generated:
+        sequence.first_s = now
+    sequence.last_s = now
+    sequence.generated += 1

@@ -1,4 +1,4 @@
-"""What arrives for the compute thread from the others: prompts, commands, and word that a stream moved."""
+"""The compute thread's queue: prompts, commands, and the signal that a stream moved."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Inbox:
         self._items.put(item)
 
     def wake(self) -> None:
-        """End a wait: something that is not in here has changed."""
-        # Frames come by the hundred; one word for all of them is enough.
+        """End a wait: something outside the queue has changed."""
+        # Frames come by the hundred; one signal for all of them is enough.
         if not self._woken:
             self._woken = True
             self._items.put(None)
@@ -44,7 +44,7 @@ class Inbox:
     # ---- on the compute thread -----------------------------------------------------------------------
 
     def take(self, wait_s: float) -> Iterator[Item]:
-        """All that is there; where that is nothing, what comes first within ``wait_s``."""
+        """All that has arrived; if nothing has, what arrives first within ``wait_s``."""
         while True:
             try:
                 item = self._items.get(timeout=wait_s) if wait_s > 0 else self._items.get_nowait()

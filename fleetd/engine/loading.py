@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,13 +27,12 @@ from fleetd.engine.calibrate import calibrate
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
 from fleetd.engine.protocol import Loading, Profile, Ready
 from fleetd.engine.sampling import SamplingDefaults
-from fleetd.engine.scoring.head_profile import ProfileKey as ProfileBasis
+from fleetd.engine.scoring.head_profile import ProfileKey
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
-from fleetd.engine.speculation.verdicts import VerdictKey, Verdicts
-from fleetd.engine.speculation.vocabulary import vocabulary_of
+from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models import digest as digests
@@ -40,10 +41,13 @@ from fleetd.models.verify import verify
 Device = Literal["cpu", "metal", "cuda"]
 # Prefix cache: this share of what is left for KV, so that keeping old prompts never starves new ones.
 PREFIX_SHARE = 0.25
-# Prompts for looking at a batch, and how far rounding may move its numbers, as a share of the largest.
+# Prompts of unequal length to try a batch with, and how far rounding may move its numbers, as a share of the
+# largest.
 _UNEQUAL, _ROUNDING = ([3, 4, 5, 6, 7], [8]), 0.03
 # A context can be huge and memory small; without a stated context this is what llama-family models had.
 FALLBACK_CONTEXT = 4096
+# A token's id and the length of its text.
+_ENTRY = struct.Struct("<iI")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +61,15 @@ class Loaded:
     together: bool
     # Whether blocks of tokens give the bytes of single steps.
     verdict: ExactnessVerdict
-    # None where no other machine can help with it.
+    # None if no other machine can help with it.
     sharable: Sharable | None
-    # None where prompts must be prefilled whole.
+    # None if prompts must be prefilled whole.
     sparse: Sparse | None
     profile: CachedResult[Profile]
 
 
 def pick_device(wanted: str) -> Device:
-    """Set MLX's default device and name it. Raises ModelUnsupported where a GPU is demanded in vain."""
+    """Set MLX's default device and name it. Raises ModelUnsupported if a GPU is demanded in vain."""
     if wanted != "cpu" and mx.is_available(mx.gpu):
         mx.set_default_device(mx.gpu)
         return "metal" if mx.metal.is_available() else "cuda"
@@ -156,21 +160,21 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         sparse=dense_reason,
         sparse_tail=sparse.tail if sparse else 0,
         arithmetic=sharable.arithmetic if sharable else None,
-        vocabulary=vocabulary_of(tokenizer),
+        vocabulary=_vocabulary_hash(tokenizer),
     )
-    profile = ProfileBasis(digest, versions()).finding(Path(settings.cache))
+    profile = ProfileKey(digest, versions()).cached(Path(settings.cache))
     return Loaded(
         model, tokenizer, facts, prefix_bytes, _defaults(path), together, verdict, sharable, sparse, profile
     )
 
 
 def versions() -> dict[str, str]:
-    """Of what computes and of what makes prompts."""
+    """Versions of the libraries that compute and that make prompts."""
     return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "transformers")}
 
 
 def _sharable(model: Any, device: Device) -> tuple[Sharable | None, str]:
-    """What others can help with, or why they cannot."""
+    """What other machines can help with, or why they cannot."""
     try:
         return Sharable.of(Stage.of(model), device, versions()), ""
     except ModelUnsupported as error:
@@ -201,18 +205,18 @@ def _verdict(
             text="declined: without MKL a CPU's numbers depend on how many are computed at once"
         )
     step_s = 1 / decode_tok_s
-    kept = Verdicts(Path(settings.cache))
-    basis = VerdictKey.now(digest, device, accelerator_name(device), versions())
-    if (known := kept.find(basis)) is not None:
+    key = VerdictKey.now(digest, device, accelerator_name(device), versions())
+    cached = key.cached(Path(settings.cache))
+    if (known := cached.find()) is not None:
         return known.at_pace(step_s)
     plan = ProbePlan.of(device, step_s)
     found = probe(model, vocab_size=vocabulary, context_tokens=context, plan=plan)
-    kept.keep(basis, found)
+    cached.keep(found)
     return found
 
 
 def _digest(settings: WorkerSettings) -> str:
-    """The model's, to find again what is kept of it; "" where nothing is."""
+    """The model's digest, under which results are stored; "" if nothing is stored."""
     record = Path(settings.record) if settings.record else None
     return digests.remembered(Path(settings.path), record) if settings.cache else ""
 
@@ -280,7 +284,7 @@ def _warm_up(model: Any) -> int:
 
 
 def decodes_together(model: Any) -> bool:
-    """Whether two answers of unequal length can be one batch and say in it what each says alone.
+    """True if two answers of unequal length can be one batch and say in it what each says alone.
 
     Some of mlx-lm's models cannot: gemma2's own attention takes the mask of a batch for one of its heads, and
     fails or, where there happen to be as many heads as answers, computes something else. Costs some tokens.
@@ -329,6 +333,16 @@ def _dtype(model: Any) -> str:
 def _vocabulary(config: dict[str, Any], tokenizer: Any) -> int:
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return int(size) if size else len(tokenizer)
+
+
+def _vocabulary_hash(tokenizer: Any) -> str:
+    """A short hash of every id and its text, special tokens included: equal if two models mean the same by
+    each token id, which is all that a drafter and a verifier must share."""
+    state = hashlib.sha256()
+    for text, number in sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0])):
+        data = text.encode(errors="surrogatepass")
+        state.update(_ENTRY.pack(number, len(data)) + data)
+    return state.hexdigest()[:32]
 
 
 def quiet_libraries() -> None:

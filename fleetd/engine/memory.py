@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fleetd.engine.failures import require
 from fleetd.errors import OutOfMemory
 from fleetd.limits import GIB, MIB
 
 # What a forward pass needs besides weights and KV: activations of one chunk, logits, allocator slack.
 WORKING_BYTES = 512 * MIB
+# KV is promised to a sequence in steps of this many tokens, as it grows: most answers are far shorter than
+# the context would allow, and promising all of that up front would let one chat fill the memory.
+GROWTH_TOKENS = 512
 
 
 def human(n_bytes: float) -> str:
@@ -20,7 +24,7 @@ def human(n_bytes: float) -> str:
 
 
 def admit_weights(name: str, weights_bytes: int, available_bytes: int) -> None:
-    """Raises OutOfMemory where a model's weights and working room do not fit what is free now."""
+    """Raises OutOfMemory if a model's weights and working room do not fit what is free now."""
     need = weights_bytes + WORKING_BYTES
     if need > available_bytes:
         raise OutOfMemory(
@@ -59,6 +63,10 @@ class KvBudget:
             )
         self._lent[name] = n_bytes
 
+    def lent_bytes(self, name: str) -> int:
+        """Bytes that ``lend`` has promised to ``name``."""
+        return self._lent.get(name, 0)
+
     def take(self, request: str, tokens: int) -> bool:
         """Promise ``tokens`` to a request, new or growing. False, and nothing changes, if they do not fit."""
         if self.price(request, tokens) > self.budget_bytes:
@@ -72,7 +80,7 @@ class KvBudget:
         return self.budget_bytes // self.bytes_per_token
 
     def check_alone(self, tokens: int) -> None:
-        """Raises OutOfMemory where a request would not fit even with nothing else running."""
+        """Raises OutOfMemory if a request would not fit even with nothing else running."""
         need = tokens * self.bytes_per_token
         if need > self.budget_bytes:
             raise OutOfMemory(
@@ -95,6 +103,12 @@ class KvBudget:
     def give_back(self, request: str) -> None:
         self._tokens.pop(request, None)
         self._lent.pop(request, None)
+
+    def validate(self, running: list[str], guests: list[str]) -> None:
+        """Check that memory is promised to the requests that run, and lent to guests' tasks only."""
+        require(set(self._tokens) == set(running), f"{set(self._tokens)} hold memory, {running} run")
+        require(set(self._lent) <= set(guests), f"{set(self._lent)} are lent memory, {guests} are here")
+        require(self.used_bytes <= self.budget_bytes, f"{self.used_bytes} bytes are promised")
 
     @property
     def used_bytes(self) -> int:

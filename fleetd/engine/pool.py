@@ -16,7 +16,7 @@ import structlog
 
 from fleetd.control.daemon_status import EngineStatus
 from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Score, Scored
-from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.settings import WorkerOptions, WorkerSettings
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, OutOfMemory
 from fleetd.models.folder import ModelFolder
@@ -26,20 +26,9 @@ log = structlog.get_logger(__name__)
 _CHECK_S = 1.0
 
 
-@dataclass(frozen=True, slots=True)
-class PoolOptions:
-    """Worker defaults and when to let go; see ``config`` for meanings and ``WorkerSettings`` for 0."""
+class PoolOptions(WorkerOptions, frozen=True, kw_only=True):
+    """How workers run, and after how many seconds an idle one is unloaded; 0 keeps them."""
 
-    device: str = "auto"
-    threads: int = 0
-    max_memory_bytes: int = 0
-    memory_fraction: float = 0.85
-    max_streams: int = 16
-    prefill_chunk_tokens: int = 0
-    prefix_cache_bytes: int = 0
-    speculation: str = "auto"
-    remember_answers: bool = False
-    cache: str = ""
     idle_unload_s: float = 1800.0
 
 
@@ -79,7 +68,7 @@ class EnginePool:
                     await self.unload(name)
 
     async def stream(self, folder: ModelFolder, request: Generate) -> AsyncGenerator[Loading | Event, None]:
-        """Load the model if needed (yields Loading), then the request's events up to Finished.
+        """Load the model if needed (yields Loading), then yield the request's events up to Finished.
 
         Raises FleetError: why the load or the request failed. Closing the generator cancels the request.
         """
@@ -100,8 +89,8 @@ class EnginePool:
     ) -> AsyncGenerator[Loading | Prefill | Scored, None]:
         """Load the model if needed, then score a text with it: progress, and at the end Scored.
 
-        ``evict``: idle models make room for it. Raises as ``stream``; ModelUnsupported where nobody can look
-        into this model's attention.
+        ``evict``: idle models make room for it. Raises as ``stream``; ModelUnsupported if this model's
+        attention cannot be tapped.
         """
         with self._claim(folder.name):
             async for item in self._acquire(_WantedLayers(folder), evict=evict):
@@ -119,7 +108,7 @@ class EnginePool:
             pass
 
     async def loading(self, folder: ModelFolder) -> AsyncGenerator[Loading, None]:
-        """The same, with its progress."""
+        """Load without a request and yield the progress. Raises as ``stream``."""
         async with aclosing(self._acquire(_WantedLayers(folder))) as steps:
             async for step in steps:
                 if isinstance(step, Loading):
@@ -152,7 +141,7 @@ class EnginePool:
         return max(found, key=lambda part: part[1] - part[0], default=None)
 
     def holds(self, folder: ModelFolder, first: int, last: int) -> bool:
-        """Whether a ready worker has layers [first, last), so that ``assisting`` would load nothing."""
+        """True if a ready worker has layers [first, last), so that ``assisting`` would load nothing."""
         return self._holder(folder, first, last) is not None
 
     def _holder(self, folder: ModelFolder, first: int, last: int) -> str | None:
@@ -166,7 +155,7 @@ class EnginePool:
         return None
 
     async def _holding(self, folder: ModelFolder, first: int, last: int) -> str:
-        """Which worker has these layers; loads one."""
+        """The name of a worker that has these layers; loads one if there is none."""
         if (name := self._holder(folder, first, last)) is not None:
             return name
         whole, part = _WantedLayers(folder), _WantedLayers(folder, first, last)
@@ -182,19 +171,19 @@ class EnginePool:
         return part.name
 
     async def _load_beside(self, wanted: _WantedLayers) -> None:
-        """Where nothing has to give way. Raises as ``stream``."""
+        """Load it if it fits beside what is loaded. Raises as ``stream``."""
         try:
             async for _ in self._acquire(wanted, evict=False):
                 pass
         except OutOfMemory:
-            # Nobody here asked for it, so nobody is told that it failed.
+            # No request of this machine asked for it: the failure is not shown here.
             if (engine := self._engines.get(wanted.name)) is not None and engine.state == "failed":
                 del self._engines[wanted.name]
                 await engine.stop()
             raise
 
     async def unload(self, name: str) -> bool:
-        """End a model's workers; their running requests fail with EngineDied. False where none runs."""
+        """End a model's workers; their running requests fail with EngineDied. False if none runs."""
         parts = [other for other, engine in self._engines.items() if engine.settings.part_of == name]
         engines = [engine for n in (name, *parts) if (engine := self._engines.pop(n, None)) is not None]
         await asyncio.gather(*(engine.stop() for engine in engines))
@@ -209,7 +198,7 @@ class EnginePool:
 
     @contextmanager
     def _claim(self, name: str) -> Iterator[None]:
-        """Not unloaded to make room for others meanwhile."""
+        """Meanwhile the model is not unloaded to make room for others."""
         self._claims[name] = self._claims.get(name, 0) + 1
         try:
             yield
@@ -219,7 +208,7 @@ class EnginePool:
     async def _acquire(
         self, wanted: _WantedLayers, *, evict: bool = True
     ) -> AsyncGenerator[Loading | EngineProcess, None]:
-        """Progress, then the ready engine. Two first requests share one load; idle models make room."""
+        """Yield progress, then the ready engine. Two first requests share one load; idle models make room."""
         while True:
             # One load at a time: each looks at the memory that is free, and would count the same bytes.
             while other := self._loading_besides(wanted.name):
@@ -260,36 +249,27 @@ class EnginePool:
             try:
                 await engine.start()
             except BaseException:
-                # Refused or cancelled; whoever comes next must not wait for what was never started.
+                # Refused or cancelled: the next request must not wait for what was never started.
                 if self._engines.get(name) is engine:
                     del self._engines[name]
                 raise
             return engine
 
     def _settings(self, wanted: _WantedLayers) -> WorkerSettings:
-        o, folder = self.options, wanted.folder
+        folder = wanted.folder
         record = self.record_path(folder)
         return WorkerSettings(
             name=wanted.name,
             path=str(folder.path),
             record=str(record) if record else "",
-            device=o.device,  # type: ignore[arg-type]  # validated by config
-            threads=o.threads,
-            max_memory_bytes=o.max_memory_bytes,
-            memory_fraction=o.memory_fraction,
-            max_streams=o.max_streams,
-            prefill_chunk_tokens=o.prefill_chunk_tokens,
-            prefix_cache_bytes=o.prefix_cache_bytes,
-            speculation=o.speculation,  # type: ignore[arg-type]  # validated by config
-            remember_answers=o.remember_answers,
-            cache=o.cache,
             first_layer=wanted.first,
             last_layer=wanted.last,
             part_of=folder.name if wanted.last else "",
+            **{name: getattr(self.options, name) for name in WorkerOptions.__struct_fields__},
         )
 
     async def _evict_idle(self, besides: str) -> bool:
-        """Unload the model that has been idle longest. False where every other one is in use."""
+        """Unload the model that has been idle longest. False if every other one is in use."""
         idle = [
             (e.idle_s, n)
             for n, e in self._engines.items()

@@ -1,8 +1,8 @@
 """The prefix cache: KV of earlier prompts and answers, in RAM, found by the tokens they were computed from.
 
-An entry is stored under a namespace that names how its numbers came about: this machine's own or the same
-bytes from others, or what another accelerator made of it. Every fetch gives a private cache no longer than
-what was asked for, and one prompt token is always left to compute, because its logits are needed.
+An entry's namespace says how its numbers came about: computed here or equal to that (``DENSE``), or with
+another accelerator's part in them (``PLAN``). Every fetch gives a copy no longer than what was asked for, and
+one prompt token is always left to compute, because its logits are needed.
 
 There are few entries and comparing tokens is quick, so a search looks at all of them; an index of nodes per
 token would take more memory than some of the caches it finds.
@@ -10,18 +10,19 @@ token would take more memory than some of the caches it finds.
 
 from __future__ import annotations
 
-import copy
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import KVCache
 
+from fleetd.engine.failures import require
+from fleetd.engine.kv_caches import beginning, copy_on_write
+
 DENSE = "dense"
-# Another accelerator had a part in it: no answer that is to be exact rests on these.
+# Another accelerator had a part in it: not for answers that must be exact.
 PLAN = "plan"
 
 _Tokens = npt.NDArray[np.int32]
@@ -29,7 +30,7 @@ _Tokens = npt.NDArray[np.int32]
 
 @dataclass(slots=True)
 class Hit:
-    """A private copy of the KV of ``tokens`` leading prompt tokens; ``cache`` is None where tokens is 0."""
+    """A private copy of the KV of ``tokens`` leading prompt tokens; ``cache`` is None if tokens is 0."""
 
     tokens: int
     cache: list[Any] | None
@@ -115,6 +116,12 @@ class PrefixCache:
     def _drop(self, key: int) -> None:
         self.nbytes -= self._entries.pop(key).nbytes
 
+    def validate(self) -> None:
+        """Check the bounds and the count of bytes."""
+        require(self.nbytes == sum(entry.nbytes for entry in self._entries.values()), "bytes are miscounted")
+        require(self.nbytes <= self.max_bytes, f"{self.nbytes} of {self.max_bytes} bytes are kept")
+        require(len(self._entries) <= self.max_entries, f"{len(self._entries)} entries are kept")
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -132,13 +139,9 @@ def _shared(a: _Tokens, b: _Tokens) -> int:
 def _copy(layer: Any, tokens: int, stored: int) -> Any:
     """A layer's cache of which only the first ``tokens`` of ``stored`` are kept."""
     if type(layer) is KVCache:
-        # Without the room of the longer one: it would be paid for again in the copy's own entry.
-        short = KVCache()
-        short.keys = mx.contiguous(layer.keys[..., :tokens, :])
-        short.values = mx.contiguous(layer.values[..., :tokens, :])
-        short.offset = tokens
-        return short
-    private = copy.deepcopy(layer)
+        # Without the longer one's room to grow: it would count again in the copy's own entry.
+        return beginning(layer, tokens)
+    own = copy_on_write(layer)
     if tokens < stored:
-        private.trim(stored - tokens)
-    return private
+        own.trim(stored - tokens)
+    return own

@@ -28,7 +28,7 @@ class PreparedPrompt:
 
     ``initial`` is the marker state the prompt ends in (see ``text.AnswerText``), ``primed`` the part of a
     required tool call that the prompt already contains. ``kept``: indices of the tokens that the request's
-    Keep leaves, ascending; None where there is none or where ``dense_reason`` says why it is not followed.
+    Keep leaves, ascending; None if there is none or where ``dense_reason`` says why it is not followed.
     """
 
     request: Generate
@@ -150,7 +150,7 @@ def _follow(
 
 
 def _offsets(tokenizer: Any, text: str, tokens: list[int], *, special: bool) -> list[Range]:
-    """Each token's characters. Raises NotSparse where the tokenizer cannot tell."""
+    """Each token's characters. Raises NotSparse if the tokenizer cannot tell."""
     whole = tokenizer._tokenizer
     if not getattr(whole, "is_fast", False):
         raise NotSparse("The model's tokenizer does not tell where a token's text is.")

@@ -4,12 +4,14 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 ``u32 length (big endian) | MessagePack``. Both ends are the same installation, so there is no version field;
 unknown tags are a bug and raise.
 
-    daemon → worker   Generate, Share | Alone (where Generate asked for it), Assist, Score, Cancel, Shutdown
+    daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), AssistPrefill,
+                      Score, DraftFor, Cancel, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
                       Accepted, Prefill*, Shared?, (Delta | ToolCall)*, Finished | Failed
-                      for each Assist: Accepted, Assisted | Failed
+                      for each AssistPrefill: Accepted, Assisted | Failed
                       for each Score: Accepted, Prefill*, Scored | Failed
-                      and Beat at least every ``limits.ENGINE_BEAT_S``
+                      for each DraftFor: Accepted, Followed | Failed
+                      and Heartbeat at least every ``limits.ENGINE_BEAT_S``
 
 Streams to other machines' workers come beside it, on a channel that can carry sockets: ``sealed.handoff``
 messages, each a ``StreamTag``.
@@ -109,7 +111,7 @@ class Keep(msgspec.Struct, frozen=True, omit_defaults=True):
 class Speculate(msgspec.Struct, frozen=True, omit_defaults=True):
     """How drafts are used for one answer, which they never change.
 
-    ``sources`` None means all there are: "suffix", "lookup", "drafter". ``width``: most tokens of one pass,
+    ``sources``: names from ``local_sources.SOURCE_NAMES``, None for all. ``width``: most tokens of one pass,
     0 for what pays. ``key`` keeps past answers apart where they are remembered. ``draft_model``: which
     model is the "drafter", "" for the one that the settings name.
     """
@@ -126,7 +128,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
 
     ``top_logprobs`` None reports no logprobs, 0 only the chosen token's, n also the n best.
     ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
-    ``shared``: once it is Accepted, the prompt waits for Share or Alone before it is prefilled.
+    ``shared``: once it is Accepted, the prompt waits for PrefillShared or PrefillAlone.
     ``keep``: prefill only this of it, where the worker can.
     """
 
@@ -212,8 +214,8 @@ class Score(msgspec.Struct, frozen=True, tag="score", omit_defaults=True):
 
 
 class DraftFor(msgspec.Struct, frozen=True, tag="follow", omit_defaults=True):
-    """Draft for a text that another worker writes; answered by Accepted, and by Followed once nobody needs it
-    any more, or by Failed. Its stream is "drafts"; what is to be known of the text comes on it.
+    """Draft for a text that another worker writes; answered by Accepted, and by Followed once the text needs
+    no more drafts, or by Failed. Its stream is "drafts"; what is to be known of the text comes on it.
 
     ``ahead``: tokens that are drafted at most before more of the text is known.
     """
@@ -223,8 +225,8 @@ class DraftFor(msgspec.Struct, frozen=True, tag="follow", omit_defaults=True):
 
 
 class StreamTag(msgspec.Struct, frozen=True):
-    """What a socket that is handed to a worker is for: ``job`` is the id of a Share, an Assist, a Follow,
-    or of an answer, for its drafts."""
+    """What a socket that is handed to a worker is for: ``job`` is the id of a PrefillShared,
+    an AssistPrefill or a DraftFor, or of an answer, for its drafts."""
 
     job: str
     name: str
@@ -246,7 +248,7 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 
 
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
-    """Progress before Ready. ``stage`` is a word for people: verifying, reading, warming up, measuring."""
+    """Progress before Ready. ``stage`` is shown to people: verifying, reading, warming up, measuring."""
 
     stage: str
     done: int = 0
@@ -257,7 +259,7 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
     """What decides whether two workers compute the same bytes from the same model.
 
     ``layers`` holds 8 bytes per layer that the worker has, from its first one on: a hash of what that layer
-    makes of numbers that are the same everywhere (``engine/share/fingerprint.py``).
+    makes of numbers that are the same everywhere (``shared_prefill.fingerprint``).
     """
 
     accelerator: str
@@ -267,7 +269,7 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
     layers: list[bytes] = []
     # "any", or "same": whether chunks may be cut elsewhere than by the other machine.
     chunks: Literal["any", "same"] = "same"
-    # Why prompts of which tokens are left out are not shared; "" where they are. Older versions do not say.
+    # Why prompts of which tokens are left out are not shared; "" if they are. Older versions do not say.
     sparse: str = "It shares whole prompts only."
 
     @property
@@ -282,15 +284,15 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The model is loaded. Sizes in bytes; ``kv_bytes_per_token`` over the layers that are held.
 
-    Speeds are those of one request alone on a short context; 0 where there was no time to measure them.
+    Speeds are those of one request alone on a short context; 0 if there was no time to measure them.
     ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
     ``prefill_fixed_s``: those that each chunk takes however short it is. Where only some layers are held, all
     three are what the whole model would take at the pace of these.
-    ``unshareable``: why no other machine can help this model; "" where they can.
+    ``unshareable``: why no other machine can help this model; "" if they can.
     ``speculation``: the probe's verdict, whether drafts can be verified without changing a byte; it begins
     with "exact", "declined" or "off". ``speculation_width``: tokens of one pass that it holds for, 1 where it
     does not; ``speculation_context``: in texts of up to so many tokens.
-    ``sparse``: why a Keep is not followed here; "" where it is, and then ``sparse_tail`` tokens at a prompt's
+    ``sparse``: why a Keep is not followed here; "" if it is, and then ``sparse_tail`` tokens at a prompt's
     end are computed whatever it keeps.
     """
 
@@ -313,9 +315,10 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
     hidden_bytes: int = 0
-    # Of ``weights_bytes``, those of no layer: a machine that has some layers only has a part of them or none.
+    # The part of ``weights_bytes`` that belongs to no layer: a machine that has some layers has a part of it,
+    # or none.
     outside_bytes: int = 0
-    # Of ``layers``, those that are held: all of them but in a worker that only helps.
+    # The layers [first, last) that are held: all of them but in a worker that only helps.
     first_layer: int = 0
     last_layer: int = 0
     unshareable: str = ""
@@ -339,11 +342,11 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
     """The prompt is rendered, tokenized and admitted; nothing is computed yet.
 
     ``cached``: leading tokens that the prefix cache holds. ``chunk``: in how many tokens at a time it would
-    be prefilled alone. Both are known only where it ``waits``: for Share or Alone. That is where it was asked
-    for, there are enough tokens left to prefill (or others had a part in what is cached), and memory for them
-    at once. ``exact``: the cached tokens' numbers are those of this machine alone. Of an Assist the figures
-    are its split's.
-    ``kept``: of ``prompt_tokens``, those that are prefilled where a Keep is followed, 0 where none is;
+    be prefilled alone. Both are known only if it ``waits`` for PrefillShared or PrefillAlone. It waits if
+    that was asked for, enough tokens are left to prefill (or other machines had a part in the cached ones),
+    and there is memory for them at once. ``exact``: the cached tokens' numbers are those of this machine
+    alone. The figures of an AssistPrefill are its split's.
+    ``kept``: of ``prompt_tokens``, those that are prefilled where a Keep is followed, 0 if none is;
     ``dense_reason``: why one is not.
     """
 
@@ -368,7 +371,7 @@ class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
 
 
 class StepTime(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One step of a shared prefill as it went: a word for people, seconds, bytes that crossed a link."""
+    """One step of a shared prefill as it went: a name to show, seconds, bytes that crossed a link."""
 
     name: str
     seconds: float
@@ -376,8 +379,9 @@ class StepTime(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Shared(msgspec.Struct, frozen=True, tag="shared", omit_defaults=True):
-    """How sharing a prompt ended: ``code`` and ``reason`` "" where it went as planned, else why it went on
-    alone, from ``verified`` tokens. An Alone that comes before any Share is not answered by this."""
+    """How sharing a prompt ended: ``code`` and ``reason`` "" if it went as planned, else why it went on
+    alone, from ``verified`` tokens. A PrefillAlone that comes before any PrefillShared is not
+    answered by this."""
 
     id: str
     steps: list[StepTime]
@@ -481,7 +485,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     usage: Usage = Usage()
     timings: Timings = Timings()
     stop: str | None = None
-    # None where no draft was verified.
+    # None if no draft was verified.
     speculation: Speculated | None = None
 
 
@@ -498,7 +502,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", omit_defaults=True):
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     """Proof of progress: ``steps`` counts forward passes since load and only grows.
 
-    ``blocked``: there is work, and all of it waits for other machines or for word how to go on.
+    ``blocked``: there is work, and all of it waits for other machines or for a decision of the daemon.
     """
 
     steps: int

@@ -4,27 +4,41 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
+
+from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.control.prefill_trace import Speculated
+from fleetd.engine.guests import can_step
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
+from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, Hit
 from fleetd.engine.prompt_encoding import PreparedPrompt
-from fleetd.engine.protocol import Finished, FinishReason, PrefillShared, Timings, Usage
+from fleetd.engine.protocol import ChatPrompt, Finished, FinishReason, PrefillShared, Timings, Usage
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
-from fleetd.engine.steppable import can_step
+from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller
+from fleetd.errors import ContextLengthExceeded
 
 
 @dataclass(slots=True)
 class Undecided:
-    """A prompt that waits for word whether others help with it, then for the streams to them."""
+    """A prompt that waits for the daemon to decide whether others help, then for the streams to them."""
 
     sharable: Sharable
     until_s: float
     share: PrefillShared | None = None
+
+
+def begin_prefill(
+    model: Any, tokens: list[int], kept: list[int] | None, hit: Hit
+) -> Prefiller | SparsePrefiller:
+    """Prefill of ``tokens``, of which only ``kept`` are computed, after what the prefix cache had."""
+    if kept is not None:
+        return SparsePrefiller.begin(model, tokens, kept, hit.cache, hit.tokens)
+    return Prefiller(model, tokens, hit.cache or make_prompt_cache(model), hit.tokens)
 
 
 @dataclass(slots=True)
@@ -36,19 +50,19 @@ class ScheduledSequence:
     arrived_s: float
     logprobs: Logprobs | None
     scored: PromptLogprobs | None = None
-    # What the prefix cache had when the prompt was accepted, where that was told.
+    # What the prefix cache had when the prompt was accepted, if that was reported.
     hit: Hit | None = None
     undecided: Undecided | None = None
     prefiller: Prefiller | SharedPrefill | SparsePrefiller | None = None
     # Indices of the prompt tokens that are prefilled, ascending; None: all of them. Or why not only those.
     kept: list[int] | None = None
     dense_reason: str = ""
-    # How the KV came about: where it may be kept.
+    # Under which the prefix cache keeps its KV.
     namespace: str = DENSE
-    # What drafts did for it; set when it leaves decoding.
+    # The drafts' figures; set when it leaves decoding.
     speculated: Speculated | None = None
     cached: int = 0
-    shown: int = -1  # prefilled tokens as last reported; none before the first report
+    shown: int = -1  # prefilled tokens as last reported; -1 before the first report
     generated: int = 0
     turns: int = 0
     prefill_s: float = 0.0
@@ -77,7 +91,7 @@ class ScheduledSequence:
 
     @property
     def ready(self) -> bool:
-        """Whether a step of its prefill can be taken now."""
+        """True if a step of its prefill can be taken now."""
         if self.undecided is not None:
             return False
         return can_step(self.prefiller) if isinstance(self.prefiller, SharedPrefill) else True
@@ -102,3 +116,56 @@ class ScheduledSequence:
             self.text.stopped_by,
             self.speculated,
         )
+
+
+def new_sequence(
+    prepared: PreparedPrompt, tokenizer: Any, sparse: Sparse | None, budget: KvBudget, context_tokens: int
+) -> ScheduledSequence:
+    """A sequence for a prompt, which may not have been admitted yet.
+
+    Raises:
+        ContextLengthExceeded, OutOfMemory: it would not fit even with nothing else running.
+    """
+    request, n = prepared.request, len(prepared.tokens)
+    scoring = request.echo and request.max_tokens == 0
+    if n + (0 if scoring else 1) > context_tokens:
+        raise ContextLengthExceeded(
+            f"The prompt has {n} tokens; this model's context holds {context_tokens}.",
+            hint="Shorten the prompt or choose a model with a longer context.",
+            param="messages",
+        )
+    kept, dense_reason = _kept(prepared, sparse)
+    slots = n if kept is None else len(kept)
+    wanted = context_tokens if request.max_tokens is None else request.max_tokens
+    budget.check_alone(slots + min(wanted, 1))
+    max_tokens = min(wanted, context_tokens - n, budget.capacity_tokens - slots)
+    return ScheduledSequence(
+        prepared=prepared,
+        text=AnswerText(
+            request.id,
+            tokenizer,
+            request.stop,
+            prepared.tools,
+            prepared.initial,
+            prepared.primed,
+            None if isinstance(request.prompt, ChatPrompt) else prepared.tokens[-1],
+        ),
+        max_tokens=max_tokens,
+        promised=slots + min(max_tokens, GROWTH_TOKENS),
+        arrived_s=time.monotonic(),
+        logprobs=None if request.top_logprobs is None else Logprobs(tokenizer, request.top_logprobs),
+        kept=kept,
+        dense_reason=dense_reason,
+    )
+
+
+def _kept(prepared: PreparedPrompt, sparse: Sparse | None) -> tuple[list[int] | None, str]:
+    """The tokens to prefill, None for all of them; and why a Keep is not followed."""
+    if prepared.kept is None:
+        return None, prepared.dense_reason
+    if sparse is None:
+        return None, "This model's prompts can only be prefilled whole."
+    if prepared.request.echo:
+        return None, "The prompt is to be echoed."
+    kept = sparse.kept(prepared.kept, len(prepared.tokens))
+    return (kept, "") if len(kept) < len(prepared.tokens) else (None, "Nothing of it can be left out.")

@@ -7,17 +7,13 @@ from typing import Literal
 import msgspec
 
 
-class WorkerSettings(msgspec.Struct, frozen=True):
-    """0 means: choose for the device.
+class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How every worker of this machine runs. 0 means: choose for the device.
 
     ``max_memory_bytes`` bounds weights, KV and prefix cache together; ``memory_fraction`` applies to what the
     device reports as usable where that is smaller.
     """
 
-    name: str
-    path: str
-    # Where the model's recorded checksums are, for folders that are not ours to write into.
-    record: str = ""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     threads: int = 0
     max_memory_bytes: int = 0
@@ -27,10 +23,19 @@ class WorkerSettings(msgspec.Struct, frozen=True):
     prefix_cache_bytes: int = 0
     # Whether drafts are verified: where that pays, wherever there are some, or never.
     speculation: Literal["auto", "on", "off"] = "auto"
-    # The home's cache folder, for what need not be found out at every load; "" keeps nothing.
+    # The home's cache folder, for what need not be found out at every load; "" stores nothing.
     cache: str = ""
     # Past answers are kept as token ids, to draft from.
     remember_answers: bool = False
+
+
+class WorkerSettings(WorkerOptions, frozen=True):
+    """One worker's model, and how to run it."""
+
+    name: str
+    path: str
+    # Where the model's recorded checksums are, for folders that are not ours to write into.
+    record: str = ""
     # Layers [first, last) only, for a worker that helps others and answers nothing itself; (0, 0) is all.
     first_layer: int = 0
     last_layer: int = 0

@@ -96,7 +96,7 @@ class Stage:
 
     @property
     def outside_bytes(self) -> int:
-        """Of these, the weights that belong to no layer: embedding, norm and head."""
+        """The part of ``weights_bytes`` that belongs to no layer: embedding, norm and head."""
         in_layers = sum(
             int(array.nbytes)
             for _, array in tree_flatten([layer.parameters() for layer in self.weights.layers])

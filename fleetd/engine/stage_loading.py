@@ -39,7 +39,7 @@ WARM_UP_TOKENS = 8
 @dataclass(frozen=True, slots=True)
 class LoadedStage:
     stage: Stage
-    # Of hidden states.
+    # The dtype of hidden states.
     dtype: str
     # Over the stage's layers.
     kv_bytes_per_token: int

@@ -74,7 +74,7 @@ class EngineProcess:
         self.restarts = restarts
         self.pid: int | None = None
         self._on_exit = on_exit
-        self._beat = Heartbeat(0)
+        self._heartbeat = Heartbeat(0)
         self._streams: dict[str, asyncio.Queue[Event | FleetError]] = {}
         # Requests the worker has not accepted yet, with the time they were sent.
         self._preparing: dict[str, float] = {}
@@ -82,7 +82,7 @@ class EngineProcess:
         self._progress_at = self._used_at = asyncio.get_running_loop().time()
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._giver: SocketSender | None = None
+        self._socket_sender: SocketSender | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     # ---- life ------------------------------------------------------------------------------------------
@@ -90,12 +90,12 @@ class EngineProcess:
     async def start(self) -> None:
         """Spawn the worker; returns before the model is loaded (see ``loaded``).
 
-        Raises EngineDied where it cannot be started, or was told to stop meanwhile.
+        Raises EngineDied if it cannot be started, or was told to stop meanwhile.
         """
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         channel, their_channel = socket.socketpair()
-        self._giver = SocketSender(channel)
+        self._socket_sender = SocketSender(channel)
         try:
             with theirs, their_channel:
                 self._process = await asyncio.create_subprocess_exec(
@@ -116,9 +116,9 @@ class EngineProcess:
             self.pid = self._process.pid
             reader, self._writer = await asyncio.open_connection(sock=ours)
         except BaseException as error:
-            # Refused or cancelled half way: nobody else knows of the sockets and the process.
+            # Refused or cancelled half way: only this method knows of the sockets and the process.
             ours.close()
-            self._giver.close()
+            self._socket_sender.close()
             self.kill()
             self.state = "failed"
             if not isinstance(error, OSError):
@@ -193,7 +193,7 @@ class EngineProcess:
     def stream(self, request: Generate) -> AsyncGenerator[Event, None]:
         """Events up to and including Finished. Closing the generator cancels the request.
 
-        Raises the error of a Failed request, EngineDied, or Overloaded where the consumer is too slow.
+        Raises the error of a Failed request, EngineDied, or Overloaded if the consumer is too slow.
         """
         return self._exchange(request, Finished)
 
@@ -208,7 +208,7 @@ class EngineProcess:
         """Accepted once there is memory for it, progress, and at the end Scored. Closing the generator
         cancels it.
 
-        Raises as ``stream``; ModelUnsupported where nobody can look into this model's attention.
+        Raises as ``stream``; ModelUnsupported if this model's attention cannot be tapped.
         """
         return self._exchange(score, Scored)
 
@@ -220,22 +220,22 @@ class EngineProcess:
         return self._exchange(follow, Followed)
 
     def share(self, share: PrefillShared) -> None:
-        """How a prompt that waits is prefilled; its streams are given with ``give_stream``.
+        """Prefill a waiting prompt together with others; its streams are given with ``give_stream``.
 
-        Nothing happens where the request has ended.
+        Nothing happens if the request has ended.
         """
         self._tell(share)
 
     def alone(self, request_id: str, reason: str = "") -> None:
-        """Let a prompt that waits, or that is being shared, go on here. Ignored where there is none."""
+        """Prefill a prompt here that waits or is being shared. Ignored if there is none."""
         self._tell(PrefillAlone(request_id, reason))
 
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Hand a connected socket to the worker; it is closed here in any case. Raises EngineDied."""
-        if self.state != "ready" or self._giver is None:
+        if self.state != "ready" or self._socket_sender is None:
             sock.close()
             raise self._not_running()
-        await self._giver.give(tag, sock)
+        await self._socket_sender.give(tag, sock)
 
     def _tell(self, command: PrefillShared | PrefillAlone | Cancel) -> None:
         if self.state == "ready" and self._writer is not None:
@@ -315,7 +315,7 @@ class EngineProcess:
 
     @property
     def status(self) -> EngineStatus:
-        facts, beat = self.facts, self._beat
+        facts, heartbeat = self.facts, self._heartbeat
         now = asyncio.get_running_loop().time()
         return EngineStatus(
             model=self.settings.name,
@@ -326,13 +326,13 @@ class EngineProcess:
             device=facts.device if facts else None,
             dtype=facts.dtype if facts else None,
             weights_bytes=facts.weights_bytes if facts else 0,
-            memory_bytes=beat.memory_bytes,
-            kv_bytes=beat.kv_bytes,
+            memory_bytes=heartbeat.memory_bytes,
+            kv_bytes=heartbeat.kv_bytes,
             kv_budget_bytes=facts.kv_budget_bytes if facts else 0,
-            prefix_bytes=beat.prefix_bytes,
-            prefix_entries=beat.prefix_entries,
-            prefix_queries=beat.prefix_queries,
-            prefix_hits=beat.prefix_hits,
+            prefix_bytes=heartbeat.prefix_bytes,
+            prefix_entries=heartbeat.prefix_entries,
+            prefix_queries=heartbeat.prefix_queries,
+            prefix_hits=heartbeat.prefix_hits,
             context_tokens=facts.context_tokens if facts else 0,
             prefill_tok_s=round(facts.prefill_tok_s, 1) if facts else 0.0,
             decode_tok_s=round(facts.decode_tok_s, 1) if facts else 0.0,
@@ -344,11 +344,11 @@ class EngineProcess:
             part_of=self.settings.part_of,
             first_layer=self.settings.first_layer,
             last_layer=self.settings.last_layer,
-            prefilling=beat.prefilling,
-            decoding=beat.decoding,
-            waiting=beat.waiting + len(self._preparing),
-            assisting=beat.assisting,
-            steps=beat.steps,
+            prefilling=heartbeat.prefilling,
+            decoding=heartbeat.decoding,
+            waiting=heartbeat.waiting + len(self._preparing),
+            assisting=heartbeat.assisting,
+            steps=heartbeat.steps,
             progress_age_s=round(now - self._progress_at, 3) if self._streams else 0.0,
             idle_s=round(self.idle_s, 3),
             restarts=self.restarts,
@@ -382,9 +382,9 @@ class EngineProcess:
             case Heartbeat():
                 # One that can only wait for other machines is as alive as one that computes, and bounds
                 # its waits itself.
-                if report.steps != self._beat.steps or report.blocked:
+                if report.steps != self._heartbeat.steps or report.blocked:
                     self._progress_at = now
-                self._beat = report
+                self._heartbeat = report
             case Loading():
                 self.loading, self._progress_at = report, now
                 await self._notify()
@@ -421,8 +421,8 @@ class EngineProcess:
         """The worker's end of the socket closed: it exited, crashed or was killed."""
         before, self.state = self.state, "failed"
         self.error = self.error or self._death()
-        if self._giver is not None:
-            self._giver.close()
+        if self._socket_sender is not None:
+            self._socket_sender.close()
         if before != "stopping":
             self.kill()  # a worker that closed its socket but lives on would keep the memory
             await process.wait()

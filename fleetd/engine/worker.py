@@ -30,6 +30,7 @@ import msgspec
 from fleetd import limits
 from fleetd.engine import cpu, protocol
 from fleetd.engine.chunk_size import Chunks, FixedChunks, PacedChunks
+from fleetd.engine.failures import failed, typed
 from fleetd.engine.protocol import (
     AssistPrefill,
     Cancel,
@@ -43,18 +44,17 @@ from fleetd.engine.protocol import (
     Report,
     Score,
     Shutdown,
-    StreamTag,
 )
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.streams.channel import receive_sockets
-from fleetd.errors import EngineError, FleetError
+from fleetd.errors import EngineError
 
 if TYPE_CHECKING:
+    from fleetd.engine.helper_loop import HelperLoop
     from fleetd.engine.loading import Loaded
     from fleetd.engine.prompt_encoding import PreparedPrompt
     from fleetd.engine.scheduler import Scheduler
     from fleetd.engine.scoring.scoring_layout import ScoringLayout
-    from fleetd.engine.shared_prefill.helper_loop import HelperLoop
     from fleetd.engine.speculation.speculation import WorkerSpeculation
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
@@ -128,7 +128,7 @@ class DaemonSocket:
 
 
 class Front:
-    """The reader's side: turns commands into the compute thread's. Without ``loaded`` nothing is answered."""
+    """The reader thread: hands commands to the compute thread. Without ``loaded`` only guest work is done."""
 
     def __init__(self, link: DaemonSocket, compute: Scheduler | HelperLoop, loaded: Loaded | None) -> None:
         self._link = link
@@ -140,7 +140,7 @@ class Front:
         self._preparing: dict[str, bool] = {}
 
     def read(self, decoder: protocol.MessageDecoder) -> None:
-        """Until the daemon is gone, or sends what nobody can read; then nobody is left to compute for."""
+        """Read until the daemon is gone or sends what cannot be decoded; then end the process."""
         try:
             self._read(decoder)
         except Exception:
@@ -170,28 +170,20 @@ class Front:
 
     def _prepare(self, request: Generate | Score) -> None:
         outcome: PreparedPrompt | ScoringLayout | None = None
-        failed = False
+        failure: Failed | None = None
         try:
             with self._lock:
-                gone = self._preparing[request.id]
-            if not gone:
+                cancelled = self._preparing[request.id]
+            if not cancelled:
                 outcome = self._prepared(request)
-        except FleetError as error:
-            failed = True
-            self._link.send(Failed(request.id, error.code, error.message, error.hint, error.param))
         except Exception as error:
-            failed = True
-            traceback.print_exc()
-            self._link.send(
-                Failed(
-                    request.id, EngineError.code, f"The prompt could not be prepared: {type(error).__name__}."
-                )
-            )
+            failure = failed(request.id, error, "The prompt could not be prepared")
+            self._link.send(failure)
         with self._lock:
             cancelled = self._preparing.pop(request.id)
             if outcome is not None and not cancelled:
-                self._compute.inbox.put(outcome)
-        if cancelled and not failed:
+                self._compute.tell(outcome)
+        if cancelled and failure is None:
             self._link.send(protocol.Finished(request.id, "cancelled"))
 
     def _prepared(self, request: Generate | Score) -> PreparedPrompt | ScoringLayout:
@@ -220,17 +212,9 @@ def main() -> int:
     try:
         with link.watched():
             compute, loaded, facts = _start(settings, link, socket.socket(fileno=arguments.streams_fd))
-    except FleetError as error:
-        link.send(LoadFailed(error.code, error.message, error.hint))
-        link.flush()
-        return EXIT_LOAD_FAILED
     except Exception as error:
-        traceback.print_exc()
-        link.send(
-            LoadFailed(
-                EngineError.code, f"{settings.name} could not be loaded: {type(error).__name__}: {error}"
-            )
-        )
+        known = typed(error, f"{settings.name} could not be loaded: {error}")
+        link.send(LoadFailed(known.code, known.message, known.hint))
         link.flush()
         return EXIT_LOAD_FAILED
     front = Front(link, compute, loaded)
@@ -249,7 +233,8 @@ def main() -> int:
 def _start(
     settings: WorkerSettings, link: DaemonSocket, channel: socket.socket
 ) -> tuple[Scheduler | HelperLoop, Loaded | None, Ready]:
-    """Everything up to Ready, and that. The heavy imports are here so that a refusal to start is quick."""
+    """Load. Returns the loop, the model if it is whole, and Ready. The heavy imports are here, so that a
+    refusal to start is quick."""
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
         os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)
@@ -260,19 +245,14 @@ def _start(
 
     loading.quiet_libraries()
     from fleetd.engine import stage_loading
-    from fleetd.engine.inbox import Inbox
+    from fleetd.engine.helper_loop import HelperLoop
     from fleetd.engine.memory import KvBudget
     from fleetd.engine.prefix_cache import PrefixCache
     from fleetd.engine.scheduler import Scheduler
-    from fleetd.engine.shared_prefill.helper_loop import HelperLoop
-    from fleetd.engine.speculation.draft_messages import DRAFTS
-    from fleetd.engine.streams.handed_over import HandedOverStreams
 
     device = loading.pick_device(settings.device)
     if device == "cpu":
         cpu.install()
-    inbox = Inbox()
-    streams, drafts = HandedOverStreams(inbox.wake), HandedOverStreams(inbox.wake, eager=True)
     compute: Scheduler | HelperLoop
     if settings.last_layer:
         part = stage_loading.load_part(settings, device, link.send)
@@ -282,8 +262,6 @@ def _start(
             context_tokens=facts.context_tokens,
             budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
             emit=link.send,
-            inbox=inbox,
-            streams=streams,
         )
     else:
         loaded = loading.load(settings, device, link.send)
@@ -301,17 +279,12 @@ def _start(
             sharable=loaded.sharable,
             speculation=_speculation(settings, loaded),
             sparse=loaded.sparse,
-            inbox=inbox,
-            streams=streams,
             vocab_size=facts.vocab_size,
-            drafts=drafts,
             profile=loaded.profile,
         )
-
-    def put(tag: StreamTag, sock: socket.socket) -> None:
-        (drafts if tag.name == DRAFTS else streams).put(tag, sock)
-
-    threading.Thread(target=receive_sockets, args=(channel, put), name="channel", daemon=True).start()
+    threading.Thread(
+        target=receive_sockets, args=(channel, compute.put_stream), name="channel", daemon=True
+    ).start()
     return compute, loaded, facts
 
 

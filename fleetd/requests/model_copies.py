@@ -14,7 +14,7 @@ import contextlib
 import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Annotated, Protocol
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -65,10 +65,6 @@ class Order(msgspec.Struct, frozen=True):
 _read_wanted: Callable[[bytes], CopyQuestion] = reader(CopyQuestion, "A peer's wish for a model")
 _read_order: Callable[[bytes], Order] = reader(Order, "A peer's order of a model")
 _read_offer: Callable[[bytes], CopyOffer] = reader(CopyOffer, "A peer's offer of a model")
-
-
-class CopySource(Protocol):
-    def pull(self, ref: str) -> AsyncGenerator[PullProgress, None]: ...
 
 
 class ModelCopies:

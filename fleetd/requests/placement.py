@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from fleetd.errors import EngineError, FleetError, NoMachine, PeerError
 from fleetd.models.catalog import find
 from fleetd.p2p.membership.cards import Card
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import Candidate, Ranked, RouteQuestion, route
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, Exactness, Job, Planned
 from fleetd.requests.members import Member, Members, eligible
-from fleetd.requests.remote import Stream
 
 # Assumed length of an answer without a limit.
 _ANSWER_TOKENS = 256
@@ -35,7 +35,7 @@ class Placer:
     request: begins a request at another machine: its id, a method and a body.
     """
 
-    def __init__(self, members: Members, request: Callable[[str, str, bytes], Stream]) -> None:
+    def __init__(self, members: Members, request: Callable[[str, str, bytes], PeerStream]) -> None:
         self.request = request
         self._members = members
 

@@ -9,33 +9,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Protocol
 
 from fleetd.errors import Draining
+from fleetd.models.model_store import ModelStore
+from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.model_copies import ModelCopies
 
-
-class PullStep(Protocol):
-    """``fleetd.models.model_store.PullProgress``."""
-
-    @property
-    def file(self) -> str: ...
-    @property
-    def done_bytes(self) -> int: ...
-    @property
-    def total_bytes(self) -> int: ...
-    @property
-    def stage(self) -> str: ...
-
-
-class ModelSource(Protocol):
-    def pull(self, ref: str) -> AsyncGenerator[PullStep, None]: ...
+# Where downloads come from: the model's own source, or first of all other machines.
+ModelSource = ModelStore | ModelCopies
 
 
 class _Pull:
     def __init__(self) -> None:
         self.watchers = 0
-        self.latest: PullStep | None = None
+        self.latest: PullProgress | None = None
         self.changed = asyncio.Event()
         self.task: asyncio.Task[None]
 
@@ -53,7 +41,7 @@ class Pulls:
         self._pulls: dict[str, _Pull] = {}
         self._closed = False
 
-    async def watch(self, ref: str) -> AsyncGenerator[PullStep, None]:
+    async def watch(self, ref: str) -> AsyncGenerator[PullProgress, None]:
         """Start or join the download of ``ref``; ends when it is complete.
 
         Raises:
@@ -61,7 +49,7 @@ class Pulls:
             Draining: the daemon is stopping.
         """
         while (pull := self._pulls.get(ref)) is not None and pull.watchers == 0:
-            # Being cancelled; its files must be closed before somebody writes them again.
+            # It is being cancelled; its files must be closed before they are written again.
             await asyncio.wait([pull.task])
         if self._closed:
             raise Draining("The daemon is stopping.")
@@ -71,7 +59,7 @@ class Pulls:
             pull.task = asyncio.create_task(self._run(ref, pull), name=f"pull {ref}")
         pull.watchers += 1
         try:
-            seen: PullStep | None = None
+            seen: PullProgress | None = None
             while True:
                 changed = pull.changed
                 if pull.latest is not None and pull.latest is not seen:
@@ -90,7 +78,7 @@ class Pulls:
                 await cancel_all([pull.task])
 
     async def close(self) -> None:
-        """Cancel every download; those who wait get Draining."""
+        """Cancel every download; its watchers get Draining."""
         self._closed = True
         await cancel_all(pull.task for pull in self._pulls.values())
 

@@ -1,4 +1,4 @@
-"""A job on another machine: both ends. Knows neither how a machine is chosen nor how sessions work."""
+"""A job on another machine: both ends of it."""
 
 from __future__ import annotations
 
@@ -6,30 +6,20 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Protocol
 
 import msgspec
 
 from fleetd import limits
 from fleetd.engine.protocol import Assisted, Event, Failed, Finished, Followed, Loading, Scored, Shared
 from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError, from_code
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests import messages
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.message_codec import ALIVE
 
 
-class Stream(Protocol):
-    """``fleetd.p2p.session.transport.PeerStream``."""
-
-    async def receive(self) -> bytes | None: ...
-    def send(self, body: bytes) -> None: ...
-    async def drained(self) -> None: ...
-    def end(self) -> None: ...
-    def cancel(self, error: FleetError | None = None) -> None: ...
-
-
-async def next_message(stream: Stream, of: str = "life") -> bytes | None:
+async def next_message(stream: PeerStream, of: str = "life") -> bytes | None:
     """The next message that says more than that the other side is alive; None at the end.
 
     Raises PeerLost for silence, of what: ``of``.
@@ -45,20 +35,19 @@ async def next_message(stream: Stream, of: str = "life") -> bytes | None:
 
 
 async def run(
-    request: Callable[[str, bytes], Stream], job: Job, model: str, digest: str, planned: Planned
+    request: Callable[[str, bytes], PeerStream], job: Job, model: str, digest: str, planned: Planned
 ) -> AsyncGenerator[Planned | Loading | Event, None]:
     """Run a job there and yield its events; closing the generator cancels it there.
 
     Args:
         request: begins a request at that machine.
         model: its canonical name.
-        planned: how it runs, to be yielded first, and again when that machine says more.
+        planned: how it runs, as its client knows; yielded anew when that machine says more.
 
     Raises:
         PeerLost: the machine went away, or said nothing for ``limits.JOB_SILENCE_S``.
         FleetError: what the job failed with there.
     """
-    yield planned
     stream = request(
         messages.RUN, messages.encode(messages.RunJob(model, job.request, job.route, digest, where=True))
     )
@@ -102,8 +91,8 @@ class JobServer:
         self._run = run
         self._has = has
 
-    async def __call__(self, _peer: str, body: bytes, stream: Stream) -> None:
-        """The handler of ``wire.RUN``. Raises FleetError: what the other side is told."""
+    async def __call__(self, _peer: str, body: bytes, stream: PeerStream) -> None:
+        """The handler of ``messages.RUN``. Raises FleetError: what the other side is told."""
         asked = messages.decode_run(body)
         if asked.digest and not self._has(asked.digest):
             raise ModelNotFound(f"This machine does not have these files of {asked.model} (any more).")
@@ -136,7 +125,7 @@ def said_by(name: str, error: FleetError) -> FleetError:
     return from_code(error.code, f"{name}: {error.message}", hint=error.hint, param=error.param)
 
 
-async def drained(stream: Stream) -> None:
+async def drained(stream: PeerStream) -> None:
     """Wait until what was sent is on its way. Raises PeerLost for a reader that takes nothing."""
     try:
         async with asyncio.timeout(limits.JOB_READ_STALL_S):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from bench.fleet_daemons import pair
+from bench.harness.fleet import pair
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_file import RosterFile

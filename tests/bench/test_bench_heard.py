@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.throwaway import Frame, Heard
+from bench.harness.client import Frame, Heard
 
 
 def test_the_rate_runs_from_the_first_token_to_the_last() -> None:

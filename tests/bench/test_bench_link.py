@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from bench.shard_core import Share, starting_on, why_no_cores, why_no_share
-from bench.shard_link import Cable, Link, why_not
+from bench.harness.cores import Share, starting_on, why_no_cores, why_no_share
+from bench.harness.network import Cable, Link, why_not
 
 SLOW = Link("8 Mbit/s", bits_per_s=8e6)
 FAR = Link("far", rtt_s=0.1)
@@ -58,7 +58,7 @@ def test_a_far_machine_answers_after_every_round_trip() -> None:
 def test_what_a_machine_starts_meanwhile_stays_on_its_core() -> None:
     everywhere = os.sched_getaffinity(0)
     core = max(everywhere)
-    with starting_on(core, None, os.getpid()):
+    with starting_on({core}):
         child = subprocess.Popen(
             [sys.executable, "-c", CORES], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -70,7 +70,7 @@ def test_what_a_machine_starts_meanwhile_stays_on_its_core() -> None:
 def test_a_share_of_a_core_is_what_its_processes_get() -> None:
     share = Share(0.2)
     try:
-        with starting_on(min(os.sched_getaffinity(0)), share, os.getpid()):
+        with starting_on({min(os.sched_getaffinity(0))}, share):
             child = subprocess.Popen([sys.executable, "-c", BURN], stdout=subprocess.PIPE, text=True)
         used_s = float(child.communicate(timeout=60)[0])
         # Its start is in it; without the share it would be a second at least.

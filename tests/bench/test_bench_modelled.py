@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from bench import modelled
-from bench.modelled import DS4, TOLERANCE, Prediction, ds4, ds4_speed, exo
+from bench.scenarios import modelled
+from bench.scenarios.modelled import DS4, TOLERANCE, Prediction, ds4, ds4_speed, exo
 from fleetd.plan.prefill.split import checked
 
 

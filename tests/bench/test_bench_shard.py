@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from bench.shard_ceiling import ceiling, error, step_s, sum_of_speeds
-from bench.shard_grid import Cell
-from bench.shard_machines import Asked
-from bench.throwaway import Heard
+from bench.harness.client import Heard
+from bench.harness.machines import Asked
+from bench.scenarios.never_slower import Cell
+from bench.scenarios.prefill_ceiling import ceiling, error, step_s, sum_of_speeds
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
 

@@ -101,10 +101,10 @@ def test_what_cannot_be_read_is_measured_again(tmp_path: Path, found: bytes) -> 
 
 
 def test_every_family_can_be_run() -> None:
-    from bench.__main__ import FAMILIES, ON_REQUEST
+    from bench.families import FAMILIES, ON_REQUEST
 
     assert set(FAMILIES) >= ON_REQUEST
     for name, family in FAMILIES.items():
-        assert family.TITLE, name
-        assert family.RUNS >= family.QUICK_RUNS >= 1, name
+        assert family.title, name
+        assert family.runs >= family.quick_runs >= 1, name
         assert callable(family.measure), name

@@ -11,7 +11,6 @@ from tiny_architectures import tiny
 
 from fleetd import limits
 from fleetd.engine.streams.frames import HEAD_BYTES, Kind
-from fleetd.errors import PeerLost
 from fleetd.plan.prefill.split import Split
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -76,8 +75,8 @@ def test_others_may_leave_as_soon_as_they_have_what_they_need(llama: Any, split:
     run = Run(llama, split, clock=Clock(tick=0.01))
     for _ in run.turns():
         pass
-    for helper in run.helpers:
-        for pipe in helper._pipes.values():
+    for (machine, _), pipe in run.streams.ends.items():
+        if machine >= 0:
             pipe.backlog = HEAD_BYTES + limits.KIB  # as if the end were still on its way
     for end in list(run.streams.ends.values()):
         end.fail()
@@ -85,20 +84,6 @@ def test_others_may_leave_as_soon_as_they_have_what_they_need(llama: Any, split:
         assert helper.ready
         assert helper.finished
         helper.step()
-
-
-@BOTH
-def test_a_stream_that_breaks_before_its_last_rows_are_sent_is_an_error(llama: Any, split: Split) -> None:
-    run = Run(llama, split, clock=Clock(tick=0.01))
-    for helper in run.helpers:
-        while helper.ready:
-            helper.step()
-    for end in list(run.streams.ends.values()):
-        end.fail()
-    for helper in run.helpers:
-        assert not helper.finished
-        with pytest.raises(PeerLost):
-            helper.step()
 
 
 @BOTH

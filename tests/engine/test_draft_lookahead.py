@@ -32,7 +32,7 @@ def test_first_the_way_then_the_likeliest_mistake() -> None:
     look = Lookahead(ahead=4, detours=1, detour_tokens=2)
     wanted = run(look, {(1, 2): torn(3)})
     assert wanted == [[], [1], [1, 2], [1, 2, 3], [1, 2, 103], [1, 2, 103, 4]]
-    assert look.way == [1, 2, 3, 4]
+    assert look.main_path == [1, 2, 3, 4]
 
 
 def test_a_mistake_that_is_reached_rarely_comes_later() -> None:
@@ -45,17 +45,17 @@ def test_what_was_foreseen_is_kept() -> None:
     look = Lookahead(ahead=4, detours=1, detour_tokens=2)
     run(look, {(1, 2): torn(3)})
     assert look.committed([1, 2]) == 2
-    assert look.way == [3, 4]
-    assert look.next() == [3, 4]  # the way goes on; the detour is drafted already
-    assert look.gone[0][0].first == 4
+    assert look.main_path == [3, 4]
+    assert look.next() == [3, 4]  # the main_path goes on; the detour is drafted already
+    assert look.detour_guesses[0][0].first == 4
 
 
 def test_a_detour_that_came_true_is_the_way() -> None:
     look = Lookahead(ahead=4, detours=1, detour_tokens=2)
     run(look, {(1, 2): torn(3)})
     assert look.committed([1, 2, 103]) == 2
-    assert look.way == [4, 5]
-    assert look.gone == {}
+    assert look.main_path == [4, 5]
+    assert look.detour_guesses == {}
 
 
 @pytest.mark.parametrize("tokens", [[9], [1, 9], [1, 2, 3, 4, 5], [1, 2, 103, 9], [1, 2, 103, 4, 5, 6]])
@@ -63,7 +63,7 @@ def test_what_nobody_foresaw_is_forgotten(tokens: list[int]) -> None:
     look = Lookahead(ahead=4, detours=1, detour_tokens=2)
     run(look, {(1, 2): torn(3)})
     look.committed(tokens)
-    assert (look.way, look.gone, look.next()) == ([], {}, [])
+    assert (look.main_path, look.detour_guesses, look.next()) == ([], {}, [])
 
 
 def test_nothing_comes_after_the_end() -> None:
@@ -101,10 +101,10 @@ def test_a_path_always_goes_on_from_the_text(steps: list[tuple[str, int]]) -> No
                 new.append(guess.first if missed is None else missed)
             look.committed(new)
             text = (*text, *new)
-        way = look.way
-        assert way == [model((*text, *way[:i])).first for i in range(len(way))]
-        for place, after in look.gone.items():
-            path = [*way[:place], look.guesses[place].second]
+        main_path = look.main_path
+        assert main_path == [model((*text, *main_path[:i])).first for i in range(len(main_path))]
+        for place, after in look.detour_guesses.items():
+            path = [*main_path[:place], look.guesses[place].second]
             for guess in after:
                 assert guess == model((*text, *path))
                 path.append(guess.first)

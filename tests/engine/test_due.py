@@ -143,14 +143,6 @@ def test_any_other_head_is_refused_by_the_name_of_its_field(change: dict[str, ob
         stream.place(replace(heads[0], **change))  # type: ignore[arg-type]
 
 
-def test_a_frame_of_other_tokens_is_refused() -> None:
-    stream, heads, hashes = incoming()
-    other = replace(heads[0], prefix=b"12345678")
-    buffers = stream.place(other)
-    with pytest.raises(ProtocolError, match="other tokens"):
-        stream.taken(Frame(other, buffers), hashes)
-
-
 @pytest.mark.parametrize(
     ("rows", "index", "due_here"),
     [(1, 0, True), (20, 20, True), (276, 5, True), (277, 5, False), (0, 0, False), (20, 21, False)],
@@ -167,12 +159,3 @@ def test_the_size_of_a_state_has_bounds(rows: int, index: int, due_here: bool) -
     else:
         with pytest.raises(ProtocolError, match="not a state"):
             stream.place(state)
-
-
-def test_a_state_of_half_a_row_is_refused() -> None:
-    stream, heads, hashes = incoming(ROTATING)
-    state = next(head for head in heads if head.kind is Kind.STATE)
-    for head in heads[: heads.index(state)]:
-        stream.taken(Frame(head, stream.place(head)), hashes)
-    with pytest.raises(ProtocolError, match="not a state"):
-        stream.place(replace(state, sizes=(25, 16)))

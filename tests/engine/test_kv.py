@@ -71,12 +71,12 @@ def test_a_layout_says_what_prefill_fills(name: str) -> None:
 def test_rows_arrive_where_they_belong(dtype: mx.Dtype, widths: tuple[int, int]) -> None:
     shape = LayerShape(3, *widths, dtype, 0)
     source, target = filled(shape, 300), layer_kv.preallocated(shape, 300)
-    inlet = RowBuffer(target)
+    buffer = RowBuffer(target)
     for start, stop in ((0, 7), (7, 250), (250, 300)):
         payload = layer_kv.rows(source, start, stop)
         assert sum(piece.nbytes for piece in payload) == sum(shape.sizes(stop - start))
-        copy_into(inlet.rows(start, stop), payload)
-    del inlet
+        copy_into(buffer.rows(start, stop), payload)
+    del buffer
     target.offset = 300
     assert equal(source, target)
 

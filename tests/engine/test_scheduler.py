@@ -81,11 +81,11 @@ class Bench:
 
     def turn(self) -> None:
         assert self.scheduler.turn()
+        self.scheduler.validate()
 
     @property
     def busy(self) -> bool:
-        s = self.scheduler
-        return bool(s._waiting or s._prefilling or s._decoding or not s.inbox.empty())
+        return self.scheduler.busy
 
     def finish(self, turns: int = 3000) -> None:
         for _ in range(turns):
@@ -103,14 +103,13 @@ class Bench:
     def check_clean(self) -> None:
         """Nothing is left of requests that have ended."""
         s = self.scheduler
+        assert not s.busy
+        s.validate()
         assert s.budget.used_bytes == 0
-        assert s.budget._tokens == {}
-        assert (s._waiting, s._prefilling, len(s._decoding)) == ([], [], 0)
-        generator = s._decoding._generator
+        generator = s.decoding._generator
         assert len(generator._generation_batch) == len(generator._prompt_batch) == 0
         assert not generator._unprocessed_sequences
         assert not generator._currently_processing
-        assert s.prefix.nbytes == sum(e.nbytes for e in s.prefix._entries.values())
 
 
 def check_order(events: list[Report]) -> None:
@@ -242,7 +241,9 @@ def test_an_answer_that_cannot_grow_fails_alone(parts: tuple[Any, Any]) -> None:
     bench.finish()
     ends = [bench.of(name)[-1] for name in ("a", "b")]
     assert sorted(type(e).__name__ for e in ends) == ["Failed", "Finished"]
-    assert all(e.code == "out_of_memory" for e in ends if isinstance(e, Failed))
+    (failed,) = (e for e in ends if isinstance(e, Failed))
+    assert failed.code == "out_of_memory"
+    assert "KV cache is full" in failed.message
     bench.check_clean()
 
 
@@ -350,6 +351,9 @@ def test_prompts_at_the_context_and_one_past_it(parts: tuple[Any, Any]) -> None:
     bench.finish()
     kinds = {n: type(bench.of(f"n{n}")[-1]).__name__ for n in (18, 19, 20)}
     assert kinds == {18: "Finished", 19: "Finished", 20: "Failed"}
+    failed = bench.of("n20")[-1]
+    assert isinstance(failed, Failed)
+    assert "has 20 tokens; this model's context holds 20" in failed.message
     last = bench.of("n18")[-1]
     assert isinstance(last, Finished)
     assert last.usage.completion_tokens <= 2

@@ -87,7 +87,8 @@ class Bench:
     def turn(self, turns: int = 1) -> None:
         for _ in range(turns):
             assert self.scheduler.turn()
-            self.scheduler._beat()
+            self.scheduler.heartbeat()
+            self.scheduler.validate()
 
     def of(self, name: str, kind: type[Any] = object) -> list[Any]:
         return [e for e in self.events if getattr(e, "id", None) == name and isinstance(e, kind)]
@@ -100,8 +101,9 @@ class Bench:
         else:
             pytest.fail(f"not done: {self.events[-5:]}")
         s = self.scheduler
-        assert s.budget.used_bytes == len(s._assists) == len(s._shared.streams) == 0
-        assert (s._waiting, s._prefilling, len(s._decoding)) == ([], [], 0)
+        assert s.budget.used_bytes == len(s.guests[0]) == len(s.streams) == 0
+        assert not s.busy
+        s.validate()
 
 
 def test_a_prompt_that_waits_for_word_lets_others_go_and_keeps_its_memory(
@@ -117,9 +119,9 @@ def test_a_prompt_that_waits_for_word_lets_others_go_and_keeps_its_memory(
     assert accepted == Accepted("waits", 400, 0, sharing.CHUNK, waits=True)
     assert bench.scheduler.budget.used_bytes >= 400 * 1024
     bench.turn(3)
-    beats = [event for event in bench.events if isinstance(event, Heartbeat)]
-    assert beats[-1].blocked
-    assert beats[-1].prefilling == 1
+    heartbeats = [event for event in bench.events if isinstance(event, Heartbeat)]
+    assert heartbeats[-1].blocked
+    assert heartbeats[-1].prefilling == 1
     bench.scheduler.tell(PrefillAlone("waits"))
     bench.finish("waits")
     assert bench.of("waits", Shared) == []

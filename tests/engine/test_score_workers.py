@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 from contextlib import aclosing
 
 import pytest
@@ -26,7 +24,7 @@ from fleetd.engine.protocol import (
     Score,
     Scored,
 )
-from fleetd.errors import BadRequest, EngineDied, InvalidValue
+from fleetd.errors import BadRequest, InvalidValue
 from fleetd.models.folder import ModelFolder
 
 TEXT = "abc def " * 300 + "which?"
@@ -55,21 +53,6 @@ async def test_a_text_is_scored_beside_an_answer(pool: EnginePool, chain: ModelF
         await scored(pool, chain, Score("s", TEXT, profile=Profile([(99, 0)], 100)))
     with pytest.raises(BadRequest):
         await scored(pool, chain, Score("s", "", profile=SCORE.profile))
-
-
-async def test_a_worker_that_dies_is_told(pool: EnginePool, chain: ModelFolder) -> None:
-    await pool.load(chain)
-    (status,) = pool.status()
-    assert status.pid is not None
-
-    async def killed_in_the_middle() -> None:
-        async with asyncio.timeout(60), aclosing(pool.score(chain, LONG)) as events:
-            async for event in events:
-                if isinstance(event, Prefill):
-                    os.kill(status.pid or 0, signal.SIGKILL)
-
-    with pytest.raises(EngineDied):
-        await killed_in_the_middle()
 
 
 async def test_closing_cancels(pool: EnginePool, chain: ModelFolder) -> None:

@@ -46,12 +46,12 @@ A = npt.NDArray[Any]
 
 
 def looked(
-    sight: AttentionTap, work: LayoutPass, layers: list[int], *, rotated: bool, chunk: int
+    tap: AttentionTap, work: LayoutPass, layers: list[int], *, rotated: bool, chunk: int
 ) -> AttentionPass:
-    looking = AttentionPass(sight, work, {n: sight.key_heads(n) for n in layers}, rotated)
-    while not looking.finished:
-        looking.step(chunk)
-    return looking
+    attention = AttentionPass(tap, work, {n: tap.key_heads(n) for n in layers}, rotated)
+    while not attention.finished:
+        attention.step(chunk)
+    return attention
 
 
 def attention_of(model: Any, monkeypatch: pytest.MonkeyPatch) -> dict[int, tuple[A, A, float]]:
@@ -76,14 +76,14 @@ def test_rotated_logits_are_attentions_own(
 ) -> None:
     model = tiny(architecture)
     whole = attention_of(model, monkeypatch)
-    sight = AttentionTap.of(model)
-    assert sorted(sight.scales) == FULL[architecture]
-    looking = looked(sight, PASS, FULL[architecture], rotated=True, chunk=chunk)
+    tap = AttentionTap.of(model)
+    assert sorted(tap.scales) == FULL[architecture]
+    attention = looked(tap, PASS, FULL[architecture], rotated=True, chunk=chunk)
     for layer in FULL[architecture]:
         q, k, scale = whole[layer]
-        assert sight.scales[layer] == pytest.approx(scale)
-        np.testing.assert_allclose(looking.queries[layer], q[:, -10:], rtol=1e-3, atol=1e-4)
-        np.testing.assert_allclose(looking.keys[layer], k[:, 4:74], rtol=1e-3, atol=1e-4)
+        assert tap.scales[layer] == pytest.approx(scale)
+        np.testing.assert_allclose(attention.queries[layer], q[:, -10:], rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(attention.keys[layer], k[:, 4:74], rtol=1e-3, atol=1e-4)
     # Looking changes nothing of the model.
     again = attention_of(model, monkeypatch)
     np.testing.assert_array_equal(again[3][0], whole[3][0])
@@ -106,18 +106,18 @@ def test_before_the_rotation_it_is_the_projection_and_its_norm(architecture: str
         rows = rows.reshape(len(TOKENS), -1, 32).transpose(1, 0, 2)
         return rms(rows, layer.self_attn[norm]) if norm in layer.self_attn else rows
 
-    sight = AttentionTap.of(model)
-    looking = looked(sight, PASS, [0], rotated=False, chunk=32)
-    np.testing.assert_allclose(looking.queries[0], heads("q_proj", "q_norm")[:, -10:], rtol=1e-3, atol=1e-4)
-    np.testing.assert_allclose(looking.keys[0], heads("k_proj", "k_norm")[:, 4:74], rtol=1e-3, atol=1e-4)
+    tap = AttentionTap.of(model)
+    attention = looked(tap, PASS, [0], rotated=False, chunk=32)
+    np.testing.assert_allclose(attention.queries[0], heads("q_proj", "q_norm")[:, -10:], rtol=1e-3, atol=1e-4)
+    np.testing.assert_allclose(attention.keys[0], heads("k_proj", "k_norm")[:, 4:74], rtol=1e-3, atol=1e-4)
     # Rotating it afterwards gives what attention sees.
-    rotated = looked(sight, PASS, [0], rotated=True, chunk=32)
-    np.testing.assert_allclose(sight.rotated(0, looking.keys[0], 4), rotated.keys[0], rtol=1e-4, atol=1e-5)
+    rotated = looked(tap, PASS, [0], rotated=True, chunk=32)
+    np.testing.assert_allclose(tap.rotated(0, attention.keys[0], 4), rotated.keys[0], rtol=1e-4, atol=1e-5)
 
 
 def test_the_cut_of_a_pass_changes_no_byte() -> None:
-    sight = AttentionTap.of(tiny("qwen3"))
-    whole, cut = (looked(sight, PASS, [0, 2], rotated=True, chunk=chunk) for chunk in (90, 7))
+    tap = AttentionTap.of(tiny("qwen3"))
+    whole, cut = (looked(tap, PASS, [0, 2], rotated=True, chunk=chunk) for chunk in (90, 7))
     for layer in (0, 2):
         np.testing.assert_array_equal(whole.queries[layer], cut.queries[layer])
         np.testing.assert_array_equal(whole.keys[layer], cut.keys[layer])
@@ -125,15 +125,15 @@ def test_the_cut_of_a_pass_changes_no_byte() -> None:
 
 def test_later_layers_are_not_run() -> None:
     model = tiny("llama")
-    sight = AttentionTap.of(model)
-    before = looked(sight, PASS, [1], rotated=True, chunk=40)
+    tap = AttentionTap.of(model)
+    before = looked(tap, PASS, [1], rotated=True, chunk=40)
     # Whatever would be computed behind the second layer's keys cannot be called any more.
     for layer in model.model.layers[1:]:
         layer.mlp = SimpleNamespace()
-    after = looked(sight, PASS, [1], rotated=True, chunk=40)
+    after = looked(tap, PASS, [1], rotated=True, chunk=40)
     np.testing.assert_array_equal(before.queries[1], after.queries[1])
     with pytest.raises(TypeError):
-        looked(sight, PASS, [2], rotated=True, chunk=40)
+        looked(tap, PASS, [2], rotated=True, chunk=40)
 
 
 @pytest.mark.parametrize("architecture", ["deepseek_v3", "kimi_k2"])
@@ -144,16 +144,16 @@ def test_attention_that_shows_no_keys_is_refused(architecture: str) -> None:
 
 def test_first_layer_scores_of_segments_are_one_passs() -> None:
     """In the first layer a key is its token's own, so nothing is lost by cutting but the question's place."""
-    sight = AttentionTap.of(tiny("llama"))
+    tap = AttentionTap.of(tiny("llama"))
     head, text, question = TOKENS[:8], TOKENS[8:80], TOKENS[80:]
 
     def segment(first: int, end: int) -> SegmentScores:
         before = head if first else []
         own = [*head, *text[:end]] if first == 0 else text[first:end]
         work = LayoutPass([*before, *own, *question], len(before), len(own), len(question), 0)
-        looking = looked(sight, work, [0], rotated=False, chunk=32)
+        attention = looked(tap, work, [0], rotated=False, chunk=32)
         logits = [
-            logits_of(q, looking.keys[0][h // 2], sight.scales[0]) for h, q in enumerate(looking.queries[0])
+            logits_of(q, attention.keys[0][h // 2], tap.scales[0]) for h, q in enumerate(attention.queries[0])
         ]
         starts = np.arange(len(own), dtype=np.int32) + (8 + first if first else 0)
         return SegmentScores.of_logits(starts, starts + 1, np.stack(logits))
@@ -308,7 +308,12 @@ class Bench:
         settings = {"budget": KvBudget.of(1 << 30, 4096), "context": 2048, **options}
         self.budget, self.context = settings["budget"], settings["context"]
         self.scoring = ScoreGuests(
-            self.model, tokenizer, self.context, self.budget, self.events.append, settings.get("kept")
+            model=self.model,
+            tokenizer=tokenizer,
+            context_tokens=self.context,
+            budget=self.budget,
+            emit=self.events.append,
+            kept=settings.get("kept"),
         )
 
     def begin(self, name: str, text: str = "lorem ipsum " * 60 + "dolor?", **fields: Any) -> None:
@@ -352,10 +357,10 @@ def test_scores_are_softmaxes_of_the_chosen_heads(bench: Bench) -> None:
     bench.begin("a", profile=PROFILE)
     bench.run()
     laid = lay_out(Score("a", "lorem ipsum " * 60 + "dolor?", [(720, 726)]), bench.tokenizer, 2048)
-    looking = looked(AttentionTap.of(bench.model), laid.passes[0], [1, 2], rotated=True, chunk=99)
+    attention = looked(AttentionTap.of(bench.model), laid.passes[0], [1, 2], rotated=True, chunk=99)
     every = np.stack(
         [
-            looking.queries[layer][head] @ looking.keys[layer][head // 2].T / np.sqrt(32)
+            attention.queries[layer][head] @ attention.keys[layer][head // 2].T / np.sqrt(32)
             for layer, head in PROFILE.heads
         ]
     )
@@ -465,12 +470,12 @@ def test_a_model_that_looks_nothing_up_says_so(bench: Bench) -> None:
 def test_a_model_that_looks_nothing_up_is_searched_once(tokenizer: Any, tmp_path: Path) -> None:
     """For all that wait for it, and for what comes later, also after another load."""
     basis = ProfileKey("ab" * 32, {})
-    bench = Bench(tokenizer, kept=basis.finding(tmp_path))
+    bench = Bench(tokenizer, kept=basis.cached(tmp_path))
     bench.begin("a")
     bench.begin("b")
     bench.run()
     bench.begin("c")
-    later = Bench(tokenizer, kept=basis.finding(tmp_path))
+    later = Bench(tokenizer, kept=basis.cached(tmp_path))
     later.begin("d")
     assert (bench.scoring.ready, later.scoring.ready) == (False, False)
     (c,), (d,) = bench.of("c"), later.of("d")
@@ -489,7 +494,7 @@ def test_a_profile_is_found_once_on_a_machine(
     basis = ProfileKey("ab" * 32, {"mlx": "1"})
     searched: list[float] = []
     for kept in (basis, basis, msgspec.structs.replace(basis, versions={"mlx": "2"})):
-        bench = Bench(tokenizer, kept=kept.finding(tmp_path))
+        bench = Bench(tokenizer, kept=kept.cached(tmp_path))
         bench.begin("a")
         bench.run()
         scored = bench.of("a")[-1]
@@ -504,7 +509,7 @@ def test_a_profile_is_found_once_on_a_machine(
 def test_a_kept_profile_that_is_not_this_models_is_not_used(
     tokenizer: Any, tmp_path: Path, heads: list[tuple[int, int]]
 ) -> None:
-    finding = ProfileKey("ab" * 32, {}).finding(tmp_path)
+    finding = ProfileKey("ab" * 32, {}).cached(tmp_path)
     finding.keep(Profile(heads, 3, True))
     bench = Bench(tokenizer, kept=finding)
     bench.begin("a")
@@ -513,7 +518,7 @@ def test_a_kept_profile_that_is_not_this_models_is_not_used(
 
 
 def test_without_a_digest_nothing_is_kept(tmp_path: Path) -> None:
-    finding = ProfileKey("", {}).finding(tmp_path)
+    finding = ProfileKey("", {}).cached(tmp_path)
     finding.keep(PROFILE)
     assert finding.find() is None
     assert list(tmp_path.iterdir()) == []

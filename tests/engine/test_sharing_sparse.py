@@ -10,10 +10,10 @@ import pytest
 from shared_runs import LAYERS, Run, kept_of, prompt, staged
 from tiny_architectures import tiny
 
+from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.protocol import PrefillShared
 from fleetd.engine.shared_prefill import frame_schedule
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
-from fleetd.engine.shared_prefill.layer_kv import copy_on_write
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.sparse_prefill.sparse import Sparse

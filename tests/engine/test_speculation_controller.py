@@ -22,19 +22,19 @@ def answer(
     """Decode an answer of which each draft is right with that chance; its seconds per token."""
     dice, truth = random.Random(seed), Costs(curve)
     controller = Controller(Costs(curve), most)
-    seconds, came = 0.0, 0
-    while came < tokens:
-        drafts = [came + i + 1 if dice.random() < acceptance else -1 for i in range(most)]
+    seconds, on_tokens = 0.0, 0
+    while on_tokens < tokens:
+        drafts = [on_tokens + i + 1 if dice.random() < acceptance else -1 for i in range(most)]
         draft = controller.choose({"s": drafts}, most)
         right = 0
-        while right < len(draft.tokens) and draft.tokens[right] == came + right + 1:
+        while right < len(draft.tokens) and draft.tokens[right] == on_tokens + right + 1:
             right += 1
-        emitted = [came + i + 1 for i in range(right + 1)]
+        emitted = [on_tokens + i + 1 for i in range(right + 1)]
         took = truth.ratio(1 + len(draft.tokens))
         controller.verified(draft, emitted, took)
-        came += len(emitted)
+        on_tokens += len(emitted)
         seconds += took
-    return controller, seconds / came
+    return controller, seconds / on_tokens
 
 
 def best(curve: dict[int, float], a: float) -> float:
@@ -76,7 +76,7 @@ def test_a_source_that_gets_good_is_used_again_without_having_been_tried() -> No
     assert controller.choose({"s": [-1] * 5}, 15) == Draft()
     before = controller.records["s"].passes
     for i in range(200, 260):
-        controller.came([i])
+        controller.on_tokens([i])
         controller.choose({"s": [i + 1, i + 2, i + 3]}, 15)
         if controller.choose({"s": [i + 1, i + 2, i + 3]}, 15).tokens:
             break

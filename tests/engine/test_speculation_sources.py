@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.engine.speculation.automaton import BYTES_PER_TOKEN, ROOT, Automaton
+from fleetd.engine.speculation.local_sources import LOCAL_NAMES, SOURCE_NAMES, local_sources
 from fleetd.engine.speculation.lookup import LONGEST, SHORTEST, PromptLookup
+from fleetd.engine.speculation.remote_source import RemoteSource
 from fleetd.engine.speculation.suffix import PastAnswers, SuffixSource
 
 # Few different tokens, so that much is repeated.
@@ -133,3 +135,9 @@ def test_of_many_keys_the_one_not_used_for_longest_goes() -> None:
     assert past.of("b") == ()
     assert past.of("f") != ()
     assert past.of("a") != ()
+
+
+def test_the_names_of_sources_are_those_that_requests_may_give() -> None:
+    local = [source.name for source in local_sources()]
+    assert tuple(local) == LOCAL_NAMES
+    assert {*local, RemoteSource.name} == set(SOURCE_NAMES)

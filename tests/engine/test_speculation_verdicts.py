@@ -16,22 +16,19 @@ from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.speculation import rollback
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
-from fleetd.engine.speculation.verdicts import VerdictKey, Verdicts
+from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.errors import DiskFull
 from fleetd.home import durable
 from fleetd.models import digest as digests
 
-BASIS = VerdictKey(
-    "ab" * 32, "cpu", "x86_64 AVX2", "Linux-6", {"mlx": "0.32"}, {"MKL_CBWR": "AVX2,STRICT"}, 2
-)
+KEY = VerdictKey("ab" * 32, "cpu", "x86_64 AVX2", "Linux-6", {"mlx": "0.32"}, {"MKL_CBWR": "AVX2,STRICT"}, 2)
 FOUND = ExactnessVerdict(8, rollback.ANY, "exact: blocks of up to 8 tokens", {1: 0.01, 4: 0.012, 8: 0.02})
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Verdicts:
-    verdicts = Verdicts(tmp_path)
-    verdicts.keep(BASIS, FOUND)
-    return verdicts
+def kept(tmp_path: Path) -> Path:
+    KEY.cached(tmp_path).keep(FOUND)
+    return tmp_path
 
 
 def file_of(cache: Path) -> Path:
@@ -39,12 +36,12 @@ def file_of(cache: Path) -> Path:
     return found
 
 
-def test_a_verdict_is_found_again(kept: Verdicts, tmp_path: Path) -> None:
-    assert kept.find(BASIS) == FOUND
-    assert Verdicts(tmp_path).find(BASIS) == FOUND
+def test_a_verdict_is_found_again(kept: Path, tmp_path: Path) -> None:
+    assert KEY.cached(kept).find() == FOUND
+    assert KEY.cached(tmp_path).find() == FOUND
     other = ExactnessVerdict(text="declined: blocks of 2 tokens give other logits at 30 tokens of context")
-    kept.keep(BASIS, other)
-    assert kept.find(BASIS) == other
+    KEY.cached(kept).keep(other)
+    assert KEY.cached(kept).find() == other
 
 
 @pytest.mark.parametrize(
@@ -63,19 +60,19 @@ def test_a_verdict_is_found_again(kept: Verdicts, tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_whatever_it_rests_on_may_change_it(kept: Verdicts, change: dict[str, Any]) -> None:
-    assert kept.find(msgspec.structs.replace(BASIS, **change)) is None
-    assert kept.find(BASIS) == FOUND
+def test_whatever_it_rests_on_may_change_it(kept: Path, change: dict[str, Any]) -> None:
+    assert msgspec.structs.replace(KEY, **change).cached(kept).find() is None
+    assert KEY.cached(kept).find() == FOUND
 
 
-def test_models_and_devices_have_a_file_each(kept: Verdicts) -> None:
-    others = [msgspec.structs.replace(BASIS, digest="cd" * 32), msgspec.structs.replace(BASIS, device="cuda")]
-    for width, basis in enumerate(others, 2):
-        kept.keep(basis, ExactnessVerdict(width, 100))
-    assert [verdict.width for basis in (BASIS, *others) if (verdict := kept.find(basis))] == [8, 2, 3]
+def test_models_and_devices_have_a_file_each(kept: Path) -> None:
+    others = [msgspec.structs.replace(KEY, digest="cd" * 32), msgspec.structs.replace(KEY, device="cuda")]
+    for width, key in enumerate(others, 2):
+        key.cached(kept).keep(ExactnessVerdict(width, 100))
+    assert [verdict.width for key in (KEY, *others) if (verdict := key.cached(kept).find())] == [8, 2, 3]
 
 
-def test_a_damaged_file_is_no_verdict(kept: Verdicts, tmp_path: Path) -> None:
+def test_a_damaged_file_is_no_verdict(kept: Path, tmp_path: Path) -> None:
     file = file_of(tmp_path)
     whole = file.read_bytes()
     assert b'"width":8' in whole
@@ -89,36 +86,35 @@ def test_a_damaged_file_is_no_verdict(kept: Verdicts, tmp_path: Path) -> None:
     damaged += [b"[" * 60_000, b"{}", whole + b" " * (1 << 16)]
     for raw in damaged:
         file.write_bytes(raw)
-        assert kept.find(BASIS) is None
-    kept.keep(BASIS, FOUND)
-    assert kept.find(BASIS) == FOUND
+        assert KEY.cached(kept).find() is None
+    KEY.cached(kept).keep(FOUND)
+    assert KEY.cached(kept).find() == FOUND
 
 
 def test_what_cannot_be_read_or_written_costs_a_probe_and_no_more(
-    kept: Verdicts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = file_of(tmp_path)
     elsewhere = tmp_path / "elsewhere"
     file.rename(elsewhere)
     file.symlink_to(elsewhere)
-    assert kept.find(BASIS) is None
+    assert KEY.cached(kept).find() is None
 
     def full(path: Path, data: bytes) -> None:
         raise DiskFull(os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(durable, "replace", full)
-    kept.keep(BASIS, FOUND)
+    KEY.cached(kept).keep(FOUND)
     blocked = tmp_path / "file"
     blocked.write_bytes(b"")
-    Verdicts(blocked).keep(BASIS, FOUND)
-    assert Verdicts(blocked).find(BASIS) is None
+    KEY.cached(blocked).keep(FOUND)
+    assert KEY.cached(blocked).find() is None
 
 
 def test_a_model_that_nobody_hashed_is_probed_each_time(tmp_path: Path) -> None:
-    unknown = msgspec.structs.replace(BASIS, digest="")
-    verdicts = Verdicts(tmp_path)
-    verdicts.keep(unknown, FOUND)
-    assert verdicts.find(unknown) is None
+    unknown = msgspec.structs.replace(KEY, digest="")
+    unknown.cached(tmp_path).keep(FOUND)
+    assert unknown.cached(tmp_path).find() is None
     assert not list(tmp_path.iterdir())
 
 

@@ -11,6 +11,7 @@ import tiny_architectures
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
+from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.protocol import Sampling
 from fleetd.engine.sampling import make_processors, make_sampler
 from fleetd.engine.speculation import exactness_probe as probing
@@ -126,7 +127,7 @@ def test_what_cannot_be_taken_back_is_declined_by_name() -> None:
 def test_a_private_cache_leaves_the_other_as_it_is(llama: Any) -> None:
     first = row(llama, speculating.GREEDY)
     before = rows_of(first.cache, 39)
-    twin = rollback.private(first.cache)
+    twin = copy_on_write(first.cache)
     llama(mx.array([[1, 2, 3]]), cache=twin)
     rollback.take_back(twin, 10)
     llama(mx.array([[4] * 20]), cache=twin)
@@ -188,7 +189,7 @@ def test_an_inexact_device_is_declined(llama: Any, where: str) -> None:
     verdict = ask(Inexact(llama, 2, where=where))
     assert not verdict.exact
     assert verdict.text.startswith("declined: blocks of 2 tokens give other")
-    assert speculating.speculation(VOCAB, verdict=verdict).drafting(_request()) is None
+    assert speculating.speculation(VOCAB, verdict=verdict).new_drafts(_request()) is None
 
 
 @pytest.mark.usefixtures("_held_in_batches")
@@ -198,7 +199,7 @@ def test_widths_that_are_exact_are_used(llama: Any, where: str) -> None:
     assert verdict.width == 4
     assert verdict.text.startswith("exact: blocks of up to 4 tokens")
     assert "blocks of 8 tokens" in verdict.text
-    drafting = speculating.speculation(VOCAB, verdict=verdict).drafting(_request())
+    drafting = speculating.speculation(VOCAB, verdict=verdict).new_drafts(_request())
     assert drafting is not None
     assert drafting.controller.most == 3
 

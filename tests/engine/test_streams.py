@@ -11,8 +11,9 @@ import pytest
 
 from fleetd import limits
 from fleetd.engine.protocol import StreamTag
+from fleetd.engine.shared_prefill.frame_schedule import helper_streams, home_streams
 from fleetd.engine.streams.channel import receive_sockets
-from fleetd.engine.streams.handed_over import HandedOverStreams, helper_streams, home_streams
+from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import ProtocolError
 from fleetd.plan.prefill.split import Split
 from fleetd.sealed import handoff

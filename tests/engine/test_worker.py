@@ -38,7 +38,6 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.worker import EXIT_ORPHANED
 from fleetd.errors import (
     BadRequest,
-    ContextLengthExceeded,
     EngineDied,
     EngineStalled,
     FleetError,
@@ -119,13 +118,6 @@ async def test_stop_string_across_tokens_is_cut_before_it(
 
 
 @pytest.mark.one_loop
-async def test_unfinished_stop_string_is_released_at_the_end(pool: EnginePool, chain: ModelFolder) -> None:
-    answer = await run(pool, chain, ask("<cutoff>", stop=["part!"]))
-    assert answer.text == "good part STOP bad part"
-    assert answer.finished.stop is None
-
-
-@pytest.mark.one_loop
 async def test_logprobs_cover_the_text(pool: EnginePool, chain: ModelFolder) -> None:
     answer = await run(pool, chain, ask("<hello>", top_logprobs=3))
     assert "".join(p.token for p in answer.logprobs) == answer.text
@@ -171,21 +163,6 @@ async def test_token_prompt_outside_the_vocabulary(pool: EnginePool, chain: Mode
 async def test_empty_prompt(pool: EnginePool, chain: ModelFolder) -> None:
     with pytest.raises(BadRequest, match="empty"):
         await run(pool, chain, Generate("r", TextPrompt(""), GREEDY))
-
-
-@pytest.mark.one_loop
-async def test_prompt_longer_than_the_context_names_both_figures(
-    pool: EnginePool, chain: ModelFolder
-) -> None:
-    with pytest.raises(ContextLengthExceeded, match=r"5000 tokens.*4096"):
-        await run(pool, chain, Generate("r", TokenPrompt([65] * 5000), GREEDY))
-
-
-@pytest.mark.one_loop
-async def test_answer_ends_where_the_context_does(pool: EnginePool, chain: ModelFolder) -> None:
-    count = Generate("r", TokenPrompt([65] * 4085), GREEDY, max_tokens=1000)
-    answer = await run(pool, chain, count)
-    assert answer.finished.usage.prompt_tokens + answer.finished.usage.completion_tokens <= 4096
 
 
 @pytest.mark.one_loop
@@ -295,25 +272,6 @@ async def test_closing_the_stream_frees_its_slot(
 
 
 @pytest.mark.one_loop
-async def test_concurrent_answers_equal_the_same_alone(pool: EnginePool, chain: ModelFolder) -> None:
-    markers = ["<hello>", "<utf8>", "<ponder>", "<cutoff>", "<count>", "<hello>"]
-    alone = [await run(pool, chain, ask(m, f"a{i}", max_tokens=40)) for i, m in enumerate(markers)]
-    together = await asyncio.gather(
-        *(run(pool, chain, ask(m, f"b{i}", max_tokens=40)) for i, m in enumerate(markers))
-    )
-    assert [(a.text, a.reasoning) for a in together] == [(a.text, a.reasoning) for a in alone]
-
-
-@pytest.mark.one_loop
-async def test_more_requests_than_streams_all_finish(
-    make_pool: Callable[..., EnginePool], chain: ModelFolder
-) -> None:
-    pool = make_pool(max_streams=2)
-    answers = await asyncio.gather(*(run(pool, chain, ask("<hello>", f"r{i}")) for i in range(12)))
-    assert {a.text for a in answers} == {"Hello there, world!"}
-
-
-@pytest.mark.one_loop
 async def test_same_seed_same_answer_alone_or_in_company(pool: EnginePool, chain: ModelFolder) -> None:
     # So many are as likely that the chain's certainty is gone and every draw matters.
     even = dict.fromkeys(range(64), 100.0)
@@ -397,22 +355,6 @@ async def test_answer_without_a_limit_is_not_refused_for_what_it_might_become(
     answer = await run(pool, chain, ask("<count>"))
     assert answer.finished.reason == "length"
     assert 500 < answer.finished.usage.completion_tokens < 1000
-
-
-@pytest.mark.one_loop
-async def test_answers_that_outgrow_the_memory_together_end_with_a_reason(
-    make_pool: Callable[..., EnginePool], chain: ModelFolder
-) -> None:
-    pool = make_pool(max_memory_bytes=(8 << 20) + (512 << 20) + (4 << 20))
-    outcomes = await asyncio.gather(
-        *(run(pool, chain, ask("<count>", f"r{i}", max_tokens=1400)) for i in range(2)),
-        return_exceptions=True,
-    )
-    failed = [o for o in outcomes if isinstance(o, BaseException)]
-    assert len(failed) == 1
-    assert isinstance(failed[0], OutOfMemory)
-    assert "KV cache is full" in failed[0].message
-    assert (await run(pool, chain, ask("<hello>", "after"))).text == "Hello there, world!"
 
 
 @pytest.mark.one_loop
@@ -512,30 +454,6 @@ async def test_prompt_text_is_in_no_argument_list(pool: EnginePool, chain: Model
     assert status.pid is not None
     assert "canary" not in " ".join(psutil.Process(status.pid).cmdline())
     assert sys.executable in psutil.Process(status.pid).cmdline()[0]
-
-
-@pytest.mark.one_loop
-async def test_long_prefill_does_not_stop_a_running_answer(pool: EnginePool, chain: ModelFolder) -> None:
-    """Between two chunks of a long prompt every running answer gets its token."""
-    running = pool.stream(chain, ask("<count>", "running"))
-    async for event in running:
-        if isinstance(event, Delta):
-            break
-    long = asyncio.create_task(
-        run(pool, chain, Generate("long", TokenPrompt([65] * 3000), GREEDY, max_tokens=1))
-    )
-    deltas = 0
-    async for event in running:
-        deltas += isinstance(event, Delta)
-        if long.done():
-            # What came before its end, but was not yet asked for here, counts as well.
-            (engine,) = pool._engines.values()
-            deltas += engine._streams["running"].qsize()
-            break
-    await running.aclose()
-    chunks = sum(isinstance(e, Prefill) for e in (await long).events)
-    assert chunks > 10  # at most 256 tokens a turn
-    assert deltas >= chunks - 5
 
 
 def _variant(chain_path: Path, tmp_path: Path, template: str) -> ModelFolder:

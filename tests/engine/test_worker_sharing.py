@@ -6,9 +6,7 @@ Whatever happens to a helper, the answer is the one that this machine gives alon
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from sharing import (
 
 from fleetd import limits
 from fleetd.engine.protocol import (
-    Accepted,
     Assisted,
     AssistPrefill,
     Delta,
@@ -36,7 +33,6 @@ from fleetd.engine.protocol import (
     Keep,
     Prefill,
     PrefillShared,
-    Shared,
     TextPrompt,
 )
 from fleetd.engine.supervisor import EngineProcess
@@ -203,32 +199,6 @@ async def test_three_prompts_at_once_while_another_answer_runs(model: Path) -> N
         await settle(lambda: idle(home, helper))
 
 
-async def test_a_prompt_goes_on_without_help_when_told_or_not_told(model: Path) -> None:
-    async with workers(model) as (home, helper):
-        told_alone, no_word, no_stream, garbled = (
-            Sharing(home, [], prompt(name, 400, seed))
-            for seed, name in enumerate(("alone", "no word", "no stream", "garbled"))
-        )
-        home.alone((await told_alone.wait()).id)
-        home.share(PrefillShared("no stream", split_of("layers", await no_stream.wait()), 5.0, True))
-        of_another = split_of("layers", Accepted("", 300))
-        home.share(PrefillShared((await garbled.wait()).id, of_another, 5.0, True))
-        await told_alone.end()
-        # It went by that word, which is not answered; who goes on for another reason says so.
-        assert told_alone.told.of(Shared) == []
-        for sharing in (no_word, no_stream, garbled):
-            await sharing.end()
-            assert sharing.told.error is None
-            assert sharing.told.shared.code == "peer_unreachable"
-            assert sharing.told.shared.verified == 0
-        for sharing in (told_alone, no_word, no_stream, garbled):
-            assert sharing.told.numbers == await alone(helper, sharing.request)
-        # Word about what has gone on, or never was, is nothing.
-        home.alone("nobody")
-        home.share(PrefillShared("nobody", of_another, 5.0))
-        await settle(lambda: idle(home))
-
-
 async def test_what_is_too_short_or_scored_is_not_offered(model: Path) -> None:
     async with workers(model, 1) as (home,):
         short = Sharing(home, [], prompt("short", limits.SHARE_LEAST_TOKENS))
@@ -237,69 +207,6 @@ async def test_what_is_too_short_or_scored_is_not_offered(model: Path) -> None:
             assert not (await sharing.wait()).waits
             await sharing.end()
             assert sharing.told.finished.usage.completion_tokens > 0
-
-
-# A fault, the way to share that it strikes, and what the answer's worker says of it. Every way and every step
-# is struck in memory (test_sharing_faults.py) and between daemons (test_share_fault_matrix.py).
-FAULTS = [
-    ("wire spoiled", "layers", "seal_broken"),
-    ("given up by the daemon", "tokens", "peer_unreachable"),
-    ("stopped", "layers", "peer_late"),
-    ("stopped", "tokens", "peer_late"),
-    ("killed", "layers", "peer_lost"),
-    ("killed", "tokens", "peer_lost"),
-]
-
-
-async def test_a_helper_lost_midway_costs_time_and_nothing_else(model: Path) -> None:
-    async with workers(model, 3) as (home, *helpers):
-        for seed, (fault, kind, code) in enumerate(FAULTS):
-            await _lose(home, helpers[seed % 2], fault, kind, code, seed)
-        await settle(lambda: [helper.state for helper in helpers] == ["failed", "failed"])
-
-
-async def _lose(
-    home: EngineProcess, helper: EngineProcess, fault: str, kind: str, code: str, seed: int
-) -> None:
-    assert helper.pid is not None
-    sharing = Sharing(home, [helper], prompt(f"{fault} {kind}", 1500, seed))
-    expected = await alone(helper, sharing.request)
-    # Only one that stands still is to be late.
-    predicted_s = 0.2 if fault == "stopped" else 1000.0
-    await sharing.begin(kind, predicted_s=predicted_s, hold_after=MIDWAY_BYTES)
-    await sharing.held()
-    match fault:
-        case "wire spoiled":
-            sharing.relays[0].spoil()
-        case "given up by the daemon":
-            home.alone(sharing.request.id, "helper0 left the fleet")
-        case "stopped":
-            os.kill(helper.pid, signal.SIGSTOP)
-        case _:
-            os.kill(helper.pid, signal.SIGKILL)
-            sharing.relays[0].close()
-    async with asyncio.timeout(30):
-        await sharing.tasks[0]
-    told = sharing.told
-    assert told.error is None, fault
-    assert told.numbers == expected, fault
-    assert told.shared.code == code, told.shared
-    assert told.shared.reason
-    # Chunk after chunk is verified as it comes; layer after layer nothing is whole before the end.
-    assert told.shared.verified % CHUNK == 0
-    if kind == "tokens" or fault == "stopped":
-        assert (told.shared.verified > 0) == (kind == "layers"), told.shared
-    done = [event.done for event in told.of(Prefill)]
-    assert done == sorted(done)
-    if fault == "stopped":
-        os.kill(helper.pid, signal.SIGCONT)
-    # Home closed its end, and the helper lets go of everything by itself; what it had to send may all have
-    # been on its way.
-    await sharing.end()
-    await settle(lambda: idle(home))
-    if fault != "killed":
-        assert sharing.assists[0].of(Assisted) or isinstance(sharing.assists[0].error, PeerError)
-        await settle(lambda: idle(helper))
 
 
 async def test_cancelling_either_side_leaves_nothing_behind(model: Path) -> None:

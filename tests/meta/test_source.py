@@ -115,6 +115,17 @@ def test_every_module_says_its_idea() -> None:
     assert not silent
 
 
+def test_a_class_name_means_one_thing() -> None:
+    """A name in two places sends a reader to the wrong one."""
+    places: dict[str, list[str]] = {}
+    for path, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(str(path))
+    twice = {name: found for name, found in places.items() if len(found) > 1}
+    assert twice == {}
+
+
 # ---- Bounds ----------------------------------------------------------------------------------------------
 
 
@@ -172,6 +183,33 @@ def test_links_between_pages_lead_somewhere() -> None:
         if not (page.parent / target).exists()
     ]
     assert not broken
+
+
+FILE = re.compile(r"`((?:fleetd|fleetctl|tests|bench|eval|demo|docs)/[\w./-]+\.\w+)`")
+TERM = re.compile(r"\| `(\w+)` in `([\w.]+)` \|")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/contributing.md", "docs/glossary.md", "docs/limits.md"])
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    named = set(FILE.findall((REPO / page).read_text(encoding="utf-8")))
+    assert [file for file in named if not (REPO / file).exists()] == []
+
+
+def test_every_class_of_the_glossary_is_where_it_says() -> None:
+    places = {
+        (node.name, ".".join(path.with_suffix("").parts))
+        for path, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef)
+    }
+    terms = TERM.findall((REPO / "docs" / "glossary.md").read_text(encoding="utf-8"))
+    assert len(terms) >= 25
+    missing = [
+        (name, package)
+        for name, package in terms
+        if not any(name == known and f"{place}.".startswith(f"{package}.") for known, place in places)
+    ]
+    assert missing == []
 
 
 def test_decisions_are_numbered_without_gaps_and_all_say_the_same_four_things() -> None:

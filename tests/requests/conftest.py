@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from daemon_fakes import FakeModels, FakePool
+from fakes import FakeModels, FakePool
 
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics

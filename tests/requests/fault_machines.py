@@ -142,9 +142,7 @@ class Machines:
             traces.record(trace)
 
         self.expect, self.connect = ways.expect, ways.connect
-        self.sharing = PrefillSharing(
-            self, home.pool, Members(self.machines, lambda: home.card), record, metrics
-        )  # type: ignore[arg-type]
+        self.sharing = PrefillSharing(self, home.pool, Members(self.machines, lambda: home.card), metrics)  # type: ignore[arg-type]
         self.sharing.choose = self._choose  # type: ignore[method-assign]
         self.runner = Runner(
             pool=home.pool,
@@ -154,6 +152,7 @@ class Machines:
             default_model="m",
             embedded=lambda ref: None,
             sharing=self.sharing,
+            record=record,
         )
 
     # ---- agreement.Partners ------------------------------------------------------------------------------

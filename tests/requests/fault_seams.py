@@ -158,9 +158,9 @@ class Machine:
     async def beaten(self) -> None:
         """Until its worker has said twice more how it is."""
         for _ in range(2):
-            before = self.engine._beat if self.engine else None
+            before = self.engine._heartbeat if self.engine else None
             await settled(
-                lambda before=before: self.engine is not None and self.engine._beat is not before,  # type: ignore[misc]
+                lambda before=before: self.engine is not None and self.engine._heartbeat is not before,  # type: ignore[misc]
                 f"{self.name}'s worker says how it is",
             )
 

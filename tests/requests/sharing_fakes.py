@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -13,71 +12,34 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
+from fakes import LAYERS, FakeEngine, FakeModels
 from fleet_nodes import introduce, running, settings, together
 from msgspec.structs import replace
 
 from fleetd.engine.protocol import (
     Accepted,
-    Arithmetic,
-    Assisted,
-    AssistPrefill,
     Delta,
     Event,
     Finished,
     Generate,
     Loading,
     Prefill,
-    PrefillShared,
-    Ready,
     Shared,
-    StepTime,
-    StreamTag,
     Timings,
     Usage,
 )
 from fleetd.errors import FleetError
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.node import Node
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill.split import Split
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.members import Member
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.server import AssistServer
-from fleetd.requests.remote import Stream
 
-WITHIN_S = 20.0
 DIGEST = "d" * 64
-LAYERS = 4
-ARITHMETIC = Arithmetic(
-    "cpu",
-    "float32",
-    {"mlx": "1", "mlx-lm": "1"},
-    layers=[bytes([n]) * 8 for n in range(LAYERS)],
-    chunks="any",
-    sparse="",
-)
-FACTS = Ready(
-    architecture="llama",
-    device="cpu",
-    dtype="float32",
-    layers=LAYERS,
-    vocab_size=100,
-    context_tokens=8192,
-    weights_bytes=1000,
-    kv_bytes_per_token=1024,
-    kv_budget_bytes=1 << 30,
-    has_chat_template=True,
-    tool_calls=False,
-    reasoning=False,
-    load_s=1.0,
-    versions=ARITHMETIC.versions,
-    prefill_tok_s=100.0,
-    decode_tok_s=10.0,
-    hidden_bytes=256,
-    arithmetic=ARITHMETIC,
-)
-STEPS = [StepTime("compute", 0.5, 1000)]
 
 
 def split(helpers: int = 1, kind: Any = "layers", home: bool = True) -> Split:
@@ -89,77 +51,7 @@ def split(helpers: int = 1, kind: Any = "layers", home: bool = True) -> Split:
 
 
 @dataclass
-class FakeEngine:
-    """Takes what it is given; an assist ends when ``end`` is set, or with ``error``."""
-
-    facts: Ready | None = FACTS
-    error: FleetError | None = None
-    steps: list[StepTime] = field(default_factory=lambda: list(STEPS))
-    end: asyncio.Event = field(default_factory=asyncio.Event)
-    assists: list[AssistPrefill] = field(default_factory=list)
-    shares: list[PrefillShared] = field(default_factory=list)
-    lonely: list[tuple[str, str]] = field(default_factory=list)
-    streams: dict[str, socket.socket] = field(default_factory=dict)
-    tags: dict[str, StreamTag] = field(default_factory=dict)
-    cancelled: int = 0
-    told: asyncio.Task[None] | None = None
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-
-    async def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]:
-        if self.error is not None and not self.assists:
-            self.assists.append(assist)
-            raise self.error
-        self.assists.append(assist)
-        try:
-            yield Accepted(assist.id, assist.split.tokens)
-            await self.end.wait()
-            if self.error is not None:
-                raise self.error
-            yield Assisted(assist.id, self.steps)
-        except (GeneratorExit, asyncio.CancelledError):
-            self.cancelled += 1
-            raise
-        finally:
-            await self._notify()
-
-    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
-        if (before := self.streams.get(tag.name)) is not None:
-            before.close()
-        self.streams[tag.name], self.tags[tag.name] = sock, tag
-        await self._notify()
-
-    def share(self, share: PrefillShared) -> None:
-        self.shares.append(share)
-        self._soon()
-
-    def alone(self, request_id: str, reason: str = "") -> None:
-        self.lonely.append((request_id, reason))
-        self._soon()
-
-    def _soon(self) -> None:
-        self.told = asyncio.create_task(self._notify())
-
-    async def until(self, condition: Any) -> None:
-        async with asyncio.timeout(WITHIN_S), self.changed:
-            await self.changed.wait_for(condition)
-
-    def close(self) -> None:
-        for sock in self.streams.values():
-            sock.close()
-
-    async def _notify(self) -> None:
-        async with self.changed:
-            self.changed.notify_all()
-
-
-@dataclass
-class FakeFolder:
-    name: str = "m"
-    context_tokens: int = 8192
-
-
-@dataclass
-class FakeAssistPool:
+class HelperPool:
     """One engine, with all layers or with those that were loaded for somebody, which are kept in ``loads``.
 
     ``refusal``: why none can be.
@@ -200,7 +92,7 @@ class FakeAssistPool:
 
 
 @dataclass
-class FakeHomePool:
+class HomePool:
     """An engine that answers: it waits for word how to prefill, then follows ``ending``.
 
     ``ending``: what the prefill comes to once it is shared; "wait" is until ``engine.alone`` is told.
@@ -252,12 +144,6 @@ class FakeHomePool:
             yield Shared(request_id, [], "alone", engine.lonely[0][1], 256)
 
 
-class FakeModels:
-    def resolve(self, ref: str) -> FakeFolder:
-        assert ref == "m", "only what the card shows is ever looked for"
-        return FakeFolder()
-
-
 def own_card(name: str, **model: Any) -> Card:
     fields: dict[str, Any] = {
         "digest": DIGEST,
@@ -275,7 +161,7 @@ class HelperMachine:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.engine = FakeEngine()
-        self.pool = FakeAssistPool(self.engine)
+        self.pool = HelperPool(self.engine)
         self.draining = False
         self.outcomes: list[str] = []
         self.card = own_card(node.name)
@@ -326,7 +212,7 @@ class HomePartners:
         self.asked.append((node_id, method))
         return await self.node.ask(node_id, method, body, within_s=within_s)
 
-    def request(self, node_id: str, method: str, body: bytes) -> Stream:
+    def request(self, node_id: str, method: str, body: bytes) -> PeerStream:
         self.asked.append((node_id, method))
         return self.node.request(node_id, method, body)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
-from daemon_fakes import FakePool
+from fakes import FACTS, FakeEngine, FakeFolder, FakeModels, FakePool
 from msgspec.structs import replace
 
 from fleetd.compression.packed import PackedScores
@@ -29,7 +29,6 @@ from fleetd.engine.protocol import (
     Timings,
     Usage,
 )
-from fleetd.errors import FleetError
 
 NEEDLE = "The code of the green safe is 4711."
 FILLER = [
@@ -169,49 +168,15 @@ class ScoringPool(FakePool):
         return
         yield Loading("reading")  # what makes it a generator
 
-    def engine(self, folder: Any) -> Any:
-        return SmartEngine(SmartFacts(self.sparse, self.tail)) if folder.name in self.loaded else None
+    def engine(self, folder: FakeFolder) -> FakeEngine | None:
+        facts = replace(FACTS, sparse=self.sparse, sparse_tail=self.tail)
+        return FakeEngine(facts) if folder.name in self.loaded else None
 
 
-@dataclass(frozen=True)
-class SmartFacts:
-    sparse: str
-    sparse_tail: int
+def folders(*names: str) -> list[FakeFolder]:
+    return [FakeFolder(name, context_tokens=100_000) for name in names]
 
 
-@dataclass(frozen=True)
-class SmartEngine:
-    facts: SmartFacts
-
-
-@dataclass(frozen=True)
-class SmartFolder:
-    name: str
-    weights_bytes: int = 1000
-    context_tokens: int = 100_000
-
-
-@dataclass
-class SmartModels:
-    """``m`` answers; the others may score."""
-
-    names: list[str] = field(default_factory=lambda: ["m", "smollm2-135m"])
-    error: FleetError | None = None
-
-    def installed(self) -> Sequence[SmartFolder]:
-        if self.error is not None:
-            raise self.error
-        return [SmartFolder(name) for name in self.names]
-
-    def resolve(self, ref: str) -> SmartFolder:
-        return SmartFolder(ref)
-
-    def needs_pull(self, ref: str) -> bool:
-        return False
-
-    def digest(self, folder: Any) -> str:
-        return "d"
-
-    async def pull(self, ref: str) -> AsyncGenerator[Any, None]:
-        return
-        yield
+def models(*names: str) -> FakeModels:
+    """Models of which ``m`` answers; the others may score."""
+    return FakeModels({"m", *names}, folders(*names))

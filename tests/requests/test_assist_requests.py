@@ -9,20 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import ARITHMETIC, FACTS, STEPS, WITHIN_S, FakeEngine
 from msgspec.structs import replace
-from sharing_fakes import (
-    ARITHMETIC,
-    DIGEST,
-    FACTS,
-    STEPS,
-    WITHIN_S,
-    FakeEngine,
-    HelperMachine,
-    HomePartners,
-    machines,
-    own_card,
-    split,
-)
+from sharing_fakes import DIGEST, HelperMachine, HomePartners, machines, own_card, split
 
 from fleetd import limits
 from fleetd.errors import (

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import socket
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +17,9 @@ from msgspec.structs import replace
 sys.path.append(str(Path(__file__).parents[1] / "p2p"))
 
 import fleet_nodes
-from sharing_fakes import DIGEST, FACTS, WITHIN_S, FakeFolder, HomePartners, own_card
+from fakes import FACTS, WITHIN_S, FakeEngine, FakeFolder, FakeModels
+from requests_driver import answered, request_of
+from sharing_fakes import DIGEST, HomePartners, own_card
 
 from fleetd import limits
 from fleetd.control.prefill_plan import DraftsView, PlanView
@@ -27,21 +28,17 @@ from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
     Delta,
-    DraftFor,
     Event,
     Finished,
-    Followed,
     Generate,
     Prefill,
     Ready,
     Speculate,
-    StreamTag,
 )
 from fleetd.errors import (
     EngineDied,
     FleetError,
     Incompatible,
-    ModelNotFound,
     OutOfMemory,
     Overloaded,
     ProtocolError,
@@ -54,8 +51,10 @@ from fleetd.requests.drafting import messages
 from fleetd.requests.drafting.client import DrafterService, check_vocabulary
 from fleetd.requests.drafting.drafters import DrafterCandidate
 from fleetd.requests.drafting.server import DraftServer
-from fleetd.requests.job import Job
+from fleetd.requests.job import Job, Planned
 from fleetd.requests.members import Member, Members
+from fleetd.requests.pipeline import Pipeline
+from fleetd.requests.request import Request
 
 WORDS = "ab" * 16
 SMALL = "small"
@@ -73,60 +72,19 @@ def facts(vocabulary: str = WORDS) -> Ready:
 
 
 @dataclass
-class Engine:
-    """Follows until ``end`` is set, or fails with ``error``: at once, or at the end where it is ``late``."""
-
-    facts: Ready | None = field(default_factory=facts)
-    error: FleetError | None = None
-    late: bool = False
-    end: asyncio.Event = field(default_factory=asyncio.Event)
-    follows: list[DraftFor] = field(default_factory=list)
-    streams: list[tuple[StreamTag, socket.socket]] = field(default_factory=list)
-    given: asyncio.Event = field(default_factory=asyncio.Event)
-    cancelled: int = 0
-
-    async def follow(self, follow: DraftFor) -> AsyncGenerator[Event, None]:
-        self.follows.append(follow)
-        if self.error is not None and not self.late:
-            raise self.error
-        try:
-            yield Accepted(follow.id, 0)
-            await self.end.wait()
-            if self.error is not None:
-                raise self.error
-            yield Followed(follow.id, 30, 20, 10)
-        except (GeneratorExit, asyncio.CancelledError):
-            self.cancelled += 1
-            raise
-
-    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
-        self.streams.append((tag, sock))
-        self.given.set()
-
-    async def stream_of(self) -> tuple[StreamTag, socket.socket]:
-        async with asyncio.timeout(WITHIN_S):
-            await self.given.wait()
-        return self.streams[-1]
-
-    def close(self) -> None:
-        for _, sock in self.streams:
-            sock.close()
-
-
-@dataclass
-class Pool:
+class DraftingPool:
     """The answering model's engine, and the drafting one's."""
 
-    home: Engine | None
-    small: Engine
+    home: FakeEngine | None
+    small: FakeEngine
     refusal: FleetError | None = None
     used: int = 0
 
-    def engine(self, folder: Any) -> Engine | None:
+    def engine(self, folder: Any) -> FakeEngine | None:
         return self.home
 
     @contextlib.asynccontextmanager
-    async def assisting(self, folder: Any, first: int, last: int) -> AsyncIterator[Engine]:
+    async def assisting(self, folder: Any, first: int, last: int) -> AsyncIterator[FakeEngine]:
         assert (folder.name, first, last) == (SMALL, 0, 0)
         if self.refusal is not None:
             raise self.refusal
@@ -135,16 +93,6 @@ class Pool:
             yield self.small
         finally:
             self.used -= 1
-
-
-@dataclass
-class Models:
-    missing: bool = False
-
-    def resolve(self, ref: str) -> FakeFolder:
-        if self.missing:
-            raise ModelNotFound(f"no {ref}")
-        return FakeFolder(ref)
 
 
 def card(name: str, **model: Any) -> Card:
@@ -157,13 +105,13 @@ class Machine:
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.engine = Engine()
-        self.pool = Pool(None, self.engine)
+        self.engine = FakeEngine(facts())
+        self.pool = DraftingPool(None, self.engine)
         self.card = card(node.name)
         self.draining = False
         self.outcomes: list[str] = []
         host = ServingContext(
-            Models(),
+            FakeModels({SMALL}),
             lambda: self.card,
             draining=lambda: self.draining,
             finished=lambda _kind, outcome: self.outcomes.append(outcome),
@@ -210,10 +158,24 @@ class Told:
 @dataclass
 class Home:
     drafting: DrafterService
-    pool: Pool
+    pool: DraftingPool
     metrics: Told
     tasks: list[asyncio.Task[list[Event]]] = field(default_factory=list)
     ending: asyncio.Event = field(default_factory=asyncio.Event)
+    traces: list[Trace] = field(default_factory=list)
+    request: Request = field(init=False)
+
+    async def through(self, job: Job, events: AsyncGenerator[Event, None]) -> list[Event]:
+        """What the client of an answer with these events gets, besides the plan."""
+        pipeline = Pipeline([self.drafting], self.traces.append)
+        self.request = request_of(job, TARGET, arrived_s=self.drafting.monotonic())
+        told = answered(pipeline, self.request, lambda asked: events)
+        return [event async for event in told if not isinstance(event, Planned)]
+
+    @property
+    def drafter(self) -> DrafterView | None:
+        """Who drafts for the answer that runs."""
+        return self.request.drafts.view if self.request.drafts is not None else None
 
     async def answer(self, job: Job) -> list[Event]:
         """An answer that ends when ``ending`` is set."""
@@ -224,7 +186,7 @@ class Home:
             await self.ending.wait()
             yield Finished("r1", "stop")
 
-        return [event async for event in self.drafting.stream(job, TARGET, events())]
+        return await self.through(job, events())
 
     def count(self, where: str, outcome: str) -> int:
         return self.metrics.told.count((where, outcome))
@@ -246,8 +208,8 @@ async def home_of(
     **options: Any,
 ) -> AsyncIterator[Home]:
     partners: Any = HomePartners(node, machines, **(fields or {})) if node is not None else None  # type: ignore[arg-type]
-    pool, metrics = Pool(Engine(), Engine()), Told()
-    models = Models(options.pop("missing", False))
+    pool, metrics = DraftingPool(FakeEngine(facts()), FakeEngine(facts())), Told()
+    models = FakeModels({"m"} if options.pop("missing", False) else {"m", SMALL})
     members = Members(partners.machines if partners is not None else tuple)
     drafting = DrafterService(partners, members, pool, models, metrics, **{"model": SMALL, **options})
     home = Home(drafting, pool, metrics)
@@ -268,8 +230,8 @@ async def test_both_workers_of_this_machine_get_an_end_of_one_stream() -> None:
     async with home_of() as home:
         answer = asyncio.create_task(home.answer(job()))
         assert home.pool.home is not None
-        here, near = await home.pool.home.stream_of()
-        there, far = await home.pool.small.stream_of()
+        here, near = await home.pool.home.given("drafts")
+        there, far = await home.pool.small.given("drafts")
         assert (here.job, here.name, here.role) == ("r1", "drafts", "connector")
         assert (there.job, there.name, there.role) == (home.pool.small.follows[0].id, "drafts", "acceptor")
         assert here.key == there.key
@@ -377,8 +339,8 @@ async def test_a_peer_drafts_over_a_stream_between_the_workers(tmp_path: Path) -
     async with fleet(tmp_path) as (node, (peer,)), home_of(node, [peer]) as home:
         answer = asyncio.create_task(home.answer(job()))
         assert home.pool.home is not None
-        here, near = await home.pool.home.stream_of()
-        there, far = await peer.engine.stream_of()
+        here, near = await home.pool.home.given("drafts")
+        there, far = await peer.engine.given("drafts")
         assert (here.job, here.role) == ("r1", "connector")
         (follow,) = peer.engine.follows
         assert (there.job, there.role) == (follow.id, "acceptor")
@@ -402,7 +364,7 @@ async def test_when_the_answer_ends_the_peer_is_free(tmp_path: Path, monkeypatch
     async with fleet(tmp_path) as (node, (peer,)), home_of(node, [peer]) as home:
         answer = asyncio.create_task(home.answer(job()))
         assert home.pool.home is not None
-        await home.pool.home.stream_of()
+        await home.pool.home.given("drafts")
         home.ending.set()
         await answer
         await peer.ended("cancelled")
@@ -425,7 +387,7 @@ async def test_when_a_peer_refuses_this_machine_drafts(tmp_path: Path, change: A
         home.drafting.members = Members(lambda: before)
         change(peer)
         answer = asyncio.create_task(home.answer(job()))
-        await home.pool.small.stream_of()
+        await home.pool.small.given("drafts")
         assert home.count("peer", code) == 1
         home.ending.set()
         home.pool.small.end.set()
@@ -436,7 +398,7 @@ async def test_a_peer_that_fails_midway_leaves_the_answer_alone(tmp_path: Path) 
     async with fleet(tmp_path) as (node, (peer,)), home_of(node, [peer]) as home:
         peer.engine.error, peer.engine.late = EngineDied("gone"), True
         answer = asyncio.create_task(home.answer(job()))
-        await peer.engine.stream_of()
+        await peer.engine.given("drafts")
         peer.engine.end.set()
         await peer.ended("engine_died")
         while not home.count("peer", "engine_died"):  # noqa: ASYNC110  (a metric)
@@ -470,7 +432,7 @@ def seen(name: str, *, rtt_s: float = 0.001, running: int = 0, sees: bool = True
 
 def order(found: list[Any], where: Any = "auto", this: Job | None = None, **options: Any) -> list[str]:
     members = Members(lambda: found, **options)
-    drafting = DrafterService(None, members, None, Models(), None, model=SMALL, where=where)  # type: ignore[arg-type]
+    drafting = DrafterService(None, members, None, FakeModels(), None, model=SMALL, where=where)  # type: ignore[arg-type]
     shareable = (this or job()).shareable
     return [candidate.name for candidate in drafting.candidates("m", SMALL, shareable=shareable)]
 
@@ -534,43 +496,39 @@ async def test_a_plan_names_who_would_draft() -> None:
 async def test_an_answer_says_who_drafts_for_it_while_it_runs() -> None:
     async with home_of() as home:
         answer = asyncio.create_task(home.answer(job()))
-        assert home.drafting.drafter("r1") is None
-        await home.pool.small.stream_of()
+        await home.pool.small.given("drafts")
         assert home.pool.home is not None
-        await home.pool.home.stream_of()
-        while home.drafting.drafter("r1") is None:  # noqa: ASYNC110  (set in the turn after that)
+        await home.pool.home.given("drafts")
+        while home.drafter is None:  # noqa: ASYNC110  (set in the turn after that)
             await asyncio.sleep(0)
-        assert home.drafting.drafter("r1") == DrafterView(SMALL, "this")
+        assert home.drafter == DrafterView(SMALL, "this")
         home.ending.set()
         await answer
-        assert home.drafting.drafter("r1") is None
+        assert home.request.drafter == DrafterView(SMALL, "this")
 
 
 async def test_an_answer_that_was_drafted_for_leaves_a_trace() -> None:
-    """One that nobody else writes down: its prompt was too short to be shared."""
+    """Also where nothing was decided about its prompt, which was too short to be shared."""
     told = Speculated(16, 8, 4, 5, 9, 0.1, {"drafter": SourceCounts(8, 4, 2)})
-    traces: list[Trace] = []
-    async with home_of(record=traces.append) as home:
+    async with home_of() as home:
 
         async def events(*, drafted: bool) -> AsyncGenerator[Event, None]:
             yield Accepted("r1", 9)
             yield Prefill("r1", 5, 9, cached=5)
             if drafted:
-                while home.drafting.drafter("r1") is None:  # noqa: ASYNC110  (nothing announces it)
+                while home.drafter is None:  # noqa: ASYNC110  (nothing announces it)
                     await asyncio.sleep(0.001)
             yield Delta("r1", "hello")
             yield Finished("r1", "stop", speculation=told)
 
-        async def run(since_s: float | None, *, drafted: bool = True, model: str = SMALL) -> None:
+        async def run(*, drafted: bool = True, model: str = SMALL) -> None:
             home.drafting._model = model
-            stream = home.drafting.stream(job(), TARGET, events(drafted=drafted), traced_since_s=since_s)
-            assert len([event async for event in stream]) == 4
+            assert len(await home.through(job(), events(drafted=drafted))) == 4
 
-        await run(None)
-        await run(1.0, drafted=False, model="")
-        assert traces == []
-        await run(home.drafting.monotonic())
-    (trace,) = traces
+        await run(drafted=False, model="")
+        assert home.traces == []
+        await run()
+    (trace,) = home.traces
     assert (trace.id, trace.model, trace.prompt_tokens, trace.cached_tokens) == ("r1", "m", 9, 5)
     assert (trace.outcome, trace.chosen.kind, trace.losers) == ("local", "local", [])
     assert (trace.drafter, trace.speculation) == (DrafterView(SMALL, "this"), told)

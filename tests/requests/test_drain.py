@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 import pytest
-from daemon_fakes import FakeModels, FakePool, answer
+from fakes import FakeModels, FakePool, answer
 
 from fleetd import limits
 from fleetd.app import Daemon

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, get_args
 
 import pytest
+from fakes import FACTS
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from sharing_fakes import DIGEST, FACTS, own_card
-from smart_fakes import ScoringPool, SmartModels
+from sharing_fakes import DIGEST, own_card
+from smart_fakes import ScoringPool, models
 
 from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
@@ -186,7 +187,7 @@ def test_only_a_success_at_the_same_work_ends_it() -> None:
 
 async def test_a_machine_that_failed_a_shared_prefill_is_not_asked_to_draft_or_to_score() -> None:
     fleet = Fleet(Member(own_card("studio"), "studio"))
-    scorers = Scorers(ScoringPool(), SmartModels([]), ModelSpeeds(), fleet.members)  # type: ignore[arg-type]
+    scorers = Scorers(ScoringPool(), models(), ModelSpeeds(), fleet.members)  # type: ignore[arg-type]
     policy = SmartPrefillPolicy(compressor_model="m")
     own = own_card("home").models[0]
 

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from daemon_fakes import FakeModels, FakePool, answer
+from fakes import FakeModels, FakePool, answer
 from msgspec.structs import replace
 
 from fleetd import limits

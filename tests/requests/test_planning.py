@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from fakes import FACTS
 from msgspec.structs import replace
-from sharing_fakes import FACTS, own_card
+from sharing_fakes import own_card
 
 from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Ready

@@ -9,7 +9,8 @@ from contextlib import aclosing
 from typing import Any
 
 import pytest
-from daemon_fakes import FakeModels, FakePool, answer, job
+from fakes import FakeModels, FakePool, answer, job
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from fleetd import limits
@@ -37,6 +38,8 @@ from fleetd.errors import (
 from fleetd.metrics import Metrics
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
+from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.request import Request
 from fleetd.requests.runner import Runner
 from fleetd.store import Store
 
@@ -362,30 +365,22 @@ async def test_prompt_leak_into_logs_database_or_metrics(
 HELPED = Planned("layers", ("studio", "this"), "exact")
 
 
-class FakeSharing:
-    """Shares what ``may`` says, as ``script`` has it."""
+class FakeSharing(PipelineStep):
+    """Shares what ``may`` says; how it goes is in the pool's script."""
 
-    def __init__(self, script: list[Any], *, may: bool = True) -> None:
-        self.script = script
+    def __init__(self, *, may: bool = True) -> None:
         self.may = may
         self.asked: list[Job] = []
 
-    def possible(self, this: Job, folder: Any) -> bool:
-        self.asked.append(this)
-        return self.may
-
-    async def stream(
-        self, this: Job, folder: Any, alone: Planned, arrived_s: float
-    ) -> AsyncGenerator[Planned | Loading | Event, None]:
-        assert alone == LOCAL
-        for event in self.script:
-            if isinstance(event, FleetError):
-                raise event
-            yield event
+    def prepare(self, request: Request) -> None:
+        assert request.placement.planned == LOCAL
+        if request.folder_here is not None:
+            self.asked.append(request.job)
+            request.generate = replace(request.generate, shared=self.may)
 
 
 async def test_a_job_that_nobody_can_help_with_runs_as_ever(make_runner: Make, metrics: Metrics) -> None:
-    sharing = FakeSharing([], may=False)
+    sharing = FakeSharing(may=False)
     pool = FakePool(answer())
     runner = make_runner(pool, FakeModels(), sharing=sharing)
     assert await collect(runner, job()) == answer()
@@ -399,8 +394,8 @@ async def test_a_shared_answer_is_this_machines_own_and_teaches_no_speed(
     long = Timings(queue_s=0.1, prefill_s=1.0, decode_s=0.0)
     finished = Finished("r1", "stop", Usage(prompt_tokens=1000, completion_tokens=1), long)
     speeds = ModelSpeeds()
-    sharing = FakeSharing([HELPED, *answer()[:-1], finished])
-    runner = make_runner(FakePool(), FakeModels(), sharing=sharing, speeds=speeds)
+    pool = FakePool([HELPED, *answer()[:-1], finished])
+    runner = make_runner(pool, FakeModels(), sharing=FakeSharing(), speeds=speeds)
     events = [event async for event in runner.run(job())]
     assert events == [HELPED, *answer()[:-1], finished]
     assert rows(store)[0][1] == "settled"
@@ -422,14 +417,14 @@ async def test_tokens_that_are_left_out_teach_no_speed(make_runner: Make) -> Non
 
 async def test_a_helper_that_fails_is_a_fallback_of_the_plan(make_runner: Make, metrics: Metrics) -> None:
     moved = Planned("local", ("this",), "exact", "studio: it went away.")
-    sharing = FakeSharing([HELPED, answer()[0], moved, *answer()[1:]])
-    runner = make_runner(FakePool(), FakeModels(), sharing=sharing)
+    pool = FakePool([HELPED, answer()[0], moved, *answer()[1:]])
+    runner = make_runner(pool, FakeModels(), sharing=FakeSharing())
     assert [event async for event in runner.run(job()) if isinstance(event, Planned)] == [HELPED, moved]
     assert shown(metrics, 'fleetd_plan_total{kind="local",reason="fallback"} 1.0')
 
 
 async def test_a_model_that_has_to_be_fetched_first_is_not_shared(make_runner: Make) -> None:
-    sharing = FakeSharing([])
+    sharing = FakeSharing()
     models = FakeModels(names=set())
     models.gate.set()
     await collect(make_runner(FakePool(answer()), models, sharing=sharing), job("tiny"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from daemon_fakes import answer
+from fakes import answer
 
 from fleetd import limits
 from fleetd.engine.protocol import ChatPrompt, Event, Generate, Loading, Sampling, TextPrompt

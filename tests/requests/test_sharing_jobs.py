@@ -4,42 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fakes import ARITHMETIC, FACTS, STEPS, WITHIN_S, FakeEngine, FakeFolder
 from msgspec.structs import replace
-from sharing_fakes import (
-    ARITHMETIC,
-    DIGEST,
-    FACTS,
-    STEPS,
-    WITHIN_S,
-    FakeEngine,
-    FakeFolder,
-    FakeHomePool,
-    HelperMachine,
-    HomePartners,
-    machines,
-    own_card,
-)
+from requests_driver import answered, request_of
+from sharing_fakes import DIGEST, HelperMachine, HomePartners, HomePool, machines, own_card
 
-from fleetd.control.prefill_plan import PlanQuestion
+from fleetd.control.prefill_plan import PlanQuestion, StepView
 from fleetd.control.prefill_trace import DrafterView, Trace
+from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.memory import WORKING_BYTES
-from fleetd.engine.protocol import Accepted, ChatPrompt, Delta, Finished, Generate, Prefill, Shared, StepTime
+from fleetd.engine.protocol import (
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Event,
+    Finished,
+    Generate,
+    Prefill,
+    Shared,
+    StepTime,
+)
 from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, PeerLost
 from fleetd.metrics import Metrics
 from fleetd.p2p.node import Node
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.prefill import step_names
+from fleetd.plan.scoring import Scorer, Segments, SmartPlan
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.members import Members
+from fleetd.requests.pipeline import Pipeline, PipelineStep
+from fleetd.requests.placement import Placement
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
+from fleetd.requests.request import Request
 
 LONG = "word " * 4096
 OK = Shared("r1", [StepTime("computed", 1.0, 500)])
@@ -57,14 +61,19 @@ class Home:
     node: Node
     helpers: list[HelperMachine]
     partners: HomePartners
-    pool: FakeHomePool
+    pool: HomePool
     sharing: PrefillSharing
     metrics: Metrics
     traces: list[Trace] = field(default_factory=list)
 
-    async def ask(self, this: Job | None = None) -> list[Any]:
+    drafting: PipelineStep = field(default_factory=PipelineStep)
+
+    async def ask(self, this: Job | None = None, request: Request | None = None) -> list[Any]:
+        folder = FakeFolder()
+        pipeline = Pipeline([self.sharing, self.drafting], self.traces.append)
+        request = request or request_of(this or job(), folder, arrived_s=self.sharing.monotonic())
         async with asyncio.timeout(WITHIN_S):
-            events = self.sharing.stream(this or job(), FakeFolder(), LOCAL, self.sharing.monotonic())
+            events = answered(pipeline, request, lambda asked: self.pool.stream(folder, asked))
             return [event async for event in events]
 
     async def trace(self, count: int = 1) -> Trace:
@@ -84,13 +93,12 @@ async def home_with(
     async with machines(folder, helpers) as (node, others):
         partners = HomePartners(node, others, **fields)
         engine = FakeEngine()
-        pool = FakeHomePool(engine, ending)
+        pool = HomePool(engine, ending)
         pool.gate.set()
         metrics, traces = Metrics("0"), list[Trace]()
         own = replace(card or own_card("home"), node_id=node.identity.node_id)
-        sharing = PrefillSharing(
-            partners, pool, Members(partners.machines, lambda: own), traces.append, metrics
-        )
+        members = Members(partners.machines, lambda: own)
+        sharing = PrefillSharing(partners, pool, members, metrics)
         for other in others:
             other.engine.end.set()
         try:
@@ -100,13 +108,72 @@ async def home_with(
             engine.close()
 
 
+class Drafted(PipelineStep):
+    """Each answer has a drafter."""
+
+    def closed(self, request: Request) -> None:
+        request.drafter = DrafterView("small", "studio")
+
+
 async def test_a_trace_names_who_drafted(tmp_path: Path) -> None:
     async with home_with(tmp_path) as home:
-        home.sharing._drafter = {"r1": DrafterView("small", "studio")}.get
+        home.drafting = Drafted()
         await home.ask()
         trace = await home.trace()
         assert trace.drafter == DrafterView("small", "studio")
         assert trace.chosen.kind != "local"
+        assert home.traces == [trace]
+
+
+async def test_a_prompt_that_was_shortened_and_shared_leaves_one_trace(tmp_path: Path) -> None:
+    scorer = Scorer("", "mini", PrefillSpeed(0.001))
+    plan = SmartPlan((Segments(scorer, 0.0, 1.0),), score_s=2.0, prefill_s=9.0, dense_s=40.0)
+    async with home_with(tmp_path) as home:
+        request = request_of(job(), FakeFolder())
+        request.smart = SmartPrefillResult("text", "small", ("mini",), 20_000, 4096)
+        request.smart_plan, request.smart_steps = plan, [StepView("scored", 1.5, machine="mini")]
+        planned = (await home.ask(request=request))[0]
+        assert (planned.shared, planned.exactness, planned.smart) == (True, "lossy", request.smart)
+        trace = await home.trace()
+        assert home.traces == [trace]
+        assert (trace.outcome, trace.exactness, trace.prompt_tokens) == ("smart", "lossy", 20_000)
+        assert (trace.chosen.kind, trace.chosen.nodes) == ("smart", ["mini", "helper0", "this"])
+        assert trace.chosen.predicted_s is not None
+        assert trace.chosen.predicted_s > plan.score_s
+        assert {("mini", "scored"), ("this", "computed"), ("helper0", STEPS[0].name)} <= {
+            (step.machine, step.name) for step in trace.steps
+        }
+        assert trace.losers[0].predicted_s == plan.dense_s
+        assert home.shown(f'fleetd_share_total{{kind="{planned.kind}",outcome="shared"}} 1.0')
+
+
+async def test_what_failed_here_is_told_where_the_answer_comes_from_elsewhere(tmp_path: Path) -> None:
+    async with home_with(tmp_path) as home:
+        pipeline, request = Pipeline([home.sharing], home.traces.append), request_of(job(), FakeFolder())
+
+        async def failing(asked: Generate) -> AsyncGenerator[Event, None]:
+            yield Accepted(asked.id, 4096, 0, 256, waits=True)
+            raise EngineDied("The engine ended.")
+
+        async def elsewhere(asked: Generate) -> AsyncGenerator[Event, None]:
+            assert not asked.shared
+            yield Accepted(asked.id, 4096)
+            yield Delta(asked.id, "hello")
+            yield Finished(asked.id, "stop")
+
+        async def attempt() -> None:
+            with pipeline.attempt(request):
+                async for event in failing(request.generate):
+                    await pipeline.on_event(request, event)
+
+        with pytest.raises(EngineDied):
+            await attempt()
+        request.placement = Placement("studio", Planned("remote", ("studio",), "plan"))
+        events = [event async for event in answered(pipeline, request, elsewhere)]
+        assert [type(event) for event in events] == [Planned, Accepted, Delta, Finished]
+        (trace,) = home.traces
+        assert (trace.outcome, trace.code) == ("failed", "engine_died")
+        assert trace.losers
 
 
 # ---- whether it is asked at all --------------------------------------------------------------------------
@@ -123,7 +190,7 @@ async def test_a_prompt_that_has_to_stay_is_never_shared(tmp_path: Path) -> None
     async with home_with(tmp_path) as home:
         assert not home.sharing.possible(job(local_only=True), FakeFolder())
         members = Members(home.partners.machines, lambda: own_card("home"), local_only=True)
-        staying = PrefillSharing(home.partners, home.pool, members, home.traces.append, home.metrics)
+        staying = PrefillSharing(home.partners, home.pool, members, home.metrics)
         assert not staying.possible(job(), FakeFolder())
 
 
@@ -134,6 +201,7 @@ async def test_a_member_that_may_not_see_prompts_is_never_asked(
     async with home_with(tmp_path, **fields) as home:
         assert not home.sharing.possible(job(), FakeFolder())
         # Even if the engine has been told to wait, nobody is asked.
+        home.sharing.possible = lambda job, folder: True  # type: ignore[method-assign]
         assert (await home.ask())[0] == LOCAL
         assert home.partners.asked == []
         assert home.pool.fake.lonely == [("r1", "")]

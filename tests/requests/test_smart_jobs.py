@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from fakes import FakeModels
 from msgspec.structs import replace
 from smart_fakes import (
     NEEDLE,
     QUESTION,
     ScoringPool,
-    SmartModels,
     chat,
     completion,
+    folders,
     haystack,
     messages,
+    models,
 )
 
 from fleetd import limits
@@ -51,7 +55,7 @@ ASKED = SmartPrefillPolicy(enabled=True, target_ratio=0.2, min_prompt_tokens=500
 class Home:
     runner: Runner
     pool: ScoringPool
-    models: SmartModels
+    models: FakeModels
     store: Store
     metrics: Metrics
     speeds: ModelSpeeds
@@ -89,15 +93,15 @@ class Home:
 @pytest.fixture
 def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
     def make(**fields: Any) -> Home:
-        pool, models, speeds = ScoringPool(**fields), SmartModels(), ModelSpeeds()
+        pool, found, speeds = ScoringPool(**fields), models("m", "smollm2-135m"), ModelSpeeds()
         traces: list[Trace] = []
         members = Members()
         scoring = SegmentScoring(pool, None, monotonic=time.monotonic)
-        compressing = CompressionService(scoring, Scorers(pool, models, speeds, members), ledger)
-        smart = SmartPrefill(compressing, members, pool, metrics, traces.append)
+        compressing = CompressionService(scoring, Scorers(pool, found, speeds, members), ledger)
+        smart = SmartPrefill(compressing, members, pool, metrics)
         runner = Runner(
             pool=pool,
-            models=models,
+            models=found,
             ledger=ledger,
             metrics=metrics,
             default_model="m",
@@ -105,8 +109,9 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
             smart=smart,
             speeds=speeds,
             members=members,
+            record=traces.append,
         )
-        return Home(runner, pool, models, store, metrics, speeds, smart, traces)
+        return Home(runner, pool, found, store, metrics, speeds, smart, traces)
 
     return make
 
@@ -229,7 +234,7 @@ async def test_the_next_turn_begins_as_the_one_before_it_did(home: Any) -> None:
 async def test_the_next_turn_is_labelled_with_the_compressor_of_its_conversation(home: Any) -> None:
     this = home()
     await this.told(chat())
-    this.models.names = ["m", "qwen3-0.6b"]
+    this.models.found = folders(*["m", "qwen3-0.6b"])
     assert (await this.told(chat(f"Another log.\n\n{haystack()}"))).compressor == "qwen3-0.6b"
     answered = [{"role": "assistant", "content": "4711"}, {"role": "user", "content": "Say the code again."}]
     told = await this.told(Generate("r2", ChatPrompt([*messages(), *answered])))
@@ -253,6 +258,31 @@ async def test_a_turn_after_a_sparse_one_is_text(home: Any) -> None:
     assert (await this.told(Generate("r2", ChatPrompt([*messages(), *answered])))).form == "text"
     assert this.pool.asked[1].keep is None
     assert NEEDLE in text_of(this.pool.asked[1])
+
+
+async def test_no_feature_wraps_the_stream_of_events(home: Any) -> None:
+    """Between the pool and the client a token passes the attempts and the request, and nothing else."""
+    this = home()
+    passed: set[tuple[str, ...]] = set()
+    stream = this.pool.stream
+
+    async def watched(folder: Any, request: Generate) -> AsyncGenerator[Any, None]:
+        async for event in stream(folder, request):
+            passed.add(tuple(generators()))
+            yield event
+
+    this.pool.stream = watched
+    assert (await this.told(chat())).used
+    assert passed == {("watched", "_attempts", "run")}
+
+
+def generators() -> Iterator[str]:
+    """Names of the asynchronous generators that wait for what calls this, innermost first."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame.f_code.co_flags & inspect.CO_ASYNC_GENERATOR:
+            yield frame.f_code.co_name
+        frame = frame.f_back
 
 
 # ---- Sparse ----------------------------------------------------------------------------------------------
@@ -453,7 +483,7 @@ async def test_more_prompts_than_can_be_scored_at_once_are_all_answered(home: An
 
 async def test_without_a_compressor_all_of_it_is_read(home: Any) -> None:
     this = home()
-    this.models.names = ["m"]
+    this.models.found = folders(*["m"])
     told = await this.told(chat())
     assert told.code == "no_compressor"
     assert this.rows() == [("chat", "m", "settled", "stop", 1)]
@@ -571,7 +601,7 @@ async def test_what_would_be_done_is_told_with_its_price(
 
 async def test_without_a_compressor_a_plan_says_so(home: Any) -> None:
     this = home()
-    this.models.names = ["m"]
+    this.models.found = folders(*["m"])
     view = await this.smart.plan(PlanView("m", 8000, 0, []), 0.0, this.models.resolve("m"), ASKED)
     (option,) = view.options
     assert (option.code, option.predicted_s) == ("no_compressor", None)

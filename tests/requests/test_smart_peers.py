@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from smart_fakes import NEEDLE, PROFILE, QUESTION, ScoringPool, SmartModels, chat, haystack, scored
+from smart_fakes import NEEDLE, PROFILE, QUESTION, ScoringPool, chat, haystack, models, scored
 
 from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
@@ -125,8 +125,8 @@ class Mini:
 
     @property
     def server(self) -> ScoreServer:
-        models = SmartModels([SMOL])
-        host = ServingContext(models, lambda: card(self.name), draining=lambda: self.draining)
+        found = models(SMOL)
+        host = ServingContext(found, lambda: card(self.name), draining=lambda: self.draining)
         return ScoreServer(self.pool, host, self.ledger)
 
     def open(self, body: bytes) -> Pipe:
@@ -186,18 +186,18 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
         pool, speeds = ScoringPool(), ModelSpeeds()
         speeds.seed("m", 100.0, 100.0)
         speeds.seed(SMOL, 500.0, 100.0)
-        models = SmartModels(["m", SMOL] if own is not None or compressor_here else ["m"])
+        found = models("m", SMOL) if own is not None or compressor_here else models("m")
         others = Neighbours(minis)
         if compressor_here:
             own = Card("me", 1, 1, models=[ModelCard(SMOL, digest=DIGEST)])
         members = Members(others.machines, lambda: own)
-        scorers = Scorers(pool, models, speeds, members)
+        scorers = Scorers(pool, found, speeds, members)
         scoring = SegmentScoring(pool, others.request, monotonic=time.monotonic)
         compressing = CompressionService(scoring, scorers, ledger)
-        smart = SmartPrefill(compressing, members, pool, metrics, lambda trace: None)
+        smart = SmartPrefill(compressing, members, pool, metrics)
         runner = Runner(
             pool=pool,
-            models=models,
+            models=found,
             ledger=ledger,
             metrics=metrics,
             default_model="m",
@@ -576,7 +576,7 @@ async def test_a_machine_that_answers_elsewhere_is_priced_by_its_own_account(
 ) -> None:
     mini = Mini("mini", ledger)
     pool, others = ScoringPool(), Neighbours([mini])
-    scorers = Scorers(pool, SmartModels(["m"]), ModelSpeeds(), Members(others.machines))
+    scorers = Scorers(pool, models("m"), ModelSpeeds(), Members(others.machines))
     speed = scorers.speed_at("mini", SMOL)
     assert speed is not None
     assert speed.total(1.0, range(2000), 256) == pytest.approx(1.0, rel=0.01)

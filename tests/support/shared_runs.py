@@ -14,13 +14,14 @@ import numpy as np
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 from tiny_architectures import VOCAB
 
+from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import AssistPrefill, PrefillShared
 from fleetd.engine.shared_prefill.fingerprint import any_chunks
 from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
-from fleetd.engine.shared_prefill.layer_kv import KvLayout, copy_on_write
+from fleetd.engine.shared_prefill.layer_kv import KvLayout
 from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
 from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError

@@ -35,7 +35,7 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.streams.handed_over import helper_streams
+from fleetd.engine.shared_prefill.frame_schedule import helper_streams
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError
 from fleetd.plan.prefill.split import Split
@@ -288,15 +288,6 @@ class Relay:
         with contextlib.suppress(OSError):
             while data := self._home.recv(1 << 16):
                 self._helper.sendall(data)
-
-    def spoil(self) -> None:
-        """Once it holds: let the rest pass, one byte of it changed."""
-        data = bytearray(self._helper.recv(100))
-        data[-1] ^= 1
-        self._home.sendall(data)
-        self._left = 1 << 40
-        self._threads.append(threading.Thread(target=self._upward, daemon=True))
-        self._threads[-1].start()
 
     def close(self) -> None:
         if self in self.open:

@@ -35,6 +35,9 @@ class Run:
         self.events: list[Report] = []
         # Prompt and answer of each, as far as it was seen between turns.
         self.tokens: dict[str, list[int]] = {}
+        # How often a sequence went into the batch or out of it between two turns.
+        self.moves = 0
+        self._apart: dict[str, bool] = {}
         settings: dict[str, Any] = {
             "context_tokens": 2048,
             "chunks": FixedChunks(64, 32),
@@ -50,7 +53,7 @@ class Run:
             speculation=speculation,
             **settings,
         )
-        self.decoding = self.scheduler._decoding
+        self.decoding = self.scheduler.decoding
 
     def submit(self, name: str, tokens: Sequence[int], *sources: DraftSource, **fields: Any) -> None:
         request = Generate(name, TokenPrompt(list(tokens)), **{"sampling": GREEDY, **fields})
@@ -60,15 +63,18 @@ class Run:
 
     @property
     def busy(self) -> bool:
-        s = self.scheduler
-        return bool(s._waiting or s._prefilling or len(s._decoding) or not s.inbox.empty())
+        return self.scheduler.busy
 
     def turn(self) -> None:
         if not self.busy:
             return  # it would wait for something to arrive
         assert self.scheduler.turn()
-        for running in (*self.decoding._batch.values(), *self.decoding._apart):
-            self.tokens[running.answer.id] = list(running.tokens)
+        self.scheduler.validate()
+        for running in (*self.decoding.batch.values(), *self.decoding.apart):
+            name, apart = running.sequence.id, running.row is not None
+            self.tokens[name] = list(running.tokens)
+            self.moves += self._apart.get(name, apart) != apart
+            self._apart[name] = apart
 
     def finish(self, turns: int = 3000) -> None:
         s = self.scheduler
@@ -78,7 +84,7 @@ class Run:
             self.turn()
         assert len(self.decoding) == 0
         assert s.budget.used_bytes == 0
-        assert self.decoding._sources == {}
+        s.validate()
 
     def said(self, name: str) -> list[Any]:
         """All that a client could tell apart, bit for bit; only times are left out."""

@@ -32,6 +32,7 @@ from fleetd.engine.protocol import (
     Temperature,
     TopP,
 )
+from fleetd.engine.speculation.local_sources import SOURCE_NAMES, SourceName
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
 # ---- Pieces ----------------------------------------------------------------------------------------------
@@ -123,9 +124,9 @@ class SpeculateBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     enabled: bool = True
     sources: Annotated[
-        Annotated[list[Literal["suffix", "lookup", "drafter"]], Meta(max_length=3)] | None,
+        Annotated[list[SourceName], Meta(max_length=len(SOURCE_NAMES))] | None,
         Meta(
-            description="Who may guess ahead: the answer's own text (suffix, lookup) or another model "
+            description="Sources of drafts: the answer's own text (suffix, lookup) or another model "
             "(drafter). By default all that there are.",
         ),
     ] = None

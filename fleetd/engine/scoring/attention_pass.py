@@ -1,4 +1,4 @@
-"""A pass over some of a model's layers in which one looks at queries and keys, chunk by chunk.
+"""A pass over some of a model's layers that reads their queries and keys, chunk by chunk.
 
 The layers are mlx-lm's own, run by ``stage.Stage``; the wrapper around each rope (``rope.PosRoPE``) shows
 what is rotated, after the model's own norms and before or after the rotation. Nothing is known here of an
@@ -29,7 +29,7 @@ from fleetd.errors import ModelUnsupported
 
 @dataclass(frozen=True, slots=True)
 class AttentionTap:
-    """A model whose attention can be looked into.
+    """A model whose attention can be read.
 
     ``scales``: what the dot products of a layer's queries and keys are multiplied by, for every layer that
     attends to the whole text and shows all of its queries and keys; ``heads``: how many of both these have.
@@ -42,7 +42,7 @@ class AttentionTap:
 
     @classmethod
     def of(cls, model: Any) -> AttentionTap:
-        """Wraps the model's ropes where nobody has yet.
+        """Wraps the model's ropes that are not wrapped yet.
 
         Raises:
             ModelUnsupported: none of its layers can be looked into, or it cannot be run layer by layer.
@@ -84,7 +84,7 @@ class AttentionPass:
     tokens, D), f32, rotated or not.
     """
 
-    sight: AttentionTap
+    tap: AttentionTap
     work: LayoutPass
     layers: Mapping[int, Sequence[int]]
     rotated: bool
@@ -103,7 +103,7 @@ class AttentionPass:
     def step(self, chunk_tokens: int) -> int:
         """Compute at most ``chunk_tokens`` more; returns how many."""
         if self._stage is None:
-            self._stage = self.sight.stage.part(0, max(self.layers) + 1)
+            self._stage = self.tap.stage.part(0, max(self.layers) + 1)
             self._caches = [sparse_cache(cache) for cache in self._stage.make_caches()]
         tokens = self.work.tokens[self.done : self.done + chunk_tokens]
         self._compute(self._stage, tokens)
@@ -138,12 +138,12 @@ class AttentionPass:
         mx.clear_cache()
 
     def _asking(self, q: mx.array) -> mx.array:
-        """Of a chunk's queries (1, H, T, D) those of tokens that ask."""
+        """The queries of the tokens that ask, from a chunk's (1, H, T, D)."""
         first = max(0, len(self.work.tokens) - self.work.asking - self.done)
         return q[0, :, first:].astype(mx.float32)
 
     def _scored(self, layer: int, k: mx.array, n: int) -> mx.array:
-        """Of a chunk's n keys (1, K, n, D) the kept heads' of tokens that are scored."""
+        """The kept heads' keys of the tokens that are scored, from a chunk's n keys (1, K, n, D)."""
         first = max(0, self.work.own - self.done)
         end = min(n, self.work.own + self.work.count - self.done)
         return k[0, mx.array(list(self.layers[layer])), first : max(first, end)].astype(mx.float32)
@@ -165,8 +165,8 @@ def logits_of(queries: F32, keys: F32, scale: float) -> F32:
 
 
 def _shown(stage: Stage, layers: Collection[int]) -> dict[int, tuple[int, int]]:
-    """Of ``layers`` those that keep all keys and let them be seen whole, found out by a pass of two tokens;
-    their numbers of query heads and key heads."""
+    """The ``layers`` that keep all keys and show them whole, found by a pass over two tokens; with their
+    numbers of query heads and key heads."""
     seen: dict[int, list[mx.array]] = {}
 
     def look(layer: int, _: mx.array, after: mx.array) -> None:

@@ -2,7 +2,7 @@
 
     needles ─► every head's attention ─► rank of the needle ─► the best heads below each layer ─► exit
 
-A few heads do most of a model's looking up, and good ones often lie in its first half: what comes after the
+A few heads do most of a model's attention up, and good ones often lie in its first half: what comes after the
 last of them need not be computed. They are found with short made-up texts, by how high the sentence that
 answers ranks among all tokens. The same model gives the same profile, whatever it is to be used for.
 """
@@ -42,7 +42,7 @@ FOUND = 0.1
 # A model whose best heads find fewer answers than this cannot score; chance finds FOUND of them.
 LEAST_FOUND = 0.5
 # What leaving earlier is worth: of the share that is found, and of the mean logarithm of ranks. On
-# SmolLM2 the first half of the layers keeps within it (bench/smart_score.py has the curve).
+# SmolLM2 the first half of the layers keeps within it (`python -m bench smart-score`).
 _FEWER, _WORSE = 0.05, 0.25
 # Heads that are that much worse than the best one, by the same measure, add more noise than they find.
 _MUCH_WORSE = 0.7
@@ -55,15 +55,15 @@ class _StoredProfile(Profile, frozen=True):
 
 
 class ProfileKey(msgspec.Struct, frozen=True):
-    """What a kept profile rests on. ``digest`` is the model's, "" where nobody knows it."""
+    """What decides a profile. ``digest`` is the model's; "" if it is unknown, and then nothing is stored."""
 
     digest: str
     versions: dict[str, str]
     fleetd: str = __version__
     profile: int = PROFILE_VERSION
 
-    def finding(self, cache: Path) -> CachedResult[Profile]:
-        """Where it is kept. ``cache``: the home's folder for what can be found out again."""
+    def cached(self, cache: Path) -> CachedResult[Profile]:
+        """Where the profile is stored. ``cache``: the home's folder for what can be found out again."""
         return CachedResult(
             cache / _FOLDER / f"{self.digest[:32]}.json" if self.digest else None, self, _StoredProfile
         )
@@ -88,7 +88,7 @@ class NeedleResult:
     answer: Any
 
     def rank(self, heads: Sequence[int]) -> float:
-        """Of the middle one of the answer's tokens, as a share of all tokens, if these heads are asked."""
+        """The rank of the middle one of the answer's tokens by these heads, as a share of all tokens."""
         values = pooled(self.attention[list(heads)].max(axis=0), POOL)
         order = np.argsort(-values, kind="stable")
         ranks = np.empty(len(values))
@@ -136,7 +136,7 @@ def settled(curve: Sequence[HeadChoice]) -> HeadChoice:
 class Profiling:
     """Finding a model's profile, a chunk of a made-up text at a time."""
 
-    sight: AttentionTap
+    tap: AttentionTap
     tokenizer: Any
     context_tokens: int
     rotated: bool = ROTATED
@@ -147,8 +147,8 @@ class Profiling:
     @property
     def layers(self) -> list[int]:
         """Those that are tried."""
-        most = max(min(self.sight.scales) + 1, round(self.sight.stage.total * TRIED))
-        return [layer for layer in self.sight.scales if layer < most]
+        most = max(min(self.tap.scales) + 1, round(self.tap.stage.total * TRIED))
+        return [layer for layer in self.tap.scales if layer < most]
 
     @property
     def finished(self) -> bool:
@@ -163,42 +163,42 @@ class Profiling:
             answer = (laid.starts < needle.end) & (laid.ends > needle.start)
             # A context that is shorter than the text takes it in pieces: the one that matters is asked.
             work = next(each for each in laid.passes if answer[each.first :][: each.count].any())
-            every = {layer: self.sight.key_heads(layer) for layer in self.layers}
-            looking = AttentionPass(self.sight, work, every, rotated=False)
-            self._now = answer[work.first :][: work.count], looking
-        answer, looking = self._now
-        done = looking.step(chunk_tokens)
-        if looking.finished:
+            every = {layer: self.tap.key_heads(layer) for layer in self.layers}
+            attention = AttentionPass(self.tap, work, every, rotated=False)
+            self._now = answer[work.first :][: work.count], attention
+        answer, attention = self._now
+        done = attention.step(chunk_tokens)
+        if attention.finished:
             self._now = None
             far = min(FAR_TOKENS, self.context_tokens // 2) if self.rotated else 0
             for distance in sorted({0, far}):
-                self.tried.append(NeedleResult(self._attention(looking, distance), answer))
+                self.tried.append(NeedleResult(self._attention(attention, distance), answer))
         return done
 
-    def _attention(self, looking: AttentionPass, distance: int) -> F32:
+    def _attention(self, attention: AttentionPass, distance: int) -> F32:
         """(heads, N): of each head the mean of its two best queries' attention to each token."""
         found = []
-        work = looking.work
+        work = attention.work
         for layer in self.layers:
-            queries, keys = looking.queries[layer], looking.keys[layer]
+            queries, keys = attention.queries[layer], attention.keys[layer]
             if self.rotated:
                 asking_from = len(work.tokens) - work.asking + distance
-                queries = self.sight.rotated(layer, queries, asking_from)
-                keys = self.sight.rotated(layer, keys, work.own)
+                queries = self.tap.rotated(layer, queries, asking_from)
+                keys = self.tap.rotated(layer, keys, work.own)
             group = len(queries) // len(keys)
             for head, query in enumerate(queries):
-                logits = logits_of(query, keys[head // group], self.sight.scales[layer])
+                logits = logits_of(query, keys[head // group], self.tap.scales[layer])
                 p = np.sort(np.exp(logits - log_sum_exp(logits)[:, None]), axis=0)
                 found.append(p[-2:].mean(axis=0))
         return np.stack(found)
 
     def curve(self) -> list[HeadChoice]:
-        """Of the needles so far."""
-        heads = {layer: self.sight.query_heads(layer) for layer in self.layers}
+        """The curve from the needles so far."""
+        heads = {layer: self.tap.query_heads(layer) for layer in self.layers}
         return choose([layer for layer in self.layers for _ in range(heads[layer])], self.tried)
 
     def profile(self) -> Profile:
-        """Once it is finished; without heads where they find too little: such a model cannot score."""
+        """The profile, once it is ``finished``. It has no heads if they find too little for scoring."""
         found = settled(self.curve())
         heads = found.heads if found.found >= LEAST_FOUND else []
         return Profile(heads, found.exit_layer, self.rotated)

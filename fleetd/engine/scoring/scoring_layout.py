@@ -25,7 +25,7 @@ from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, Model
 HEAD_TOKENS = 256
 # Longer questions lose their beginnings: what they ask stands at the end.
 QUESTION_TOKENS = 512
-# Of the context, how much of a pass is for scores at least; head and question share the rest.
+# The least share of a context, and the fewest tokens, that are scored; head and question share the rest.
 _OWN_SHARE, _OWN_TOKENS = 0.5, 32
 _SEPARATOR = "\n\n"
 
@@ -50,6 +50,10 @@ class ScoringLayout:
     starts: I32
     ends: I32
     passes: list[LayoutPass]
+
+    @property
+    def id(self) -> str:
+        return self.request.id
 
     @property
     def tokens(self) -> int:
@@ -130,7 +134,7 @@ def _tokenized(tokenizer: Any, text: str) -> tuple[Any, I32, I32]:
 
 
 def _opening(tokenizer: Any) -> list[int]:
-    """What every text of this model begins with, if anything."""
+    """The token that every text of this model begins with, if there is one."""
     bos = getattr(tokenizer, "bos_token_id", None)
     begins = _ids(tokenizer, "", special=True)[:1]
     return begins if bos is not None and begins == [bos] else []

@@ -29,7 +29,7 @@ TOKENS = 64
 def arithmetic(
     stage: Stage, layout: KvLayout, *, device: str, accelerator: str, versions: dict[str, str]
 ) -> Arithmetic:
-    """Of the layers of ``stage``; costs about as much as prefilling ``TOKENS`` tokens.
+    """The arithmetic of the layers of ``stage``. Costs about as much as prefilling ``TOKENS`` tokens.
 
     Args:
         device: "cpu", "metal" or "cuda".
@@ -46,7 +46,7 @@ def arithmetic(
 
 
 def layer_hashes(stage: Stage, layout: KvLayout) -> list[bytes]:
-    """8 bytes per layer."""
+    """A hash of 8 bytes for each layer."""
     hidden = probe(layout)
     found = []
     for layer in range(stage.first, stage.last):
@@ -75,7 +75,7 @@ def probe(layout: KvLayout) -> mx.array:
 
 
 def any_chunks(stage: Stage, layout: KvLayout, device: str) -> bool:
-    """Whether a prompt's bytes are the same wherever it is cut into chunks: on a CPU with MKL, in f32."""
+    """True if a prompt's bytes are the same wherever it is cut into chunks: on a CPU with MKL, in f32."""
     if device != "cpu" or not cpu.exact() or layout.dtype != mx.float32:
         return False
     match stage.architecture.chunks:

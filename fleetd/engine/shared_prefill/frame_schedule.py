@@ -39,6 +39,27 @@ class Sizes(Protocol):
     def hidden_bytes(self, tokens: int) -> int: ...
 
 
+# ---- The streams -----------------------------------------------------------------------------------------
+
+HOME, IN, OUT = "home", "in", "out"
+
+
+def helper_name(place: int) -> str:
+    """Name of the home worker's stream to helper ``place``."""
+    return f"helper{place}"
+
+
+def home_streams(split: Split) -> list[str]:
+    """The streams that the home worker needs before it can begin."""
+    names = [helper_name(place) for place in range(split.helpers)]
+    return [*names, IN] if has_next(split, split.helpers - 1) else names
+
+
+def helper_streams(split: Split, place: int) -> list[str]:
+    """The streams that helper ``place`` needs before it can begin."""
+    return [HOME, *([IN] if place else []), *([OUT] if has_next(split, place) else [])]
+
+
 # ---- The lists -------------------------------------------------------------------------------------------
 
 
@@ -81,7 +102,7 @@ def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
 
 
 def has_next(split: Split, place: int) -> bool:
-    """Whether helper ``place`` sends anything to its neighbour, which may be home."""
+    """True if helper ``place`` sends anything to its neighbour, which may be home."""
     if place + 1 < split.helpers:
         return True
     return split.kind == "layers" and len(split.layers_of(split.helpers)) > 0
@@ -138,12 +159,12 @@ class Incoming:
         buffers: Callable[[FrameHeader], list[memoryview]],
     ) -> None:
         self._stream = stream
-        self._placed = list(heads)
-        self._taken = iter(self._placed)
-        self._due = iter(self._placed)
+        self._expected = list(heads)
+        self._taken = iter(self._expected)
+        self._due = iter(self._expected)
         self._sizes = sizes
         self._buffers = buffers
-        self.left = len(self._placed)
+        self.left = len(self._expected)
 
     def place(self, head: FrameHeader) -> list[memoryview]:
         """Raises ProtocolError for any frame but the next of the list."""
@@ -167,7 +188,7 @@ class Incoming:
             raise ProtocolError(f"On {self._stream} came {head}: not a state of {head.count} tokens.")
 
     def taken(self, frame: Frame, hashes: dict[int, bytes]) -> None:
-        """Count a frame that came. Raises ProtocolError where it was computed from other tokens."""
+        """Count a frame that arrived. Raises ProtocolError if it was computed from other tokens."""
         due = next(self._taken)
         self.left -= 1
         if frame.head.prefix != hashes.get(due.end, NO_PREFIX):
@@ -175,4 +196,4 @@ class Incoming:
 
     @property
     def began(self) -> bool:
-        return self.left < len(self._placed)
+        return self.left < len(self._expected)

@@ -3,8 +3,7 @@
     home ── tokens, cached prefix ──► this helper ── keys and values ──► home
                    the one before ──►             ── hidden states, or rows so far ──► the one after
 
-Nothing of it stays here. To the scheduler it is a task like ``sharing.SharedPrefill``: ask ``ready``, then
-``step``, until it is ``finished``.
+Nothing of it stays here. The loop asks ``ready``, then ``step``, until it is ``finished``.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class HelperPrefill:
     ) -> None:
         split, place = checked(assist.split), assist.place
         if split.layers != stage.total or not 0 <= place < split.helpers:
-            raise InvalidValue(f"Helper {place} of {split} is nobody in a model of {stage.total} layers.")
+            raise InvalidValue(f"Helper {place} of {split} has no part in a model of {stage.total} layers.")
         self._split, self._layout, self._clock = split, layout, clock
         self._work = helper_work(stage, layout, split, place)
         self._times = HelperTimes(clock)
@@ -64,7 +63,7 @@ class HelperPrefill:
         self._closed = False
         self._pipes: dict[str, FramePipe] = {}
         self._incoming: dict[str, Incoming] = {}
-        self._outlets: dict[str, FrameWriter] = {}
+        self._writers: dict[str, FrameWriter] = {}
         try:
             self._open(connect, place)
         except BaseException:
@@ -81,11 +80,11 @@ class HelperPrefill:
         for name, heads in streams.items():
             incoming = self._incoming[name] = Incoming(name, heads, layout, work.buffers)
             self._pipes[name] = connect(name, incoming.place)
-        self._outlets["home"] = FrameWriter(
+        self._writers["home"] = FrameWriter(
             self._pipes["home"], frame_schedule.to_home(split, place, layout), self._hashes
         )
         if "out" in streams:
-            self._outlets["out"] = FrameWriter(
+            self._writers["out"] = FrameWriter(
                 self._pipes["out"], frame_schedule.to_next(split, place, layout), self._hashes
             )
 
@@ -93,7 +92,7 @@ class HelperPrefill:
 
     @property
     def ready(self) -> bool:
-        """Whether ``step`` can do or tell something now; takes in what has arrived."""
+        """True if ``step`` can do something or has an error to raise; takes in what has arrived."""
         self._receive()
         idle = not (self._error or self.finished or self._computable)
         self._times.waits.idle(idle)
@@ -130,7 +129,7 @@ class HelperPrefill:
             self._error = PeerLost(f"home: nothing came for {limits.SHARE_IDLE_S:.0f} s.")
         while self._error is None and self._computable:
             started = self._clock()
-            self._work.compute(self._outlets["home"], self._outlets.get("out"))
+            self._work.compute(self._writers["home"], self._writers.get("out"))
             self._end()
             self._times.computed_s += self._clock() - started
             self._receive()
@@ -142,19 +141,19 @@ class HelperPrefill:
 
     @property
     def _computable(self) -> bool:
-        queued = any(outlet.backlog > limits.SHARE_QUEUED_BYTES for outlet in self._outlets.values())
+        queued = any(writer.backlog > limits.SHARE_QUEUED_BYTES for writer in self._writers.values())
         return self._work.computable and not queued
 
     def _end(self) -> None:
-        """Say so once everything is queued."""
+        """Send the end of the streams once everything is queued."""
         if self._work.computed and not self._ended:
-            self._outlets["home"].done()
-            if "out" in self._outlets:
-                self._outlets["out"].finish()
+            self._writers["home"].done()
+            if "out" in self._writers:
+                self._writers["out"].finish()
             self._ended = True
 
     def _receive(self) -> None:
-        """Take in all frames that have come."""
+        """Take in all frames that have arrived."""
         if self._closed or self._error is not None:
             return
         for name, pipe in self._pipes.items():
@@ -180,23 +179,23 @@ class HelperPrefill:
             self._work.take(frame)
 
     def _over(self, name: str, pipe: FramePipe) -> bool:
-        """Whether nothing more is to come or go there: its other end may leave."""
+        """True if nothing more is to be received or sent there, so that its other end may close."""
         if self._incoming[name].left:
             return False
-        return name not in self._outlets or (self._ended and pipe.backlog <= _TAIL_BYTES)
+        return name not in self._writers or (self._ended and pipe.backlog <= _TAIL_BYTES)
 
     def close(self) -> None:
         """Close the streams and forget everything. Idempotent."""
         self._closed = True
         for pipe in self._pipes.values():
             pipe.close()
-        self._work.inlets.clear()
+        self._work.row_buffers.clear()
         self._work.caches.clear()
 
-    # ---- what came of it -------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> list[StepTime]:
         """Where the time went until now, in seconds and bytes."""
-        self._times.sent = sum(outlet.sent for outlet in self._outlets.values())
+        self._times.sent = sum(writer.sent for writer in self._writers.values())
         return self._times.steps()

@@ -28,7 +28,7 @@ from fleetd.plan.prefill.split import Split
 class _HelperWork:
     """What both ways to split have in common. ``stage`` has the helper's layers, or more.
 
-    Each of them has besides: ``take(frame)`` is given what came; ``computable``: whether ``compute()``, one
+    Each of them has besides: ``take(frame)`` is given each frame; ``computable``: whether ``compute()``, one
     bounded step, has what it needs; ``computed``: whether nothing is left; ``fraction``: how much is done.
     """
 
@@ -40,10 +40,10 @@ class _HelperWork:
         self.tokens = split.tokens_of(place)
         self.slots: Slots | None = None
         self.caches: dict[int, Any] = {}
-        self.inlets: dict[int, RowBuffer] = {}
+        self.row_buffers: dict[int, RowBuffer] = {}
         # Layers whose cached prefix has not come yet.
         self.lacking = set(self.layers) if split.cached else set()
-        self.turns = RingStates(self.empty, split)
+        self.ring_states = RingStates(self.empty, split)
 
     def allocate(self, *, arriving: bool) -> None:
         """Make caches. ``arriving``: rows come from another machine even where no prefix is cached."""
@@ -53,16 +53,16 @@ class _HelperWork:
                 cache = layer_kv.preallocated(shape, self.tokens.stop, sparse=bool(self.split.prompt_span))
             self.caches[layer] = cache
             if not shape.window and (arriving or self.split.cached):
-                self.inlets[layer] = RowBuffer(self.caches[layer])
+                self.row_buffers[layer] = RowBuffer(self.caches[layer])
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
-        """Where a frame that is due goes. Called on a thread that reads."""
-        return layer_kv.buffers(head, self.layout, self.inlets)
+        """The memory for an expected frame's payload. Called on a reader thread."""
+        return layer_kv.buffers(head, self.layout, self.row_buffers)
 
     def take_tokens(self, frame: Frame) -> Slots:
         self.slots = slots = Slots.arrived(frame.buffers[0], self.split)
         if self.stage.first == 0:
-            # An embedding does not look whether there is such a row.
+            # An embedding does not check its indices.
             vocabulary = self.stage.weights.embed_tokens.weight.shape[0]
             if slots.ids.min() < 0 or slots.ids.max() >= vocabulary:
                 raise ProtocolError(f"On home came tokens that a vocabulary of {vocabulary} does not have.")
@@ -72,7 +72,7 @@ class _HelperWork:
         layer = frame.head.layer
         if frame.head.kind is Kind.STATE:
             cache = layer_kv.rotated(self.empty[layer], self.layout.layer(layer), frame)
-            self.turns.start(layer, cache)
+            self.ring_states.start(layer, cache)
             self.caches[layer] = cache
         else:
             self.caches[layer].offset = self.split.cached
@@ -80,7 +80,7 @@ class _HelperWork:
 
 
 class LayersOfHelper(_HelperWork):
-    """Some layers on all new tokens."""
+    """Work of a helper that runs some layers on all new tokens."""
 
     def __init__(self, stage: Stage, layout: KvLayout, split: Split, place: int) -> None:
         super().__init__(stage, layout, split, place)
@@ -97,7 +97,7 @@ class LayersOfHelper(_HelperWork):
                 self._hidden.append(layer_kv.hidden_of(frame, self.layout))
             case _:
                 self.take_prefix(frame)
-                self.inlets.pop(frame.head.layer, None)
+                self.row_buffers.pop(frame.head.layer, None)
 
     @property
     def computable(self) -> bool:
@@ -114,7 +114,7 @@ class LayersOfHelper(_HelperWork):
         return 1 - len(self._chunks) / self._n_chunks
 
     def compute(self, home: FrameWriter, following: FrameWriter | None) -> None:
-        """The next chunk through the layers, and what came of it onto the streams."""
+        """Run the next chunk through the layers, and send the results."""
         if self.slots is None:
             return
         tokens = self._chunks.popleft()
@@ -129,7 +129,7 @@ class LayersOfHelper(_HelperWork):
         mx.eval(rows)
         passes.evaluate(caches, out)
         mx.clear_cache()
-        # The next machine waits for this, and for the rows nobody yet.
+        # The next machine waits for these, and no machine waits for the rows yet.
         if following is not None and out is not None:
             following.hidden(out)
         for keys, values in rows:
@@ -141,13 +141,13 @@ class LayersOfHelper(_HelperWork):
 
 
 class TokensOfHelper(_HelperWork):
-    """All layers on some of the tokens."""
+    """Work of a helper that runs all layers on some of the tokens."""
 
     def __init__(self, stage: Stage, layout: KvLayout, split: Split, place: int) -> None:
         super().__init__(stage, layout, split, place)
         self._major: LayerMajor | None = None
         # Layers of which all tokens before this helper's are here, but for the cached ones.
-        self._came = 0 if place else split.layers
+        self._arrived = 0 if place else split.layers
         self.allocate(arriving=place > 0)
 
     def take(self, frame: Frame) -> None:
@@ -158,21 +158,21 @@ class TokensOfHelper(_HelperWork):
         elif head.layer in self.lacking:
             self.take_prefix(frame)
             if not self.place:
-                self.inlets.pop(head.layer, None)
+                self.row_buffers.pop(head.layer, None)
         else:
             if head.kind is Kind.STATE:
-                self.caches[head.layer] = self.turns.taken(frame, self.layout.layer(head.layer))
+                self.caches[head.layer] = self.ring_states.taken(frame, self.layout.layer(head.layer))
             else:
                 self.caches[head.layer].offset = self.tokens.start
-            self.inlets.pop(head.layer, None)
-            self._came += 1
+            self.row_buffers.pop(head.layer, None)
+            self._arrived += 1
 
     @property
     def computable(self) -> bool:
         major = self._major
         if major is None or major.finished:
             return False
-        return not major.begins or (major.layer not in self.lacking and major.layer < self._came)
+        return not major.begins or (major.layer not in self.lacking and major.layer < self._arrived)
 
     @property
     def computed(self) -> bool:
@@ -183,7 +183,7 @@ class TokensOfHelper(_HelperWork):
         return 0.0 if self._major is None else self._major.fraction
 
     def compute(self, home: FrameWriter, following: FrameWriter | None) -> None:
-        """The next chunk through the next layer, and the layer onto the streams once it is whole."""
+        """Run the next chunk through the next layer, and send the layer once it is complete."""
         if self._major is None:
             return
         layer = self._major.layer

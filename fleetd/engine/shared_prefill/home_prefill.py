@@ -1,12 +1,12 @@
-"""One prompt's prefill together with other machines: the side of the machine that answers.
+"""One prompt's prefill together with other machines: the home worker's side.
 
     home ── tokens, cached prefix ──► helper 0 ──► helper 1 ──► …
       ▲                                  │            │
       └────────── keys and values ───────┴────────────┘      and what the last of them hands on
 
-To the scheduler it looks like ``prefill.Prefiller``: steps that compute, until the caches hold the prompt.
-But a step may have to wait for a helper, so ``ready`` is asked first; and it may fail, after which the prompt
-is prefilled here from ``done`` tokens on, with the bytes that it would have had without any helper.
+To the scheduler it looks like ``Prefiller``: steps that compute, until the caches hold the prompt. But a step
+may have to wait for a helper, so ``ready`` is asked first; and it may fail. Then the prompt is prefilled here
+from ``done`` tokens on, with the bytes that it would have had without any helper.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class SharedPrefill:
 
     Args:
         stage: all layers of the model; ``layout`` is ``KvLayout.of`` it.
-        prefix: private caches of the first ``share.split.cached`` tokens; None where that is 0.
+        prefix: private caches of the first ``share.split.cached`` tokens; None if that is 0.
         kept: indices of the tokens that are computed, ascending, the last one included; None for all. From
             here on only these are counted, as ``sparse.SparsePrefiller`` does.
         connect: opens this share's streams. Its pipes wake the scheduler, which then asks ``ready`` again.
@@ -130,7 +130,7 @@ class SharedPrefill:
 
     @property
     def ready(self) -> bool:
-        """Whether ``step`` can do or tell something now; takes in what has arrived."""
+        """True if ``step`` can do something or has an error to raise; takes in what has arrived."""
         self._receive()
         idle = not (self._error or self._work.computable or self._check.ready or self.remaining == 0)
         self._times.waits.idle(idle)
@@ -177,9 +177,9 @@ class SharedPrefill:
     def _unit(self) -> bool:
         """One bounded piece of work; False if there is none.
 
-        The check comes first where every chunk that is complete counts once it has passed; where tokens are
-        split nothing counts before the end, and the check can wait for a moment in which there is nothing
-        else to do.
+        Where layers are split the check comes first: every complete chunk counts once the check has passed.
+        Where tokens are split nothing counts before the end, and the check waits until there is nothing else
+        to do.
         """
         begun = self._clock()
         if self._check.ready and (self._split.kind == "layers" or not self._work.computable):
@@ -193,7 +193,7 @@ class SharedPrefill:
         return True
 
     def _finish(self) -> None:
-        """All is here. Until now the helpers could tell by this side's silence that it is still alive."""
+        """All has arrived: end the streams. Until now, open streams showed helpers that home is alive."""
         if not self._finished:
             self._finished = True
             self._times.finished()
@@ -201,7 +201,7 @@ class SharedPrefill:
                 pipe.finish()
 
     def _receive(self) -> None:
-        """Take in all frames that have come, and compare what they bring."""
+        """Take in all frames that have arrived, and compare their rows with the spot check's."""
         if self._closed or self._error is not None:
             return
         try:
@@ -257,9 +257,9 @@ class SharedPrefill:
         self._allocated.set()
         for pipe in self._pipes.values():
             pipe.close()
-        self._work.inlets.clear()
+        self._work.row_buffers.clear()
 
-    # ---- what came of it -------------------------------------------------------------------------------
+    # ---- results ---------------------------------------------------------------------------------------
 
     @property
     def steps(self) -> list[StepTime]:

@@ -1,4 +1,4 @@
-"""What the machine that answers computes of a shared prefill, and what it makes of what arrives.
+"""The home worker's own part of a shared prefill, and what it makes of the helpers' frames.
 
     layers: rows of the helpers' layers ─────────────────────────► caches
             hidden states, chunk by chunk ─► own layers ─────────► caches
@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
 from fleetd import limits
+from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.shared_prefill import layer_kv, passes
 from fleetd.engine.shared_prefill.layer_kv import KvLayout, RingState, RingStates, RowBuffer
 from fleetd.engine.shared_prefill.slots import Slots
@@ -29,7 +30,7 @@ from fleetd.plan.prefill.split import Split
 class _HomeWork:
     """What both ways to split have in common. Each of them has besides:
 
-    ``allocate()`` makes room for what will arrive; ``take(place, frame)`` is given what came of a helper.
+    ``allocate()`` makes room for what will arrive; ``take(place, frame)`` is given each frame of a helper.
     ``computable``: whether ``compute()``, one bounded step, has what it needs; ``computed``: whether nothing
     is left of this machine's own part.
     ``done``: leading tokens whose keys and values are here in all layers.
@@ -44,11 +45,11 @@ class _HomeWork:
         self.stage, self.layout, self.split, self.slots = stage, layout, split, slots
         self.prefix = list(prefix) if prefix is not None else stage.make_caches()
         self.caches: list[Any] = [None] * split.layers
-        self.inlets: dict[int, RowBuffer] = {}
-        self._turns = RingStates(dict(enumerate(stage.empty)), split)
+        self.row_buffers: dict[int, RowBuffer] = {}
+        self._ring_states = RingStates(dict(enumerate(stage.empty)), split)
         for layer, cache in enumerate(self.prefix):
             if layout.layer(layer).window:
-                self._turns.start(layer, cache)
+                self._ring_states.start(layer, cache)
         # Without them everything that is computed can be taken back to any token.
         self.rotates = layout.rotates(range(split.layers))
 
@@ -62,7 +63,7 @@ class _HomeWork:
             # From now on the prefix is in there; kept twice it would take twice the memory.
             self.prefix[layer] = None
             return cache
-        return layer_kv.copy_on_write(prefix)
+        return copy_on_write(prefix)
 
     def before(self, layer: int, tokens: int) -> Any:
         """A cache of the first ``tokens`` to be added to. Only these are copied then, not all the room."""
@@ -74,14 +75,14 @@ class _HomeWork:
         return short
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
-        """Where a frame that is due goes. Called on a thread that reads, after ``allocate``."""
-        return layer_kv.buffers(head, self.layout, self.inlets)
+        """The memory for an expected frame's payload. Called on a reader thread, after ``allocate``."""
+        return layer_kv.buffers(head, self.layout, self.row_buffers)
 
     def rotated(self, frame: Frame) -> RotatingKVCache:
-        return self._turns.taken(frame, self.layout.layer(frame.head.layer))
+        return self._ring_states.taken(frame, self.layout.layer(frame.head.layer))
 
     def caches_at(self, done: int) -> list[Any]:
-        """Of the first ``done`` tokens, which are what ``done`` says or those that were cached."""
+        """Caches of the first ``done`` tokens: the property ``done``, or the cached tokens."""
         if done == self.split.tokens:
             return self.caches
         if not done:
@@ -126,8 +127,8 @@ class LayersAtHome(_HomeWork):
         self._hidden: deque[mx.array] = deque()
         self._begin: mx.array | None = None
         self._computed = 0
-        # Frames of rows that came of each helper, and how many of them make a chunk.
-        self._came = [0] * split.helpers
+        # Frames of rows that arrived of each helper, and how many of them make a chunk.
+        self._arrived = [0] * split.helpers
         self._rows = [
             sum(not layout.layer(layer).window for layer in split.layers_of(place))
             for place in range(split.helpers)
@@ -138,12 +139,12 @@ class LayersAtHome(_HomeWork):
         for layer in range(self.split.layers):
             self.caches[layer] = self.make(layer, self.split.tokens)
             if layer not in self._own and not self.layout.layer(layer).window:
-                self.inlets[layer] = RowBuffer(self.caches[layer])
+                self.row_buffers[layer] = RowBuffer(self.caches[layer])
 
     def take(self, place: int, frame: Frame) -> None:
         match frame.head.kind:
             case Kind.ROWS:
-                self._came[place] += 1
+                self._arrived[place] += 1
             case Kind.STATE:
                 self.caches[frame.head.layer] = self.rotated(frame)
             case Kind.HIDDEN:
@@ -154,7 +155,7 @@ class LayersAtHome(_HomeWork):
             case _:
                 self._ended[place] = True
                 for layer in self.split.layers_of(place):
-                    if self.inlets.pop(layer, None) is not None:
+                    if self.row_buffers.pop(layer, None) is not None:
                         self.caches[layer].offset = self.split.tokens
 
     @property
@@ -178,7 +179,7 @@ class LayersAtHome(_HomeWork):
         """Chunks of helper ``place`` that are all here."""
         if self._ended[place]:
             return self._chunks
-        return self._came[place] // self._rows[place] if self._rows[place] else 0
+        return self._arrived[place] // self._rows[place] if self._rows[place] else 0
 
     def _whole(self) -> int:
         """Chunks that are here in all layers."""
@@ -219,10 +220,10 @@ class LayersAtHome(_HomeWork):
 
     def context(self, place: int, layer: int) -> Any:
         if self.layout.layer(layer).window:
-            return layer_kv.copy_on_write(self.prefix[layer])
+            return copy_on_write(self.prefix[layer])
         return self.before(layer, self.split.cached)
 
-    def came(self, place: int, layer: int) -> bool:
+    def arrived(self, place: int, layer: int) -> bool:
         owner = self.owner(place, layer)
         if self._part is not None and layer + 1 == self._own.start and self._begin is None:
             return False
@@ -248,8 +249,8 @@ class TokensAtHome(_HomeWork):
         super().__init__(stage, layout, split, slots, prefix)
         self._major = passes.LayerMajor(stage, slots, split.chunks_of(split.helpers))
         self._cut = split.tokens_of(split.helpers).start
-        # Layers that came of each helper, in order.
-        self._came = [0] * split.helpers
+        # Layers that arrived of each helper, in order.
+        self._arrived = [0] * split.helpers
         self._ended = [False] * split.helpers
         # Caches that rotate, as they are after each helper's tokens.
         self._states: list[dict[int, RotatingKVCache]] = [{} for _ in range(split.helpers)]
@@ -258,7 +259,7 @@ class TokensAtHome(_HomeWork):
         for layer in range(self.split.layers):
             self.caches[layer] = self.make(layer, self.split.tokens)
             if not self.layout.layer(layer).window:
-                self.inlets[layer] = RowBuffer(self.caches[layer])
+                self.row_buffers[layer] = RowBuffer(self.caches[layer])
 
     def take(self, place: int, frame: Frame) -> None:
         layer = frame.head.layer
@@ -268,21 +269,21 @@ class TokensAtHome(_HomeWork):
                 return
             case Kind.STATE:
                 self._states[place][layer] = self.rotated(frame)
-        self._came[place] += 1
-        if min(self._came) > layer:
+        self._arrived[place] += 1
+        if min(self._arrived) > layer:
             self._complete(layer)
 
     def _complete(self, layer: int) -> None:
-        """All rows before this machine's own are there."""
-        self.inlets.pop(layer, None)
+        """All rows before this machine's own have arrived."""
+        self.row_buffers.pop(layer, None)
         if self.layout.layer(layer).window:
-            self.caches[layer] = layer_kv.copy_on_write(self._states[-1][layer])
+            self.caches[layer] = copy_on_write(self._states[-1][layer])
         else:
             self.caches[layer].offset = self._cut
 
     @property
     def computable(self) -> bool:
-        return not self.computed and (not self._major.begins or min(self._came) > self._major.layer)
+        return not self.computed and (not self._major.begins or min(self._arrived) > self._major.layer)
 
     @property
     def computed(self) -> bool:
@@ -301,15 +302,15 @@ class TokensAtHome(_HomeWork):
 
     @property
     def fraction(self) -> float:
-        return min(self._came) / self.split.layers if self.computed else self._major.fraction
+        return min(self._arrived) / self.split.layers if self.computed else self._major.fraction
 
     @property
     def next_fraction(self) -> float:
-        layers, step = self.split.layers, min(self._came)
+        layers, step = self.split.layers, min(self._arrived)
         return min(1.0, (step + 1 + self.split.helpers) / (layers + self.split.helpers))
 
     def behind(self) -> int:
-        return min(range(self.split.helpers), key=lambda place: self._came[place])
+        return min(range(self.split.helpers), key=lambda place: self._arrived[place])
 
     # ---- for the spot check ----------------------------------------------------------------------------
 
@@ -321,14 +322,14 @@ class TokensAtHome(_HomeWork):
         return place
 
     def context(self, place: int, layer: int) -> Any | None:
-        if min(self._came[:place], default=self.split.layers) <= layer:
+        if min(self._arrived[:place], default=self.split.layers) <= layer:
             return None
         if not self.layout.layer(layer).window:
             return self.before(layer, self.split.tokens_of(place).start)
-        return layer_kv.copy_on_write(self._states[place - 1][layer] if place else self.prefix[layer])
+        return copy_on_write(self._states[place - 1][layer] if place else self.prefix[layer])
 
-    def came(self, place: int, layer: int) -> bool:
-        return self._came[place] > layer
+    def arrived(self, place: int, layer: int) -> bool:
+        return self._arrived[place] > layer
 
     def compared(self, place: int, layer: int, count: int) -> Pair | None:
         cache = self._states[place].get(layer, self.caches[layer])

@@ -18,6 +18,7 @@ import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 
+from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
@@ -126,11 +127,6 @@ def _buffer(data: _Bytes) -> memoryview:
     return memoryview(whole).cast("B")
 
 
-def copy_on_write(cache: Any) -> Any:
-    """A cache that can be added to without changing this one. Nothing is copied until then."""
-    return copy.deepcopy(cache)  # an array's copy is a second name for its memory
-
-
 # ---- Caches with a row per token -------------------------------------------------------------------------
 
 
@@ -163,10 +159,10 @@ def truncated(cache: KVCache, tokens: int) -> KVCache:
 
 
 class RowBuffer:
-    """Where rows that arrive are written: straight into a roomy cache.
+    """Memory for the rows that arrive: the preallocated cache itself.
 
-    While there is one, MLX copies the whole array before it adds to it: drop it, and what it gave, as soon as
-    the rows are there. The cache is not read before.
+    While a RowBuffer exists, MLX copies the whole array before it adds to it: drop it, and the buffers it
+    gave, as soon as the rows have arrived. The cache is not read before.
     """
 
     __slots__ = ("_keys", "_values")
@@ -232,7 +228,7 @@ class RingState:
 
 
 class RingStates:
-    """How far the caches of a split that rotate have to be. ``empty``: an unused cache per layer."""
+    """How far the rotating caches of a split must have rotated. ``empty``: an unused cache per layer."""
 
     def __init__(self, empty: Mapping[int, Any], split: Split) -> None:
         self._empty, self._split = empty, split
@@ -240,7 +236,7 @@ class RingStates:
         self._known: dict[tuple[RingState, int, int], RingState] = {}
 
     def start(self, layer: int, cache: RotatingKVCache) -> None:
-        """Where the new tokens begin; without, with an empty cache."""
+        """Set the cache before the new tokens; an empty one if this is not called."""
         self._starts[layer] = RingState.of(cache)
 
     def taken(self, frame: Frame, shape: LayerShape) -> RotatingKVCache:
@@ -287,11 +283,11 @@ def rotated(empty: RotatingKVCache, shape: LayerShape, frame: Frame) -> Rotating
 # ---- Frames ----------------------------------------------------------------------------------------------
 
 
-def buffers(head: FrameHeader, layout: KvLayout, inlets: Mapping[int, RowBuffer]) -> list[memoryview]:
-    """Where the payload of a frame that is due goes: rows to their places, all else to memory of its own."""
+def buffers(head: FrameHeader, layout: KvLayout, row_buffers: Mapping[int, RowBuffer]) -> list[memoryview]:
+    """The memory for an expected frame's payload: rows to their places, all else to memory of its own."""
     match head.kind:
         case Kind.ROWS:
-            return inlets[head.layer].rows(head.start, head.end)
+            return row_buffers[head.layer].rows(head.start, head.end)
         case Kind.STATE:
             shape = layout.layer(head.layer)
             return state_buffers(shape, head.sizes[0] // shape.sizes(1)[0])

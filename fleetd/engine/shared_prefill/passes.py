@@ -79,7 +79,7 @@ class LayerMajor:
 
     @property
     def begins(self) -> bool:
-        """Whether the next step is a layer's first: what its cache has to hold before must be there."""
+        """True if the next step is a layer's first: what its cache has to hold before must be there."""
         return self.chunk == 0
 
     @property

@@ -35,12 +35,12 @@ class Sharable:
 
     @property
     def any_chunks(self) -> bool:
-        """Whether the bytes are the same wherever a prompt is cut into chunks."""
+        """True if the bytes are the same wherever a prompt is cut into chunks."""
         return self.arithmetic.chunks == "any"
 
 
 def _not_sparse(stage: Stage, layout: KvLayout) -> str:
-    """Why these layers help with whole prompts only; "" where tokens may be left out."""
+    """Why these layers help with whole prompts only; "" if tokens may be left out."""
     if layout.rotates(range(stage.first, stage.last)):
         # Their rows are sent as they lie, which while there are gaps says nothing of positions.
         return "It has sliding windows, which are shared for whole prompts only."

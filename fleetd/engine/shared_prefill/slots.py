@@ -23,14 +23,14 @@ _INT32 = "<i4"
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """``ids`` int32 (T,); ``positions`` too, ascending, or None where each slot is its position."""
+    """``ids`` int32 (T,); ``positions`` too, ascending, or None if each slot is its position."""
 
     ids: Any
     positions: Any = None
 
     @classmethod
     def of(cls, tokens: Sequence[int], kept: Sequence[int] | None = None) -> Slots:
-        """Of a whole prompt without its last token; ``kept``: indices of those that are computed."""
+        """A prompt's slots, without its last token. ``kept``: indices of the tokens that are computed."""
         ids = np.array(tokens[:-1], dtype=_INT32)
         if kept is None:
             return cls(ids)
@@ -65,7 +65,7 @@ class Slots:
         return mx.array(self.ids[slots.start : slots.stop])[None]
 
     def where(self, slots: range) -> list[int] | None:
-        """Their positions; None where each slot is its position."""
+        """The positions of ``slots``; None if each slot is its position."""
         if self.positions is None:
             return None
         found: list[int] = self.positions[slots.start : slots.stop].tolist()

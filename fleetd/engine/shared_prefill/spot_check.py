@@ -1,9 +1,9 @@
-"""Whether a helper computes what this machine would: a few of its tokens are computed here as well.
+"""The spot check: this machine computes a few of a helper's tokens too, and compares.
 
-While the machine that answers waits for its helpers it runs the first few tokens of each helper's slice
+While the home worker waits for its helpers, it runs the first few tokens of each helper's slice
 through the layers itself, on copies of what comes before them, and compares the keys, values and hidden
-states with those that arrive. It finds a helper that has other weights, another model or another accelerator
-than it says, and one that sends garbage or NaN; not one that lies about later tokens only.
+states with those that arrive. It finds a helper with other weights, another model or another
+accelerator than it claims, and one that sends garbage or NaN; not one that is wrong about later tokens only.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class ReceivedRows(Protocol):
     def context(self, place: int, layer: int) -> Any | None:
         """A cache, to be added to, of what comes before the probe's tokens; None if it is not yet there."""
 
-    def came(self, place: int, layer: int) -> bool:
-        """Whether ``compare`` can be called for the layer."""
+    def arrived(self, place: int, layer: int) -> bool:
+        """True if ``compare`` can be called for the layer."""
 
     def compared(self, place: int, layer: int, count: int) -> Pair | None:
-        """Keys and values (1, heads, count, width) of the probe's tokens; None where none were sent."""
+        """Keys and values (1, heads, count, width) of the probe's tokens; None if none were sent."""
 
     def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
-        """What was sent of them on the way into ``layer``, (1, count, width); None where nothing was."""
+        """What was sent of them on the way into ``layer``, (1, count, width); None if nothing was."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class SpotCheck:
 
     @property
     def ready(self) -> bool:
-        """Whether ``step`` has something to compute."""
+        """True if ``step`` has something to compute."""
         return self._next() is not None
 
     def _next(self) -> tuple[Probe, Any] | None:
@@ -118,7 +118,7 @@ class SpotCheck:
     def settle(self) -> None:
         """Compare what is there of both. Raises PeerWrong."""
         for probe in self._probes:
-            while probe.settled < len(probe.rows) and self._received.came(probe.place, probe.settled):
+            while probe.settled < len(probe.rows) and self._received.arrived(probe.place, probe.settled):
                 self._compare(probe, probe.settled)
                 probe.settled += 1
 
@@ -141,14 +141,14 @@ class SpotCheck:
 
 
 def same(ours: mx.array, theirs: mx.array) -> bool:
-    """Bit for bit."""
+    """True if the arrays are equal bit for bit."""
     return bool(
         np.array_equal(layer_kv.as_bytes(mx.contiguous(ours)), layer_kv.as_bytes(mx.contiguous(theirs)))
     )
 
 
 def alike(ours: mx.array, theirs: mx.array) -> bool:
-    """Of arrays (…, T, width): everything finite, and most tokens' rows close, measured by their length."""
+    """True if ``theirs`` is finite and most tokens' rows are close, by their length. Arrays (…, T, width)."""
     a, b = (np.moveaxis(np.array(x.astype(mx.float32), dtype=np.float64), -2, 0) for x in (ours, theirs))
     if not np.isfinite(b).all():
         return False

@@ -9,7 +9,7 @@ from fleetd.plan.prefill import step_names
 
 
 class WaitClock:
-    """How long there was nothing to do but wait for others."""
+    """How long there was nothing to do but wait for other machines."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -29,7 +29,7 @@ class WaitClock:
 
 
 class HomeTimes:
-    """Of the machine that answers."""
+    """Times of the home worker."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -72,7 +72,7 @@ class HomeTimes:
 
 
 class HelperTimes:
-    """Of a machine that helps."""
+    """Times of a helper."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -31,7 +31,7 @@ def dropped_of_messages(
     render: Callable[[list[Message]], str],
 ) -> list[Range]:
     """The ranges of ``text``, which is ``render(messages)``, that are to go: all of the contents of the
-    messages in ``parts`` but their kept ranges. Raises NotSparse where that cannot be told."""
+    messages in ``parts`` but their kept ranges. Raises NotSparse if that cannot be told."""
     for index in parts:
         if index >= len(messages) or not isinstance(messages[index].get("content"), str):
             raise NotSparse(f"Message {index} is no plain text of which parts could be kept.")

@@ -18,6 +18,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from fleetd.engine.architectures import CUT
+from fleetd.engine.kv_caches import beginning
 from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
 from fleetd.errors import ModelUnsupported
@@ -25,7 +26,7 @@ from fleetd.errors import ModelUnsupported
 # Always kept: the first token, on which attention rests where it finds nothing, and the prompt's end.
 HEAD_TOKENS = 1
 TAIL_TOKENS = 8
-# Of the checks at load: positions far enough apart that a wrong one cannot pass, one per token.
+# For the checks at load: positions far enough apart that a wrong one cannot pass, one per token.
 _CHECK_POSITIONS = (0, 1, 2, 7, 30, 63, 64, 257, 500, 1023)
 # With the one after them.
 CHECK_TOKENS = len(_CHECK_POSITIONS) + 1
@@ -95,10 +96,10 @@ def leading(kept: Sequence[int]) -> int:
 
 
 def leading_cache(kept: Sequence[int], cache: Sequence[Any]) -> list[KVCache] | None:
-    """A dense cache of the ``leading`` tokens, from that of all; None where windows moved on."""
+    """A dense cache of the ``leading`` tokens, from that of all; None if windows moved on."""
     if not all(isinstance(layer, SparseKV) for layer in cache):
         return None
-    return [layer.first(leading(kept)) for layer in cache]
+    return [beginning(layer, leading(kept)) for layer in cache]
 
 
 @dataclass(frozen=True, slots=True)

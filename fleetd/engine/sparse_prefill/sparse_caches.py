@@ -48,14 +48,6 @@ class SparseKV(KVCache):  # type: ignore[misc]
         # Not by the method of the base: MLX takes no subclass of int for an offset.
         return create_attention_mask(n, int(self.offset), return_array, window_size)
 
-    def first(self, tokens: int) -> KVCache:
-        """A dense cache of the first slots, its rows its own; they must be without gaps."""
-        dense = KVCache()
-        dense.keys = mx.contiguous(self.keys[..., :tokens, :])
-        dense.values = mx.contiguous(self.values[..., :tokens, :])
-        dense.offset = tokens
-        return dense
-
     def finished(self, position: int) -> SparseKV:
         """Decoding goes on at ``position``."""
         self.ahead = position - self.offset

@@ -19,11 +19,11 @@ from fleetd.engine.speculation.rounds import Promise
 
 # A wider pass has to promise this much more than a plain step: the promise is an estimate.
 MARGIN = 1.05
-# What is thought of a source that nobody has seen yet, and how many tokens' worth of evidence that is.
+# The assumed acceptance of a new source, and how many tokens of evidence that counts for.
 PRIOR, PRIOR_TOKENS = 0.6, 3.0
-# Evidence loses this share of its weight with each draft that is judged: answers change their mind.
+# Evidence loses this share of its weight with each draft that is judged: texts change.
 FADES = 0.15
-# No acceptance is believed to be perfect; (1 - a) must not be 0 either.
+# The highest acceptance assumed; (1 - a) must not be 0.
 SUREST = 0.98
 # Passes looked back on, and the share of their time that may be lost before the answer rests.
 WINDOW, LOSS = 4, 0.15
@@ -33,7 +33,7 @@ REST, LONGEST_REST = 32, 1024
 
 @dataclass(slots=True)
 class SourceStats:
-    """Of one source: how its drafts have done in this answer."""
+    """How one source's drafts have done in this sequence."""
 
     drafted: int = 0
     accepted: int = 0
@@ -47,7 +47,7 @@ class SourceStats:
         return min(SUREST, self._right / self._judged)
 
     def judge(self, right: int, *, wrong: bool) -> None:
-        """A draft of which the first ``right`` tokens came, and then, if ``wrong``, another one."""
+        """A draft of which the first ``right`` tokens on_tokens, and then, if ``wrong``, another one."""
         if right or wrong:
             self._right = self._right * (1 - FADES) + right
             self._judged = self._judged * (1 - FADES) + right + wrong
@@ -63,7 +63,7 @@ class Draft:
 
 @dataclass(slots=True)
 class Controller:
-    """Of one answer. Each turn: ``choose``, then ``verified`` with what the pass gave."""
+    """Decides for one sequence. Each turn: ``choose``, then ``verified`` with the result of the pass."""
 
     costs: Costs
     most: int  # drafts in one pass
@@ -112,7 +112,7 @@ class Controller:
         """
         step_s = self.costs.step_s
         self.costs.took(1 + len(draft.tokens), seconds)
-        self.came(emitted)
+        self.on_tokens(emitted)
         self.passes += 1
         self.tokens += len(emitted)
         if not draft.tokens:
@@ -130,7 +130,7 @@ class Controller:
                 self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
                 self._window = []
 
-    def came(self, tokens: Sequence[int]) -> None:
+    def on_tokens(self, tokens: Sequence[int]) -> None:
         """Tokens of the answer, drafted or not: guesses are held against them."""
         self._rest = max(0, self._rest - len(tokens))
         for name, (guess, seen) in list(self._guesses.items()):

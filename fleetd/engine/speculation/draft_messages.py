@@ -1,11 +1,11 @@
-"""What an answer and its drafter say to each other, on a stream of ``engine/share/pipe.py``. Sans-IO.
+"""The messages between an answer and its drafter, as frames of a stream. Sans-IO.
 
     answer ── COMMIT(base, tokens) ──► drafter      after ``base`` tokens the text went on with these
     answer ◄── DRAFT(base, branches) ── drafter     after ``base`` tokens it may go on with one of these
 
 Every message carries the length and a hash of the text that it goes on from, so each can be judged without
-the ones before it: a draft for a text that has become another one fits nowhere. Nobody waits for an answer,
-and nothing has to arrive; whoever has had enough closes the stream.
+the ones before it: a draft for a text that has changed since fits nowhere. Neither side waits for a
+reply, and no message has to arrive; either side may close the stream.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Drafting for a text that another worker writes: prefill what is known, then guess ahead of the verdict.
+"""Drafting for a text that another worker writes: prefill what is known, then guess what follows.
 
     COMMIT ──► roll back to what still holds ──► prefill what is new ──► guess, guess, … ──► DRAFT each
 
-Nothing that is drafted is ever waited for or relied on. To the loop that computes it is one more piece of
-work that is done in turns (``follows.py``).
+No answer waits for drafts or relies on them. The compute loop does this work in turns (``DraftGuests``).
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class DraftModel:
     ``path`` is always what comes after the text that is ``committed``. ``fetch`` finds KV of its beginning
     that is left from earlier texts.
 
-    Raises ModelUnsupported where the model's cache cannot be rolled back.
+    Raises ModelUnsupported if the model's cache cannot be rolled back.
     """
 
     def __init__(self, model: Any, fetch: Callable[[list[int]], Hit] = lambda tokens: Hit(0, None)) -> None:
@@ -58,7 +57,7 @@ class DraftModel:
         self._guesses = 0
         self._text: list[int] = []
         self._in_cache: list[int] = []
-        # Of what is in the cache, the beginning that is known to be the text's.
+        # Leading tokens in the cache that are known to be the text's.
         self._same = 0
 
     @property
@@ -130,7 +129,7 @@ class DraftModel:
 
 
 def _best_two(logits: mx.array) -> tuple[list[int], list[float]]:
-    """Of (V,): the two best tokens, best first, and their probabilities."""
+    """The two best tokens of logits (V,), best first, and their probabilities."""
     logits = logits.astype(mx.float32)
     first = mx.argmax(logits)
     second = mx.argmax(mx.where(mx.arange(logits.size) == first, -mx.inf, logits))
@@ -169,7 +168,7 @@ class DraftWriter:
         self._vocab_size = vocab_size
         self._grow = grow
         self._clock = clock
-        self._trail = wire.TextHash()
+        self._text_hash = wire.TextHash()
         self._error: FleetError | None = None
         self._heard_s = clock()
         # Tokens that were drafted on the way, and of those that were judged, how many were right.
@@ -178,7 +177,7 @@ class DraftWriter:
 
     @property
     def ready(self) -> bool:
-        """Whether ``step`` can do or tell something now; takes in what has come."""
+        """True if ``step`` can do something or has an error to raise; takes in what has arrived."""
         self._receive()
         return self._error is not None or self._due is not None
 
@@ -199,7 +198,7 @@ class DraftWriter:
             raise self._error
         if (path := self._due) is None:
             return
-        self._grow(self._trail.length + self._lookahead.ahead + limits.DRAFT_DETOUR_TOKENS)
+        self._grow(self._text_hash.length + self._lookahead.ahead + limits.DRAFT_DETOUR_TOKENS)
         if self._model.missing(path) > limits.DRAFT_AHEAD:
             self._model.prefill(path, chunk_tokens)
             return
@@ -212,19 +211,19 @@ class DraftWriter:
 
     @property
     def _due(self) -> list[int] | None:
-        """After which path the next guess is wanted; None where there is nothing to do."""
+        """The path after which the next guess is wanted; None if there is nothing to do."""
         # A stream that takes nothing is stalled: what it would be sent is of no use by then.
-        if not self._trail.length or self._pipe.backlog > limits.KIB:
+        if not self._text_hash.length or self._pipe.backlog > limits.KIB:
             return None
         path = self._lookahead.next()
-        if path is None or self._trail.length + len(path) >= self._context_tokens:
+        if path is None or self._text_hash.length + len(path) >= self._context_tokens:
             return None
         return path
 
     def _send(self, path: list[int]) -> None:
         self.drafted += 1
         branch = path[: limits.DRAFT_BRANCH_TOKENS]
-        self._pipe.send(*wire.draft(self._trail.length, self._trail.hash, [branch]))
+        self._pipe.send(*wire.draft(self._text_hash.length, self._text_hash.hash, [branch]))
 
     def _place(self, head: FrameHeader) -> list[memoryview]:
         return wire.place_commit(head, context_tokens=self._context_tokens)
@@ -241,14 +240,14 @@ class DraftWriter:
 
     def _take(self, frame: Frame) -> None:
         head = frame.head
-        if (head.start, head.prefix) != (self._trail.length, self._trail.hash):
+        if (head.start, head.prefix) != (self._text_hash.length, self._text_hash.hash):
             raise ProtocolError(
                 f"A commit goes on from another text of {head.start} tokens than the one here."
             )
         tokens = wire.tokens_of(frame, self._vocab_size)
-        if self._trail.length:
+        if self._text_hash.length:
             foreseen = self._lookahead.committed(tokens)
             self.judged += min(len(tokens), foreseen + 1)
             self.right += foreseen
         self._model.committed(tokens)
-        self._trail.extend(tokens)
+        self._text_hash.extend(tokens)

@@ -1,4 +1,4 @@
-"""Whether a block of tokens gives, on this device, the bytes of single steps: asked at load, not assumed.
+"""The exactness probe: does a block of tokens give the bytes of single steps on this device? Run at load.
 
     canonical    batch of one, a token per pass, as answers are decoded without drafts
     block        the same tokens, n per pass, on a cache of its own, as drafts are verified
@@ -15,16 +15,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import mlx.core as mx
+import msgspec
 import numpy as np
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
+from msgspec import Meta
 
 from fleetd import limits
 from fleetd.engine import cpu
+from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.speculation import rollback
 
 # So that two steps lie on both sides of where sums over keys change their shape in cpu.py: fewer than COLUMNS
@@ -66,17 +69,16 @@ class ProbePlan:
         return cls(KERNEL_CONTEXTS, tuple(range(2, limits.SPEC_WIDTH + 1)), KERNEL_STEPS, every=False)
 
 
-@dataclass(frozen=True, slots=True)
-class ExactnessVerdict:
+class ExactnessVerdict(msgspec.Struct, frozen=True):
     """``width``: tokens of one pass that are exact, 1 where none are; ``context``: up to so many tokens.
 
     ``seconds``: of a pass by its width, where it was probed.
     """
 
-    width: int = 1
-    context: int = 0
+    width: Annotated[int, Meta(ge=1, le=limits.SPEC_WIDTH)] = 1
+    context: Annotated[int, Meta(ge=0)] = 0
     text: str = ""
-    seconds: dict[int, float] = field(default_factory=dict)
+    seconds: dict[Annotated[int, Meta(ge=1)], Annotated[float, Meta(gt=0)]] = {}
 
     @property
     def exact(self) -> bool:
@@ -86,7 +88,9 @@ class ExactnessVerdict:
         """The same where a single step takes so long now: what wider passes take is known as shares of it."""
         if not (before_s := self.seconds.get(1)):
             return self
-        return replace(self, seconds={n: s * step_s / before_s for n, s in self.seconds.items()})
+        return msgspec.structs.replace(
+            self, seconds={n: s * step_s / before_s for n, s in self.seconds.items()}
+        )
 
 
 def probe(
@@ -156,7 +160,7 @@ class _Probing:
     def _single_steps(self, base: list[Any], tokens: Sequence[int]) -> tuple[list[mx.array], list[mx.array]]:
         """Logits (V,) of each step and the rows that the steps wrote, as a batch computes them."""
         batched = all(hasattr(layer, "merge") for layer in base)
-        cache = rollback.private(base)
+        cache = copy_on_write(base)
         if batched:
             cache = [layer.merge([layer]) for layer in cache]
         logits = [self._pass(cache, [token])[0] for token in tokens]
@@ -168,7 +172,7 @@ class _Probing:
         self, base: list[Any], tokens: Sequence[int], width: int
     ) -> tuple[list[mx.array], list[mx.array]]:
         """The same, at least as many tokens, ``width`` per pass."""
-        cache = rollback.private(base)
+        cache = copy_on_write(base)
         logits: list[mx.array] = []
         while len(logits) < self._plan.steps:
             at = len(logits)

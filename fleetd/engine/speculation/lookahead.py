@@ -1,10 +1,10 @@
 """What to draft next, and what of it is still good when the text goes on. Pure: a model does the guessing.
 
-    text ─ d1 ─ d2 ─ d3 ─ d4 …        the way: what the model takes for likeliest, ``ahead`` tokens of it
+    text ─ d1 ─ d2 ─ d3 ─ d4 …        the main path: the model's likeliest tokens, ``ahead`` of them
             │    └─ e ─ c1 ─ c2       a detour: d2's runner-up, and what would follow it
 
-The way comes first. Once it is long enough, detours are gone where a mistake is likeliest: where the way's
-tokens before are probable and so is the runner-up. Both are there before the verdict is.
+The main path comes first. Once it is long enough, detours are drafted where a mistake is likeliest: where the
+main path's tokens before are probable and so is the runner-up. Both are ready before the verdict is.
 """
 
 from __future__ import annotations
@@ -33,58 +33,59 @@ class Lookahead:
     ahead: int = limits.DRAFT_AHEAD
     detours: int = limits.DRAFT_DETOURS
     detour_tokens: int = limits.DRAFT_DETOUR_TOKENS
-    # The guess that each token of the way comes from.
+    # The guess that each token of the main_path comes from.
     guesses: list[Guess] = field(default_factory=list)
-    # By the place of the mistake on the way: the guesses after the runner-up.
-    gone: dict[int, list[Guess]] = field(default_factory=dict)
+    # By the place of the mistake on the main_path: the guesses after the runner-up.
+    detour_guesses: dict[int, list[Guess]] = field(default_factory=dict)
 
     @property
-    def way(self) -> list[int]:
+    def main_path(self) -> list[int]:
         return [guess.first for guess in self.guesses]
 
     def next(self) -> list[int] | None:
-        """Tokens after the text whose successor should be guessed now; None where enough is drafted."""
-        if len(self.guesses) < self.ahead and not self._over(self.guesses):
-            return self.way
-        for place in self._likeliest():
-            after = self.gone.get(place, [])
-            if len(after) < self.detour_tokens and not self._over(after):
-                return self._detour(place)
-        return None
+        """Tokens after the text whose successor should be guessed now; None if enough is drafted."""
+        if (found := self._growing()) is None:
+            return None
+        before, guesses = found
+        return [*before, *(guess.first for guess in guesses)]
 
     def guessed(self, guess: Guess) -> list[int]:
-        """Take the answer to ``next``; returns the path that has grown by it."""
+        """Take the guess that ``next`` asked for; returns the path that has grown by it."""
+        if (found := self._growing()) is None:
+            raise ValueError("nothing was asked for")
+        before, guesses = found
+        guesses.append(guess)
+        return [*before, *(guess.first for guess in guesses)]
+
+    def _growing(self) -> tuple[list[int], list[Guess]] | None:
+        """The tokens before the path that grows next, and its guesses; None if all are long enough."""
         if len(self.guesses) < self.ahead and not self._over(self.guesses):
-            self.guesses.append(guess)
-            return self.way
+            return [], self.guesses
         for place in self._likeliest():
-            after = self.gone.setdefault(place, [])
+            after = self.detour_guesses.setdefault(place, [])
             if len(after) < self.detour_tokens and not self._over(after):
-                after.append(guess)
-                return self._detour(place)
-        raise ValueError("nothing was asked for")
+                return [*self.main_path[:place], self.guesses[place].second], after
+        return None
 
     def committed(self, tokens: Sequence[int]) -> int:
-        """The text went on with ``tokens``. Returns how many of them the way had foreseen."""
-        way, n = self.way, len(tokens)
-        foreseen = next((i for i in range(n) if i >= len(way) or way[i] != tokens[i]), n)
+        """The text went on with ``tokens``. Returns how many of them the main_path had foreseen."""
+        main_path, n = self.main_path, len(tokens)
+        foreseen = next((i for i in range(n) if i >= len(main_path) or main_path[i] != tokens[i]), n)
         if foreseen == n:
             self.guesses = self.guesses[n:]
-            self.gone = {place - n: after for place, after in self.gone.items() if place >= n}
+            self.detour_guesses = {
+                place - n: after for place, after in self.detour_guesses.items() if place >= n
+            }
             return foreseen
-        after = self.gone.get(foreseen, [])
+        after = self.detour_guesses.get(foreseen, [])
         known = n - foreseen - 1
-        on_detour = foreseen < len(way) and self.guesses[foreseen].second == tokens[foreseen]
+        on_detour = foreseen < len(main_path) and self.guesses[foreseen].second == tokens[foreseen]
         if on_detour and [guess.first for guess in after[:known]] == list(tokens[foreseen + 1 :]):
             self.guesses = after[known:]
         else:
             self.guesses = []
-        self.gone = {}
+        self.detour_guesses = {}
         return foreseen
-
-    def _detour(self, place: int) -> list[int]:
-        after = [guess.first for guess in self.gone.get(place, [])]
-        return [*self.way[:place], self.guesses[place].second, *after]
 
     def _likeliest(self) -> list[int]:
         """Where detours are, likeliest first."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 
-# Of an error in the prediction this part is believed at once; machines hiccup.
+# The share of a prediction error that is corrected at once: single measurements are noisy.
 _BELIEVED = 0.2
 # A pass further off than this factor says more about the machine than about the width.
 _OFF = 3.0
 # Beyond the widest pass that was measured each further token is taken to cost as much as the last ones did,
-# and no less than this part of a step: rather tried in vain than never tried.
+# and no less than this part of a step: a try in vain is better than none.
 _UNKNOWN = 0.05
 # With each plain step the curve goes this part of the way back to what was measured at first: one pass that
 # was held up must not stop all further ones for good.
@@ -36,7 +36,7 @@ class Costs:
         self._first = list(self._widths), list(self._ratios)
 
     def ratio(self, width: int) -> float:
-        """tv(width) / t1."""
+        """tv(width) / t1: what a pass over ``width`` tokens costs in plain steps."""
         return _on_curve(self._widths, self._ratios, width)
 
     def took(self, width: int, seconds: float) -> None:

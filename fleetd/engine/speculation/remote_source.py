@@ -1,10 +1,10 @@
-"""Drafts from a worker beside this one, or on another machine: a source that never waits.
+"""Drafts from another worker, here or on another machine: a source that never waits.
 
     committed(tokens) ──► COMMIT, unless the last one is still unsent: then the next one carries both
     propose(text)     ◄── whatever has come that goes on from just this text
 
-A drafter that dies, stalls, is late or lies costs its drafts and nothing else: what it sent is compared with
-the text that there is, and verified like any other draft. What breaks the protocol ends the stream.
+A drafter that dies, stalls, is late or is wrong costs its drafts and nothing else: what it sent is compared
+with the text, and verified like any other draft. A breach of the protocol ends the stream.
 
 Whatever a drafter does, one answer's source holds at most ``DRAFT_WAITING`` frames of 4 KiB, ``DRAFT_PATHS``
 paths and the tokens that were not sent yet: about a megabyte.
@@ -37,7 +37,7 @@ class _DraftPath:
 
 
 class RemoteSource:
-    """``spec.sources.Source`` on a pipe to a drafter.
+    """A ``DraftSource`` on a pipe to a drafter.
 
     Args:
         connect: opens the pipe, given where its frames are to be written.
@@ -45,7 +45,7 @@ class RemoteSource:
         vocab_size: of the model that verifies; ids beyond it must never reach it.
         begun: whether some of the answer is there already. The next ``propose`` tells which.
 
-    ``error``: why nothing more comes; None while it does.
+    ``error``: why no more drafts arrive; None while they do.
     """
 
     name = "drafter"
@@ -88,14 +88,14 @@ class RemoteSource:
             rest = path.rest(tokens)
             if rest:
                 live.append(path)
-                # Of two as long the newer one: what it was drafted from was longer.
+                # Of two equally long ones the newer: it was drafted from a longer text.
                 if len(rest) >= len(best):
                     best = rest
         self._paths = live
         return best[:width]
 
     def committed(self, tokens: Sequence[int]) -> None:
-        """The text went on with these."""
+        """The text went on with these tokens."""
         if self._aligned:
             self._unsent += tokens
             self._flush()

@@ -7,18 +7,17 @@ all others                                       none: a state that was advanced
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import mlx.core as mx
-from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
+
+from fleetd.engine.kv_caches import beginning
 
 ANY = 1 << 30
 
 
 def room(cache: list[Any]) -> int:
-    """Tokens that can be added and taken back again, bit for bit; 0 where none can."""
+    """Tokens that can be added and taken back again, bit for bit; 0 if none can."""
     return min((_room(layer) for layer in cache), default=0)
 
 
@@ -43,24 +42,9 @@ def held(cache: list[Any]) -> int:
     return held(list(layer.caches)) if isinstance(layer, CacheList) else int(layer.offset)
 
 
-def private(cache: list[Any]) -> list[Any]:
-    """The same rows in caches of their own; the memory is shared until one side writes."""
-    return [_private(layer) for layer in cache]
-
-
 def compact(cache: list[Any]) -> list[Any]:
-    """Without the room to grow, which whoever keeps it would pay for."""
-    out = []
-    for layer in cache:
-        if type(layer) is not KVCache:
-            out.append(layer)
-            continue
-        short = KVCache()
-        short.keys = mx.contiguous(layer.keys[..., : layer.offset, :])
-        short.values = mx.contiguous(layer.values[..., : layer.offset, :])
-        short.offset = layer.offset
-        out.append(short)
-    return out
+    """The same caches without the room to grow, which would count as memory of what is kept."""
+    return [beginning(layer, layer.offset) if type(layer) is KVCache else layer for layer in cache]
 
 
 def _room(layer: Any) -> int:
@@ -72,13 +56,3 @@ def _room(layer: Any) -> int:
     if type(layer) is CacheList:
         return min(_room(part) for part in layer.caches)
     return 0
-
-
-def _private(layer: Any) -> Any:
-    if type(layer) is CacheList:
-        return CacheList(*(_private(part) for part in layer.caches))
-    twin = copy.copy(layer)
-    if layer.keys is not None:
-        # An array object is changed by writing to it; another one on the same memory is not.
-        twin.keys, twin.values = tree_map(mx.array, (layer.keys, layer.values))
-    return twin

@@ -1,13 +1,13 @@
-"""Whether answers that run at the same time are decoded one by one with drafts, or together without. Pure.
+"""When several sequences are decoded one by one with drafts, and when together without. Pure.
 
 A batch of n gives every answer a token per step of s(n) seconds. One by one, answer i gets E_i tokens per
-round of c_1 + … + c_n seconds, c_i being the pass that verifies its drafts. Nobody is to lose by it, so
-rounds are worth it where
+round of c_1 + … + c_n seconds, c_i being the pass that verifies its drafts. No answer may lose by it, so
+rounds are worth it if
 
     min E_i · s(n) > MARGIN · (c_1 + … + c_n)
 
-s(n) is never assumed: it is what steps of n have taken here. Rounds in which somebody has lost end, and are
-not tried again before a rest, each time twice as long unless everybody had gained until then.
+s(n) is never assumed: it is what steps of n have taken here. Rounds in which an answer has lost end, and are
+not tried again before a rest, each time twice as long unless every answer had gained until then.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 MARGIN = 1.6
 # Steps that a batch's time is the median of, and rounds that are looked back on.
 STEPS, WINDOW = 8, 4
-# Steps before it is looked at again: looking costs a little for every answer.
+# Steps before the question is asked again: asking costs a little for every answer.
 PAUSE = 8
 # Steps of the first rest and of the longest.
 REST, LONGEST_REST = 32, 1024
@@ -38,8 +38,8 @@ class Promise:
 
 @dataclass
 class Rounds:
-    """Of one worker. ``stepped`` after each step of a batch, ``took`` after each round, ``ended`` after the
-    last one."""
+    """The rounds of one worker. Call ``stepped`` after each step of a batch, ``took`` after each round and
+    ``ended`` after the last one."""
 
     _steps: defaultdict[int, deque[float]] = field(
         default_factory=lambda: defaultdict(lambda: deque(maxlen=STEPS))
@@ -64,7 +64,7 @@ class Rounds:
         return self._rest > 0
 
     def worth(self, promises: Sequence[Promise]) -> bool:
-        """Whether everybody would gain. If not, that is not worth asking for some steps."""
+        """True if every answer would gain. If not, the next ``PAUSE`` steps need not ask again."""
         step_s = self.step_s(len(promises))
         if step_s is None or self.resting:
             return False
@@ -85,7 +85,7 @@ class Rounds:
 
     @property
     def losing(self) -> bool:
-        """Whether somebody would have had more of the batch lately."""
+        """True if the batch would have given some answer more lately."""
         if len(self._window) < WINDOW:
             return False
         seconds = sum(each for each, _ in self._window)
@@ -94,7 +94,7 @@ class Rounds:
         return step_s is None or fewest * step_s < seconds
 
     def ended(self) -> None:
-        """Back in the batch. Nothing where there were no rounds."""
+        """All are back in the batch. Does nothing if there were no rounds."""
         if not self._gained_s:
             return
         gained = min(self._gained_s.values()) > 0

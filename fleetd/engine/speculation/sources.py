@@ -1,7 +1,7 @@
 """Where drafts come from: guesses at the tokens that an answer goes on with.
 
-A wrong guess costs time and nothing else, so a source may be as careless as it likes, but it never waits:
-what it does not know now it leaves to others, or to a plain step.
+A wrong guess costs time and nothing else, so a source may be careless, but it must never wait: what it does
+not know now is left to other sources, or to a plain step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ class DraftSource(Protocol):
 
     @property
     def name(self) -> str:
-        """A word for figures and people, from a closed list: "lookup", "suffix", "remote", …"""
+        """The name shown in figures, from a closed list: "lookup", "suffix", "drafter", …"""
 
     def propose(self, tokens: Sequence[int], width: int) -> list[int]:
         """At most ``width`` tokens that may follow ``tokens`` (prompt and answer so far), or none.
@@ -24,7 +24,7 @@ class DraftSource(Protocol):
         """
 
     def committed(self, tokens: Sequence[int]) -> None:
-        """These were added to the answer, whoever had guessed them."""
+        """These tokens were added to the answer, drafted or not."""
 
     def close(self) -> None:
-        """The answer has ended; nothing more is asked. May be called twice."""
+        """Called when the answer has ended. Idempotent."""

@@ -1,7 +1,7 @@
-"""What a worker knows about speculation, and one answer's drafts: its sources and who decides between them.
+"""What a worker knows about speculation, and one sequence's drafts.
 
-    Speculation (one per worker)   the probe's verdict, the cost curve, past answers if they may be kept
-    Drafting    (one per answer)   sources → controller → the next pass's drafts; counts for figures
+    WorkerSpeculation (one per worker)     the probe's verdict, the cost curve, past answers if allowed
+    SequenceDrafts    (one per sequence)   sources → controller → the next pass's drafts; counts for figures
 
 A source that raises is left out from then on: drafts are never worth an answer.
 """
@@ -18,11 +18,11 @@ from fleetd.control.prefill_trace import SourceCounts, Speculated
 from fleetd.engine.protocol import Generate
 from fleetd.engine.speculation.controller import Controller, Draft
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
-from fleetd.engine.speculation.lookup import PromptLookup
+from fleetd.engine.speculation.local_sources import local_sources
 from fleetd.engine.speculation.pass_costs import Costs
 from fleetd.engine.speculation.rounds import Promise
 from fleetd.engine.speculation.sources import DraftSource
-from fleetd.engine.speculation.suffix import PastAnswers, SuffixSource
+from fleetd.engine.speculation.suffix import PastAnswers
 
 Mode = Literal["auto", "on", "off"]
 
@@ -42,17 +42,20 @@ class WorkerSpeculation:
     def __post_init__(self) -> None:
         self.costs = Costs(self.verdict.seconds if 1 in self.verdict.seconds else {1: 1.0})
 
-    def drafting(self, request: Generate) -> SequenceDrafts | None:
-        """For a new answer; None where nothing is to be drafted for it."""
+    def new_drafts(self, request: Generate) -> SequenceDrafts | None:
+        """For a new answer; None if nothing is to be drafted for it."""
         wanted = request.speculate
         if not self.verdict.exact or self.mode == "off" or (wanted is not None and not wanted.enabled):
             return None
         names = None if wanted is None else wanted.sources
         key = "" if wanted is None else wanted.key
         width = min(self.verdict.width, limits.SPEC_WIDTH, (wanted.width if wanted else 0) or 1 << 30)
-        local: list[DraftSource] = [SuffixSource(self.past.of(key) if self.past else ()), PromptLookup()]
         return SequenceDrafts(
-            sources=[source for source in local if names is None or source.name in names],
+            sources=[
+                source
+                for source in local_sources(self.past.of(key) if self.past else ())
+                if names is None or source.name in names
+            ],
             names=names,
             controller=Controller(self.costs, most=width - 1, always=self.mode == "on"),
             vocab_size=self.vocab_size,
@@ -76,7 +79,7 @@ class SequenceDrafts:
     idle: int = 0
 
     def add(self, source: DraftSource) -> None:
-        """Preferred to those that are there: it had to be asked for."""
+        """Add a source, preferred to those that are there."""
         if self.names is None or source.name in self.names:
             self.sources.insert(0, source)
 
@@ -104,9 +107,9 @@ class SequenceDrafts:
         self.controller.verified(draft, emitted, seconds, saved_s)
         self._committed(emitted)
 
-    def came(self, token: int) -> None:
+    def on_token(self, token: int) -> None:
         """A token of plain decoding."""
-        self.controller.came((token,))
+        self.controller.on_tokens((token,))
         self._committed((token,))
 
     def close(self) -> None:
@@ -115,7 +118,7 @@ class SequenceDrafts:
 
     @property
     def report(self) -> Speculated | None:
-        """None where no draft was verified."""
+        """None if no draft was verified."""
         c = self.controller
         used = {name: r for name, r in c.records.items() if r.passes}
         if not used:
@@ -138,7 +141,7 @@ class SequenceDrafts:
                 self._drop(source)
 
     def _known(self, drafts: Sequence[int]) -> list[int]:
-        """Up to the first one that is no token of this model."""
+        """``drafts`` up to the first id that is no token of this model."""
         known = []
         for token in drafts:
             if not 0 <= token < self.vocab_size:

@@ -1,7 +1,7 @@
-"""Verdicts that were found before: a model is probed once on a machine, not at every load.
+"""Stored verdicts: a model is probed once on a machine, not at every load.
 
-One file per model and device (``engine/findings.py``). What passes took is kept as well, for the cost curve:
-it counts as shares of a single step, which is timed at every load.
+One file per model and device. What passes took is stored as well, for the cost curve: it counts as shares of
+a single step, which is timed at every load.
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ import os
 import platform
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
-from fleetd import __version__, limits
+from fleetd import __version__
 from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.speculation.exactness_probe import PROBE_VERSION, ExactnessVerdict
 from fleetd.hardware.probe import cores
@@ -26,9 +24,9 @@ _PREFIXES = ("MKL_", "KMP_", "OMP_", "MLX_")
 
 
 class VerdictKey(msgspec.Struct, frozen=True):
-    """What decides the verdict: equal where probing again would find the same.
+    """What decides the verdict: equal if probing again would find the same.
 
-    ``digest`` is the model's, "" where nobody knows it: then nothing is kept. Its files decide the dtype and
+    ``digest`` is the model's; "" if it is unknown, and then nothing is stored. Its files decide the dtype and
     the quantisation too. ``cores`` and ``environment`` also decide what passes cost.
     """
 
@@ -51,34 +49,11 @@ class VerdictKey(msgspec.Struct, frozen=True):
         versions: dict[str, str],
         environ: Mapping[str, str] = os.environ,
     ) -> VerdictKey:
-        """Of this process, as it would compute."""
+        """The key of this process, as it would compute now."""
         chosen = {name: value for name, value in environ.items() if name.startswith(_PREFIXES)}
         return cls(digest, device, accelerator, platform.platform(), versions, chosen, cores())
 
-
-class _StoredVerdict(msgspec.Struct, frozen=True):
-    width: Annotated[int, Meta(ge=1, le=limits.SPEC_WIDTH)]
-    context: Annotated[int, Meta(ge=0)]
-    text: str
-    seconds: dict[Annotated[int, Meta(ge=1)], Annotated[float, Meta(gt=0)]]
-
-
-class Verdicts:
-    """``cache``: the home's folder for what can be found out again."""
-
-    def __init__(self, cache: Path) -> None:
-        self._folder = cache / _FOLDER
-
-    def find(self, basis: VerdictKey) -> ExactnessVerdict | None:
-        """None where the model has to be probed."""
-        kept = self._finding(basis).find()
-        return None if kept is None else ExactnessVerdict(kept.width, kept.context, kept.text, kept.seconds)
-
-    def keep(self, basis: VerdictKey, verdict: ExactnessVerdict) -> None:
-        """For the next load."""
-        kept = _StoredVerdict(verdict.width, verdict.context, verdict.text, verdict.seconds)
-        self._finding(basis).keep(kept)
-
-    def _finding(self, basis: VerdictKey) -> CachedResult[_StoredVerdict]:
-        name = f"{basis.digest[:32]}-{basis.device}.json"
-        return CachedResult(self._folder / name if basis.digest else None, basis, _StoredVerdict)
+    def cached(self, cache: Path) -> CachedResult[ExactnessVerdict]:
+        """Where the verdict is stored. ``cache``: the home's folder for what can be found out again."""
+        name = f"{self.digest[:32]}-{self.device}.json"
+        return CachedResult(cache / _FOLDER / name if self.digest else None, self, ExactnessVerdict)

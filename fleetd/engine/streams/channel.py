@@ -1,6 +1,6 @@
 """The channel on which sockets go to a worker, beside the one for messages: both of its ends.
 
-The daemon dials and accepts; the engine that the bytes are for reads and writes them itself.
+The daemon dials and accepts; the worker that the bytes are for reads and writes them itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class SocketSender:
 
     async def give(self, tag: StreamTag, sock: socket.socket) -> None:
         """Hand over a connected socket, which is closed here in any case. Raises EngineDied."""
-        # A thread that has begun cannot be cancelled; it closes the socket whoever still waits for it.
+        # A thread that has begun cannot be cancelled; it closes the socket even if no one waits any more.
         if (error := await asyncio.shield(asyncio.to_thread(self._give, tag, sock))) is not None:
             raise EngineDied(f"A stream could not be handed to the engine ({error}).", retry_after_s=1)
 

@@ -5,8 +5,8 @@ compute (little endian):
 
     kind u8 | layer u16 | start u32 | count u32 | index u32 | prefix 8 bytes | sizes u64 u64 | payload
 
-Nothing in a head is news to its receiver: what comes when, and how many bytes it has, follows from the split
-(``engine/share/due.py``). A head that is not the one that is due is refused before its payload is read.
+A receiver knows every head in advance: which frame comes when, and its size, follow from the split
+(``frame_schedule``). A head other than the expected one is refused before its payload is read.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Kind(IntEnum):
     HIDDEN = 4
     # Nothing more follows.
     DONE = 5
-    # Between an answer and its drafter (``engine/spec/draft_wire.py``): what the text became.
+    # Between an answer and its drafter (``draft_messages``): how the text went on.
     COMMIT = 6
-    # What it may become.
+    # How it may go on.
     DRAFT = 7
 
 
@@ -62,7 +62,7 @@ class FrameHeader:
 
     @property
     def nbytes(self) -> int:
-        """Of the payload."""
+        """Bytes of the payload."""
         return sum(self.sizes)
 
     @property
@@ -112,7 +112,7 @@ class FramePipe(Protocol):
         """Bytes queued and not yet written."""
 
     def receive(self) -> Frame | None:
-        """The next frame; None where none has come.
+        """The next frame; None if none has come.
 
         Raises:
             FleetError: the stream broke, or carried what is not due. Frames before that come first.

@@ -1,7 +1,8 @@
-"""Streams to other machines that the daemon handed over, until the prompts that they are for take them.
+"""Sockets to other machines that the daemon handed over, until the tasks that they are for take them.
 
-A stream may come before the command that it belongs to, or after it, or for a prompt that has just ended.
-Whatever nobody takes is closed. The channel's thread puts them in, the compute thread makes pipes of them.
+A socket may come before the command that it belongs to, or after it, or for a task that has just ended.
+A socket that is not taken in time is closed. The channel's thread puts them in, the compute thread makes
+pipes of them.
 """
 
 from __future__ import annotations
@@ -13,28 +14,8 @@ from collections.abc import Callable, Iterable
 
 from fleetd import limits
 from fleetd.engine.protocol import StreamTag
-from fleetd.engine.shared_prefill.frame_schedule import has_next
 from fleetd.engine.streams.frames import Connect, Place
 from fleetd.engine.streams.pipe import SocketPipe
-from fleetd.plan.prefill.split import Split
-
-HOME, IN, OUT = "home", "in", "out"
-
-
-def helper_name(place: int) -> str:
-    """Of home's stream to a helper."""
-    return f"helper{place}"
-
-
-def home_streams(split: Split) -> list[str]:
-    """What the machine that answers needs before it can begin."""
-    names = [helper_name(place) for place in range(split.helpers)]
-    return [*names, IN] if has_next(split, split.helpers - 1) else names
-
-
-def helper_streams(split: Split, place: int) -> list[str]:
-    """The same for the helper at ``place``."""
-    return [HOME, *([IN] if place else []), *([OUT] if has_next(split, place) else [])]
 
 
 class HandedOverStreams:
@@ -68,7 +49,7 @@ class HandedOverStreams:
         self._wake()
 
     def jobs(self, name: str) -> list[str]:
-        """Those that have a stream of this name which nobody has taken."""
+        """The jobs that have a stream of this name which is not taken yet."""
         with self._lock:
             return [job for job, held in self._held if held == name]
 
@@ -77,7 +58,7 @@ class HandedOverStreams:
             return all((job, name) in self._held for name in names)
 
     def connect(self, job: str) -> Connect:
-        """How a job that is ``complete`` opens its streams, once each."""
+        """The function with which a job that is ``complete`` opens its streams, once each."""
 
         def connect(name: str, place: Place) -> SocketPipe:
             with self._lock:
@@ -87,11 +68,11 @@ class HandedOverStreams:
         return connect
 
     def drop(self, job: str) -> None:
-        """Close what is left of a job that has ended."""
+        """Close the streams of a job that has ended."""
         self._drop(lambda key, _: key[0] == job)
 
     def sweep(self) -> None:
-        """Close what nobody took for ``limits.TICKET_S``."""
+        """Close the streams that were not taken for ``limits.TICKET_S``."""
         oldest = self._clock() - limits.TICKET_S
         self._drop(lambda _, since: since < oldest)
 

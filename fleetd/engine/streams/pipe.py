@@ -26,10 +26,10 @@ from fleetd.sealed.stream import SealedReceiver, SealedSender
 
 # Shorter buffers are copied together into one sealed chunk; from here on a copy costs more than a chunk does.
 WHOLE_BYTES = 128 * limits.KIB
-# An ``eager`` pipe's shorter frames are written by whoever sends them: a socket that takes some takes this.
+# An ``eager`` pipe writes shorter frames in the sender's thread: a writable socket takes this many bytes.
 EAGER_BYTES = limits.KIB
-# What the end of a stream counts for while it is queued: more than a last, empty frame does, so that nobody
-# takes a stream for written before its end is.
+# What the end of a stream counts for while it is queued: more than a last, empty frame does, so that a
+# stream never looks written before its end is.
 _END_BYTES = limits.KIB
 # The threads only have to notice that their socket is shut down.
 _JOIN_S = 5.0
@@ -90,7 +90,7 @@ class SocketPipe:
         return self._backlog
 
     def receive(self) -> Frame | None:
-        """The next frame, None where none has come. Raises what the stream broke with."""
+        """The next frame, None if none has come. Raises what the stream broke with."""
         try:
             return self._in.get_nowait()
         except queue.Empty:

@@ -1,10 +1,10 @@
-"""Answers of this machine that another worker drafts for: one here, or one on another machine.
+"""The step of drafting: another worker, here or on another machine, drafts for an answer of this machine.
 
-    Accepted ──► who drafts? ──► its engine ready ──► same vocabulary? ──► both workers get an end of a stream
+    Accepted ──► a candidate ──► its engine ready ──► same vocabulary? ──► both workers get an end of a stream
        │                                                                          │
-       └──► the answer goes on, and waits for nothing of this ◄── drafts, as long as they come
+       └──► the answer goes on without waiting ◄──────────── drafts, as long as they come
 
-Whatever goes wrong here costs drafts and nothing else: no failure of a drafter reaches the answer.
+A failure of a drafter costs drafts and nothing else.
 """
 
 from __future__ import annotations
@@ -14,32 +14,38 @@ import os
 import socket
 import time
 from collections.abc import AsyncGenerator, Callable
-from contextlib import AbstractAsyncContextManager, aclosing
-from typing import Any, Literal, Protocol
+from contextlib import aclosing
+from typing import Literal
 
 import msgspec
 
 from fleetd.control.prefill_plan import PlanView
-from fleetd.control.prefill_trace import DrafterView, Trace
+from fleetd.control.prefill_trace import DrafterView
+from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, DraftFor, Event, Followed, Loading, Ready, StreamTag
-from fleetd.errors import EngineDied, FleetError, Incompatible, ModelNotFound, PeerError
+from fleetd.engine.speculation.local_sources import DRAFTER
+from fleetd.engine.supervisor import EngineProcess
+from fleetd.errors import EngineDied, FleetError, Incompatible, ModelNotFound, PeerError, PeerLost
 from fleetd.models import names
+from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
-from fleetd.p2p.link_prober import Invitation
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.drafting import drafters, messages
-from fleetd.requests.drafting.drafters import DRAFTER, DrafterCandidate, Where
-from fleetd.requests.job import Job, Planned
+from fleetd.requests.drafting.drafters import DrafterCandidate, Where
+from fleetd.requests.job import Job
 from fleetd.requests.members import Members
+from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.placement import canonical
+from fleetd.requests.ports import FleetPort, MetricsPort
 from fleetd.requests.prefill_sharing.agreement import require_message
-from fleetd.requests.prefill_sharing.record import SharingRecord
-from fleetd.requests.remote import Stream, own_id, said_by
+from fleetd.requests.remote import own_id, said_by
+from fleetd.requests.request import Request
 
 log = get_logger("fleetd.drafting")
 
-# The stream's name, which the workers know as ``engine.spec.draft_wire.DRAFTS``.
+# The stream's name, as the workers know it (``engine.speculation.draft_wire.DRAFTS``).
 DRAFTS = "drafts"
 # Tokens ahead of the text where drafter and verifier share one accelerator: there is no round trip to hide,
 # and what is drafted in vain takes its time from the verifier.
@@ -50,53 +56,27 @@ _LEAST_TOKENS = 8
 _ACCOUNT_S = 2.0
 
 
-class Engine(Protocol):
-    """``fleetd.engine.supervisor.EngineProcess``."""
+class DrafterService(PipelineStep):
+    """The step that finds a drafter for an answer of this machine.
 
-    @property
-    def facts(self) -> Ready | None: ...
-    def follow(self, follow: DraftFor) -> AsyncGenerator[Event, None]: ...
-    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None: ...
-
-
-class Pool(Protocol):
-    def engine(self, folder: Any) -> Engine | None: ...
-    def assisting(self, folder: Any, first: int, last: int) -> AbstractAsyncContextManager[Engine]: ...
-
-
-class Partners(Protocol):
-    """``fleetd.fleet.Fleet``."""
-
-    def request(self, node_id: str, method: str, body: bytes) -> Stream: ...
-    async def connect(self, node_id: str, invited: Invitation) -> socket.socket: ...
-
-
-class Metrics(Protocol):
-    def drafter(self, where: str, outcome: str) -> None: ...
-
-
-class DrafterService:
-    """Args:
-    partners: None for a machine without a fleet.
-    model: what drafts where a request does not say; "" for nobody.
-    record: keeps what came of an answer (``traces.Traces.record``).
-    remembers: workers here draft from past answers as well.
+    Args:
+        partners: None for a machine without a fleet.
+        model: what drafts where a request does not say; "" for none.
+        remembers: workers here draft from past answers as well.
     """
 
     def __init__(
         self,
-        partners: Partners | None,
+        partners: FleetPort | None,
         members: Members,
-        pool: Pool,
+        pool: EnginePool,
         models: ModelStore,
-        metrics: Metrics,
+        metrics: MetricsPort,
         *,
         model: str = "",
         where: Where = "auto",
-        record: Callable[[Trace], None] = lambda trace: None,
         remembers: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
     ) -> None:
         self.partners = partners
         self.pool = pool
@@ -106,14 +86,21 @@ class DrafterService:
         self._models = models
         self._model = model
         self._where = where
-        self._record = record
         self._remembers = remembers
-        self._now = now
-        # Of answers that run, by request.
-        self._answers: dict[str, DraftRun] = {}
         self._running: set[asyncio.Task[None]] = set()
 
-    def begin(self, job: Job, folder: Any) -> DraftRun | None:
+    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
+        folder = request.folder_here
+        if isinstance(event, Accepted) and folder is not None and request.drafts is None:
+            request.drafts = self.begin(request.job, folder)
+        return event
+
+    def closed(self, request: Request) -> None:
+        if (drafts := request.drafts) is not None:
+            request.drafter = drafts.view
+            drafts.close()
+
+    def begin(self, job: Job, folder: ModelFolder) -> DraftRun | None:
         """Look for a drafter for an answer that ``folder``'s engine has accepted; None where none is wanted.
 
         Returns at once. The caller closes it when the answer has ended.
@@ -138,56 +125,9 @@ class DrafterService:
         # No request reaches for files by their path.
         return "" if names.is_path(named) else canonical(named or self._model)
 
-    async def stream(
-        self,
-        job: Job,
-        folder: Any,
-        events: AsyncGenerator[Planned | Loading | Event, None],
-        *,
-        traced_since_s: float | None = None,
-    ) -> AsyncGenerator[Planned | Loading | Event, None]:
-        """The answer's events as they are, with a drafter from its Accepted to its end.
-
-        Args:
-            traced_since_s: when the request came, on ``monotonic``, where nobody else writes down what comes
-                of it: then an answer that was drafted for leaves a trace.
-        """
-        drafts: DraftRun | None = None
-        record: SharingRecord | None = None
-        if traced_since_s is not None:
-            record = SharingRecord(job.request.id, folder.name, self._now(), traced_since_s)
-        try:
-            async with aclosing(events) as each:
-                async for event in each:
-                    if isinstance(event, Accepted) and drafts is None:
-                        drafts = self.begin(job, folder)
-                        if drafts is not None:
-                            self._answers[job.request.id] = drafts
-                    if record is not None and not isinstance(event, Planned):
-                        record.on_event(event, self.monotonic())
-                    yield event
-        except FleetError as error:
-            if record is not None:
-                record.failed(error)
-            raise
-        finally:
-            if record is not None:
-                record.drafted(self.drafter(job.request.id))
-                if (trace := record.trace(())) is not None:
-                    self._record(trace)
-            if drafts is not None:
-                self._answers.pop(job.request.id, None)
-                drafts.close()
-
     # ---- for people --------------------------------------------------------------------------------------
 
-    def drafter(self, request_id: str) -> DrafterView | None:
-        """Who drafts for an answer that runs."""
-        drafts = self._answers.get(request_id)
-        found = drafts.drafter if drafts is not None else None
-        return DrafterView(found.model, found.name) if found is not None else None
-
-    async def plan(self, view: PlanView, folder: Any) -> PlanView:
+    async def plan(self, view: PlanView, folder: ModelFolder) -> PlanView:
         """The same, and how the answer would be drafted for. Nothing is loaded for that."""
         engine = self.pool.engine(folder)
         facts = engine.facts if engine is not None else None
@@ -204,7 +144,7 @@ class DrafterService:
 
     async def _is_here(self, model: str, *, besides: str) -> bool:
         try:
-            return bool((await self.resolve(model)).name != besides)
+            return (await self.resolve(model)).name != besides
         except FleetError:
             return False
 
@@ -215,7 +155,7 @@ class DrafterService:
         others = self.members.others("draft") if shareable else []
         return drafters.candidates(others, target, model, self._where)
 
-    async def resolve(self, model: str) -> Any:
+    async def resolve(self, model: str) -> ModelFolder:
         """Raises ModelNotFound."""
         return await asyncio.to_thread(self._models.resolve, model)
 
@@ -227,7 +167,9 @@ class DrafterService:
 class DraftRun:
     """One answer's drafter, from when it is looked for to its end."""
 
-    def __init__(self, drafting: DrafterService, job: Job, target: str, model: str, engine: Engine) -> None:
+    def __init__(
+        self, drafting: DrafterService, job: Job, target: str, model: str, engine: EngineProcess
+    ) -> None:
         self.drafter: DrafterCandidate | None = None
         self.followed: Followed | None = None
         self._drafting = drafting
@@ -235,8 +177,14 @@ class DraftRun:
         self._target = target
         self._model = model
         self._engine = engine
-        self._partners: Any = drafting.partners  # there where a candidate is a peer
         self.task = asyncio.create_task(self._run())
+
+    @property
+    def view(self) -> DrafterView | None:
+        """Who drafts, once there is a drafter."""
+        if (found := self.drafter) is None:
+            return None
+        return DrafterView(found.model, found.name)
 
     def close(self) -> None:
         """The answer has ended; the drafter notices by its stream, and in any case by this."""
@@ -260,7 +208,7 @@ class DraftRun:
                 if self.drafter is not None:
                     return  # it had begun: this answer goes on without
             except Exception as error:
-                # A bug here must not cost anybody an answer.
+                # A bug in drafting must not fail the answer.
                 outcome = "internal_error"
                 log.warning("drafting.bug", type=type(error).__name__)
                 return
@@ -303,22 +251,26 @@ class DraftRun:
                 self.followed = await ended(events)
 
     async def _there(self, candidate: DrafterCandidate, vocabulary: str) -> None:
+        if (partners := self._drafting.partners) is None:
+            raise PeerLost("It is not there any more.")
         ask = messages.DraftQuestion(candidate.model, candidate.digest, self._job.request.id, vocabulary)
         try:
-            stream = self._partners.request(candidate.node_id, messages.FOLLOW, messages.encode(ask))
+            stream = partners.request(candidate.node_id, messages.FOLLOW, messages.encode(ask))
             try:
-                await self._follow_there(candidate, vocabulary, stream)
+                await self._follow_there(partners, candidate, vocabulary, stream)
             finally:
                 stream.cancel()
         except FleetError as error:
             raise said_by(candidate.name, error) from error
 
-    async def _follow_there(self, candidate: DrafterCandidate, vocabulary: str, stream: Stream) -> None:
+    async def _follow_there(
+        self, partners: FleetPort, candidate: DrafterCandidate, vocabulary: str, stream: PeerStream
+    ) -> None:
         offer = messages.decode(await require_message(stream), messages.DraftOffer)
         # Both ends compare, so neither depends on the other's care.
         if offer.vocabulary != vocabulary:
             raise Incompatible("Its model has another vocabulary.", param="vocabulary")
-        sock = await self._partners.connect(candidate.node_id, offer.invitation)
+        sock = await partners.connect(candidate.node_id, offer.invitation)
         await self._give(sock, offer.invitation.key, "connector")
         self.drafter = candidate
         done = messages.decode(await require_message(stream), messages.DraftDone)

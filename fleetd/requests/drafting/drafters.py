@@ -8,14 +8,11 @@ from typing import Literal
 
 from fleetd.control.prefill_plan import DraftsView
 from fleetd.engine.protocol import Ready
-from fleetd.engine.speculation.lookup import PromptLookup
-from fleetd.engine.speculation.suffix import SuffixSource
+from fleetd.engine.speculation.local_sources import DRAFTER, LOCAL_NAMES
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.members import Member, eligible
 
-# The name of another worker's drafts in requests and metrics.
-DRAFTER = "drafter"
 Where = Literal["auto", "here", "peers"]
 # With a longer round trip, most drafts come too late for the text that they continue.
 _NEAR_S = 0.05
@@ -74,10 +71,9 @@ def view(
         return DraftsView(
             facts.speculation, reason=f"blocks were found exact up to {most} tokens of context only"
         )
-    local = (SuffixSource.name, PromptLookup.name)
     return DraftsView(
         facts.speculation,
-        sources=[*([DRAFTER] if drafters else []), *local],
+        sources=[*([DRAFTER] if drafters else []), *LOCAL_NAMES],
         width=facts.speculation_width,
         draft_model=draft_model,
         drafters=list(drafters),

@@ -9,37 +9,31 @@ The request's stream is the life of it: when the machine that asked is gone, so 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator
-from contextlib import AbstractContextManager, aclosing
-from typing import Protocol
+from contextlib import aclosing
 
 from fleetd import limits
+from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import DraftFor, StreamTag
-from fleetd.p2p.bulk_connections import Expected
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
-from fleetd.requests.bulk_dialer import invitation
+from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.drafting import messages
-from fleetd.requests.drafting.client import DRAFTS, Pool, accepted, check_vocabulary, ended
+from fleetd.requests.drafting.client import DRAFTS, accepted, check_vocabulary, ended
 from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.remote import Stream, own_id
-
-
-class _ArrivingStream(Protocol):
-    """``fleetd.requests.bulk_dialer.BulkDialer``."""
-
-    def expect(self) -> AbstractContextManager[Expected]: ...
+from fleetd.requests.remote import own_id
 
 
 class DraftServer:
-    """The handler of ``wire.FOLLOW``."""
+    """The handler of ``messages.FOLLOW``."""
 
-    def __init__(self, meeting: _ArrivingStream, pool: Pool, host: ServingContext) -> None:
+    def __init__(self, meeting: BulkDialer, pool: EnginePool, host: ServingContext) -> None:
         self._meeting = meeting
         self._pool = pool
         self._host = host
         self._served = ConcurrencyLimit(host, "draft", limits.FOLLOWS, f"drafts for {limits.FOLLOWS} texts")
 
-    async def __call__(self, peer: str, body: bytes, stream: Stream) -> None:
+    async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """Raises FleetError: what the other side is told."""
         ask = messages.decode(body, messages.DraftQuestion)
         with self._served.visit(peer, ask.id) as visit:

@@ -16,36 +16,23 @@ This module knows neither why these helpers were chosen nor what follows from a 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import Coroutine, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from fleetd import limits
 from fleetd.engine.protocol import Arithmetic, StepTime, StreamTag
+from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, Incompatible, InvalidValue, PeerLost, ProtocolError
 from fleetd.p2p.bulk_connections import Expected
-from fleetd.p2p.link_prober import Invitation
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.prefill.split import Split, checked
 from fleetd.requests.bulk_dialer import invitation
 from fleetd.requests.concurrency import gather_or_cancel
+from fleetd.requests.ports import FleetPort
 from fleetd.requests.prefill_sharing import messages
-from fleetd.requests.remote import Stream, next_message, said_by
-
-
-class Partners(Protocol):
-    """The rest of the fleet, as far as sharing needs it (``fleetd.fleet.Fleet``)."""
-
-    @property
-    def node_id(self) -> str: ...
-    def request(self, node_id: str, method: str, body: bytes) -> Stream: ...
-    def expect(self) -> AbstractContextManager[Expected]: ...
-    async def connect(self, node_id: str, invited: Invitation) -> socket.socket: ...
-
-
-class Engine(Protocol):
-    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None: ...
+from fleetd.requests.remote import next_message, said_by
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +57,7 @@ class AgreedHelper:
     node_id: str
     name: str
     place: int
-    stream: Stream = field(init=False)
+    stream: PeerStream = field(init=False)
     offer: messages.AssistOffer = field(init=False)
     ready: bool = False
     failed: FleetError | None = None
@@ -83,13 +70,17 @@ class Agreement:
     """
 
     def __init__(
-        self, partners: Partners, engine: Engine, terms: SharingTerms, helpers: Sequence[tuple[str, str]]
+        self,
+        partners: FleetPort,
+        engine: EngineProcess,
+        terms: SharingTerms,
+        helpers: Sequence[tuple[str, str]],
     ) -> None:
         self.helpers = [AgreedHelper(node_id, name, place) for place, (node_id, name) in enumerate(helpers)]
         self._partners = partners
         self._engine = engine
         self._terms = terms
-        self._opened: list[Stream] = []
+        self._opened: list[PeerStream] = []
 
     async def reach(self, within_s: float = limits.SHARE_SETUP_S) -> bool:
         """Once every stream is with the engine: whether the result will be exactly this machine's own.
@@ -202,7 +193,7 @@ def _blaming(helper: AgreedHelper) -> Iterator[None]:
         raise helper.failed from error
 
 
-async def require_message(stream: Stream) -> bytes:
+async def require_message(stream: PeerStream) -> bytes:
     """The next message that says more than that it is alive. Raises PeerLost for silence."""
     if (body := await next_message(stream)) is None:
         raise ProtocolError("It ended its help without having done it.")

@@ -1,42 +1,34 @@
-"""Prompts that other machines help to prefill: decided for each, agreed, watched, and written down.
+"""The step of shared prefill: whether other machines help with a prompt, and what happens if one fails.
 
-    possible? ──no──► today's path, untouched
+    possible? ──no──► the request runs as if there were no helpers
         │ yes
-    Generate(shared) ─► Accepted ─► planned ─► local ──────────────────────► Alone
-                                       └─────► all helpers agree? ──no─────► Alone
-                                                 └─yes─► Share ─► one fails ► Alone, from what is verified
+    Generate(shared) ─► Accepted ─► planned ─► local ──────────────────────► PrefillAlone
+                                       └─────► all helpers agree? ──no─────► PrefillAlone
+                                                 └─yes─► PrefillShared ─► one fails ► PrefillAlone, from
+                                                           │                          what is verified
                                                            └────► Shared
 
-Whatever goes wrong with helpers, the answer comes: sharing fails no request.
+No failure of a helper fails the request.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Sequence
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from fleetd import limits
 from fleetd.control.prefill_plan import PlanQuestion, PlanView
-from fleetd.control.prefill_trace import DrafterView, Trace
-from fleetd.engine.protocol import (
-    Accepted,
-    Event,
-    Finished,
-    Generate,
-    Loading,
-    PrefillShared,
-    Ready,
-    Shared,
-    StepTime,
-)
+from fleetd.engine.pool import EnginePool
+from fleetd.engine.protocol import Accepted, Event, Loading, PrefillShared, Ready, Shared, StepTime
+from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import ContextLengthExceeded, EngineError, FleetError, ModelNotFound, PeerError, from_code
+from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.costs import MEASURED_TOKENS
@@ -46,71 +38,44 @@ from fleetd.plan.prefill.options import Load, PlanChoice, PrefillOption
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
 from fleetd.requests.members import Members, eligible
-from fleetd.requests.prefill_sharing import agreement, messages, planner_facts
+from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.ports import FleetPort, MetricsPort
+from fleetd.requests.prefill_sharing import messages, planner_facts
 from fleetd.requests.prefill_sharing.agreement import Agreement, SharingTerms
 from fleetd.requests.prefill_sharing.planner_facts import PartOfSplit
-from fleetd.requests.prefill_sharing.record import Account, SharingRecord
+from fleetd.requests.request import Request
+from fleetd.requests.request_trace import share_steps
 
 log = get_logger("fleetd.sharing")
 
-# Nobody waits longer for helpers than they would save; but this much is forgiven to a busy machine.
+# Least time allowed for set-up, even if the plan would save less: busy machines answer late.
 _SETUP_LEAST_S = 0.5
 # For the helpers' own accounts of what they did; they come with the last bytes or not at all.
 _ACCOUNTS_S = 2.0
 _WARM_WITHIN_S = 5.0
 
 
-class Partners(agreement.Partners, Protocol):
-    """``fleetd.fleet.Fleet``."""
+class PrefillSharing(PipelineStep):
+    """The step that lets other machines compute a part of a prefill.
 
-    async def ask(self, node_id: str, method: str, body: bytes, *, within_s: float) -> bytes: ...
-
-
-class Engine(agreement.Engine, Protocol):
-    """``fleetd.engine.supervisor.EngineProcess``."""
-
-    @property
-    def facts(self) -> Ready | None: ...
-    def share(self, share: PrefillShared) -> None: ...
-    def alone(self, request_id: str, reason: str = "") -> None: ...
-
-
-class Pool(Protocol):
-    def engine(self, folder: Any) -> Engine | None: ...
-    def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Loading | Event, None]: ...
-
-
-class Metrics(Protocol):
-    def fallback(self, reason: str) -> None: ...
-    def share(self, kind: str, outcome: str, n_bytes: int) -> None: ...
-
-
-class PrefillSharing:
-    """Args:
-    record: keeps what came of a prompt (``traces.Traces.record``).
-    drafter: who drafts for an answer that runs (``drafts.drafting.Drafting.drafter``).
+    Args:
+        members: the machines that could help, and what was learned of them.
     """
 
     def __init__(
         self,
-        partners: Partners,
-        pool: Pool,
+        partners: FleetPort,
+        pool: EnginePool,
         members: Members,
-        record: Callable[[Trace], None],
-        metrics: Metrics,
+        metrics: MetricsPort,
         *,
-        drafter: Callable[[str], DrafterView | None] = lambda request_id: None,
         monotonic: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
     ) -> None:
         self.partners = partners
         self.pool = pool
         self.metrics = metrics
         self.monotonic = monotonic
-        self.now = now
         self.members = members
-        self._record = record
-        self._drafter = drafter
         # By model: what its last prompt got, which the next one keeps where two ways are alike.
         self._previous: dict[str, PrefillOption] = {}
         self._warmed: dict[tuple[str, str], float] = {}
@@ -118,8 +83,8 @@ class PrefillSharing:
 
     # ---- one prompt --------------------------------------------------------------------------------------
 
-    def possible(self, job: Job, folder: Any) -> bool:
-        """Whether it is worth asking the engine for a prompt that waits. Cheap, above all where it is not."""
+    def possible(self, job: Job, folder: ModelFolder) -> bool:
+        """True if a helper might speed up this prompt. Cheap: it runs before every request."""
         if not job.shareable:
             return False
         members = self.members.others("prefill")
@@ -132,43 +97,29 @@ class PrefillSharing:
             return False
         return len(job.prompt_text) // CHARS_PER_TOKEN >= limits.SHARE_LEAST_TOKENS
 
-    async def stream(
-        self, job: Job, folder: Any, alone: Planned, arrived_s: float
-    ) -> AsyncGenerator[Planned | Loading | Event, None]:
-        """The answer's events; Planned before its Accepted, and again where it goes on without its helpers.
+    def prepare(self, request: Request) -> None:
+        folder = request.folder_here
+        if folder is not None and self.possible(request.job, folder):
+            request.generate = msgspec.structs.replace(request.generate, shared=True)
+            request.share = SharedPrompt(self, folder, request)
 
-        Args:
-            alone: what is told where nobody helps.
-            arrived_s: when the request came, on ``monotonic``.
+    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
+        """Announces the plan before Accepted, and again where the request goes on without its helpers."""
+        share = request.share
+        if share is not None and isinstance(event, Accepted):
+            request.announce(await share.decide(event))
+        if share is not None and isinstance(event, Shared):
+            if (planned := share.ended(event)) is not None:
+                request.announce(planned)
+            return None
+        return event
 
-        Raises FleetError: the engine's own.
-        """
-        prompt = _SharedPrompt(
-            self, folder, alone, SharingRecord(job.request.id, folder.name, self.now(), arrived_s)
-        )
-        request = msgspec.structs.replace(job.request, shared=True)
-        try:
-            async with aclosing(self.pool.stream(folder, request)) as events:
-                async for event in events:
-                    if isinstance(event, Shared):
-                        if (planned := prompt.ended(event)) is not None:
-                            yield planned
-                        continue
-                    if isinstance(event, Accepted):
-                        yield await prompt.decide(event)
-                    prompt.record.on_event(event, self.monotonic())
-                    if isinstance(event, Finished):
-                        prompt.record.drafted(self._drafter(event.id))
-                    yield event
-        except FleetError as error:
-            prompt.record.failed(error)
-            raise
-        finally:
-            prompt.close()
+    def closed(self, request: Request) -> asyncio.Task[None] | None:
+        return request.share.close() if request.share is not None else None
 
     # ---- for people --------------------------------------------------------------------------------------
 
-    def plan(self, question: PlanQuestion, folder: Any) -> PlanView:
+    def plan(self, question: PlanQuestion, folder: ModelFolder) -> PlanView:
         """What would be done with such a prompt now.
 
         Raises:
@@ -191,8 +142,8 @@ class PrefillSharing:
         choice = self.choose(own, tokens, question.cached, MEASURED_TOKENS, engine.facts)
         return PlanView(folder.name, tokens, min(question.cached, tokens), planner_facts.views(choice))
 
-    def best_s(self, folder: Any, tokens: int, cached: int, kept: int = 0) -> float:
-        """Seconds that the best way of computing such a prompt here would take; 0 where nobody knows.
+    def best_s(self, folder: ModelFolder, tokens: int, cached: int, kept: int = 0) -> float:
+        """Seconds that the best plan for such a prompt would take here; 0 if unknown.
 
         ``kept``: of its tokens, those that are computed, where not all are.
         """
@@ -248,18 +199,12 @@ class PrefillSharing:
                 part.node_id, digest, part.token_s, expected_s=part.expected_s, took_s=took_s
             )
 
-    def later(self, work: Coroutine[Any, Any, None]) -> None:
-        """Something that nobody waits for."""
+    def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Run something for which no request waits."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
-
-    def keep(self, record: SharingRecord, steps: Iterable[Account]) -> None:
-        if (trace := record.trace(steps)) is not None:
-            if record.planned:
-                n_bytes = sum(step.n_bytes for step in trace.steps)
-                self.metrics.share(trace.chosen.kind, trace.outcome, n_bytes)
-            self._record(trace)
+        return task
 
     def blame(self, shared: Agreement) -> None:
         """Who failed is left out for a while. To have no room or to stop is no failure; its card will say."""
@@ -279,14 +224,14 @@ class PrefillSharing:
             log.info("share.not_warmed", peer=load.node_id[:7], model=own.name, reason=str(error))
 
 
-class _SharedPrompt:
-    """One prompt that may be shared, from its Accepted to what is written down of it."""
+class SharedPrompt:
+    """One prompt that may be shared, from its Accepted to the end of its helpers' work."""
 
-    def __init__(self, sharing: PrefillSharing, folder: Any, alone: Planned, record: SharingRecord) -> None:
-        self.record = record
+    def __init__(self, sharing: PrefillSharing, folder: ModelFolder, request: Request) -> None:
         self._sharing = sharing
         self._folder = folder
-        self._alone = alone
+        self._request = request
+        self._alone = request.placement.planned
         self._agreement: Agreement | None = None
         self._parts: list[PartOfSplit] = []
         self._digest = ""
@@ -301,12 +246,12 @@ class _SharedPrompt:
         try:
             return await self._decide(engine, accepted)
         except Exception as error:
-            # A bug here must not cost anybody an answer.
+            # A bug in sharing must not fail the request.
             log.warning("share.bug", type=type(error).__name__)
             engine.alone(accepted.id)
             return self._alone
 
-    async def _decide(self, engine: Engine, accepted: Accepted) -> Planned:
+    async def _decide(self, engine: EngineProcess, accepted: Accepted) -> Planned:
         name, facts = self._folder.name, engine.facts
         own = self._sharing.held(name)
         if facts is None or own is None:
@@ -314,7 +259,7 @@ class _SharedPrompt:
             return self._alone
         tokens = (accepted.prompt_tokens, accepted.cached, accepted.chunk)
         choice = self._sharing.choose(own, *tokens, facts, accepted.kept)
-        self.record.decided(choice, accepted, self._sharing.monotonic())
+        self._request.decided(choice, accepted, self._sharing.monotonic())
         split = choice.best.split
         if split is None or facts.arithmetic is None:
             engine.alone(accepted.id)
@@ -331,24 +276,29 @@ class _SharedPrompt:
             self._together(engine, self._agreement, choice.best, terms, within_s)
         )
         self._sharing.chose(choice, own)
-        # Waiting for a future itself would cancel it with whoever waits.
+        # Awaiting the future itself would cancel it if this request is cancelled.
         await asyncio.wait({self._planned})
         return self._planned.result()
 
     async def _together(
-        self, engine: Engine, agreed: Agreement, option: PrefillOption, terms: SharingTerms, within_s: float
+        self,
+        engine: EngineProcess,
+        agreed: Agreement,
+        option: PrefillOption,
+        terms: SharingTerms,
+        within_s: float,
     ) -> None:
-        """Agree, say so, watch the helpers. A failure ends in Alone at once, before a deadline finds out."""
+        """Agree, tell the engine, watch the helpers. After a failure the engine goes on alone at once."""
         try:
             exact = await agreed.reach(within_s)
             engine.share(PrefillShared(terms.id, terms.split, _left_s(option), exact))
-            self.record.agreed(exact)
+            self._request.agreed_exact = exact
             names = (*option.names, THIS_NAME)
-            self._planned.set_result(Planned(_kind(option), names, self.record.exactness))
+            self._planned.set_result(Planned(_kind(option), names, self._request.exactness))
             await agreed.watch()
         except FleetError as error:
             engine.alone(terms.id, error.message)
-            self.record.gave_up(error)
+            self._request.code, self._request.reason = error.code, error.message
             self._sharing.blame(agreed)
             log.warning("share.failed", request=terms.id, code=error.code, reason=error.message)
         except Exception as error:
@@ -359,8 +309,13 @@ class _SharedPrompt:
                 self._planned.set_result(self._alone_because())
 
     def ended(self, shared: Shared) -> Planned | None:
-        """The engine is past the prefill, or goes on alone: then how the job stands now."""
-        self.record.ended(shared)
+        """The shared prefill has ended. The new plan if the engine goes on alone, else None."""
+        request = self._request
+        request.sharing_ended = shared
+        if not shared.code:
+            request.code = request.reason = ""
+        elif not request.code:
+            request.code, request.reason = shared.code, shared.reason
         agreed, task = self._agreement, self._task
         if agreed is None or task is None:
             return None
@@ -369,28 +324,29 @@ class _SharedPrompt:
                 self._sharing.members.succeeded(helper.node_id, "prefill")
             return None
         if all(helper.failed is None for helper in agreed.helpers):
-            # The engine itself found fault with what came, or with what did not come; whose, it cannot know.
+            # The engine found a fault in what came, or missed something; it cannot know whose fault it was.
             for helper in agreed.helpers:
                 helper.failed = from_code(shared.code, shared.reason)
             self._sharing.blame(agreed)
-        # First whoever watches them: for it, helpers that are sent away would be helpers that failed.
+        # Stop the watcher before dismissing helpers, or it would count them as failed.
         task.cancel()
         agreed.close()
-        self._sharing.metrics.fallback(self.record.code)
+        self._sharing.metrics.fallback(request.code)
         return self._alone_because()
 
     def _alone_because(self) -> Planned:
-        reason = self.record.reason or self._alone.reason
-        return Planned("local", LOCAL.nodes, self.record.exactness, reason)
+        reason = self._request.reason or self._alone.reason
+        return Planned("local", LOCAL.nodes, self._request.exactness, reason)
 
-    def close(self) -> None:
-        """The answer has ended, in any way."""
+    def close(self) -> asyncio.Task[None] | None:
+        """The answer has ended, in any way. A task where helpers' accounts may still come."""
         if self._task is None or self._agreement is None:
-            self._sharing.keep(self.record, ())
-        elif self.record.went_well:
-            self._sharing.later(self._conclude(self._task, self._agreement))
+            self._count()
+        elif self._request.shared_well:
+            return self._sharing.later(self._conclude(self._task, self._agreement))
         else:
             self._end(self._task, self._agreement)
+        return None
 
     async def _conclude(self, task: asyncio.Task[None], agreed: Agreement) -> None:
         """The helpers' own accounts come with the last bytes, or not at all."""
@@ -400,12 +356,19 @@ class _SharedPrompt:
             self._end(task, agreed)
 
     def _end(self, task: asyncio.Task[None], agreed: Agreement) -> None:
+        request = self._request
         task.cancel()
         agreed.close()
-        self._sharing.keep(self.record, [(helper.name, helper.steps or ()) for helper in agreed.helpers])
-        if self.record.went_well:
-            steps = [*(helper.steps or () for helper in agreed.helpers), self.record.steps]
+        request.accounts = [(helper.name, helper.steps or ()) for helper in agreed.helpers]
+        self._count()
+        if request.shared_well:
+            steps = [*(helper.steps or () for helper in agreed.helpers), request.own_steps]
             self._sharing.learn(self._digest, zip(self._parts, steps, strict=False))
+
+    def _count(self) -> None:
+        if (choice := self._request.choice) is not None:
+            n_bytes = sum(step.n_bytes for step in share_steps(self._request))
+            self._sharing.metrics.share(choice.best.kind, self._request.prefill_outcome, n_bytes)
 
 
 def _gain_s(choice: PlanChoice) -> float:

@@ -9,62 +9,34 @@ The request's stream is the life of it: when the machine that asked is gone, so 
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections.abc import AsyncGenerator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, aclosing
-from typing import Any, Protocol
+from contextlib import ExitStack, aclosing
 
 from fleetd import limits
-from fleetd.engine.protocol import Accepted, Arithmetic, Assisted, AssistPrefill, Event, Ready, StreamTag
+from fleetd.engine.pool import EnginePool
+from fleetd.engine.protocol import Accepted, Arithmetic, Assisted, AssistPrefill, Event, StreamTag
+from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import EngineDied, FleetError, Overloaded, PeerLost, ProtocolError
+from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.p2p.bulk_connections import Expected
 from fleetd.p2p.link_prober import Invitation
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServedRequest, ServingContext
-from fleetd.requests.bulk_dialer import invitation
+from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.concurrency import cancel_all, gather_or_cancel, with_heartbeats
 from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import checked_split, compare
-from fleetd.requests.remote import Stream, own_id
+from fleetd.requests.remote import own_id
 
 log = get_logger("fleetd.assisting")
 
 
-class Engine(Protocol):
-    """``fleetd.engine.supervisor.EngineProcess``."""
-
-    @property
-    def facts(self) -> Ready | None: ...
-    def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]: ...
-    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None: ...
-
-
-class Pool(Protocol):
-    def engine(self, folder: Any) -> Engine | None:
-        """The worker that has the whole model, if it is ready."""
-
-    def holds(self, folder: Any, first: int, last: int) -> bool:
-        """Whether a ready worker has these layers, so that helping would load nothing."""
-
-    def part(self, folder: Any) -> tuple[int, int] | None:
-        """Layers that a worker has, or is loading, which has not all of them."""
-
-    def assisting(self, folder: Any, first: int, last: int) -> AbstractAsyncContextManager[Engine]:
-        """A ready engine that has these layers, and keeps them while it is used; loads one if need be."""
-
-
-class _ArrivingStreams(Protocol):
-    """Where streams from and to other machines meet (``fleetd.requests.bulk_dialer.BulkDialer``)."""
-
-    def expect(self) -> AbstractContextManager[Expected]: ...
-    async def connect(self, node_id: str, invited: Invitation) -> socket.socket: ...
-
-
 class AssistServer:
-    """The handlers of ``wire.ASSIST`` and ``WARM``."""
+    """The handlers of ``messages.ASSIST`` and ``WARM``."""
 
-    def __init__(self, meeting: _ArrivingStreams, pool: Pool, host: ServingContext) -> None:
+    def __init__(self, meeting: BulkDialer, pool: EnginePool, host: ServingContext) -> None:
         self._meeting = meeting
         self._pool = pool
         self._host = host
@@ -75,13 +47,13 @@ class AssistServer:
         # Models that could not be loaded for others, and until when that is not tried again.
         self._unloadable_s: dict[str, float] = {}
 
-    async def assist(self, peer: str, body: bytes, stream: Stream) -> None:
+    async def assist(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """Compute one part of a prompt. Raises FleetError: what the other side is told."""
         ask = messages.decode(body, messages.AssistQuestion)
         with self._served.visit(peer, ask.id) as visit:
             await self._assist(ask, stream, visit)
 
-    async def _assist(self, ask: messages.AssistQuestion, stream: Stream, visit: ServedRequest) -> None:
+    async def _assist(self, ask: messages.AssistQuestion, stream: PeerStream, visit: ServedRequest) -> None:
         folder = await self._host.holding(ask.model, ask.digest)
         split, place = ask.split, ask.place
         # Before an engine is asked for, whose own figures are checked below: these must make sense at all.
@@ -105,7 +77,12 @@ class AssistServer:
                 )
 
     async def _meet(
-        self, ask: messages.AssistQuestion, job: str, engine: Engine, arithmetic: Arithmetic, stream: Stream
+        self,
+        ask: messages.AssistQuestion,
+        job: str,
+        engine: EngineProcess,
+        arithmetic: Arithmetic,
+        stream: PeerStream,
     ) -> None:
         """Offer, wait for Go, and give the engine its streams."""
         with ExitStack() as stack:
@@ -116,7 +93,7 @@ class AssistServer:
             await self._stream(job, engine, home, before, await _go(stream))
 
     async def _stream(
-        self, job: str, engine: Engine, home: Expected, before: Expected | None, go: messages.AssistGo
+        self, job: str, engine: EngineProcess, home: Expected, before: Expected | None, go: messages.AssistGo
     ) -> None:
         async def come(name: str, visitor: Expected) -> None:
             sock = await visitor.socket()
@@ -135,7 +112,7 @@ class AssistServer:
 
     # ---- getting ready -----------------------------------------------------------------------------------
 
-    async def warm(self, _peer: str, body: bytes, stream: Stream) -> None:
+    async def warm(self, _peer: str, body: bytes, stream: PeerStream) -> None:
         """Load a model for prompts to come, or some layers of it where it does not fit.
 
         Answered at once; one at a time, and nothing that is loaded gives way.
@@ -162,7 +139,7 @@ class AssistServer:
         if not asked.last and needed > (card.usable_bytes or card.available_bytes):
             raise Overloaded(f"{asked.model} needs more memory than is free on this machine now.")
 
-    async def _load(self, folder: Any, first: int, last: int) -> None:
+    async def _load(self, folder: ModelFolder, first: int, last: int) -> None:
         log.info("assist.warming", model=folder.name, layers=f"{first}:{last}" if last else "all")
         try:
             async with self._pool.assisting(folder, first, last):
@@ -178,7 +155,7 @@ class AssistServer:
             await cancel_all([self._warming])
 
 
-async def _go(stream: Stream) -> messages.AssistGo:
+async def _go(stream: PeerStream) -> messages.AssistGo:
     # Whoever asked has given up long before, if it has not said so by then.
     try:
         async with asyncio.timeout(2 * limits.SHARE_SETUP_S):
@@ -190,7 +167,7 @@ async def _go(stream: Stream) -> messages.AssistGo:
     return messages.decode(body, messages.AssistGo)
 
 
-async def _finish(events: AsyncGenerator[Event, None], stream: Stream, visit: ServedRequest) -> None:
+async def _finish(events: AsyncGenerator[Event, None], stream: PeerStream, visit: ServedRequest) -> None:
     async with aclosing(with_heartbeats(events, limits.JOB_ALIVE_S)) as beats:
         async for event in beats:
             if event is None:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
 
 from fleetd.engine.protocol import Timings, Usage
-from fleetd.ledger import Reservation
+from fleetd.ledger import Ledger, Reservation
 from fleetd.plan.scoring import Scorer
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.smart_prefill.segment_scoring import ScorerRun
-
-
-class Ledger(Protocol):
-    """``fleetd.ledger.Ledger``."""
-
-    async def reserve(self, reservation: Reservation) -> None: ...
-    def settle(self, reservation: Reservation, usage: Usage, timings: Timings, reason: str) -> None: ...
-    def refund(self, reservation: Reservation, reason: str) -> None: ...
 
 
 class ScoringBill:
@@ -42,7 +33,7 @@ class ScoringBill:
             self._row(model, each.scorer)
 
     def close(self, refunded: str = "") -> None:
-        """Once; ``refunded``: why nobody pays."""
+        """Settle or refund every row, once. ``refunded``: why all of them are refunded."""
         done = {each.scorer.node_id: each for each in self._ran}
         for node_id, row in self._rows.items():
             each = done.get(node_id)

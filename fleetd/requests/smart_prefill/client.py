@@ -1,10 +1,10 @@
-"""Smart prefill: a small model scores a long prompt, and what does not matter is not prefilled.
+"""The step of smart prefill: a small model scores a long prompt, and what does not matter is not prefilled.
 
-    asked? ─► text long enough ─► who scores, is it worth it ─► scored ─► selected ─► text or sparse ─► runs
-       any "no", any failure, any delay ──────────────────────────────────────────► the whole prompt runs
+    asked? ─► text long enough ─► a scorer, worth it? ─► scored ─► selected ─► text or sparse ─► runs
+       any "no", any failure, any delay ───────────────────────────────────► the whole prompt runs
 
-Smart prefill fails no request: whatever goes wrong, the prompt is read whole, and the reason is told. What a
-scorer did for nothing is not billed.
+No failure of smart prefill fails the request: the whole prompt is prefilled, and the client is told why.
+Scores that were not used are not billed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
 
 import msgspec
 
@@ -25,17 +24,22 @@ from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.select import select
 from fleetd.compression.selection import Selection
 from fleetd.control.prefill_plan import OptionView, PlanView
-from fleetd.control.prefill_trace import DrafterView, Trace
-from fleetd.control.smart_prefill_result import Form
-from fleetd.engine.protocol import Accepted, Event, Finished, Loading, Ready
-from fleetd.errors import EngineDied, FleetError
+from fleetd.control.smart_prefill_result import Form, SmartPrefillResult
+from fleetd.engine.pool import EnginePool
+from fleetd.engine.protocol import Accepted, Event, Loading, Ready
+from fleetd.errors import FleetError
+from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPrefillQuestion
-from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, Planned, prompt_text
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, prompt_text
 from fleetd.requests.members import Members
+from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.placement import Placement
+from fleetd.requests.ports import MetricsPort
+from fleetd.requests.request import Request
+from fleetd.requests.request_trace import smart_options
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
 from fleetd.requests.smart_prefill.compression_job import (
     CompressionJob,
@@ -43,24 +47,9 @@ from fleetd.requests.smart_prefill.compression_job import (
     CompressionService,
     kept_share,
 )
-from fleetd.requests.smart_prefill.record import SmartPrefillRecord, options
 from fleetd.requests.smart_prefill.skip import SkipCompression
 
 log = get_logger("fleetd.compression")
-
-
-class Engine(Protocol):
-    @property
-    def facts(self) -> Ready | None: ...
-
-
-class Pool(Protocol):
-    def engine(self, folder: Any) -> Engine | None: ...
-    def loading(self, folder: Any) -> AsyncGenerator[Loading, None]: ...
-
-
-class Metrics(Protocol):
-    def smart(self, outcome: str, form: str, kept: int, dropped: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,161 +57,93 @@ class AnsweringModel:
     """What answers: ``choice`` says where, ``folder`` is the model on this machine."""
 
     name: str
-    folder: Any | None
+    folder: ModelFolder | None
     choice: Placement
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedJob:
-    """The job as it is to run; its prompt is whole where ``record.told`` is not used."""
-
-    job: Job
-    record: SmartPrefillRecord
-
-
-class SmartPrefill:
-    """All prompts of one daemon that ask to be shortened.
+class SmartPrefill(PipelineStep):
+    """The step that shortens prompts which ask for it.
 
     Args:
         best_s: seconds that a model here would take with the help of others for so many tokens, of which so
             many are cached and, unless that is 0, only so many kept; 0 where that is not known.
-        drafter: who drafts for an answer that runs (``drafts.drafting.Drafting.drafter``).
     """
 
     def __init__(
         self,
         compressing: CompressionService,
         members: Members,
-        pool: Pool,
-        metrics: Metrics,
-        record: Callable[[Trace], None],
+        pool: EnginePool,
+        metrics: MetricsPort,
         *,
-        best_s: Callable[[Any, int, int, int], float] = lambda folder, tokens, cached, kept: 0.0,
-        drafter: Callable[[str], DrafterView | None] = lambda request_id: None,
+        best_s: Callable[[ModelFolder, int, int, int], float] = lambda folder, tokens, cached, kept: 0.0,
         monotonic: Callable[[], float] = time.monotonic,
-        now: Callable[[], float] = time.time,
     ) -> None:
         self.compressing = compressing
         self._pool = pool
         self._metrics = metrics
-        self._record = record
         self._best_s = best_s
-        self._drafter = drafter
         self._monotonic = monotonic
-        self._now = now
         self._history = History()
         self._affinity = members.affinity
 
     # ---- one request -------------------------------------------------------------------------------------
 
-    async def stream(
-        self,
-        job: Job,
-        policy: SmartPrefillPolicy,
-        target: AnsweringModel,
-        arrived_s: float,
-        run: Callable[[Job], AsyncGenerator[Planned | Loading | Event, None]],
-    ) -> AsyncGenerator[Planned | Loading | Event, None]:
-        """The answer's events; each Planned says what came of the prompt.
+    async def shorten(self, request: Request) -> AsyncGenerator[Loading, None]:
+        """Progress, while ``request.job`` becomes the job as it is to run, for a job with ``smart``.
 
-        Args:
-            run: runs a job, as often as it takes: the shortened one, and the whole one where that one fails.
-
-        Raises FleetError: why the whole prompt was not answered, or why an answer that had begun broke off.
+        Raises nothing but cancellation: whatever goes wrong, the prompt stays whole and the reason is told.
         """
-        prepared: PreparedJob | None = None
-        try:
-            async with aclosing(self.prepare(job, policy, target, arrived_s)) as steps:
-                async for step in steps:
-                    if isinstance(step, PreparedJob):
-                        prepared = step
-                    else:
-                        yield step
-            if prepared is None:
-                raise EngineDied("Nobody prepared the prompt.")
-            this, record = prepared.job, prepared.record
-            while True:
-                try:
-                    async with aclosing(self._told(record, run(this))) as events:
-                        async for event in events:
-                            yield event
-                except FleetError as error:
-                    if not self._failed(record, error):
-                        raise
-                    log.warning("smart.whole", request=job.request.id, code=error.code)
-                    this = self.whole(job)
-                else:
-                    return
-        finally:
-            if prepared is not None:
-                self._keep(prepared.record)
-
-    async def _told(
-        self, record: SmartPrefillRecord, events: AsyncGenerator[Planned | Loading | Event, None]
-    ) -> AsyncGenerator[Planned | Loading | Event, None]:
-        """The same events, each Planned with what came of the prompt; one more where that changes."""
-        planned: Planned | None = None
-        async with aclosing(events):
-            async for event in events:
-                if isinstance(event, Planned):
-                    planned = event
-                    yield _labelled(planned, record)
-                    continue
-                record.on_event(event, self._monotonic())
-                if isinstance(event, Finished):
-                    record.drafted(self._drafter(event.id))
-                if isinstance(event, Accepted) and self._changed(record, event) and planned is not None:
-                    yield _labelled(planned, record)
-                yield event
-
-    async def prepare(
-        self, job: Job, policy: SmartPrefillPolicy, target: AnsweringModel, arrived_s: float
-    ) -> AsyncGenerator[Loading | PreparedJob, None]:
-        """Progress, then the job as it is to run. Raises nothing but cancellation."""
-        bill = self.compressing.bill(job.request.id)
-        record = SmartPrefillRecord(job.request.id, target.name, bill, self._now(), arrived_s)
-        made: Job | None = None
+        request.smart = SmartPrefillResult()
+        request.bill = self.compressing.bill(request.id)
+        request.job = self.whole(request.asked)
         ended = False
         try:
-            async with aclosing(self._shorten(job, policy, target, record)) as steps:
-                async for step in steps:
-                    if isinstance(step, Loading):
-                        yield step
-                    else:
-                        made = step
-            ended = True
-        except SkipCompression as skip:
-            record.skip(skip.code, skip.reason, self._monotonic())
-            ended = True
-        except FleetError as error:
-            record.skip(error.code, error.message, self._monotonic())
-            ended = True
-        except Exception as error:
-            # A bug here must not cost anybody an answer.
-            log.warning("smart.bug", type=type(error).__name__)
-            record.skip("failed", f"Internal error ({type(error).__name__}).", self._monotonic())
+            try:
+                async with aclosing(self._shorten(request)) as steps:
+                    async for progress in steps:
+                        yield progress
+            except SkipCompression as skip:
+                self._skip(request, skip.code, skip.reason)
+            except FleetError as error:
+                self._skip(request, error.code, error.message)
+            except Exception as error:
+                # A bug in smart prefill must not fail the request.
+                log.warning("smart.bug", type=type(error).__name__)
+                self._skip(request, "failed", f"Internal error ({type(error).__name__}).")
             ended = True
         finally:
             if not ended:
-                bill.close("cancelled")
-        log.info("smart.prepared", request=job.request.id, form=record.told.form, code=record.told.code)
-        yield PreparedJob(made or self.whole(job), record)
+                request.bill.close("cancelled")
+                request.bill = request.smart_plan = None
+        log.info("smart.prepared", request=request.id, form=request.smart.form, code=request.smart.code)
 
     @staticmethod
     def whole(job: Job) -> Job:
         """The same job with all of its prompt."""
         return replace(job, request=smart_prompt.plain(job.request))
 
-    def _failed(self, record: SmartPrefillRecord, error: FleetError) -> bool:
-        """The shortened prompt could not be answered; True if the whole one is still to be tried."""
-        if not record.told.used or record.answering:
+    def try_whole(self, request: Request, error: FleetError) -> bool:
+        """After a shortened prompt failed: True if the whole one is to be tried, which is then the job."""
+        if request.smart is None or not request.smart.used or request.answering:
             return False
-        record.skip(error.code, error.message, self._monotonic())
+        self._skip(request, error.code, error.message)
+        log.warning("smart.whole", request=request.id, code=error.code)
+        request.job = self.whole(request.asked)
         return True
 
-    async def _shorten(
-        self, job: Job, policy: SmartPrefillPolicy, target: AnsweringModel, record: SmartPrefillRecord
-    ) -> AsyncGenerator[Loading | Job, None]:
+    def _skip(self, request: Request, code: str, reason: str) -> None:
+        """The prompt is read whole."""
+        told = request.smart or SmartPrefillResult()
+        score_s = told.score_s or self._monotonic() - request.arrived_s
+        request.smart = msgspec.structs.replace(told, form="", code=code, reason=reason, score_s=score_s)
+
+    async def _shorten(self, request: Request) -> AsyncGenerator[Loading, None]:
+        """Raises SkipCompression, FleetError; then the job stays as it is."""
+        job, policy = request.asked, request.asked.smart
+        if policy is None or request.bill is None:
+            raise SkipCompression("failed", "Nothing was asked for.")
+        target = AnsweringModel(request.model.name, request.model.folder, request.placement)
         # What takes longer the longer a prompt is, takes it in a thread.
         found, tokens = await asyncio.to_thread(_document, job)
         if tokens < policy.min_prompt_tokens:
@@ -235,7 +156,7 @@ class SmartPrefill:
                     yield progress
         form = self._form(policy, smart_prompt.turns(found), target, tokens)
         chosen = msgspec.structs.replace(policy, mode=form)
-        passage = CompressionJob(job.request.id, found, tokens, chosen, record.bill, not job.shareable)
+        passage = CompressionJob(request.id, found, tokens, chosen, request.bill, not job.shareable)
         passage.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
         said = smart_prompt.said(job.request)
         aged = self._history.find(said, policy)
@@ -250,20 +171,26 @@ class SmartPrefill:
                     async for progress in steps:
                         yield progress
         finally:
-            record.heard(passage)
-        self._check(job, passage, policy)
+            _note(request, passage)
+        selection = self._check(job, passage, policy)
         make = smart_prompt.shortened if form == "text" else smart_prompt.sparse
-        request = await asyncio.to_thread(make, job.request, found, _selected(passage))
-        record.made(form, _selected(passage), self._monotonic())
-        yield replace(job, request=request)
+        shortened = await asyncio.to_thread(make, job.request, found, selection)
+        request.smart = msgspec.structs.replace(
+            request.smart or SmartPrefillResult(),
+            form=form,
+            # As text it has lines that say what is missing.
+            compressed_tokens=selection.text_tokens if form == "text" else selection.kept_tokens,
+            score_s=self._monotonic() - request.arrived_s,
+        )
+        request.job = replace(job, request=shortened)
 
-    def _check(self, job: Job, passage: CompressionJob, policy: SmartPrefillPolicy) -> None:
-        """Whether something is left out, and something left. Raises Skip.
+    def _check(self, job: Job, passage: CompressionJob, policy: SmartPrefillPolicy) -> Selection:
+        """The selection, if it leaves something out and keeps something. Raises SkipCompression.
 
         A conversation is remembered by what was asked for, whichever form that became.
         """
-        found, selection = passage.document, _selected(passage)
-        if smart_prompt.is_empty(found, selection):
+        found, selection = passage.document, passage.selection
+        if selection is None or smart_prompt.is_empty(found, selection):
             raise SkipCompression("empty", "Nothing would be left of the prompt.")
         if selection.original_tokens < policy.min_prompt_tokens:
             raise _short(selection.original_tokens, policy)
@@ -272,29 +199,41 @@ class SmartPrefill:
             raise SkipCompression("declined", selection.declined)
         if all(selection.whole(found, index) for index in range(len(found.blocks))):
             raise SkipCompression("cached", "The conversation so far was read whole, and goes on so.")
+        return selection
 
-    def _changed(self, record: SmartPrefillRecord, event: Accepted) -> bool:
-        """The engine has the prompt; True if it says more of it than was told."""
-        if record.told.form != "sparse":
-            return False
+    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
+        if request.smart is None:
+            return event
+        if isinstance(event, Accepted) and request.smart.form == "sparse":
+            self._accepted(request, request.smart, event)
+        return event
+
+    def _accepted(self, request: Request, told: SmartPrefillResult, event: Accepted) -> None:
+        """The engine says what a sparse prompt comes to: it also keeps what it cannot do without."""
         if event.kept:
-            return record.accepted(event)
-        reason = event.dense_reason or "The machine that answers does not know sparse prefill."
-        record.skip("no_form", reason, self._monotonic())
-        return True
+            request.smart = msgspec.structs.replace(
+                told, original_tokens=event.prompt_tokens, compressed_tokens=event.kept
+            )
+        else:
+            reason = event.dense_reason or "The machine that answers does not know sparse prefill."
+            self._skip(request, "no_form", reason)
+        if request.smart != told:
+            request.announce()
 
-    def _keep(self, record: SmartPrefillRecord) -> None:
-        """The answer has ended, in any way: write down what came of its prompt, and who is paid."""
-        told = record.told
-        record.bill.close(told.code)
+    def ended(self, request: Request) -> None:
+        """Close the bill, and count what came of the prompt."""
+        told = request.smart
+        if told is None or request.bill is None:
+            return
+        request.bill.close(told.code)
         kept = told.compressed_tokens if told.used else 0
         self._metrics.smart(told.code or "used", told.form, kept, told.dropped_tokens)
-        if (trace := record.trace()) is not None:
-            self._record(trace)
 
     # ---- for people --------------------------------------------------------------------------------------
 
-    async def plan(self, view: PlanView, ratio: float, folder: Any, policy: SmartPrefillPolicy) -> PlanView:
+    async def plan(
+        self, view: PlanView, ratio: float, folder: ModelFolder, policy: SmartPrefillPolicy
+    ) -> PlanView:
         """The same ways to prefill a prompt, and smart prefill among them as if it had been asked for."""
         priced = [option.predicted_s for option in view.options if option.predicted_s is not None]
         target = AnsweringModel(folder.name, folder, Placement(THIS_NODE, LOCAL))
@@ -316,7 +255,7 @@ class SmartPrefill:
                 kept_s=self._kept_s(folder, form, tokens, ratio),
             )
             plan = await self.compressing.options(CompressionPrice(asked, folder.weights_bytes), policy)
-            smart, _ = options(plan, chosen=True)
+            smart, _ = smart_options(plan, chosen=True)
         except SkipCompression as skip:
             smart = OptionView("smart", [THIS_NAME], None, code=skip.code, reason=skip.reason)
         if not smart.chosen:
@@ -371,14 +310,14 @@ class SmartPrefill:
         node_id = target.choice.node_id
         links = self._affinity.links(prompt_text(smart_prompt.plain(job.request)))
         cached = self._affinity.cached_chars(node_id, target.name, links) // CHARS_PER_TOKEN
-        weights_bytes = getattr(target.folder, "weights_bytes", 0)
+        weights_bytes = target.folder.weights_bytes if target.folder is not None else 0
         speed = self.compressing.scorers.speed_at(node_id, target.name)
         if speed is None:
             return CompressionPrice(SmartPrefillQuestion(tokens, ratio, None), weights_bytes)
         new = range(min(cached, tokens), tokens)
         dense_s = speed.total(1.0, new, MEASURED_TOKENS)
         helped_s = kept_s = 0.0
-        if node_id == THIS_NODE and job.shareable:
+        if node_id == THIS_NODE and target.folder is not None and job.shareable:
             helped_s = self._best_s(target.folder, tokens, new.start, 0)
             kept_s = self._kept_s(target.folder, form, tokens, ratio)
         if helped_s > 0:
@@ -387,8 +326,8 @@ class SmartPrefill:
             SmartPrefillQuestion(tokens, ratio, speed, dense_s=dense_s, kept_s=kept_s), weights_bytes
         )
 
-    def _kept_s(self, folder: Any, form: Form, tokens: int, ratio: float) -> float:
-        """What reading the rest takes with the help of others, 0 where nobody knows."""
+    def _kept_s(self, folder: ModelFolder, form: Form, tokens: int, ratio: float) -> float:
+        """Seconds to prefill what is kept, with helpers; 0 if unknown."""
         kept = math.ceil(tokens * ratio)
         if form == "sparse" and kept < tokens:
             return self._best_s(folder, tokens, 0, kept)
@@ -402,15 +341,17 @@ def _go_on(passage: CompressionJob, aged: Aged) -> None:
     passage.compressor = aged.compressor
 
 
-def _labelled(planned: Planned, record: SmartPrefillRecord) -> Planned:
-    exactness = "lossy" if record.told.used else planned.exactness
-    return msgspec.structs.replace(planned, exactness=exactness, smart=record.told)
-
-
-def _selected(passage: CompressionJob) -> Selection:
-    if passage.selection is None:
-        raise SkipCompression("empty", "Nothing would be left of the prompt.")
-    return passage.selection
+def _note(request: Request, passage: CompressionJob) -> None:
+    """What was found out about the prompt, however far that came."""
+    request.smart_plan, request.smart_steps = passage.plan, passage.steps
+    selection = passage.selection
+    request.smart = SmartPrefillResult(
+        compressor=passage.compressor,
+        nodes=passage.names,
+        original_tokens=selection.original_tokens if selection else passage.tokens,
+        compressed_tokens=selection.kept_tokens if selection else 0,
+        scored_tokens=passage.scored_tokens,
+    )
 
 
 def _document(job: Job) -> tuple[Document, int]:

@@ -25,12 +25,13 @@ from fleetd.compression.words import Range
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
+from fleetd.ledger import Ledger
 from fleetd.plan import scoring as planner
 from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
-from fleetd.requests.smart_prefill.bill import Ledger, ScoringBill
+from fleetd.requests.smart_prefill.bill import ScoringBill
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.segment_scoring import (
     CompressorModel,

@@ -24,9 +24,10 @@ from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
 from fleetd.errors import EngineDied, FleetError, ModelUnsupported, PeerLost, ProtocolError
 from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.scoring import Scorer, Segments
 from fleetd.requests.concurrency import gather_or_cancel
-from fleetd.requests.remote import Stream, next_message, said_by
+from fleetd.requests.remote import next_message, said_by
 from fleetd.requests.smart_prefill import messages
 
 if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are scores
@@ -126,7 +127,7 @@ class SegmentScoring:
     def __init__(
         self,
         pool: EnginePool,
-        request: Callable[[str, str, bytes], Stream] | None,
+        request: Callable[[str, str, bytes], PeerStream] | None,
         *,
         monotonic: Callable[[], float],
     ) -> None:
@@ -223,7 +224,7 @@ class SegmentScoring:
         return _remote_steps(self._request(scorer.node_id, messages.SCORE, messages.encode(ask)), score.id)
 
 
-async def _remote_steps(stream: Stream, score_id: str) -> Steps:
+async def _remote_steps(stream: PeerStream, score_id: str) -> Steps:
     """Progress and scores of a segment from another machine. Raises FleetError."""
     ended = False
     try:

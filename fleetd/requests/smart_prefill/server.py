@@ -18,16 +18,17 @@ from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Scored, Timings, Usage
 from fleetd.errors import EngineDied, FleetError
 from fleetd.ledger import Ledger, Reservation
+from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.remote import Stream, drained, own_id
+from fleetd.requests.remote import drained, own_id
 from fleetd.requests.smart_prefill import messages
 
 
 class ScoreServer:
-    """The handler of ``wire.SCORE``."""
+    """The handler of ``messages.SCORE``."""
 
     def __init__(
         self,
@@ -45,13 +46,13 @@ class ScoreServer:
             host, "score", limits.SMART_SERVED, f"scores {limits.SMART_SERVED} prompts"
         )
 
-    async def __call__(self, peer: str, body: bytes, stream: Stream) -> None:
+    async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """Raises FleetError: what the other side is told."""
         ask = messages.decode_ask(body)
         with self._served.visit(peer, ask.score.id):
             await self._score(ask, stream)
 
-    async def _score(self, ask: messages.ScoreQuestion, stream: Stream) -> None:
+    async def _score(self, ask: messages.ScoreQuestion, stream: PeerStream) -> None:
         folder = await self._host.holding(ask.model, ask.digest)
         score = msgspec.structs.replace(ask.score, id=own_id(ask.score.id))
         row = Reservation(score.id, folder.name, THIS_NAME, "score", self._now())

@@ -1,0 +1,1 @@
+"""Programs in processes of their own: what a scenario compares with, or drives from outside."""

@@ -1,0 +1,73 @@
+"""mlx-lm's own ``stream_generate``, without daemon or HTTP: what fleetd is held against.
+
+cured      with everything in fleetd/engine/cpu.py
+unpadded   the same without padding products to a minimum of rows
+loose      unpadded, and MKL free to choose kernels by shape: nothing reproducible is left
+stock      MLX as installed, quantised weights as they are on disk
+stock-f16  MLX as installed, weights dequantised to f16
+stock-f32  MLX as installed, weights dequantised to f32
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bench.harness.child import serve
+from fleetd.engine import cpu
+
+MODES = ("cured", "unpadded", "loose", "stock", "stock-f16", "stock-f32")
+
+
+def main(mode: str, model_path: Path) -> None:
+    if mode not in MODES:
+        raise SystemExit(f"mode is one of {', '.join(MODES)}")
+    cured = not mode.startswith("stock")
+    if cured:
+        if mode == "loose":
+            os.environ["MKL_CBWR"] = "AUTO"
+        if not cpu.preload_blas() and sys.platform == "linux":
+            raise SystemExit("no BLAS to preload: install the extra `cpu`")
+    # mlx binds to the BLAS that is loaded first, so it is imported only now.
+    from fleetd.engine import loading
+
+    loading.quiet_libraries()
+    import mlx.core as mx
+    from mlx_lm import load, stream_generate
+
+    device = loading.pick_device("auto")
+    if cured and device == "cpu":
+        cpu.install()
+        if mode != "cured":
+            cpu._row_stable = _unpadded
+    model, tokenizer = load(str(model_path))[:2]
+    if device == "cpu" and mode != "stock":
+        cpu.to_float32(model)
+        if mode == "stock-f16":
+            model.set_dtype(mx.float16)
+    mx.eval(model.parameters())
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        times: list[float] = []
+        said: list[int] = []
+        begun = time.perf_counter()
+        for response in stream_generate(
+            model, tokenizer, question["tokens"], max_tokens=question["max_tokens"]
+        ):
+            times.append(time.perf_counter() - begun)
+            said.append(int(response.token))
+        return {"times": times, "tokens": said, "text": tokenizer.decode(said)}
+
+    serve(answer)
+
+
+def _unpadded(product: Callable[[Any], Any], x: Any) -> Any:
+    return product(x)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

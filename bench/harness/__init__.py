@@ -1,0 +1,1 @@
+"""Daemons, fleets, cores, links and clocks: what several scenarios start and read."""

@@ -1,0 +1,62 @@
+"""The machine and the versions that a figure belongs to, as people write them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+import psutil
+
+from fleetd.limits import GIB
+
+_ROOT = Path(__file__).parents[2]
+_PACKAGES = ("mlx", "mlx-lm", "mkl", "xllamacpp")
+
+
+def describe() -> list[str]:
+    """Processor, memory, system, versions, commit: one phrase each."""
+    return [
+        _processor(),
+        f"{psutil.virtual_memory().total / GIB:.0f} GB memory",
+        f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        ", ".join(f"{name} {version}" for name in _PACKAGES if (version := _version(name))),
+        _commit(),
+    ]
+
+
+def load() -> float:
+    """The one-minute load average."""
+    return os.getloadavg()[0]
+
+
+def _processor() -> str:
+    try:
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        info = ""
+    lines = (line.partition(":") for line in info.splitlines())
+    fields = {name.strip(): value.strip() for name, _, value in lines}
+    name = fields.get("model name") or platform.processor() or platform.machine()
+    # A hypervisor's guest does not know who else computes on its cores.
+    shared = "shared virtual cores" if "hypervisor" in fields.get("flags", "").split() else "cores"
+    return f"{name}, {os.cpu_count()} {shared}"
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str:
+    def git(*args: str) -> str:
+        done = subprocess.run(["git", "-C", str(_ROOT), *args], capture_output=True, text=True, check=False)  # noqa: S607
+        return done.stdout.strip()
+
+    commit = git("rev-parse", "--short", "HEAD") or "unknown"
+    changed = " with local changes" if git("status", "--porcelain", "--", "fleetd", "fleetctl") else ""
+    return f"commit {commit}{changed}"

@@ -1,0 +1,1 @@
+"""What is measured: a module per scenario, with a ``measure(runs)`` that returns its rows."""

@@ -1,0 +1,185 @@
+"""Smart prefill on a pair that costs what real pairs cost: the target is worth eight scorers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.figures import Figure, Measured, alternated, at_least, at_most, ratios
+from bench.harness import prompts
+from bench.harness.daemon import MODEL, Daemon
+from bench.harness.samples import Samples
+from fleetd.models.catalog import DEFAULT_MODEL
+
+# Of smart prefill. The whole prompt, read once, takes ten minutes, over which a machine's pace evens out.
+QUICK_RUNS = 1
+LENGTH, QUICK_LENGTH = 8000, 2000
+RATIO = 0.2
+TARGET = "target"
+# Eight times the time of SmolLM2-135M at 8,000 tokens, where attention is half of that one's: twenty times
+# the multiplications of its layers. As wide as models of that size.
+_SHAPE = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32_768,
+}
+_OFF_TOKENS, _OFF_TRIES = 400, 10
+_QUESTION = "What did the clockmaker carry across the bridge? Answer in one word."
+
+
+def measure(runs: int) -> Measured:
+    quick = runs <= QUICK_RUNS
+    length = QUICK_LENGTH if quick else LENGTH
+    seen, mode = Samples(), ""
+    with _models() as models, Daemon(models=models) as daemon:
+        for name in (DEFAULT_MODEL, TARGET):
+            # Loads, measures the model's speed, and finds which of the scorer's heads to ask.
+            _ask(daemon, name, 7, 600, smart=False)
+        _ask(daemon, TARGET, 8, length, smart=True)
+        mode = _note(seen, *_ask(daemon, TARGET, 100, length, smart=True))
+        dense_s = _ask(daemon, TARGET, 200, length, smart=False)[0]
+        half_s = _ask(daemon, TARGET, 201, length // 2, smart=False)[0]
+        seen.add(cost=dense_s / _ask(daemon, DEFAULT_MODEL, 300, length, smart=False)[0])
+        for run in range(1, runs):
+            mode = _note(seen, *_ask(daemon, TARGET, 100 + run, length, smart=True))
+        for run in range(runs):
+            _off(daemon, seen, run)
+    return Measured(
+        _figures(seen, length, dense_s, half_s), _HOW.format(length=length, ratio=RATIO, mode=mode)
+    )
+
+
+def _note(seen: Samples, first_s: float, told: dict[str, Any]) -> str:
+    """The form that was chosen."""
+    report = told["smart_prefill"]
+    if report["mode"] == "full":
+        raise RuntimeError(f"nothing was left out: {report['skipped']}")
+    kept = report["compressed_tokens"] / report["original_tokens"]
+    seen.add(smart_s=first_s, score_s=told["timings"]["score_ms"] / 1000, kept=kept)
+    return str(report["mode"])
+
+
+def _off(daemon: Daemon, seen: Samples, run: int) -> None:
+    """A prompt that is too short, asked with smart prefill and without: what looking at it takes."""
+    for n in range(_OFF_TRIES):
+        for smart in alternated(n, (True, False)):
+            seed = 1000 + 100 * run + 2 * n + smart
+            first_s = _ask(daemon, DEFAULT_MODEL, seed, _OFF_TOKENS, smart=smart)[0]
+            seen["asked_s" if smart else "plain_s"].append(first_s)
+
+
+def _ask(daemon: Daemon, model: str, seed: int, count: int, *, smart: bool) -> tuple[float, dict[str, Any]]:
+    """Seconds to the first token, and what the last chunks said."""
+    said: dict[str, Any] = {}
+    messages = [
+        {"role": "user", "content": prompts.text(MODEL, seed, count)},
+        {"role": "user", "content": _QUESTION},
+    ]
+    body: dict[str, Any] = {"model": model, "messages": messages, "max_tokens": 2}
+    if smart:
+        body["smart_prefill"] = {"target_ratio": RATIO, "compressor_model": DEFAULT_MODEL}
+    first_s = 0.0
+    with daemon.stream("chat/completions", **body) as stream:
+        for frame in stream.frames():
+            if frame.data is None:
+                continue
+            if "error" in frame.data:
+                raise RuntimeError(f"the daemon said: {frame.line}")
+            choices: list[Any] = frame.data.get("choices") or [{}]
+            # The first frame has the role: it is sent with the first token.
+            first_s = first_s or (frame.at_s if choices[0].get("delta") else 0.0)
+            said |= {name: frame.data[name] for name in ("smart_prefill", "timings") if frame.data.get(name)}
+    return first_s, said
+
+
+def _figures(seen: Samples, length: int, dense_s: float, half_s: float) -> list[Figure]:
+    gained = [dense_s / smart_s for smart_s in seen["smart_s"]]
+    # T(n) = a n + b n^2 from two lengths: the share of the second term at the full one.
+    q = max(0.0, min(1.0, (2 * dense_s - 4 * half_s) / dense_s))
+    ideal = [
+        1 / (score_s / dense_s + (1 - q) * kept + q * kept**2)
+        for score_s, kept in zip(seen["score_s"], seen["kept"], strict=True)
+    ]
+    off = statistics.median_high(seen["asked_s"]) / statistics.median_high(seen["plain_s"]) - 1
+    at = f"{length} tokens"
+    return [
+        Figure(f"target's cost per token over the scorer's, {at}", "x", seen["cost"], at_least(8)),
+        Figure(f"first token, all of {at}", "s", [dense_s]),
+        Figure(f"first token, smart prefill of {at}", "s", seen["smart_s"]),
+        Figure("share of the tokens that is kept", "%", seen["kept"]),
+        Figure("sooner by", "x", gained, at_least(3)),
+        Figure("of what the formula allows", "%", ratios(gained, ideal), at_least(0.9)),
+        Figure("the scorer's share of the time", "%", seen.ratios("score_s", "smart_s"), at_most(0.25)),
+        Figure("asked for and too short, against not asked for", "%", [off], at_most(0.005)),
+    ]
+
+
+@contextmanager
+def _models() -> Iterator[Path]:
+    """A models folder with the scorer, and the target beside it."""
+    folder = Path(tempfile.mkdtemp(prefix="fleetd-bench-"))
+    try:
+        (folder / DEFAULT_MODEL).symlink_to(MODEL, target_is_directory=True)
+        _build(folder / TARGET)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _build(folder: Path) -> None:
+    """A llama of random weights behind SmolLM2's tokenizer."""
+    from safetensors.numpy import save_file
+
+    folder.mkdir()
+    for path in MODEL.iterdir():
+        if path.name.startswith(("token", "special", "vocab", "merges", "chat_template", "added")):
+            shutil.copyfile(path, folder / path.name)
+    known = json.loads((MODEL / "config.json").read_text())
+    known.pop("quantization", None)
+    known.pop("quantization_config", None)
+    config = known | _SHAPE | {"tie_word_embeddings": True, "torch_dtype": "float16", "head_dim": 64}
+    (folder / "config.json").write_text(json.dumps(config))
+    draw = np.random.default_rng(1)
+    wide, inner, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    small = config["num_key_value_heads"] * config["head_dim"]
+
+    def random(*shape: int) -> np.ndarray[Any, Any]:
+        return (draw.standard_normal(shape, np.float32) * 0.02).astype(np.float16)
+
+    ones = np.ones(wide, np.float16)
+    weights = {"model.embed_tokens.weight": random(config["vocab_size"], wide), "model.norm.weight": ones}
+    for n in range(layers):
+        at = f"model.layers.{n}"
+        weights |= {
+            f"{at}.self_attn.q_proj.weight": random(wide, wide),
+            f"{at}.self_attn.k_proj.weight": random(small, wide),
+            f"{at}.self_attn.v_proj.weight": random(small, wide),
+            f"{at}.self_attn.o_proj.weight": random(wide, wide),
+            f"{at}.mlp.gate_proj.weight": random(inner, wide),
+            f"{at}.mlp.up_proj.weight": random(inner, wide),
+            f"{at}.mlp.down_proj.weight": random(wide, inner),
+            f"{at}.input_layernorm.weight": ones,
+            f"{at}.post_attention_layernorm.weight": ones,
+        }
+    save_file(weights, folder / "model.safetensors")
+
+
+_HOW = (
+    "One daemon, one machine: SmolLM2-135M scores, and a llama of random weights with the same tokenizer "
+    "answers, one after the other on all cores. Prompts are chats of {length} tokens and a question, each "
+    "its own; `target_ratio` {ratio}, which came out as the form {mode}. The time to the first token is a "
+    "client's, over HTTP, with everything in it: scoring, selection, prefill of what is kept. The formula is "
+    "1 / (rho + (1-q) k + q k^2): rho the scorer's time over the dense one, k the share that is kept, q "
+    "attention's share of the dense time, from two lengths."
+)

@@ -1,0 +1,250 @@
+"""Stand-ins for engines, pools and the model store: scripted, and honest about being cancelled."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+from fleetd.engine.protocol import (
+    Accepted,
+    Arithmetic,
+    Assisted,
+    AssistPrefill,
+    ChatPrompt,
+    Delta,
+    DraftFor,
+    Event,
+    Finished,
+    Followed,
+    Generate,
+    Loading,
+    Prefill,
+    PrefillShared,
+    Ready,
+    StepTime,
+    StreamTag,
+    Timings,
+    Usage,
+)
+from fleetd.errors import FleetError, ModelNotFound
+from fleetd.requests.job import Job
+
+WITHIN_S = 20.0
+LAYERS = 4
+ARITHMETIC = Arithmetic(
+    "cpu",
+    "float32",
+    {"mlx": "1", "mlx-lm": "1"},
+    layers=[bytes([n]) * 8 for n in range(LAYERS)],
+    chunks="any",
+    sparse="",
+)
+FACTS = Ready(
+    architecture="llama",
+    device="cpu",
+    dtype="float32",
+    layers=LAYERS,
+    vocab_size=100,
+    context_tokens=8192,
+    weights_bytes=1000,
+    kv_bytes_per_token=1024,
+    kv_budget_bytes=1 << 30,
+    has_chat_template=True,
+    tool_calls=False,
+    reasoning=False,
+    load_s=1.0,
+    versions=ARITHMETIC.versions,
+    prefill_tok_s=100.0,
+    decode_tok_s=10.0,
+    hidden_bytes=256,
+    arithmetic=ARITHMETIC,
+)
+STEPS = [StepTime("compute", 0.5, 1000)]
+
+
+@dataclass(frozen=True)
+class FakeFolder:
+    name: str = "m"
+    context_tokens: int = 8192
+    weights_bytes: int = 1000
+
+
+@dataclass(frozen=True)
+class FakeProgress:
+    file: str
+    done_bytes: int
+    total_bytes: int
+    stage: str = "downloading"
+
+
+def answer(request_id: str = "r1", text: Sequence[str] = ("Hello", " world")) -> list[Loading | Event]:
+    """A whole, healthy answer."""
+    return [
+        Accepted(request_id, prompt_tokens=7),
+        Prefill(request_id, done=3, total=7, cached=3),
+        Prefill(request_id, done=7, total=7, cached=3),
+        *(Delta(request_id, piece) for piece in text),
+        Finished(
+            request_id,
+            "stop",
+            Usage(prompt_tokens=7, cached_tokens=3, completion_tokens=len(text)),
+            Timings(queue_s=0.1, prefill_s=0.2, decode_s=0.3),
+        ),
+    ]
+
+
+@dataclass
+class FakePool:
+    """Streams ``script``; an exception in it is raised, an Event in it is waited for."""
+
+    script: Sequence[Loading | Event | BaseException | asyncio.Event] = ()
+    cancelled: int = 0
+    streamed: list[str] = field(default_factory=list)
+
+    async def stream(self, folder: FakeFolder, request: Generate) -> AsyncGenerator[Loading | Event, None]:
+        self.streamed.append(folder.name)
+        try:
+            for step in self.script:
+                if isinstance(step, BaseException):
+                    raise step
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                else:
+                    yield step
+        except (GeneratorExit, asyncio.CancelledError):
+            self.cancelled += 1
+            raise
+
+
+@dataclass
+class FakeEngine:
+    """Takes what it is given. Work for other machines ends when ``end`` is set.
+
+    ``error``: what that work fails with, at once; where it is ``late``, or set after that, at the end.
+    """
+
+    facts: Ready | None = FACTS
+    error: FleetError | None = None
+    late: bool = False
+    steps: list[StepTime] = field(default_factory=lambda: list(STEPS))
+    end: asyncio.Event = field(default_factory=asyncio.Event)
+    assists: list[AssistPrefill] = field(default_factory=list)
+    follows: list[DraftFor] = field(default_factory=list)
+    shares: list[PrefillShared] = field(default_factory=list)
+    lonely: list[tuple[str, str]] = field(default_factory=list)
+    streams: dict[str, socket.socket] = field(default_factory=dict)
+    tags: dict[str, StreamTag] = field(default_factory=dict)
+    cancelled: int = 0
+    told: asyncio.Task[None] | None = None
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    async def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]:
+        self.assists.append(assist)
+        async with aclosing(self._work(Accepted(assist.id, assist.split.tokens))) as events:
+            async for event in events:
+                yield event
+        yield Assisted(assist.id, self.steps)
+
+    async def follow(self, follow: DraftFor) -> AsyncGenerator[Event, None]:
+        self.follows.append(follow)
+        async with aclosing(self._work(Accepted(follow.id, 0))) as events:
+            async for event in events:
+                yield event
+        yield Followed(follow.id, 30, 20, 10)
+
+    async def _work(self, accepted: Accepted) -> AsyncGenerator[Event, None]:
+        if self.error is not None and not self.late:
+            raise self.error
+        try:
+            yield accepted
+            await self.end.wait()
+            if self.error is not None:
+                raise self.error
+        except (GeneratorExit, asyncio.CancelledError):
+            self.cancelled += 1
+            raise
+        finally:
+            await self._notify()
+
+    async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
+        if (before := self.streams.get(tag.name)) is not None:
+            before.close()
+        self.streams[tag.name], self.tags[tag.name] = sock, tag
+        await self._notify()
+
+    async def given(self, name: str) -> tuple[StreamTag, socket.socket]:
+        """A stream, once the engine has it."""
+        await self.until(lambda: name in self.streams)
+        return self.tags[name], self.streams[name]
+
+    def share(self, share: PrefillShared) -> None:
+        self.shares.append(share)
+        self._soon()
+
+    def alone(self, request_id: str, reason: str = "") -> None:
+        self.lonely.append((request_id, reason))
+        self._soon()
+
+    def _soon(self) -> None:
+        self.told = asyncio.create_task(self._notify())
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        async with asyncio.timeout(WITHIN_S), self.changed:
+            await self.changed.wait_for(condition)
+
+    def close(self) -> None:
+        for sock in self.streams.values():
+            sock.close()
+
+    async def _notify(self) -> None:
+        async with self.changed:
+            self.changed.notify_all()
+
+
+@dataclass
+class FakeModels:
+    """Models with these ``names``; those of ``found`` are listed. ``pull`` reports one step, waits for
+    ``gate``, then installs."""
+
+    names: set[str] = field(default_factory=lambda: {"m"})
+    found: list[FakeFolder] = field(default_factory=list)
+    known: set[str] = field(default_factory=set)
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    pulls: int = 0
+    cancelled_pulls: int = 0
+    error: FleetError | None = None
+
+    def resolve(self, ref: str) -> FakeFolder:
+        if ref not in self.names:
+            raise ModelNotFound(f"No model is called {ref}.", hint="Did you mean `m`?", param="model")
+        return next((folder for folder in self.found if folder.name == ref), FakeFolder(ref))
+
+    def needs_pull(self, ref: str) -> bool:
+        return ref in self.known and ref not in self.names
+
+    def installed(self) -> list[FakeFolder]:
+        return self.found
+
+    def digest(self, folder: FakeFolder) -> str:
+        return "d"
+
+    async def pull(self, ref: str) -> AsyncGenerator[FakeProgress, None]:
+        self.pulls += 1
+        try:
+            yield FakeProgress("weights", 1, 2)
+            await self.gate.wait()
+            if self.error is not None:
+                raise self.error
+            yield FakeProgress("weights", 2, 2)
+            self.names.add(ref)
+        except (GeneratorExit, asyncio.CancelledError):
+            self.cancelled_pulls += 1
+            raise
+
+
+def job(model: str = "m", request_id: str = "r1", prompt: str = "hi") -> Job:
+    content = ChatPrompt(messages=[{"role": "user", "content": prompt}])
+    return Job(model=model, request=Generate(request_id, content), origin="socket", route="chat")

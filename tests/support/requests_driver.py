@@ -1,0 +1,37 @@
+"""One request through the steps of a pipeline, without a runner around it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from typing import Any
+
+from fleetd.engine.protocol import Generate
+from fleetd.metrics import Metrics
+from fleetd.requests.job import LOCAL, Job
+from fleetd.requests.pipeline import Pipeline
+from fleetd.requests.placement import THIS_NODE, Placement
+from fleetd.requests.request import LocatedModel, Request
+
+
+def request_of(job: Job, folder: Any, *, arrived_s: float = 0.0) -> Request:
+    """A request that this machine answers with the model in ``folder``."""
+    model = LocatedModel(job.model, folder.name, folder)
+    here = Placement(THIS_NODE, LOCAL)
+    return Request(job, model, here, Metrics("0"), arrived_s=arrived_s, at_s=1.0)
+
+
+async def answered(
+    pipeline: Pipeline, request: Request, stream: Callable[[Generate], AsyncGenerator[Any, None]]
+) -> AsyncGenerator[Any, None]:
+    """What the client is told in one attempt, whose engine gives ``stream``."""
+    try:
+        with pipeline.attempt(request):
+            for planned in request.take_announced():
+                yield planned
+            async with aclosing(stream(request.generate)) as events:
+                async for event in events:
+                    for passed in await pipeline.on_event(request, event):
+                        yield passed
+    finally:
+        pipeline.ended(request)
