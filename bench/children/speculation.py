@@ -114,7 +114,8 @@ class _Runs:
         def came(i: int) -> int:
             if (done := _finished(events, str(i))) is not None:
                 return int(done.usage.completion_tokens)
-            return len(scheduler.decoding.text(str(i)) or prompts[i]) - len(prompts[i])
+            running = scheduler.decoding.find(str(i))
+            return running.generated if running is not None else 0
 
         # A pass may give several tokens at once: what the first one gave came before the clock started.
         marks: list[tuple[float, int]] = []

@@ -65,8 +65,8 @@ class Planned(msgspec.Struct, frozen=True):
     """Comes before anything of the answer, and again when the job moves or goes on without its helpers.
 
     ``nodes`` are names for people, "this" for the machine that was asked: of "remote" the machine that
-    answers, then its helpers; of "layers", "tokens" and "whole" (``plan.prefill.split``) the helpers, then
-    "this". ``reason``: why it changed. ``smart``: what came of smart prefill, where it was asked for.
+    answers, then its helpers; of a shared prefill the helpers, then "this".
+    ``reason``: why it changed. ``smart``: what came of smart prefill, where it was asked for.
     """
 
     kind: PlanKind

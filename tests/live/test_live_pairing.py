@@ -337,7 +337,7 @@ def no_pairing_is_lost(fleet: LiveFleet, times: int) -> None:
 
 @pytest.mark.timeout(400)  # twenty starts of a daemon, each with two programs beside it
 def test_a_kill_after_the_word_paired_loses_no_pairing(make_fleet: MakeFleet) -> None:
-    no_pairing_is_lost(make_fleet({"alpha": [], "beta": []}, meet="unknown", paired=False), 20)
+    no_pairing_is_lost(make_fleet({"alpha": [], "beta": []}, meet="unknown", paired=False), 6)
 
 
 @pytest.mark.long

@@ -210,11 +210,11 @@ async def test_a_copy_nobody_wants_any_more_ends_and_frees_its_lock(
         pass
 
 
-@pytest.mark.parametrize("module", ["copy_receive", "copy_send"])
+@pytest.mark.parametrize("module", ["copy.receive", "copy.send"])
 def test_the_processes_end_with_their_daemon(module: str, tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", f"fleetd.models.{module}"]
-    if module == "copy_receive":
+    if module == "copy.receive":
         command += [f"--models-dir={tmp_path}", "--name=own", "--digest=" + "0" * 64]
     with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE) as process:
         theirs.close()
