@@ -60,10 +60,12 @@ async def compress(request: web.Request) -> web.StreamResponse:
         raise Draining("The daemon is stopping and takes no new work.", hint="Retry in a moment.")
     answer_id = f"compress-{uuid.uuid4().hex}"
     bill = services.compressing.bill(answer_id)
-    passage = CompressionJob(answer_id, found, found.estimated_tokens, policy, bill, bool(body.local_only))
+    compression = CompressionJob(
+        answer_id, found, found.estimated_tokens, policy, bill, bool(body.local_only)
+    )
     refunded = "cancelled"
     try:
-        async with aclosing(services.compressing.run(passage)) as steps:
+        async with aclosing(services.compressing.run(compression)) as steps:
             async for _ in steps:
                 pass
         refunded = ""
@@ -75,10 +77,12 @@ async def compress(request: web.Request) -> web.StreamResponse:
         raise
     finally:
         bill.close(refunded)
-    reply = await asyncio.to_thread(_reply, answer_id, passage, messages, question=body.question is not None)
+    reply = await asyncio.to_thread(
+        _reply, answer_id, compression, messages, question=body.question is not None
+    )
     headers = {
         "X-Fleet-Request": answer_id,
-        "X-SmartPrefill-Compressor": line(passage.compressor),
+        "X-SmartPrefill-Compressor": line(compression.compressor),
         "X-SmartPrefill-Original-Tokens": str(reply.usage.original_tokens),
         "X-SmartPrefill-Compressed-Tokens": str(reply.usage.compressed_tokens),
     }
@@ -130,9 +134,9 @@ def _why(skip: SkipCompression, body: CompressBody) -> FleetError:
 
 
 def _reply(
-    answer_id: str, passage: CompressionJob, messages: list[dict[str, Any]] | None, *, question: bool
+    answer_id: str, compression: CompressionJob, messages: list[dict[str, Any]] | None, *, question: bool
 ) -> Compression:
-    selection, found = passage.selection, passage.document
+    selection, found = compression.selection, compression.document
     if selection is None:
         raise NoMachine("No selection was made.")
     kept = [KeptSpan(index, list(spans)) for index, spans in enumerate(selection.kept)]
@@ -140,12 +144,12 @@ def _reply(
     return Compression(
         id=answer_id,
         created=int(time.time()),
-        model=passage.compressor,
+        model=compression.compressor,
         prompt=texts[0] if messages is None else UNSET,
         messages=elide.messages(found, selection, messages) if messages is not None else UNSET,
         kept=kept[:1] if question else kept,
         declined=selection.declined,
-        nodes=list(passage.names),
-        usage=CompressUsage(selection.original_tokens, selection.text_tokens, passage.scored_tokens),
-        timings=CompressTimings(round(passage.score_s * 1000, 3), round(passage.select_s * 1000, 3)),
+        nodes=list(compression.names),
+        usage=CompressUsage(selection.original_tokens, selection.text_tokens, compression.scored_tokens),
+        timings=CompressTimings(round(compression.score_s * 1000, 3), round(compression.select_s * 1000, 3)),
     )

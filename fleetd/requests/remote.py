@@ -96,7 +96,9 @@ class JobServer:
         asked = messages.decode_run(body)
         if asked.digest and not self._has(asked.digest):
             raise ModelNotFound(f"This machine does not have these files of {asked.model} (any more).")
-        request = msgspec.structs.replace(asked.request, id=own_id(asked.request.id))
+        # Whether the prefill is shared is this machine's to decide: a prompt that waits for helpers must
+        # have them.
+        request = msgspec.structs.replace(asked.request, id=own_id(asked.request.id), shared=False)
         job = Job(asked.model, request, "peer", asked.route, local_only=True, digest=asked.digest)
         async with (
             aclosing(self._run(job)) as run,

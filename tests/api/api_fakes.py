@@ -226,22 +226,22 @@ class FakeCompressing:
     def close(self, refunded: str = "") -> None:
         self.closed.append(refunded)
 
-    async def run(self, passage: Any) -> AsyncGenerator[p.Loading, None]:
-        self.passages.append(passage)
+    async def run(self, compression: Any) -> AsyncGenerator[p.Loading, None]:
+        self.passages.append(compression)
         yield p.Loading("scoring", 1, 2)
         if self.trouble is not None:
             raise self.trouble
         kept = []
-        for block in passage.document.blocks:
+        for block in compression.document.blocks:
             spans, at = [], 0
             for n, line in enumerate(block.text.splitlines(keepends=True)):
                 if n % 2 == 0:
                     spans.append((at, at + len(line)))
                 at += len(line)
             kept.append(tuple(spans))
-        passage.compressor, passage.names = MODEL, ("this",)
-        passage.selection = Selection(tuple(kept), 100, 50)
-        passage.scored_tokens, passage.score_s, passage.select_s = 120, 0.5, 0.01
+        compression.compressor, compression.names = MODEL, ("this",)
+        compression.selection = Selection(tuple(kept), 100, 50)
+        compression.scored_tokens, compression.score_s, compression.select_s = 120, 0.5, 0.01
 
 
 class FakeLedger:

@@ -83,6 +83,11 @@ async def test_an_honest_job_is_run_here() -> None:
     assert (job.origin, job.local_only) == ("peer", True)
 
 
+async def test_attack_a_prompt_that_waits_for_helpers_that_no_machine_asked_for() -> None:
+    (job,) = await ask(run(shared=True))
+    assert not job.request.shared
+
+
 @pytest.mark.parametrize(
     "fields",
     [

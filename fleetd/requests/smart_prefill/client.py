@@ -156,23 +156,23 @@ class SmartPrefill(PipelineStep):
                     yield progress
         form = self._form(policy, smart_prompt.turns(found), target, tokens)
         chosen = msgspec.structs.replace(policy, mode=form)
-        passage = CompressionJob(request.id, found, tokens, chosen, request.bill, not job.shareable)
-        passage.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
+        compression = CompressionJob(request.id, found, tokens, chosen, request.bill, not job.shareable)
+        compression.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
         said = smart_prompt.said(job.request)
         aged = self._history.find(said, policy)
         if aged and not await asyncio.to_thread(still_serves, found, aged):
             aged = Aged()
-        passage.aged = aged
+        compression.aged = aged
         try:
             if aged and smart_prompt.fresh_tokens(found, aged) < policy.min_prompt_tokens:
-                await asyncio.to_thread(_go_on, passage, aged)
+                await asyncio.to_thread(_go_on, compression, aged)
             else:
-                async with aclosing(self.compressing.run(passage)) as steps:
+                async with aclosing(self.compressing.run(compression)) as steps:
                     async for progress in steps:
                         yield progress
         finally:
-            _note(request, passage)
-        selection = self._check(job, passage, policy)
+            _note(request, compression)
+        selection = self._check(job, compression, policy)
         make = smart_prompt.shortened if form == "text" else smart_prompt.sparse
         shortened = await asyncio.to_thread(make, job.request, found, selection)
         request.smart = msgspec.structs.replace(
@@ -184,17 +184,17 @@ class SmartPrefill(PipelineStep):
         )
         request.job = replace(job, request=shortened)
 
-    def _check(self, job: Job, passage: CompressionJob, policy: SmartPrefillPolicy) -> Selection:
+    def _check(self, job: Job, compression: CompressionJob, policy: SmartPrefillPolicy) -> Selection:
         """The selection, if it leaves something out and keeps something. Raises SkipCompression.
 
         A conversation is remembered by what was asked for, whichever form that became.
         """
-        found, selection = passage.document, passage.selection
+        found, selection = compression.document, compression.selection
         if selection is None or smart_prompt.is_empty(found, selection):
             raise SkipCompression("empty", "Nothing would be left of the prompt.")
         if selection.original_tokens < policy.min_prompt_tokens:
             raise _short(selection.original_tokens, policy)
-        self._history.keep(smart_prompt.said(job.request), policy, selection, passage.compressor)
+        self._history.keep(smart_prompt.said(job.request), policy, selection, compression.compressor)
         if selection.declined:
             raise SkipCompression("declined", selection.declined)
         if all(selection.whole(found, index) for index in range(len(found.blocks))):
@@ -334,23 +334,23 @@ class SmartPrefill(PipelineStep):
         return self._best_s(folder, kept, 0, 0)
 
 
-def _go_on(passage: CompressionJob, aged: Aged) -> None:
+def _go_on(compression: CompressionJob, aged: Aged) -> None:
     """The next turn of a conversation: what was decided stays, and what is new is short enough."""
-    whole = msgspec.structs.replace(passage.policy, target_ratio=1.0)
-    passage.selection = select(passage.document, None, whole, aged)
-    passage.compressor = aged.compressor
+    whole = msgspec.structs.replace(compression.policy, target_ratio=1.0)
+    compression.selection = select(compression.document, None, whole, aged)
+    compression.compressor = aged.compressor
 
 
-def _note(request: Request, passage: CompressionJob) -> None:
+def _note(request: Request, compression: CompressionJob) -> None:
     """What was found out about the prompt, however far that came."""
-    request.smart_plan, request.smart_steps = passage.plan, passage.steps
-    selection = passage.selection
+    request.smart_plan, request.smart_steps = compression.plan, compression.steps
+    selection = compression.selection
     request.smart = SmartPrefillResult(
-        compressor=passage.compressor,
-        nodes=passage.names,
-        original_tokens=selection.original_tokens if selection else passage.tokens,
+        compressor=compression.compressor,
+        nodes=compression.names,
+        original_tokens=selection.original_tokens if selection else compression.tokens,
         compressed_tokens=selection.kept_tokens if selection else 0,
-        scored_tokens=passage.scored_tokens,
+        scored_tokens=compression.scored_tokens,
     )
 
 

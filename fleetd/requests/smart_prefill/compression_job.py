@@ -117,19 +117,19 @@ class CompressionService:
     def bill(self, request_id: str) -> ScoringBill:
         return ScoringBill(self._ledger, request_id, self._now)
 
-    async def run(self, passage: CompressionJob) -> AsyncGenerator[Loading, None]:
-        """Fill in ``passage``; its bill is left open. Raises SkipCompression, FleetError."""
+    async def run(self, compression: CompressionJob) -> AsyncGenerator[Loading, None]:
+        """Fill in ``compression``; its bill is left open. Raises SkipCompression, FleetError."""
         began_s = self._monotonic()
-        tokens, ratio = passage.tokens, kept_share(passage.policy, passage.tokens)
-        price = passage.price(tokens, ratio) if passage.price else None
+        tokens, ratio = compression.tokens, kept_share(compression.policy, compression.tokens)
+        price = compression.price(tokens, ratio) if compression.price else None
         target_bytes = price.weights_bytes if price else 0
         compressor, able = await self.scorers.find(
-            passage.policy, target_bytes, local_only=passage.local_only
+            compression.policy, target_bytes, local_only=compression.local_only
         )
-        passage.compressor = compressor.name
+        compression.compressor = compressor.name
         asked = price.asked if price else SmartPrefillQuestion(tokens, ratio, None)
-        plan = passage.plan = planner.plan(asked, able)
-        key = smart_prompt.key(passage.document, compressor.key)
+        plan = compression.plan = planner.plan(asked, able)
+        key = smart_prompt.key(compression.document, compressor.key)
         remembered = self._remember(key)
         async with remembered.lock:
             if remembered.failure is not None:
@@ -138,7 +138,9 @@ class CompressionService:
                 if not plan.worth_it:
                     raise SkipCompression(plan.code, plan.reason)
                 try:
-                    async with aclosing(self._score(passage, compressor, plan, able, remembered)) as steps:
+                    async with aclosing(
+                        self._score(compression, compressor, plan, able, remembered)
+                    ) as steps:
                         async for progress in steps:
                             yield progress
                 except Exception as error:
@@ -147,10 +149,10 @@ class CompressionService:
                     if self._remembered.get(key) is remembered:
                         del self._remembered[key]
                     raise
-        passage.names = remembered.names
-        passage.score_s = self._monotonic() - began_s
-        passage.selection = await asyncio.to_thread(_selected, passage, remembered.tokens)
-        passage.select_s = self._monotonic() - began_s - passage.score_s
+        compression.names = remembered.names
+        compression.score_s = self._monotonic() - began_s
+        compression.selection = await asyncio.to_thread(_selected, compression, remembered.tokens)
+        compression.select_s = self._monotonic() - began_s - compression.score_s
 
     async def options(self, price: CompressionPrice, policy: SmartPrefillPolicy) -> SmartPlan:
         """What would be done with such a prompt now. Raises SkipCompression."""
@@ -159,17 +161,17 @@ class CompressionService:
 
     async def _score(
         self,
-        passage: CompressionJob,
+        compression: CompressionJob,
         compressor: CompressorModel,
         plan: SmartPlan,
         able: Sequence[Scorer],
         remembered: _Remembered,
     ) -> AsyncGenerator[Loading, None]:
         """Within the deadline. Raises SkipCompression, FleetError."""
-        found = passage.document
-        question = ScoringQuestion(passage.id, found.text, found.questions)
+        found = compression.document
+        question = ScoringQuestion(compression.id, found.text, found.questions)
         work = ScoringJob(question, compressor, self.scorers.profile(compressor))
-        await passage.bill.reserve(compressor.name, [part.scorer for part in plan.parts])
+        await compression.bill.reserve(compressor.name, [part.scorer for part in plan.parts])
         within_s = limits.SMART_LATE * plan.score_s + limits.SMART_GRACE_S
         if work.profile is None:
             # Finding out which heads to ask takes about as long as scoring a prompt of that length.
@@ -190,11 +192,11 @@ class CompressionService:
             remembered.tokens = await asyncio.to_thread(_merged, task.result())
         finally:
             await cancel_all([task])
-            passage.bill.ran(compressor.name, work.ran.values())
+            compression.bill.ran(compressor.name, work.ran.values())
             self.scorers.learn(work, late=late)
         remembered.names = work.names
-        passage.scored_tokens = sum(ran.tokens for ran in work.ran.values())
-        passage.steps = [
+        compression.scored_tokens = sum(ran.tokens for ran in work.ran.values())
+        compression.steps = [
             StepView(step_names.SCORED, ran.seconds, machine=ran.scorer.name)
             for ran in work.ran.values()
             if ran.tokens
@@ -226,5 +228,5 @@ def _merged(segments: Sequence[SegmentScores]) -> TokenScores:
         raise ProtocolError(f"The scores do not fit the prompt: {error}.") from None
 
 
-def _selected(passage: CompressionJob, scores: TokenScores | None) -> Selection:
-    return select(passage.document, scores, passage.policy, passage.aged)
+def _selected(compression: CompressionJob, scores: TokenScores | None) -> Selection:
+    return select(compression.document, scores, compression.policy, compression.aged)
