@@ -46,7 +46,7 @@ class Answered:
     @property
     def machines(self) -> list[str]:
         """Those that took part, where they were others than the one that was asked."""
-        return [name for name in self.plan.partition("; nodes=")[2].split(",") if name != "this"]
+        return [name for name in self.plan.partition("; nodes=")[2].split(",") if name not in ("", "this")]
 
     @property
     def kind(self) -> str:
@@ -54,7 +54,7 @@ class Answered:
 
     @property
     def shared(self) -> bool:
-        return self.kind in ("layers", "tokens", "whole") or len(self.machines) > 1
+        return len(self.machines) > (self.kind == "remote")
 
 
 def shared_and_alone(one: Machine, other: Machine) -> None:

@@ -138,12 +138,13 @@ def _others(plan: str) -> str:
     others = listed([name for name in names if name != "this"])
     if kind == "local" or not others:
         return ""
-    if kind in ("layers", "tokens"):
-        return f"prefill shared with {others}"
     if kind == "whole":
         return f"prefill by {others}"
     if kind == "remote" and names[1:]:
         return f"on {names[0]}, helped by {listed(names[1:])}"
+    # A shared prefill names the machine that answers last, this one.
+    if names[-1] == "this":
+        return f"prefill shared with {others}"
     return f"on {', '.join(names)}"
 
 

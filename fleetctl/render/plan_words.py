@@ -26,7 +26,7 @@ def division(option: OptionView) -> str:
     kind, others = one_line(option.kind) or "-", helpers(option)
     if option.kind == "whole" and others:
         who = f"all of it on {others[0]}"
-    elif option.kind in ("layers", "tokens") and len(option.cuts) == len(option.nodes) + 1:
+    elif option.kind != "smart" and len(option.cuts) == len(option.nodes) + 1:
         shares = zip(option.nodes, itertools.pairwise(option.cuts), strict=True)
         parts = [
             f"{one_line(node)} {count(first)} to {count(last - 1)}"

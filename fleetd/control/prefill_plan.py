@@ -42,7 +42,7 @@ class StepView(msgspec.Struct, frozen=True, omit_defaults=True):
 class OptionView(msgspec.Struct, frozen=True):
     """One way to prefill a prompt. ``nodes``: helpers in the order of the chain, then "this".
 
-    ``kind``: local, layers, tokens, whole, smart, or "any" for a machine that cannot help in any way.
+    ``kind``: local, a kind of split, whole, smart, or "any" for a machine that cannot help in any way.
     ``predicted_s`` is None where the way is impossible. ``cuts`` are tokens or layers, as in
     ``plan.split.Split``. ``code`` and ``reason``: why it was not chosen, "" for the chosen one.
     """

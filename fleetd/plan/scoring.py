@@ -198,8 +198,8 @@ def _divided(tokens: int, scorers: Sequence[Scorer]) -> tuple[Segments, ...]:
 
 
 def _count(scorer: Scorer, tokens: int) -> int:
-    """Segments that a machine needs: no model reads more than its context at once."""
+    """Segments that a machine needs, at least 1: no model reads more than its context at once."""
     room = scorer.context_tokens - AROUND_TOKENS
     if scorer.context_tokens <= 0 or tokens <= room:
         return 1
-    return min(limits.SMART_SEGMENTS, math.ceil(tokens / max(AROUND_TOKENS, room)))
+    return min(limits.SMART_SEGMENTS, max(1, math.ceil(tokens / max(AROUND_TOKENS, room))))

@@ -65,7 +65,7 @@ class Planned(msgspec.Struct, frozen=True):
     """Comes before anything of the answer, and again when the job moves or goes on without its helpers.
 
     ``nodes`` are names for people, "this" for the machine that was asked: of "remote" the machine that
-    answers, then its helpers; of "layers", "tokens" and "whole" (``plan.split``) the helpers, then "this".
+    answers, then its helpers; of a shared prefill the helpers, then "this".
     ``reason``: why it changed. ``smart``: what came of smart prefill, where it was asked for.
     """
 

@@ -243,10 +243,12 @@ def test_the_closing_line_says_only_what_is_known(known: dict[str, Any], line: s
         ("local; nodes=this", ""),
         ("remote; nodes=studio", " · on studio"),
         ("remote; nodes=studio,air", " · on studio, helped by air"),
+        ("remote; nodes=studio,this", " · on studio, helped by this"),
         ("mixed; nodes=this,my%2Cmac", " · on this, my,mac"),
         ("layers; nodes=studio,my%2Cmac,this", " · prefill shared with studio and my,mac"),
         ("tokens; nodes=studio,this", " · prefill shared with studio"),
         ("whole; nodes=studio,this", " · prefill by studio"),
+        ("unknown; nodes=studio,this", " · prefill shared with studio"),
         ("", ""),
     ],
 )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetd.engine.shared_prefill import frame_schedule
+from fleetd.engine.shared_prefill import frame_schedule, helper_work, home_work
 from fleetd.engine.shared_prefill.frame_schedule import Incoming, Outgoing
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
-from fleetd.plan.prefill.split import Split
+from fleetd.plan.prefill import schedule
+from fleetd.plan.prefill.split import Split, SplitKind
 
 LAYERS = 6
 
@@ -82,7 +84,7 @@ def test_every_machine_has_what_comes_before_its_part(split: Split, sizes: Sizes
         assert [h.layer for h in prefix] == (list(split.layers_of(place)) if split.cached else [])
         assert all((h.start, h.end) == (0, split.cached) for h in prefix)
         passed = list(frame_schedule.to_next(split, place, sizes))
-        if not frame_schedule.has_next(split, place):
+        if not split.has_next(place):
             assert not passed
             continue
         if split.kind == "layers":
@@ -104,6 +106,11 @@ def test_every_frame_has_a_hash_of_its_tokens(split: Split) -> None:
         for heads in (frame_schedule.to_helper, frame_schedule.to_home, frame_schedule.to_next):
             for head in heads(split, place, ROTATING):
                 assert hashes[head.end] != others[head.end] or head.end == 0
+
+
+def test_every_kind_of_split_has_frames_times_and_work() -> None:
+    tables = (frame_schedule._FRAMES, schedule._PRICED, helper_work._WORK, home_work._WORK)
+    assert all(set(table) == set(get_args(SplitKind)) for table in tables)
 
 
 SPLIT = Split("layers", (0, 2, LAYERS), LAYERS, 0, 20, 10)

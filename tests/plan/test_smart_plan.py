@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
-from fleetd.plan.scoring import AROUND_TOKENS, Scorer, SmartPrefillQuestion, plan
+from fleetd.plan.scoring import AROUND_TOKENS, Scorer, SmartPrefillQuestion, _count, plan
 
 N = 8000
 TARGET = PrefillSpeed(1 / 500)
@@ -116,6 +116,13 @@ def test_no_model_reads_more_than_its_context_at_once() -> None:
 def test_segments_have_a_bound() -> None:
     (part,) = plan(asked(tokens=10**7), [scorer(context_tokens=4096)]).parts
     assert part.count == limits.SMART_SEGMENTS
+
+
+def test_the_smallest_part_is_one_segment() -> None:
+    slow, fast = scorer("a", PrefillSpeed(0.1), context_tokens=1), scorer("b", PrefillSpeed(1e-6))
+    found = plan(asked(tokens=1), [slow, fast])
+    assert all(part.count >= 1 for part in found.parts)
+    assert _count(slow, 0) == 1
 
 
 speeds = st.builds(PrefillSpeed, st.floats(1e-6, 1e-1), st.floats(0, 1e-6), st.floats(0, 1e-2))

@@ -155,7 +155,7 @@ def steps(scenario: Scenario) -> Iterator[Step]:
             yield from _frames(f"{name}'s home", HOME, name, (f"helper{place}", "home"), sent)
             kept = frame_schedule.to_home(split, place, _Sizes())
             yield from _frames(f"{name}'s home", name, HOME, ("home", f"helper{place}"), kept)
-        if (alone and frame_schedule.has_next(split, place)) or (not alone and place == 0):
+        if (alone and split.has_next(place)) or (not alone and place == 0):
             receiver = HOME if alone else chain[1]
             handed = frame_schedule.to_next(split, place, _Sizes())
             yield from _frames(f"{name}'s out", name, receiver, ("out", "in"), handed)

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from fleetd.engine.streams.frames import NO_PREFIX, Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
-from fleetd.plan.prefill.split import Split, prefix_hashes
+from fleetd.plan.prefill.split import Split, SplitKind, prefix_hashes
 
 # A cache that rotates makes room in steps of this many rows, as mlx-lm has it.
 _STEP = 256
@@ -52,12 +52,12 @@ def helper_name(place: int) -> str:
 def home_streams(split: Split) -> list[str]:
     """The streams that the home worker needs before it can begin."""
     names = [helper_name(place) for place in range(split.helpers)]
-    return [*names, IN] if has_next(split, split.helpers - 1) else names
+    return [*names, IN] if split.has_next(split.helpers - 1) else names
 
 
 def helper_streams(split: Split, place: int) -> list[str]:
     """The streams that helper ``place`` needs before it can begin."""
-    return [HOME, *([IN] if place else []), *([OUT] if has_next(split, place) else [])]
+    return [HOME, *([IN] if place else []), *([OUT] if split.has_next(place) else [])]
 
 
 # ---- The lists -------------------------------------------------------------------------------------------
@@ -73,11 +73,22 @@ def to_helper(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
 
 def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
     """From helper ``place`` to home."""
-    layers, own = split.layers_of(place), split.tokens_of(place)
-    if split.kind == "tokens":
-        for layer in layers:
-            yield _kept(layer, own.start, own.stop, sizes)
-    else:
+    yield from _FRAMES[split.kind].to_home(split, place, sizes)
+    yield FrameHeader(Kind.DONE, 0, 0, split.tokens_of(place).stop)
+
+
+def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
+    """From helper ``place`` to the next machine of the chain; nothing where ``split.has_next`` is False."""
+    if split.has_next(place):
+        yield from _FRAMES[split.kind].to_next(split, place, sizes)
+
+
+class _LayersFrames:
+    """Frames of helpers that run some layers, chunk after chunk."""
+
+    @staticmethod
+    def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
+        layers = split.layers_of(place)
         for chunk in split.chunks_of(place):
             for layer in layers:
                 if not sizes.layer(layer).window:
@@ -85,27 +96,34 @@ def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
         for layer in layers:
             if sizes.layer(layer).window:
                 yield _kept(layer, 0, split.tokens, sizes)
-    yield FrameHeader(Kind.DONE, 0, 0, own.stop)
+
+    @staticmethod
+    def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
+        layer = split.layers_of(place).stop
+        for chunk in split.chunks_of(place):
+            n_bytes = sizes.hidden_bytes(len(chunk))
+            yield FrameHeader(Kind.HIDDEN, layer, chunk.start, len(chunk), (n_bytes, 0))
 
 
-def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
-    """From helper ``place`` to the next machine of the chain; nothing where ``has_next`` is False."""
-    if not has_next(split, place):
-        return
-    if split.kind == "tokens":
+class _TokensFrames:
+    """Frames of helpers that run some tokens, layer after layer."""
+
+    @staticmethod
+    def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
+        own = split.tokens_of(place)
+        for layer in split.layers_of(place):
+            yield _kept(layer, own.start, own.stop, sizes)
+
+    @staticmethod
+    def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
         for layer in split.layers_of(place):
             yield _kept(layer, split.cached, split.tokens_of(place).stop, sizes)
-        return
-    for chunk in split.chunks_of(place):
-        layer = split.layers_of(place).stop
-        yield FrameHeader(Kind.HIDDEN, layer, chunk.start, len(chunk), (sizes.hidden_bytes(len(chunk)), 0))
 
 
-def has_next(split: Split, place: int) -> bool:
-    """True if helper ``place`` sends anything to its neighbour, which may be home."""
-    if place + 1 < split.helpers:
-        return True
-    return split.kind == "layers" and len(split.layers_of(split.helpers)) > 0
+_FRAMES: dict[SplitKind, type[_LayersFrames | _TokensFrames]] = {
+    "layers": _LayersFrames,
+    "tokens": _TokensFrames,
+}
 
 
 def _kept(layer: int, start: int, stop: int, sizes: Sizes) -> FrameHeader:

@@ -75,7 +75,7 @@ class HelperPrefill:
         streams = {"home": frame_schedule.to_helper(split, place, layout)}
         if place:
             streams["in"] = frame_schedule.to_next(split, place - 1, layout)
-        if frame_schedule.has_next(split, place):
+        if split.has_next(place):
             streams["out"] = iter(())
         for name, heads in streams.items():
             incoming = self._incoming[name] = Incoming(name, heads, layout, work.buffers)

@@ -22,11 +22,11 @@ from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
-from fleetd.plan.prefill.split import Split
+from fleetd.plan.prefill.split import Split, SplitKind
 
 
 class _HelperWork:
-    """What both ways to split have in common. ``stage`` has the helper's layers, or more.
+    """What all kinds of split have in common. ``stage`` has the helper's layers, or more.
 
     Each of them has besides: ``take(frame)`` is given each frame; ``computable``: whether ``compute()``, one
     bounded step, has what it needs; ``computed``: whether nothing is left; ``fraction``: how much is done.
@@ -195,7 +195,12 @@ class TokensOfHelper(_HelperWork):
             home.cache(cache)
 
 
+_WORK: dict[SplitKind, type[LayersOfHelper | TokensOfHelper]] = {
+    "layers": LayersOfHelper,
+    "tokens": TokensOfHelper,
+}
+
+
 def helper_work(stage: Stage, layout: KvLayout, split: Split, place: int) -> LayersOfHelper | TokensOfHelper:
     """The work of helper ``place`` of ``split``."""
-    kind = LayersOfHelper if split.kind == "layers" else TokensOfHelper
-    return kind(stage, layout, split, place)
+    return _WORK[split.kind](stage, layout, split, place)

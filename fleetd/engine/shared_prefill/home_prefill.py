@@ -177,12 +177,11 @@ class SharedPrefill:
     def _unit(self) -> bool:
         """One bounded piece of work; False if there is none.
 
-        Where layers are split the check comes first: every complete chunk counts once the check has passed.
-        Where tokens are split nothing counts before the end, and the check waits until there is nothing else
-        to do.
+        The check comes first if every complete chunk counts once the check has passed. If nothing counts
+        before the end, the check waits until there is nothing else to do.
         """
         begun = self._clock()
-        if self._check.ready and (self._split.kind == "layers" or not self._work.computable):
+        if self._check.ready and (self._work.checked_first or not self._work.computable):
             self._check.step()
             self._times.checked_s += self._clock() - begun
         elif self._work.computable:
@@ -241,7 +240,7 @@ class SharedPrefill:
                 for layer in split.layers_of(place):
                     out.cache(prefix[layer])
             self._times.to_send += out.sent
-        if frame_schedule.has_next(split, split.helpers - 1):
+        if split.has_next(split.helpers - 1):
             heads = frame_schedule.to_next(split, split.helpers - 1, layout)
             incoming = self._incoming["in"] = Incoming("in", heads, layout, self._buffers)
             self._pipes["in"] = connect("in", incoming.place)

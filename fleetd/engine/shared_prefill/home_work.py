@@ -24,11 +24,11 @@ from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import Pair, Probe
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
-from fleetd.plan.prefill.split import Split
+from fleetd.plan.prefill.split import Split, SplitKind
 
 
 class _HomeWork:
-    """What both ways to split have in common. Each of them has besides:
+    """What all kinds of split have in common. Each of them has besides:
 
     ``allocate()`` makes room for what will arrive; ``take(place, frame)`` is given each frame of a helper.
     ``computable``: whether ``compute()``, one bounded step, has what it needs; ``computed``: whether nothing
@@ -36,6 +36,7 @@ class _HomeWork:
     ``done``: leading tokens whose keys and values are here in all layers.
     ``fraction``: how much of the whole prefill is behind us; ``next_fraction``: how much will be when that is
     here which is waited for; ``behind()``: from which helper.
+    ``checked_first``: whether ``done`` grows before the end, so that the spot check comes before other work.
     What ``spot_check.ReceivedRows`` asks for.
     """
 
@@ -115,6 +116,8 @@ class _HomeWork:
 
 class LayersAtHome(_HomeWork):
     """The last layers here, chunk after chunk; the rows of all others arrive."""
+
+    checked_first = True
 
     def __init__(
         self, stage: Stage, layout: KvLayout, split: Split, slots: Slots, prefix: Sequence[Any] | None
@@ -243,6 +246,8 @@ class LayersAtHome(_HomeWork):
 class TokensAtHome(_HomeWork):
     """The last tokens here, layer after layer; the rows of all tokens before them arrive."""
 
+    checked_first = False
+
     def __init__(
         self, stage: Stage, layout: KvLayout, split: Split, slots: Slots, prefix: Sequence[Any] | None
     ) -> None:
@@ -339,6 +344,9 @@ class TokensAtHome(_HomeWork):
         return None
 
 
+_WORK: dict[SplitKind, type[LayersAtHome | TokensAtHome]] = {"layers": LayersAtHome, "tokens": TokensAtHome}
+
+
 def home_work(
     stage: Stage, layout: KvLayout, split: Split, slots: Slots, prefix: Sequence[Any] | None
 ) -> LayersAtHome | TokensAtHome:
@@ -348,5 +356,4 @@ def home_work(
         slots: all of the split's tokens.
         prefix: private caches of the cached ones.
     """
-    kind = LayersAtHome if split.kind == "layers" else TokensAtHome
-    return kind(stage, layout, split, slots, prefix)
+    return _WORK[split.kind](stage, layout, split, slots, prefix)

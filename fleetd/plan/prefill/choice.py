@@ -17,10 +17,10 @@ from dataclasses import replace
 from fleetd import limits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill import step_names
-from fleetd.plan.prefill.options import HelperSpec, Kind, Load, OptionCode, PlanChoice, PrefillOption
+from fleetd.plan.prefill.options import HelperSpec, Load, OptionCode, PlanChoice, PrefillOption
 from fleetd.plan.prefill.schedule import SETUP_ROUND_TRIPS, PrefillSize, Timeline, timeline
 from fleetd.plan.prefill.search import Found, Search, cut_bounds
-from fleetd.plan.prefill.split import Part, Split, checked
+from fleetd.plan.prefill.split import Part, Split, SplitKind, checked
 from fleetd.plan.refusals import Refusal
 from fleetd.plan.route import ADVANTAGE, CAUTION
 
@@ -141,16 +141,7 @@ def _ways(prompt: PrefillSize, home: HelperSpec, machines: Sequence[HelperSpec])
     chain = _chain(prompt, machines)
     if chain is None:
         return []
-    search = Search(prompt, chain, home)
-    ways: list[PrefillOption] = []
-    for kind, found in (
-        ("tokens", search.tokens()),
-        ("layers", search.layers()),
-        ("whole", search.layers(whole=True)),
-    ):
-        if found is not None:
-            ways.append(_option(kind, prompt, home, chain, found))  # type: ignore[arg-type]  # the kinds above
-    return ways
+    return [_option(kind, prompt, home, chain, found) for kind, found in Search(prompt, chain, home).found()]
 
 
 def _chain(prompt: PrefillSize, machines: Sequence[HelperSpec]) -> Sequence[HelperSpec] | None:
@@ -164,11 +155,11 @@ def _chain(prompt: PrefillSize, machines: Sequence[HelperSpec]) -> Sequence[Help
 
 
 def _option(
-    kind: Kind, prompt: PrefillSize, home: HelperSpec, chain: Sequence[HelperSpec], found: Found
+    kind: SplitKind, prompt: PrefillSize, home: HelperSpec, chain: Sequence[HelperSpec], found: Found
 ) -> PrefillOption:
     split = checked(
         Split(
-            kind="tokens" if kind == "tokens" else "layers",
+            kind=kind,
             cuts=found.cuts,
             layers=prompt.layers,
             cached=prompt.cached,
@@ -195,7 +186,7 @@ def _option(
             f"loaded, it would take {found.total_s:.1f} s."
         )
     return PrefillOption(
-        kind=kind,
+        kind=kind if split.part_of(split.helpers) else "whole",
         helpers=tuple(machine.node_id for machine in chain),
         names=tuple(machine.name for machine in chain),
         split=split,

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
-from fleetd.plan.prefill.split import Part, Split
+from fleetd.plan.prefill.split import Part, Split, SplitKind
 from fleetd.plan.refusals import Code, Refusal
 
-# Ways to prefill a prompt on the machine that answers.
-Way = Literal["local", "layers", "tokens", "whole"]
+# Ways to prefill a prompt for the machine that answers; with "whole" it computes nothing itself.
+Way = Literal["local", SplitKind, "whole"]
 # "any" stands for a machine that cannot help in any way.
 Kind = Literal[Way, "any"]
 # "": the option may be chosen.

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from fleetd import limits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import HelperSpec
-from fleetd.plan.prefill.split import Split
+from fleetd.plan.prefill.split import Split, SplitKind
 
 # Round trips before anything is computed: question and offer, Go, a connection, its first sealed frame.
 SETUP_ROUND_TRIPS = 4
@@ -81,9 +81,7 @@ def timeline(
     prompt: PrefillSize, split: Split, helpers: Sequence[HelperSpec], home: PrefillSpeed
 ) -> Timeline:
     """The timeline of a valid split, with one helper per part but the last."""
-    chain = Chain(prompt, helpers, home)
-    priced = chain.layers if split.kind == "layers" else chain.tokens
-    return priced(split.cuts, split.chunk)
+    return _PRICED[split.kind](Chain(prompt, helpers, home), split.cuts, split.chunk)
 
 
 class Chain:
@@ -183,6 +181,12 @@ class Chain:
             rest_s=link.seconds(token_bytes * rest),
             late_s=link.one_way_s,
         )
+
+
+_PRICED: dict[SplitKind, Callable[[Chain, Sequence[int], int], Timeline]] = {
+    "layers": Chain.layers,
+    "tokens": Chain.tokens,
+}
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed
 from fleetd.plan.prefill.options import HelperSpec
 from fleetd.plan.prefill.schedule import Chain, PrefillSize, Timeline
-from fleetd.plan.prefill.split import Part
+from fleetd.plan.prefill.split import Part, SplitKind
 
 # Chunk sizes to try. Larger ones than the measured size do not always cost less per token.
 CHUNKS = (MEASURED_TOKENS // 2, MEASURED_TOKENS)
@@ -92,6 +92,15 @@ class Search:
         self._onward: list[LinkSpeed | None] = [a.and_(b) for a, b in itertools.pairwise(links)]
         self._onward.append(None)
         self.evaluations = 0
+
+    def found(self) -> list[tuple[SplitKind, Found]]:
+        """The best cuts of each kind, and the best with which home computes nothing."""
+        tried: list[tuple[SplitKind, Found | None]] = [
+            ("tokens", self.tokens()),
+            ("layers", self.layers()),
+            ("layers", self.layers(whole=True)),
+        ]
+        return [(kind, found) for kind, found in tried if found is not None]
 
     def layers(self, *, whole: bool = False) -> Found | None:
         """As a pipeline of chunks; ``whole``: home computes nothing. None if the helpers lack room.

@@ -17,17 +17,14 @@ from msgspec import Meta
 from fleetd import limits
 from fleetd.errors import InvalidValue
 
-Kind = Literal["layers", "tokens"]
-# Layers [first, last).
+SplitKind = Literal["layers", "tokens"]
+# Layers, or what else is divided, [first, last).
 Part = tuple[int, int]
 _Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 
 class Split(msgspec.Struct, frozen=True):
-    """``cuts`` has one entry more than there are machines.
-
-    layers: machine i runs layers [cuts[i], cuts[i+1]) on every new token, chunk after chunk.
-    tokens: machine i runs all layers on tokens [cuts[i], cuts[i+1]), layer after layer.
+    """``cuts`` has one entry more than there are machines. ``kind`` says what they divide (``_RULES``).
 
     The part of the last machine, which answers, may be empty: then all of the prefill is done elsewhere.
     New tokens are [cached, tokens); ``tokens`` is the prompt without its last one, which decoding computes.
@@ -37,7 +34,7 @@ class Split(msgspec.Struct, frozen=True):
     position, which is below ``prompt_span``. 0: all tokens are kept, and a token's row is its position.
     """
 
-    kind: Kind
+    kind: SplitKind
     cuts: Annotated[tuple[_Count, ...], Meta(min_length=3, max_length=limits.SHARE_MACHINES + 1)]
     layers: Annotated[int, Meta(ge=1, le=limits.LAYERS)]
     cached: _Count
@@ -58,26 +55,71 @@ class Split(msgspec.Struct, frozen=True):
     def helpers(self) -> int:
         return self.machines - 1
 
+    def part_of(self, machine: int) -> range:
+        """A machine's part of what the cuts divide."""
+        return range(self.cuts[machine], self.cuts[machine + 1])
+
     def layers_of(self, machine: int) -> range:
         """Layers that a machine computes."""
-        if self.kind == "tokens":
-            return range(self.layers)
-        return range(self.cuts[machine], self.cuts[machine + 1])
+        return _RULES[self.kind].layers_of(self, machine)
 
     def tokens_of(self, machine: int) -> range:
         """Tokens that a machine computes, by their rows."""
-        if self.kind == "layers":
-            return range(self.cached, self.tokens)
-        return range(self.cuts[machine], self.cuts[machine + 1])
+        return _RULES[self.kind].tokens_of(self, machine)
 
     def chunks_of(self, machine: int) -> list[range]:
         """Tokens that a machine computes, in its chunks."""
         return chunks(self.tokens_of(machine), self.chunk)
 
+    def has_next(self, place: int) -> bool:
+        """True if helper ``place`` sends anything to the next machine, which may be home."""
+        return place + 1 < self.helpers or _RULES[self.kind].last_sends(self)
+
+
+class _LayersRules:
+    """Machine i runs layers [cuts[i], cuts[i+1]) on every new token, chunk after chunk."""
+
+    cut_between_chunks = False
+
+    def divided(self, split: Split) -> Part:
+        return 0, split.layers
+
+    def layers_of(self, split: Split, machine: int) -> range:
+        return split.part_of(machine)
+
+    def tokens_of(self, split: Split, machine: int) -> range:
+        return range(split.cached, split.tokens)
+
+    def last_sends(self, split: Split) -> bool:
+        return len(split.part_of(split.helpers)) > 0
+
+
+class _TokensRules:
+    """Machine i runs all layers on tokens [cuts[i], cuts[i+1]), layer after layer."""
+
+    cut_between_chunks = True
+
+    def divided(self, split: Split) -> Part:
+        return split.cached, split.tokens
+
+    def layers_of(self, split: Split, machine: int) -> range:
+        return range(split.layers)
+
+    def tokens_of(self, split: Split, machine: int) -> range:
+        return split.part_of(machine)
+
+    def last_sends(self, split: Split) -> bool:
+        return False
+
+
+# What the cuts of each kind of split mean.
+_RULES: dict[SplitKind, _LayersRules | _TokensRules] = {"layers": _LayersRules(), "tokens": _TokensRules()}
+
 
 def checked(split: Split) -> Split:
     """The same split. Raises InvalidValue unless it divides all of the work among the machines, in order."""
-    first, last = (0, split.layers) if split.kind == "layers" else (split.cached, split.tokens)
+    rules = _RULES[split.kind]
+    first, last = rules.divided(split)
     ordered = all(a <= b for a, b in itertools.pairwise(split.cuts))
     helped = all(a < b for a, b in itertools.pairwise(split.cuts[:-1]))
     if not (ordered and helped and split.cuts[0] == first and split.cuts[-1] == last):
@@ -86,7 +128,7 @@ def checked(split: Split) -> Split:
         raise InvalidValue("Nothing of this prompt is left to prefill.")
     if split.prompt_span and split.prompt_span <= split.tokens:
         raise InvalidValue(f"{split.tokens} tokens of {split.prompt_span} are kept: nothing is left out.")
-    inner = split.cuts[:-1] if split.kind == "tokens" else ()
+    inner = split.cuts[:-1] if rules.cut_between_chunks else ()
     if any((cut - split.cached) % split.chunk and cut != split.tokens for cut in inner):
         raise InvalidValue(f"Tokens cut at {split.cuts} are not cut between chunks of {split.chunk}.")
     return split

@@ -131,7 +131,7 @@ class Agreement:
         split = self._terms.split
         with ExitStack() as stack:
             own: Expected | None = None
-            if split.kind == "layers" and split.layers_of(split.helpers):
+            if split.has_next(split.helpers - 1):
                 own = stack.enter_context(self._partners.expect())
             for helper in self.helpers:
                 with _blaming(helper):
