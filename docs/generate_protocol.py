@@ -75,17 +75,22 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 def _states(table: Mapping[Any, Mapping[type, Act]]) -> str:
     kinds = list(next(iter(table.values())))
     rows = [
-        [kind.__name__, *(f"**{act.value}**" if act is Act.REFUSE else act.value for act in acts)]
+        [_name(kind), *(f"**{act.value}**" if act is Act.REFUSE else act.value for act in acts)]
         for kind in kinds
         for acts in [[row[kind] for row in table.values()]]
     ]
     return _table(["frame", *(state.value for state in table)], rows)
 
 
+def _name(kind: type) -> str:
+    """The name of a frame, as the sentences on the page have it: a DataFrame is called Data."""
+    return kind.__name__.removesuffix("Frame")
+
+
 def _frame(kind: type[msgspec.Struct]) -> list[str]:
     info = msgspec.inspect.type_info(kind)
     fields = "<br>".join(f"`{field.name}` {_words(field.type)}" for field in info.fields)  # type: ignore[attr-defined]
-    return [str(kind.__struct_config__.tag), kind.__name__, fields, _sentence(kind)]
+    return [str(kind.__struct_config__.tag), _name(kind), fields, _sentence(kind)]
 
 
 def _sentence(kind: type) -> str:

@@ -20,7 +20,7 @@ idle_unload_s = 600
 ```
 
 Flags win over the environment, the environment over the file, the file over the defaults. `fleetd config
-show` prints every value and where it came from. A setting nobody knows is an error that offers the nearest
+show` prints every value and where it came from. An unknown setting is an error that offers the nearest
 name. Sizes may be written as `8GB` or `8GiB`.
 
 The home itself is chosen by `--home` or `FLEETD_HOME`, because the file lies in it."""

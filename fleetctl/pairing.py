@@ -39,7 +39,7 @@ def events(session: CliSession, path: str, body: dict[str, Any]) -> Generator[Pa
 def need_a_person(session: CliSession, instead: str) -> None:
     """Raise UsageError if no person can answer questions here; ``instead`` names the options to give."""
     if session.json or not sys.stdin.isatty():
-        raise click.UsageError(f"Nobody can be asked here: say {instead}.")
+        raise click.UsageError(f"No person can be asked here: say {instead}.")
 
 
 def show_phrase(phrase: str) -> None:

@@ -4,7 +4,7 @@ The section structs below are the table: each field is one key with its type, bo
 name) and the reason it exists (its ``Meta`` description). Everything else reads them: the loader, the error
 messages, ``fleetd config show`` and the documentation.
 
-Order: defaults < the TOML file < environment (``FLEETD_HTTP_LISTEN``) < flags. A key nobody knows is an
+Order: defaults < the TOML file < environment (``FLEETD_HTTP_LISTEN``) < flags. An unknown key is an
 error with the nearest name, because a misspelt setting that is ignored is worse than a daemon that does not
 start.
 """
@@ -121,7 +121,7 @@ class EngineSettings(msgspec.Struct, frozen=True):
 
 class FleetSettings(msgspec.Struct, frozen=True):
     enabled: Annotated[
-        bool, Meta(description="Off, this machine opens no port for others and looks for nobody.")
+        bool, Meta(description="Off, this machine opens no port for others and looks for none.")
     ] = True
     listen: Annotated[
         str,

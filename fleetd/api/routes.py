@@ -76,7 +76,7 @@ PUBLIC: tuple[Route, ...] = (
         models.index,
         OPENAI,
         name="listModels",
-        summary="Models on this machine.",
+        summary="Models of all machines of the fleet.",
         reply=objects.ModelList,
     ),
     _get(

@@ -263,6 +263,12 @@ def test_what_cannot_be_scored_is_refused(tokenizer: Any, request_: Score, error
         lay_out(request_, tokenizer, 64)
 
 
+def test_a_text_that_is_all_question_is_refused_with_what_to_do(tokenizer: Any) -> None:
+    with pytest.raises(BadRequest, match="besides the question") as refused:
+        lay_out(Score("s", "abc", [(0, 3)]), tokenizer, 64)
+    assert "`fleetctl compress --question`" in refused.value.hint
+
+
 def test_a_context_that_holds_too_little_of_a_text_is_refused(tokenizer: Any) -> None:
     with pytest.raises(ContextLengthExceeded, match="4 tokens is too short"):
         lay_out(Score("s", "abc" * 50, [(0, 3)]), tokenizer, 4)

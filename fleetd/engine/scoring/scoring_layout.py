@@ -66,7 +66,7 @@ def lay_out(request: Score, tokenizer: Any, context_tokens: int) -> ScoringLayou
 
     Raises:
         InvalidValue: ranges that are not in the text.
-        BadRequest: there is nothing to score, or nothing that asks.
+        BadRequest: there is no text besides the question, or no question.
         ContextLengthExceeded: a context that does not hold a question and some of the text.
         ModelUnsupported: a tokenizer that does not tell where its tokens lie.
     """
@@ -79,7 +79,11 @@ def lay_out(request: Score, tokenizer: Any, context_tokens: int) -> ScoringLayou
     own = np.flatnonzero(within & ~asks)
     question = ids[asks][-QUESTION_TOKENS:].tolist()
     if not len(own) or not question:
-        raise BadRequest("The text has no token to score, or none that asks.", param="text")
+        raise BadRequest(
+            "There is no text besides the question, or no question, so nothing can be scored.",
+            hint="Give the question apart from the text: `question`, or `fleetctl compress --question`.",
+            param="text",
+        )
     question = question[-max(1, context_tokens // 8) :]
     opening = _opening(tokenizer)
     closing = _ids(tokenizer, _SEPARATOR) + question
