@@ -68,13 +68,15 @@ class Home:
 
     drafting: PipelineStep = field(default_factory=PipelineStep)
 
-    async def ask(self, this: Job | None = None, request: Request | None = None) -> list[Any]:
+    def events(self, this: Job | None = None, request: Request | None = None) -> AsyncGenerator[Any, None]:
         folder = FakeFolder()
         pipeline = Pipeline([self.sharing, self.drafting], self.traces.append)
         request = request or request_of(this or job(), folder, arrived_s=self.sharing.monotonic())
+        return answered(pipeline, request, lambda asked: self.pool.stream(folder, asked))
+
+    async def ask(self, this: Job | None = None, request: Request | None = None) -> list[Any]:
         async with asyncio.timeout(WITHIN_S):
-            events = answered(pipeline, request, lambda asked: self.pool.stream(folder, asked))
-            return [event async for event in events]
+            return [event async for event in self.events(this, request)]
 
     async def trace(self, count: int = 1) -> Trace:
         async with asyncio.timeout(WITHIN_S):
@@ -458,6 +460,38 @@ async def test_what_the_engine_finds_wrong_is_the_helpers_fault(tmp_path: Path) 
         assert home.pool.fake.lonely == [], "it knows already"
         # Its work there has ended too.
         await home.helpers[0].engine.until(lambda: home.helpers[0].engine.cancelled == 1)
+
+
+async def test_a_failure_that_two_notice_is_told_once_and_traced_as_it_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noticed = asyncio.Event()
+
+    async def watch(agreement: Agreement) -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            # The session tells of the loss in the same turn in which the engine has told of it.
+            raise EngineDied("Its engine ended.") from None
+
+    def blame(sharing: PrefillSharing, agreement: Agreement) -> None:
+        noticed.set()
+
+    monkeypatch.setattr(Agreement, "watch", watch)
+    ending = Shared("r1", [], "peer_lost", "The stream broke.", 0)
+    async with home_with(tmp_path, ending=ending) as home:
+        said: list[Any] = []
+        async with asyncio.timeout(WITHIN_S), contextlib.aclosing(home.events()) as events:
+            async for event in events:
+                said.append(event)
+                if isinstance(event, Planned) and event.kind == "local":
+                    monkeypatch.setattr(PrefillSharing, "blame", blame)
+                    await noticed.wait()
+        (_, moved) = [event for event in said if isinstance(event, Planned)]
+        trace = await home.trace()
+        assert moved.reason == trace.reason == "The stream broke."
+        assert trace.code == "peer_lost"
+        assert home.pool.fake.lonely == [], "the engine has gone on already"
 
 
 async def test_what_was_verified_before_a_failure_is_still_theirs(tmp_path: Path) -> None:

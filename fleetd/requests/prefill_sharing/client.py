@@ -297,8 +297,10 @@ class SharedPrompt:
             self._planned.set_result(Planned(_kind(option), names, self._request.exactness))
             await agreed.watch()
         except FleetError as error:
-            engine.alone(terms.id, error.message)
-            self._request.code, self._request.reason = error.code, error.message
+            if self._request.sharing_ended is None:
+                engine.alone(terms.id, error.message)
+                self._request.code, self._request.reason = error.code, error.message
+            # Else the engine noticed first, and the client has been told its reason: the trace says the same.
             self._sharing.blame(agreed)
             log.warning("share.failed", request=terms.id, code=error.code, reason=error.message)
         except Exception as error:
