@@ -105,7 +105,8 @@ class Guests(ABC, Generic[C, W]):
         return ()
 
     def begin_work(self, task: GuestTask[C, W], streams: HandedOverStreams) -> W:
-        """The work of a task whose streams are connected."""
+        """The work of a task whose streams are connected. Kinds that name streams override it; others never
+        get here: without ``streams``, the work begins with ``admit``."""
         raise NotImplementedError
 
     @abstractmethod
