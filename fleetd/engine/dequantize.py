@@ -1,14 +1,15 @@
-"""Quantised weights to f32 on a CPU, with the bytes of ``mx.dequantize(...).astype(mx.float32)``, in less time.
+"""Quantised weights to f32 on a CPU: the bytes of ``mx.dequantize(...).astype(mx.float32)`` in less time.
 
-MLX computes scale · q + bias in the dtype of the scales, which a CPU only emulates: it rounds after the product
-and after the sum. Here both are computed in f32 and rounded with integer operations, in blocks that stay near
-the core. A product of an integer of at most 8 bits and an f16 or bf16 is exact in f32, and for a sum of two
-such numbers the bits of f32 are enough that rounding twice is rounding once.
+MLX computes scale · q + bias in the dtype of the scales, which a CPU only emulates: it rounds after the
+product and after the sum. Here both are computed in f32 and rounded with integer operations, in blocks that
+stay near the core. A product of an integer of at most 8 bits and an f16 or bf16 is exact in f32, and for a
+sum of two such numbers the bits of f32 are enough that rounding twice is rounding once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -30,8 +31,8 @@ _PAIRS = _NIBBLES.view(np.complex64).reshape(256)
 
 
 def dequantizing(layer: Any, out: F32) -> list[Callable[[], None]]:
-    """Tasks that write the weights of a quantised layer to ``out``, each some rows; [] if it is of a kind that
-    only MLX knows. ``out`` has the shape of the weights and lies in one piece."""
+    """Tasks that write the weights of a quantised layer to ``out``, each some rows; [] for a kind that only
+    MLX knows. ``out`` has the shape of the weights and lies in one piece."""
     scales, biases = layer.scales, layer.get("biases")
     dropped = _DROPPED.get(scales.dtype)
     if layer.mode != "affine" or layer.bits not in (4, 8) or biases is None or dropped is None:
@@ -54,7 +55,7 @@ def dequantizing(layer: Any, out: F32) -> list[Callable[[], None]]:
 
     # So large that handing them over costs little.
     piece = 8 * step
-    return [lambda at=at: rows(at, min(at + piece, len(scale))) for at in range(0, len(scale), piece)]
+    return [partial(rows, at, min(at + piece, len(scale))) for at in range(0, len(scale), piece)]
 
 
 def _normal(scale: F32, bias: F32, bits: int) -> bool:
