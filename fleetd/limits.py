@@ -210,6 +210,8 @@ SHARE_LOAD_AGAIN_S = 600.0
 TRACES = 500
 # Other ways of computing a prompt that one of these remembers.
 TRACE_LOSERS = 8
+# Stages of one load that are listed: the engine has six, a download names each of its files.
+LOAD_STAGES = 48
 # Machines times models whose measured speeds correct their own figures.
 SPEED_CORRECTIONS = 256
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.
