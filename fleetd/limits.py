@@ -246,6 +246,8 @@ SPEC_PROBE_KERNELS_S = 10.0
 # A finding on the disk: what it rests on, some dozen variables of the environment among it, and 16 widths or
 # heads.
 FINDING_BYTES = 64 * KIB
+# The index of a library's modules: over three thousand of them, with the names that they define.
+INDEX_BYTES = 4 * MIB
 
 # ---- Fleet: drafts from another worker -------------------------------------------------------------------
 # Texts that one worker drafts for at once: each holds KV, and they slow each other.

@@ -46,7 +46,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """One worker. ``state`` is an ``EngineState``.
 
     ``done`` of ``total`` is the progress of a loading ``stage``; ``load_steps``: what each stage took.
-    A worker that has only the layers [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
+    A worker with only the layers [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
     """
 
     model: str = ""

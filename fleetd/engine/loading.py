@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import struct
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.calibrate import calibrate
-from fleetd.engine.load_findings import FindingsKey, LoadFindings
+from fleetd.engine.load_findings import BUSY_SHARE, FindingsKey, LoadFindings, OtherWork
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
 from fleetd.engine.protocol import Loading, Profile, Ready
 from fleetd.engine.sampling import SamplingDefaults
@@ -108,32 +108,35 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     on_disk = sum(f.stat().st_size for f in files)
     admit_weights(settings.name, expanded_bytes(on_disk, config, device), usable)
     report(Loading("reading", 0, on_disk))
-    model = lazy_model(path, config)
-    if device == "cpu":
-        cpu.to_float32(model)
-    mx.eval(model.parameters())
-    report(Loading("reading", on_disk, on_disk))
-    report(Loading("reading the tokenizer"))
-    tokenizer = load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+    with ThreadPoolExecutor(1, "tokenizer") as aside:
+        reading = aside.submit(load_tokenizer, path, eos_token_ids=config.get("eos_token_id"))
+        model = lazy_model(path, config)
+        if device == "cpu":
+            cpu.to_float32(model)
+        mx.eval(model.parameters())
+        report(Loading("reading", on_disk, on_disk))
+        report(Loading("reading the tokenizer"))
+        tokenizer = reading.result()
     report(Loading("warming up"))
     per_token = _warm_up(model)
     vocabulary, context = _vocabulary(config, tokenizer), context_tokens(config)
     key = VerdictKey.now(_digest(settings), device, accelerator_name(device), versions())
     cached = FindingsKey.now(key).cached(Path(settings.cache))
     known = cached.find()
-    if known is None:
+    if known is None or known.busy:
         report(Loading("measuring"))
     sparse, dense_reason = _sparse(model, known)
     sharable, unshareable = _sharable(model, device, known)
-    if known is None:
+    if known is None or known.busy:
+        others = OtherWork()
+        speeds = calibrate(model, vocab_size=vocabulary, context_tokens=context, budget_s=limits.CALIBRATE_S)
         known = LoadFindings(
-            together=decodes_together(model),
+            together=known.together if known else decodes_together(model),
             dense_reason=dense_reason,
             arithmetic=sharable.arithmetic if sharable else None,
-            speeds=calibrate(
-                model, vocab_size=vocabulary, context_tokens=context, budget_s=limits.CALIBRATE_S
-            ),
-            vocabulary=_vocabulary_hash(tokenizer),
+            speeds=speeds,
+            vocabulary=known.vocabulary if known else _vocabulary_hash(tokenizer),
+            busy=others.share > BUSY_SHARE,
         )
         cached.keep(known)
     together, speeds = known.together, known.speeds
@@ -355,15 +358,3 @@ def _vocabulary_hash(tokenizer: Any) -> str:
         data = text.encode(errors="surrogatepass")
         state.update(_ENTRY.pack(number, len(data)) + data)
     return state.hexdigest()[:32]
-
-
-def quiet_libraries() -> None:
-    """No telemetry, no network, no advertising on stderr; before transformers is imported."""
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        HF_HUB_DISABLE_TELEMETRY="1",
-        TRANSFORMERS_OFFLINE="1",
-        TRANSFORMERS_VERBOSITY="error",
-        TRANSFORMERS_NO_ADVISORY_WARNINGS="1",
-        TOKENIZERS_PARALLELISM="false",
-    )
