@@ -49,8 +49,17 @@ def pull(session: CliSession, name: str) -> int:
     except KeyboardInterrupt:
         note("stopped; the same command continues the download")
         return Exit.INTERRUPTED
-    session.emit(finished, lambda: f"{one_line(str(finished.get('name', name)))} is ready to use.")
+    session.emit(finished, lambda: _ready(one_line(str(finished.get("name", name)))))
     return Exit.OK
+
+
+def _ready(name: str) -> str:
+    if name.startswith("/"):
+        # A folder outside the models folder is used where it lies, and no listing shows it.
+        return (
+            f"The folder holds a model. Nothing was copied, and its path is its name: fleetctl chat -m {name}"
+        )
+    return f"{name} is ready to use."
 
 
 def _pull(session: CliSession, name: str, progress: Progress) -> dict[str, Any]:
@@ -155,5 +164,5 @@ def _offered(entry: OfferedModel) -> tuple[str, ...]:
         count(entry.context_tokens),
         ", ".join(entry.roles) or "-",
         entry.tier or "-",
-        "yes" if entry.fits else "no",
+        "not served yet" if not entry.served else "yes" if entry.fits else "no",
     )

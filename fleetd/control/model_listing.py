@@ -20,7 +20,10 @@ class InstalledModel(msgspec.Struct, frozen=True):
 
 
 class OfferedModel(msgspec.Struct, frozen=True):
-    """A model of the catalog. ``fits``: this machine has the memory for it."""
+    """A model of the catalog.
+
+    ``fits``: this machine has the memory for it. ``served``: fleetd can answer with it.
+    """
 
     name: str = ""
     hub_id: str | None = None
@@ -30,6 +33,7 @@ class OfferedModel(msgspec.Struct, frozen=True):
     tier: str = ""
     installed: bool = False
     fits: bool = False
+    served: bool = True
 
 
 class ModelListing(msgspec.Struct, frozen=True):

@@ -40,6 +40,7 @@ from fleetd.errors import (
     PeerError,
 )
 from fleetd.ledger import Ledger, Reservation
+from fleetd.models.catalog import check_served
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -310,7 +311,11 @@ class Runner:
         return self._placing.choose(job, model.name, here=here, can_pull=model.can_pull, tried=tried, why=why)
 
     def _locate(self, ref: str, digest: str) -> LocatedModel:
-        """Where the model is on this machine, if it is, and with that content if it matters. Blocks."""
+        """Where the model is on this machine, if it is, and with that content if it matters. Blocks.
+
+        Raises ModelUnsupported, ModelCorrupt, InvalidValue.
+        """
+        check_served(ref)
         try:
             folder = self._models.resolve(ref)
         except ModelNotFound as error:

@@ -86,8 +86,9 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: Daemon) -> No
     assert entries[MODEL]["installed"]
     assert entries[MODEL]["fits"]
     assert {entry["fits"] for entry in listing["catalog"]} == {True, False}
+    assert [name for name, entry in entries.items() if not entry["served"]] == ["qwen3-embedding-0.6b"]
     assert set(entries[MODEL]) == {
-        "name", "hub_id", "roles", "memory_bytes", "context_tokens", "tier", "installed", "fits",
+        "name", "hub_id", "roles", "memory_bytes", "context_tokens", "tier", "installed", "fits", "served",
     }  # fmt: skip
 
 

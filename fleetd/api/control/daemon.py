@@ -85,6 +85,7 @@ def _listing(services: Services, loaded: frozenset[str], memory_bytes: int) -> M
             tier=entry.tier,
             installed=entry.name in names or entry.hub_id in names,
             fits=entry.memory_bytes <= memory_bytes,
+            served=entry.served,
         )
         for entry in services.catalog
     ]
