@@ -9,6 +9,7 @@ import click
 
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import ClientError, ConnectionBroken, Exit
+from fleetctl.render.memory import memory_lines
 from fleetctl.render.progress_line import Progress
 from fleetctl.render.text import count, one_line, size, table
 from fleetctl.replies import read
@@ -141,6 +142,7 @@ def render(models: ModelListing) -> str:
     if offered:
         columns = ("CATALOG", "MEMORY", "CONTEXT", "ROLES", "TIER", "FITS HERE")
         parts.append(table(columns, [_offered(entry) for entry in offered], right=(1, 2)))
+        parts.append("\n".join(memory_lines(models.memory, models.evictable_bytes)))
         parts.append("Get one with `fleetctl models pull NAME`; any MLX model of the hub works by its id.")
     return "\n\n".join(parts)
 
@@ -164,5 +166,11 @@ def _offered(entry: OfferedModel) -> tuple[str, ...]:
         count(entry.context_tokens),
         ", ".join(entry.roles) or "-",
         entry.tier or "-",
-        "not served yet" if not entry.served else "yes" if entry.fits else "no",
+        _fits(entry),
     )
+
+
+def _fits(entry: OfferedModel) -> str:
+    if not entry.served:
+        return "not served yet"
+    return "yes" if entry.fits else "if memory is freed" if entry.fits_if_freed else "no"
