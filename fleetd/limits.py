@@ -43,6 +43,9 @@ STOP_STRING_CHARS = 1024
 CHOICES = 8
 TOP_LOGPROBS = 20
 TOOLS = 256
+# Free-form JSON (tools, arguments, template options): schemas nest a dozen deep, and a template's own code
+# recurses with what it is given.
+JSON_DEPTH = 64
 QUEUED_REQUESTS = 64
 # Ours have 34; this one is written into logs and the ledger.
 REQUEST_ID_CHARS = 128
