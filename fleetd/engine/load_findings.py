@@ -2,7 +2,7 @@
 
 One file per model and device. The files, the device, the libraries and the variables that choose their
 kernels decide all of it but the speeds, which also depend on what else the machine did meanwhile. Speeds that
-were measured on a busy machine are used until the next load, which measures them again.
+were measured on a busy machine are used until a load finds it quiet, and measures them again.
 """
 
 from __future__ import annotations
