@@ -6,7 +6,7 @@ import pytest
 
 from bench.harness.client import Heard
 from bench.harness.machines import Asked
-from bench.scenarios.never_slower import Cell
+from bench.scenarios.never_slower import Cell, _figures, _fill
 from bench.scenarios.prefill_ceiling import ceiling, error, step_s, sum_of_speeds
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
@@ -60,6 +60,34 @@ def test_a_cell_is_its_median_and_knows_whether_it_was_shared() -> None:
     assert Cell("c", slower=[1.2, 0.9, 1.0], how=["local"] * 3).value == 1.0
     assert not Cell("c", how=["local"]).distributed
     assert Cell("c", how=["local", "tokens, shared"]).distributed
+
+
+def heard_after(seconds: float) -> Asked:
+    return Asked(Heard(0.0, 0.0, began_s=seconds), None)
+
+
+class PlayedMachines:
+    """Pairs of TTFTs as given, the planned one over the one alone."""
+
+    def __init__(self, *over_alone: float) -> None:
+        self.over_alone, self.first = list(over_alone), list[int]()
+
+    def both(self, run: int, seed: int, length: int) -> tuple[Asked, Asked]:
+        self.first.append(run % 2)
+        return heard_after(1.0), heard_after(self.over_alone[run])
+
+
+def test_every_cell_is_measured_alike_however_its_first_pair_looks() -> None:
+    quick, slow = Cell("quick"), Cell("slow")
+    played = PlayedMachines(0.9, 1.2, 1.0, 1.1), PlayedMachines(1.3, 1.0, 1.0, 1.0)
+    for cell, machines in zip((quick, slow), played, strict=True):
+        _fill(machines, cell, 500, 4)  # type: ignore[arg-type]
+        assert machines.first == [0, 1, 0, 1]
+    assert (quick.value, quick.worst) == pytest.approx((1.05, 1.2))
+    assert (slow.value, slow.worst) == pytest.approx((1.0, 1.3))
+    figures = {figure.title: figure for figure in _figures([quick, slow], [])}
+    assert figures["TTFT as planned over TTFT alone, medians of 2 cells"].value == pytest.approx(1.05)
+    assert figures["The same, the worst single pair"].value == pytest.approx(1.3)
 
 
 def test_an_answer_tells_how_it_came_about() -> None:
