@@ -22,10 +22,10 @@ cache. For comparison, with the same budget: *words* selects by the question's w
 *random* keeps units at random, *truncated* the end of the prompt; what is always kept (the question, the
 head) is kept there too.
 
-Of several needles a small model finds some, and which ones is chance. The promise is strict all the same: each
-answer that the whole prompt gives has to be there. Beside it stands how many answers a form gives for each that
-the whole prompt gives, over all prompts, with an interval by bootstrap: it shows whether what is missing is lost
-or is another one."""
+Of several needles a small model finds some, and which ones is chance. The promise is strict all the same:
+each answer that the whole prompt gives has to be there. Beside it stands how many answers a form gives for
+each that the whole prompt gives, over all prompts, with an interval by bootstrap: it shows whether what is
+missing is lost or is another one."""
 
 _ALWAYS = """\
 ## What is always kept

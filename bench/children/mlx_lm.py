@@ -7,7 +7,7 @@ stock      MLX as installed, quantised weights as they are on disk
 stock-f16  MLX as installed, weights dequantised to f16
 stock-f32  MLX as installed, weights dequantised to f32
 
-A question may ask for ``wrapped``: smart prefill's wrapper around every rope for this answer, else there is none.
+``wrapped`` in a question: this answer has smart prefill's wrapper around every rope, others have none.
 """
 
 from __future__ import annotations

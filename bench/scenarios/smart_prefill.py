@@ -209,8 +209,8 @@ _HOW = (
     "its own; `target_ratio` {ratio}, which came out as the form {mode}. The time to the first token is a "
     "client's, over HTTP, with everything in it: scoring, selection, prefill of what is kept. The formula is "
     "1 / (rho + (1-q) k + q k^2): rho the scorer's time over the dense one, k the share that is kept, q "
-    "attention's share of the dense time, from two lengths. What smart prefill costs where nobody asks for it "
-    "is measured without a daemon: one process with mlx-lm and the CPU's cures answers prompts of "
+    "attention's share of the dense time, from two lengths. What smart prefill costs where nobody asks for "
+    "it is measured without a daemon: one process with mlx-lm and the CPU's cures answers prompts of "
     f"{_OFF_TOKENS} tokens with {_DECODED}, with the wrapper around every layer's rope and with none, in "
     "turns; figures are of pairs."
 )
