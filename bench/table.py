@@ -13,7 +13,7 @@ Written by `make bench` (`python -m bench NAME...` measures some families again 
 are). A value is the median of its runs, or the worst of them where it says so; the range of all runs stands
 beside it. A ratio is formed within one run, whose sides take turns, and the median is taken of the ratios.
 Absolute times belong to the machine named below each table; ratios carry over better. Below each table stands
-how many commits had touched what it measures when the page was written; `python -m bench --stale` counts anew.
+how many commits had touched what it measures when the page was written; `python -m bench --stale` counts.
 """
 
 
