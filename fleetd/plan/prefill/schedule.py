@@ -30,8 +30,8 @@ from fleetd.plan.prefill.split import Split, SplitKind
 SETUP_ROUND_TRIPS = 4
 # Time that the daemons and workers at both ends need for them.
 SETUP_S = 0.02
-# Of a layer's time, what the model's last one takes in a prefill: only its keys and values are needed, of
-# which SmolLM2-135M on one core had 0.09.
+# Of a layer's time, what the model's last one takes in a prefill: only its keys and values are needed, whose
+# products are 6 % of a layer's weights in SmolLM2-135M; norm and positions come on top.
 LAST_LAYER = 0.1
 _TOKEN_BYTES = 4
 
