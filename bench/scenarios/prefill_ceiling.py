@@ -67,8 +67,9 @@ def handed_off_s(trace: Trace, layers: int) -> float:
     own_s = step_s(trace, step_names.COMPUTED, HOME)
     theirs_s = sum(step.seconds for step in trace.steps if step.name == step_names.COMPUTED) - own_s
     count = pieces(trace, layers)
-    busy_s = own_s * (1 - 1 / count) + step_s(trace, step_names.SPOT_CHECK, HOME)
-    return max(0.0, idle_s - max(theirs_s / count, theirs_s - busy_s))
+    explained_s = max(theirs_s / count, theirs_s - own_s * (1 - 1 / count))
+    # The spot check takes up some of the wait.
+    return max(0.0, idle_s - max(0.0, explained_s - step_s(trace, step_names.SPOT_CHECK, HOME)))
 
 
 def sum_of_speeds(alone_s: Sequence[float]) -> float:

@@ -71,7 +71,7 @@ def steps_of(waited: float, own: float, theirs: float, exposed: float = 0.0) -> 
 @pytest.mark.parametrize("late", [0.0, 0.2])
 def test_rows_that_come_late_show_and_the_helper_s_own_work_does_not(kind: str, late: float) -> None:
     count = 30 if kind == "tokens" else 8
-    alike = trace(kind, steps=steps_of(4.0 / count + late, 4.0, 4.0))
+    alike = trace(kind, steps=steps_of(4.0 / count - 0.1 + late, 4.0, 4.0))
     assert handed_off_s(alike, 30) == pytest.approx(late)
     # The helper has a second more to do, and so home's last piece has to wait for its last one.
     slower = trace(kind, steps=steps_of(0.9 + 4.0 / count, 4.0, 5.0, exposed=late))
