@@ -45,7 +45,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """One worker. ``state`` is an ``EngineState``.
 
     ``done`` of ``total`` is the progress of a loading ``stage``. A worker that has only the layers
-    [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
+    [``first_layer``, ``last_layer``) names the model that it is ``part_of``. ``scoring``: "ready" if it can
+    score prompts, "unmeasured" until its profile is found, "unable" if it never can.
     """
 
     model: str = ""
@@ -71,6 +72,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     arithmetic: str = ""
     shares_sparse: bool = False
     speculation: str = ""
+    scoring: str = ""
     part_of: str = ""
     first_layer: int = 0
     last_layer: int = 0

@@ -22,12 +22,12 @@ from mlx_lm.utils import load_config, load_model
 
 from fleetd import limits
 from fleetd.engine import cpu
-from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.calibrate import calibrate
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
-from fleetd.engine.protocol import Loading, Profile, Ready
+from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import SamplingDefaults
-from fleetd.engine.scoring.head_profile import ProfileKey
+from fleetd.engine.scoring.known_profiles import ProfileStore
+from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
@@ -65,7 +65,7 @@ class Loaded:
     sharable: Sharable | None
     # None if prompts must be prefilled whole.
     sparse: Sparse | None
-    profile: CachedResult[Profile]
+    search: ProfileSearch
 
 
 def pick_device(wanted: str) -> Device:
@@ -131,6 +131,14 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
     left = max(0, usable - weights - WORKING_BYTES)
     prefix_bytes = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
+    search = ProfileSearch(
+        model=model,
+        tokenizer=tokenizer,
+        context_tokens=context,
+        known=ProfileStore.in_home(Path(settings.cache)) if settings.cache else ProfileStore(),
+        digest=digest or digests.remembered(path, Path(settings.record) if settings.record else None),
+        device=device,
+    )
     facts = Ready(
         architecture=str(config.get("model_type", "unknown")),
         device=device,
@@ -160,11 +168,11 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         sparse=dense_reason,
         sparse_tail=sparse.tail if sparse else 0,
         arithmetic=sharable.arithmetic if sharable else None,
+        scoring=search.state,
         vocabulary=_vocabulary_hash(tokenizer),
     )
-    profile = ProfileKey(digest, versions()).cached(Path(settings.cache))
     return Loaded(
-        model, tokenizer, facts, prefix_bytes, _defaults(path), together, verdict, sharable, sparse, profile
+        model, tokenizer, facts, prefix_bytes, _defaults(path), together, verdict, sharable, sparse, search
     )
 
 
