@@ -17,7 +17,7 @@ import msgspec
 from bench.harness.daemon import MODEL, fetch_model
 from fleetd.engine import cpu
 from fleetd.engine.scoring import known_profiles
-from fleetd.engine.scoring.known_profiles import ALGORITHM, KnownProfile, ShippedProfile, ShippedProfiles
+from fleetd.engine.scoring.known_profiles import ALGORITHM, ShippedProfile, ShippedProfiles, StoredProfile
 from fleetd.models import digest as digests
 
 FILE = Path(known_profiles.__file__).with_name(known_profiles.SHIPPED)
@@ -41,8 +41,7 @@ def main() -> int:
     if args.check:
         return 1 if wrong else 0
     profiles = sorted(known.values(), key=lambda each: (each.model, each.digest))
-    raw = msgspec.json.encode(ShippedProfiles(ALGORITHM, profiles))
-    FILE.write_bytes(msgspec.json.format(raw, indent=1) + b"\n")
+    FILE.write_bytes(msgspec.json.encode(ShippedProfiles(ALGORITHM, profiles)) + b"\n")
     print(f"wrote {FILE.name}")
     return 0
 
@@ -72,8 +71,8 @@ def _find(folder: Path) -> ShippedProfile:
         f"{folder.name}: {len(found.heads)} heads in the first {found.exit_layer} layers; {tokens} tokens, "
         f"{time.monotonic() - began_s:.1f} s, {time.process_time() - began_cpu_s:.1f} s of processor time"
     )
-    profile = KnownProfile(found.heads, found.exit_layer, found.rotated)
-    return ShippedProfile(folder.name, digest, profile)
+    stored = StoredProfile(found.heads, found.exit_layer, found.rotated)
+    return ShippedProfile(folder.name, digest, stored)
 
 
 if __name__ == "__main__":

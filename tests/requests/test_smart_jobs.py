@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fakes import FakeModels
+from fakes import FACTS, FakeFolder, FakeModels
 from msgspec.structs import replace
 from smart_fakes import (
+    DIGEST,
     NEEDLE,
+    PROFILE,
     QUESTION,
+    SCORER,
+    Profiles,
     ScoringPool,
     chat,
     completion,
@@ -32,11 +36,22 @@ from fleetd.compression.words import estimate_tokens
 from fleetd.control.prefill_plan import OptionView, PlanView
 from fleetd.control.prefill_trace import Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
-from fleetd.engine.protocol import ChatPrompt, Finished, Generate, TextPrompt, TokenPrompt
+from fleetd.engine.protocol import (
+    ChatPrompt,
+    Finished,
+    Generate,
+    Loading,
+    Profile,
+    ScoringState,
+    TextPrompt,
+    TokenPrompt,
+)
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
+from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.plan.scoring import AROUND_TOKENS, EXIT_SHARE
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.members import Members
 from fleetd.requests.runner import Runner
@@ -92,12 +107,13 @@ class Home:
 
 @pytest.fixture
 def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
-    def make(**fields: Any) -> Home:
+    def make(profiles: Profiles | None = None, **fields: Any) -> Home:
         pool, found, speeds = ScoringPool(**fields), models("m", "smollm2-135m"), ModelSpeeds()
         traces: list[Trace] = []
         members = Members()
         scoring = SegmentScoring(pool, None, monotonic=time.monotonic)
-        compressing = CompressionService(scoring, Scorers(pool, found, speeds, members), ledger)
+        scorers = Scorers(pool, found, speeds, members, profiles=profiles or Profiles())
+        compressing = CompressionService(scoring, scorers, ledger)
         smart = SmartPrefill(compressing, members, pool, metrics)
         runner = Runner(
             pool=pool,
@@ -235,6 +251,7 @@ async def test_the_next_turn_is_labelled_with_the_compressor_of_its_conversation
     this = home()
     await this.told(chat())
     this.models.found = folders(*["m", "qwen3-0.6b"])
+    this.pool.loaded.append("qwen3-0.6b")
     assert (await this.told(chat(f"Another log.\n\n{haystack()}"))).compressor == "qwen3-0.6b"
     answered = [{"role": "assistant", "content": "4711"}, {"role": "user", "content": "Say the code again."}]
     told = await this.told(Generate("r2", ChatPrompt([*messages(), *answered])))
@@ -380,6 +397,7 @@ async def test_sparse_where_it_cannot_be_done_is_not_done(home: Any) -> None:
 async def test_what_is_kept_is_priced_with_the_help_of_others(home: Any, form: Any) -> None:
     this = home(sparse="", kept=20)
     this.speeds.seed("m", 500.0, 20.0)
+    this.speeds.seed(SCORER, 5000.0, 200.0)
     asked: list[tuple[int, int]] = []
 
     def best_s(_folder: Any, tokens: int, _cached: int, kept: int) -> float:
@@ -565,11 +583,78 @@ async def test_what_was_done_is_written_down(home: Any) -> None:
 
 
 async def test_where_there_was_no_room_it_is_not_tried_again_at_once(home: Any) -> None:
-    this = home(trouble=[OutOfMemory("No room.")])
-    this.pool.loaded = ["m"]
+    this = home(trouble=[OutOfMemory("No room.")], loaded=["m"], room=False)
     assert (await this.told(chat())).code == "out_of_memory"
     assert (await this.told(chat())).code == "no_compressor"
     assert len(this.pool.scores) == 1
+
+
+# ---- A scorer's first prompt -----------------------------------------------------------------------------
+
+UNMEASURED = ScoringState("unmeasured", 3000)
+
+
+@pytest.mark.parametrize("loaded", [["m", SCORER], ["m"]], ids=["loaded", "not loaded"])
+async def test_no_prompt_waits_for_a_scorer_to_be_measured(home: Any, loaded: list[str]) -> None:
+    """It is read whole at once, with the reason; and the scorer is measured once there is time."""
+    this = home(Profiles({}), loaded=loaded, scoring=UNMEASURED)
+    this.speeds.seed(SCORER, 300.0, 100.0)
+    told = await this.told(chat())
+    assert (told.form, told.code) == ("", "measuring")
+    assert f"{SCORER} is not measured for scoring yet" in told.reason
+    assert not this.pool.scores
+    assert SCORER not in this.pool.loaded or loaded == ["m", SCORER]
+    assert this.pool.to_measure == [SCORER]
+    if SCORER in loaded:
+        assert "in about 10 s." in told.reason
+    # And as soon as it is measured, the next prompt is scored.
+    this.pool.loaded, this.pool.scoring = ["m", SCORER], ScoringState("ready")
+    assert (await this.told(chat())).used
+
+
+async def test_a_scorer_that_is_measured_goes_before_one_that_is_not(home: Any) -> None:
+    """The smaller one of two would score, if both were known."""
+    this = home(Profiles({"q": PROFILE}), loaded=["m"])
+    this.models.found = [*folders("m"), FakeFolder(SCORER, 100_000, 10), *folders("qwen3-0.6b")]
+    this.models.digests["qwen3-0.6b"] = "q"
+    assert (await this.told(chat())).compressor == "qwen3-0.6b"
+    assert (await this.told(chat(), replace(ASKED, compressor_model=SCORER))).code == "measuring"
+
+
+async def test_a_plan_says_that_the_scorer_is_not_measured(home: Any) -> None:
+    this = home(Profiles({}), scoring=UNMEASURED)
+    view = await this.smart.plan(PlanView("m", 8000, 0, []), 0.0, this.models.resolve("m"), ASKED)
+    (option,) = view.options
+    assert (option.code, option.predicted_s, option.chosen) == ("measuring", None, False)
+
+
+async def test_a_model_whose_heads_find_nothing_scores_nothing(home: Any) -> None:
+    this = home(Profiles({DIGEST: Profile([], 1)}))
+    assert (await this.told(chat())).code == "no_compressor"
+    this = home(Profiles({}), scoring=ScoringState("unable"))
+    assert (await this.told(chat())).code == "no_compressor"
+    assert not this.pool.to_measure
+
+
+async def test_a_scorer_is_loaded_before_its_first_prompt_is_priced(home: Any) -> None:
+    """Its speed is known only then: what was modelled before would be far off, and so would the verdict."""
+    this = home(loaded=["m"])
+    this.speeds.seed("m", 50.0, 100.0)
+    events = await this.ask(chat())
+    assert next(event.stage for event in events if isinstance(event, Loading)) == "reading"
+    assert this.pool.loaded == ["m", SCORER]
+    (trace,) = this.traces
+    tokens = trace.prompt_tokens
+    expected_s = EXIT_SHARE * PrefillSpeed.measured(FACTS.prefill_tok_s).total(
+        1.0, range(tokens + AROUND_TOKENS), MEASURED_TOKENS
+    )
+    assert trace.chosen.steps[0].seconds == pytest.approx(expected_s, rel=0.05)
+    # Slower than the whole prompt, as it turns out.
+    this = home(loaded=["m"])
+    this.speeds.seed("m", 2 * FACTS.prefill_tok_s, 100.0)
+    assert (await this.told(chat())).code == "slower"
+    assert this.pool.loaded == ["m", SCORER]
+    assert not this.pool.scores
 
 
 # ---- For people ------------------------------------------------------------------------------------------

@@ -33,10 +33,16 @@ _LIBRARIES = ("mlx", "mlx-lm", "transformers")
 _FOLDER = "profiles"
 
 
-class KnownProfile(Profile, frozen=True):
-    """A profile as it is stored: without heads where the model finds too little for scoring."""
+class StoredProfile(msgspec.Struct, frozen=True):
+    """As ``Profile``, but without heads where the model finds too little for scoring."""
 
     heads: Annotated[list[tuple[Natural, Natural]], Meta(max_length=limits.SCORE_HEADS)]
+    exit_layer: Natural
+    rotated: bool
+
+    @property
+    def profile(self) -> Profile:
+        return Profile(self.heads, self.exit_layer, self.rotated)
 
 
 class ShippedProfile(msgspec.Struct, frozen=True):
@@ -44,7 +50,7 @@ class ShippedProfile(msgspec.Struct, frozen=True):
 
     model: str
     digest: str
-    profile: KnownProfile
+    found: StoredProfile
 
 
 class ShippedProfiles(msgspec.Struct, frozen=True):
@@ -88,16 +94,17 @@ class ProfileStore:
             return known
         for kind in [device] if device else DEVICES:
             if (found := self._kept(digest, kind).find()) is not None:
-                return found
+                return found.profile
         return None
 
     def keep(self, digest: str, device: str, profile: Profile) -> None:
         if digest:
-            self._kept(digest, device).keep(profile)
+            stored = StoredProfile(profile.heads, profile.exit_layer, profile.rotated)
+            self._kept(digest, device).keep(stored)
 
-    def _kept(self, digest: str, device: str) -> CachedResult[Profile]:
+    def _kept(self, digest: str, device: str) -> CachedResult[StoredProfile]:
         file = None if self.folder is None else self.folder / f"{digest[:32]}-{device}.json"
-        return CachedResult(file, ProfileKey(digest, device, _versions()), KnownProfile)
+        return CachedResult(file, ProfileKey(digest, device, _versions()), StoredProfile)
 
 
 @cache
@@ -110,4 +117,4 @@ def _shipped() -> dict[str, Profile]:
     """By digest; none if the search has changed since they were made."""
     raw = resources.files(__package__).joinpath(SHIPPED).read_bytes()
     file = msgspec.json.decode(raw, type=ShippedProfiles)
-    return {each.digest: each.profile for each in file.profiles} if file.algorithm == ALGORITHM else {}
+    return {each.digest: each.found.profile for each in file.profiles} if file.algorithm == ALGORITHM else {}

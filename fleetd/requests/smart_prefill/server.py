@@ -2,7 +2,8 @@
 
     ScoreQuestion ──► digest on this machine's own card? room? ──► the engine scores a segment ──► Scored
 
-Nothing that is loaded gives way for it, and no prompt waits for a model to be measured. When the machine that asked is gone, the work ends with its stream.
+Nothing that is loaded gives way for it, and no prompt waits for a model to be measured. When the machine that
+asked is gone, the work ends with its stream.
 """
 
 from __future__ import annotations
