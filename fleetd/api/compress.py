@@ -27,7 +27,7 @@ from fleetd.compression import elide
 from fleetd.compression.document import Document
 from fleetd.compression.policy import Ratio, SmartPrefillBody, SmartPrefillPolicy, Tokens, resolve
 from fleetd.control.compression_reply import Compression, CompressTimings, CompressUsage, KeptSpan
-from fleetd.errors import Draining, FleetError, InvalidValue, NoMachine
+from fleetd.errors import Draining, FleetError, InvalidValue, NoMachine, ScorerNotReady
 from fleetd.requests.smart_prefill.compression_job import CompressionJob
 from fleetd.requests.smart_prefill.skip import SkipCompression
 
@@ -130,6 +130,8 @@ def _why(skip: SkipCompression, body: CompressBody) -> FleetError:
             hint="`fleetctl models` lists what there is; `fleetctl models pull smollm2-135m` gets one.",
             param="compressor_model" if body.compressor_model else None,
         )
+    if skip.code == "measuring":
+        return ScorerNotReady(skip.reason)
     return NoMachine(skip.reason)
 
 
