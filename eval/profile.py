@@ -71,8 +71,7 @@ def _find(folder: Path) -> ShippedProfile:
         f"{folder.name}: {len(found.heads)} heads in the first {found.exit_layer} layers; {tokens} tokens, "
         f"{time.monotonic() - began_s:.1f} s, {time.process_time() - began_cpu_s:.1f} s of processor time"
     )
-    stored = StoredProfile(found.heads, found.exit_layer, found.rotated)
-    return ShippedProfile(folder.name, digest, stored)
+    return ShippedProfile(folder.name, digest, StoredProfile.of(found))
 
 
 if __name__ == "__main__":

@@ -183,8 +183,8 @@ class AssistPrefill(msgspec.Struct, frozen=True, tag="assist"):
 
 class Profile(msgspec.Struct, frozen=True):
     """Which heads of a model find what a question asks for, as (layer, query head), ascending, and how many
-    layers are run to ask them. ``rotated``: queries and keys are compared as they are after RoPE, which
-    prefers what is near, and not as they are before it.
+    of its ``layers`` (0 if that is not told) are run to ask them. ``rotated``: queries and keys are compared
+    as they are after RoPE, which prefers what is near, and not as they are before it.
 
     It belongs to a model's weights (its digest): scores merge only where the same profile gave them.
     """
@@ -192,6 +192,7 @@ class Profile(msgspec.Struct, frozen=True):
     heads: Annotated[list[tuple[Natural, Natural]], Meta(min_length=1, max_length=limits.SCORE_HEADS)]
     exit_layer: Natural
     rotated: bool = False
+    layers: Natural = 0
 
 
 class Score(msgspec.Struct, frozen=True, tag="score", omit_defaults=True):

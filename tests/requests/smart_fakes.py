@@ -23,6 +23,7 @@ from fleetd.engine.protocol import (
     Loading,
     Prefill,
     Profile,
+    Ready,
     Score,
     Scored,
     ScoringState,
@@ -132,6 +133,7 @@ class ScoringPool(FakePool):
     cancelled_scores: int = 0
     loaded: list[str] = field(default_factory=lambda: ["m", SCORER])
     room: bool = True
+    facts: Ready = FACTS
     scoring: ScoringState = FACTS.scoring
     to_measure: list[str] = field(default_factory=list)
 
@@ -178,7 +180,7 @@ class ScoringPool(FakePool):
             self.loaded.append(folder.name)
 
     def engine(self, folder: FakeFolder) -> FakeEngine | None:
-        facts = replace(FACTS, sparse=self.sparse, sparse_tail=self.tail, scoring=self.scoring)
+        facts = replace(self.facts, sparse=self.sparse, sparse_tail=self.tail, scoring=self.scoring)
         return FakeEngine(facts) if folder.name in self.loaded else None
 
     def measure_when_idle(self, folder: FakeFolder) -> None:

@@ -42,6 +42,8 @@ from fleetd.engine.protocol import (
     Generate,
     Loading,
     Profile,
+    Score,
+    Scored,
     ScoringState,
     TextPrompt,
     TokenPrompt,
@@ -51,7 +53,6 @@ from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.plan.scoring import AROUND_TOKENS, EXIT_SHARE
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.members import Members
 from fleetd.requests.runner import Runner
@@ -107,14 +108,15 @@ class Home:
 
 @pytest.fixture
 def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
-    def make(profiles: Profiles | None = None, **fields: Any) -> Home:
-        pool, found, speeds = ScoringPool(**fields), models("m", "smollm2-135m"), ModelSpeeds()
+    def make(profiles: Profiles | None = None, pool: ScoringPool | None = None, **fields: Any) -> Home:
+        pool, found, speeds = pool or ScoringPool(**fields), models("m", "smollm2-135m"), ModelSpeeds()
+        clock = (lambda: pool.clock) if isinstance(pool, CountedPool) else time.monotonic
         traces: list[Trace] = []
         members = Members()
-        scoring = SegmentScoring(pool, None, monotonic=time.monotonic)
+        scoring = SegmentScoring(pool, None, monotonic=clock)
         scorers = Scorers(pool, found, speeds, members, profiles=profiles or Profiles())
-        compressing = CompressionService(scoring, scorers, ledger)
-        smart = SmartPrefill(compressing, members, pool, metrics)
+        compressing = CompressionService(scoring, scorers, ledger, monotonic=clock)
+        smart = SmartPrefill(compressing, members, pool, metrics, monotonic=clock)
         runner = Runner(
             pool=pool,
             models=found,
@@ -126,6 +128,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
             speeds=speeds,
             members=members,
             record=traces.append,
+            monotonic=clock,
         )
         return Home(runner, pool, found, store, metrics, speeds, smart, traces)
 
@@ -636,20 +639,60 @@ async def test_a_model_whose_heads_find_nothing_scores_nothing(home: Any) -> Non
     assert not this.pool.to_measure
 
 
-async def test_a_scorer_is_loaded_before_its_first_prompt_is_priced(home: Any) -> None:
-    """Its speed is known only then: what was modelled before would be far off, and so would the verdict."""
-    this = home(loaded=["m"])
-    this.speeds.seed("m", 50.0, 100.0)
-    events = await this.ask(chat())
-    assert next(event.stage for event in events if isinstance(event, Loading)) == "reading"
-    assert this.pool.loaded == ["m", SCORER]
-    (trace,) = this.traces
-    tokens = trace.prompt_tokens
-    expected_s = EXIT_SHARE * PrefillSpeed.measured(FACTS.prefill_tok_s).total(
-        1.0, range(tokens + AROUND_TOKENS), MEASURED_TOKENS
+class CountedPool(ScoringPool):
+    """Costs are counted, not waited for: each step moves ``clock`` by what it takes."""
+
+    clock: float = 100.0
+    load_s = 30.0
+    scorer, target = PrefillSpeed(1 / 300, 1e-6, 0.05), PrefillSpeed(1 / 40, 2e-6, 0.1)
+
+    async def loading(self, folder: Any, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
+        self.clock += 0.0 if folder.name in self.loaded else self.load_s
+        async with aclosing(super().loading(folder, evict=evict)) as steps:
+            async for step in steps:
+                yield step
+
+    async def score(self, folder: Any, score: Score, *, evict: bool) -> AsyncGenerator[Any, None]:
+        assert score.profile == LONG_PROFILE
+        n = estimate_tokens(score.text)
+        self.clock += self.scorer.total(15.4 / 30, range(n), MEASURED_TOKENS)
+        async with aclosing(super().score(folder, score, evict=evict)) as steps:
+            async for step in steps:
+                yield replace(step, profile=score.profile) if isinstance(step, Scored) else step
+
+    async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Any, None]:
+        self.clock += self.target.total(1.0, range(estimate_tokens(text_of(request))), MEASURED_TOKENS)
+        async with aclosing(super().stream(folder, request)) as steps:
+            async for step in steps:
+                yield step
+
+
+LONG_PROFILE = Profile([(0, 0)], 16, True, 30)
+
+
+async def test_the_first_prompt_of_a_scorer_takes_what_was_planned(home: Any) -> None:
+    """Nothing of the scorer is known but its profile: it is loaded, and priced as its load measured it."""
+    this = home(Profiles({DIGEST: LONG_PROFILE}), pool=CountedPool(loaded=["m"]))
+    pool = this.pool
+    measured = 256 / pool.scorer.total(1.0, range(256), 256), pool.scorer.context_s, pool.scorer.fixed_s
+    pool.facts = replace(
+        FACTS,
+        prefill_tok_s=measured[0],
+        prefill_context_s=measured[1],
+        prefill_fixed_s=measured[2],
     )
-    assert trace.chosen.steps[0].seconds == pytest.approx(expected_s, rel=0.05)
-    # Slower than the whole prompt, as it turns out.
+    target = 256 / pool.target.total(1.0, range(256), 256), 10.0, pool.target.context_s, pool.target.fixed_s
+    this.speeds.seed("m", *target)
+    told = await this.told(chat(haystack(400)))
+    assert told.used
+    (trace,) = this.traces
+    assert trace.chosen.kind == "smart"
+    assert trace.prefill_s == pytest.approx(trace.chosen.predicted_s, rel=0.1)
+    # Loading came before the plan, and is in what the client waited for.
+    assert trace.ttft_s == pytest.approx(pool.load_s + trace.prefill_s)
+
+
+async def test_a_scorer_that_proves_slow_when_loaded_is_not_asked(home: Any) -> None:
     this = home(loaded=["m"])
     this.speeds.seed("m", 2 * FACTS.prefill_tok_s, 100.0)
     assert (await this.told(chat())).code == "slower"

@@ -39,10 +39,15 @@ class StoredProfile(msgspec.Struct, frozen=True):
     heads: Annotated[list[tuple[Natural, Natural]], Meta(max_length=limits.SCORE_HEADS)]
     exit_layer: Natural
     rotated: bool
+    layers: Natural
+
+    @classmethod
+    def of(cls, found: Profile) -> StoredProfile:
+        return cls(found.heads, found.exit_layer, found.rotated, found.layers)
 
     @property
     def profile(self) -> Profile:
-        return Profile(self.heads, self.exit_layer, self.rotated)
+        return Profile(self.heads, self.exit_layer, self.rotated, self.layers)
 
 
 class ShippedProfile(msgspec.Struct, frozen=True):
@@ -99,8 +104,7 @@ class ProfileStore:
 
     def keep(self, digest: str, device: str, profile: Profile) -> None:
         if digest:
-            stored = StoredProfile(profile.heads, profile.exit_layer, profile.rotated)
-            self._kept(digest, device).keep(stored)
+            self._kept(digest, device).keep(StoredProfile.of(profile))
 
     def _kept(self, digest: str, device: str) -> CachedResult[StoredProfile]:
         file = None if self.folder is None else self.folder / f"{digest[:32]}-{device}.json"

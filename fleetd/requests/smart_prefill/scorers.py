@@ -204,7 +204,7 @@ class Scorers:
                     scorer.node_id,
                     key,
                     scorer.speed.token_s / scorer.correction,
-                    expected_s=scorer.seconds(ran.tokens) / scorer.correction,
+                    expected_s=scorer.seconds(ran.tokens, around=0) / scorer.correction,
                     took_s=ran.computed_s,
                 )
 
@@ -254,10 +254,12 @@ class Scorers:
         measured = speed_of(model)
         speed = measured or modelled(member.chip, max(1, model.weights_bytes), _LAYERS, _HIDDEN_BYTES)
         correction = self._members.correction(member.node_id, holder.key, speed)
+        profile = self._profiles.get(holder.key)
         return Scorer(
             member.node_id,
             member.name,
             speed.times(correction),
+            planner.exit_share(profile.exit_layer, profile.layers) if profile else planner.EXIT_SHARE,
             link=member.link,
             tier=member.card.machine.tier,
             load_s=0.0 if model.state == "loaded" else chip_speeds.load_s(model.weights_bytes),
