@@ -72,7 +72,7 @@ def _note(seen: Samples, first_s: float, told: dict[str, Any]) -> str:
 
 def _missed(daemon: Daemon) -> float:
     """How far the prediction of the last request was from what it took, as a share of that."""
-    (trace,) = daemon.control("GET", "/fleet/v1/traces?last=1")["traces"]
+    (trace,) = json.loads(daemon.control("GET", "/fleet/v1/traces?last=1"))["traces"]
     if trace["chosen"]["kind"] != "smart":
         raise RuntimeError(f"the first request was not scored: {trace['code']} {trace['reason']}")
     print(
