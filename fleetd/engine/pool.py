@@ -93,7 +93,8 @@ class EnginePool:
             if self.engine(folder) is None:
                 self._measuring = asyncio.create_task(self._load_to_measure(folder), name=f"measure-{name}")
                 return
-        for name, engine in self._engines.items():
+        # Those that a prompt has wanted first.
+        for name, engine in sorted(self._engines.items(), key=lambda item: item[0] not in self._wanted):
             facts = engine.facts
             small = facts is not None and facts.weights_bytes <= limits.IDLE_MODEL_BYTES
             if engine.state == "ready" and engine.scoring.left and (small or name in self._wanted):

@@ -66,6 +66,10 @@ GIVEN = [limits.IDLE_TIME_S]
 
 async def test_a_small_model_is_measured_and_a_large_one_only_on_demand(machine: Machine) -> None:
     assert machine.given() == (GIVEN, [])
+    # What a prompt has wanted goes first.
+    machine.pool.measure_when_idle(LARGE)
+    assert machine.given() == ([], GIVEN)
+    machine.pool._wanted.clear()
     machine.small.scoring = ScoringState("ready")
     assert machine.given() == ([], [])
     machine.pool.measure_when_idle(LARGE)
