@@ -12,6 +12,7 @@ import pytest
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
 from fleetd.engine.protocol import Profile
 from fleetd.engine.scoring.known_profiles import ProfileStore
+from fleetd.hardware.memory import budget
 from fleetd.models.folder import ModelFolder
 from fleetd.own_card import CardMaker
 from fleetd.p2p.membership.cards import Card, ModelCard
@@ -44,11 +45,11 @@ def part(pid: int, first: int, last: int, **fields: Any) -> EngineStatus:
 class Daemon:
     """A card maker with everything it looks at."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, profiles: ProfileStore | None = None, **limits: Any) -> None:
         self.engines: list[EngineStatus] = []
         self.listing = asyncio.Event()
         # The folder's profile is known, which is looked up after it is listed.
-        self.knows = "profiles" in settings
+        self.knows = profiles is not None
         self.speeds = ModelSpeeds()
         self.maker = CardMaker(
             node_id="n",
@@ -63,7 +64,8 @@ class Daemon:
             max_streams=4,
             publish=self.published,
             speeds=self.speeds,
-            **settings,
+            profiles=profiles,
+            budget=lambda machine, free_bytes: budget(machine.memory_bytes, free_bytes, **limits),
         )
 
     async def listed(self) -> None:
@@ -176,5 +178,5 @@ async def test_with_the_whole_model_loaded_a_part_says_nothing() -> None:
 @pytest.mark.one_loop
 @pytest.mark.parametrize(("most", "usable"), [(0, 1 << 32), (1 << 31, 1 << 31), (1 << 40, 1 << 32)])
 async def test_what_a_model_may_take_is_bounded_by_the_settings(most: int, usable: int) -> None:
-    daemon = Daemon(memory_fraction=0.5, max_memory_bytes=most)
+    daemon = Daemon(fraction=0.5, max_bytes=most)
     assert daemon.maker.card().usable_bytes == usable

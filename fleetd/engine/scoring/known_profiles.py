@@ -19,8 +19,9 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.bounded import Natural
 from fleetd.engine.cached_results import CachedResult
-from fleetd.engine.protocol import Natural, Profile
+from fleetd.engine.protocol import Profile
 
 SHIPPED = "shipped_profiles.json"
 # Goes up with whatever makes another profile of the same model.
