@@ -63,7 +63,7 @@ COMMANDS: list[Any] = [
     Generate(
         "b", TextPrompt("text"), Sampling(0.5, seed=-(1 << 63), logit_bias={3: -1.5}), 7, ["s"], 3, True
     ),
-    Generate("c", TokenPrompt([0, 1, 1 << 31])),
+    Generate("c", TokenPrompt([0, 1, (1 << 31) - 1])),
     Generate("d", TextPrompt("text"), keep=Keep({0: [(0, 2), (3, 4)]})),
     Score("e", "text", [(0, 2)], (1, 3), 4, Profile([(0, 1)], 3, True)),
     DraftFor("f", 3),
