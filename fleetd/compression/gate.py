@@ -11,21 +11,23 @@ doubt the prompt stays whole. The question decides before anything is loaded or 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fleetd.compression.document import Document
 from fleetd.compression.gate_places import Pointing, pointing
 from fleetd.compression.gate_signs import ONE, WHOLE, found_signs, plain
 
-# Log-odds of one sign for the whole text, of one for a part, of a word that stands in one place only, and of
-# all words in one place; and how many of each count. By logistic regression over requests of which every sign
-# was left out at times, as people write what no list has (`python -m eval gate`).
+# Log-odds that a part is enough: of a sign for the whole text; of one that the text itself has, as what is
+# asked about may be called a total or a letter; of a sign for a part; of a word that stands in one place only;
+# of all words in one place. And how many of each count. A logistic regression over requests of which every
+# sign was left out at times, as people write what no list has.
 _WHOLE, _WHOLE_SIGNS = -3.3, 3
-_PART, _PART_SIGNS = 1.3, 2
-_WORD, _WORDS = 1.2, 3.6
-_SHARE = 1.5
-_PRIOR = -0.4
+_OWN, _OWN_SIGNS = -1.8, 2
+_PART, _PART_SIGNS = 1.2, 2
+_WORD, _WORDS = 1.1, 3.6
+_SHARE = 1.4
+_PRIOR = -0.7
 # From here on a task plainly needs all of the text.
 _PLAINLY = -2.5
 
@@ -38,20 +40,28 @@ _SPREAD_UNITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a request's words say. ``signs``: how many of each kind there are; ``points``: where the words that
-    are none of these stand in the text."""
+    """What a request's words say. ``signs``: how many of each kind there are, without the ``own`` ones for the
+    whole text that the text has too; ``points``: where the words that are no signs stand in the text."""
 
-    signs: dict[str, int]
+    signs: Mapping[str, int]
+    own: int
     points: Pointing
 
     @property
-    def whole(self) -> int:
-        return sum(self.signs[kind] for kind in WHOLE)
+    def kind(self) -> str:
+        """What the task is about, if it has signs of a task for the whole text."""
+        kind = max(WHOLE, key=self.signs.__getitem__)
+        return WHOLE[kind] if self.signs[kind] or self.own else ""
 
     @property
     def by_signs(self) -> float:
         """Log-odds that a part of the text is enough."""
-        return _WHOLE * min(self.whole, _WHOLE_SIGNS) + _PART * min(self.signs[ONE], _PART_SIGNS)
+        whole = sum(self.signs[kind] for kind in WHOLE)
+        return (
+            _WHOLE * min(whole, _WHOLE_SIGNS)
+            + _OWN * min(self.own, _OWN_SIGNS)
+            + _PART * min(self.signs[ONE], _PART_SIGNS)
+        )
 
     @property
     def by_places(self) -> float:
@@ -76,8 +86,15 @@ def evidence(task: str, text: str) -> Evidence:
     rest = list(said)
     for start, end in (span for spans in signs.values() for span in spans):
         rest[start:end] = " " * (end - start)
-    counts = {kind: len(spans) for kind, spans in signs.items()}
-    return Evidence(counts, pointing("".join(rest), text))
+    low = text.lower()
+    own = 0
+    counts = dict.fromkeys(signs, 0)
+    for kind, spans in signs.items():
+        for start, end in spans:
+            theirs = kind in WHOLE and said[start:end].strip() in low
+            own += theirs
+            counts[kind] += not theirs
+    return Evidence(counts, own, pointing("".join(rest), text))
 
 
 def judge(document: Document) -> GateVerdict:
@@ -89,9 +106,8 @@ def judge(document: Document) -> GateVerdict:
     found = min(tasks, key=lambda each: each.log_odds)
     if found.log_odds > 0:
         return GateVerdict()
-    if found.whole:
-        kind = max(WHOLE, key=found.signs.__getitem__)
-        return GateVerdict(f"the task is about the whole text ({WHOLE[kind]})", found.log_odds < _PLAINLY)
+    if found.kind:
+        return GateVerdict(f"the task is about the whole text ({found.kind})", found.log_odds < _PLAINLY)
     return GateVerdict("nothing shows that a part of the text is enough: its words point to no place in it")
 
 
