@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetd.compression.gate_signs import sign_counts
+from fleetd.compression.gate_signs import found_signs, plain
 from fleetd.compression.words import PARAGRAPH_END, Range, estimate_tokens, lines, merged, sentences
 
 # Text between these is always kept; models never see them. One alone on its line takes the line with it.
@@ -86,7 +86,8 @@ class Document:
         # Whoever pastes a text and says nothing else has said before what is to be done with it.
         for i, block in enumerate(blocks) if users else ():
             whole = (0, len(block.text))
-            if block.role in _INSTRUCTING and _asks(block.text, whole):
+            short = estimate_tokens(block.text) <= _BLOB_TOKENS
+            if block.role in _INSTRUCTING and short and _asks(block.text, whole):
                 return cls(blocks, (document.flat(i, whole),))
         return document
 
@@ -229,7 +230,7 @@ def _asks(text: str, part: Range) -> bool:
         _ASKS.match(text[a:b].strip()) for a, b in sentences(text, *part)
     ):
         return True
-    return sum(sign_counts(said).values()) > _SIGNS * estimate_tokens(said)
+    return sum(map(len, found_signs(plain(said)).values())) > _SIGNS * estimate_tokens(said)
 
 
 def _block(message: Mapping[str, Any]) -> Block:

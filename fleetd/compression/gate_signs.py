@@ -1,152 +1,16 @@
-r"""What people write when a task needs all of a text, and when it asks for one thing in it: patterns as data.
+"""The signs in what people write: for a task that needs all of a text, and for a question about one thing in it.
 
-Regular expressions between blanks, matched in lower case from the beginning of a word; in Chinese anywhere.
-``_`` is a space, ``~`` up to 40 characters of anything, ``$`` the end of a word.
+``gate_signs.txt`` has the patterns, by kind and in five languages.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
 
-# The text in short.
-_SHORT = """
-summ(ar|ed_up|ing_up) sum_(it|this|that|up|everything|the) tl;?dr gist$ recap over-?view outline synops abstract$ condens digest boil~down
-nutshell takeaway essence essential highlights? bullet (big|overall|bigger)_picture brief(ly|ing)?$ in_(short|brief|essence|summary)$ long_story_short
-(key|main|central|core|principal|most_important)_(\w+_)?(point|finding|idea|topic|theme|argument|message|thesis|claim|conclusion|fact|lesson|thing)
-((all|this|it|text|document|story|article|report|piece)_about|what('?s|_is|_does)_(this|it|that)) what_happen(s|ed)_(here|in_(this|the))
-short(er|est)?_(version|form)? shorten length cut~(down|by|to$|length) trim$ half_a_page (one|two|three|single|half|few|\d+)[_-](short_|full_)?(sentence|word|line|page|paragraph|point)s?
-(in|into|to|under|within|than|about|with)_(just_|only_|about_|max_)?(a|one|two|three|four|five|six|ten|twelve|fifteen|twenty|thirty|fifty|\w*_?hundred|a_few|\d+)_(\w+_)?(sentence|word|line|bullet|page|paragraph|tweet|character|stanza|item)
-headline title$ caption subject_line slogan keyword hashtag tags$ blurb teaser abstract minutes_from a_third$ by_half
-zusammen(ge)?fass zusammenfass fass~zusammen kurzfassung kurzversion kurzform kürzer kürz(e|en|est)?$ gekürzt verkürz überblick übersicht inhaltsangabe gliederung stichpunkt stichwort schlagw[oö]rt
-kern(aussage|punkt|gedanke|botschaft|idee|these|inhalt|problem)? haupt(aussage|punkt|gedanke|idee|these|thema|themen|argument|figur|inhalt|sache)\w* quintessenz fazit wesentliche(n|s)?$ wichtigste(n|r|s)?$ knapp$ in_kürze kurz_(und|gesagt|mal|gefasst)
-worum_geht worum_(es|dreht|handelt) wovon_(handelt|erzählt) um_was_geht was_(steht|passiert|geschieht|bringt)_(hier|da$|in_(dem|diesem)) auf_den_punkt eindampf im_großen_und_ganzen
-(einem|zwei|drei|vier|fünf|sechs|zehn|zwanzig|wenigen|ein_paar|halbe|eine|\d+)[rnms]?_(\w+_)?(satz|sätzen?|wort|worten?|wörtern?|zeilen?|stichpunkten?|absätzen?|seiten?|zeichen)$ überschrift titel$ schlagzeile betreff$ klappentext
-résum synthè synthé condens abrég abrèg bref$ brièvement raccourci vue_d'ensemble aperçu grandes_lignes l'essentiel essentiel$ sommaire$ idées?_(princip|clé|forte|essent|directric) points?_(clé|essent|princip|important|fort|saillant|à_retenir) à_retenir retenir$ fil_(conducteur|rouge) thèmes?$
-de_quoi_(parle|traite|s'agit|est-il|il_|ça|cela|retourne) de_quoi~(parle|question|s'agit) que_(dit|raconte)_ce version_(courte|abrégée) court(e|es|s)?$ 
-(une|deux|trois|quatre|cinq|dix|douze|quinze|vingt|trente|cinquante|cent|quelques|demi|un|\d+)[_-](seule_|courtes?_|petites?_)?(phrase|mot|ligne|point|paragraphe|page|caractère)s?$ titre$ accroche légende mots?-clés?
-resum sintetiz sintétic síntesis breve(mente)?$ abrevi esencial lo_(más_)?(importante|principal|fundamental|básico) visión_general panorama esquema grandes_rasgos en_(pocas|dos|tres)_palabras en_corto en_líneas_generales corta$ corto$ acort recort
-(idea|mensaje|tema|punto|argumento|conclusi|aspecto|tesis|dato)(s|es|o|ón|ones)?_(más_)?(princip|clave|central|general|important|fundament|esencial) de_qu[ée]_(trata|va|habla|se_trata) qué_(cuenta|pasa|sucede|ocurre)_(aquí|en_(este|el)) en_claro
-(una?|dos|tres|cuatro|cinco|diez|quince|veinte|cincuenta|cien|pocas|media|\d+)_(sola_|breves?_|cortas?_)?(frase|oraci|palabra|línea|punto|párrafo|viñeta|página|carácter|caracteres) título titular$ lema$ eslogan asunto$ palabras_clave
-总结 概括 概要 概述 概览 摘要 归纳 简述 大意 要点 主旨 中心思想 梗概 提炼 精简 浓缩 缩(写|短|成|减|略) 压缩 长话短说 简(短|要|而言|单说|明) 重点 核心 关键词 纪要 大纲 提纲 结论 标题 题目 短(一)?点
-主要(内容|观点|思想|论点|信息|意思|讲|说|是|问题) (讲|说|写|谈)(的)?(了|是)?(些)?(什么|啥) (一|两|几|三|五|十|百|\d)+(个)?(句话|页纸|段话|段文字|字(以内|左右|之内|内|概|总))
-bottom_line what_matters need_to_know the_point$ the_upshot conclude[sd]?$ thesis$ word_count reading_time implications lessons_learned next_steps action_items to-?dos? open_questions table_of_contents
-schlussfolgerung roter?_faden unterm_strich worauf_(läuft|will|kommt) hinaus$ these$ lesezeit inhaltsverzeichnis steckbrief zusammengefasst in_aller_kürze das_wichtigste wissen_muss
-en_clair ce_qu'il_faut conclusion(s)?$ thèse$ en_substance grosso_modo table_des_matières abrégé trame_de
-en_definitiva en_resumidas conclusión(es)?$ conclusiones tesis$ moraleja en_síntesis qué_hay_que_saber índice_de en_dos_líneas
-说白了 到底(讲|说|写|想) 想(说|表达|告诉) 中心 划重点 简单(说|讲|介绍) 快速(了解|看) 目录 待办
-catch_me_up fill_me_in up_to_speed so_what$ going_on going_on_here in_your_own_words dumb_it_down story_so_far
-auf_(den_)?stand was_(ist_)?(hier_)?los$ in_(eigenen|deinen)_worten
-au_courant que_se_passe-t-il qu'est-ce_qui_se_passe (avec|dans)_(tes|vos|tes_propres)_mots
-al_día$ al_tanto$ qué_está_pasando (con|en)_tus_(propias_)?palabras qué_(mensaje|idea|intención|conclusión|enseñanza)
-"""
-# The text in another language, form, style or for other readers; or continued.
-_FORM = """
-translat translit paraphras re-?(phrase|write|writ|word|work|cast|draft|format|tell|formulat|state) simplif (in|into|to|as|from|through)_(\w+_)?(german|french|spanish|english|italian|chinese|mandarin|cantonese|dutch|portuguese|brazilian|japanese|korean|arabic|hindi|latin|greek|russian|polish|turkish|swedish|welsh|american|british|esperanto)
-(german|french|spanish|english|italian|chinese|dutch|portuguese|japanese|american|british)_(version|translation|text|rendering|spelling|summary) 
-csv$ json$ xml$ yaml$ html$ latex$ markdown$ excel$ spreadsheet ical$ pdf$ powerpoint slides?$ slide_deck table$ (as|into|in|to)_(a_|an_)?(\w+_)?(table|list|poem|letter|e-?mail|dialogue|script|play|song|story|tale|report|article|essay|interview|timeline|chart|diagram|checklist|prose|verse|column|memo|note|speech|sermon|recipe|myth|comic|haiku|sonnet|limerick|ballad|bullet)
-poem$ rhym haiku limerick sonnet checklist screenplay podcast tweet thread$ newsletter blog press_release flash_?cards? quiz$ faqs?$ crossword (exam|test|comprehension|discussion|multiple-choice|interview)_questions questions_(about|on|for)_(this|the_text|it) mind_?map flow_?chart
-style$ style_of in_the_(style|voice|manner|tone|words)_of tone$ tense$ (first|second|third)_person point_of_view perspective$ (plain|simple|simpler|modern|formal|informal|everyday|legal)_(english|language|words|terms) (more|less|too|very|sounds?)_(formal|casual|friendly|polite|neutral|concise|readable|professional|engaging|dramatic|personal)
-for_(a|an|my|the|some|young)?_?(\w+_)?(child|children|kids|layman|laypeople|layperson|beginner|learner|student|grandmother|grandma|tourist|manager|executive|boss|board|press|website|colleague|team|newcomer|class|public)\w*$ year-olds?$ eli5 like_i'?m as_(if|though) as_told_by
-continue_(the|this|it|writing|where|from) carry_on sequel what_(happens|comes)_next next_chapter ending$ epilogue prologue ghost-?write (turn|convert|transform|adapt|render|recast)\w*~(into|to|as|in$|it|this) make~(into|out_of|of_(it|this)|shorter|longer|clearer|simpler|sound|read) (put|set|say|give|have|tell|retell|redo|do)~(it|this|that|me)_(in|into|as|to|for)$
-(write|draft|compose|prepare|produce|create|generate)_(me_|us_|up_)?(a|an|some|the|two|three|ten|\d+)_ (i_)?(need|want|would_like|'d_like)_(a|an|this|it)_(\w+_)?(version|list|table|summary|poem|letter|speech|report|draft|translation|script)
-übersetz übertrag~(ins?|auf|in)_ (ins|auf|im|in)_(\w+_)?(deutsch|englisch|französisch|spanisch|italienisch|chinesisch|niederländisch|latein|polnisch|türkisch|russisch|portugiesisch|japanisch|arabisch|schwedisch|plattdeutsch|bayerisch|bairisch|schwäbisch|schweizerdeutsch)\w* paraphras umformulier formulier umschreib umgeschrieben schreib~(um$|neu$|weiter$|fort$|als$|in_) vereinfach (einfache|leichte|verständliche|eigenen|anderen)[rnm]?_(sprache|worten)
-tabelle checkliste gedicht reim großbuchstaben kleinbuchstaben fließtext aufzählung brief$ dialog$ drehbuch hörspiel zeitungs?artikel artikel$ märchen rede$ präsentation folien vortrag interview$ newsletter blogbeitrag pressemitteilung rundmail e-?mail$ mail_(an|draus|daraus) lied$ ballade quizfragen prüfungsfragen fragen_(zum|zu_dem|daraus) karteikarten zeitstrahl zeitleiste mindmap (in|als)_(\w+_)?(form|stil|ton|fassung|format|version|tabelle|liste)$ (version|fassung|variante)$
-stil$ im_stil tonfall im_ton$ präteritum präsens vergangenheitsform ich-(form|perspektive) aus_(der_)?sicht perspektive als_(ob|wäre|würde|hätte|sei) für_(\w+_)?(kinder|laien|anfänger|fünfjährige|zehnjährige|grundschüler|schüler|meine|unsere|oma|touristen|den_chef|die_presse|die_website|das_intranet)\w* (mach|bau|bastel|bastle|erstell|entwirf|verfass|schreib)e?~(daraus|draus|davon|hieraus|eine?n?_) daraus$ draus$ hieraus fortsetzung weitererzähl weiterschreib
-tradui traduc réécri récri reformul paraphras transpos réadapt simplifi vulgaris (en|au|vers|sur)_(\w+_)?(allemand|anglais|espagnol|chinois|français|italien|néerlandais|portugais|latin|arabe|japonais|russe|polonais|breton|occitan|créole|québécois)$ (tableau|poème|poésie|sonnet|haïku|conte|chanson|dialogue|lettre|article|scénario|script|exposé|discours|diaporama|diapos?|podcast|communiqué|courriel|newsletter|quiz|qcm|questionnaire|fiche|infographie|frise|format|présentation|dépliant|affiche|guide)s?$ (en|sous)_(vers|prose|rimes|puces|forme|tableau|liste) prose$ à_la_manière à_la_façon style$ ton$ registre$ comme_(si|un|une)_ au_(passé|présent|futur|conditionnel) première_personne troisième_personne point_de_vue du_point pour_(\w+_)?(enfant|débutant|profane|élève|étudiant|patron|direction|presse|site|grand_public|ado|mamie|collègue|stagiaire)\w* (mets|mettez|transforme|convertis|adapte|change|tourne)[rz]?~ version$ (fais|faites|faire|écris|écrivez|rédige|rédigez|prépare|préparez|crée|imagine|invente|compose)[z]?(-moi|-en|-nous)?_(un|une|le|la|des|en) si_tu_en la_suite$
-redacta redact[ea]r reescrib reescrit reformul parafras simplific adapta adapt[ae] conviert convert transform (en|al?)_(\w+_)?(alemán|inglés|francés|chino|español|italiano|gallego|catalán|euskera|valenciano|portugués|latín|castellano|árabe|japonés|ruso|neerlandés)$ (tabla|poema|soneto|romance|cuento|canción|diálogo|carta|artículo|guion|guión|telenovela|discurso|presentación|diapositiva|pódcast|podcast|comunicado|boletín|cuestionario|examen|test|ficha|infografía|cronología|formato|obra|entrevista|folleto|cartel|fábula)s?$ en_(verso|prosa|rima|forma|viñetas) estilo tono$ como_(si|un|una)_ en_(pasado|presente|futuro|condicional|primera|tercera) primera_persona tercera_persona tuteá tuteo punto_de_vista para_(\w+_)?(niño|principiante|profano|alumn|jefe|jefa|dirección|prensa|web|público|adolescente|abuela|compañer|turista)\w* versión (haz|hazme|hacer|hacerme|escribe|escríbe\w*|prepara|prepárame|crea|inventa|elabora|monta|montas|móntame|compón|genera|ponme|pon|pásame|pasa|pásalo|ponlo|cuéntamelo|cuéntalo|cámbialo|tradúcelo|dilo)_(un|una|el|la|los|las|en|como|a|al|con)$ cuéntamelo cuéntalo cámbialo pásalo ponlo continúa~(historia|texto|relato) cómo_(queda|quedaría|sería|suena)_
-翻译 翻成 译 改(写|成|编|为|得|短|一下) 写成 换成 转(成|为|换) (变|整理|编|排|列|做|弄|画|拆|分)成 重(写|新|述|讲) 复述 扩写 续写 接着 往下 (用|以)\w{1,8}(口吻|口气|语气|身份|角度|视角|风格|人称) 用\w{1,4}(语|话|文)(重|来|讲|写|说|改|叙|再|翻|概|总|回) 口吻 口气 风格 通俗 白话 人称 表格 csv latex json markdown excel  歌词 剧本 故事版 新闻稿 演讲稿 讲稿 日记 相声 小品 (一封|封)\w{0,8}信 选择题 测验 题(目)?$ 幻灯片 ppt 思维导图 流程图 海报 (写|拟|起草|撰写|编|出|设计|做|列)(一|两|几|三|五|十|\d)*(个|份|篇|封|首|道|张)(\w{0,6}(稿|信|题|诗|文|表|报|册|案|要|目)) 再写 (给|讲给|写给|面向|适合)\w{0,6}(孩子|小孩|儿童|老人|小学生|学生|外行|老板|领导|朋友|同事|邻居|奶奶|居民)
-glossary index_of faqs? acronym emoji dialect slang accent (active|passive)_voice gender-neutral inclusive_language (sub-?)?headings? subtitles? paragraphs$ role-?play pretend imagine_(you|this|it) as_a_(pirate|lawyer|teacher|journalist|sermon|news|play|rap|song|fairy) hemingway shakespeare blank_verse infographic pamphlet leaflet poster cheat_?sheet study_guide lesson_plan translation
-glossar fremdwörter fachbegriffe emojis? dialekt mundart jugendsprache umgangssprache hochdeutsch gendern gendergerecht (aktiv|passiv)$ duz(en|t)?$ siez(en|t)?$ zwischenüberschriften absätze$ rollenspiel stell_dir_vor in_reim(form|en) flyer plakat merkblatt spickzettel lernzettel szene$ theaterstück sketch krimi sms$ postkarte notiz(en)?$ bericht$ agenda$ vorlage bekanntmachung aushang rundbrief grafik diagramm schaubild kalender
-glossaire émojis? patois argot verlan (voix_)?(active|passive)$ tutoie tutoy vouvoy écriture_inclusive intertitres sous-titres paragraphes$ imagine_que jeu_de_rôle pièce_de_théâtre saynète sketch aide-mémoire antisèche mémo dépêche brève$ tract carte_postale sms$ diagramme schéma calendrier agenda$ langage_(simple|courant|familier|soutenu|clair)
-glosario emojis? dialecto jerga (voz_)?(activa|pasiva)$ lenguaje_(inclusivo|sencillo|claro|coloquial) subtítulos intertítulos imagina_que sainete chuleta apuntes nota_de_prensa postal$ sms$ diagrama mapa_(mental|conceptual) calendario villancico copla chiste monólogo tweets? tuits? hilo_de
-术语表 表情(符号)? 方言 口语 书面语 文言 被动 主动语态 小标题 分段 扮演 假设你 假如你 模仿 假装 短信 朋友圈 微博 小红书 备忘 手册 传单 图表 日程 日历 顺口溜 打油诗 对联 台词 旁白 解说
-the_way_(a|an|my) as_though jazz spice_up punch_up (can|could|may)_(i|we)_(have|get)_(it|this|that|a|an)$ (want|need)_(it|this)_(in|as|for)$ (it|this)_(in|into|as)_
-(hätte|möchte|brauche|bräuchte|will)_(ich_)?(das|es|davon|daraus)_
-\w+-(moi-|nous-)?(le|la|les|en|ça|cela)(-moi)?$ (je_)?(voudrais|veux|souhaite)_(une|un)_(version|texte|lettre|tableau|résumé|liste)
-\w*[áéíóú]\w*[aeinrz](me|nos|se)?l[oa]s?$ (hazlo|ponlo|dilo|dalo)$ (lo|la)_(quiero|necesito|pones|pasas|puedes|podrías|haces) (puedes|podrías|quieres)_(poner|pasar|convertir|escribir|hacer|dejar|contar|explicar)\w*
-"""
-# The text is to be changed in itself, or given back as it is.
-_EDIT = """
-proof-?read spell-?(check|ing) copy-?edit edit(ed|ing)?$ polish grammar punctuat typos? (fix|correct|tidy|clean|smooth|tighten|improve)_?(up|it|this|the|my|all|any|every)? (remove|delete|strip|drop|omit|erase|replace|swap|mask|redact|anonymi[sz]|highlight|underline|capitali[sz]|black_out|take_out|leave_out|cut_out|cut$|insert|add$|expand)\w* upper_?case lower_?case all_caps throughout everywhere verbatim word[-_]for[-_]word letter_for_letter (line|sentence|word|paragraph|section)_by_(line|sentence|word|paragraph|section) recit(e|ing)$ quote$ repeat$ cop(y|ied)_(out|it|this|the) transcri reproduc read~(out|aloud|back)$ exact_(text|word|copy|wording) full_text unabridged backwards
-(paragraph|section|chapter|sentence|line|stanza|page|verse)_(number_|no\.?_)?(one|two|three|four|five|six|seven|eight|nine|ten)$ (first|second|third|fourth|fifth|sixth|last|final|opening|closing|next_to_last|penultimate)_(\w+_)?(paragraph|section|sentence|line|stanza|page|word|half|third|quarter|part|lines|paragraphs|sentences|words|chapters?|letter)$
-(refactor|lint|debug|optimi[sz]e|minify|annotate|document|rename|port|fix|explain|test|review|simplify|change|modify|update)_(\w+_)?(\w+_){0,3}(code|function|class|method|file|script|module|program|snippet|component|bugs?)$ (type_hints?|unit_tests?|docstrings?|comments)_(to|for|in) bugs?_in wrong_with (convert|port)~to$ say~exactly exactly~say quote~exactly (show|print|give)_me_the_(function|class|method|clause|paragraph|section)$ (whole|entire|full|complete)_\w+ rest$
-korrigier korrektur lektorier rechtschreib grammatik zeichensetzung kommas? tippfehler überarbeit verbesser glätt (streich|lösch|entfern|ersetz|markier|unterstreich|tausch|schwärz|anonymisier|ergänz|füg|kommentier|nummerier)\w* setz~(ein|um)$ (nimm|lass)~(raus|weg|aus)$ überall durchgehend durchgängig wörtlich wortgetreu wort_für_wort wortwörtlich zeile_für_zeile satz_für_satz punkt_für_punkt zitier aufsag wiederhol abschreib schreib~ab$ (lies|les)e?~vor$ wortlaut originaltext unverändert rückwärts (den|das|der)_rest$ (erste|zweite|dritte|vierte|fünfte|letzte|vorletzte)[rnms]?_(\w+_)?(absatz|absätze|abschnitt|satz|sätze|zeile|kapitel|strophe|hälfte|seite|wort|drittel|teil)$ (absatz|abschnitt|zeile|kapitel|strophe|seite|satz)_(eins|zwei|drei|vier|fünf|sechs)$
-corrig relis(ez)?$ relire$ relecture orthograph typograph grammai ponctuation fautes?$ coquille amélior peaufin allège allég étoff (remplac|supprim|efface|souligne|masque|enlèv|enlev|retire|retir|surlign|barr|anonymis|caviard|ajout|insèr|insér|numérot|ôte|commente)\w* partout mot_(à|pour|par)_mot textuel littéral ligne_(par|à)_ligne phrase_par_phrase (ré)?cit(e|er|ez)(-moi)?$ répèt répét recopi recop reprodui retranscri lis~(voix|tout)$ tel_quel telle_quelle le_reste$ intégral in_extenso à_l'envers (premi[eè]re?|deuxième|seconde?|troisième|quatrième|cinquième|derni[eè]re?|avant-derni[eè]re?)s?_(\w+_)?(paragraphe|section|phrase|ligne|chapitre|strophe|page|mot|moitié|partie|tiers)s?$ (paragraphe|section|ligne|chapitre|page|phrase)_(un|deux|trois|quatre|cinq|six)$
-correg corrij corrige revisa$ ortograf ortográf gramátic puntuación faltas$ erratas mejora$ pule$ (elimin|borr|suprim|quit|quít|tach|subray|marc|resalt|censur|reemplaz|sustitu|anonimi|añad|agreg|numer|insert|cambia|coment)\w* en_todas?_partes palabra_por_palabra literal textual al_pie_de_la_letra línea_(por|a)_línea frase_por_frase (re)?cita(me)?$ repite$ repít copia$ cópia transcri reproduc lee~(voz|alta)$ léeme íntegr tal_cual el_resto$ al_revés (primer|segund|tercer|cuart|quint|últim|penúltim)(o|a|os|as)?_(\w+_)?(párrafo|sección|frase|oración|línea|capítulo|estrofa|página|palabra|mitad|parte)s?$ (párrafo|sección|línea|capítulo|página|frase)_(uno|dos|tres|cuatro|cinco|seis)$
-润色 校对 校正 纠(正|错) 修改 修订 改(错|正|进) 错别字 语法 标点 病句 (替换|换掉|删|去掉|去除|隐去|隐藏|标出|标注|划出|遮|抹掉|匿名|脱敏) 剩下 其余 别(的)?(不)?动 不要(动|改) 逐(字|句|行|段|条) 一字不 原(文|样|封不动) 背(诵|出) 照抄 抄(写|一遍|下来|录) 朗读 念(一遍|出|给) 完整 倒(着|序) 第[一二三四五六七八九十\d]+(个)?(段|句|行|章|节|部分|页|自然段) (最后|开头|结尾|首|末|前|后)(的)?(一|两|几|半|三)?(个)?(段|句|行|章|节|部分|页|自然段) 开头 结尾
-mistakes$ errors_in misspell comma(s)?$ fact-?check clean_copy gender_neutral untouched as_is$ as_it_is$ everything_(else|but|except) (without|no)_(changing|losing|omitting|names)
-fehler$ schreibfehler stilistisch satzbau füllwörter (ohne|bis_auf)_(die|alle|den)$ unangetastet so_lassen$ lies_(mal_)?(drüber|gegen) gegenlesen durchlesen säuber bereinig faktencheck kleinschreib großschreib unkenntlich
-erreurs?$ relire mise_en_page nettoie (sans|sauf)_(les|rien|toucher|changer)$ vérifie espaces$ majuscules minuscules gras$ italique noircis tout_le_reste
-errores$ repasa(r|me)?$ relee limpia$ (sin|menos|salvo)_(tocar|cambiar|los|las|perder)$ mayúscula minúscula negrita cursiva tild(e|es)$ comas$ verifica$ comprueba_que todo_lo_demás
-检查一(下|遍)(\w{0,4}(字|语|错|标))? 用词 标红 加粗 大写 小写 保留(原|其他|其余|格式)? 不改变 不(要)?遗漏 去(除|水)
-get_rid_of lose_the$ (keep|leave|give_me)_only only_the$ nothing_but just_the_(names|dates|numbers|facts|dialogue|text)
-lass~nur$ nur_die_ ohne_die_ (wirf|schmeiß|nimm)~raus$
-ne_garde garde[rz]?$ seulement_les sans_les$
-quédate deja_(solo|sólo|únicamente) (solo|sólo)_(los|las) sin_(los|las)$
-"""
-# Every part counts: how many, all of them, in which order, what stands out.
-_EVERY = """
-count(s|ed|ing)?$ tally add_(it_|them_|these_|those_)?(all_)?up number_of_(times|words|different|distinct|people|sentences|mention) how_(often|frequently) how_many_(times|different|distinct|unique|words|sentences|paragraphs|separate|people_are) how_many~(altogether|in_total|in_all|overall|mentioned|appear|occur|listed|named|show_up|come_up|(in|on)_(the|this)_(text|document|list|table|log|file|report|story|article|page)) how_many_of how_many~(no|without)$
-frequen totals?$ grand_total sum_of average median most$ least$ (appear|occur|come_up|show_up|speak|talk)s?_(the_)?(most|least|more|often) every$ each$ all$ everyone everybody everything list(ing|ed|s)?$ enumerat itemi[sz] inventory catalog extract(s|ing)?$ (pull|pick|single|point)_out collect$ gather$ compile$ compar contrast(s|ing)?$ differences?$ differ$ similar contradict inconsist discrepanc in_common versus$ rank(ed|ing|s)?$ sort(ed|ing|s)?$ order_(of|the|them|by|in) in_order$ reorder group(ed|ing)?_ classif categor alphabetic chronolog timeline sequence$ complete_list names?_of_(all|every|the_people) (which|what)_(\w+_)?\w+s_(are|get|were|appear|come|does_(it|the))~(mention|listed|named|discuss|describ|appear|cover|up|occur|introduc) who(_are|'s_who)~ characters?$ any_(mention|mistake|error|contradiction|place|sentence)s? trend pattern$ over_time evol(ve|ution) across_the (high|low|larg|small|bigg|long|short|old|young|few|late|early|earli|cheap|busi|fast|slow|great|heavi|strong|weak|dear|b|wor)e?st$
-zähl(e|t|en|st)?$ zähl~auf$ aufzähl wie_(oft|häufig) wie_viele_(verschiedene|unterschiedliche|wörter|sätze|absätze|personen|namen|mal) wie_viele~(insgesamt|vorkommen|kommen~vor|genannt|erwähnt|auftauchen|tauchen~auf) anzahl insgesamt gesamt(zahl|summe|betrag|wert|menge)?$ summe$ summier addier durchschnitt(lich)?$ mittelwert häufigst meisten$ am_\w+sten$ alle[rsnm]?$ alles$ sämtliche jede[rsnm]?$ jeweils liste$ listen?$ auflist extrahier such~(alle|raus$|heraus$) vergleich gegenüber unterschied gemeinsam widerspr sortier ordne$ gruppier klassifizier kategorisier alphabetisch chronolog reihenfolge rangliste rangfolge kommen~vor$ welche_(\w+_)?\w+_(werden|kommen|tauchen|treten)~(erwähnt|genannt|vor$|beschrieben|auf$|behandelt) entwickel(t|n|ung)
-compte[rz]?(-moi)?_(les|le|tous|toutes|combien) dénombr recens combien_de_(fois|mots|phrases|personnages|lieux) combien~(en_tout|au_total|apparai|mentionn|cité|nommé) nombre_(de|d'|total) total(e|ité)?$ additionn somme$ moyenne médiane fréquen plus_souvent (le|la|les)_(plus|moins)_\w+ (de_la|du)_plus tous$ toutes$ chaque chacun liste[rsz]?$ listes?$ énumèr énumér relève[rz]? relev(er|é)$ répertori inventai extrai[st]?$ extraire compar différence ressembl similitud contradict contredi incohéren divergen en_commun class(e|er|ez|ement)$ tri(e|er|ez)$ ordonn regroup catégori alphabéti chronolog frise ordre_(des|dans|d'|alphab|croiss|chronol) quel(le)?s_(\w+_)?\w+_(sont|apparai|figur|revien)~(mentionn|cité|nommé|évoqué|abord|décri|apparai) évolu personnages$ cité(e)?s$ mentionné(e)?s$ nommé(e)?s?$
-cuenta_(las|los|cuántas|cuántos|el_número|todas|todos|cada) contar$ cuánt[oa]s_(veces|palabras|frases|personas_(distint|diferent|apar|se)|distint|diferent) cuánt[oa]s~(en_total|aparec|mencion|se_nombr|se_cit) número_(de|total) total(es)?$ suma(r)?$ promedio media$ mediana frecuen más_\w+$ menos_\w+$ aparece(n)?$ tod[oa]s$ cada$ lista(do|me)?$ enumer enúmer extra(e|er|iga)$ recopil compar diferencia similitud semejanz contradic contradig incoheren discrepan en_común clasific clasifíc orden(a|ar|ada|adas|ado)$ ordén agrup categor jerarqui alfabétic cronol cronól quién(es)?_(aparece|habla|interviene|sale)\w* qué_(\w+_)?\w+s_(se|aparecen|figuran)_?\w*(mencion|cit|nombr|describ|trat)? (calcul|saca|sácame)\w* evoluci evolucion entre_unos
-统计 数(一下|一数|数|出)? (多少|几)(次|遍|处|种不同|个不同) (一共|总共|合计|总计|加起来) 总(数|和|额|量|价|分|金额|计) 平均 频率 最(多|少|常|频繁|高|低|大|小|长|短|早|晚|贵|便宜|好|差|重要|难) 列(出|举|一|个|明|表)? 清单 名单 罗列 所有 全部 每(个|一|位|次|处|条|项|种|段|句|章|天) 各(个|位|自|种|项|条|段|组|年|方|地|人) 逐一 逐个 一一 挨个 比较 对比 相比 区别 差异 异同 不同 共同点 矛盾 不一致 出入 对得上 排(序|列|名|一) 顺序 先后 分类 归类 分组 时间(线|轴) 依次 (提到|出现|涉及|列举|说|讲)(了|过|的)?(哪些|谁) 从头到尾 演变 提取 摘出 找出(所|全|每|文) 挑出
-who_is_involved everyone_involved relationships? how_are~related deadlines$ dates_and figures_and cause_and_effect step_by_step both_sides (in|by)_(alphabetical|chronological|ascending|descending|order) all_the$ one_by_one respectively (most|least)_\w+ duplicates? repeat(s|ed|edly)$ recurr word_(appears|occurs|used)
-beteiligt(en|e)?$ wer_(sind|ist)_(alles|hier|die_(personen|figuren|beteiligten)) (verhältnis|beziehung(en)?)_(zueinander|zwischen|der) termine$ fristen$ namen$ zahlen$ daten$ orte$ aufgaben$ der_reihe_nach nacheinander schritt_für_schritt pro_und_contra vor-?_und_nachteile mehrfach wiederholen ursache beide_seiten stell~(gegenüber|zusammen)$ fass~alle kommt~vor$ kommen$ was_alles wer_alles jede_(einzelne|stelle|erwähnung)
-intervenants? protagonistes? relations?_entre échéances? dates$ noms$ chiffres$ lieux$ étape_par_étape l'un_après pour_et_contre avantages répét(é|ée|ition)s? cause_et deux_camps un_par_un respectif (croissant|décroissant) occurrences? apparaît$ apparaissent$ revient$
-implicados involucrados participantes$ relaci(ón|ones)_entre plazos$ fechas$ nombres$ cifras$ lugares$ paso_a_paso pros_y_contras ventajas repetid causa_y uno_por_uno respectiv (ascendente|descendente) ambas_partes ambos_lados se_repite(n)?$ sale(n)?_(más|cuántas) personajes
-关系 (每|各)人 分别(是|有|列) 日期(都|和) 人名 地名 数字(都|和) 名字(都|和) 正反 利弊 (优|缺)点 重复 因果 双方 一览 汇总 梳理 盘点 明细
-(from_)?(most|largest|biggest|least|best|oldest|highest)_to_(least|smallest|worst|newest|lowest|youngest) by_(date|importance|size|name|topic|theme|person|speaker)$ any_(inconsistenc|typo|mistake|issue|problem|hole|repetition)
-nach_(datum|größe|wichtigkeit|themen|namen|personen|alphabet)$ der_(größe|wichtigkeit|bedeutung)_nach von~nach_
-par_(date|ordre|thème|importance|personne|nom|lieu)s?$ (du|de_la)_(plus|moins)~(au|à_la)_
-por_(orden|fecha|fechas|temas?|importancia|personas?|nombres?)$ de_(mayor|más|menor|menos)_a_ relación_de
-"""
-# The text is spoken of as a whole, or weighed.
-_TEXT = """
-this$ (of|with|from|about|on|in|into)_(it|this|that|here|these)$ (this|the|whole|entire)_(\w+_)?(text|document|passage|article|story|piece|essay|transcript|draft|write-?up)$ the_(lot|whole|entirety|above)$ whole$ entire(ty|ly)?$ overall on_the_whole in_general generally from_(start|beginning|top|first|a)_to_ end_to_end (make|say|think|get)_of_(it|this) between_the_lines
-analy[sz] assess evaluat criti(que|ci[sz]|c$|cal) review$ feedback strengths? weakness pros_and_cons verdict opinion your_(take|thoughts|view|impression|judg) you_(think|find|feel|like|say|call|consider) would_(you|a|an|it|this) could_(it|this)_be you'd$ (how|what)_(would|could|might|should)_(you|a|an|i|it|this) on_a_scale out_of_ten grade$ rate$ how_(well|good|convincing|persuasive|biased|reliable|readable|believable|fair|clear|credible|formal|honest|objective)$ bias(ed)?$ persuasive convincing mood$ sentiment atmosphere moral$ themes?$ (the|implied|main)_(author|writer|narrator)(_|'s) author writer$ narrator reader(s|ship)?$ reading(_this)?$ reads?$ audience genre structure$ missing$ explain_(this|it|the_(text|document|whole|story|situation)) walk_me_through talk_me_through teach_me
-hier$ darin$ davon$ insgesamt das_(ganze|alles|hier)$ (dieser?|dem|diesem|des|den|der|das|ganzen?|gesamten?)_(\w+_)?(text(es|s)?|dokument|geschichte|erzählung|aufsatz|aufsatzes|entwurf|bericht|artikel)$ ganze[nsrm]?$ komplett(e[nrsm]?)?$ gesamt(e[nrsm]?)?$ im_ganzen von_(vorne|anfang)_bis (das|es)_(bitte|mal|so|als|ins?|auf|um|nochmal)_ analys bewert beurteil kritisier kritik(punkte)?$ rezension stärken$ schwächen$ schwachstelle was_hältst (deine|deiner)_(meinung|ansicht|sicht) (dein|deine)_(eindruck|urteil|fazit)$ (würde|könnte|sollte)st_du findest_du meinst_du wie_(klingt|wirkt|liest|kommt)_ klingt$ wirkt$ stimmung ton$ haltung$ moral$ zielgruppe (der|des)_(autor|verfasser|erzähler)\w* leser(n|in|schaft)?$ auf_einer_skala note$ bemängel seriös objektiv sachlich überzeugend verständlich$ fehlt$ erkläre?_(mir_)?(das|es|den_text|die_geschichte)$ 
-ça$ ceci$ (de|dans|à|avec|sur)_(ça|cela|ceci|ce_(texte|récit|document)) ce(t|tte)?_(\w+_)?(texte|document|récit|article|histoire|notice|carnet|rapport|compte_rendu|échange|contrat|passage|extrait)$ (du|le|tout_le)_(texte|document|récit)$ tout(e)?_(ça|cela|ceci|le|la)$ l'ensemble intégralité intégral(e|ement)?$ en_(entier|général|somme|gros)$ entier$ bout_en_bout du_début_à d'un_bout globale(ment)?$ analys évalu critiqu avis$ verdict penses(-tu)?$ pensez dirais$ trouves-tu trouves$ selon_toi d'après_toi ferais noter?_sur sur_dix points_(forts|faibles) ambiance atmosphère émotion sent(ir|iment|iments)?$ morale$ tonalité public$ l'auteur auteur$ narrateur lecteur lire$ lecture$ convain(c|q)\w* objecti[fv] crédible biaisé partial manque_à manque(nt)?$ publier expliqu(e|er|ez)(-moi)?_(ça|ce|cela|le_texte|tout|l'histoire)
-esto$ (de|en|con|a|sobre)_(esto|ello|aquí|todo)$ este_(\w+_)?(texto|documento|relato|artículo|reportaje|informe|contrato|tique|hilo|escrito)$ (el|del|todo_el)_(texto|documento|relato|artículo|reportaje|escrito|conversación)$ todo$ tod[oa]_(esto|ello|el|la)$ conjunto$ en_general general$ globalmente principio_a_fin de_cabo_a_rabo analiz análisis evalú evalua crític reseñ opin(as|ión|ar)$ valora(ción|r)?$ te_parece crees$ dirías piensas harías pondrías cambiarías qué_(tal|impresión|nota) del_(uno|1)_al puntos_(fuertes|débiles) tono$ ambiente$ atmósfera emocion sent(ir|imiento)\w*$ siente$ moraleja autor(a|es)?$ narrador lector(es|a)?$ lectura$ leer$ suena$ objetiv convincente creíble sesg imparcial profesional falta$ sobra$ expl[ií]ca(me)?_(esto|todo|el_texto|lo)$
-(这|本|该|此|整|全|通)(篇|份|个|段|部)?(文|文章|文档|材料|东西|论文|报告|故事|聊天|记录|对话|篇)? 全(文|篇|部) 文(中|章|里|本) 整(体|个|篇|份) 总(体|的来) 通(篇|读|看) 上(面|述|文) 以上 内容 聊天记录 群聊 分析 评(价|论|估|分|判|语) 看法 优(点|缺) 缺点 不足 点评 书评 你(觉得|认为|看|会|怎么|说) 怎么(看|样评) 打(几)?分 语气 情(感|绪) 基调 态度 氛围 气氛 寓意 读后感 感(受|想|觉) 性格 形容 作者 读者 合理 客观 可信 说服 偏见 专业吗 结构 逻辑 缺(了|少|什么) 解释一下这 讲解
-consistent plausib make(s)?_sense red_flags? risks?$ gaps$ loophole impli(es|cit|cation) assum(e|es|ption) (what|which)_(language|genre|kind_of_(text|document|writing)) written_(by|for|in|when) who_wrote well-?written hidden subtext irony sarcas humou?r tension arc$ symbol metaphor imagery argument$ logic(al)?$ reliable trustworth sincere fishy suspicious interest_me worth_reading should_i_(sign|read|worry|trust|accept|publish) advi[cs]e$ recommend understand_(it|this|the_whole) context$ background$
-stimmig plausibel sinn_(ergibt|macht)? macht_das_sinn risiken$ lücken haken$ fallstricke schlüssig nachvollziehbar glaubwürdig logik$ textsorte gattung ironi humor spannung metapher symbol(e|ik)? erzählweise sprache_(ist|des|wird) sachlich neutral parteiisch einseitig zwischen_den_zeilen unterschreiben$ raten$ rat$ empfiehlst empfehlen verständlich versteh(e|en|st)?_(das|es|nicht|den_text) lesenswert zeig_mir_den_aufbau aufbau$ gesamteindruck insgesamt soll_ich$ gerecht$ fair$ professionell
-cohéren plausible sens_(caché|général)? risques?$ lacunes pièges? logique$ genre$ ironi humour suspense métaphor symbol style_de implicite entre_les_lignes sous-entend neutre sérieux sincère signer$ conseill recommand compren(ds|dre)_(rien|ce|le_texte|tout) vaut_la_peine structure$ constru(it|ction) clair$ juste$ équitable professionnel contexte$ te_semble vous_semble te_paraît vous_paraît à_ton_sens ressort(ir)?$ dégage$ impression$
-coheren plausible riesgos$ lagunas trampas lógic[ao]$ género$ ironía humor$ suspense metáfor símbolo entre_líneas implícit neutral$ seri[oa]$ sincer firmar$ firmarías recomiend aconsej(as|arías) entiend(o|es)_(nada|esto|el_texto) merece_la_pena estructura$ clar[oa]$ just[oa]$ contexto$ impresión$ da_la_sensación a_tu_juicio según_tú para_ti se_desprende
-逻辑 通顺 讽刺 幽默 悬念 比喻 象征 言外之意 潜台词 立场 中立 漏洞 陷阱 靠谱 值得 可靠 建议我 该不该 应该(签|读|信) 体裁 文体 站得住 说得通 自相
-(does|is)_(it|this)_(hold|make|read|sound|work|flow|all|any|too|good|well|fair|worth|clear) sounds?$ too_(long|short|dry|harsh|formal|technical|vague)$ poke_holes devil's_advocate rip~apart break_(it|this)_down unpack what's_your
-taugt gut_geschrieben zerpflück auseinander(nehm)? zu_(lang|trocken|hart|technisch|förmlich)$
-tient_(debout|la_route) bien_écrit trop_(long|sec|dur|technique|formel)$
-bien_escrit[oa] demasiado_(largo|seco|duro|técnico|formal)$ destripa se_sostiene postura$ intención$
-"""
-# One thing in the text is asked for.
-_ONE = """
-who$ whose whom when$ where$ why$ (at|on|in|from|to|by|for|with)_(what|which|whom) which$ how_(much|long|old|far|tall|high|big|large|late|early|deep|wide|heavy|fast|hot|cold|expensive|soon|many) what_(time|year|date|day|month|age|price|colou?r|number|name|kind|sort|type|size|reason|job|phone|address|code|password|version|percentage|amount|temperature) (is|are|was|were|did|does|do|has|have|had)_(the|there|they|she|he|it|we|any|\w+_(ever|really|still|say|get|have))_ what('s|_is|_was|_are|_were|_did|_does|_had)_ according_to (tell|remind|show|give)_me_(who|when|where|what|which|how|whether|why|the) look_up find_(out|the|me_the) do_i$ can_i$ may_i$ must_(i|we)$ the_(name|date|number|price|phone|address|code|passage|part|bit|place|figure)_(of|on|with|about|where|for) (name|date|number|price|address|please)$
-wer$ wem$ wen$ wessen wann$ wo$ woher wohin woran womit wofür wodurch wovon warum weshalb wieso welche[rnms]?$ wie_(viel|hoch|lang|alt|groß|teuer|breit|schwer|tief|spät|heiß|heißt|hieß|lautet|weit|schnell|lange)\w* wieviel was_(ist|war|hat|kostet|kostete|macht|sagt|sagte|bedeutet|geschah|passierte|muss|passiert_wenn|soll)_ (in|an|auf|bei|mit|seit|bis|ab|zu|von|aus|um|unter|für|nach|vor|über)_(welche[rnms]?|wem|wen|wann|was|wie_viel\w*)$ (ist|hat|war|wurde|darf|dürfen|muss|müssen|gibt|sind|haben)_ laut_ (nenn|sag|such|find|schau|gib|zeig)e?_(mir_|bitte_)?(den$|die$|das$|wann|wer|wo|wie|ob|heraus|nach|kurz_ob) ob_(wir|ich|man|es) (datum|name|namen|nummer|preis|adresse|stelle)_(der|des|von|die|das|über|zu) ich_(suche|brauche|bräuchte)_(den|die|das)_
-qui$ quand$ où$ pourquoi quel(le)?s?$ combien$ (à|de|en|dans|par|pour|sur|avec|depuis|chez|vers|sous|contre)_(qui|quand|quoi|quel(le)?s?|où|combien)$ (est-ce|est-il|est-elle|a-t-|y_a-t-il|peut-on|faut-il|doit-on|sont-|ont-|puis-je|dois-je|a-t-on)\w* qu'(est-ce_(qui|que)|a$|ont$|y_a) que_(faut|faire|doit|fait|contient|signifie|s'est|se|coûte|risque|vaut) comment_(s'appel|se_nomm|est-ce|fonctionn|peut|a-t|faire|ouvr|on_) selon_l d'après_l (dis|dites|indique|indiquez|donne|donnez|trouve|trouvez|montre|cherche)(-moi|-nous)?_(donc_)?(qui|quand|où|le|la|l'|quel|combien|si|à) cherche_ retrouve j'ai_besoin_(du|de_la|de_l'|des) (le|la)_(nom|date|numéro|prix|adresse|passage|proportion|puissance)_(du|de|des|où|sur)
-quién(es)?$ cuándo$ dónde$ adónde por_qué cuál(es)?$ cuánt[oa]s?$ (a|de|en|con|por|para|desde|hasta|sobre|ante)_(qué|quién(es)?|cuál(es)?|cuánt[oa]s?|dónde|cuándo)$ qué_ cómo_se_ según_ (busca|dime|indica|indícame|encuentra|averigua|localiza|dame|muéstrame|enséñame|ayúdame)_(con_)?(el|la|los|las|lo|quién|cuándo|dónde|cuánt\w+|cuál|a_qué|qué|por_qué|si|en_qué)$ necesito_(el|la|saber)_ (hay|tiene|es|está|puede|puedo|fue|hubo|tenía|se_puede|ha|había|habían|tengo_que|hace_falta)_ (el|la)_(nombre|fecha|número|precio|dirección|parte|pasaje|trozo)_(de|del|con|que|donde|sobre)
-谁 (何|几)(时|处|人|地|月|日|点|年|号|岁) 什么(时候|时间|地方|人|颜色|原因|名字|职业|东西|时) 哪(里|儿|个|位|一|年|天|月|座|家|条|间|种|本|款|栋) 多(少|大|高|长|久|远|重|深|宽|快) 为(什么|何|啥) 怎么(样|会|办|回|走|用|处理) (是|有|在|叫|做|干|用|带|送|要|说)了?(什么|啥) (是不是|有没有|能不能|会不会|可不可以|是否) 吗 根据 几(个|点|岁|楼|层|月|号|天|年|间|名|张|只|本|台|元|块) (的)?(名字|号码|电话|密码|价格|报价|日期|地址|年龄|编号|职务|原因|精度|安排)(是)? 告诉我 查(一下|找|到|查)? 请问 给我看看? 找(一下|到) 那(段|句|部分)
-(want|like|need|happen)_to_(know|check|find) do_you_know any_idea remind_me show_me_(the|where|what|that) check_(the|whether|if) (did|was|were|does|is|has|had)_(he|she|they|there|it|anyone|\w+_\w+ed)$ what_(was|is|were|did|does|had|has|happened|else)_ whether$ someone$ exactly_(when|where|who|what|how) (the|that)_(part|bit|passage|line|place)_(where|about|on|with) was_it$
-(will|möchte|muss|wüsste)_(ich_)?(gern_)?(wissen|nachsehen|nachschauen) wissen$ steht_(irgendwo|da|drin|etwas) zeig_mir_(den|die|das|wo|wann) was_\w+(t|te)_ wie_(viele|kam|geht|wird|wurde|kommt|funktioniert|macht) darf$ muss$ gibt_es hat_(sich|der|die|das) ob$ (der|die|das)_stelle
-(veux|voudrais|aimerais)_savoir rappelle-moi montre-moi_(le|la|où) y_a-t-il \w+-t?-?(il|elle|on|ils|elles)$ qu'est-ce que$ quoi$ comment$ est-ce$ sait-on a-t-on depuis_quand jusqu'(à|où) laquelle$ lequel$ lesquel(le)?s$ si$
-(quiero|quisiera|querría|necesito)_saber recuérdame sabes_(qué|quién|cuándo|dónde|si) me_dices dime$ cómo$ (qué|quién|cuándo|dónde|cuánto)$ si_(el|la|hay|se)_ desde_cuándo hasta_(qué|cuándo|dónde) ¿(y_)?(el|la|los|las)$ 
-什么 哪 几 多久 谁 何 怎么 怎样 呢 吗 是否 想知道 想问 想查 帮我(查|找|看) 说一下 那(个|句|次|天|段) 到底是(谁|哪|什么) 有(没|几|多)
-"""
-
-
-def _compiled(patterns: str) -> re.Pattern[str]:
-    found = []
-    for pattern in patterns.split():
-        pattern = pattern.replace("_", r"\s").replace("~", r".{0,40}?").replace("$", r"(?!\w)")
-        found.append(pattern)
-    wide = [p for p in found if re.match(r"[(\[]*[\u3400-\u9fff]", p)]
-    plain = [p for p in found if p not in wide]
-    return re.compile(rf"(?<!\w)(?:{'|'.join(plain)})|{'|'.join(wide)}")
-
-
-# What a task that needs all of the text is about.
+# What a task that needs all of the text is about, by kind.
 WHOLE: Mapping[str, str] = {
     "short": "summarise",
     "form": "translate, rewrite",
@@ -154,14 +18,13 @@ WHOLE: Mapping[str, str] = {
     "every": "count, list, compare",
     "text": "judge, explain",
 }
+# The kind of a question about a part.
 ONE = "one"
-_PATTERNS = {"short": _SHORT, "form": _FORM, "edit": _EDIT, "every": _EVERY, "text": _TEXT, ONE: _ONE}
-SIGNS: Mapping[str, re.Pattern[str]] = {kind: _compiled(data) for kind, data in _PATTERNS.items()}
 
-
-def found_signs(said: str) -> dict[str, list[tuple[int, int]]]:
-    """Where the signs of each kind stand in lower-case text without runs of spaces."""
-    return {kind: [match.span() for match in pattern.finditer(said)] for kind, pattern in SIGNS.items()}
+_KIND = re.compile(r"^\[(\w+)\].*$", re.MULTILINE)
+# What a pattern in the file writes, and what it means.
+_SHORTHAND = (("_", r"\s"), ("~", r".{0,40}?"), ("$", r"(?!\w)"))
+_CHINESE = re.compile(r"[(\[]*[\u3400-\u9fff]")
 
 
 def plain(text: str) -> str:
@@ -169,5 +32,22 @@ def plain(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def sign_counts(text: str) -> dict[str, int]:
-    return {kind: len(spans) for kind, spans in found_signs(plain(text)).items()}
+def found_signs(said: str) -> dict[str, list[tuple[int, int]]]:
+    """Where the signs of each kind stand in text that is ``plain``."""
+    return {kind: [match.span() for match in pattern.finditer(said)] for kind, pattern in _signs().items()}
+
+
+@cache
+def _signs() -> Mapping[str, re.Pattern[str]]:
+    text = files(__package__).joinpath("gate_signs.txt").read_text(encoding="utf-8")
+    _, *parts = _KIND.split(text)
+    return {kind: _compiled(patterns) for kind, patterns in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def _compiled(patterns: str) -> re.Pattern[str]:
+    anywhere = [pattern for pattern in patterns.split() if _CHINESE.match(pattern)]
+    at_words = [pattern for pattern in patterns.split() if not _CHINESE.match(pattern)]
+    joined = "|".join([rf"(?<!\w)(?:{'|'.join(at_words)})", *anywhere])
+    for written, meant in _SHORTHAND:
+        joined = joined.replace(written, meant)
+    return re.compile(joined)
