@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from fleetd.compression.gate_signs import found_signs, plain
+from fleetd.compression.gate_signs import count_signs
 from fleetd.compression.words import PARAGRAPH_END, Range, estimate_tokens, lines, merged, sentences
 
 # Text between these is always kept; models never see them. One alone on its line takes the line with it.
@@ -34,8 +34,8 @@ _SIGNS = 0.05
 # So does how a sentence begins, or a question mark at the very end.
 _ASKS = re.compile(
     r"[\s\"'(*_#>-]*(?:please|question|task|instructions?|query|answer|find|list|tell|give|name|what|which|who|when"
-    r"|where|why|how|explain|describe|summari[sz]e|count|compare|translate|rewrite|quote|extract|identify|return"
-    r"|write|use|using|read|based on|according to|given|frage|aufgabe|bitte|nenne|pregunta|question|domanda)\b",
+    r"|where|why|how|explain|describe|summari[sz]e|count|compare|translate|rewrite|quote|extract|identify"
+    r"|return|write|use|using|read|based on|according to|given|frage|aufgabe|bitte|nenne|pregunta|domanda)\b",
     re.IGNORECASE,
 )
 _QUESTION_MARKS = ("?", "\uff1f")
@@ -230,7 +230,8 @@ def _asks(text: str, part: Range) -> bool:
         _ASKS.match(text[a:b].strip()) for a, b in sentences(text, *part)
     ):
         return True
-    return sum(map(len, found_signs(plain(said)).values())) > _SIGNS * estimate_tokens(said)
+    signs = count_signs(said, text[: part[0]] + text[part[1] :])
+    return sum(signs.counts.values()) > _SIGNS * estimate_tokens(said)
 
 
 def _block(message: Mapping[str, Any]) -> Block:

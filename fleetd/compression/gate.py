@@ -1,8 +1,8 @@
 """When not to shorten a prompt: its task needs all of the text, or nothing shows that a part is enough.
 
-    question ──► signs: what people write for either             ─┐
-    the other words, text ──► places: do they point at few of it? ─┴─► log-odds that a part is enough ──► judge
-    scores ──► do they have peaks? ──────────────────────────────────────────────────────► least_share
+    question ──► signs: what people write for either          ─┐
+    its other words, text ──► places: do they point at few?   ─┴─► log-odds that a part is enough ──► judge
+    scores ──► do they have peaks? ─────────────────────────────────────────────────────────► least_share
 
 A task that is taken for a question costs a wrong answer, a question that is taken for a task only time: in
 doubt the prompt stays whole. The question decides before anything is loaded or scored.
@@ -11,23 +11,23 @@ doubt the prompt stays whole. The question decides before anything is loaded or 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fleetd.compression.document import Document
 from fleetd.compression.gate_places import Pointing, pointing
-from fleetd.compression.gate_signs import ONE, WHOLE, found_signs, plain
+from fleetd.compression.gate_signs import ONE, WHOLE, SignCounts, count_signs
 
-# Log-odds that a part is enough: of a sign for the whole text; of one that the text itself has, as what is
-# asked about may be called a total or a letter; of a sign for a part; of a word that stands in one place only;
-# of all words in one place. And how many of each count. A logistic regression over requests of which every
-# sign was left out at times, as people write what no list has.
+# Log-odds that a part is enough: of a sign for the whole text; of one that the text itself has; of a sign for
+# a part; of a word that stands in one place only; of all words in one place. And how many of each count. By a
+# logistic regression over requests of which every sign was left out at times, as people write what no list
+# has (decision 21).
 _WHOLE, _WHOLE_SIGNS = -3.3, 3
 _OWN, _OWN_SIGNS = -1.8, 2
 _PART, _PART_SIGNS = 1.2, 2
 _WORD, _WORDS = 1.1, 3.6
 _SHARE = 1.4
-_PRIOR = -0.7
+PRIOR = -0.7
 # From here on a task plainly needs all of the text.
 _PLAINLY = -2.5
 
@@ -40,27 +40,25 @@ _SPREAD_UNITS = 8
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What a request's words say. ``signs``: how many of each kind there are, without the ``own`` ones for the
-    whole text that the text has too; ``points``: where the words that are no signs stand in the text."""
+    """What a request's words say: its ``signs``, and where the other words stand in the text."""
 
-    signs: Mapping[str, int]
-    own: int
+    signs: SignCounts
     points: Pointing
 
     @property
     def kind(self) -> str:
         """What the task is about, if it has signs of a task for the whole text."""
-        kind = max(WHOLE, key=self.signs.__getitem__)
-        return WHOLE[kind] if self.signs[kind] or self.own else ""
+        kind = max(WHOLE, key=self.signs.counts.__getitem__)
+        return WHOLE[kind] if self.signs.counts[kind] or self.signs.own else ""
 
     @property
     def by_signs(self) -> float:
         """Log-odds that a part of the text is enough."""
-        whole = sum(self.signs[kind] for kind in WHOLE)
+        whole = sum(self.signs.counts[kind] for kind in WHOLE)
         return (
             _WHOLE * min(whole, _WHOLE_SIGNS)
-            + _OWN * min(self.own, _OWN_SIGNS)
-            + _PART * min(self.signs[ONE], _PART_SIGNS)
+            + _OWN * min(self.signs.own, _OWN_SIGNS)
+            + _PART * min(self.signs.counts[ONE], _PART_SIGNS)
         )
 
     @property
@@ -69,7 +67,7 @@ class Evidence:
 
     @property
     def log_odds(self) -> float:
-        return _PRIOR + self.by_signs + self.by_places
+        return PRIOR + self.by_signs + self.by_places
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,20 +79,8 @@ class GateVerdict:
 
 
 def evidence(task: str, text: str) -> Evidence:
-    said = plain(task)
-    signs = found_signs(said)
-    rest = list(said)
-    for start, end in (span for spans in signs.values() for span in spans):
-        rest[start:end] = " " * (end - start)
-    low = text.lower()
-    own = 0
-    counts = dict.fromkeys(signs, 0)
-    for kind, spans in signs.items():
-        for start, end in spans:
-            theirs = kind in WHOLE and said[start:end].strip() in low
-            own += theirs
-            counts[kind] += not theirs
-    return Evidence(counts, own, pointing("".join(rest), text))
+    signs = count_signs(task, text)
+    return Evidence(signs, pointing(signs.rest, text))
 
 
 def judge(document: Document) -> GateVerdict:

@@ -21,7 +21,7 @@ _TERMS = 60
 _STEM_SHARE, _STEM_CHARS, _INSIDE_CHARS = 0.6, 4, 6
 _LEAST_CHARS = 3
 _JOINED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
-_WORD = re.compile(rf"[^\W_{_JOINED}]+(?:[.'’_/-][^\W_{_JOINED}]+)*|[{_JOINED}]+")
+_WORD = re.compile(rf"[^\W_{_JOINED}]+(?:[.'\u2019_/-][^\W_{_JOINED}]+)*|[{_JOINED}]+")
 _IS_JOINED = re.compile(rf"[{_JOINED}]")
 
 

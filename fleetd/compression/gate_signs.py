@@ -1,4 +1,4 @@
-"""The signs in what people write: for a task that needs all of a text, and for a question about one thing in it.
+"""Signs in what people write: of a task that needs all of a text, and of a question about one thing in it.
 
 ``gate_signs.txt`` has the patterns, by kind and in five languages.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
@@ -27,14 +28,31 @@ _SHORTHAND = (("_", r"\s"), ("~", r".{0,40}?"), ("$", r"(?!\w)"))
 _CHINESE = re.compile(r"[(\[]*[\u3400-\u9fff]")
 
 
-def plain(text: str) -> str:
-    """Lower case, runs of spaces as one: patterns take time that grows with the square of theirs."""
-    return " ".join(text.lower().split())
+@dataclass(frozen=True, slots=True)
+class SignCounts:
+    """How many signs of each kind there are; ``rest``: the words that are no signs.
+
+    ``own``: signs of tasks for the whole text that the text itself has, which are not in ``counts``: what is
+    asked about may be called a total or a letter.
+    """
+
+    counts: Mapping[str, int]
+    own: int
+    rest: str
 
 
-def found_signs(said: str) -> dict[str, list[tuple[int, int]]]:
-    """Where the signs of each kind stand in text that is ``plain``."""
-    return {kind: [match.span() for match in pattern.finditer(said)] for kind, pattern in _signs().items()}
+def count_signs(task: str, text: str) -> SignCounts:
+    # Runs of spaces as one: patterns take time that grows with the square of theirs.
+    said, low = " ".join(task.lower().split()), text.lower()
+    counts, own, rest = {}, 0, list(said)
+    for kind, pattern in _signs().items():
+        found = [match.span() for match in pattern.finditer(said)]
+        theirs = sum(kind in WHOLE and said[start:end].strip() in low for start, end in found)
+        counts[kind] = len(found) - theirs
+        own += theirs
+        for start, end in found:
+            rest[start:end] = " " * (end - start)
+    return SignCounts(counts, own, "".join(rest))
 
 
 @cache

@@ -1,6 +1,6 @@
 """The step of smart prefill: a small model scores a long prompt, and what does not matter is not prefilled.
 
-    asked? ─► long enough ─► gate ─► loaded ─► a scorer, worth it? ─► scored ─► selected ─► text or sparse ─► runs
+    asked? ─► long enough ─► gate ─► a scorer, worth it? ─► scored ─► selected ─► text or sparse ─► runs
        any "no", any failure, any delay ───────────────────────────────────► the whole prompt runs
 
 No failure of smart prefill fails the request: the whole prompt is prefilled, and the client is told why.
@@ -156,8 +156,8 @@ class SmartPrefill(PipelineStep):
             if compression.selection is not None:
                 self._check(job, compression, policy)
             if target.choice.node_id == THIS_NODE and target.folder is not None:
-                # It has to be loaded anyway, and only then says which forms it takes; and loaded in this order,
-                # it is the compressor for which there may be no room.
+                # It has to be loaded anyway, and only then says which forms it takes; and loaded in this
+                # order, it is the compressor for which there may be no room.
                 async with aclosing(self._pool.loading(target.folder)) as steps:
                     async for progress in steps:
                         yield progress

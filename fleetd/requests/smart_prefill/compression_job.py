@@ -222,7 +222,7 @@ class CompressionService:
 
 
 def decide_unscored(compression: CompressionJob) -> None:
-    """Select what needs no scores: all of a prompt whose task needs all of it, and what earlier turns decided.
+    """Select what needs no scores: all of a prompt whose task needs all of it; what earlier turns decided.
 
     ``aged`` is emptied where it no longer serves.
     """
@@ -230,7 +230,7 @@ def decide_unscored(compression: CompressionJob) -> None:
     if not still_serves(found, compression.aged):
         compression.aged = Aged()
     aged, verdict = compression.aged, judge(found)
-    # What was decided stays decided, and the prefix cache serves it, unless the new task plainly needs it all.
+    # What was decided stays decided, for the prefix cache, unless the new task plainly needs all of it.
     if verdict.plainly if aged else verdict.declined:
         compression.selection = everything(found, compression.tokens, verdict.declined)
     elif aged and smart_prompt.fresh_tokens(found, aged) < policy.min_prompt_tokens:
