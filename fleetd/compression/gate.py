@@ -18,15 +18,15 @@ from fleetd.compression.document import Document
 from fleetd.compression.gate_places import Pointing, pointing
 from fleetd.compression.gate_signs import ONE, WHOLE, SignCounts, count_signs
 
-# Log-odds that a part is enough: of a sign for the whole text; of one that the text itself has; of a sign for
-# a part; of a word that stands in one place only; of all words in one place. And how many of each count. By a
+# Log-odds that a part is enough: of a sign for the whole text; of one that the text itself has; of signs for a
+# part; of a word that stands in one place only; of all words in one place. And how many of each count. By a
 # logistic regression over requests of which every sign was left out at times, as people write what no list
 # has (decision 21).
-_WHOLE, _WHOLE_SIGNS = -3.3, 3
-_OWN, _OWN_SIGNS = -1.8, 2
-_PART, _PART_SIGNS = 1.2, 2
+_WHOLE, _WHOLE_SIGNS = -3.4, 3
+_OWN, _OWN_SIGNS = -1.5, 2
+_PART = 1.4
 _WORD, _WORDS = 1.1, 3.6
-_SHARE = 1.4
+_SHARE = 1.3
 PRIOR = -0.7
 # From here on a task plainly needs all of the text.
 _PLAINLY = -2.5
@@ -58,7 +58,7 @@ class Evidence:
         return (
             _WHOLE * min(whole, _WHOLE_SIGNS)
             + _OWN * min(self.signs.own, _OWN_SIGNS)
-            + _PART * min(self.signs.counts[ONE], _PART_SIGNS)
+            + _PART * (self.signs.counts[ONE] > 0)
         )
 
     @property
