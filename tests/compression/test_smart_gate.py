@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import pytest
-
 from smart_texts import haystack, python_code, table
 
 from fleetd.compression.document import Document

@@ -128,6 +128,7 @@ class ScoringPool(FakePool):
     tail: int = 8
     kept: int = 0
     cancelled_scores: int = 0
+    loads: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=lambda: ["m", "smollm2-135m"])
 
     async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Loading | Event, None]:
@@ -165,8 +166,9 @@ class ScoringPool(FakePool):
             raise
 
     async def loading(self, folder: Any) -> AsyncGenerator[Loading, None]:
-        return
-        yield Loading("reading")  # what makes it a generator
+        self.loads.append(folder.name)
+        if folder.name not in self.loaded:
+            yield Loading("reading")
 
     def engine(self, folder: FakeFolder) -> FakeEngine | None:
         facts = replace(FACTS, sparse=self.sparse, sparse_tail=self.tail)
