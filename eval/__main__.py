@@ -53,14 +53,14 @@ PLAN: tuple[tuple[str, int, tuple[float, ...], int, int], ...] = (
 )
 GATE_KINDS = ("aggregate", "verbatim", "single", "hop", "code", "json", "table")
 GATE_SEEDS, QUICK_GATE_SEEDS = 120, 30
-SPREAD_REQUESTS = 60
+PEAKS_REQUESTS, QUICK_REQUESTS = 100, 8
 # Of selection alone.
 SCORER_TASKS, QUICK_SCORER_TASKS, SCORER_TOKENS, SCORER_RATIO = 30, 4, 1500, 0.1
 SEGMENTS = (1, 2, 4)
 LAYERS = (2, 4, 6, 8, 10, 12, 14, 16, 20)
 
 
-STEPS = ("gate", "voices", *(f"{kind}-{tokens}" for kind, tokens, *_ in PLAN), "segments", "layers")
+STEPS = ("gate", "verdict", "peaks", *(f"{kind}-{tokens}" for kind, tokens, *_ in PLAN), "segments", "layers")
 
 
 def main() -> int:
@@ -130,15 +130,15 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
         if engine.profile is not None:
             heads, layers = len(engine.profile.heads), engine.profile.exit_layer
             results.profile = f"{heads} heads of the model are asked, in its first {layers} layers."
-        if "voices" in names:
-            asked = requests.requests("tune")
-            results.tried = [await tried_voices.verdict(engine, asked[: round(part * len(asked))])]
+        asked = requests.requests("tune")
+        if "verdict" in names:
+            few = asked[: QUICK_REQUESTS if results.quick else round(part * len(asked))]
+            results.tried["the small model's own verdict"] = await tried_voices.verdict(engine, few)
             step()
-            if results.scored:
-                results.tried.append(
-                    await tried_voices.spread(engine, asked[: round(part * SPREAD_REQUESTS)])
-                )
-                step()
+        if "peaks" in names and results.scored:
+            few = asked[: QUICK_REQUESTS if results.quick else round(part * PEAKS_REQUESTS)]
+            results.tried["peaks of the scores"] = await tried_voices.peaks(engine, few)
+            step()
         runner = Runner(engines, print, sparse=results.sparse, scored=results.scored)
         for kind, tokens, ratios, full, few in PLAN:
             count = few if results.quick else max(1, round(part * full))

@@ -70,7 +70,7 @@ class Results(msgspec.Struct):
     segments: list[tuple[int, int, int]] = []
     requests: list[Declined] = []
     tuned: list[Declined] = []
-    tried: list[Told] = []
+    tried: dict[str, Told] = {}
     profile: str = ""
 
 
@@ -205,8 +205,8 @@ def _gate(results: Results) -> Iterator[str]:
         yield ""
         yield "| evidence | requests | area | questions declined with 95 % of the tasks |"
         yield "|---|---|---|---|"
-        for told in results.tried:
-            yield f"| {told.voice} | {told.of} | {told.area:.2f} | {100 * told.questions:.0f} % |"
+        for voice, told in results.tried.items():
+            yield f"| {voice} | {told.of} | {told.area:.2f} | {100 * told.questions:.0f} % |"
         yield ""
     yield "By generated tasks:"
     yield ""

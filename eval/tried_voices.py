@@ -1,7 +1,7 @@
 """Two more kinds of evidence for the gate, which cost a model: what they tell of the requests of "tune".
 
 *verdict*: a few-shot prompt asks the small model which kind a request is; log-odds of its two labels.
-*spread*: how much of all attention the twentieth of tokens with the most of it has; a question has peaks.
+*peaks*: how much of all attention the twentieth of tokens with the most of it has; a question has peaks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ class Told(msgspec.Struct, frozen=True):
     """``area``: how often a question gets a higher value than a task for the whole text (0.5 tells nothing);
     ``questions``: of these, how many are lost where 95 % of the tasks are declined."""
 
-    voice: str
     area: float
     questions: float
     of: int
@@ -64,22 +63,22 @@ async def verdict(engine: Engine, found: Sequence[AskedRequest]) -> Told:
         least = min(top.values())
         part, whole = (top.get(label, least) for label in _LABELS)
         values.append(part - whole)
-    return _told("the small model's own verdict", found, values)
+    return _told(found, values)
 
 
-async def spread(engine: Engine, found: Sequence[AskedRequest]) -> Told:
+async def peaks(engine: Engine, found: Sequence[AskedRequest]) -> Told:
     values = []
     for one in found:
         scores, _ = await engine.scores(Document.of_messages(as_turns([one.text, one.request])))
         shares = np.sort(scores.values)[::-1] / scores.values.sum()
         values.append(float(shares[: max(1, len(shares) // _TOP_SHARE)].sum()))
-    return _told("peaks of the scores", found, values)
+    return _told(found, values)
 
 
-def _told(voice: str, found: Sequence[AskedRequest], values: Sequence[float]) -> Told:
+def _told(found: Sequence[AskedRequest], values: Sequence[float]) -> Told:
     pairs = list(zip(found, values, strict=True))
     part = np.array([value for one, value in pairs if one.kind == "part"])
     whole = np.array([value for one, value in pairs if one.kind == "whole"])
     area = float(np.mean(part[:, None] > whole[None, :]))
     lost = float(np.mean(part <= np.quantile(whole, 0.95)))
-    return Told(voice, area, lost, len(found))
+    return Told(area, lost, len(found))
