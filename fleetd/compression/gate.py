@@ -18,8 +18,8 @@ from fleetd.compression.document import Document
 from fleetd.compression.gate_places import Pointing, pointing
 from fleetd.compression.gate_signs import ONE, WHOLE, SignCounts, count_signs
 
-# Log-odds that a part is enough: of a sign for the whole text; of one that the text itself has; of signs for a
-# part; of a word that stands in one place only; of all words in one place. And how many of each count. By a
+# Log-odds that a part is enough: of a sign for the whole text; of one that the text itself has; of signs for
+# a part; of a word that stands in one place only; of all words in one place. And how many of each count. By a
 # logistic regression over requests of which every sign was left out at times, as people write what no list
 # has (decision 21).
 _WHOLE, _WHOLE_SIGNS = -3.4, 3

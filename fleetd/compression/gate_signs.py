@@ -21,6 +21,8 @@ WHOLE: Mapping[str, str] = {
 }
 # The kind of a question about a part.
 ONE = "one"
+# How the answer is to look, "in one word": left out before signs are counted.
+_ANSWER = "answer"
 
 _KIND = re.compile(r"^\[(\w+)\].*$", re.MULTILINE)
 # What a pattern in the file writes, and what it means.
@@ -44,9 +46,10 @@ class SignCounts:
 def count_signs(task: str, text: str) -> SignCounts:
     # Runs of spaces as one: patterns take time that grows with the square of theirs.
     said, low = " ".join(task.lower().split()), text.lower()
+    said = _signs()[_ANSWER].sub(lambda match: " " * len(match.group()), said)
     counts, own, rest = {}, 0, list(said)
-    for kind, pattern in _signs().items():
-        found = [match.span() for match in pattern.finditer(said)]
+    for kind in (*WHOLE, ONE):
+        found = [match.span() for match in _signs()[kind].finditer(said)]
         theirs = sum(kind in WHOLE and said[start:end].strip() in low for start, end in found)
         counts[kind] = len(found) - theirs
         own += theirs

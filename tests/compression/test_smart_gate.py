@@ -187,6 +187,18 @@ def test_the_text_itself_may_say_count() -> None:
     assert judge(about(haystack(1), "What is the total on invoice 1734?")).declined
 
 
+@pytest.mark.parametrize(
+    "question",
+    [
+        "Who guards the vault that Marta owns? Answer in one word.",
+        "In one sentence: who guards the vault that Marta owns?",
+        "Wie lautet der Code des alten Lagers? Antworte in einem Satz.",
+    ],
+)
+def test_how_the_answer_is_to_look_says_nothing_of_the_text(question: str) -> None:
+    assert not judge(about(TEXT, question)).declined
+
+
 # ---- Places ----------------------------------------------------------------------------------------------
 
 

@@ -227,7 +227,7 @@ def decide_unscored(compression: CompressionJob) -> None:
     ``aged`` is emptied where it no longer serves.
     """
     found, policy = compression.document, compression.policy
-    if not still_serves(found, compression.aged):
+    if compression.aged and not still_serves(found, compression.aged):
         compression.aged = Aged()
     aged, verdict = compression.aged, judge(found)
     # What was decided stays decided, for the prefix cache, unless the new task plainly needs all of it.
