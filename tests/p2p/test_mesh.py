@@ -356,6 +356,36 @@ def test_a_machine_that_makes_no_sense_is_called_less_and_less(error: FleetError
     assert len(end.dials()) == 1
 
 
+def test_an_address_is_not_called_unanswered_once_its_machine_is_connected() -> None:
+    """It was dialled before the machine was up, or paired; then the machine dialled this one."""
+    end = Tried(static=[at(1)])
+    end.mesh.tick(0.0)
+    end.fails(end.dials()[0], 0.0)
+    assert list(end.mesh.unanswered()) == [at(1)]
+    link = end.opens(reached=at(1), now=0.1)
+    assert end.mesh.unanswered() == {}
+    end.mesh.closed(link, PeerLost("It broke."), 5.0)
+    assert list(end.mesh.unanswered()) == [at(1)]
+
+
+def test_a_name_in_the_settings_is_dialled_again_when_a_machine_has_come() -> None:
+    """Sessions show addresses, so only a dial tells that this name is the machine's."""
+    name = ("studio.local", 8115)
+    end = Tried(static=[name])
+    now = 0.0
+    for _ in range(9):
+        end.mesh.tick(now)
+        (dial,) = end.dials()
+        end.fails(dial, now)
+        now += limits.DIAL_AGAIN_MOST_S
+    now -= limits.DIAL_AGAIN_MOST_S
+    end.opens(now=now)
+    end.mesh.tick(now + limits.DIAL_AGAIN_S)
+    assert end.dials() == [Dial(name, "")]
+    end.opens(dial=Dial(name, ""), now=now + limits.DIAL_AGAIN_S)
+    assert end.mesh.unanswered() == {}
+
+
 def test_addresses_of_the_settings_are_called_for_ever_until_somebody_answers() -> None:
     address = at(1)
     end = Tried(static=[address])
@@ -661,3 +691,45 @@ def test_where_members_were_reached_is_remembered() -> None:
     end.opens(1)
     end.sights(2, at(2))
     assert end.mesh.remembered() == {machine(1).node_id: [at(1)]}
+
+
+# ---- News without end ------------------------------------------------------------------------------------
+
+
+def test_attack_a_flood_of_valid_records_is_merged_once_a_tick() -> None:
+    end = Tried()
+    link = end.opens()
+    merges = 0
+    merge = end.roster.merge
+
+    def counted(records: Iterable[RosterRecord]) -> object:
+        nonlocal merges
+        merges += 1
+        return merge(records)
+
+    end.roster.merge = counted  # type: ignore[assignment, method-assign]
+    last = 3 * limits.ROSTER_MERGES_AT_ONCE
+    for sequence in range(1, last + 1):
+        record = said(1, 2, sequence)
+        end.mesh.notified(link, ROSTER, msgspec.msgpack.encode([record]), 1.0)
+    assert merges == limits.ROSTER_MERGES_AT_ONCE
+    assert not end.mesh.settled
+    end.mesh.tick(1.2)
+    # Of all that waited only the newest counts.
+    assert merges == limits.ROSTER_MERGES_AT_ONCE + 1
+    assert [record.sequence for record in end.roster.records() if record.signer != ME.node_id] == [last]
+    end.mesh.tick(1.4)
+    assert merges == limits.ROSTER_MERGES_AT_ONCE + 1
+
+
+def test_attack_news_without_end_drops_the_session() -> None:
+    end = Tried()
+    link = end.opens()
+    end.asked()
+    body = cards.encode(Card(machine(1).node_id, 1, 1, name="x" * 200))
+    sent = 0
+    while not any(isinstance(action, Drop) for action in end.asked()):
+        end.mesh.notified(link, CARD, body, 1.0)
+        sent += len(body) + limits.NEWS_COST_BYTES
+        assert sent < 2 * limits.NEWS_BURST_BYTES
+    assert sent > limits.NEWS_BURST_BYTES
