@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -57,6 +58,7 @@ class CardMaker:
         speeds: ModelSpeeds,
         memory_fraction: float = 1.0,
         max_memory_bytes: int = 0,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bare = Card(node_id, epoch, 0, name=name, software=software, max_streams=max_streams)
         self._models = models
@@ -68,6 +70,7 @@ class CardMaker:
         self._speeds = speeds
         self._fraction = memory_fraction
         self._most_bytes = max_memory_bytes or _UNLIMITED_BYTES
+        self._monotonic = monotonic
         # Workers whose measurement at load is recorded already: model → process id.
         self._seeded: dict[str, int | None] = {}
         # Model → precision and arithmetic of its last worker here; the next one will have the same.
@@ -167,6 +170,7 @@ class CardMaker:
                     decode_tok_s,
                     engine.prefill_context_s,
                     engine.prefill_fixed_s,
+                    now_s=self._monotonic(),
                 )
 
     def _model(

@@ -116,7 +116,13 @@ async def test_a_worker_is_believed_once_and_then_its_runs_are() -> None:
     begun = daemon.model.prefill_tok_s
     for _ in range(20):
         daemon.speeds.ran(
-            "m", prompt_tokens=300, cached_tokens=0, completion_tokens=1, prefill_s=0.3, decode_s=0
+            "m",
+            prompt_tokens=300,
+            cached_tokens=0,
+            completion_tokens=1,
+            prefill_s=0.3,
+            decode_s=0,
+            now_s=0.0,
         )
     assert daemon.model.prefill_tok_s > 1.5 * begun
     daemon.engines = [engine(8)]

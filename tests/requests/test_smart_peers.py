@@ -184,8 +184,8 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
     def make(*names: str, compressor_here: bool = False, own: Card | None = None) -> Home:
         minis = [Mini(name, ledger) for name in names]
         pool, speeds = ScoringPool(), ModelSpeeds()
-        speeds.seed("m", 100.0, 100.0)
-        speeds.seed(SMOL, 500.0, 100.0)
+        speeds.seed("m", 100.0, 100.0, now_s=0.0)
+        speeds.seed(SMOL, 500.0, 100.0, now_s=0.0)
         found = models("m", SMOL) if own is not None or compressor_here else models("m")
         others = Neighbours(minis)
         if compressor_here:
@@ -388,7 +388,7 @@ async def test_this_machine_is_taken_for_what_its_card_says(
 ) -> None:
     """Small machines score first, and what computes something else counts for less."""
     this = home("mini", own=Card("me", 1, 1, models=[ModelCard(SMOL, digest=DIGEST)], **own))
-    this.speeds.seed(SMOL, 2200.0, 100.0)
+    this.speeds.seed(SMOL, 2200.0, 100.0, now_s=0.0)
     assert set((await this.told()).nodes) == nodes
 
 

@@ -32,9 +32,12 @@ from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.options import HelperSpec as PlannedMachine
 from fleetd.plan.prefill.options import Load, PlanChoice, PrefillOption
+from fleetd.plan.refusals import THIS_NODE
+from fleetd.plan.speed_corrections import CorrectedWork
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
 from fleetd.requests.members import Members, eligible
@@ -60,6 +63,7 @@ class PrefillSharing(PipelineStep):
 
     Args:
         members: the machines that could help, and what was learned of them.
+        speeds: of this machine's own models.
     """
 
     def __init__(
@@ -68,6 +72,7 @@ class PrefillSharing(PipelineStep):
         pool: EnginePool,
         members: Members,
         metrics: MetricsPort,
+        speeds: ModelSpeeds | None = None,
         *,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -76,6 +81,7 @@ class PrefillSharing(PipelineStep):
         self.metrics = metrics
         self.monotonic = monotonic
         self.members = members
+        self.speeds = speeds or ModelSpeeds()
         # By model: what its last prompt got, which the next one keeps where two ways are alike.
         self._previous: dict[str, PrefillOption] = {}
         self._warmed: dict[tuple[str, str], float] = {}
@@ -178,7 +184,8 @@ class PrefillSharing(PipelineStep):
 
     def _paced(self, own: ModelCard, machine: PlannedMachine) -> PlannedMachine:
         """By what its parts of other prompts took."""
-        factor = self.members.correction(machine.node_id, own.digest, machine.speed)
+        of = CorrectedWork(machine.node_id, own.digest, "prefill")
+        factor = self.members.correction(of, machine.speed)
         return replace(machine, speed=machine.speed.times(factor))
 
     def chose(self, choice: PlanChoice, own: ModelCard) -> None:
@@ -191,13 +198,14 @@ class PrefillSharing(PipelineStep):
                 self._warmed[load.node_id, own.digest] = now_s
                 self.later(self._warm(load, own))
 
-    def learn(self, digest: str, parts: Iterable[tuple[PartOfSplit, Sequence[StepTime]]]) -> None:
+    def learn(self, model: str, digest: str, parts: Iterable[tuple[PartOfSplit, Sequence[StepTime]]]) -> None:
         """What each machine took for its part, in the order of the chain."""
         for part, steps in parts:
             took_s = sum(step.seconds for step in steps if step.name == step_names.COMPUTED)
-            self.members.computed(
-                part.node_id, digest, part.token_s, expected_s=part.expected_s, took_s=took_s
-            )
+            of = CorrectedWork(part.node_id, digest, "prefill")
+            self.members.computed(of, part.token_s, expected_s=part.expected_s, took_s=took_s)
+            if part.node_id == THIS_NODE:
+                self.speeds.part_ran(model, expected_s=part.expected_s, took_s=took_s, now_s=self.monotonic())
 
     def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something for which no request waits."""
@@ -367,7 +375,7 @@ class SharedPrompt:
         self._count()
         if request.shared_well:
             steps = [*(helper.steps or () for helper in agreed.helpers), request.own_steps]
-            self._sharing.learn(self._digest, zip(self._parts, steps, strict=False))
+            self._sharing.learn(self._folder.name, self._digest, zip(self._parts, steps, strict=False))
 
     def _count(self) -> None:
         if (choice := self._request.choice) is not None:
