@@ -170,6 +170,7 @@ class CardMaker:
                     decode_tok_s,
                     engine.prefill_context_s,
                     engine.prefill_fixed_s,
+                    bool(engine.doubt),
                     now_s=self._monotonic(),
                 )
 
@@ -197,6 +198,7 @@ class CardMaker:
             decode_tok_s=_rough(speed.decode_tok_s),
             prefill_context_s=_rough(speed.prefill_context_s),
             prefill_fixed_s=_rough(speed.prefill_fixed_s),
+            doubtful=speed.doubtful,
             kv_budget_bytes=holder.kv_budget_bytes if holder is not None else 0,
             part_first=helping.first_layer if helping is not None else 0,
             part_last=helping.last_layer if helping is not None else 0,

@@ -44,6 +44,12 @@ def render(status: dict[str, Any]) -> str:
             if engine.get("error")
         ]
         lines += [
+            f"{one_line(engine['model'])}: speeds in doubt, {one_line(engine['doubt'])} at the measurement; "
+            "requests and idle time correct them"
+            for engine in engines
+            if engine.get("doubt")
+        ]
+        lines += [
             f"{one_line(engine['model'])}: decoded without drafts, {one_line(engine['speculation'])}"
             for engine in engines
             if str(engine.get("speculation") or "exact").partition(":")[0] == "declined"

@@ -45,7 +45,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """One worker. ``state`` is an ``EngineState``.
 
     ``done`` of ``total`` is the progress of a loading ``stage``. A worker that has only the layers
-    [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
+    [``first_layer``, ``last_layer``) names the model that it is ``part_of``. ``doubt``: why its speeds, as
+    measured, may be wrong, as a part of a sentence; "" if they can be believed.
     """
 
     model: str = ""
@@ -68,6 +69,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     decode_tok_s: float = 0.0
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
+    doubt: str = ""
     arithmetic: str = ""
     shares_sparse: bool = False
     speculation: str = ""

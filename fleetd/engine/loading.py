@@ -150,6 +150,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         decode_tok_s=speeds.decode_tok_s,
         prefill_context_s=speeds.prefill_context_s,
         prefill_fixed_s=speeds.prefill_fixed_s,
+        doubt=speeds.doubt,
         hidden_bytes=sharable.layout.hidden_bytes(1) if sharable else 0,
         outside_bytes=sharable.stage.outside_bytes if sharable else 0,
         last_layer=layers,

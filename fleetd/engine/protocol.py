@@ -287,7 +287,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     Speeds are those of one request alone on a short context; 0 if there was no time to measure them.
     ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
     ``prefill_fixed_s``: those that each chunk takes however short it is. Where only some layers are held, all
-    three are what the whole model would take at the pace of these.
+    three are what the whole model would take at the pace of these. ``doubt``: why these speeds may be wrong,
+    as a part of a sentence; "" if they can be believed.
     ``unshareable``: why no other machine can help this model; "" if they can.
     ``speculation``: the probe's verdict, whether drafts can be verified without changing a byte; it begins
     with "exact", "declined" or "off". ``speculation_width``: tokens of one pass that it holds for, 1 where it
@@ -314,6 +315,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     decode_tok_s: float = 0.0
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
+    doubt: str = ""
     hidden_bytes: int = 0
     # The part of ``weights_bytes`` that belongs to no layer: a machine that has some layers has a part of it,
     # or none.

@@ -119,6 +119,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             prefill_tok_s=speeds.prefill_tok_s,
             prefill_context_s=speeds.prefill_context_s,
             prefill_fixed_s=speeds.prefill_fixed_s,
+            doubt=speeds.doubt,
             hidden_bytes=sharable.layout.hidden_bytes(1),
             outside_bytes=stage.outside_bytes,
             first_layer=stage.first,

@@ -338,6 +338,7 @@ class EngineProcess:
             decode_tok_s=round(facts.decode_tok_s, 1) if facts else 0.0,
             prefill_context_s=facts.prefill_context_s if facts else 0.0,
             prefill_fixed_s=facts.prefill_fixed_s if facts else 0.0,
+            doubt=facts.doubt if facts else "",
             arithmetic=facts.arithmetic.text if facts and facts.arithmetic else "",
             shares_sparse=bool(facts and facts.arithmetic and not facts.arithmetic.sparse),
             speculation=facts.speculation if facts else "",

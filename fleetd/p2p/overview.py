@@ -99,6 +99,7 @@ def peer_view(mesh: Mesh, member: RosterMember, now: float) -> PeerView:
                 m.decode_tok_s,
                 m.part_first,
                 m.part_last,
+                m.doubtful,
             )
             for m in (card.models if card is not None else ())
         ],

@@ -82,8 +82,13 @@ class ModelSpeeds:
         now_s: float,
     ) -> None:
         """Replace the speeds by those measured now: the device may compute otherwise than before."""
-        measured = (prefill_tok_s, decode_tok_s, prefill_context_s, prefill_fixed_s)
-        speed = MeasuredSpeed(*(max(0.0, figure) for figure in measured), doubtful)
+        speed = MeasuredSpeed(
+            prefill_tok_s=max(0.0, prefill_tok_s),
+            decode_tok_s=max(0.0, decode_tok_s),
+            prefill_context_s=max(0.0, prefill_context_s),
+            prefill_fixed_s=max(0.0, prefill_fixed_s),
+            doubtful=doubtful,
+        )
         self._put(model, _KnownSpeed(speed, now_s))
 
     def ran(

@@ -27,6 +27,7 @@ def part_speeds(stage: Stage, layout: KvLayout, context_tokens: int, budget_s: f
         decode_tok_s=0.0,
         prefill_context_s=held.prefill_context_s * whole,
         prefill_fixed_s=held.prefill_fixed_s * whole,
+        doubt=held.doubt,
     )
 
 

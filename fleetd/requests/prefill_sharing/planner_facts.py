@@ -61,7 +61,13 @@ def home(here: Member, own: ModelCard, facts: Ready) -> HelperSpec:
     first_s = 1 / known.decode_tok_s if known.decode_tok_s > 0 else 0.0
     running = here.card.running
     return HelperSpec(
-        here.node_id, THIS_NAME, speed, running=running, modelled=is_modelled, first_token_s=first_s
+        here.node_id,
+        THIS_NAME,
+        speed,
+        running=running,
+        modelled=is_modelled,
+        doubtful=_doubtful(known),
+        first_token_s=first_s,
     )
 
 
@@ -104,6 +110,7 @@ def helper(member: Member, own: ModelCard, facts: Ready, pace: float = 1.0) -> H
         running=card.running,
         exact=bool(known.arithmetic) and known.arithmetic == own.arithmetic,
         modelled=is_modelled,
+        doubtful=_doubtful(known),
         held=part if known.state != "loaded" else None,
         # A machine that has not loaded the model cannot know yet.
         sparse=known.sparse or not loaded,
@@ -121,6 +128,10 @@ def _room_bytes(card: Card, known: ModelCard, *, loaded: bool) -> int:
 def _known(own: ModelCard, facts: Ready) -> ModelCard | Ready:
     """The source of this machine's speeds: the engine, until the first card after a load has them."""
     return own if own.prefill_tok_s > 0 else facts
+
+
+def _doubtful(known: ModelCard | Ready) -> bool:
+    return known.doubtful if isinstance(known, ModelCard) else bool(known.doubt)
 
 
 def _speed(member: Member, known: ModelCard | Ready, facts: Ready) -> tuple[PrefillSpeed, bool]:
