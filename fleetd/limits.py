@@ -378,6 +378,9 @@ LINK_ROUND_TRIPS = 32
 LINK_SPEEDS = 16
 # Less than this measures the round trip and TCP's start, not the way.
 LINK_TRANSFER_BYTES = MIB
+# Other work, another cable or another room may have changed an older figure. Measuring one again takes some
+# 17 MB.
+LINK_SPEED_S = 3600.0
 
 # ---- Fleet: discovery ------------------------------------------------------------------------------------
 # Machines remembered from mDNS: as many as a fleet may have members, and a flood cannot fill the memory.

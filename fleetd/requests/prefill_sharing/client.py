@@ -56,6 +56,8 @@ _SETUP_LEAST_S = 0.5
 # For the helpers' own accounts of what they did; they come with the last bytes or not at all.
 _ACCOUNTS_S = 2.0
 _WARM_WITHIN_S = 5.0
+# A hand-off that takes longer than so many times what was planned, and this, casts doubt on the links.
+_LATE, _LATE_S = 2.0, 0.5
 
 
 class PrefillSharing(PipelineStep):
@@ -243,6 +245,8 @@ class SharedPrompt:
         self._agreement: Agreement | None = None
         self._parts: list[PartOfSplit] = []
         self._digest = ""
+        # When the engine began to share it, and how long that took until all had arrived.
+        self._began_s = self._took_s = 0.0
         self._task: asyncio.Task[None] | None = None
         self._planned: asyncio.Future[Planned] = asyncio.get_running_loop().create_future()
 
@@ -299,6 +303,7 @@ class SharedPrompt:
         """Agree, tell the engine, watch the helpers. After a failure the engine goes on alone at once."""
         try:
             exact = await agreed.reach(within_s)
+            self._began_s = self._sharing.monotonic()
             engine.share(PrefillShared(terms.id, terms.split, _left_s(option), exact))
             self._request.agreed_exact = exact
             names = (*option.names, THIS_NAME)
@@ -322,6 +327,7 @@ class SharedPrompt:
         """The shared prefill has ended. The new plan if the engine goes on alone, else None."""
         request = self._request
         request.sharing_ended = shared
+        self._took_s = self._sharing.monotonic() - self._began_s
         if not shared.code:
             request.code = request.reason = ""
         elif not request.code:
@@ -376,6 +382,16 @@ class SharedPrompt:
         if request.shared_well:
             steps = [*(helper.steps or () for helper in agreed.helpers), request.own_steps]
             self._sharing.learn(self._folder.name, self._digest, zip(self._parts, steps, strict=False))
+            self._carried(agreed)
+
+    def _carried(self, agreed: Agreement) -> None:
+        """What the helpers sent says how fast their paths are at least, and whether one was far slower."""
+        planned = dict(self._request.choice.best.steps) if self._request.choice is not None else {}
+        exposed_s = sum(step.seconds for step in self._request.own_steps if step.name == step_names.EXPOSED)
+        late = exposed_s > _LATE * planned.get(step_names.EXPOSED, 0.0) + _LATE_S
+        for helper in agreed.helpers:
+            count = sum(step.n_bytes for step in helper.steps or () if step.name == step_names.COMPUTED)
+            self._sharing.partners.carried(helper.node_id, count, self._took_s, late=late)
 
     def _count(self) -> None:
         if (choice := self._request.choice) is not None:
