@@ -60,6 +60,10 @@ ENGINE_STOP_S = 5.0
 # Measuring a model's speed at load, which every load pays for: cuts between machines are only as good as
 # this, and a slow core needs as long to see its largest chunk twice.
 CALIBRATE_S = 3.0
+# A worker whose figures are in doubt and that was idle for so long is measured again; after each attempt that
+# was in doubt too, it waits twice as long.
+CALIBRATE_AGAIN_S = 20.0
+CALIBRATE_AGAIN_MOST_S = 3600.0
 # Events the daemon holds for one slow HTTP reader before it stops reading that request's stream.
 EVENTS_QUEUED = 4096
 

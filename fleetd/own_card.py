@@ -71,8 +71,8 @@ class CardMaker:
         self._fraction = memory_fraction
         self._most_bytes = max_memory_bytes or _UNLIMITED_BYTES
         self._monotonic = monotonic
-        # Workers whose measurement at load is recorded already: model → process id.
-        self._seeded: dict[str, int | None] = {}
+        # Measurements that are recorded already: model → process id of its worker, prefill speed, doubt.
+        self._seeded: dict[str, tuple[int | None, float, str]] = {}
         # Model → precision and arithmetic of its last worker here; the next one will have the same.
         self._arithmetic: dict[str, tuple[str, str]] = {}
         self._installed: list[ModelFolder] = []
@@ -156,8 +156,9 @@ class CardMaker:
 
     def _seed(self, engines: Iterable[EngineStatus]) -> None:
         for engine in engines:
-            if engine.state == "ready" and self._seeded.get(engine.model) != engine.pid:
-                self._seeded[engine.model] = engine.pid
+            measured = (engine.pid, engine.prefill_tok_s, engine.doubt)
+            if engine.state == "ready" and self._seeded.get(engine.model) != measured:
+                self._seeded[engine.model] = measured
                 name, decode_tok_s, arithmetic = engine.model, engine.decode_tok_s, engine.arithmetic
                 if engine.part_of:
                     # Some layers decode nothing, and their fingerprint is not that of the whole model.

@@ -75,13 +75,7 @@ def calibrate(
 
     The model's kernels have to be compiled: one prefill and one token must have been computed before.
     """
-    calibration = Calibration(model, vocab_size, context_tokens, budget_s, clock, load)
-    for _ in calibration.runs():
-        pass
-    speeds = calibration.speeds()
-    del calibration
-    mx.clear_cache()  # nor is its memory kept
-    return speeds
+    return Calibration(model, vocab_size, context_tokens, budget_s, clock, load).measured()
 
 
 class Calibration:
@@ -138,6 +132,15 @@ class Calibration:
             prefill_fixed_s=fixed_s,
             doubt=self._doubt(),
         )
+
+    def measured(self) -> Speeds:
+        """All runs, one after another."""
+        for _ in self.runs():
+            pass
+        speeds = self.speeds()
+        self._short = []
+        mx.clear_cache()  # nor is its memory kept
+        return speeds
 
     def _doubt(self) -> str:
         if not self._chunks:

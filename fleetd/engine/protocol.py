@@ -334,6 +334,16 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     vocabulary: str = ""
 
 
+class Measured(msgspec.Struct, frozen=True, tag="measured"):
+    """Speeds that were measured again after Ready, as there; they take the place of those."""
+
+    prefill_tok_s: float
+    decode_tok_s: float
+    prefill_context_s: float
+    prefill_fixed_s: float
+    doubt: str = ""
+
+
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
     code: str
     message: str
@@ -523,7 +533,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
 
 Command = Generate | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Score | Cancel | Shutdown
 Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted | Scored | Followed
-Report = Loading | Ready | LoadFailed | Heartbeat | Event
+Report = Loading | Ready | Measured | LoadFailed | Heartbeat | Event
 
 # ---- Framing ---------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ from fleetd.engine.loading import (
 from fleetd.engine.memory import WORKING_BYTES, admit_weights
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.shared_prefill.part_speeds import part_speeds
+from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
 
@@ -96,7 +96,8 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
     sharable = Sharable.of(stage, device, versions())
     config = load_config(Path(settings.path))
     report(Loading("measuring"))
-    speeds = part_speeds(stage, sharable.layout, context_tokens(config), limits.CALIBRATE_S)
+    context = context_tokens(config)
+    speeds = PartCalibration(stage, sharable.layout, context, limits.CALIBRATE_S).measured()
     weights = stage.weights_bytes
     return LoadedPart(
         sharable,
@@ -106,7 +107,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             dtype=loaded.dtype,
             layers=stage.total,
             vocab_size=int(stage.args.vocab_size),
-            context_tokens=context_tokens(config),
+            context_tokens=context,
             weights_bytes=weights,
             kv_bytes_per_token=loaded.kv_bytes_per_token,
             # Nothing is kept for a next prompt.

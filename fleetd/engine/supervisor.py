@@ -33,6 +33,7 @@ from fleetd.engine.protocol import (
     Heartbeat,
     LoadFailed,
     Loading,
+    Measured,
     PrefillAlone,
     PrefillShared,
     Ready,
@@ -402,6 +403,10 @@ class EngineProcess:
                     load_s=round(report.load_s, 2),
                 )
                 await self._notify()
+            case Measured():
+                if self.facts is not None:
+                    self.facts = msgspec.structs.replace(self.facts, **msgspec.structs.asdict(report))
+                log.info("engine.measured", model=self.settings.name, doubt=report.doubt)
             case LoadFailed(code, message, hint):
                 self.error = from_code(code, message, hint=hint)
                 self.state = "failed"

@@ -245,10 +245,13 @@ def _start(
 
     loading.quiet_libraries()
     from fleetd.engine import stage_loading
+    from fleetd.engine.calibrate import Calibration
     from fleetd.engine.helper_loop import HelperLoop
+    from fleetd.engine.idle_calibration import IdleCalibration
     from fleetd.engine.memory import KvBudget
     from fleetd.engine.prefix_cache import PrefixCache
     from fleetd.engine.scheduler import Scheduler
+    from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 
     device = loading.pick_device(settings.device)
     if device == "cpu":
@@ -262,6 +265,13 @@ def _start(
             context_tokens=facts.context_tokens,
             budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
             emit=link.send,
+            idle=IdleCalibration(
+                lambda: PartCalibration(
+                    part.sharable.stage, part.sharable.layout, facts.context_tokens, limits.CALIBRATE_S
+                ),
+                facts,
+                link.send,
+            ),
         )
     else:
         loaded = loading.load(settings, device, link.send)
@@ -275,6 +285,11 @@ def _start(
             budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
             prefix=PrefixCache(loaded.prefix_bytes),
             emit=link.send,
+            idle=IdleCalibration(
+                lambda: Calibration(loaded.model, facts.vocab_size, facts.context_tokens, limits.CALIBRATE_S),
+                facts,
+                link.send,
+            ),
             defaults=loaded.defaults,
             sharable=loaded.sharable,
             speculation=_speculation(settings, loaded),

@@ -25,12 +25,13 @@ from fleetd.engine.calibrate import (
     FIRST,
     OTHERS,
     REPEATS,
+    Calibration,
     Speeds,
     calibrate,
 )
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.shared_prefill import part_speeds
 from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.stage import Stage
 from fleetd.hardware.other_load import CpuReading
 from fleetd.models.folder import ModelFolder
@@ -328,21 +329,23 @@ def test_some_layers_are_told_as_the_whole_model_at_their_pace(
     part = whole.part(*held)
     ran: list[tuple[int, int]] = []
 
-    def measured(layers: Any, **_: Any) -> Speeds:
+    def speeds(calibration: Any) -> Speeds:
+        layers = calibration._model
         caches = layers.make_cache()
         assert len(caches) == part.last - part.first
         for count in (1, 100):
             out = layers(mx.zeros((1, count), mx.int32), caches)
             ran.append((out.shape[1], caches[0].offset))
             assert len(set(out[0, :, 0].tolist())) > count // 2
-        return Speeds(100.0, 10.0, 1e-6, 0.1)
+        return Speeds(100.0, 10.0, 1e-6, 0.1, "doubt")
 
-    monkeypatch.setattr(part_speeds, "calibrate", measured)
+    monkeypatch.setattr(Calibration, "runs", lambda _self: iter(()))
+    monkeypatch.setattr(Calibration, "speeds", speeds)
     share = (held[1] - held[0]) / whole.total
-    found = part_speeds.part_speeds(part, KvLayout.of(part), 4096, 1.0)
+    found = PartCalibration(part, KvLayout.of(part), 4096, 1.0).measured()
     assert ran == [(1, 1), (100, 101)]
     assert found == Speeds(
-        pytest.approx(100 * share), 0.0, pytest.approx(1e-6 / share), pytest.approx(0.1 / share)
+        pytest.approx(100 * share), 0.0, pytest.approx(1e-6 / share), pytest.approx(0.1 / share), "doubt"
     )
 
 

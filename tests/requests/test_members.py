@@ -30,7 +30,6 @@ from fleetd.plan.affinity import BLOCK_CHARS
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.refusals import THIS_NODE
-from fleetd.plan.speed_corrections import CorrectedWork
 from fleetd.requests.drafting import drafters
 from fleetd.requests.job import Job
 from fleetd.requests.members import Member, Members, PeerBackoff, Work, eligible
@@ -269,8 +268,7 @@ def test_a_conversation_is_cached_where_it_was_answered_for_whoever_asks() -> No
 
 def test_what_a_prefill_took_corrects_prefills_and_not_scoring_which_is_other_work() -> None:
     fleet, speed = Fleet(member()), PrefillSpeed(0.001)
-    prefill, score = CorrectedWork("studio", DIGEST, "prefill"), CorrectedWork("studio", DIGEST, "score")
-    assert fleet.members.correction(prefill, speed) == 1
-    fleet.members.computed(prefill, speed.token_s, expected_s=1.0, took_s=3.0)
-    assert fleet.members.correction(prefill, speed) == 2
-    assert fleet.members.correction(score, speed) == 1
+    assert fleet.members.correction("studio", DIGEST, speed) == 1
+    fleet.members.computed("studio", DIGEST, speed.token_s, expected_s=1.0, took_s=3.0)
+    assert fleet.members.correction("studio", DIGEST, speed) == 2
+    assert fleet.members.correction("studio", DIGEST, speed, "score") == 1

@@ -36,7 +36,6 @@ from fleetd.p2p.node import Node
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import Scorer, Segments, SmartPlan
-from fleetd.plan.speed_corrections import CorrectedWork
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import Pipeline, PipelineStep
@@ -620,9 +619,7 @@ async def test_a_helper_that_takes_longer_than_it_should_is_expected_to_the_next
         await home.ask()
         second = (await home.trace(2)).chosen
         node_id = home.helpers[0].node.identity.node_id
-        factor = home.sharing.members.correction(
-            CorrectedWork(node_id, DIGEST, "prefill"), PrefillSpeed(1 / 100)
-        )
+        factor = home.sharing.members.correction(node_id, DIGEST, PrefillSpeed(1 / 100))
         assert factor > 2
         assert second.kind == "local" or (second.predicted_s or 0) > (first.predicted_s or 0)
 

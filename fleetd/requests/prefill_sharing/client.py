@@ -37,7 +37,6 @@ from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.options import HelperSpec as PlannedMachine
 from fleetd.plan.prefill.options import Load, PlanChoice, PrefillOption
 from fleetd.plan.refusals import THIS_NODE
-from fleetd.plan.speed_corrections import CorrectedWork
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
 from fleetd.requests.members import Members, eligible
@@ -186,8 +185,7 @@ class PrefillSharing(PipelineStep):
 
     def _paced(self, own: ModelCard, machine: PlannedMachine) -> PlannedMachine:
         """By what its parts of other prompts took."""
-        of = CorrectedWork(machine.node_id, own.digest, "prefill")
-        factor = self.members.correction(of, machine.speed)
+        factor = self.members.correction(machine.node_id, own.digest, machine.speed)
         return replace(machine, speed=machine.speed.times(factor))
 
     def chose(self, choice: PlanChoice, own: ModelCard) -> None:
@@ -204,8 +202,9 @@ class PrefillSharing(PipelineStep):
         """What each machine took for its part, in the order of the chain."""
         for part, steps in parts:
             took_s = sum(step.seconds for step in steps if step.name == step_names.COMPUTED)
-            of = CorrectedWork(part.node_id, digest, "prefill")
-            self.members.computed(of, part.token_s, expected_s=part.expected_s, took_s=took_s)
+            self.members.computed(
+                part.node_id, digest, part.token_s, expected_s=part.expected_s, took_s=took_s
+            )
             if part.node_id == THIS_NODE:
                 self.speeds.part_ran(model, expected_s=part.expected_s, took_s=took_s, now_s=self.monotonic())
 

@@ -28,7 +28,6 @@ from fleetd.plan.costs import PrefillSpeed, modelled
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import Scorer
-from fleetd.plan.speed_corrections import CorrectedWork
 from fleetd.requests.members import Member, Members, eligible
 from fleetd.requests.placement import canonical
 from fleetd.requests.smart_prefill.segment_scoring import CompressorModel, ScoringJob
@@ -125,8 +124,10 @@ class Scorers:
                 self._members.succeeded(scorer.node_id, "score")
             if ran.tokens and scorer.measured and not scorer.load_s:
                 self._members.computed(
-                    CorrectedWork(scorer.node_id, key, "score"),
+                    scorer.node_id,
+                    key,
                     scorer.speed.token_s / scorer.correction,
+                    "score",
                     expected_s=scorer.seconds(ran.tokens) / scorer.correction,
                     took_s=ran.computed_s,
                 )
@@ -166,7 +167,7 @@ class Scorers:
         member, model = holder
         measured = speed_of(model)
         speed = measured or modelled(member.chip, max(1, model.weights_bytes), _LAYERS, _HIDDEN_BYTES)
-        correction = self._members.correction(CorrectedWork(member.node_id, holder.key, "score"), speed)
+        correction = self._members.correction(member.node_id, holder.key, speed, "score")
         return Scorer(
             member.node_id,
             member.name,
