@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
+import mlx.nn as nn
 import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
@@ -105,9 +106,9 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     # Hub caches hold links; the size that counts is the target's.
     files = sorted(path.glob("model*.safetensors"))
     on_disk = sum(f.stat().st_size for f in files)
-    admit_weights(settings.name, expanded_bytes(on_disk, config, device), usable)
-    report(Loading("reading", 0, on_disk))
     model = lazy_model(path, config)
+    admit_weights(settings.name, memory_bytes(model, device), usable)
+    report(Loading("reading", 0, on_disk))
     if device == "cpu":
         cpu.to_float32(model)
     mx.eval(model.parameters())
@@ -153,6 +154,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         doubt=speeds.doubt,
         hidden_bytes=sharable.layout.hidden_bytes(1) if sharable else 0,
         outside_bytes=sharable.stage.outside_bytes if sharable else 0,
+        layer_bytes=sharable.stage.layer_bytes if sharable else 0,
         last_layer=layers,
         unshareable=unshareable,
         speculation=verdict.text,
@@ -258,16 +260,11 @@ def lazy_model(path: Path, config: dict[str, Any]) -> Any:
     return model
 
 
-def expanded_bytes(on_disk: int, config: dict[str, Any], device: Device) -> int:
-    """Bytes in memory: as on disk, except on a CPU, where everything becomes f32."""
-    if device != "cpu":
-        return on_disk
-    if config.get("torch_dtype", config.get("dtype")) == "float32":
-        return on_disk
-    quantization = config.get("quantization") or config.get("quantization_config") or {}
-    bits = quantization.get("bits")
-    # Scales and biases add about half a bit per weight; unquantised weights are 16 bits in practice.
-    return int(on_disk * 32 / (bits + 0.5)) if isinstance(bits, int) and bits > 0 else on_disk * 2
+def memory_bytes(weights: nn.Module, device: Device) -> int:
+    """Bytes of the weights once they are read: as on disk, except on a CPU, where everything becomes f32."""
+    if device == "cpu":
+        return cpu.float32_bytes(weights)
+    return sum(int(array.nbytes) for _, array in tree_flatten(weights.parameters()))
 
 
 def _warm_up(model: Any) -> int:

@@ -320,6 +320,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     # The part of ``weights_bytes`` that belongs to no layer: a machine that has some layers has a part of it,
     # or none.
     outside_bytes: int = 0
+    # Of the layer with the most weights; 0 where it is not known.
+    layer_bytes: int = 0
     # The layers [first, last) that are held: all of them but in a worker that only helps.
     first_layer: int = 0
     last_layer: int = 0

@@ -19,9 +19,9 @@ from fleetd.engine import cpu
 from fleetd.engine.loading import (
     Device,
     context_tokens,
-    expanded_bytes,
     kv_bytes_per_token,
     lazy_model,
+    memory_bytes,
     usable_bytes,
     verified_config,
     versions,
@@ -73,7 +73,7 @@ def load_stage(
     on_disk = stage.weights_bytes
     admit_weights(
         f"{settings.name}, layers {first} to {last} of {stage.total},",
-        expanded_bytes(on_disk, config, device),
+        memory_bytes(stage.weights, device),
         usable_bytes(device, settings),
     )
     report(Loading("reading", 0, on_disk))
@@ -123,6 +123,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             doubt=speeds.doubt,
             hidden_bytes=sharable.layout.hidden_bytes(1),
             outside_bytes=stage.outside_bytes,
+            layer_bytes=stage.layer_bytes,
             first_layer=stage.first,
             last_layer=stage.last,
             arithmetic=sharable.arithmetic,

@@ -39,6 +39,8 @@ def prompt(tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0) ->
     elif kept:
         unshareable = unshareable or arithmetic.sparse
     prefilled = max(0, (kept or tokens) - 1)
+    # As if all layers were like the largest: a helper must have room for whichever it gets.
+    weights_bytes = facts.outside_bytes + facts.layers * facts.layer_bytes
     return PrefillSize(
         tokens=prefilled,
         cached=min(cached, prefilled),
@@ -49,7 +51,7 @@ def prompt(tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0) ->
         exact_chunks=arithmetic is None or arithmetic.chunks == "same",
         prompt_span=tokens - 1 if kept else 0,
         unshareable=unshareable,
-        weights_bytes=facts.weights_bytes,
+        weights_bytes=max(weights_bytes, facts.weights_bytes),
         outside_bytes=facts.outside_bytes,
     )
 
