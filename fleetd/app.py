@@ -31,11 +31,12 @@ from fleetd.api.app import build_app, make_runner
 from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.api.services import Services
 from fleetd.config import DEFAULT_PORT, Config
-from fleetd.control.daemon_status import DaemonStatus, HttpAddress
+from fleetd.control.daemon_status import DaemonStatus, HardwareReading, HttpAddress, MemoryBudget
 from fleetd.control.fleet_view import PeerView
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.errors import ConfigError, Draining, PortInUse
 from fleetd.fleet import Fleet, default_name
+from fleetd.hardware.memory import budget, metal_limit
 from fleetd.hardware.probe import HardwareProbe
 from fleetd.home import paths
 from fleetd.home.paths import HomeFolder
@@ -117,7 +118,7 @@ class Daemon:
         self._hurry = asyncio.Event()
         self._ready = False
         self._http: HttpAddress | None = None
-        self._prober = HardwareProbe()
+        self._prober = HardwareProbe(gpu=config.engine.device != "cpu")
         self._store = Store(home.db)
         self._ledger = Ledger(self._store)
         self._models = models or ModelStore(
@@ -202,6 +203,7 @@ class Daemon:
         return assists
 
     def status(self) -> DaemonStatus:
+        machine = self._prober.read()
         return DaemonStatus(
             version=__version__,
             pid=os.getpid(),
@@ -212,7 +214,8 @@ class Daemon:
             ready=self._ready and not self._runner.draining,
             draining=self._runner.draining,
             default_model=self._config.models.default,
-            machine=self._prober.read(),
+            machine=machine,
+            memory=self._memory_budget(machine, machine.available_bytes),
             engines=self._pool.status(),
             requests=self._runner.counts,
             fleet=self._fleet.view() if self._fleet is not None else DisabledFleet().view(),
@@ -220,6 +223,8 @@ class Daemon:
 
     async def serve(self) -> None:
         """Start, say READY, run until a signal, stop."""
+        if self._config.engine.overcommit:
+            log.warning("memory.overcommit", note="models load whatever memory is free; the machine may swap")
         for number in _SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         async with AsyncExitStack() as stack:
@@ -282,8 +287,19 @@ class Daemon:
             max_streams=self._config.engine.max_streams,
             publish=node.publish,
             speeds=self._speeds,
-            memory_fraction=self._config.engine.memory_fraction,
-            max_memory_bytes=self._config.engine.max_memory_bytes,
+            budget=self._memory_budget,
+        )
+
+    def _memory_budget(self, machine: HardwareReading, available_bytes: int) -> MemoryBudget:
+        engine, metal = self._config.engine, machine.accelerator == "metal"
+        limit = metal_limit(machine.memory_bytes, machine.wired_limit_bytes) if metal else 0
+        return budget(
+            machine.memory_bytes,
+            available_bytes,
+            device_limit_bytes=limit,
+            fraction=engine.memory_fraction,
+            max_bytes=engine.max_memory_bytes,
+            overcommit=engine.overcommit,
         )
 
     def _peers(self) -> list[PeerView]:
@@ -428,6 +444,7 @@ def _pool_options(config: Config, home: HomeFolder) -> PoolOptions:
         threads=engine.threads,
         max_memory_bytes=engine.max_memory_bytes,
         memory_fraction=engine.memory_fraction,
+        overcommit=engine.overcommit,
         max_streams=engine.max_streams,
         prefill_chunk_tokens=engine.prefill_chunk_tokens,
         prefix_cache_bytes=engine.prefix_cache_bytes,

@@ -176,6 +176,13 @@ JOB_ALIVE_S = 2.0
 JOB_SILENCE_S = 8.0
 # A machine that asked for an answer and reads none of it keeps a slot and its KV cache from others.
 JOB_READ_STALL_S = 60.0
+# What an answer from another machine may come to. Tokens: beyond the longest context there is. The longest
+# tokens of vocabularies are runs of 128 spaces. Arguments of all tool calls of one answer, in characters.
+ANSWER_TOKENS = 1 << 21
+TOKEN_CHARS = 1024
+TOOL_ARGUMENT_CHARS = 8 * MIB
+# A load or a download tells its progress so often at most.
+LOADING_EVENTS = 100_000
 # Of a job's id, as the machine that asked for it has it, to be found again here.
 JOB_ID_CHARS = 64
 # Names and hashes of a model's files are on record where it was installed, or were hashed for the card.

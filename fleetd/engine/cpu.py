@@ -204,7 +204,7 @@ def float32_bytes(model: nn.Module) -> int:
 
     layers = [layer for _, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)]
     plain = [layer for layer in layers if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)]
-    found = sum(int(layer.weight.nbytes) * 32 // layer.bits for layer in plain)
+    found: int = sum(int(layer.weight.nbytes) * 32 // int(layer.bits) for layer in plain)
     gone = {id(layer[part]) for layer in plain for part in ("weight", "scales", "biases") if part in layer}
     for _, array in tree_flatten(model.parameters()):
         if id(array) not in gone:

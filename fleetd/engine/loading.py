@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import mlx.core as mx
 import mlx.nn as nn
-import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -25,7 +24,7 @@ from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.calibrate import calibrate
-from fleetd.engine.memory import WORKING_BYTES, admit_weights
+from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading, Profile, Ready
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.head_profile import ProfileKey
@@ -36,7 +35,9 @@ from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePla
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.hardware import memory
 from fleetd.models import digest as digests
+from fleetd.models.memory_need import WORKING_BYTES, expanded_bytes
 from fleetd.models.verify import verify
 
 Device = Literal["cpu", "metal", "cuda"]
@@ -83,12 +84,15 @@ def pick_device(wanted: str) -> Device:
 
 
 def usable_bytes(device: Device, settings: WorkerSettings) -> int:
-    """Memory this worker may take, from what the device recommends and what the machine has free now."""
-    free = psutil.virtual_memory().available
-    if device == "metal":
-        free = min(free, int(mx.device_info().get("max_recommended_working_set_size", free)))
-    usable = int(free * settings.memory_fraction)
-    return min(usable, settings.max_memory_bytes) if settings.max_memory_bytes else usable
+    """Memory this worker may take, by the daemon's own rule and with what Metal itself says of the device."""
+    limit = int(mx.device_info().get("max_recommended_working_set_size", 0)) if device == "metal" else 0
+    return memory.budget(
+        *memory.system_memory(memory.cgroup_folders(Path("/"))),
+        device_limit_bytes=limit,
+        fraction=settings.memory_fraction,
+        max_bytes=settings.max_memory_bytes,
+        overcommit=settings.overcommit,
+    ).usable_bytes
 
 
 def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> Loaded:
@@ -106,9 +110,9 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     # Hub caches hold links; the size that counts is the target's.
     files = sorted(path.glob("model*.safetensors"))
     on_disk = sum(f.stat().st_size for f in files)
-    model = lazy_model(path, config)
-    admit_weights(settings.name, memory_bytes(model, device), usable)
+    admit_weights(settings.name, expanded_bytes(on_disk, config, device), usable)
     report(Loading("reading", 0, on_disk))
+    model = lazy_model(path, config)
     if device == "cpu":
         cpu.to_float32(model)
     mx.eval(model.parameters())

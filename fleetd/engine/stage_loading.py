@@ -26,12 +26,13 @@ from fleetd.engine.loading import (
     verified_config,
     versions,
 )
-from fleetd.engine.memory import WORKING_BYTES, admit_weights
+from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
+from fleetd.models.memory_need import WORKING_BYTES
 
 WARM_UP_TOKENS = 8
 

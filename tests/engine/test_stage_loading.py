@@ -22,13 +22,14 @@ from tiny_architectures import VOCAB, write
 
 from fleetd.engine import cpu
 from fleetd.engine.loading import Device, kv_bytes_per_token, lazy_model, memory_bytes
-from fleetd.engine.memory import WORKING_BYTES, admit_weights
+from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.stage import Stage
 from fleetd.engine.stage_loading import LoadedStage, load_stage
 from fleetd.errors import InvalidValue, ModelUnsupported, OutOfMemory
 from fleetd.models.folder import read_config
+from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.choice import options
 from fleetd.plan.prefill.options import HelperSpec
