@@ -44,8 +44,7 @@ def render(status: dict[str, Any]) -> str:
             if engine.get("error")
         ]
         lines += [
-            f"{one_line(engine['model'])}: speeds in doubt, {one_line(engine['doubt'])} at the measurement; "
-            "requests and idle time correct them"
+            f"{one_line(engine['model'])}: speeds in doubt, {one_line(engine['doubt'])}; retaken when idle"
             for engine in engines
             if engine.get("doubt")
         ]

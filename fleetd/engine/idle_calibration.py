@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from fleetd import limits
 from fleetd.engine.calibrate import Calibration, Speeds
-from fleetd.engine.protocol import Measured, Ready, Report
+from fleetd.engine.protocol import MeasuredAgain, Ready, Report
 
 
 class IdleCalibration:
@@ -64,7 +64,7 @@ class IdleCalibration:
         self._end(self._clock())
         if not found.doubt or found.prefill_tok_s > self._prefill_tok_s:
             self._prefill_tok_s = found.prefill_tok_s
-            self._emit(Measured(**asdict(found)))
+            self._emit(MeasuredAgain(**asdict(found)))
         if not found.doubt:
             self._due_s = None
 

@@ -339,7 +339,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     vocabulary: str = ""
 
 
-class Measured(msgspec.Struct, frozen=True, tag="measured"):
+class MeasuredAgain(msgspec.Struct, frozen=True, tag="measured_again"):
     """Speeds that were measured again after Ready, as there; they take the place of those."""
 
     prefill_tok_s: float
@@ -538,7 +538,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
 
 Command = Generate | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Score | Cancel | Shutdown
 Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted | Scored | Followed
-Report = Loading | Ready | Measured | LoadFailed | Heartbeat | Event
+Report = Loading | Ready | MeasuredAgain | LoadFailed | Heartbeat | Event
 
 # ---- Framing ---------------------------------------------------------------------------------------------
 

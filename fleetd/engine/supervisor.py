@@ -33,7 +33,7 @@ from fleetd.engine.protocol import (
     Heartbeat,
     LoadFailed,
     Loading,
-    Measured,
+    MeasuredAgain,
     PrefillAlone,
     PrefillShared,
     Ready,
@@ -403,7 +403,7 @@ class EngineProcess:
                     load_s=round(report.load_s, 2),
                 )
                 await self._notify()
-            case Measured():
+            case MeasuredAgain():
                 if self.facts is not None:
                     self.facts = msgspec.structs.replace(self.facts, **msgspec.structs.asdict(report))
                 log.info("engine.measured", model=self.settings.name, doubt=report.doubt)

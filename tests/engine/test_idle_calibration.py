@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from fleetd import limits
 from fleetd.engine.calibrate import Speeds
 from fleetd.engine.idle_calibration import IdleCalibration
-from fleetd.engine.protocol import Measured, Report
+from fleetd.engine.protocol import MeasuredAgain, Report
 
 DOUBT = "other programs had 60 % of the processor"
 RUNS = 5
@@ -75,7 +75,7 @@ def test_an_idle_worker_measures_again_and_tells_what_it_found() -> None:
     worker.idle.turn(idle=True)
     assert not worker.attempts, "it has not been idle for long"
     worker.attempt()
-    assert worker.told == [Measured(1000.0, 50.0, 1e-6, 0.01)]
+    assert worker.told == [MeasuredAgain(1000.0, 50.0, 1e-6, 0.01)]
     assert worker.idle.due_s is None
 
 
@@ -89,7 +89,7 @@ def test_a_request_ends_the_attempt_and_the_next_one_waits_as_long_again() -> No
     assert worker.idle.due_s == worker.now + limits.CALIBRATE_AGAIN_S
     assert worker.attempts[0][1].done == RUNS, "all but its end"
     worker.attempt()
-    assert [type(report) for report in worker.told] == [Measured]
+    assert [type(report) for report in worker.told] == [MeasuredAgain]
     assert worker.attempts[1][1].done == RUNS
 
 
@@ -99,7 +99,7 @@ def test_attempts_in_doubt_too_come_less_and_less_often_and_tell_only_what_is_fa
     for _ in range(22):
         worker.attempt()
     # Other work makes a device slower, never faster.
-    assert worker.told == [Measured(400.0, 30.0, 0.0, 0.0, DOUBT)]
+    assert worker.told == [MeasuredAgain(400.0, 30.0, 0.0, 0.0, DOUBT)]
     begun = [at for at, _ in worker.attempts]
     waits = [after - before for before, after in itertools.pairwise(begun)]
     assert waits[0] == 2 * limits.CALIBRATE_AGAIN_S

@@ -27,7 +27,7 @@ from fleetd.engine.protocol import (
     Failed,
     Finished,
     Generate,
-    Measured,
+    MeasuredAgain,
     Prefill,
     Report,
     Sampling,
@@ -397,5 +397,5 @@ def test_a_request_in_the_middle_of_a_measurement_is_answered_as_without_it(
         bench.turn()
     assert len(begun) > 1, "the first measurement was given up"
     (found,) = told
-    assert isinstance(found, Measured)
+    assert isinstance(found, MeasuredAgain)
     assert found.prefill_tok_s > 1

@@ -16,7 +16,7 @@ from fleetd.engine.protocol import (
     Heartbeat,
     LoadFailed,
     Loading,
-    Measured,
+    MeasuredAgain,
     Ready,
     Shutdown,
 )
@@ -113,7 +113,7 @@ def main(behaviour: str, fd: int) -> None:
             send(Finished(name, "stop"), Finished("nobody", "stop"))
             request()
         case "measures again":
-            send(Accepted(name, 1), Finished(name, "stop"), Measured(500.0, 40.0, 1e-6, 0.01))
+            send(Accepted(name, 1), Finished(name, "stop"), MeasuredAgain(500.0, 40.0, 1e-6, 0.01))
             hang()
         case "deaf to shutdown":
             send(Accepted(name, 1), Finished(name, "stop"))
