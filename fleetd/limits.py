@@ -7,6 +7,12 @@ from __future__ import annotations
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
+# ---- File descriptors ------------------------------------------------------------------------------------
+# What a process asks for: macOS gives no more, whatever its hard limit says.
+DESCRIPTORS = 10_240
+# Kept from connections: the database, workers and their streams, model files, listeners, libraries.
+DESCRIPTORS_RESERVED = 96
+
 # ---- HTTP ------------------------------------------------------------------------------------------------
 # Agent transcripts with inlined files reach tens of megabytes; above that it is a mistake or an attack.
 HTTP_BODY_BYTES = 64 * MIB
@@ -37,6 +43,9 @@ STOP_STRING_CHARS = 1024
 CHOICES = 8
 TOP_LOGPROBS = 20
 TOOLS = 256
+# Free-form JSON (tools, arguments, template options): schemas nest a dozen deep, and a template's own code
+# recurses with what it is given.
+JSON_DEPTH = 64
 QUEUED_REQUESTS = 64
 # Ours have 34; this one is written into logs and the ledger.
 REQUEST_ID_CHARS = 128
@@ -86,6 +95,9 @@ LEDGER_WAIT_S = 0.25
 REPEAT_LOG_S = 60.0
 # After a second signal, or when streams do not end after the drain.
 STOP_S = 2.0
+# A background task that failed is started again after so long, and after each further failure later.
+RESTART_S = 1.0
+RESTART_MOST_S = 30.0
 # Label values per metric: one series per model, and a client can name models freely.
 METRIC_MODELS = 64
 

@@ -67,6 +67,10 @@ def test_a_cpu_computes_in_f32_so_a_quantised_model_needs_seven_times_its_files(
     assert estimated_bytes(entry, "cpu") == pytest.approx(7.1 * entry.memory_bytes, rel=0.01)
     assert expanded_bytes(100, {}, "cpu") == 200
     assert expanded_bytes(100, {"torch_dtype": "float32"}, "cpu") == 100
+    packed = {"torch_dtype": "float32", "quantization": {"bits": 4}}
+    assert expanded_bytes(100, packed, "cpu") == 711  # the unpacked model's type says nothing of the files
+    assert expanded_bytes(100, {"quantization": {"bits": 8, "head": {"bits": 4}}}, "cpu") == 711
+    assert expanded_bytes(100, {"quantization": {"bits": 4096}}, "cpu") == 200
     # What a publisher wrote there is not believed to be a mapping, or a number.
     assert expanded_bytes(100, {"quantization": [4]}, "cpu") == 200
     assert expanded_bytes(100, {"quantization": {"bits": "4"}}, "cpu") == 200
@@ -82,9 +86,3 @@ def test_people_see_the_parts_of_the_figure_and_a_warning() -> None:
     shown = memory_lines(budget(24 * GIB, GIB, overcommit=True), 2 * GIB)
     assert "2.1 GB" in shown[1]
     assert "may swap" in shown[2]
-
-
-def test_smaller_groups_have_more_scales_and_so_fewer_weights_in_as_many_bytes() -> None:
-    groups_of = {group: {"quantization": {"bits": 4, "group_size": group}} for group in (32, 64)}
-    assert expanded_bytes(1000, groups_of[64], "cpu") == 7111
-    assert expanded_bytes(1000, groups_of[32], "cpu") == 6400
