@@ -237,7 +237,7 @@ def mixed(tmp_path: Path) -> Path:
     def bits(name: str, module: Any) -> bool | dict[str, int]:
         if not hasattr(module, "to_quantized"):
             return False
-        return {"group_size": 32, "bits": 8 if "embed" in name or ".3." in name else 4}
+        return {"group_size": 32, "bits": 8 if "embed" in name or ".0." in name else 4}
 
     model, config = quantize_model(model, config, 32, 4, quant_predicate=bits)
     weights = dict(tree_flatten(model.parameters()))
@@ -263,6 +263,14 @@ def test_what_a_part_needs_is_known_to_the_byte_before_it_is_read(
         assert needed <= home.outside_bytes + (last - first) * home.layer_bytes, (first, last)
 
 
+def test_admission_of_a_part_asks_for_what_it_needs_and_no_more(tmp_path: Path) -> None:
+    path = mixed(tmp_path)
+    needed, _ = read(path, 0, 2, "cpu")
+    load(path, 0, 2, max_memory_bytes=needed + WORKING_BYTES)
+    with pytest.raises(OutOfMemory):
+        load(path, 0, 2, max_memory_bytes=needed + WORKING_BYTES - 1)
+
+
 def read(path: Path, first: int, last: int, device: Device) -> tuple[int, Stage]:
     """What admission takes the weights of some layers to need, and these, read as the device has them."""
     part = Stage.of(lazy_model(path, read_config(path))).part(first, last)
@@ -274,7 +282,7 @@ def read(path: Path, first: int, last: int, device: Device) -> tuple[int, Stage]
 
 
 def test_the_planner_gives_a_helper_no_more_than_its_admission_takes(tmp_path: Path) -> None:
-    """Its largest layers come last; an average layer would have promised them room that is not there."""
+    """Its largest layer comes first; room for an average one would have been too little for it."""
     path = mixed(tmp_path)
     _, home = read(path, 0, LAYERS, "cuda")
     whole = Stage.of(lazy_model(path, read_config(path)))
