@@ -292,14 +292,15 @@ def test_the_planner_gives_a_helper_no_more_than_its_admission_takes(tmp_path: P
         weights_bytes=home.weights_bytes,
         outside_bytes=home.outside_bytes,
         layer_bytes=home.layer_bytes,
-        kv_bytes_per_token=64,
-        hidden_bytes=64,
+        # Little beside the weights, which are tiny here.
+        kv_bytes_per_token=LAYERS,
+        hidden_bytes=1,
     )
-    asked = planner_facts.prompt(2000, 0, 256, facts)
+    asked = planner_facts.prompt(400, 0, 64, facts)
     speed = PrefillSpeed(1e-3)
     here, fast = HelperSpec("", "this", speed), LinkSpeed(1e12)
     given = set()
-    for room in range(0, 2 * home.weights_bytes, home.layer_bytes // 3):
+    for room in range(0, 2 * home.weights_bytes, home.layer_bytes // 10):
         helper = HelperSpec("a", "a", speed.times(0.1), fast, loaded=False, room_bytes=room)
         for option in options(asked, here, [helper]):
             if option.kind == "layers" and option.split is not None:

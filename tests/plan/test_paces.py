@@ -138,6 +138,17 @@ def test_an_equal_machine_that_seemed_faster_is_within_a_quarter_after_five_shar
     assert own.of("m").prefill.token_s <= 1.8 * TOKEN_S
 
 
+@given(st.floats(1 / 8, 8.0))
+def test_a_helper_whose_own_figure_is_wrong_is_within_a_quarter_too(wrong: float) -> None:
+    """It knows nothing of these prompts, so only what is learned here corrects it."""
+    paces, figure = SpeedCorrections(), TOKEN_S * wrong
+    for _ in range(5):
+        expected_s = 1000 * figure
+        paces.ran(of(), figure, 100.0, expected_s=expected_s, took_s=1000 * TOKEN_S)
+    taken = figure * paces.factor(of(), figure, 100.0)
+    assert 1 / 1.25 <= taken / TOKEN_S <= 1.25
+
+
 def test_a_part_that_others_slowed_does_not_make_this_machine_slow_for_good() -> None:
     own = ModelSpeeds()
     own.seed("m", 1000.0, 1.0, now_s=0.0)
