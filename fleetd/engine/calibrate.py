@@ -143,13 +143,11 @@ class Calibration:
         return speeds
 
     def _doubt(self) -> str:
-        if not self._chunks:
-            return ""
         before, after = self._load_before, self._load()
         others = after.others_share(before) if before is not None and after is not None else 0.0
         if others > OTHERS:
             return f"other programs had {others:.0%} of the processor"
-        if (spread := max(map(_spread, self._chunks.values()))) > AGREE:
+        if (spread := max(map(_spread, self._chunks.values()), default=1.0)) > AGREE:
             return f"equal chunks took times that differ by {spread - 1:.0%}"
         return ""
 

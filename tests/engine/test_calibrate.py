@@ -201,6 +201,14 @@ def test_chunks_that_agree_beside_steady_work_of_others_are_doubtful_too(
     assert not doubtful or speeds.doubt == f"other programs had {others:.0%} of the processor"
 
 
+def test_where_others_left_no_time_for_any_chunk_that_is_doubtful_too() -> None:
+    model = Crowded(*[1000.0] * 100, others=0.9)
+    model.seconds = lambda n: 2.0 * n
+    speeds = model.measure()
+    assert speeds.prefill_tok_s == 0
+    assert speeds.doubt == "other programs had 90% of the processor"
+
+
 def test_a_system_that_does_not_tell_its_load_leaves_it_to_the_runs() -> None:
     model = Crowded()
     speeds = calibrate(
