@@ -211,6 +211,10 @@ def engine(**changes: Any) -> Reply:
             "smollm2-135m: speeds in doubt, other programs had 60% of the processor; retaken when idle",
         ),
         (
+            {"load_steps": [{"name": "reading", "seconds": 1.25}, {"name": "warming up", "seconds": 0.25}]},
+            "smollm2-135m: loaded in 1.50 s: reading 1.25 s, warming up 0.25 s",
+        ),
+        (
             {"speculation": "declined: other bytes at width 2"},
             "smollm2-135m: decoded without drafts, declined: other bytes at width 2",
         ),
