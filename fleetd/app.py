@@ -47,7 +47,7 @@ from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
 from fleetd.notify import Notifier
 from fleetd.observe import get_logger
-from fleetd.own_card import CardMaker
+from fleetd.own_card import CardMaker, facts
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -57,9 +57,11 @@ from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.drafting import messages as drafting_messages
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.drafting.server import DraftServer
+from fleetd.requests.job import THIS_NAME
 from fleetd.requests.members import Members
 from fleetd.requests.model_copies import ModelCopies
 from fleetd.requests.placement import Placer
+from fleetd.requests.plan_service import PlanService
 from fleetd.requests.prefill_sharing import messages as sharing_messages
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
@@ -133,7 +135,7 @@ class Daemon:
         # One for all services: a machine that failed one of them is left out of the others, too.
         self._members = Members(
             self._fleet.machines if self._fleet else tuple,
-            lambda: self._card.card() if self._card is not None else None,
+            lambda: self._card.card() if self._card is not None else self._bare_card(),
             local_only=config.fleet.local_only,
         )
         self._traces = Traces(self._store)
@@ -148,13 +150,15 @@ class Daemon:
             remembers=config.speculation.remember,
         )
         self._sharing = self._sharer(self._fleet) if self._fleet else None
+        request = self._fleet.request if self._fleet else DisabledFleet().request
+        placer = Placer(self._members, request, lambda model: self._pool.facts(model))
         self._compressing = self._compressor()
         self._smart = SmartPrefill(
             self._compressing,
             self._members,
             self._pool,
             self._metrics,
-            best_s=self._sharing.best_s if self._sharing else lambda folder, tokens, cached, kept: 0.0,
+            placer=placer,
         )
         self._runner = Runner(
             pool=self._pool,
@@ -164,13 +168,16 @@ class Daemon:
             metrics=self._metrics,
             default_model=config.models.default,
             embedded=embedded_name,
-            placing=Placer(self._members, self._fleet.request) if self._fleet else None,
+            placing=placer,
             sharing=self._sharing,
             smart=self._smart,
             drafting=self._drafting,
             speeds=self._speeds,
             members=self._members,
             record=self._traces.record,
+        )
+        self._plans = PlanService(
+            placer, self._runner.locate, self._smart, self._drafting, config.smart_prefill.policy
         )
         self._assists = self._serve_peers(self._node) if self._node else None
         self._card: CardMaker | None = None
@@ -296,6 +303,20 @@ class Daemon:
         if self._card is not None:
             self._card.changed()
 
+    def _bare_card(self) -> Card:
+        """What this machine is, without a fleet that would be told its models."""
+        machine = self._prober.read()
+        return Card(
+            THIS_NAME,
+            0,
+            0,
+            machine=facts(machine),
+            available_bytes=machine.available_bytes,
+            running=self._runner.counts.running,
+            waiting=self._runner.counts.waiting,
+            max_streams=self._config.engine.max_streams,
+        )
+
     def _own_card(self) -> Card:
         if self._card is None:
             raise Draining("The daemon is still starting.")
@@ -323,12 +344,10 @@ class Daemon:
                 hosts=frozenset(http.allowed_hosts),
                 origins=frozenset(http.allowed_origins),
                 fleet=self._fleet or DisabledFleet(),
-                plan=self._sharing.plan if self._sharing is not None else DisabledFleet().plan,
+                plan=self._plans.plan,
                 traces=self._traces.newest,
                 smart_defaults=self._config.smart_prefill.policy,
                 compressing=self._compressing,
-                smart_plan=self._smart.plan,
-                draft_plan=self._drafting.plan,
             )
         )
         local = make_runner(app, trusted=True)

@@ -21,6 +21,7 @@ from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
+from fleetd.plan.load_times import LoadTimes
 from fleetd.plan.model_speeds import ModelSpeeds
 
 log = get_logger("fleetd.own_card")
@@ -72,6 +73,9 @@ class CardMaker:
         self._seeded: dict[str, int | None] = {}
         # Model → precision and arithmetic of its last worker here; the next one will have the same.
         self._arithmetic: dict[str, tuple[str, str]] = {}
+        # Model → its last worker that had all of it: what its prefills consist of stays the same.
+        self._whole: dict[str, EngineStatus] = {}
+        self._load_times = LoadTimes()
         self._installed: list[ModelFolder] = []
         self._digests: dict[tuple[str, float, int], str] = {}
         self._sequence = 0
@@ -160,6 +164,10 @@ class CardMaker:
                     # Some layers decode nothing, and their fingerprint is not that of the whole model.
                     name, arithmetic = engine.part_of, self._arithmetic.get(engine.part_of, ("", ""))[1]
                     decode_tok_s = self._speeds.of(name).decode_tok_s
+                else:
+                    self._whole[name] = engine
+                    on_disk = (found.weights_bytes for found in self._installed if found.name == name)
+                    self._load_times.took(name, next(on_disk, engine.weights_bytes), engine.load_s)
                 self._arithmetic[name] = engine.dtype or "", arithmetic
                 self._speeds.seed(
                     name,
@@ -178,6 +186,7 @@ class CardMaker:
         state = {"ready": "loaded", "loading": "loading"}.get(engine.state if engine else "", "installed")
         helping = part if part is not None and state == "installed" else None
         holder = engine if state == "loaded" else helping
+        whole = self._whole.get(folder.name, EngineStatus())
         return ModelCard(
             name=folder.name,
             digest=self._digests.get(_key(folder), ""),
@@ -200,6 +209,12 @@ class CardMaker:
             arithmetic=arithmetic,
             sparse=holder is not None and holder.shares_sparse,
             exactness=engine.speculation[: limits.CARD_TEXT_CHARS] if engine and state == "loaded" else "",
+            load_s=_rough(self._load_times.seconds(folder.name, folder.weights_bytes)),
+            layers=whole.layers,
+            kv_bytes_per_token=whole.kv_bytes_per_token,
+            hidden_bytes=whole.hidden_bytes,
+            outside_bytes=whole.outside_bytes,
+            any_chunks=whole.any_chunks,
         )
 
 

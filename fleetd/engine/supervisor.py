@@ -79,7 +79,8 @@ class EngineProcess:
         # Requests the worker has not accepted yet, with the time they were sent.
         self._preparing: dict[str, float] = {}
         self._changed = asyncio.Condition()
-        self._progress_at = self._used_at = asyncio.get_running_loop().time()
+        self._progress_at = self._used_at = self._begun_at = asyncio.get_running_loop().time()
+        self._load_s = 0.0
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._socket_sender: SocketSender | None = None
@@ -340,6 +341,12 @@ class EngineProcess:
             prefill_fixed_s=facts.prefill_fixed_s if facts else 0.0,
             arithmetic=facts.arithmetic.text if facts and facts.arithmetic else "",
             shares_sparse=bool(facts and facts.arithmetic and not facts.arithmetic.sparse),
+            load_s=round(self._load_s, 2),
+            layers=facts.layers if facts and facts.arithmetic and not facts.unshareable else 0,
+            kv_bytes_per_token=facts.kv_bytes_per_token if facts else 0,
+            hidden_bytes=facts.hidden_bytes if facts else 0,
+            outside_bytes=facts.outside_bytes if facts else 0,
+            any_chunks=bool(facts and facts.arithmetic and facts.arithmetic.chunks == "any"),
             speculation=facts.speculation if facts else "",
             part_of=self.settings.part_of,
             first_layer=self.settings.first_layer,
@@ -391,7 +398,7 @@ class EngineProcess:
                 self.loading, self._progress_at = report, now
                 await self._notify()
             case Ready():
-                self.facts, self._used_at = report, now
+                self.facts, self._used_at, self._load_s = report, now, now - self._begun_at
                 if self.state == "loading":
                     self.state = "ready"
                 log.info(

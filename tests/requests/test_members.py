@@ -33,7 +33,7 @@ from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.drafting import drafters
 from fleetd.requests.job import Job
 from fleetd.requests.members import Member, Members, PeerBackoff, Work, eligible
-from fleetd.requests.placement import Placer
+from fleetd.requests.placement import Placer, WantedModel
 from fleetd.requests.prefill_sharing import planner_facts
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.skip import SkipCompression
@@ -118,7 +118,7 @@ def test_attack_no_work_is_given_to_a_machine_that_may_not_see_a_prompt(
     fleet = Fleet(*found)
     placer = Placer(fleet.members, lambda *_: pytest.fail("nothing is asked"))
     job = Job("m", Generate("r", TextPrompt("x")), "http", "chat")
-    ranked = placer.rank(job, "m", found, here=False, can_pull=False, tried=frozenset())
+    ranked = placer.rank(job, WantedModel("m", here=False), found, tried=frozenset())
     assert {each.node_id for each in ranked.placements} <= allowed
     own = own_card("home").models[0]
     helpers = [planner_facts.helper(each, own, FACTS) for each in found]
@@ -216,7 +216,7 @@ def test_a_machine_that_failed_answers_where_no_other_can() -> None:
     job = Job("m", Generate("r", TextPrompt("x")), "http", "chat")
 
     def chosen(tried: frozenset[str] = frozenset()) -> str:
-        placed = placer.choose(job, "m", here=False, can_pull=False, tried=tried, why=ModelNotFound("m"))
+        placed = placer.choose(job, WantedModel("m", here=False), tried=tried, why=ModelNotFound("m"))
         return placed.node_id
 
     assert chosen() == "a"

@@ -37,11 +37,12 @@ from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.requests.job import Job, Planned
+from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.members import Members
+from fleetd.requests.placement import Placement
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import compression_job
-from fleetd.requests.smart_prefill.client import SmartPrefill
+from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
 from fleetd.requests.smart_prefill.compression_job import USUAL_RATIO, CompressionService, kept_share
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
@@ -114,6 +115,11 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
         return Home(runner, pool, found, store, metrics, speeds, smart, traces)
 
     return make
+
+
+def target(this: Home) -> AnsweringModel:
+    """The model of this machine."""
+    return AnsweringModel("m", this.models.resolve("m"), Placement("", LOCAL))
 
 
 def text_of(request: Generate) -> str:
@@ -328,7 +334,7 @@ async def test_a_window_that_is_always_kept_is_priced(home: Any) -> None:
     local = OptionView("local", ["this"], 8.0, chosen=True)
     view = PlanView("m", 4000, 0, [local])
     plans = {
-        mode: await this.smart.plan(view, 0.2, this.models.resolve("m"), replace(ASKED, mode=mode))
+        mode: await this.smart.plan(view, 0.2, target(this), replace(ASKED, mode=mode))
         for mode in ("text", "auto")
     }
     assert plans["auto"] == plans["text"]
@@ -348,9 +354,7 @@ async def test_what_has_to_be_kept_is_priced(home: Any, bounds: dict[str, int], 
     this.speeds.seed("smollm2-135m", 3000.0, 20.0)
     assert (await this.told(chat(), replace(ASKED, **bounds))).code == code
     local = OptionView("local", ["this"], 8.0, chosen=True)
-    view = await this.smart.plan(
-        PlanView("m", 4000, 0, [local]), 0.2, this.models.resolve("m"), replace(ASKED, **bounds)
-    )
+    view = await this.smart.plan(PlanView("m", 4000, 0, [local]), 0.2, target(this), replace(ASKED, **bounds))
     (smart,) = [option for option in view.options if option.kind == "smart"]
     assert smart.code == code
 
@@ -586,7 +590,7 @@ async def test_what_would_be_done_is_told_with_its_price(
     this.speeds.seed("m", 100.0, 10.0)
     this.speeds.seed("smollm2-135m", scorer_tok_s, 100.0)
     local = OptionView("local", ["this"], tokens / 100, chosen=True)
-    view = await this.smart.plan(PlanView("m", tokens, 0, [local]), 0.2, this.models.resolve("m"), ASKED)
+    view = await this.smart.plan(PlanView("m", tokens, 0, [local]), 0.2, target(this), ASKED)
     found = {option.kind: option for option in view.options}
     assert found["smart"].code == code
     assert bool(found["smart"].reason) == bool(code)
@@ -602,6 +606,6 @@ async def test_what_would_be_done_is_told_with_its_price(
 async def test_without_a_compressor_a_plan_says_so(home: Any) -> None:
     this = home()
     this.models.found = folders(*["m"])
-    view = await this.smart.plan(PlanView("m", 8000, 0, []), 0.0, this.models.resolve("m"), ASKED)
+    view = await this.smart.plan(PlanView("m", 8000, 0, []), 0.0, target(this), ASKED)
     (option,) = view.options
     assert (option.code, option.predicted_s) == ("no_compressor", None)
