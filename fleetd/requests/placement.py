@@ -5,9 +5,10 @@ A request that must stay runs here, and so does every request without a fleet; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from fleetd import limits
 from fleetd.engine.protocol import Ready
 from fleetd.errors import EngineError, FleetError, NoMachine, PeerError, from_code
 from fleetd.models.catalog import find
@@ -135,19 +136,35 @@ class Placer:
             kept: of the prompt's tokens, those that are computed, where not all are.
         """
         others = self._members.others("answer") if others is None else others
-        homes = [self._home(ask, model, each, cached(each), kept) for each in (self._members.here(), *others)]
-        return plan(ask, homes)
+        here = self._members.here()
+        helping = [here, *self._members.others("prefill")]
+        if not ask.counted and ask.prompt_tokens < limits.SHARE_LEAST_TOKENS:
+            helping = []  # only people want to hear why no machine helps with so short a prompt
+        return plan(
+            ask,
+            [self._home(ask, model, each, helping, cached(each), kept) for each in (here, *others)],
+        )
 
-    def _home(self, ask: RouteQuestion, model: WantedModel, member: Member, cached: int, kept: int) -> Home:
+    def _home(
+        self,
+        ask: RouteQuestion,
+        model: WantedModel,
+        member: Member,
+        helping: Sequence[Member],
+        cached: int,
+        kept: int,
+    ) -> Home:
+        """``helping``: the machines that could help it."""
         found = self._model(model, member)
         able = candidate(member, found, can_pull=model.can_pull and member.here, cached_tokens=cached)
         if found is None:
             return Home(able)
         # What prefills consist of is a matter of the files, so any machine that has them may have said it.
         facts = self._facts(model.name) if member.here else None
-        facts = facts or planner_facts.told_facts(found if found.layers else self._told(found))
-        spec, *helpers = planner_facts.chain_of(self._members, member, found, facts)
-        speed = planner_facts.home(member, found, facts).speed
+        facts = facts or planner_facts.told_facts(_divided(found, helping))
+        chain = planner_facts.chain_of(member, helping, found, facts)
+        spec, *helpers = planner_facts.corrected(chain, self._members, found.digest)
+        speed = chain[0].speed
         return Home(
             replace(
                 able,
@@ -181,12 +198,6 @@ class Placer:
             prefill_fixed_s=facts.prefill_fixed_s if facts is not None else 0.0,
         )
 
-    def _told(self, model: ModelCard) -> ModelCard:
-        """The card of the same files on a machine that has loaded them; the same card if none has."""
-        members = (self._members.here(), *self._members.others("prefill"))
-        cards = (member.model_with(model.digest) for member in members)
-        return next((card for card in cards if card is not None and card.layers), model)
-
     def failed(self, node_id: str, error: FleetError) -> None:
         """Another machine did not answer; the next requests go elsewhere for a while if they can."""
         if node_id != THIS_NODE and isinstance(error, PeerError | EngineError):
@@ -212,6 +223,15 @@ def no_machine(name: str, ways: Ways, why: FleetError | None = None, *, tried: b
         hint="`fleetctl peers` shows what each machine has.",
         param="model",
     )
+
+
+def _divided(model: ModelCard, helping: Iterable[Member]) -> ModelCard:
+    """The card of a machine that has loaded the same files, and so knows how they can be divided.
+
+    The same card if no machine has.
+    """
+    cards = (member.model_with(model.digest) for member in helping)
+    return model if model.layers else next((card for card in cards if card and card.layers), model)
 
 
 def alike(own: Card, other: Card, model: str) -> bool:

@@ -26,6 +26,8 @@ from fleetd.errors import (
     Overloaded,
     PeerLost,
 )
+from fleetd.fleet import distinct_names
+from fleetd.p2p.membership.roster import RosterMember
 from fleetd.plan.affinity import BLOCK_CHARS
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -126,6 +128,23 @@ def test_attack_no_work_is_given_to_a_machine_that_may_not_see_a_prompt(
     assert {each.name for each in drafters.candidates(found, "other", "m", "peers")} <= allowed
     for each in found:
         assert eligible(each, even_left_out=even_left_out) is not None or each.name in allowed
+
+
+def test_machines_of_one_name_are_told_apart_by_their_short_ids() -> None:
+    """In plans, traces and headers; and "this" is the machine that was asked."""
+    named = {
+        "aaaaaaaaaaaa": "Studio",
+        "bbbbbbbbbbbb": "studio",
+        "cccccccccccc": "air",
+        "dddddddddddd": "this",
+    }
+    roster = {node_id: RosterMember(node_id, name, b"", True, "", 1) for node_id, name in named.items()}
+    assert distinct_names(roster) == {
+        "aaaaaaaaaaaa": "Studio (aaaaaaa)",
+        "bbbbbbbbbbbb": "studio (bbbbbbb)",
+        "cccccccccccc": "air",
+        "dddddddddddd": "this (ddddddd)",
+    }
 
 
 def test_local_only_leaves_no_others() -> None:

@@ -29,7 +29,7 @@ from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.prefill import step_names
-from fleetd.plan.prefill.options import Load, PlanChoice, PrefillOption
+from fleetd.plan.prefill.options import HelperSpec, Load, PlanChoice, PrefillOption
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
 from fleetd.requests.members import Members, eligible
@@ -121,9 +121,13 @@ class PrefillSharing(PipelineStep):
         self, own: ModelCard, tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0
     ) -> PlanChoice:
         """``kept``: of the tokens, those that are computed, where not all are."""
-        here, *helpers = planner_facts.chain_of(self.members, self.members.here(), own, facts)
+        here, *helpers = planner_facts.corrected(self.machines(own, facts), self.members, own.digest)
         asked = planner_facts.prompt(tokens, cached, chunk, facts, kept)
         return planner_facts.choose(asked, here, helpers, self.members.last_prefill.get(own.name))
+
+    def machines(self, own: ModelCard, facts: Ready) -> list[HelperSpec]:
+        """This machine first, all by their own figures."""
+        return planner_facts.chain_of(self.members.here(), self.members.others("prefill"), own, facts)
 
     def chose(self, choice: PlanChoice, own: ModelCard) -> None:
         """Remember it, and let helpers load what would have made this one faster."""
@@ -212,9 +216,7 @@ class SharedPrompt:
         own_chunks = split.chunk == accepted.chunk
         terms = SharingTerms(accepted.id, name, own.digest, split, facts.arithmetic, own_chunks)
         self._digest = own.digest
-        members = self._sharing.members
-        machines = planner_facts.chain_of(members, members.here(), own, facts, corrected=False)
-        self._parts = planner_facts.parts(choice.best, machines)
+        self._parts = planner_facts.parts(choice.best, self._sharing.machines(own, facts))
         chain = list(zip(choice.best.helpers, choice.best.names, strict=True))
         self._agreement = Agreement(self._sharing.partners, engine, terms, chain)
         within_s = min(limits.SHARE_SETUP_S, max(_SETUP_LEAST_S, _gain_s(choice)))

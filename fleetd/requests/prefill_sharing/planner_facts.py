@@ -93,27 +93,26 @@ def home(here: Member, own: ModelCard, facts: Ready) -> HelperSpec:
     )
 
 
-def chain_of(
-    members: Members, answering: Member, own: ModelCard, facts: Ready, *, corrected: bool = True
-) -> list[HelperSpec]:
-    """The machine that answers, and all others as it would find them when it looks for helpers.
+def chain_of(answering: Member, helping: Iterable[Member], own: ModelCard, facts: Ready) -> list[HelperSpec]:
+    """The machine that answers, and all others as it would find them; all by their own figures.
 
     Args:
-        own: the model on that machine; ``facts``: what its engine says of it.
-        corrected: by what parts of earlier prompts took; otherwise by the machines' own figures.
+        own: the model on the machine that answers; ``facts``: what its engine says of it.
     """
     at_pace = pace(answering, own, facts)
     helpers = [
         helper(member, own, facts, at_pace, link=_between(answering, member))
-        for member in (members.here(), *members.others("prefill"))
+        for member in helping
         if member.node_id != answering.node_id
     ]
-    found = [home(answering, own, facts), *helpers]
-    if not corrected:
-        return found
+    return [home(answering, own, facts), *helpers]
+
+
+def corrected(specs: Iterable[HelperSpec], members: Members, digest: str) -> list[HelperSpec]:
+    """The same machines by what their parts of earlier prompts took."""
     return [
-        replace(spec, speed=spec.speed.times(members.correction(spec.node_id, own.digest, spec.speed)))
-        for spec in found
+        replace(spec, speed=spec.speed.times(members.correction(spec.node_id, digest, spec.speed)))
+        for spec in specs
     ]
 
 
