@@ -101,7 +101,7 @@ class RouteQuestion:
     """What is to be placed. ``digest``: only these files will do, "" is any.
 
     ``counted``: a prompt that is longer than the model's context is refused. Otherwise its tokens are an
-    estimate, and the engine counts them.
+    estimate, and the engine counts them. ``admitted``: the request is one of those that wait on this machine.
     """
 
     model: str
@@ -110,6 +110,7 @@ class RouteQuestion:
     digest: str = ""
     exclude: frozenset[str] = frozenset()
     counted: bool = False
+    admitted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +194,8 @@ def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
     decode_s = ask.max_tokens / decode_tok_s(c) * slower
     streams = max(1, c.max_streams)
     # Each request that is ahead in the queue is assumed to take as long as this one.
-    ahead = c.waiting + max(0, c.running - streams + 1)
+    waiting = c.waiting - 1 if c.here and ask.admitted else c.waiting
+    ahead = max(0, waiting) + max(0, c.running - streams + 1)
     # A load that is under way is assumed to be half done.
     load = {"loaded": 0.0, "loading": 0.5}.get(c.state, 1.0)
     return RoutePrice(

@@ -112,6 +112,7 @@ class Placer:
             max_tokens=min(job.request.max_tokens or ANSWER_TOKENS, ANSWER_TOKENS),
             digest=job.digest,
             exclude=tried,
+            admitted=True,
         )
 
         def cached(member: Member) -> int:

@@ -26,7 +26,7 @@ from fleetd.home.paths import HomeFolder
 from fleetd.limits import GIB
 from fleetd.notify import Notifier
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
-from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import Scorer, Segments, SmartPlan
 from fleetd.requests.job import Job
@@ -81,7 +81,7 @@ class SmartScorers:
     """Scores in ``score_s``, at a price that ``plan`` says."""
 
     def __init__(self, score_s: float = 1.0) -> None:
-        self.scorers = SimpleNamespace(speed_at=lambda node_id, model: None)
+        self.scorers = SimpleNamespace(speed_at=lambda node_id, model: PrefillSpeed.measured(100.0))
         self._score_s = score_s
         self.asked: list[Any] = []
 
@@ -101,7 +101,8 @@ class OneMachine:
         self.has = told is not None if has is None else has
         is_loaded = told is not None and told.state == "loaded" if loaded is None else loaded
         self.facts = READY if is_loaded else None
-        self.members = Members(lambda: others, lambda: own)
+        self.own = own
+        self.members = Members(lambda: others, lambda: self.own)
         self.placer = Placer(self.members, lambda *_: pytest.fail("nothing is sent"), lambda name: self.facts)
         self.scorers = SmartScorers()
         pool = SimpleNamespace(
@@ -135,14 +136,18 @@ class OneMachine:
     def run(self, tokens: int) -> tuple[str, ...]:
         """What a request of that length does: who answers, then how and with whom if that is this machine."""
         job = Job("m", Generate("r", TextPrompt("x" * 4 * tokens)), "http", "chat")
-        located = self.located
+        located, before = self.located, self.own
+        # The request itself waits here while it is placed.
+        self.own = replace(before, waiting=before.waiting + 1)
         placed = self.placer.choose(job, located.wanted, tried=frozenset(), why=located.missing)
+        self.own = before
         if placed.node_id != THIS_NODE:
             return ("remote", *placed.planned.nodes)
         own = self.sharing.held("m")
         if own is None or self.facts is None:
             return ("local", "this")
         best = self.sharing.choose(own, tokens, 0, MEASURED_TOKENS, self.facts).best
+        self.members.last_prefill["m"] = best
         return (best.kind, *best.names, "this")
 
 
@@ -202,12 +207,16 @@ neighbours = st.builds(
     busy,
     st.lists(neighbours, max_size=3, unique_by=lambda member: member.name),
     st.sampled_from([20, 400, 3000, 8000]),
+    st.sampled_from([0, 1000, 6000]),
 )
 @settings(deadline=None, max_examples=60)
 def test_what_is_planned_is_what_a_request_does(
-    model: dict[str, Any] | None, load: dict[str, Any], others: list[Member], tokens: int
+    model: dict[str, Any] | None, load: dict[str, Any], others: list[Member], tokens: int, before: int
 ) -> None:
     fleet = OneMachine(card("home", model, **load), *others)
+    if before:
+        # A prompt that came before has got its way, which is kept where two are alike.
+        attempted(lambda: fleet.run(before))
     planned = attempted(lambda: told(fleet.plan(tokens)))
     ran = attempted(lambda: fleet.run(tokens))
     if isinstance(planned, str):
@@ -278,6 +287,11 @@ def test_a_model_that_is_not_loaded_is_priced_with_its_load() -> None:
     # Never loaded anywhere, and its card does not show it yet: by its size.
     new = OneMachine(card("home", None), has=True)
     assert {step.name for step in chosen(new.plan(1000)).steps} >= {"loaded", "computed"}
+
+
+def test_a_request_does_not_wait_for_itself() -> None:
+    fleet = OneMachine(card("home", {}, max_streams=1), other("studio", {"prefill_tok_s": 105.0}, 1e4))
+    assert fleet.run(1000) == ("local", "this") == told(fleet.plan(1000))
 
 
 def test_a_queue_is_priced() -> None:

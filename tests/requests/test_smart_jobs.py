@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fakes import FakeModels
+from fakes import FakeFolder, FakeModels
 from msgspec.structs import replace
 from smart_fakes import (
     NEEDLE,
@@ -378,6 +378,26 @@ async def test_sparse_where_it_cannot_be_done_is_not_done(home: Any) -> None:
     told = await this.told(chat(), replace(ASKED, mode="sparse"))
     assert told.code == "no_form"
     assert this.pool.asked == [chat()]
+
+
+@pytest.mark.parametrize(("context_tokens", "form"), [(100_000, "sparse"), (1000, "text")])
+async def test_a_prompt_over_the_context_is_shortened_as_text(
+    home: Any, context_tokens: int, form: str
+) -> None:
+    """Sparse, its last tokens would keep positions that the model does not have; as text it may fit."""
+    this = home(sparse="", kept=20)
+    this.models.found = [FakeFolder("m", context_tokens), *folders("smollm2-135m")]
+    this.speeds.seed("m", 500.0, 20.0)
+    this.speeds.seed("smollm2-135m", 3000.0, 20.0)
+    assert (await this.told(chat())).form == form
+
+
+async def test_a_prompt_that_no_machine_reads_whole_is_shortened_at_any_price(home: Any) -> None:
+    this = home()
+    this.models.found = [FakeFolder("m", 1000), *folders("smollm2-135m")]
+    this.speeds.seed("m", 500.0, 20.0)
+    this.speeds.seed("smollm2-135m", 20.0, 20.0)
+    assert (await this.told(chat())).used
 
 
 @pytest.mark.parametrize("form", ["sparse", "text"])

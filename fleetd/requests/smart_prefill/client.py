@@ -57,11 +57,15 @@ log = get_logger("fleetd.compression")
 
 @dataclass(frozen=True, slots=True)
 class AnsweringModel:
-    """What answers: ``choice`` says where, ``folder`` is the model on this machine."""
+    """What answers: ``choice`` says where, ``folder`` is the model on this machine.
+
+    ``admitted``: for a request, which waits here already.
+    """
 
     name: str
     folder: ModelFolder | None
     choice: Placement
+    admitted: bool = False
 
 
 class SmartPrefill(PipelineStep):
@@ -146,7 +150,7 @@ class SmartPrefill(PipelineStep):
         job, policy = request.asked, request.asked.smart
         if policy is None or request.bill is None:
             raise SkipCompression("failed", "Nothing was asked for.")
-        target = AnsweringModel(request.model.name, request.model.folder, request.placement)
+        target = AnsweringModel(request.model.name, request.model.folder, request.placement, admitted=True)
         # What takes longer the longer a prompt is, takes it in a thread.
         found, tokens = await asyncio.to_thread(_document, job)
         if tokens < policy.min_prompt_tokens:
@@ -352,7 +356,7 @@ class SmartPrefill(PipelineStep):
         if self._placer is None:
             return None
         return self._placer.ways(
-            RouteQuestion(target.name, tokens, ANSWER_TOKENS),
+            RouteQuestion(target.name, tokens, ANSWER_TOKENS, admitted=target.admitted),
             WantedModel(target.name, target.folder is not None, folder=target.folder),
             lambda member: cached if member.node_id == target.choice.node_id else 0,
             others=() if kept else None,
