@@ -26,8 +26,11 @@ from fleetd.home.paths import HomeFolder
 from fleetd.limits import GIB
 from fleetd.notify import Notifier
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
+from fleetd.plan import chip_speeds
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
+from fleetd.plan.prefill.choice import HYSTERESIS
 from fleetd.plan.refusals import THIS_NODE
+from fleetd.plan.route import CAUTION
 from fleetd.plan.scoring import Scorer, Segments, SmartPlan
 from fleetd.requests.job import Job
 from fleetd.requests.members import Member, Members
@@ -289,6 +292,22 @@ def test_a_model_that_is_not_loaded_is_priced_with_its_load() -> None:
     assert {step.name for step in chosen(new.plan(1000)).steps} >= {"loaded", "computed"}
 
 
+def test_a_way_that_a_prompt_got_is_kept_where_two_are_alike() -> None:
+    fleet = OneMachine(card("home", {}), other("studio", {"prefill_tok_s": 101.0}))
+    best, *others = fleet.plan(3000).options
+    (second,) = [
+        option for option in others if option.code == "slower" and option.kind in ("layers", "tokens")
+    ]
+    assert best.predicted_s is not None
+    assert second.predicted_s is not None
+    assert second.predicted_s < best.predicted_s / HYSTERESIS, "else it is no close call"
+    own = fleet.sharing.held("m")
+    assert own is not None
+    choice = fleet.sharing.choose(own, 3000, 0, MEASURED_TOKENS, READY)
+    fleet.members.last_prefill["m"] = next(each for each in choice.rejected if each.kind == second.kind)
+    assert told(fleet.plan(3000)) == fleet.run(3000) == (second.kind, *second.nodes)
+
+
 def test_a_request_does_not_wait_for_itself() -> None:
     fleet = OneMachine(card("home", {}, max_streams=1), other("studio", {"prefill_tok_s": 105.0}, 1e4))
     assert fleet.run(1000) == ("local", "this") == told(fleet.plan(1000))
@@ -350,11 +369,12 @@ def test_a_prompt_over_the_context_is_offered_smart_prefill(here: bool) -> None:
 # ---- Without a fleet -------------------------------------------------------------------------------------
 
 
-async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path) -> None:
+@pytest.mark.parametrize("facts", [READY, None], ids=["loaded", "installed"])
+async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path, facts: Ready | None) -> None:
     home = HomeFolder(tmp_path / "h")
     paths.prepare(home)
     config = Config(http=HttpSettings(listen="127.0.0.1:0"), fleet=FleetSettings(enabled=False))
-    pool = SimpleNamespace(run=asyncio.Event().wait, status=list, facts=lambda name: READY, close=_nothing)
+    pool = SimpleNamespace(run=asyncio.Event().wait, status=list, facts=lambda name: facts, close=_nothing)
     pool.engine = lambda folder: None
     models = FakeModels(found=[FakeFolder(weights_bytes=2 * GIB)])
     daemon = Daemon(
@@ -381,7 +401,12 @@ async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path) ->
     assert answer.status == 200
     (option,) = found["options"]
     assert (option["kind"], option["chosen"], option["nodes"]) == ("local", True, ["this"])
-    assert option["predicted_s"] > 1000 / READY.prefill_tok_s * 0.9
+    machine = daemon.status().machine
+    chip = chip_speeds.hardware_of(machine.gpu or machine.cpu, machine.accelerator, machine.cores)
+    tok_s = READY.prefill_tok_s if facts is not None else chip.prefill_tok_s(2 * GIB) / CAUTION
+    steps = {step["name"]: step["seconds"] for step in option["steps"]}
+    assert steps["computed"] == pytest.approx(1000 / tok_s, rel=0.25)
+    assert ("loaded" in steps) == (facts is None)
 
 
 async def _nothing() -> None:
