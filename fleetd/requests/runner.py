@@ -40,6 +40,7 @@ from fleetd.errors import (
     PeerError,
 )
 from fleetd.ledger import Ledger, Reservation
+from fleetd.models.catalog import check_served
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -234,12 +235,14 @@ class Runner:
         """Where the events of this attempt come from."""
         placement, folder = request.placement, request.folder_here
         if placement.node_id != THIS_NODE and self._placing is not None:
+            there = self._members.model_at(placement.node_id, request.model.name)
             return remote.run(
                 partial(self._placing.request, placement.node_id),
                 request.job,
                 request.model.name,
                 placement.digest,
                 placement.planned,
+                there.context_tokens if there is not None else 0,
             )
         return self._fetched(request) if folder is None else self._pool.stream(folder, request.generate)
 
@@ -308,8 +311,12 @@ class Runner:
         return self._placing.choose(job, model.wanted, tried=tried, why=why)
 
     def locate(self, named: str, digest: str = "") -> LocatedModel:
-        """Where the model is on this machine, if it is, and with that content if it matters. Blocks."""
+        """Where the model is on this machine, if it is, and with that content if it matters. Blocks.
+
+        Raises ModelUnsupported, ModelCorrupt, InvalidValue.
+        """
         ref = self._default_model if named in ("", "default") else named
+        check_served(ref)
         try:
             folder = self._models.resolve(ref)
         except ModelNotFound as error:

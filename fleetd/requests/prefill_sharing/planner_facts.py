@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from fleetd.control.prefill_plan import OptionView, StepView
-from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Arithmetic, Ready
+from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed, modelled
