@@ -334,6 +334,8 @@ class Daemon:
             0,
             machine=facts(machine),
             available_bytes=machine.available_bytes,
+            usable_bytes=self._memory_budget(machine, machine.available_bytes).usable_bytes,
+            evictable_bytes=sum(e.memory_bytes for e in self._pool.status() if e.evictable),
             running=self._runner.counts.running,
             waiting=self._runner.counts.waiting,
             max_streams=self._config.engine.max_streams,

@@ -13,6 +13,7 @@ from fleetd.engine.protocol import Ready
 from fleetd.errors import EngineError, FleetError, NoMachine, PeerError, from_code
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
+from fleetd.models.memory_need import needed_bytes
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.plan.costs import MEASURED_TOKENS
@@ -191,6 +192,7 @@ class Placer:
         return ModelCard(
             model.name,
             weights_bytes=model.folder.weights_bytes,
+            memory_bytes=needed_bytes(model.folder, member.card.machine.accelerator),
             context_tokens=model.folder.context_tokens,
             state="installed" if facts is None else "loaded",
             prefill_tok_s=facts.prefill_tok_s if facts is not None else 0.0,
