@@ -49,7 +49,7 @@ from fleetd.models.model_store import ModelStore
 from fleetd.models.verify import verify
 from fleetd.notify import Notifier
 from fleetd.observe import get_logger
-from fleetd.own_card import CardMaker, facts
+from fleetd.own_card import CardMaker
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
 from fleetd.periodic import keep_running
@@ -142,7 +142,7 @@ class Daemon:
         # One for all services: a machine that failed one of them is left out of the others, too.
         self._members = Members(
             self._fleet.machines if self._fleet else tuple,
-            lambda: self._card.card() if self._card is not None else self._bare_card(),
+            lambda: self._card.card() if self._card is not None else None,
             local_only=config.fleet.local_only,
         )
         self._traces = Traces(self._store)
@@ -253,10 +253,10 @@ class Daemon:
                     group.create_task(keep_running("watchdog", self._notifier.watchdog), name="watchdog"),
                     group.create_task(keep_running("prune", self._prune_daily), name="prune"),
                 ]
+                self._card = self._card_maker(self._node)
                 if self._fleet is not None:
-                    self._card = self._card_maker(self._fleet.node)
                     background.append(group.create_task(self._fleet.run(), name="fleet"))
-                    background.append(group.create_task(keep_running("card", self._card.run), name="card"))
+                background.append(group.create_task(keep_running("card", self._card.run), name="card"))
                 try:
                     async with AsyncExitStack() as sites:
                         self._http = await self._listen(sites, token)
@@ -286,11 +286,11 @@ class Daemon:
             if lost:
                 log.info("ledger.recovered", refunded=lost)
 
-    def _card_maker(self, node: Node) -> CardMaker:
+    def _card_maker(self, node: Node | None) -> CardMaker:
         return CardMaker(
-            node_id=node.identity.node_id,
-            epoch=node.epoch,
-            name=node.name,
+            node_id=node.identity.node_id if node is not None else THIS_NAME,
+            epoch=node.epoch if node is not None else 0,
+            name=node.name if node is not None else THIS_NAME,
             software=__version__,
             models=self._models,
             engines=self._pool.status,
@@ -298,7 +298,7 @@ class Daemon:
             counts=lambda: self._runner.counts,
             draining=lambda: self._runner.draining,
             max_streams=self._config.engine.max_streams,
-            publish=node.publish,
+            publish=node.publish if node is not None else None,
             speeds=self._speeds,
             budget=self._memory_budget,
         )
@@ -324,22 +324,6 @@ class Daemon:
                 yield step
         if self._card is not None:
             self._card.changed()
-
-    def _bare_card(self) -> Card:
-        """What this machine is, without a fleet that would be told its models."""
-        machine = self._prober.read()
-        return Card(
-            THIS_NAME,
-            0,
-            0,
-            machine=facts(machine),
-            available_bytes=machine.available_bytes,
-            usable_bytes=self._memory_budget(machine, machine.available_bytes).usable_bytes,
-            evictable_bytes=sum(e.memory_bytes for e in self._pool.status() if e.evictable),
-            running=self._runner.counts.running,
-            waiting=self._runner.counts.waiting,
-            max_streams=self._config.engine.max_streams,
-        )
 
     def _own_card(self) -> Card:
         if self._card is None:

@@ -36,7 +36,7 @@ _MEMORY_STEP_BYTES = 256 * MIB
 
 class CardMaker:
     """Args:
-    publish: sends a new card to all peers.
+    publish: sends a new card to all peers; None without a fleet, and then no file is hashed for it.
     budget: what models may take of a machine, with so many bytes free.
     """
 
@@ -53,7 +53,7 @@ class CardMaker:
         counts: Callable[[], RequestCounts],
         draining: Callable[[], bool],
         max_streams: int,
-        publish: Callable[[Card], None],
+        publish: Callable[[Card], None] | None,
         speeds: ModelSpeeds,
         budget: Callable[[HardwareReading, int], MemoryBudget],
     ) -> None:
@@ -116,7 +116,8 @@ class CardMaker:
         """Send the first card at once, then one at each change, and after each CARD_REPEAT_S without one."""
         async with asyncio.TaskGroup() as group:
             group.create_task(keep_running("list models", self._list_models), name="list models")
-            group.create_task(keep_running("find digests", self._find_digests), name="find digests")
+            if self._publish is not None:
+                group.create_task(keep_running("find digests", self._find_digests), name="find digests")
             told, told_at = None, 0.0
             loop = asyncio.get_running_loop()
             while True:
@@ -124,7 +125,8 @@ class CardMaker:
                 if told is None or card != told or loop.time() - told_at >= limits.CARD_REPEAT_S:
                     self._sequence += 1
                     told, told_at = msgspec.structs.replace(card, sequence=self._sequence), loop.time()
-                    self._publish(told)
+                    if self._publish is not None:
+                        self._publish(told)
                 await asyncio.sleep(_LOOK_S)
 
     async def _list_models(self) -> None:

@@ -75,10 +75,11 @@ class Way:
     def steps(self) -> tuple[tuple[str, float], ...]:
         """What ``first_token_s`` consists of."""
         price, first = self.price, self.prefill
-        before = ((step_names.QUEUED, price.queue_s), (step_names.LOADED, price.load_s))
-        around = (*before, *(first.steps if first is not None else ()), (step_names.NETWORK, price.network_s))
-        own = (step_names.QUEUED, step_names.NETWORK, step_names.LOADED)
-        return tuple((name, seconds) for name, seconds in around if seconds or name not in own)
+        loaded = step_names.FETCHED if first is None else step_names.LOADED
+        before = ((step_names.QUEUED, price.queue_s), (loaded, price.load_s))
+        steps = (*before, *(first.steps if first is not None else ()), (step_names.NETWORK, price.network_s))
+        passing = (step_names.QUEUED, step_names.LOADED, step_names.NETWORK)
+        return tuple((name, seconds) for name, seconds in steps if seconds or name not in passing)
 
     @property
     def _around_s(self) -> float:

@@ -141,6 +141,7 @@ def test_a_machine_that_would_fetch_the_model_is_the_last() -> None:
     ways = plan(ASK, [absent("", can_pull=True), home("a")])
     assert placed(ways)[0] == "a"
     assert (of(ways, "").code, of(ways, "").first_token_s) == ("absent", PULL_S)
+    assert of(ways, "").steps == (("fetched", PULL_S),)
     assert placed(plan(ASK, [absent("", can_pull=True), absent("a")])) == ("", "fetch")
 
 

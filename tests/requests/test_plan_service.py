@@ -23,7 +23,7 @@ from fleetd.engine.protocol import Generate, Ready, TextPrompt
 from fleetd.errors import ContextLengthExceeded, FleetError, ModelNotFound, NoMachine
 from fleetd.home import paths
 from fleetd.home.paths import HomeFolder
-from fleetd.limits import GIB, MIB
+from fleetd.limits import GIB
 from fleetd.notify import Notifier
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan import chip_speeds
@@ -376,7 +376,7 @@ async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path, fa
     config = Config(http=HttpSettings(listen="127.0.0.1:0"), fleet=FleetSettings(enabled=False))
     pool = SimpleNamespace(run=asyncio.Event().wait, status=list, facts=lambda name: facts, close=_nothing)
     pool.engine = lambda folder: None
-    models = FakeModels(found=[FakeFolder(weights_bytes=100 * MIB)])
+    models = FakeModels()
     daemon = Daemon(
         config,
         home,
@@ -403,7 +403,9 @@ async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path, fa
     assert (option["kind"], option["chosen"], option["nodes"]) == ("local", True, ["this"])
     machine = daemon.status().machine
     chip = chip_speeds.hardware_of(machine.gpu or machine.cpu, machine.accelerator, machine.cores)
-    tok_s = READY.prefill_tok_s if facts is not None else chip.prefill_tok_s(100 * MIB) / CAUTION
+    tok_s = (
+        READY.prefill_tok_s if facts is not None else chip.prefill_tok_s(FakeFolder().weights_bytes) / CAUTION
+    )
     steps = {step["name"]: step["seconds"] for step in option["steps"]}
     assert steps["computed"] == pytest.approx(1000 / tok_s, rel=0.25)
     assert ("loaded" in steps) == (facts is None)

@@ -9,9 +9,10 @@ PREFIX_SENT: Final = "prefix sent"
 WAITED: Final = "waited"
 COMPUTED: Final = "computed"
 EXPOSED: Final = "exposed hand-off"
-# Predicted only: the machine that answers is busy, it or its helpers load first, all machines agree, the last
-# token is decoded after the prefill, and the answer of another machine travels here.
+# Predicted only: the machine that answers is busy, fetches the model, or loads it, as helpers may have to; they
+# agree; the last token is decoded after the prefill; the answer of another machine travels here.
 QUEUED: Final = "queued"
+FETCHED: Final = "fetched"
 LOADED: Final = "loaded"
 AGREED: Final = "agreed"
 DECODED: Final = "first token"
