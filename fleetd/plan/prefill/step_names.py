@@ -9,8 +9,8 @@ PREFIX_SENT: Final = "prefix sent"
 WAITED: Final = "waited"
 COMPUTED: Final = "computed"
 EXPOSED: Final = "exposed hand-off"
-# Predicted only: the machine that answers is busy, fetches the model, or loads it, as helpers may have to; all
-# agree; the last token is decoded after the prefill; another machine's answer travels here.
+# Predicted only: the machine that answers is busy, fetches the model, or loads it, as helpers may have to;
+# all agree; the last token is decoded after the prefill; another machine's answer travels here.
 QUEUED: Final = "queued"
 FETCHED: Final = "fetched"
 LOADED: Final = "loaded"
