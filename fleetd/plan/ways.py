@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from fleetd.errors import InvalidValue
 from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.choice import choose, described, options, percent
 from fleetd.plan.prefill.options import HelperSpec, OptionCode, PlanChoice, PrefillOption
@@ -144,7 +145,12 @@ def _choice(home: Home) -> PlanChoice | None:
     spec = home.spec
     if spec.modelled:
         spec = replace(spec, speed=prefill_speed(home.candidate))
-    return choose(options(home.prompt, spec, home.helpers), home.previous)
+    try:
+        return choose(options(home.prompt, spec, home.helpers), home.previous)
+    except (ArithmeticError, ValueError, InvalidValue):
+        # Figures on a card may be made up, so that sums of them leave the range of numbers. That must cost
+        # this machine's requests no more than the help of others.
+        return choose(options(home.prompt, spec, ()))
 
 
 def _with_help(c: Candidate, choices: Mapping[str, PlanChoice]) -> Candidate:

@@ -234,7 +234,9 @@ def _divided(model: ModelCard, helping: Iterable[Member]) -> ModelCard:
     The same card if no machine has.
     """
     cards = (member.model_with(model.digest) for member in helping)
-    return model if model.layers else next((card for card in cards if card and card.layers), model)
+    if planner_facts.divisible(model):
+        return model
+    return next((card for card in cards if card is not None and planner_facts.divisible(card)), model)
 
 
 def alike(own: Card, other: Card, model: str) -> bool:

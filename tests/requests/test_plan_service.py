@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from fleetd import limits
 from fleetd.app import Daemon
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.config import Config, FleetSettings, HttpSettings
@@ -245,6 +246,35 @@ def test_every_machine_is_told_of_and_all_but_the_chosen_way_have_a_reason(
         n for option in view.options for n in option.nodes
     }
     assert all(option.reason and option.code for option in view.options if not option.chosen)
+
+
+counts = st.sampled_from([0, 1, 1 << 20, 1 << 40, (1 << 63) - 1])
+rates = st.sampled_from([0.0, 1e-300, 1e-6, 1.0, 100.0, 1e12])
+made_up = st.fixed_dictionaries(
+    {
+        "layers": st.sampled_from([0, 1, LAYERS, limits.LAYERS]),
+        "part_last": st.sampled_from([0, 8, limits.LAYERS]),
+        **dict.fromkeys(
+            ["weights_bytes", "memory_bytes", "kv_bytes_per_token", "hidden_bytes", "outside_bytes"], counts
+        ),
+        **dict.fromkeys(
+            ["prefill_tok_s", "decode_tok_s", "prefill_context_s", "prefill_fixed_s", "load_s"], rates
+        ),
+    }
+)
+
+
+@given(st.lists(made_up, min_size=2, max_size=3), st.sampled_from([400, 8000]), st.booleans())
+@settings(deadline=None, max_examples=12)
+def test_attack_figures_that_a_machine_made_up_do_not_keep_others_from_an_answer(
+    hostile: list[dict[str, Any]], tokens: int, here: bool
+) -> None:
+    others = [other(f"h{n}", model) for n, model in enumerate(hostile)]
+    fleet = OneMachine(card("home", {} if here else None), other("studio", {}), *others)
+    first_s = chosen(fleet.plan(tokens)).predicted_s
+    assert first_s is not None
+    assert first_s < 100
+    fleet.run(tokens)
 
 
 # ---- Where it runs ---------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from fleetd.plan.route import LOAD_MOST_S
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.members import Member, Members, eligible
 
+# No model has more bytes of weights, or per token, whatever a card says.
+_BYTES_MOST = 1 << 50
 # Bound of the factor by which this machine differs from its chip's published figures.
 _PACE_MOST = 10.0
 
@@ -56,6 +58,12 @@ def prompt(tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0) ->
     )
 
 
+def divisible(model: ModelCard) -> bool:
+    """True if a card says how a model can be divided, in figures that a model may have."""
+    each = (model.kv_bytes_per_token, model.hidden_bytes, model.weights_bytes)
+    return 0 < model.layers <= min(each) and max(each) <= _BYTES_MOST
+
+
 def told_facts(model: ModelCard) -> Ready:
     """What an engine says of a model, as far as a card has it: of a model that is not loaded here."""
     chunks: Literal["any", "same"] = "any" if model.any_chunks else "same"
@@ -76,7 +84,7 @@ def told_facts(model: ModelCard) -> Ready:
         versions={},
         hidden_bytes=model.hidden_bytes,
         outside_bytes=model.outside_bytes,
-        unshareable="" if model.layers else "No machine has said yet how this model can be divided.",
+        unshareable="" if divisible(model) else "No machine has said yet how this model can be divided.",
         arithmetic=Arithmetic("", model.dtype, {}, chunks=chunks, sparse=""),
     )
 
