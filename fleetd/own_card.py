@@ -165,8 +165,9 @@ class CardMaker:
                     decode_tok_s = self._speeds.of(name).decode_tok_s
                 else:
                     self._whole[name] = engine
+                    load_s = sum(step.seconds for step in engine.load_steps)
                     on_disk = (found.weights_bytes for found in self._installed if found.name == name)
-                    self._load_times.took(name, next(on_disk, engine.weights_bytes), engine.load_s)
+                    self._load_times.took(name, next(on_disk, engine.weights_bytes), load_s)
                 self._arithmetic[name] = engine.dtype or "", arithmetic
                 self._speeds.seed(
                     name,

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from fleetd.control.fleet_view import FleetView
+from fleetd.control.prefill_plan import StepView
 
 EngineState = Literal["loading", "ready", "failed", "stopping"]
 
@@ -62,10 +63,10 @@ class MemoryBudget(msgspec.Struct, frozen=True):
 class EngineStatus(msgspec.Struct, frozen=True):
     """One worker. ``state`` is an ``EngineState``.
 
-    ``done`` of ``total`` is the progress of a loading ``stage``. A worker that has only the layers
-    [``first_layer``, ``last_layer``) names the model that it is ``part_of``. ``load_s``: from its start until
-    it was ready. From ``layers`` to ``any_chunks``: what other machines need to know to price a prefill that
-    they share with it; ``layers`` is 0 where they cannot share one.
+    ``done`` of ``total`` is the progress of a loading ``stage``; ``load_steps``: what each stage took.
+    A worker with only the layers [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
+    From ``layers`` to ``any_chunks``: what other machines need to know to price a prefill that they share
+    with it; ``layers`` is 0 where they cannot share one.
     """
 
     model: str = ""
@@ -90,13 +91,13 @@ class EngineStatus(msgspec.Struct, frozen=True):
     prefill_fixed_s: float = 0.0
     arithmetic: str = ""
     shares_sparse: bool = False
-    load_s: float = 0.0
     layers: int = 0
     kv_bytes_per_token: int = 0
     hidden_bytes: int = 0
     outside_bytes: int = 0
     any_chunks: bool = False
     speculation: str = ""
+    load_steps: list[StepView] = []
     part_of: str = ""
     first_layer: int = 0
     last_layer: int = 0

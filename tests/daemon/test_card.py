@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
+from fleetd.control.prefill_plan import StepView
 from fleetd.hardware.memory import budget
 from fleetd.models.folder import ModelFolder
 from fleetd.own_card import CardMaker
@@ -32,7 +33,7 @@ MEASURED = {
 
 def engine(pid: int, **fields: Any) -> EngineStatus:
     blank: dict[str, Any] = dict.fromkeys(EngineStatus.__struct_fields__, 0)
-    named = {"model": "m", "part_of": "", "state": "ready", "pid": pid}
+    named = {"model": "m", "part_of": "", "state": "ready", "pid": pid, "load_steps": []}
     return EngineStatus(**{**blank, **named, **MEASURED, **fields})
 
 
@@ -116,12 +117,14 @@ async def test_what_a_load_took_and_what_a_prefill_consists_of_is_known_after_it
     daemon = Daemon()
     await daemon.listed()
     assert (daemon.model.load_s, daemon.model.layers) == (pytest.approx(chip_speeds.load_s(1000), rel=0.1), 0)
-    whole = {"load_s": 41.0, "layers": 30, "kv_bytes_per_token": 9, "hidden_bytes": 8, "outside_bytes": 7}
-    daemon.engines = [engine(7, **whole, any_chunks=True)]
+    took = [StepView("verifying", 33.0), StepView("reading", 8.0)]
+    whole = {"layers": 30, "kv_bytes_per_token": 9, "hidden_bytes": 8, "outside_bytes": 7}
+    daemon.engines = [engine(7, **whole, any_chunks=True, load_steps=took)]
     assert {name: getattr(daemon.model, name) for name in whole} == whole
-    daemon.engines = [part(8, 0, 14, layers=30, load_s=2.0, kv_bytes_per_token=4)]
+    assert daemon.model.load_s == 41
+    daemon.engines = [part(8, 0, 14, layers=30, load_steps=took[1:], kv_bytes_per_token=4)]
     cold = daemon.model
-    assert (cold.state, cold.any_chunks) == ("installed", True)
+    assert (cold.state, cold.any_chunks, cold.load_s) == ("installed", True, 41)
     assert {name: getattr(cold, name) for name in whole} == whole
 
 
