@@ -67,6 +67,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
     A worker with only the layers [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
     From ``layers`` to ``any_chunks``: what other machines need to know to price a prefill that they share
     with it; ``layers`` is 0 where they cannot share one.
+    ``scoring``: "ready" if it can score prompts, "unmeasured" until its profile is found, "unable" if it
+    never can.
     """
 
     model: str = ""
@@ -98,6 +100,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     any_chunks: bool = False
     speculation: str = ""
     load_steps: list[StepView] = []
+    scoring: str = ""
     part_of: str = ""
     first_layer: int = 0
     last_layer: int = 0

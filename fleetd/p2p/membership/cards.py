@@ -41,9 +41,11 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     ``load_s``: how long a load of it takes there; 0 if unknown. From ``layers`` to ``any_chunks``: what its
     prefill consists of, as ``engine.protocol.Ready`` has it; ``layers`` is 0 until it was loaded there, and
     where its prefills cannot be shared. ``any_chunks``: ``Arithmetic.chunks`` is "any".
-    ``kv_budget_bytes``: for keys and values of what is loaded. ``exactness``: the probe's verdict, whether
-    drafts can be verified there without changing a byte (``engine.protocol.Ready.speculation``). ``sparse``:
-    what is loaded helps with prompts of which tokens are left out.
+    ``scoring``: "ready" if prompts can be scored with it at once, "unable" if they never can, "unmeasured" or
+    "" before that is known. ``kv_budget_bytes``: for keys and values of what is loaded. ``exactness``: the
+    probe's verdict, whether drafts can be verified there without changing a byte
+    (``engine.protocol.Ready.speculation``). ``sparse``: what is loaded helps with prompts of which tokens are
+    left out.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
@@ -73,6 +75,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     hidden_bytes: Count = 0
     outside_bytes: Count = 0
     any_chunks: bool = False
+    scoring: Text = ""
 
 
 class MachineFacts(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -387,6 +387,7 @@ def _go_on(compression: CompressionJob, aged: Aged) -> None:
 def _note(request: Request, compression: CompressionJob) -> None:
     """What was found out about the prompt, however far that came."""
     request.smart_plan, request.smart_steps = compression.plan, compression.steps
+    request.smart_planned_s = compression.planned_s
     selection = compression.selection
     request.smart = SmartPrefillResult(
         compressor=compression.compressor,
