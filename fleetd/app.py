@@ -61,9 +61,11 @@ from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.drafting import messages as drafting_messages
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.drafting.server import DraftServer
+from fleetd.requests.job import THIS_NAME
 from fleetd.requests.members import Members
 from fleetd.requests.model_copies import ModelCopies
 from fleetd.requests.placement import Placer
+from fleetd.requests.plan_service import PlanService
 from fleetd.requests.prefill_sharing import messages as sharing_messages
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.prefill_sharing.server import AssistServer
@@ -157,13 +159,15 @@ class Daemon:
             remembers=config.speculation.remember,
         )
         self._sharing = self._sharer(self._fleet) if self._fleet else None
+        request = self._fleet.request if self._fleet else DisabledFleet().request
+        placer = Placer(self._members, request, lambda model: self._pool.facts(model))
         self._compressing = self._compressor()
         self._smart = SmartPrefill(
             self._compressing,
             self._members,
             self._pool,
             self._metrics,
-            best_s=self._sharing.best_s if self._sharing else lambda folder, tokens, cached, kept: 0.0,
+            placer=placer,
         )
         self._runner = Runner(
             pool=self._pool,
@@ -173,13 +177,16 @@ class Daemon:
             metrics=self._metrics,
             default_model=config.models.default,
             embedded=embedded_name,
-            placing=Placer(self._members, self._fleet.request) if self._fleet else None,
+            placing=placer,
             sharing=self._sharing,
             smart=self._smart,
             drafting=self._drafting,
             speeds=self._speeds,
             members=self._members,
             record=self._traces.record,
+        )
+        self._plans = PlanService(
+            placer, self._runner.locate, self._smart, self._drafting, config.smart_prefill.policy
         )
         self._assists = self._serve_peers(self._node) if self._node else None
         self._card: CardMaker | None = None
@@ -255,10 +262,10 @@ class Daemon:
                     group.create_task(keep_running("watchdog", self._notifier.watchdog), name="watchdog"),
                     group.create_task(keep_running("prune", self._prune_daily), name="prune"),
                 ]
+                self._card = self._card_maker(self._node)
                 if self._fleet is not None:
-                    self._card = self._card_maker(self._fleet.node)
                     background.append(group.create_task(self._fleet.run(), name="fleet"))
-                    background.append(group.create_task(keep_running("card", self._card.run), name="card"))
+                background.append(group.create_task(keep_running("card", self._card.run), name="card"))
                 try:
                     async with AsyncExitStack() as sites:
                         self._http = await self._listen(sites, token)
@@ -288,11 +295,11 @@ class Daemon:
             if lost:
                 log.info("ledger.recovered", refunded=lost)
 
-    def _card_maker(self, node: Node) -> CardMaker:
+    def _card_maker(self, node: Node | None) -> CardMaker:
         return CardMaker(
-            node_id=node.identity.node_id,
-            epoch=node.epoch,
-            name=node.name,
+            node_id=node.identity.node_id if node is not None else THIS_NAME,
+            epoch=node.epoch if node is not None else 0,
+            name=node.name if node is not None else THIS_NAME,
             software=__version__,
             models=self._models,
             engines=self._pool.status,
@@ -300,7 +307,7 @@ class Daemon:
             counts=lambda: self._runner.counts,
             draining=lambda: self._runner.draining,
             max_streams=self._config.engine.max_streams,
-            publish=node.publish,
+            publish=node.publish if node is not None else None,
             speeds=self._speeds,
             profiles=self._profiles,
             budget=self._memory_budget,
@@ -355,12 +362,10 @@ class Daemon:
                 hosts=frozenset(http.allowed_hosts),
                 origins=frozenset(http.allowed_origins),
                 fleet=self._fleet or DisabledFleet(),
-                plan=self._sharing.plan if self._sharing is not None else DisabledFleet().plan,
+                plan=self._plans.plan,
                 traces=self._traces.newest,
                 smart_defaults=self._config.smart_prefill.policy,
                 compressing=self._compressing,
-                smart_plan=self._smart.plan,
-                draft_plan=self._drafting.plan,
             )
         )
         local = make_runner(app, trusted=True, caps=self._caps)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections import Counter
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import AbstractContextManager
 
 import msgspec
@@ -30,6 +31,7 @@ from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.periodic import keep_running
 from fleetd.requests.bulk_dialer import BulkDialer
+from fleetd.requests.job import THIS_NAME
 from fleetd.requests.members import Member
 
 CLOCK = "node.clock"
@@ -63,6 +65,7 @@ class Fleet:
     def machines(self) -> Iterable[Member]:
         """Members that have sent a card."""
         now = asyncio.get_running_loop().time()
+        names = distinct_names(self.node.roster.members)
         for card in self.node.mesh.cards:
             member = self.node.roster.members.get(card.node_id)
             peer = self.node.mesh.peers.get(card.node_id)
@@ -71,7 +74,7 @@ class Fleet:
                 path = self.dialer.best(card.node_id)
                 yield Member(
                     card,
-                    member.name,
+                    names[card.node_id],
                     reach(peer, card, now),
                     member.sees_prompts,
                     (connection.rtt_s or 0.0) if connection is not None else 0.0,
@@ -189,6 +192,18 @@ class Fleet:
 
     async def _tell_time(self, _peer: str, _body: bytes, stream: PeerStream) -> None:
         stream.send(msgspec.msgpack.encode(ClockReading(self._wall())))
+
+
+def distinct_names(members: Mapping[str, RosterMember]) -> dict[str, str]:
+    """Node id → a name that no other machine has in plans, traces and headers: with its short id if need be.
+
+    There, "this" is the machine that was asked.
+    """
+    used = Counter([THIS_NAME, *(member.name.lower() for member in members.values())])
+    return {
+        node_id: member.name if used[member.name.lower()] == 1 else f"{member.name} ({short_id(node_id)})"
+        for node_id, member in members.items()
+    }
 
 
 def default_name() -> str:

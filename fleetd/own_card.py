@@ -25,6 +25,7 @@ from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.periodic import keep_running
+from fleetd.plan.load_times import LoadTimes
 from fleetd.plan.model_speeds import ModelSpeeds
 
 log = get_logger("fleetd.own_card")
@@ -37,7 +38,7 @@ _MEMORY_STEP_BYTES = 256 * MIB
 
 class CardMaker:
     """Args:
-    publish: sends a new card to all peers.
+    publish: sends a new card to all peers; None without a fleet, and then no file is hashed for it.
     budget: what models may take of a machine, with so many bytes free.
     """
 
@@ -54,7 +55,7 @@ class CardMaker:
         counts: Callable[[], RequestCounts],
         draining: Callable[[], bool],
         max_streams: int,
-        publish: Callable[[Card], None],
+        publish: Callable[[Card], None] | None,
         speeds: ModelSpeeds,
         budget: Callable[[HardwareReading, int], MemoryBudget],
         profiles: ProfileStore | None = None,
@@ -77,6 +78,9 @@ class CardMaker:
         self._seeded: dict[str, tuple[int | None, float, str]] = {}
         # Model → precision and arithmetic of its last worker here; the next one will have the same.
         self._arithmetic: dict[str, tuple[str, str]] = {}
+        # Model → its last worker that had all of it: what its prefills consist of stays the same.
+        self._whole: dict[str, EngineStatus] = {}
+        self._load_times = LoadTimes()
         self._installed: list[ModelFolder] = []
         self._digests: dict[tuple[str, float, int], str] = {}
         self._sequence = 0
@@ -120,7 +124,8 @@ class CardMaker:
         """Send the first card at once, then one at each change, and after each CARD_REPEAT_S without one."""
         async with asyncio.TaskGroup() as group:
             group.create_task(keep_running("list models", self._list_models), name="list models")
-            group.create_task(keep_running("find digests", self._find_digests), name="find digests")
+            if self._publish is not None:
+                group.create_task(keep_running("find digests", self._find_digests), name="find digests")
             told, told_at = None, 0.0
             loop = asyncio.get_running_loop()
             while True:
@@ -128,7 +133,8 @@ class CardMaker:
                 if told is None or card != told or loop.time() - told_at >= limits.CARD_REPEAT_S:
                     self._sequence += 1
                     told, told_at = msgspec.structs.replace(card, sequence=self._sequence), loop.time()
-                    self._publish(told)
+                    if self._publish is not None:
+                        self._publish(told)
                 await asyncio.sleep(_LOOK_S)
 
     async def _list_models(self) -> None:
@@ -175,6 +181,11 @@ class CardMaker:
                     # Some layers decode nothing, and their fingerprint is not that of the whole model.
                     name, arithmetic = engine.part_of, self._arithmetic.get(engine.part_of, ("", ""))[1]
                     decode_tok_s = self._speeds.of(name).decode_tok_s
+                else:
+                    self._whole[name] = engine
+                    load_s = sum(step.seconds for step in engine.load_steps)
+                    on_disk = (found.weights_bytes for found in self._installed if found.name == name)
+                    self._load_times.took(name, next(on_disk, engine.weights_bytes), load_s)
                 self._arithmetic[name] = engine.dtype or "", arithmetic
                 self._speeds.seed(
                     name,
@@ -195,6 +206,7 @@ class CardMaker:
         state = {"ready": "loaded", "loading": "loading"}.get(engine.state if engine else "", "installed")
         helping = part if part is not None and state == "installed" else None
         holder = engine if state == "loaded" else helping
+        whole = self._whole.get(folder.name, EngineStatus())
         return ModelCard(
             name=folder.name,
             digest=self._digests.get(_key(folder), ""),
@@ -219,6 +231,12 @@ class CardMaker:
             sparse=holder is not None and holder.shares_sparse,
             scoring=self._scoring.get(folder.name, ""),
             exactness=engine.speculation[: limits.CARD_TEXT_CHARS] if engine and state == "loaded" else "",
+            load_s=_rough(self._load_times.seconds(folder.name, folder.weights_bytes)),
+            layers=whole.layers,
+            kv_bytes_per_token=whole.kv_bytes_per_token,
+            hidden_bytes=whole.hidden_bytes,
+            outside_bytes=whole.outside_bytes,
+            any_chunks=whole.any_chunks,
         )
 
 

@@ -249,7 +249,8 @@ class Machines(Closing):
             nonlocal told
             told = home.control("POST", "/fleet/v1/plan", {"model": DEFAULT_MODEL, "tokens": _LONG_TOKENS})
             plan = msgspec.json.decode(told, type=PlanView)
-            priced = {name for o in plan.options if o.predicted_s is not None for name in o.nodes}
+            ways = [o for o in plan.options if o.predicted_s is not None and o.kind != "remote"]
+            priced = {name for o in ways for name in o.nodes}
             paths = {name: self._fleet.peer(HOME, name)["paths"] for name in helpers}
             linked = all(any(path["bytes_per_s"] is not None for path in paths[name]) for name in helpers)
             return linked and priced.issuperset(helpers)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import click
 
 from fleetctl.render.columns import Column, drawn, fitted, shortened
-from fleetctl.render.plan_words import machines
+from fleetctl.render.plan_words import machines, way
 from fleetctl.render.text import brief, one_line, wrapped
 from fleetd.control.prefill_plan import OptionView
 
@@ -18,7 +18,7 @@ def options_table(options: Sequence[OptionView], local_s: float | None, width: i
     """The lines of the table. ``local_s``: seconds of this machine alone, the base of all comparisons."""
     columns = [
         Column(" ", ["*" if option.chosen else " " for option in options], 9),
-        Column("PLAN", [_kind(option) for option in options], 9),
+        Column("PLAN", [way(option) for option in options], 9),
         Column("MACHINES", [_machines(option, cut=width is not None) for option in options], 7),
         Column("FIRST TOKEN", [brief(option.predicted_s) for option in options], 8, right=True),
         Column("SPEED", [_against(option.predicted_s, local_s) for option in options], 3, right=True),
@@ -30,11 +30,6 @@ def options_table(options: Sequence[OptionView], local_s: float | None, width: i
         if option.reason and not option.chosen:
             lines.append(wrapped(one_line(option.reason), width, indent="     "))
     return lines
-
-
-def _kind(option: OptionView) -> str:
-    # "any" stands for a machine that cannot help in any way.
-    return "-" if option.kind in ("", "any") else one_line(option.kind)
 
 
 def _machines(option: OptionView, *, cut: bool) -> str:

@@ -21,10 +21,21 @@ def helpers(option: OptionView) -> list[str]:
     return [one_line(node) for node in option.nodes if node != THIS]
 
 
+def way(option: OptionView) -> str:
+    """The kind of an option; of smart prefill also how what is kept is answered."""
+    kind, then = one_line(option.kind), one_line(option.prefill)
+    if kind in ("", "any"):
+        return "-"  # a machine that cannot help at all
+    return f"{kind} + {then}" if kind in ("smart", "remote") and then not in ("", "local") else kind
+
+
 def division(option: OptionView) -> str:
     """Which machine computes what, as a clause; the kind alone where that says it all."""
     kind, others = one_line(option.kind) or "-", helpers(option)
-    if option.kind == "whole" and others:
+    if option.kind == "remote" and others:
+        how = one_line(option.prefill)
+        who = f"{others[0]} answers" + (f", {how} with {', '.join(others[1:])}" if others[1:] else "")
+    elif option.kind == "whole" and others:
         who = f"all of it on {others[0]}"
     elif option.kind != "smart" and len(option.cuts) == len(option.nodes) + 1:
         shares = zip(option.nodes, itertools.pairwise(option.cuts), strict=True)
@@ -35,7 +46,7 @@ def division(option: OptionView) -> str:
         ]
         who = ", ".join(parts)
     else:
-        return kind
+        return way(option)
     return f"{kind}: {who}" + (f", in chunks of {count(option.chunk)} tokens" if option.chunk else "")
 
 

@@ -1,4 +1,4 @@
-"""`fleetctl plan`: the ways to prefill a prompt with their times, and the drafts of its answer."""
+"""`fleetctl plan`: the ways to answer a prompt with their times, and the drafts of its answer."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def command(
     smart: bool,
     ratio: float | None,
 ) -> None:
-    """Show how a prompt would be prefilled, here or with others, and why not otherwise.
+    """Show how a prompt would be answered, here or elsewhere, and why not otherwise.
 
-    The prompt is the text in FILE (- is stdin), or any one with --tokens. Nothing is computed: these are the
-    prices by which a request would be placed now, and who would draft for its answer. `fleetctl trace` shows
-    what came of past ones.
+    The prompt is the text in FILE (- is stdin), or any one with --tokens. Nothing is computed or loaded:
+    these are the prices by which a request would be placed now, and who would draft for its answer.
+    `fleetctl trace` shows what came of past ones.
     """
     if (file is None) == (tokens is None):
         raise click.UsageError("Give a FILE (- is stdin) or --tokens.")

@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator
 
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.control.pairing_events import PairingEvent, Unpaired
-from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.errors import FleetError, NotPaired, PairingClosed
-from fleetd.models.folder import ModelFolder
+from fleetd.p2p.session.transport import PeerStream
 
 
 class DisabledFleet:
@@ -32,11 +31,11 @@ class DisabledFleet:
     async def allow_prompts(self, peer: str, allowed: bool) -> PeerView:
         raise _off(NotPaired)
 
+    def request(self, node_id: str, method: str, body: bytes) -> PeerStream:
+        raise _off(NotPaired)
+
     async def diagnose(self) -> None:
         """None: without a fleet, no network facts are gathered."""
-
-    def plan(self, question: PlanQuestion, folder: ModelFolder) -> PlanView:
-        raise _off(NotPaired)
 
 
 def _off(kind: type[FleetError]) -> FleetError:

@@ -15,13 +15,10 @@ from fleetd.fleet import Fleet
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.models.catalog import CatalogEntry
-from fleetd.models.folder import ModelFolder
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill.compression_job import CompressionService
-
-SmartPlan = Callable[[PlanView, float, ModelFolder, SmartPrefillPolicy], Awaitable[PlanView]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +34,10 @@ class Services:
         token: what TCP clients must show; "" turns the check off.
         hosts: Host values accepted besides 127.0.0.1, localhost and [::1] at the port of the connection.
         origins: web origins that may call from a browser. Without any there are no CORS headers.
-        plan: how a prompt would be prefilled now; raises ModelNotFound for a model that is not loaded,
-            NotPaired where there is no fleet.
+        plan: how a prompt would be answered now; raises FleetError where no machine can.
         traces: the newest so many, or those of one request.
         smart_defaults: what smart prefill does where a request leaves it open.
         compressing: shortens a prompt for /v1/compress.
-        smart_plan: the options of ``plan``, and smart prefill with a share of the tokens among them.
-        draft_plan: the options of ``plan``, and how an answer by that model would be drafted.
     """
 
     runner: Runner
@@ -57,13 +51,11 @@ class Services:
     token: str
     version: str
     default_model: str
+    plan: Callable[[PlanQuestion], Awaitable[PlanView]]
     catalog: Sequence[CatalogEntry] = ()
     hosts: frozenset[str] = field(default_factory=frozenset)
     origins: frozenset[str] = field(default_factory=frozenset)
     fleet: Fleet | DisabledFleet = field(default_factory=DisabledFleet)
-    plan: Callable[[PlanQuestion, ModelFolder], PlanView] = DisabledFleet().plan
     traces: Callable[[int, str], TracesView] = lambda last, request_id: TracesView([])
     smart_defaults: SmartPrefillPolicy = field(default_factory=SmartPrefillPolicy)
     compressing: CompressionService | None = None
-    smart_plan: SmartPlan | None = None
-    draft_plan: Callable[[PlanView, ModelFolder], Awaitable[PlanView]] | None = None

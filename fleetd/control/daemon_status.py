@@ -65,6 +65,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
     ``done`` of ``total`` is the progress of a loading ``stage``; ``load_steps``: what each stage took.
     A worker with only the layers [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
+    From ``layers`` to ``any_chunks``: what other machines need to know to price a prefill that they share
+    with it; ``layers`` is 0 where they cannot share one.
     ``scoring``: "ready" if it can score prompts, "unmeasured" until its profile is found, "unable" if it
     never can.
     ``doubt``: why its speeds, as measured, may be wrong, as a part of a sentence; "" if they can be believed.
@@ -93,6 +95,11 @@ class EngineStatus(msgspec.Struct, frozen=True):
     doubt: str = ""
     arithmetic: str = ""
     shares_sparse: bool = False
+    layers: int = 0
+    kv_bytes_per_token: int = 0
+    hidden_bytes: int = 0
+    outside_bytes: int = 0
+    any_chunks: bool = False
     speculation: str = ""
     load_steps: list[StepView] = []
     scoring: str = ""

@@ -1,4 +1,4 @@
-"""The bodies of POST /fleet/v1/plan: a question about a prompt, and the ways to prefill it.
+"""The bodies of POST /fleet/v1/plan: a question about a prompt, and the ways to answer it.
 
 Times are seconds. Machines have their names; "this" is the one that answers.
 """
@@ -40,11 +40,13 @@ class StepView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class OptionView(msgspec.Struct, frozen=True):
-    """One way to prefill a prompt. ``nodes``: helpers in the order of the chain, then "this".
+    """One way to answer a prompt. ``nodes``: helpers in the order of the chain, then "this"; of "remote" the
+    machine that answers, then its helpers.
 
-    ``kind``: local, a kind of split, whole, smart, or "any" for a machine that cannot help in any way.
-    ``predicted_s`` is None where the way is impossible. ``cuts`` are tokens or layers, as in
-    ``plan.split.Split``. ``code`` and ``reason``: why it was not chosen, "" for the chosen one.
+    ``kind``: local, a kind of split, whole, remote, smart, or "any" for a machine that cannot help at all.
+    ``prefill``: how that machine prefills, of remote; the way to answer what is kept, of smart.
+    ``predicted_s``: seconds to the first token, None where the way is impossible. ``cuts`` are tokens or
+    layers, as in ``plan.split.Split``. ``code`` and ``reason``: why it was not chosen, "" for the chosen one.
     """
 
     kind: str = ""
@@ -56,6 +58,7 @@ class OptionView(msgspec.Struct, frozen=True):
     reason: str = ""
     cuts: list[int] = []
     chunk: int = 0
+    prefill: str = ""
 
 
 class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):

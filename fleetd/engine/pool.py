@@ -18,7 +18,7 @@ import structlog
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus
-from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Score, Scored
+from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Ready, Score, Scored
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, OutOfMemory
@@ -163,6 +163,11 @@ class EnginePool:
         """The worker that has the whole model, if it is ready."""
         engine = self._engines.get(folder.name)
         return engine if engine is not None and engine.state == "ready" else None
+
+    def facts(self, name: str) -> Ready | None:
+        """What the worker that has the whole model says of it, if it is ready."""
+        engine = self._engines.get(name)
+        return engine.facts if engine is not None and engine.state == "ready" else None
 
     @asynccontextmanager
     async def assisting(self, folder: ModelFolder, first: int, last: int) -> AsyncIterator[EngineProcess]:

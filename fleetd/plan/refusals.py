@@ -12,6 +12,7 @@ Code = Literal[
     # what the prompt is
     "unshareable",
     "short",
+    "context",
     # what the machine is, or does
     "tried",
     "private",

@@ -14,6 +14,7 @@ from typing import Literal
 
 from fleetd import limits
 from fleetd.plan import chip_speeds
+from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE, Refusal
 
 # Another machine has to be this much faster: prices are estimates, and an answer that stays here cannot be
@@ -26,6 +27,8 @@ SHARING = 0.3
 PULL_S = 120.0
 # Prices stay finite whatever speed a peer claims.
 SLOWEST_TOK_S = 1e-3
+# Bound of the seconds that a peer says a load takes.
+LOAD_MOST_S = 3600.0
 # Times from a chip's published figures are multiplied by this: a load takes too long to find out that the
 # figures were too good.
 CAUTION = 1.5
@@ -40,9 +43,13 @@ class Candidate:
 
     ``refusal``: why it cannot be asked, whatever it could do. ``left_out``: it failed a short while ago, so
     it is asked only where no other machine can run the model. ``state`` "absent": it does not have the model;
-    ``can_pull``: it would fetch it. Speeds are 0 until they are measured; ``doubtful``: while
-    something else ran. ``digest`` is "" until the files are hashed. ``evictable_bytes``: memory that idle
-    models would give back. ``cached_tokens``: how much of this prompt is probably in its prefix cache.
+    ``can_pull``: it would fetch it. Speeds are 0 until they are measured; ``doubtful``: while something
+    else ran. ``digest`` is "" until the files are hashed. ``correction``: the factor by which earlier
+    prompts took longer than the machine's own figures say. ``load_s``: how long a load of the model takes
+    there; 0 if unknown. ``helped_s``: how long the prefill takes with the helpers that it would get; None
+    until they are priced. ``evictable_bytes``: memory that idle models would give back. ``context_tokens``:
+    the longest prompt that the model takes; 0 if unknown. ``cached_tokens``: how much of this prompt is
+    probably in its prefix cache.
     """
 
     node_id: str
@@ -66,7 +73,13 @@ class Candidate:
     prefill_tok_s: float = 0.0
     decode_tok_s: float = 0.0
     doubtful: bool = False
+    prefill_context_s: float = 0.0
+    prefill_fixed_s: float = 0.0
+    correction: float = 1.0
+    load_s: float = 0.0
+    helped_s: float | None = None
     roles: tuple[str, ...] = ()
+    context_tokens: int = 0
     can_pull: bool = False
     cached_tokens: int = 0
 
@@ -78,16 +91,31 @@ class Candidate:
     def absent(self) -> bool:
         return self.state == "absent"
 
+    @property
+    def at_once(self) -> int:
+        """Its requests that run beside another one; the others are waited for."""
+        return min(self.running, max(1, self.max_streams) - 1)
+
+    @property
+    def hardware(self) -> chip_speeds.Hardware:
+        return chip_speeds.hardware_of(self.chip, self.accelerator, self.cores)
+
 
 @dataclass(frozen=True, slots=True)
 class RouteQuestion:
-    """What is to be placed. Token counts are estimates; ``digest``: only these files will do, "" is any."""
+    """What is to be placed. ``digest``: only these files will do, "" is any.
+
+    ``counted``: a prompt that is longer than the model's context is refused. Otherwise its tokens are an
+    estimate, and the engine counts them. ``admitted``: the request is one of those that wait on this machine.
+    """
 
     model: str
     prompt_tokens: int
     max_tokens: int
     digest: str = ""
     exclude: frozenset[str] = frozenset()
+    counted: bool = False
+    admitted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +162,7 @@ class Ranked:
 def route(ask: RouteQuestion, candidates: Iterable[Candidate]) -> Ranked:
     """Price the machines that can run the request, and give for each of the others a reason."""
     # Equal prices keep this order: this machine, then by node id.
-    machines = _like_their_twins(sorted(candidates, key=lambda c: c.node_id))
+    machines = like_their_twins(sorted(candidates, key=lambda c: c.node_id))
     # The files on this machine decide which files are meant, even where it cannot run them.
     here = next((c for c in machines if c.here and not c.absent), None)
     if not ask.digest and here is not None:
@@ -163,24 +191,22 @@ def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
     network_s = 0.0 if c.here else c.rtt_s
     if c.absent:
         return RoutePrice(0.0, PULL_S, 0.0, 0.0, network_s, modelled=True)
-    chip = chip_speeds.hardware_of(c.chip, c.accelerator, c.cores)
-    prefill_tok_s = max(SLOWEST_TOK_S, c.prefill_tok_s or chip.prefill_tok_s(c.weights_bytes))
-    decode_tok_s = max(SLOWEST_TOK_S, c.decode_tok_s or chip.decode_tok_s(c.weights_bytes))
+    slower = 1 + SHARING * c.at_once
+    if c.helped_s is not None:
+        prefill_s = c.helped_s
+    else:
+        new = range(min(c.cached_tokens, ask.prompt_tokens), ask.prompt_tokens)
+        prefill_s = prefill_speed(c).total(1.0, new, MEASURED_TOKENS) * slower
+    decode_s = ask.max_tokens / decode_tok_s(c) * slower
     streams = max(1, c.max_streams)
-    slower = 1 + SHARING * min(c.running, streams - 1)
-    if not c.prefill_tok_s:
-        prefill_tok_s /= CAUTION
-    if not c.decode_tok_s:
-        decode_tok_s /= CAUTION
-    prefill_s = max(0, ask.prompt_tokens - c.cached_tokens) / prefill_tok_s * slower
-    decode_s = ask.max_tokens / decode_tok_s * slower
     # Each request that is ahead in the queue is assumed to take as long as this one.
-    ahead = c.waiting + max(0, c.running - streams + 1)
+    waiting = c.waiting - 1 if c.here and ask.admitted else c.waiting
+    ahead = max(0, waiting) + max(0, c.running - streams + 1)
     # A load that is under way is assumed to be half done.
     load = {"loaded": 0.0, "loading": 0.5}.get(c.state, 1.0)
     return RoutePrice(
         queue_s=ahead * (prefill_s + decode_s) / streams,
-        load_s=load * chip_speeds.load_s(c.weights_bytes),
+        load_s=load * min(LOAD_MOST_S, c.load_s or chip_speeds.load_s(c.weights_bytes)),
         prefill_s=prefill_s,
         decode_s=decode_s,
         network_s=network_s,
@@ -188,7 +214,20 @@ def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
     )
 
 
-def _like_their_twins(machines: list[Candidate]) -> list[Candidate]:
+def prefill_speed(c: Candidate) -> PrefillSpeed:
+    """The machine's speed alone and idle: as measured and corrected, or with caution from its chip."""
+    if not c.prefill_tok_s:
+        tok_s = c.hardware.prefill_tok_s(c.weights_bytes) / CAUTION
+        return PrefillSpeed.measured(tok_s, c.prefill_context_s)
+    return PrefillSpeed.measured(c.prefill_tok_s, c.prefill_context_s, c.prefill_fixed_s).times(c.correction)
+
+
+def decode_tok_s(c: Candidate) -> float:
+    """Tokens per second of one answer alone."""
+    return max(SLOWEST_TOK_S, c.decode_tok_s or c.hardware.decode_tok_s(c.weights_bytes) / CAUTION)
+
+
+def like_their_twins(machines: list[Candidate]) -> list[Candidate]:
     """A machine where the model was never run is as fast as one of the same kind where it was."""
     measured: dict[tuple[str, str, int], Candidate] = {}
     for c in machines:
@@ -202,6 +241,8 @@ def _like_their_twins(machines: list[Candidate]) -> list[Candidate]:
         return replace(
             c,
             prefill_tok_s=c.prefill_tok_s or twin.prefill_tok_s,
+            prefill_context_s=c.prefill_context_s if c.prefill_tok_s else twin.prefill_context_s,
+            prefill_fixed_s=c.prefill_fixed_s if c.prefill_tok_s else twin.prefill_fixed_s,
             decode_tok_s=c.decode_tok_s or twin.decode_tok_s,
         )
 
@@ -230,6 +271,9 @@ def _refusal(ask: RouteQuestion, c: Candidate) -> Refusal | None:
         return Refusal("wrong_role", f"{ask.model} on {c.name} is for {', '.join(c.roles)}, not for chat.")
     if ask.digest not in ("", c.digest):
         return _other_files(ask, c)
+    if ask.counted and 0 < c.context_tokens < ask.prompt_tokens:
+        most, has = c.context_tokens, ask.prompt_tokens
+        return Refusal("context", f"{ask.model} on {c.name} takes {most} tokens; this prompt has {has}.")
     if c.state == "installed" and c.needed_bytes > c.available_bytes + c.evictable_bytes:
         need = f"{ask.model} needs {_gib(c.needed_bytes)}"
         if c.needed_bytes > c.memory_bytes:

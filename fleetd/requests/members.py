@@ -18,6 +18,7 @@ from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.affinity import Affinity
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.prefill.options import PrefillOption
 from fleetd.plan.refusals import THIS_NODE, Refusal
 from fleetd.plan.speed_corrections import CorrectedWork, PromptWork, SpeedCorrections
 from fleetd.requests.job import THIS_NAME, Job
@@ -112,6 +113,8 @@ class Members:
         self.affinity = Affinity(os.urandom(16))
         self.corrections = SpeedCorrections()
         self.backoff = PeerBackoff()
+        # By model: how its last prompt here was prefilled, which the next one keeps where two ways are alike.
+        self.last_prefill: dict[str, PrefillOption] = {}
         self.local_only = local_only
         self._listed = listed
         self._own_card = own_card

@@ -5,20 +5,27 @@ A request that must stay runs here, and so does every request without a fleet; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from fleetd.errors import EngineError, FleetError, NoMachine, PeerError
+from fleetd import limits
+from fleetd.engine.protocol import Ready
+from fleetd.errors import EngineError, FleetError, NoMachine, PeerError, from_code
 from fleetd.models.catalog import find
-from fleetd.p2p.membership.cards import Card
+from fleetd.models.folder import ModelFolder
+from fleetd.models.memory_need import needed_bytes
+from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.refusals import THIS_NODE
-from fleetd.plan.route import Candidate, Ranked, RouteQuestion, route
+from fleetd.plan.route import Candidate, RouteQuestion
+from fleetd.plan.ways import Home, Ways, plan
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, Exactness, Job, Planned
 from fleetd.requests.members import Member, Members, eligible
+from fleetd.requests.prefill_sharing import planner_facts
 
 # Assumed length of an answer without a limit.
-_ANSWER_TOKENS = 256
+ANSWER_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,104 +37,206 @@ class Placement:
     digest: str = ""
 
 
-class Placer:
-    """Args:
-    request: begins a request at another machine: its id, a method and a body.
+@dataclass(frozen=True, slots=True)
+class WantedModel:
+    """A model by its canonical name.
+
+    Args:
+        here: its files are on this machine.
+        can_pull: they are not, but this machine fetches them by itself.
+        folder: the files, where a card may not show them yet.
     """
 
-    def __init__(self, members: Members, request: Callable[[str, str, bytes], PeerStream]) -> None:
+    name: str
+    here: bool
+    can_pull: bool = False
+    folder: ModelFolder | None = None
+
+
+class Placer:
+    """Prices every way to answer a prompt, for requests and for people, and chooses a machine.
+
+    Args:
+        request: begins a request at another machine: its id, a method and a body.
+        facts: what the engine of a model that is loaded here says of it.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        request: Callable[[str, str, bytes], PeerStream],
+        facts: Callable[[str], Ready | None] = lambda model: None,
+    ) -> None:
         self.request = request
         self._members = members
+        self._facts = facts
 
     def choose(
-        self,
-        job: Job,
-        name: str,
-        *,
-        here: bool,
-        can_pull: bool,
-        tried: frozenset[str],
-        why: FleetError | None,
+        self, job: Job, model: WantedModel, *, tried: frozenset[str], why: FleetError | None
     ) -> Placement:
         """Where to run it next.
 
         Args:
-            here: the model's files are on this machine.
-            can_pull: they are not, but this machine fetches them by itself.
             tried: where it failed already.
             why: the failure there, or why the model is not here; raised if no machine is left.
         """
         reason = str(why) if why is not None and tried else ""
         staying = Placement(THIS_NODE, Planned("local", LOCAL.nodes, LOCAL.exactness, reason))
-        possible = (here or can_pull) and THIS_NODE not in tried
+        possible = (model.here or model.can_pull) and THIS_NODE not in tried
         if job.local_only or self._members.local_only:
             if possible:
                 return staying
-            raise why or NoMachine(f"{name} is not on this machine, and this request stays here.")
+            raise why or NoMachine(f"{model.name} is not on this machine, and this request stays here.")
         others = self._members.others("answer")
         if not others and possible:
             return staying
-        ranked = self.rank(job, name, others, here=here, can_pull=can_pull, tried=tried)
-        if not ranked.placements:
+        ways = self.rank(job, model, others, tried=tried)
+        if not ways.placements:
             if possible:
                 # Its engine knows its memory best, and refuses with the figures.
                 return staying
-            raise self._no_machine(name, ranked, why, tried=bool(tried))
-        best = ranked.placements[0]
+            raise no_machine(model.name, ways, why, tried=bool(tried))
+        best = ways.placements[0]
         if best.node_id == THIS_NODE:
             return staying
         card = next(member.card for member in others if member.node_id == best.node_id)
-        exactness: Exactness = "exact" if alike(self._members.here().card, card, name) else "plan"
+        exactness: Exactness = "exact" if alike(self._members.here().card, card, model.name) else "plan"
         return Placement(best.node_id, Planned("remote", (best.name,), exactness, reason), best.digest)
 
-    def rank(
-        self,
-        job: Job,
-        name: str,
-        others: Sequence[Member],
-        *,
-        here: bool,
-        can_pull: bool,
-        tried: frozenset[str],
-    ) -> Ranked:
-        """Every machine, priced or refused."""
+    def rank(self, job: Job, model: WantedModel, others: Sequence[Member], *, tried: frozenset[str]) -> Ways:
+        """Every way to answer a request, priced or refused."""
         text = job.prompt_text
         links = self._members.affinity.links(text)
         ask = RouteQuestion(
-            name,
+            model.name,
             prompt_tokens=len(text) // CHARS_PER_TOKEN,
-            max_tokens=min(job.request.max_tokens or _ANSWER_TOKENS, _ANSWER_TOKENS),
+            max_tokens=min(job.request.max_tokens or ANSWER_TOKENS, ANSWER_TOKENS),
             digest=job.digest,
             exclude=tried,
+            admitted=True,
         )
 
-        def of(member: Member) -> Candidate:
-            chars = self._members.affinity.cached_chars(member.node_id, name, links)
-            # This machine's card may be older than its files.
-            missing = member.here and not here
-            return candidate(member, "" if missing else name, can_pull and member.here, chars)
+        def cached(member: Member) -> int:
+            chars = self._members.affinity.cached_chars(member.node_id, model.name, links)
+            return chars // CHARS_PER_TOKEN
 
-        return route(ask, map(of, [self._members.here(), *others]))
+        return self.ways(ask, model, cached, others)
+
+    def ways(
+        self,
+        ask: RouteQuestion,
+        model: WantedModel,
+        cached: Callable[[Member], int] = lambda member: 0,
+        others: Sequence[Member] | None = None,
+        kept: int = 0,
+    ) -> Ways:
+        """Every way to answer a prompt, priced or refused.
+
+        Args:
+            cached: how many of the prompt's tokens a machine probably has in its prefix cache.
+            others: the other machines that may answer; None for all of them.
+            kept: of the prompt's tokens, those that are computed, where not all are.
+        """
+        others = self._members.others("answer") if others is None else others
+        here = self._members.here()
+        helping = [here, *self._members.others("prefill")]
+        if not ask.counted and ask.prompt_tokens < limits.SHARE_LEAST_TOKENS:
+            helping = []  # only people want to hear why no machine helps with so short a prompt
+        return plan(
+            ask,
+            [self._home(ask, model, each, helping, cached(each), kept) for each in (here, *others)],
+        )
+
+    def _home(
+        self,
+        ask: RouteQuestion,
+        model: WantedModel,
+        member: Member,
+        helping: Sequence[Member],
+        cached: int,
+        kept: int,
+    ) -> Home:
+        """``helping``: the machines that could help it."""
+        found = self._model(model, member)
+        able = candidate(member, found, can_pull=model.can_pull and member.here, cached_tokens=cached)
+        if found is None:
+            return Home(able)
+        # What prefills consist of is a matter of the files, so any machine that has them may have said it.
+        facts = self._facts(model.name) if member.here else None
+        facts = facts or planner_facts.told_facts(_divided(found, helping))
+        chain = planner_facts.chain_of(member, helping, found, facts)
+        spec, *helpers = planner_facts.corrected(chain, self._members, found.digest)
+        speed = chain[0].speed
+        return Home(
+            replace(
+                able,
+                prefill_context_s=speed.context_s,
+                correction=spec.speed.token_s / speed.token_s,
+            ),
+            planner_facts.prompt(ask.prompt_tokens, cached, MEASURED_TOKENS, facts, kept),
+            spec,
+            tuple(helpers),
+            self._members.last_prefill.get(model.name) if member.here else None,
+        )
+
+    def _model(self, model: WantedModel, member: Member) -> ModelCard | None:
+        """The model on a machine; on this one by its files, which its card may show too late."""
+        if not member.here:
+            return member.model(model.name)
+        if not model.here:
+            return None
+        told = member.model(model.name)
+        if told is not None or model.folder is None:
+            return told
+        facts = self._facts(model.name)
+        return ModelCard(
+            model.name,
+            weights_bytes=model.folder.weights_bytes,
+            memory_bytes=needed_bytes(model.folder, member.card.machine.accelerator),
+            context_tokens=model.folder.context_tokens,
+            state="installed" if facts is None else "loaded",
+            prefill_tok_s=facts.prefill_tok_s if facts is not None else 0.0,
+            decode_tok_s=facts.decode_tok_s if facts is not None else 0.0,
+            prefill_context_s=facts.prefill_context_s if facts is not None else 0.0,
+            prefill_fixed_s=facts.prefill_fixed_s if facts is not None else 0.0,
+        )
 
     def failed(self, node_id: str, error: FleetError) -> None:
         """Another machine did not answer; the next requests go elsewhere for a while if they can."""
         if node_id != THIS_NODE and isinstance(error, PeerError | EngineError):
             self._members.failed(node_id, "answer", error)
 
-    @staticmethod
-    def _no_machine(name: str, ranked: Ranked, why: FleetError | None, *, tried: bool) -> FleetError:
-        reasons = [
-            rejected.refusal.sentence
-            for rejected in ranked.rejected
-            if rejected.node_id != THIS_NODE and rejected.refusal.code not in ("absent", "tried")
-        ]
-        if why is not None and (tried or not reasons):
-            return why
-        return NoMachine(
-            f"No machine of the fleet can run {name} now: {' '.join(reasons) or 'none has it.'}",
-            hint="`fleetctl peers` shows what each machine has.",
-            param="model",
-        )
+
+def no_machine(name: str, ways: Ways, why: FleetError | None = None, *, tried: bool = False) -> FleetError:
+    """The error for a request that can be served nowhere, with each machine's reason.
+
+    Args:
+        why: the failure where it ran last (``tried``), or why the model is not here.
+    """
+    rejected = [each for each in ways.rejected if each.refusal.code != "tried"]
+    # Why the model is not here, the error says itself.
+    reasons = [each.refusal.sentence for each in rejected if each.node_id != THIS_NODE or why is None]
+    lacking = all(each.refusal.code == "absent" for each in rejected)
+    if why is not None and (tried or not reasons):
+        return why
+    if why is not None and lacking:
+        return from_code(why.code, f"{why.message} {' '.join(reasons)}", hint=why.hint, param=why.param)
+    return NoMachine(
+        f"No machine of the fleet can run {name} now: {' '.join(reasons) or 'none has it.'}",
+        hint="`fleetctl peers` shows what each machine has.",
+        param="model",
+    )
+
+
+def _divided(model: ModelCard, helping: Iterable[Member]) -> ModelCard:
+    """The card of a machine that has loaded the same files, and so knows how they can be divided.
+
+    The same card if no machine has.
+    """
+    cards = (member.model_with(model.digest) for member in helping)
+    if planner_facts.divisible(model):
+        return model
+    return next((card for card in cards if card is not None and planner_facts.divisible(card)), model)
 
 
 def alike(own: Card, other: Card, model: str) -> bool:
@@ -144,9 +253,11 @@ def alike(own: Card, other: Card, model: str) -> bool:
     )
 
 
-def candidate(member: Member, model: str, can_pull: bool = False, cached_chars: int = 0) -> Candidate:
-    """A member as the planner needs it for a model, by its name."""
-    card, facts, found = member.card, member.card.machine, member.model(model)
+def candidate(
+    member: Member, found: ModelCard | None, *, can_pull: bool = False, cached_tokens: int = 0
+) -> Candidate:
+    """A member as the planner needs it for a model, which is None where that machine lacks it."""
+    card, facts = member.card, member.card.machine
     bare = Candidate(
         node_id=member.node_id,
         name=member.name,
@@ -163,7 +274,7 @@ def candidate(member: Member, model: str, can_pull: bool = False, cached_chars: 
         waiting=card.waiting,
         max_streams=card.max_streams,
         can_pull=can_pull,
-        cached_tokens=cached_chars // CHARS_PER_TOKEN,
+        cached_tokens=cached_tokens,
     )
     if found is None:
         return bare
@@ -176,6 +287,9 @@ def candidate(member: Member, model: str, can_pull: bool = False, cached_chars: 
         prefill_tok_s=found.prefill_tok_s,
         decode_tok_s=found.decode_tok_s,
         doubtful=found.doubtful,
+        prefill_fixed_s=found.prefill_fixed_s,
+        load_s=found.load_s,
+        context_tokens=found.context_tokens,
         roles=tuple(found.roles),
     )
 

@@ -37,7 +37,7 @@ from fleetd.plan.prefill.choice import PlanChoice
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import Exactness, Job, Planned
-from fleetd.requests.placement import Placement
+from fleetd.requests.placement import Placement, WantedModel
 from fleetd.requests.ports import MetricsPort
 
 if TYPE_CHECKING:  # what steps keep here; they import this module
@@ -61,6 +61,11 @@ class LocatedModel:
     folder: ModelFolder | None
     can_pull: bool = False
     missing: FleetError | None = None
+
+    @property
+    def wanted(self) -> WantedModel:
+        """As it is asked of the planner."""
+        return WantedModel(self.name, self.folder is not None, self.can_pull, self.folder)
 
 
 class Request:

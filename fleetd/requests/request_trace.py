@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from fleetd import limits
@@ -99,7 +101,34 @@ def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView
     return both, [dense, *losers]
 
 
-def smart_options(plan: SmartPlan, *, chosen: bool = False) -> tuple[OptionView, OptionView]:
+def ways_in_front(plan: SmartPlan, kept: Sequence[OptionView]) -> list[OptionView]:
+    """Smart prefill in front of each of the ways to prefill what it keeps, the best one first.
+
+    Only the best one where smart prefill does not pay.
+    """
+    smart, _ = smart_options(plan)
+    if not kept or not plan.parts:
+        return [msgspec.structs.replace(smart, chosen=plan.worth_it)]
+    scorers = smart.nodes[:-1]
+    found = [
+        msgspec.structs.replace(
+            way,
+            kind="smart",
+            prefill=way.kind,
+            nodes=[*dict.fromkeys([*scorers, *way.nodes])],
+            predicted_s=plan.score_s + way.predicted_s,
+            steps=[smart.steps[0], *way.steps],
+            chosen=way.chosen and plan.worth_it,
+            code=plan.code or way.code,
+            reason=plan.reason or way.reason,
+        )
+        for way in kept
+        if way.predicted_s is not None
+    ]
+    return found if plan.worth_it else found[:1]
+
+
+def smart_options(plan: SmartPlan) -> tuple[OptionView, OptionView]:
     """Scoring and reading the rest; and reading all of it."""
     nodes = [*dict.fromkeys(part.scorer.name for part in plan.parts)]
     if THIS_NAME in nodes:
@@ -112,7 +141,6 @@ def smart_options(plan: SmartPlan, *, chosen: bool = False) -> tuple[OptionView,
             StepView(step_names.SCORED, plan.score_s, machine=", ".join(nodes) or THIS_NAME),
             StepView(step_names.PREFILLED, plan.prefill_s, machine=THIS_NAME),
         ],
-        chosen=chosen and plan.worth_it,
         code=plan.code,
         reason=plan.reason,
     )

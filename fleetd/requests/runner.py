@@ -169,8 +169,7 @@ class Runner:
         request: Request | None = None
         reservation: Reservation | None = None
         try:
-            ref = self._default_model if job.model in ("", "default") else job.model
-            model = await asyncio.to_thread(self._locate, ref, job.digest)
+            model = await asyncio.to_thread(self.locate, job.model, job.digest)
             placement = self._choose(job, model, frozenset(), model.missing)
             request = Request(job, model, placement, self._metrics, arrived_s=arrived_s, at_s=at_s)
             self._requests.add(request)
@@ -309,14 +308,14 @@ class Runner:
             if why is not None and not (model.can_pull and not tried):
                 raise why
             return Placement(THIS_NODE, LOCAL)
-        here = model.folder is not None
-        return self._placing.choose(job, model.name, here=here, can_pull=model.can_pull, tried=tried, why=why)
+        return self._placing.choose(job, model.wanted, tried=tried, why=why)
 
-    def _locate(self, ref: str, digest: str) -> LocatedModel:
+    def locate(self, named: str, digest: str = "") -> LocatedModel:
         """Where the model is on this machine, if it is, and with that content if it matters. Blocks.
 
         Raises ModelUnsupported, ModelCorrupt, InvalidValue.
         """
+        ref = self._default_model if named in ("", "default") else named
         check_served(ref)
         try:
             folder = self._models.resolve(ref)

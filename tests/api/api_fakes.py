@@ -25,6 +25,7 @@ from fleetd.compression.selection import Selection
 from fleetd.control import fleet_view, pairing_events
 from fleetd.control.daemon_status import DaemonStatus, EngineStatus, HardwareReading, HttpAddress
 from fleetd.control.network_diagnosis import NetworkDiagnosis, PeerPortView
+from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
@@ -332,6 +333,10 @@ def engine(**changes: Any) -> EngineStatus:
     return EngineStatus(**{"model": MODEL, "state": "ready", "progress_age_s": 0.1, **changes})
 
 
+async def no_plan(question: PlanQuestion) -> PlanView:
+    raise AssertionError("nothing is planned")
+
+
 def services(runner: Any = None, **changes: Any) -> Services:
     made = Services(
         runner=runner if runner is not None else FakeRunner(),
@@ -345,6 +350,7 @@ def services(runner: Any = None, **changes: Any) -> Services:
         token=TOKEN,
         version="0.1.0",
         default_model=MODEL,
+        plan=no_plan,
         compressing=FakeCompressing(),
     )
     made = replace(made, **changes)

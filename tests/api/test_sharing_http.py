@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_fakes import MODEL, FakeFolder, serve, serve_unix, services, speak
-from msgspec.structs import replace
+from api_fakes import MODEL, serve, serve_unix, services, speak
 
 from fleetd import limits
-from fleetd.api.disabled_fleet import DisabledFleet
-from fleetd.control.prefill_plan import DraftsView, OptionView, PlanQuestion, PlanView, StepView
+from fleetd.control.prefill_plan import OptionView, PlanQuestion, PlanView, StepView
 from fleetd.control.prefill_trace import Trace, TracesView
 from fleetd.engine.protocol import Accepted, Event, Loading
+from fleetd.errors import FleetError, ModelNotFound
 from fleetd.requests.job import Job, Planned
 
 CHOSEN = OptionView("layers", ["studio", "this"], 1.5, [StepView("computed", 1.0)], True, cuts=[0, 20, 30])
@@ -23,13 +22,16 @@ TRACE = Trace("r1-0", 1.0, MODEL, 1000, 0, CHOSEN, [LOSER], [], "shared", "exact
 
 
 class FakePlanner:
-    def __init__(self) -> None:
+    def __init__(self, error: FleetError | None = None) -> None:
+        self.error = error
         self.asked: list[PlanQuestion] = []
         self.wanted: list[tuple[int, str]] = []
 
-    def plan(self, question: PlanQuestion, folder: FakeFolder) -> PlanView:
+    async def plan(self, question: PlanQuestion) -> PlanView:
         self.asked.append(question)
-        return PlanView(folder.name, question.tokens or 0, question.cached, [CHOSEN, LOSER])
+        if self.error is not None:
+            raise self.error
+        return PlanView(MODEL, question.tokens or 0, question.cached, [CHOSEN, LOSER])
 
     def traces(self, last: int, request_id: str) -> TracesView:
         self.wanted.append((last, request_id))
@@ -66,7 +68,6 @@ async def test_a_plan_for_a_number_of_tokens(tmp_path: Path, name: str) -> None:
         ({"tokens": 2**31}, 400),
         ({"tokens": 1, "cached": -1}, 400),
         ({"tokens": 1, "prompt": "x"}, 400),
-        ({"tokens": 1, "model": "nope"}, 404),
     ],
     ids=str,
 )
@@ -76,22 +77,11 @@ async def test_questions_that_make_no_sense(tmp_path: Path, body: dict[str, Any]
     assert planner.asked == []
 
 
-async def test_a_plan_says_who_would_draft(tmp_path: Path) -> None:
-    async def drafts(view: PlanView, folder: FakeFolder) -> PlanView:
-        return replace(view, drafts=DraftsView(f"exact: {folder.name}", ["lookup"], 16))
-
-    made = services(plan=FakePlanner().plan, draft_plan=drafts)
-    async with serve_unix(made, tmp_path / "s") as site, site.client(headers={}) as session:
-        async with session.post("/fleet/v1/plan", json={"tokens": 9}) as response:
-            found = await response.json()
-    assert found["drafts"] == {"verdict": f"exact: {MODEL}", "sources": ["lookup"], "width": 16}
-
-
-async def test_a_daemon_that_keeps_to_itself_has_no_plans(tmp_path: Path) -> None:
-    planner = FakePlanner()
-    planner.plan = DisabledFleet().plan  # type: ignore[method-assign]
-    status, found = await call(tmp_path, planner, "POST", "plan", {"tokens": 1000})
-    assert (status, found["error"]["code"]) == (403, "not_paired")
+async def test_a_prompt_that_no_machine_can_answer_is_refused_with_each_reason(tmp_path: Path) -> None:
+    planner = FakePlanner(ModelNotFound("The model nope is not on this machine. air does not have nope."))
+    status, found = await call(tmp_path, planner, "POST", "plan", {"tokens": 1000, "model": "nope"})
+    assert (status, found["error"]["code"]) == (404, "model_not_found")
+    assert "air does not have nope." in found["error"]["message"]
 
 
 @pytest.mark.parametrize(

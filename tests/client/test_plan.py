@@ -53,6 +53,32 @@ def test_candidates_with_their_prices_and_why_not() -> None:
     )
 
 
+def test_another_machine_that_answers_with_helpers_of_its_own_and_what_cannot() -> None:
+    options = [
+        {
+            "kind": "remote",
+            "nodes": ["studio", "mini"],
+            "prefill": "layers",
+            "predicted_s": 2.5,
+            "chosen": True,
+            "steps": [{"name": "loaded", "seconds": 1.5}, {"name": "computed", "seconds": 1.0}],
+        },
+        {"kind": "any", "nodes": ["this"], "code": "absent", "reason": "this does not have m."},
+    ]
+    assert page({"model": "m", "prompt_tokens": 4000, "options": options}) == (
+        "m · a prompt of 4,000 tokens\n"
+        "\n"
+        "   PLAN             MACHINES       FIRST TOKEN  SPEED\n"
+        "*  remote + layers  studio + mini       2.50 s      -\n"
+        "   -                this                     -      -\n"
+        "     this does not have m.\n"
+        "\n"
+        "* remote: studio answers, layers with mini\n"
+        "  loaded      1.50 s\n"
+        "  computed    1.00 s"
+    )
+
+
 @pytest.mark.parametrize(
     ("drafts", "said"),
     [
@@ -115,6 +141,13 @@ def test_a_daemon_without_others_has_one_plan() -> None:
         ),
         ({"kind": "whole", "nodes": ["studio", "this"], "cuts": [0, 30, 30]}, "whole: all of it on studio"),
         (LOCAL, "local"),
+        ({"kind": "remote", "nodes": ["studio"], "prefill": "local"}, "remote: studio answers"),
+        (
+            {"kind": "remote", "nodes": ["studio", "mini"], "prefill": "layers"},
+            "remote: studio answers, layers with mini",
+        ),
+        ({"kind": "smart", "nodes": ["mini", "this"], "prefill": "local"}, "smart"),
+        ({"kind": "smart", "nodes": ["mini", "studio"], "prefill": "remote"}, "smart + remote"),
         ({**LAYERS, "cuts": [0, 1]}, "layers"),
         ({}, "-"),
     ],

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
+from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Profile
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.hardware.memory import budget
 from fleetd.models.folder import ModelFolder
 from fleetd.own_card import CardMaker
 from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.plan import chip_speeds
 from fleetd.plan.model_speeds import ModelSpeeds
 
 MACHINE = HardwareReading("Linux", "h", "", "cpu", "", 2, 2, 1 << 34, 1 << 33, 0, "small", "cpu")
@@ -33,7 +35,7 @@ MEASURED = {
 
 def engine(pid: int, **fields: Any) -> EngineStatus:
     blank: dict[str, Any] = dict.fromkeys(EngineStatus.__struct_fields__, 0)
-    named = {"model": "m", "part_of": "", "state": "ready", "pid": pid, "doubt": ""}
+    named = {"model": "m", "part_of": "", "state": "ready", "pid": pid, "load_steps": [], "doubt": ""}
     return EngineStatus(**{**blank, **named, **MEASURED, **fields})
 
 
@@ -132,6 +134,23 @@ async def test_what_a_model_computes_in_is_known_after_it_was_unloaded() -> None
     assert (loaded.state, cold.state) == ("loaded", "installed")
     assert (cold.dtype, cold.arithmetic) == (loaded.dtype, loaded.arithmetic)
     assert cold.prefill_context_s == loaded.prefill_context_s
+
+
+@pytest.mark.one_loop
+async def test_what_a_load_took_and_what_a_prefill_consists_of_is_known_after_it_was_unloaded() -> None:
+    """Other machines price a load, and the help that this machine would get, by these."""
+    daemon = Daemon()
+    await daemon.listed()
+    assert (daemon.model.load_s, daemon.model.layers) == (pytest.approx(chip_speeds.load_s(1000), rel=0.1), 0)
+    took = [StepView("verifying", 33.0), StepView("reading", 8.0)]
+    whole = {"layers": 30, "kv_bytes_per_token": 9, "hidden_bytes": 8, "outside_bytes": 7}
+    daemon.engines = [engine(7, **whole, any_chunks=True, load_steps=took)]
+    assert {name: getattr(daemon.model, name) for name in whole} == whole
+    assert daemon.model.load_s == 41
+    daemon.engines = [part(8, 0, 14, layers=30, load_steps=took[1:], kv_bytes_per_token=4)]
+    cold = daemon.model
+    assert (cold.state, cold.any_chunks, cold.load_s) == ("installed", True, 41)
+    assert {name: getattr(cold, name) for name in whole} == whole
 
 
 @pytest.mark.one_loop

@@ -189,6 +189,22 @@ def test_the_official_client_is_answered_by_the_other_machine(fleet: LiveFleet) 
         assert caught.value.code == "model_not_found"
 
 
+def test_what_fleetctl_plans_on_a_machine_without_the_model_is_what_its_chat_does(fleet: LiveFleet) -> None:
+    planned = fleet["alpha"].fleetctl("plan", "-m", CHAIN, "--tokens", "50", "--json")
+    assert planned.returncode == 0, planned.stderr
+    here, best = {}, json.loads(planned.stdout)["options"][0]
+    for option in json.loads(planned.stdout)["options"]:
+        if option["nodes"] == ["this"]:
+            here = option
+    assert (best["kind"], best["nodes"], best["chosen"]) == ("remote", ["beta"], True)
+    assert best["predicted_s"] > 0
+    assert here["code"] == "absent"
+    done = fleet["alpha"].fleetctl("chat", "-m", CHAIN, "--json", "--temperature", "0", "<hello>")
+    assert json.loads(done.stdout)["plan"] == f"remote; nodes={best['nodes'][0]}"
+    refused = fleet["alpha"].fleetctl("plan", "-m", "nobody", "--tokens", "50")
+    assert "beta does not have nobody." in refused.stderr
+
+
 def test_fleetctl_chat_is_answered_by_the_other_machine(fleet: LiveFleet) -> None:
     done = fleet["alpha"].fleetctl("chat", "-m", CHAIN, "--json", "--temperature", "0", "<hello>")
     told = json.loads(done.stdout)

@@ -26,6 +26,8 @@ from fleetd.errors import (
     Overloaded,
     PeerLost,
 )
+from fleetd.fleet import distinct_names
+from fleetd.p2p.membership.roster import RosterMember
 from fleetd.plan.affinity import BLOCK_CHARS
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -33,7 +35,7 @@ from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.drafting import drafters
 from fleetd.requests.job import Job
 from fleetd.requests.members import Member, Members, PeerBackoff, Work, eligible
-from fleetd.requests.placement import Placer
+from fleetd.requests.placement import Placer, WantedModel
 from fleetd.requests.prefill_sharing import planner_facts
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.skip import SkipCompression
@@ -118,7 +120,7 @@ def test_attack_no_work_is_given_to_a_machine_that_may_not_see_a_prompt(
     fleet = Fleet(*found)
     placer = Placer(fleet.members, lambda *_: pytest.fail("nothing is asked"))
     job = Job("m", Generate("r", TextPrompt("x")), "http", "chat")
-    ranked = placer.rank(job, "m", found, here=False, can_pull=False, tried=frozenset())
+    ranked = placer.rank(job, WantedModel("m", here=False), found, tried=frozenset())
     assert {each.node_id for each in ranked.placements} <= allowed
     own = own_card("home").models[0]
     helpers = [planner_facts.helper(each, own, FACTS) for each in found]
@@ -126,6 +128,23 @@ def test_attack_no_work_is_given_to_a_machine_that_may_not_see_a_prompt(
     assert {each.name for each in drafters.candidates(found, "other", "m", "peers")} <= allowed
     for each in found:
         assert eligible(each, even_left_out=even_left_out) is not None or each.name in allowed
+
+
+def test_machines_of_one_name_are_told_apart_by_their_short_ids() -> None:
+    """In plans, traces and headers; and "this" is the machine that was asked."""
+    named = {
+        "aaaaaaaaaaaa": "Studio",
+        "bbbbbbbbbbbb": "studio",
+        "cccccccccccc": "air",
+        "dddddddddddd": "this",
+    }
+    roster = {node_id: RosterMember(node_id, name, b"", True, "", 1) for node_id, name in named.items()}
+    assert distinct_names(roster) == {
+        "aaaaaaaaaaaa": "Studio (aaaaaaa)",
+        "bbbbbbbbbbbb": "studio (bbbbbbb)",
+        "cccccccccccc": "air",
+        "dddddddddddd": "this (ddddddd)",
+    }
 
 
 def test_local_only_leaves_no_others() -> None:
@@ -186,7 +205,7 @@ def test_only_a_success_at_the_same_work_ends_it() -> None:
 
 
 async def test_a_machine_that_failed_a_shared_prefill_is_not_asked_to_draft_or_to_score() -> None:
-    fleet = Fleet(Member(own_card("studio"), "studio"))
+    fleet = Fleet(Member(own_card("studio", scoring="ready"), "studio"))
     scorers = Scorers(ScoringPool(), models(), ModelSpeeds(), fleet.members)  # type: ignore[arg-type]
     policy = SmartPrefillPolicy(compressor_model="m")
     own = own_card("home").models[0]
@@ -216,7 +235,7 @@ def test_a_machine_that_failed_answers_where_no_other_can() -> None:
     job = Job("m", Generate("r", TextPrompt("x")), "http", "chat")
 
     def chosen(tried: frozenset[str] = frozenset()) -> str:
-        placed = placer.choose(job, "m", here=False, can_pull=False, tried=tried, why=ModelNotFound("m"))
+        placed = placer.choose(job, WantedModel("m", here=False), tried=tried, why=ModelNotFound("m"))
         return placed.node_id
 
     assert chosen() == "a"

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from requests_driver import answered, request_of
 from sharing_fakes import DIGEST, HelperMachine, HomePartners, HomePool, machines, own_card
 
-from fleetd.control.prefill_plan import PlanQuestion, StepView
+from fleetd.control.prefill_plan import StepView
 from fleetd.control.prefill_trace import DrafterView, Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import (
@@ -29,21 +29,23 @@ from fleetd.engine.protocol import (
     Shared,
     StepTime,
 )
-from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, PeerLost
+from fleetd.errors import EngineDied, PeerLost
 from fleetd.metrics import Metrics
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.p2p.node import Node
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.prefill import step_names
+from fleetd.plan.route import RouteQuestion
 from fleetd.plan.scoring import Scorer, Segments, SmartPlan
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import Pipeline, PipelineStep
-from fleetd.requests.placement import Placement
+from fleetd.requests.placement import Placement, Placer, WantedModel
 from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.request import Request
+from fleetd.requests.way_views import way_views
 
 LONG = "word " * 4096
 OK = Shared("r1", [StepTime("computed", 1.0, 500)])
@@ -582,21 +584,15 @@ async def test_one_that_has_no_room_for_the_model_is_asked_to_load_some_layers(t
         assert home.partners.asked == [(small.node_id, messages.WARM), (small.node_id, messages.ASSIST)]
 
 
-async def test_a_plan_can_be_asked_for(tmp_path: Path) -> None:
+async def test_a_prompt_gets_the_help_that_was_planned_for_it(tmp_path: Path) -> None:
     async with home_with(tmp_path) as home:
-        view = home.sharing.plan(PlanQuestion("m", 4096), FakeFolder())
-        assert (view.model, view.prompt_tokens, view.cached_tokens) == ("m", 4096, 0)
-        assert [option.chosen for option in view.options].count(True) == 1
-        assert view.options[0].chosen
-        assert view.options[0].nodes == ["helper0", "this"]
-        assert all(option.reason for option in view.options[1:])
-        counted = home.sharing.plan(PlanQuestion("m", text="x" * 4000), FakeFolder())
-        assert counted.prompt_tokens == 1000
-        with pytest.raises(ContextLengthExceeded):
-            home.sharing.plan(PlanQuestion("m", 8193), FakeFolder())
-        home.pool.fake.facts = None
-        with pytest.raises(ModelNotFound, match="not loaded"):
-            home.sharing.plan(PlanQuestion("m", 4096), FakeFolder())
+        placer = Placer(home.sharing.members, home.partners.request, lambda model: home.pool.fake.facts)
+        ways = placer.ways(RouteQuestion("m", 4096, 256), WantedModel("m", here=True))
+        best, *others = way_views(ways)
+        assert best.nodes == ["helper0", "this"]
+        assert all(option.reason for option in others)
+        planned = (await home.ask())[0]
+        assert (planned.kind, [*planned.nodes]) == (best.kind, best.nodes)
 
 
 async def test_prompt_leak_into_traces(tmp_path: Path) -> None:

@@ -54,11 +54,12 @@ from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.requests.job import Job, Planned
+from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.members import Members
+from fleetd.requests.placement import Placement
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import compression_job
-from fleetd.requests.smart_prefill.client import SmartPrefill
+from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
 from fleetd.requests.smart_prefill.compression_job import (
     USUAL_RATIO,
     CompressionJob,
@@ -139,6 +140,11 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
         return Home(runner, pool, found, store, metrics, speeds, smart, traces)
 
     return make
+
+
+def target(this: Home) -> AnsweringModel:
+    """The model of this machine."""
+    return AnsweringModel("m", this.models.resolve("m"), Placement("", LOCAL))
 
 
 def text_of(request: Generate) -> str:
@@ -354,7 +360,7 @@ async def test_a_window_that_is_always_kept_is_priced(home: Any) -> None:
     local = OptionView("local", ["this"], 8.0, chosen=True)
     view = PlanView("m", 4000, 0, [local])
     plans = {
-        mode: await this.smart.plan(view, 0.2, this.models.resolve("m"), replace(ASKED, mode=mode))
+        mode: await this.smart.plan(view, 0.2, target(this), replace(ASKED, mode=mode))
         for mode in ("text", "auto")
     }
     assert plans["auto"] == plans["text"]
@@ -374,9 +380,7 @@ async def test_what_has_to_be_kept_is_priced(home: Any, bounds: dict[str, int], 
     this.speeds.seed("smollm2-135m", 3000.0, 20.0, now_s=0.0)
     assert (await this.told(chat(), replace(ASKED, **bounds))).code == code
     local = OptionView("local", ["this"], 8.0, chosen=True)
-    view = await this.smart.plan(
-        PlanView("m", 4000, 0, [local]), 0.2, this.models.resolve("m"), replace(ASKED, **bounds)
-    )
+    view = await this.smart.plan(PlanView("m", 4000, 0, [local]), 0.2, target(this), replace(ASKED, **bounds))
     (smart,) = [option for option in view.options if option.kind == "smart"]
     assert smart.code == code
 
@@ -400,6 +404,26 @@ async def test_sparse_where_it_cannot_be_done_is_not_done(home: Any) -> None:
     told = await this.told(chat(), replace(ASKED, mode="sparse"))
     assert told.code == "no_form"
     assert this.pool.asked == [chat()]
+
+
+@pytest.mark.parametrize(("context_tokens", "form"), [(100_000, "sparse"), (1000, "text")])
+async def test_a_prompt_over_the_context_is_shortened_as_text(
+    home: Any, context_tokens: int, form: str
+) -> None:
+    """Sparse, its last tokens would keep positions that the model does not have; as text it may fit."""
+    this = home(sparse="", kept=20)
+    this.models.found = [FakeFolder("m", context_tokens), *folders("smollm2-135m")]
+    this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
+    this.speeds.seed("smollm2-135m", 3000.0, 20.0, now_s=0.0)
+    assert (await this.told(chat())).form == form
+
+
+async def test_a_prompt_that_no_machine_reads_whole_is_shortened_at_any_price(home: Any) -> None:
+    this = home()
+    this.models.found = [FakeFolder("m", 1000), *folders("smollm2-135m")]
+    this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
+    this.speeds.seed("smollm2-135m", 20.0, 20.0, now_s=0.0)
+    assert (await this.told(chat())).used
 
 
 @pytest.mark.parametrize("form", ["sparse", "text"])
@@ -688,7 +712,7 @@ async def test_a_scorer_that_is_measured_goes_before_one_that_is_not(home: Any) 
 
 async def test_a_plan_says_that_the_scorer_is_not_measured(home: Any) -> None:
     this = home(Profiles({}), scoring=UNMEASURED)
-    view = await this.smart.plan(PlanView("m", 8000, 0, []), 0.0, this.models.resolve("m"), ASKED)
+    view = await this.smart.plan(PlanView("m", 8000, 0, []), 0.0, target(this), ASKED)
     (option,) = view.options
     assert (option.code, option.predicted_s, option.chosen) == ("measuring", None, False)
 
@@ -744,7 +768,7 @@ async def test_the_first_prompt_of_a_scorer_takes_what_was_planned(home: Any) ->
         prefill_fixed_s=measured[2],
     )
     target = 256 / pool.target.total(1.0, range(256), 256), 10.0, pool.target.context_s, pool.target.fixed_s
-    this.speeds.seed("m", *target)
+    this.speeds.seed("m", *target, now_s=0.0)
     told = await this.told(chat(haystack(400)))
     assert told.used
     (trace,) = this.traces
@@ -776,7 +800,7 @@ async def test_what_would_be_done_is_told_with_its_price(
     this.speeds.seed("m", 100.0, 10.0, now_s=0.0)
     this.speeds.seed("smollm2-135m", scorer_tok_s, 100.0, now_s=0.0)
     local = OptionView("local", ["this"], tokens / 100, chosen=True)
-    view = await this.smart.plan(PlanView("m", tokens, 0, [local]), 0.2, this.models.resolve("m"), ASKED)
+    view = await this.smart.plan(PlanView("m", tokens, 0, [local]), 0.2, target(this), ASKED)
     found = {option.kind: option for option in view.options}
     assert found["smart"].code == code
     assert bool(found["smart"].reason) == bool(code)
@@ -792,6 +816,6 @@ async def test_what_would_be_done_is_told_with_its_price(
 async def test_without_a_compressor_a_plan_says_so(home: Any) -> None:
     this = home()
     this.models.found = folders(*["m"])
-    view = await this.smart.plan(PlanView("m", 8000, 0, []), 0.0, this.models.resolve("m"), ASKED)
+    view = await this.smart.plan(PlanView("m", 8000, 0, []), 0.0, target(this), ASKED)
     (option,) = view.options
     assert (option.code, option.predicted_s) == ("no_compressor", None)

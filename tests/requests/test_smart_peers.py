@@ -669,7 +669,7 @@ async def test_what_scoring_took_corrects_scoring_by_that_model_there_and_not_it
     assert known is not None
     scorer = Scorer("mini", "mini", known)
     work = ScoringJob(ScoringQuestion("r1", "text", []), CompressorModel(SMOL, model.digest))
-    work.ran["mini"] = ScorerRun(scorer, tokens=4000, computed_s=3 * scorer.seconds(4000))
+    work.ran["mini"] = ScorerRun(scorer, tokens=4000, computed_s=3 * scorer.seconds(4000, around=0))
     scorers.learn(work, late=False)
     assert members.correction("mini", model.digest, known, "score") == pytest.approx(2.0, rel=0.01)
     assert members.correction("mini", model.digest, known) == 1

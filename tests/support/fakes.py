@@ -72,6 +72,7 @@ class FakeFolder:
     name: str = "m"
     context_tokens: int = 8192
     weights_bytes: int = 1000
+    config: dict[str, object] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)

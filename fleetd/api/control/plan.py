@@ -24,14 +24,7 @@ async def plan(request: web.Request) -> web.StreamResponse:
     question = parse(await read(request), PlanQuestion)
     if (question.tokens is None) == (question.text is None):
         raise InvalidValue("Give either tokens, a number, or text.", param="tokens")
-    ref = services.default_model if question.model in ("", "default") else question.model
-    folder = await asyncio.to_thread(services.models.resolve, ref)
-    view = services.plan(question, folder)
-    if question.smart is not None and services.smart_plan is not None:
-        view = await services.smart_plan(view, question.smart, folder, services.smart_defaults)
-    if services.draft_plan is not None:
-        view = await services.draft_plan(view, folder)
-    return json_answer(view)
+    return json_answer(await services.plan(question))
 
 
 async def traces(request: web.Request) -> web.StreamResponse:

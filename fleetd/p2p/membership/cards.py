@@ -39,6 +39,9 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     ``arithmetic`` compute the same bytes; "" where it is not known.
 
     Where it is not loaded, layers [``part_first``, ``part_last``) of it may be, to help others; (0, 0): none.
+    ``load_s``: how long a load of it takes there; 0 if unknown. From ``layers`` to ``any_chunks``: what its
+    prefill consists of, as ``engine.protocol.Ready`` has it; ``layers`` is 0 until it was loaded there, and
+    where its prefills cannot be shared. ``any_chunks``: ``Arithmetic.chunks`` is "any".
     ``scoring``: "ready" if prompts can be scored with it at once, "unable" if they never can, "unmeasured" or
     "" before that is known. ``kv_budget_bytes``: for keys and values of what is loaded. ``exactness``: the
     probe's verdict, whether drafts can be verified there without changing a byte
@@ -68,6 +71,12 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     arithmetic: Text = ""
     exactness: Text = ""
     sparse: bool = False
+    load_s: Rate = 0.0
+    layers: Layer = 0
+    kv_bytes_per_token: Count = 0
+    hidden_bytes: Count = 0
+    outside_bytes: Count = 0
+    any_chunks: bool = False
     scoring: Text = ""
 
 

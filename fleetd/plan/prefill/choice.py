@@ -22,7 +22,7 @@ from fleetd.plan.prefill.schedule import SETUP_ROUND_TRIPS, PrefillSize, Timelin
 from fleetd.plan.prefill.search import Found, Search, cut_bounds
 from fleetd.plan.prefill.split import Part, Split, SplitKind, checked
 from fleetd.plan.refusals import Refusal
-from fleetd.plan.route import ADVANTAGE, CAUTION, DOUBT
+from fleetd.plan.route import ADVANTAGE, CAUTION, DOUBT, SHARING
 
 __all__ = [
     "HelperSpec",
@@ -33,7 +33,9 @@ __all__ = [
     "PrefillSize",
     "PrefillSpeed",
     "choose",
+    "described",
     "options",
+    "percent",
 ]
 
 # The plan that the prompt before this one got is priced at this share: two equal plans must not take turns.
@@ -53,7 +55,7 @@ def options(prompt: PrefillSize, home: HelperSpec, helpers: Iterable[HelperSpec]
 
     The order of ``helpers`` changes nothing.
     """
-    home, machines = _now(home), sorted(map(_now, helpers), key=lambda machine: machine.node_id)
+    home, machines = _home_now(home), sorted(map(_now, helpers), key=lambda machine: machine.node_id)
     local_s = home.speed.total(1.0, prompt.new, prompt.chunk)
     found = [
         PrefillOption(
@@ -221,8 +223,14 @@ def _steps(line: Timeline) -> tuple[tuple[str, float], ...]:
 
 
 def _now(machine: HelperSpec) -> HelperSpec:
-    """The machine with its speed for this prompt: requests that run at once take turns."""
+    """A helper with its speed for this prompt: it takes turns with the machine's own requests."""
     return replace(machine, speed=machine.speed.times(1.0 + max(0, machine.running)))
+
+
+def _home_now(home: HelperSpec) -> HelperSpec:
+    """The machine that answers with its speed for this prompt, by the same figure as in routing."""
+    # Too high a price for staying here would send prompts away that are sooner read here.
+    return replace(home, speed=home.speed.times(1.0 + SHARING * max(0, home.running)))
 
 
 def _with_link(
@@ -295,25 +303,26 @@ def _warm(found: Sequence[PrefillOption], best: PrefillOption) -> tuple[Load, ..
 
 def _rejected(option: PrefillOption, best: PrefillOption, local: PrefillOption) -> PrefillOption:
     code: OptionCode = "slower"
-    faster = _percent(1 - option.predicted_s / best.predicted_s)
+    faster = percent(1 - option.predicted_s / best.predicted_s)
     if option.predicted_s > best.predicted_s:
-        slower = _percent(option.predicted_s / best.predicted_s - 1)
-        sentence = f"{slower} slower than {_way(best)}."
+        slower = percent(option.predicted_s / best.predicted_s - 1)
+        sentence = f"{slower} slower than {described(best)}."
     elif option.modelled:
         code, sentence = "unmeasured", f"{faster} faster, but by its makers' figures only."
     elif option.doubtful:
         code = "doubtful"
         sentence = f"{faster} faster, by speeds that were measured while something else ran."
     elif best is not local:
-        code, sentence = "kept", f"{faster} faster than {_way(best)}, too little to change."
+        code, sentence = "kept", f"{faster} faster than {described(best)}, too little to change."
     else:
         code = "margin"
-        asked = _percent(1 - ADVANTAGE)
+        asked = percent(1 - ADVANTAGE)
         sentence = f"{faster} faster than staying here; {asked} are asked of another machine."
     return replace(option, code=code, reason=sentence)
 
 
-def _way(option: PrefillOption) -> str:
+def described(option: PrefillOption) -> str:
+    """The way to prefill, as a part of a sentence."""
     match option.kind:
         case "local":
             return "staying here"
@@ -331,7 +340,8 @@ def _listed(names: Sequence[str]) -> str:
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _percent(share: float) -> str:
+def percent(share: float) -> str:
+    """0.1 → "10 %"."""
     return f"{100 * share:.0f} %"
 
 

@@ -9,10 +9,14 @@ PREFIX_SENT: Final = "prefix sent"
 WAITED: Final = "waited"
 COMPUTED: Final = "computed"
 EXPOSED: Final = "exposed hand-off"
-# Predicted only: helpers load first, all machines agree, and the last token is decoded after the prefill.
+# Predicted only: the machine that answers is busy, fetches the model, or loads it, as helpers may have to;
+# all agree; the last token is decoded after the prefill; another machine's answer travels here.
+QUEUED: Final = "queued"
+FETCHED: Final = "fetched"
 LOADED: Final = "loaded"
 AGREED: Final = "agreed"
 DECODED: Final = "first token"
+NETWORK: Final = "network"
 # Measured only: the machine that answers computes some of a helper's rows to compare them.
 SPOT_CHECK: Final = "spot check"
 # Smart prefill: a compressor scores the prompt, then what is kept is prefilled.

@@ -16,26 +16,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import msgspec
 
 from fleetd import limits
-from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Loading, PrefillShared, Ready, Shared, StepTime
 from fleetd.engine.supervisor import EngineProcess
-from fleetd.errors import ContextLengthExceeded, EngineError, FleetError, ModelNotFound, PeerError, from_code
+from fleetd.errors import EngineError, FleetError, PeerError, from_code
 from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import ModelCard
-from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.prefill import step_names
-from fleetd.plan.prefill.options import HelperSpec as PlannedMachine
-from fleetd.plan.prefill.options import Load, PlanChoice, PrefillOption
+from fleetd.plan.prefill.options import HelperSpec, Load, PlanChoice, PrefillOption
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
@@ -83,8 +78,6 @@ class PrefillSharing(PipelineStep):
         self.monotonic = monotonic
         self.members = members
         self.speeds = speeds or ModelSpeeds()
-        # By model: what its last prompt got, which the next one keeps where two ways are alike.
-        self._previous: dict[str, PrefillOption] = {}
         self._warmed: dict[tuple[str, str], float] = {}
         self._background: set[asyncio.Task[None]] = set()
 
@@ -124,41 +117,6 @@ class PrefillSharing(PipelineStep):
     def closed(self, request: Request) -> asyncio.Task[None] | None:
         return request.share.close() if request.share is not None else None
 
-    # ---- for people --------------------------------------------------------------------------------------
-
-    def plan(self, question: PlanQuestion, folder: ModelFolder) -> PlanView:
-        """What would be done with such a prompt now.
-
-        Raises:
-            ModelNotFound: the model is not loaded.
-            ContextLengthExceeded: it takes no such prompt.
-        """
-        engine, own = self.pool.engine(folder), self.held(folder.name)
-        if engine is None or engine.facts is None or own is None:
-            raise ModelNotFound(
-                f"{folder.name} is not loaded, so nothing is known of what a prompt would take.",
-                hint=f"Load it with `fleetctl models load {folder.name}`.",
-                param="model",
-            )
-        tokens = question.tokens or len(question.text or "") // CHARS_PER_TOKEN
-        if tokens > engine.facts.context_tokens:
-            most = engine.facts.context_tokens
-            raise ContextLengthExceeded(
-                f"{folder.name} takes {most} tokens; asked was for {tokens}.", param="tokens"
-            )
-        choice = self.choose(own, tokens, question.cached, MEASURED_TOKENS, engine.facts)
-        return PlanView(folder.name, tokens, min(question.cached, tokens), planner_facts.views(choice))
-
-    def best_s(self, folder: ModelFolder, tokens: int, cached: int, kept: int = 0) -> float:
-        """Seconds that the best plan for such a prompt would take here; 0 if unknown.
-
-        ``kept``: of its tokens, those that are computed, where not all are.
-        """
-        engine, own = self.pool.engine(folder), self.held(folder.name)
-        if self.members.local_only or engine is None or engine.facts is None or own is None:
-            return 0.0
-        return self.choose(own, tokens, cached, MEASURED_TOKENS, engine.facts, kept).best.predicted_s
-
     # ---- for prompts -------------------------------------------------------------------------------------
 
     def held(self, name: str) -> ModelCard | None:
@@ -170,27 +128,17 @@ class PrefillSharing(PipelineStep):
         self, own: ModelCard, tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0
     ) -> PlanChoice:
         """``kept``: of the tokens, those that are computed, where not all are."""
-        here, *helpers = map(partial(self._paced, own), self.machines(own, facts))
+        here, *helpers = planner_facts.corrected(self.machines(own, facts), self.members, own.digest)
         asked = planner_facts.prompt(tokens, cached, chunk, facts, kept)
-        return planner_facts.choose(asked, here, helpers, self._previous.get(own.name))
+        return planner_facts.choose(asked, here, helpers, self.members.last_prefill.get(own.name))
 
-    def machines(self, own: ModelCard, facts: Ready) -> list[PlannedMachine]:
+    def machines(self, own: ModelCard, facts: Ready) -> list[HelperSpec]:
         """This machine first, all by their own figures."""
-        here, others = self.members.here(), self.members.others("prefill")
-        pace = planner_facts.pace(here, own, facts)
-        return [
-            planner_facts.home(here, own, facts),
-            *(planner_facts.helper(member, own, facts, pace) for member in others),
-        ]
-
-    def _paced(self, own: ModelCard, machine: PlannedMachine) -> PlannedMachine:
-        """By what its parts of other prompts took."""
-        factor = self.members.correction(machine.node_id, own.digest, machine.speed)
-        return replace(machine, speed=machine.speed.times(factor))
+        return planner_facts.chain_of(self.members.here(), self.members.others("prefill"), own, facts)
 
     def chose(self, choice: PlanChoice, own: ModelCard) -> None:
         """Remember it, and let helpers load what would have made this one faster."""
-        self._previous[own.name] = choice.best
+        self.members.last_prefill[own.name] = choice.best
         for load in choice.warm:
             self.warm(load, own)
 

@@ -6,22 +6,26 @@ The planner knows neither cards nor sessions.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from fleetd.control.prefill_plan import OptionView, StepView
-from fleetd.engine.protocol import Ready
+from fleetd.engine.protocol import Arithmetic, Ready
 from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
-from fleetd.plan.costs import PrefillSpeed, modelled
+from fleetd.plan.costs import LinkSpeed, PrefillSpeed, modelled
 from fleetd.plan.prefill.choice import choose as choose_option
 from fleetd.plan.prefill.choice import options
 from fleetd.plan.prefill.options import NO_LINK, HelperSpec, PlanChoice, PrefillOption
 from fleetd.plan.prefill.schedule import LAST_LAYER, PrefillSize, share_of
 from fleetd.plan.refusals import Refusal
+from fleetd.plan.route import LOAD_MOST_S
 from fleetd.requests.job import THIS_NAME
-from fleetd.requests.members import Member, eligible
+from fleetd.requests.members import Member, Members, eligible
 
+# No model has more bytes of weights, or per token, whatever a card says.
+_BYTES_MOST = 1 << 50
 # Bound of the factor by which this machine differs from its chip's published figures.
 _PACE_MOST = 10.0
 
@@ -57,21 +61,84 @@ def prompt(tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0) ->
     )
 
 
+def divisible(model: ModelCard) -> bool:
+    """True if a card says how a model can be divided, in figures that a model may have."""
+    each = (model.kv_bytes_per_token, model.hidden_bytes, model.weights_bytes)
+    return 0 < model.layers <= min(each) and max(each) <= _BYTES_MOST
+
+
+def told_facts(model: ModelCard) -> Ready:
+    """What an engine says of a model, as far as a card has it: of a model that is not loaded here."""
+    chunks: Literal["any", "same"] = "any" if model.any_chunks else "same"
+    return Ready(
+        architecture=model.architecture,
+        device="cpu",  # as no machine has told it, nothing here depends on it
+        dtype=model.dtype,
+        layers=max(1, model.layers),
+        vocab_size=0,
+        context_tokens=model.context_tokens,
+        weights_bytes=model.weights_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        kv_budget_bytes=model.kv_budget_bytes,
+        has_chat_template=False,
+        tool_calls=False,
+        reasoning=False,
+        load_s=model.load_s,
+        versions={},
+        hidden_bytes=model.hidden_bytes,
+        outside_bytes=model.outside_bytes,
+        unshareable="" if divisible(model) else "No machine has said yet how this model can be divided.",
+        arithmetic=Arithmetic("", model.dtype, {}, chunks=chunks, sparse=""),
+    )
+
+
 def home(here: Member, own: ModelCard, facts: Ready) -> HelperSpec:
-    """The machine that answers."""
+    """The machine that answers: this one, or another that the planner looks at as if it were this one."""
     known = _known(own, facts)
     speed, is_modelled = _speed(here, known, facts)
     first_s = 1 / known.decode_tok_s if known.decode_tok_s > 0 else 0.0
-    running = here.card.running
+    # More requests than it runs at once are waited for, which routing prices.
+    running = min(here.card.running, max(1, here.card.max_streams) - 1)
     return HelperSpec(
         here.node_id,
-        THIS_NAME,
+        here.name,
         speed,
         running=running,
         modelled=is_modelled,
         doubtful=_doubtful(known),
         first_token_s=first_s,
     )
+
+
+def chain_of(answering: Member, helping: Iterable[Member], own: ModelCard, facts: Ready) -> list[HelperSpec]:
+    """The machine that answers, and all others as it would find them; all by their own figures.
+
+    Args:
+        own: the model on the machine that answers; ``facts``: what its engine says of it.
+    """
+    at_pace = pace(answering, own, facts)
+    helpers = [
+        helper(member, own, facts, at_pace, link=_between(answering, member))
+        for member in helping
+        if member.node_id != answering.node_id
+    ]
+    return [home(answering, own, facts), *helpers]
+
+
+def corrected(specs: Iterable[HelperSpec], members: Members, digest: str) -> list[HelperSpec]:
+    """The same machines by what their parts of earlier prompts took."""
+    return [
+        replace(spec, speed=spec.speed.times(members.correction(spec.node_id, digest, spec.speed)))
+        for spec in specs
+    ]
+
+
+def _between(answering: Member, helping: Member) -> LinkSpeed:
+    """The link between two machines; of two others it is not known here, and the worse figures are taken."""
+    ours, theirs = answering.link, helping.link
+    if ours is None or theirs is None:
+        return theirs or ours or NO_LINK
+    return ours.and_(theirs)
 
 
 def pace(here: Member, own: ModelCard, facts: Ready) -> float:
@@ -86,12 +153,15 @@ def pace(here: Member, own: ModelCard, facts: Ready) -> float:
     return min(_PACE_MOST, max(1 / _PACE_MOST, here.chip.prefill_tok_s(facts.weights_bytes) / tok_s))
 
 
-def helper(member: Member, own: ModelCard, facts: Ready, pace: float = 1.0) -> HelperSpec:
-    """Another machine, which may be refused.
+def helper(
+    member: Member, own: ModelCard, facts: Ready, pace: float = 1.0, link: LinkSpeed | None = None
+) -> HelperSpec:
+    """A machine other than the one that answers, which may be refused.
 
     Args:
         own: the model on the machine that answers.
         pace: of that machine.
+        link: to that machine, if it is not this one.
     """
     card = member.card
     found = member.model_with(own.digest)
@@ -100,15 +170,15 @@ def helper(member: Member, own: ModelCard, facts: Ready, pace: float = 1.0) -> H
     part = (known.part_first, known.part_last) if known.part_last > known.part_first else None
     loaded = known.state == "loaded" or part is not None
     refusal = eligible(member, own.digest)
-    if refusal is None and known.dtype not in ("", facts.dtype):
+    if refusal is None and "" not in (known.dtype, facts.dtype) and known.dtype != facts.dtype:
         refusal = Refusal("dtype", f"{member.name} computes in another precision.")
     return HelperSpec(
         member.node_id,
         member.name,
         speed.times(pace) if is_modelled else speed,
-        link=member.link or NO_LINK,
+        link=link or member.link or NO_LINK,
         loaded=loaded,
-        load_s=0.0 if loaded else chip_speeds.load_s(facts.weights_bytes),
+        load_s=0.0 if loaded else min(LOAD_MOST_S, known.load_s or chip_speeds.load_s(facts.weights_bytes)),
         room_bytes=_room_bytes(card, known, loaded=loaded),
         running=card.running,
         exact=bool(known.arithmetic) and known.arithmetic == own.arithmetic,

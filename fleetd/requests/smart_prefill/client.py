@@ -31,14 +31,16 @@ from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.plan.costs import MEASURED_TOKENS
 from fleetd.plan.refusals import THIS_NODE
+from fleetd.plan.route import RouteQuestion
 from fleetd.plan.scoring import SmartPrefillQuestion
-from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, prompt_text
+from fleetd.plan.ways import Ways
+from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Job, prompt_text
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import PipelineStep
-from fleetd.requests.placement import Placement
+from fleetd.requests.placement import ANSWER_TOKENS, Placement, Placer, WantedModel
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.request import Request
-from fleetd.requests.request_trace import smart_options
+from fleetd.requests.request_trace import ways_in_front
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
 from fleetd.requests.smart_prefill.compression_job import (
     CompressionJob,
@@ -48,25 +50,29 @@ from fleetd.requests.smart_prefill.compression_job import (
     kept_share,
 )
 from fleetd.requests.smart_prefill.skip import SkipCompression
+from fleetd.requests.way_views import way_views
 
 log = get_logger("fleetd.compression")
 
 
 @dataclass(frozen=True, slots=True)
 class AnsweringModel:
-    """What answers: ``choice`` says where, ``folder`` is the model on this machine."""
+    """What answers: ``choice`` says where, ``folder`` is the model on this machine.
+
+    ``admitted``: for a request, which waits here already.
+    """
 
     name: str
     folder: ModelFolder | None
     choice: Placement
+    admitted: bool = False
 
 
 class SmartPrefill(PipelineStep):
     """The step that shortens prompts which ask for it.
 
     Args:
-        best_s: seconds that a model here would take with the help of others for so many tokens, of which so
-            many are cached and, unless that is 0, only so many kept; 0 where that is not known.
+        placer: prices all ways to read a prompt; without it, the machine that answers reads it alone.
     """
 
     def __init__(
@@ -76,15 +82,16 @@ class SmartPrefill(PipelineStep):
         pool: EnginePool,
         metrics: MetricsPort,
         *,
-        best_s: Callable[[ModelFolder, int, int, int], float] = lambda folder, tokens, cached, kept: 0.0,
+        placer: Placer | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.compressing = compressing
         self._pool = pool
         self._metrics = metrics
-        self._best_s = best_s
+        self._placer = placer
         self._monotonic = monotonic
         self._history = History()
+        self._members = members
         self._affinity = members.affinity
 
     # ---- one request -------------------------------------------------------------------------------------
@@ -143,7 +150,7 @@ class SmartPrefill(PipelineStep):
         job, policy = request.asked, request.asked.smart
         if policy is None or request.bill is None:
             raise SkipCompression("failed", "Nothing was asked for.")
-        target = AnsweringModel(request.model.name, request.model.folder, request.placement)
+        target = AnsweringModel(request.model.name, request.model.folder, request.placement, admitted=True)
         # What takes longer the longer a prompt is, takes it in a thread.
         found, tokens = await asyncio.to_thread(_document, job)
         if tokens < policy.min_prompt_tokens:
@@ -230,36 +237,34 @@ class SmartPrefill(PipelineStep):
     # ---- for people --------------------------------------------------------------------------------------
 
     async def plan(
-        self, view: PlanView, ratio: float, folder: ModelFolder, policy: SmartPrefillPolicy
+        self, view: PlanView, ratio: float, target: AnsweringModel, policy: SmartPrefillPolicy
     ) -> PlanView:
-        """The same ways to prefill a prompt, and smart prefill among them as if it had been asked for."""
-        priced = [option.predicted_s for option in view.options if option.predicted_s is not None]
-        target = AnsweringModel(folder.name, folder, Placement(THIS_NODE, LOCAL))
+        """The same ways to answer a prompt, and smart prefill in front of each as if it had been asked for.
+
+        Args:
+            target: the model that reads the whole prompt, by ``view``.
+        """
         policy = msgspec.structs.replace(policy, target_ratio=ratio or policy.target_ratio)
         if policy.mode == "sparse":
             # A model that is not loaded does not say yet that it can.
             policy = msgspec.structs.replace(policy, mode="auto")
         tokens = view.prompt_tokens
+        weights_bytes = target.folder.weights_bytes if target.folder is not None else 0
         try:
             if tokens < policy.min_prompt_tokens:
                 raise _short(tokens, policy)
             form = self._form(policy, 0, target, tokens)
             ratio = self._computed(form, target, tokens, kept_share(policy, tokens))
-            asked = SmartPrefillQuestion(
-                tokens,
-                ratio,
-                self.compressing.scorers.speed_at(THIS_NODE, folder.name),
-                dense_s=min(priced, default=0.0),
-                kept_s=self._kept_s(folder, form, tokens, ratio),
-            )
-            plan = await self.compressing.options(CompressionPrice(asked, folder.weights_bytes), policy)
-            smart, _ = smart_options(plan, chosen=True)
+            asked = self._asked(target, form, tokens, view.cached_tokens, ratio)
+            plan = await self.compressing.options(CompressionPrice(asked, weights_bytes), policy)
+            ways = self._ways(target, *_kept_size(form, tokens, ratio))
+            smart = ways_in_front(plan, way_views(ways) if ways is not None else [])
         except SkipCompression as skip:
-            smart = OptionView("smart", [THIS_NAME], None, code=skip.code, reason=skip.reason)
-        if not smart.chosen:
-            return msgspec.structs.replace(view, options=[*view.options, smart])
-        others = [msgspec.structs.replace(option, chosen=False) for option in view.options]
-        return msgspec.structs.replace(view, options=[smart, *others])
+            smart = [OptionView("smart", [THIS_NAME], None, code=skip.code, reason=skip.reason)]
+        if not smart[0].chosen:
+            return msgspec.structs.replace(view, options=[*view.options, *smart])
+        whole = [msgspec.structs.replace(option, chosen=False) for option in view.options]
+        return msgspec.structs.replace(view, options=[*smart, *whole])
 
     # ---- how, and for what -------------------------------------------------------------------------------
 
@@ -268,6 +273,8 @@ class SmartPrefill(PipelineStep):
         if policy.mode == "text":
             return "text"
         why_not = self._not_sparse(target)
+        if not why_not and self._too_long(target, tokens):
+            why_not = "the prompt is longer than its context."
         if policy.mode == "sparse" and why_not:
             raise SkipCompression("no_form", f"{target.name} cannot prefill a part of a prompt: {why_not}")
         if policy.mode == "sparse":
@@ -305,31 +312,67 @@ class SmartPrefill(PipelineStep):
     ) -> CompressionPrice:
         """What reading all of it would take, what is cached already counted."""
         ratio = self._computed(form, target, tokens, ratio)
-        node_id = target.choice.node_id
         links = self._affinity.links(prompt_text(smart_prompt.plain(job.request)))
-        cached = self._affinity.cached_chars(node_id, target.name, links) // CHARS_PER_TOKEN
+        cached = self._affinity.cached_chars(target.choice.node_id, target.name, links) // CHARS_PER_TOKEN
         weights_bytes = target.folder.weights_bytes if target.folder is not None else 0
-        speed = self.compressing.scorers.speed_at(node_id, target.name)
+        asked = self._asked(target, form, tokens, cached, ratio, alone=not job.shareable)
+        return CompressionPrice(asked, weights_bytes)
+
+    def _asked(
+        self,
+        target: AnsweringModel,
+        form: Form,
+        tokens: int,
+        cached: int,
+        ratio: float,
+        *,
+        alone: bool = False,
+    ) -> SmartPrefillQuestion:
+        """``alone``: the prompt stays here, so no other machine answers or helps."""
+        speed = self.compressing.scorers.speed_at(target.choice.node_id, target.name)
         if speed is None:
-            return CompressionPrice(SmartPrefillQuestion(tokens, ratio, None), weights_bytes)
+            return SmartPrefillQuestion(tokens, ratio, None)
         new = range(min(cached, tokens), tokens)
         dense_s = speed.total(1.0, new, MEASURED_TOKENS)
         helped_s = kept_s = 0.0
-        if node_id == THIS_NODE and target.folder is not None and job.shareable:
-            helped_s = self._best_s(target.folder, tokens, new.start, 0)
-            kept_s = self._kept_s(target.folder, form, tokens, ratio)
+        if not alone:
+            helped_s = self._best_s(target, tokens, new.start, 0)
+            kept_s = self._best_s(target, *_kept_size(form, tokens, ratio))
         if helped_s > 0:
             dense_s = min(dense_s, helped_s)
-        return CompressionPrice(
-            SmartPrefillQuestion(tokens, ratio, speed, dense_s=dense_s, kept_s=kept_s), weights_bytes
+        if self._too_long(target, tokens):
+            dense_s = 0.0  # nothing to compare with: no machine reads all of it
+        return SmartPrefillQuestion(tokens, ratio, speed, dense_s=dense_s, kept_s=kept_s)
+
+    def _best_s(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> float:
+        """Seconds to the first token in the best way; 0 if unknown."""
+        ways = self._ways(target, tokens, cached, kept)
+        return 0.0 if ways is None or ways.chosen is None else ways.chosen.first_token_s or 0.0
+
+    def _ways(self, target: AnsweringModel, tokens: int, cached: int, kept: int) -> Ways | None:
+        """The ways to answer a prompt; one of which only ``kept`` tokens are computed is answered here."""
+        if self._placer is None:
+            return None
+        return self._placer.ways(
+            RouteQuestion(target.name, tokens, ANSWER_TOKENS, admitted=target.admitted),
+            WantedModel(target.name, target.folder is not None, folder=target.folder),
+            lambda member: cached if member.node_id == target.choice.node_id else 0,
+            others=() if kept else None,
+            kept=kept,
         )
 
-    def _kept_s(self, folder: ModelFolder, form: Form, tokens: int, ratio: float) -> float:
-        """Seconds to prefill what is kept, with helpers; 0 if unknown."""
-        kept = math.ceil(tokens * ratio)
-        if form == "sparse" and kept < tokens:
-            return self._best_s(folder, tokens, 0, kept)
-        return self._best_s(folder, kept, 0, 0)
+    def _too_long(self, target: AnsweringModel, tokens: int) -> bool:
+        """True if the prompt is longer than the model's context, by an estimate of its tokens."""
+        told = [member.model(target.name) for member in self._members.others("answer")]
+        known = [target.folder, *told]
+        return tokens > next((model.context_tokens for model in known if model is not None), tokens)
+
+
+def _kept_size(form: Form, tokens: int, ratio: float) -> tuple[int, int, int]:
+    """What is prefilled in the end: a prompt's tokens, those that are cached, and those that are computed
+    unless that is 0."""
+    kept = math.ceil(tokens * ratio)
+    return (tokens, 0, kept) if form == "sparse" and kept < tokens else (kept, 0, 0)
 
 
 def _note(request: Request, compression: CompressionJob) -> None:

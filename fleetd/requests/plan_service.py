@@ -1,0 +1,80 @@
+"""What would be done with a prompt now: the planner that requests use, asked by people."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import replace
+
+from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.prefill_plan import PlanQuestion, PlanView
+from fleetd.errors import ContextLengthExceeded, FleetError
+from fleetd.plan.refusals import THIS_NODE
+from fleetd.plan.route import RouteQuestion
+from fleetd.plan.ways import Ways
+from fleetd.requests.drafting.client import DrafterService
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL
+from fleetd.requests.placement import ANSWER_TOKENS, Placement, Placer, no_machine
+from fleetd.requests.request import LocatedModel
+from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
+from fleetd.requests.way_views import way_views
+
+
+class PlanService:
+    """Answers POST /fleet/v1/plan.
+
+    Args:
+        locate: as ``Runner.locate``.
+        policy: what smart prefill does where the question leaves it open.
+    """
+
+    def __init__(
+        self,
+        placer: Placer,
+        locate: Callable[[str], LocatedModel],
+        smart: SmartPrefill,
+        drafting: DrafterService,
+        policy: SmartPrefillPolicy,
+    ) -> None:
+        self._placer = placer
+        self._locate = locate
+        self._smart = smart
+        self._drafting = drafting
+        self._policy = policy
+
+    async def plan(self, question: PlanQuestion) -> PlanView:
+        """Every way to answer such a prompt. No token of a text leaves this machine, and nothing is loaded.
+
+        Raises:
+            ContextLengthExceeded: no way is left because the prompt is longer than the model's context.
+            ModelNotFound, NoMachine: no machine can run the model; with each machine's reason.
+        """
+        model = await asyncio.to_thread(self._locate, question.model)
+        tokens = question.tokens or len(question.text or "") // CHARS_PER_TOKEN
+        cached = min(question.cached, tokens)
+        ask = RouteQuestion(model.name, tokens, ANSWER_TOKENS, counted=True)
+        wanted = model.wanted
+        whole = ways = self._placer.ways(ask, wanted, lambda member: cached if member.here else 0)
+        view = PlanView(model.name, tokens, cached, way_views(ways))
+        if question.smart is not None:
+            # Only the engine refuses a request whose prompt is too long, once that is shortened.
+            if ways.chosen is None:
+                ways = self._placer.ways(replace(ask, counted=False), wanted)
+            view = await self._smart.plan(view, question.smart, _target(model, ways), self._policy)
+        if not any(option.chosen for option in view.options):
+            raise _nowhere(model, whole)
+        return view if model.folder is None else await self._drafting.plan(view, model.folder)
+
+
+def _target(model: LocatedModel, ways: Ways) -> AnsweringModel:
+    """The machine that would answer if the whole prompt were read."""
+    node_id = ways.chosen.node_id if ways.chosen is not None else THIS_NODE
+    return AnsweringModel(model.name, model.folder, Placement(node_id, LOCAL))
+
+
+def _nowhere(model: LocatedModel, ways: Ways) -> FleetError:
+    long = [each.refusal for each in ways.rejected if each.refusal.code == "context"]
+    if long:
+        hint = "Shorten it, or ask for smart prefill (--smart)."
+        return ContextLengthExceeded(long[0].sentence, hint=hint, param="tokens")
+    return no_machine(model.name, ways, model.missing)

@@ -1,0 +1,47 @@
+"""How long a load takes: what was seen of this model, else its size and what other loads took."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetd import limits
+from fleetd.limits import GIB
+from fleetd.plan import chip_speeds
+from fleetd.plan.load_times import MOST, LoadTimes
+
+
+def test_a_model_that_was_never_loaded_is_estimated_by_its_size() -> None:
+    assert LoadTimes().seconds("m", GIB) == chip_speeds.load_s(GIB)
+
+
+def test_a_model_that_was_loaded_takes_what_it_took() -> None:
+    times = LoadTimes()
+    times.took("m", GIB, 30.0)
+    assert times.seconds("m", GIB) == 30.0
+    times.took("m", GIB, 10.0)
+    assert times.seconds("m", GIB) == 20.0
+
+
+def test_what_loads_take_here_corrects_the_estimate_for_other_models() -> None:
+    times = LoadTimes()
+    times.took("m", GIB, 3 * chip_speeds.load_s(GIB))
+    assert times.seconds("other", 8 * GIB) == pytest.approx(3 * chip_speeds.load_s(8 * GIB))
+    times.took("slow", GIB, 1e9)
+    assert times.seconds("other", GIB) <= MOST * chip_speeds.load_s(GIB)
+
+
+@given(st.floats(-1.0, 0.0))
+def test_a_load_that_took_no_time_teaches_nothing(seconds: float) -> None:
+    times = LoadTimes()
+    times.took("m", GIB, seconds)
+    assert times.seconds("m", GIB) == chip_speeds.load_s(GIB)
+
+
+def test_only_so_many_models_are_remembered() -> None:
+    times = LoadTimes()
+    for n in range(limits.CARD_MODELS + 1):
+        times.took(f"m{n}", GIB, 100.0 + n)
+    assert times.seconds("m1", GIB) == 101.0
+    assert times.seconds("m0", GIB) != 100.0

@@ -1,0 +1,187 @@
+"""The planner of requests and of people: every way has a price, and the cheapest machine gets the request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from fleetd.limits import GIB
+from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.prefill.options import HelperSpec
+from fleetd.plan.prefill.schedule import PrefillSize
+from fleetd.plan.refusals import Refusal
+from fleetd.plan.route import PULL_S, Candidate, RouteQuestion, price
+from fleetd.plan.ways import HELPED, Home, Way, Ways, plan
+
+ASK = RouteQuestion("m", prompt_tokens=8001, max_tokens=100)
+TOK_S = 400.0
+LAN = LinkSpeed(1.1e9, 3e-4)
+
+
+def helper(node_id: str, faster: float = 1.0) -> HelperSpec:
+    return HelperSpec(node_id, node_id or "this", PrefillSpeed.measured(TOK_S * faster), LAN)
+
+
+def home(node_id: str, *helpers: HelperSpec, faster: float = 1.0, cached: int = 0, **fields: Any) -> Home:
+    """A machine with the model loaded that could ask these helpers."""
+    candidate = Candidate(
+        node_id,
+        node_id or "this",
+        chip="Apple M2 Max",
+        accelerator="metal",
+        memory_bytes=64 * GIB,
+        available_bytes=40 * GIB,
+        max_streams=4,
+        state="loaded",
+        digest="d",
+        weights_bytes=4 * GIB,
+        needed_bytes=6 * GIB,
+        prefill_tok_s=TOK_S * faster,
+        decode_tok_s=40.0,
+        context_tokens=32_000,
+        cached_tokens=cached,
+    )
+    candidate = replace(candidate, **fields)
+    spec = HelperSpec(
+        node_id,
+        candidate.name,
+        PrefillSpeed.measured(TOK_S * faster),
+        running=candidate.at_once,
+        first_token_s=1 / 40,
+    )
+    prompt = PrefillSize(8000, cached, 32, 131072, 8192, 256, weights_bytes=4 * GIB)
+    return Home(candidate, prompt, spec, helpers)
+
+
+def absent(node_id: str, **fields: Any) -> Home:
+    return Home(replace(Candidate(node_id, node_id or "this"), **fields))
+
+
+def of(ways: Ways, node_id: str) -> Way:
+    """The first way on a machine."""
+    return next(way for way in (ways.chosen, *ways.others) if way is not None and way.node_id == node_id)
+
+
+def placed(ways: Ways) -> tuple[str, str]:
+    assert ways.chosen is not None
+    return ways.chosen.node_id, ways.chosen.prefill.kind if ways.chosen.prefill is not None else "fetch"
+
+
+def test_a_machine_with_helpers_of_its_own_is_priced_with_them() -> None:
+    """Alone it is slower than this one; with the help that it would get it is sooner."""
+    slow, strong = home("a", faster=0.6), home("a", helper("b", 2.0), faster=0.6)
+    assert placed(plan(ASK, [home(""), slow])) == ("", "local")
+    ways = plan(ASK, [home(""), strong])
+    node_id, kind = placed(ways)
+    assert node_id == "a"
+    assert kind in ("layers", "tokens", "whole")
+    assert ways.chosen is not None
+    assert ways.chosen.prefill is not None
+    assert ways.chosen.prefill.names == ("b",)
+
+
+def test_what_helps_this_machine_keeps_the_request_here() -> None:
+    assert placed(plan(ASK, [home(""), home("a", faster=1.5)])) == ("a", "local")
+    node_id, kind = placed(plan(ASK, [home("", helper("b")), home("a", faster=1.5)]))
+    assert (node_id, kind != "local") == ("", True)
+
+
+def test_a_first_token_comes_after_the_queue_the_load_and_the_way() -> None:
+    ways = plan(ASK, [home("a", state="installed", load_s=7.0, waiting=2, running=5, rtt_s=0.25)])
+    way = ways.chosen
+    assert way is not None
+    steps = dict(way.steps)
+    assert (steps["loaded"], steps["network"]) == (7.0, 0.25)
+    assert steps["queued"] > 0
+    assert way.first_token_s == pytest.approx(sum(steps.values()))
+    assert steps["computed"] == pytest.approx(20.0 * 1.9)
+
+
+def test_a_load_decides_between_machines() -> None:
+    cold = home("", state="installed", load_s=60.0)
+    assert placed(plan(ASK, [cold, home("a", faster=0.5)]))[0] == "a"
+    assert (
+        placed(plan(ASK, [replace(cold, candidate=replace(cold.candidate, load_s=2.0)), home("a")]))[0] == ""
+    )
+
+
+def test_a_load_that_a_machine_makes_up_is_bounded() -> None:
+    assert price(ASK, home("a", state="installed", load_s=1e12).candidate).load_s <= 3600.0
+
+
+def test_this_machine_shows_all_its_ways_and_another_its_best() -> None:
+    ways = plan(ASK, [home("", helper("a")), home("a", helper(""))])
+    found = [ways.chosen, *ways.others]
+    kinds = [way.prefill.kind for way in found if way is not None and way.prefill and way.node_id == ""]
+    assert {"local", "layers", "tokens"} <= set(kinds)
+    assert [way.node_id for way in found if way is not None].count("a") == 1
+    assert all(way.reason and way.code for way in ways.others)
+    assert ways.chosen is not None
+    assert (ways.chosen.code, ways.chosen.reason) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("other", "code", "words"),
+    [
+        (home("a", faster=0.2), "slower", "longer than staying here."),
+        (home("a", faster=1.05), "margin", "10 % are asked of another machine."),
+        (home("a", faster=9.0, left_out=True), "failed", "a failed a short while ago"),
+    ],
+    ids=["slower", "margin", "failed"],
+)
+def test_every_other_machine_has_a_reason(other: Home, code: str, words: str) -> None:
+    ways = plan(ASK, [home(""), other])
+    assert placed(ways)[0] == ""
+    assert (of(ways, "a").code, words in of(ways, "a").reason) == (code, True)
+
+
+def test_a_machine_that_would_fetch_the_model_is_the_last() -> None:
+    ways = plan(ASK, [absent("", can_pull=True), home("a")])
+    assert placed(ways)[0] == "a"
+    assert (of(ways, "").code, of(ways, "").first_token_s) == ("absent", PULL_S)
+    assert of(ways, "").steps == (("fetched", PULL_S),)
+    assert placed(plan(ASK, [absent("", can_pull=True), absent("a")])) == ("", "fetch")
+
+
+def test_nowhere_has_a_reason_for_each_machine() -> None:
+    private = Refusal("private", "b may not see prompts.")
+    ways = plan(ASK, [absent(""), absent("a"), home("b", refusal=private)])
+    assert (ways.chosen, ways.others) == (None, ())
+    assert {each.node_id: each.refusal.code for each in ways.rejected} == {
+        "": "absent",
+        "a": "absent",
+        "b": "private",
+    }
+
+
+def test_a_prompt_over_the_context_is_refused_once_its_tokens_are_counted() -> None:
+    long = replace(ASK, prompt_tokens=40_000)
+    assert plan(long, [home("")]).chosen is not None, "an estimate, which the engine corrects"
+    ways = plan(replace(long, counted=True), [home(""), home("a")])
+    assert ways.chosen is None
+    assert {each.refusal.code for each in ways.rejected} == {"context"}
+
+
+def test_a_machine_that_was_never_measured_is_as_fast_as_its_twin_with_its_helpers_too() -> None:
+    new = home("b", prefill_tok_s=0.0, decode_tok_s=0.0)
+    assert new.spec is not None
+    new = replace(new, spec=replace(new.spec, modelled=True, speed=PrefillSpeed.measured(1e9)))
+    ways = plan(ASK, [home("a"), new])
+    assert of(ways, "b").first_token_s == pytest.approx(of(ways, "a").first_token_s, rel=0.01)
+
+
+def test_only_the_machines_in_front_are_priced_with_help() -> None:
+    """Each price with helpers takes milliseconds, and a fleet may be large."""
+    many = [home(f"n{n}", helper("x", 9.0), faster=1.0 - n / 100) for n in range(HELPED + 2)]
+    ways = plan(ASK, many)
+    kinds = [of(ways, each.candidate.node_id).prefill for each in many]
+    assert [option is not None and option.kind != "local" for option in kinds] == [True] * HELPED + [
+        False
+    ] * 2
+
+
+def test_the_order_of_the_machines_changes_nothing() -> None:
+    fleet = [home("", helper("a")), home("a", helper(""), faster=1.1), home("b", faster=0.9), absent("c")]
+    assert plan(ASK, fleet) == plan(ASK, fleet[::-1])
