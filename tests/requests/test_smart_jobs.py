@@ -210,6 +210,18 @@ async def test_choices_of_one_request_are_scored_once(home: Any) -> None:
     assert text_of(this.pool.asked[0]) == text_of(this.pool.asked[1])
 
 
+async def test_the_same_prompt_has_the_same_tokens_when_it_comes_again(home: Any) -> None:
+    """The second time it is not scored: what was decided is remembered, and what was counted with it."""
+    this = home()
+    first, second = await this.told(chat()), await this.told(chat(request_id="r2"))
+    assert len(this.pool.scores) == 1
+    assert first.used
+    assert (second.original_tokens, second.compressed_tokens) == (
+        first.original_tokens,
+        first.compressed_tokens,
+    )
+
+
 async def test_marks_of_a_user_never_reach_a_model(home: Any) -> None:
     this = home()
     await this.told(chat("<fleet:keep>short</fleet:keep>"))

@@ -11,17 +11,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fleetd import limits
 from fleetd.compression.document import Document
+from fleetd.compression.history import Aged
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.select import select
 from fleetd.compression.selection import Selection
-from fleetd.compression.words import Range
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
@@ -76,7 +76,7 @@ class CompressionJob:
     bill: ScoringBill
     local_only: bool = False
     price: Callable[[int, float], CompressionPrice] | None = None
-    aged: Mapping[int, Sequence[Range]] = field(default_factory=dict)
+    aged: Aged = field(default_factory=Aged)
     compressor: str = ""
     plan: SmartPlan | None = None
     names: tuple[str, ...] = ()
