@@ -219,6 +219,12 @@ class Request:
             planned = msgspec.structs.replace(planned, exactness=exactness, smart=self.smart)
         self._announced.append(planned)
 
+    def expected(self) -> Planned:
+        """Where it will run, as far as that is known while its prompt is scored, of which parts may be left
+        out."""
+        self.planned = self.placement.planned
+        return msgspec.structs.replace(self.planned, exactness="lossy")
+
     def take_announced(self) -> list[Planned]:
         """What has been announced since the last call."""
         found, self._announced = self._announced, []

@@ -213,6 +213,9 @@ class Runner:
             if self._smart is not None and request.asked.smart is not None:
                 async with aclosing(self._smart.shorten(request)) as progress:
                     async for step in progress:
+                        if request.planned is None:
+                            # A stream's headers leave with the first progress: what they say has to stand.
+                            yield request.expected()
                         yield step
                 self._place_again(request)
             while True:

@@ -32,12 +32,12 @@ from fleetd.compression.words import estimate_tokens
 from fleetd.control.prefill_plan import OptionView, PlanView
 from fleetd.control.prefill_trace import Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
-from fleetd.engine.protocol import ChatPrompt, Finished, Generate, TextPrompt, TokenPrompt
+from fleetd.engine.protocol import ChatPrompt, Finished, Generate, Loading, TextPrompt, TokenPrompt
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.plan.model_speeds import ModelSpeeds
-from fleetd.requests.job import Job, Planned
+from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.members import Members
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import compression_job
@@ -220,6 +220,22 @@ async def test_the_same_prompt_has_the_same_tokens_when_it_comes_again(home: Any
         first.original_tokens,
         first.compressed_tokens,
     )
+
+
+async def test_where_it_runs_is_told_before_the_prompt_is_scored(home: Any) -> None:
+    """The headers of a stream do not wait for scores, and promise only what will stand after them."""
+    this, scoring = home(), asyncio.Event()
+    this.pool.trouble = [scoring]
+    async with (
+        asyncio.timeout(WITHIN_S),
+        aclosing(this.runner.run(Job("m", chat(), "socket", "chat", smart=ASKED))) as events,
+    ):
+        assert await anext(events) == replace(LOCAL, exactness="lossy")
+        assert isinstance(await anext(events), Loading)
+        scoring.set()
+        rest = [event async for event in events]
+    (told,) = [event for event in rest if isinstance(event, Planned)]
+    assert (str(told), told.smart.used) == (str(LOCAL), True)
 
 
 async def test_marks_of_a_user_never_reach_a_model(home: Any) -> None:
@@ -550,7 +566,8 @@ async def test_who_leaves_ends_the_scoring(home: Any) -> None:
     this = home(trouble=[asyncio.Event()])
     job = Job("m", chat(), "socket", "chat", smart=ASKED)
     events = this.runner.run(job)
-    await anext(events)
+    while not this.pool.scores:
+        await anext(events)
     await events.aclose()
     assert this.pool.cancelled_scores == 1
     assert not this.pool.asked

@@ -181,6 +181,8 @@ class CompressionService:
         task = asyncio.create_task(self._scoring.run(work, plan.parts, able))
         late = False
         try:
+            # At once: only now it is certain that the prompt is scored.
+            yield work.progress
             while not task.done():
                 left_s = until_s - self._monotonic()
                 if left_s <= 0:
