@@ -174,6 +174,12 @@ JOB_SILENCE_S = 8.0
 JOB_READ_STALL_S = 60.0
 # Of a job's id, as the machine that asked for it has it, to be found again here.
 JOB_ID_CHARS = 64
+# What the machine that answered writes down of a job follows its last event: helpers' own accounts come
+# within two seconds, or not at all. Its steps, planned or measured, are a dozen for each machine; at their
+# longest they fill this.
+JOB_TRACE_S = 3.0
+JOB_TRACE_STEPS = 64
+JOB_TRACE_BYTES = 64 * KIB
 # Names and hashes of a model's files are on record where it was installed, or were hashed for the card.
 COPY_OFFER_S = 30.0
 # Copies given to others at once, a process each; more would only make all of them slower.

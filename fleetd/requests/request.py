@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -42,6 +42,7 @@ from fleetd.requests.ports import MetricsPort
 if TYPE_CHECKING:  # what steps keep here; they import this module
     from fleetd.requests.drafting.client import DraftRun
     from fleetd.requests.prefill_sharing.client import SharedPrompt
+    from fleetd.requests.remote import RemoteJob
     from fleetd.requests.smart_prefill.bill import ScoringBill
 
 # A helper's name, and what it did by its own account.
@@ -99,8 +100,12 @@ class Request:
         self.smart_plan: SmartPlan | None = None
         self.smart_steps: list[StepView] = []
         self.bill: ScoringBill | None = None
-        # Of an attempt that failed, where a later one has nothing to tell.
-        self.earlier_trace: Trace | None = None
+        # Why a scorer gave up, where others went on: its code and its message.
+        self.lost_scorer = ("", "")
+        # Of the attempts before this one, and of this one if it has failed.
+        self.earlier: list[Trace] = []
+        self.failed_trace: Trace | None = None
+        self.ended_s: float | None = None
         self._metrics = metrics
         self._announced: list[Planned] = []
         self._running_s: float | None = None
@@ -114,6 +119,9 @@ class Request:
 
     def begin(self) -> None:
         """A new attempt, on the machine that ``placement`` names."""
+        if self.failed_trace is not None:
+            self.earlier.append(self.failed_trace)
+            self.failed_trace = None
         #: What the engine is asked; steps may change it before the attempt.
         self.generate = self.job.request
         self.accepted: Accepted | None = None
@@ -130,9 +138,16 @@ class Request:
         # Drafts of another worker.
         self.drafter: DrafterView | None = None
         self.drafts: DraftRun | None = None
+        # Another machine that answers: when it was asked, and its own trace.
+        self.began_s = self.arrived_s
+        self.remote: RemoteJob | None = None
+        self.there: Trace | None = None
         # What the trace waits for.
-        self.concluding: asyncio.Task[None] | None = None
+        self.concluding: asyncio.Future[Any] | None = None
         self._cached_in_attempt = 0
+        # Seconds in which the model was loaded.
+        self.load_s = 0.0
+        self._loading_s: float | None = None
 
     # ---- what is known -----------------------------------------------------------------------------------
 
@@ -146,6 +161,11 @@ class Request:
         return self.model.folder if self.placement.node_id == THIS_NODE else None
 
     @property
+    def answered_by(self) -> str:
+        """The name of the machine that answers; "" for this one."""
+        return "" if self.placement.node_id == THIS_NODE else self.placement.planned.nodes[0]
+
+    @property
     def answering(self) -> bool:
         """True once something of the answer has been passed on: from then on it cannot begin anew."""
         return self.first_token_s is not None
@@ -156,6 +176,9 @@ class Request:
         out."""
         if self.smart is not None and self.smart.used:
             return "lossy"
+        if self.answered_by:
+            # As the client was told: that machine knows its helpers, and this one how alike the two are.
+            return (self.planned or self.placement.planned).exactness
         if self.accepted is None:
             return "exact"
         if self.accepted.kept:
@@ -189,9 +212,11 @@ class Request:
 
     @property
     def outcome(self) -> Outcome:
-        found = self.prefill_outcome
+        if self.finished is None:
+            return "failed" if self.error is not None else "cancelled"
+        found: Outcome = "remote" if self.answered_by else self.prefill_outcome
         used = self.smart is not None and self.smart.used
-        return "smart" if used and found not in ("failed", "cancelled") else found
+        return "smart" if used else found
 
     @property
     def kept_tokens(self) -> int:
@@ -241,6 +266,11 @@ class Request:
 
     def on_event(self, event: Loading | Event, now_s: float) -> None:
         """Note an event as it is passed on."""
+        if isinstance(event, Loading):
+            self._loading_s = now_s if self._loading_s is None else self._loading_s
+        elif self._loading_s is not None:
+            self.load_s += now_s - self._loading_s
+            self._loading_s = None
         match event:
             case Accepted():
                 self._prompt_tokens = event.prompt_tokens

@@ -14,12 +14,10 @@ from fleetd.requests.prefill_sharing import planner_facts
 from fleetd.requests.request import Request
 
 
-def trace_of(request: Request) -> Trace | None:
-    """None where nothing was decided about the prompt, and nothing drafted for the answer either."""
+def trace_of(request: Request) -> Trace:
+    """Of its last attempt, with the earlier ones."""
     smart, accepted = request.smart, request.accepted
     smart_plan = request.smart_plan if smart is not None else None
-    if smart_plan is None and (accepted is None or (request.choice is None and request.drafter is None)):
-        return None
     chosen, losers = _options(request, smart_plan)
     first_s, since_s = request.first_token_s, request.decided_s
     prompt_tokens = accepted.prompt_tokens if accepted is not None else 0
@@ -27,6 +25,10 @@ def trace_of(request: Request) -> Trace | None:
     if smart is not None and smart_plan is not None:
         # What was planned begins with the scores, and counts as the compressor does.
         since_s, prompt_tokens, cached_tokens = request.arrived_s, smart.original_tokens, 0
+    code, reason = request.code, request.reason
+    if smart is not None and not code:
+        code, reason = (smart.code, smart.reason) if smart.code else request.lost_scorer
+    usage, finished = request.so_far(first_s or since_s)[0], request.finished
     return Trace(
         id=request.id,
         at_s=request.at_s,
@@ -41,12 +43,23 @@ def trace_of(request: Request) -> Trace | None:
         exactness=request.exactness,
         prefill_s=None if first_s is None else first_s - since_s,
         ttft_s=None if first_s is None else first_s - request.arrived_s,
-        code=request.code or (smart.code if smart is not None else ""),
-        reason=request.reason or (smart.reason if smart is not None else ""),
+        code=code,
+        reason=reason,
         verified_tokens=request.sharing_ended.verified if request.sharing_ended is not None else 0,
-        speculation=request.finished.speculation if request.finished is not None else None,
+        speculation=finished.speculation if finished is not None else None,
         drafter=request.drafter,
+        completion_tokens=usage.completion_tokens,
+        took_s=None if request.ended_s is None else request.ended_s - request.arrived_s,
+        asked_by=request.asked.asked_by,
+        answered_by=request.answered_by,
+        there=request.there,
+        earlier=list(request.earlier),
     )
+
+
+def attempt_of(request: Request, now_s: float) -> Trace:
+    """Of an attempt that has just failed."""
+    return msgspec.structs.replace(trace_of(request), took_s=now_s - request.began_s, earlier=[])
 
 
 def share_steps(request: Request) -> list[StepView]:
@@ -59,24 +72,42 @@ def share_steps(request: Request) -> list[StepView]:
 
 
 def _steps(request: Request, smart_plan: SmartPlan | None) -> list[StepView]:
-    if smart_plan is None:
-        return share_steps(request)
-    steps = [*request.smart_steps, *share_steps(request)]
-    if request.finished is not None:
-        steps.append(StepView(step_names.PREFILLED, request.finished.timings.prefill_s, machine=THIS_NAME))
-    return steps
+    """What is known here. What another machine did that answered is in its own trace."""
+    found = [*request.smart_steps] if smart_plan is not None else []
+    timings = request.finished.timings if request.finished is not None else None
+    if request.answered_by:
+        if request.there is not None and request.there.took_s is not None and request.ended_s is not None:
+            rest_s = request.ended_s - request.began_s - request.there.took_s
+            found.append(StepView(step_names.NETWORK, max(0.0, rest_s)))
+        return found
+    shared = share_steps(request)
+    if request.load_s:
+        found.append(StepView(step_names.LOADED, request.load_s, machine=THIS_NAME))
+    if timings is not None:
+        found.append(StepView(step_names.QUEUED, timings.queue_s, machine=THIS_NAME))
+    found += shared
+    if timings is not None:
+        if smart_plan is not None or not shared:
+            name = step_names.COMPUTED if smart_plan is None else step_names.PREFILLED
+            found.append(StepView(name, timings.prefill_s, machine=THIS_NAME))
+        found.append(StepView(step_names.ANSWERED, timings.decode_s, machine=THIS_NAME))
+    return found
 
 
 def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView, list[OptionView]]:
     """The way that was taken, then the others."""
     chosen, losers = OptionView("local", [THIS_NAME], None, chosen=True), list[OptionView]()
-    if request.choice is not None:
+    if request.answered_by:
+        planned = request.planned or request.placement.planned
+        chosen = OptionView("remote", [*planned.nodes], None, chosen=True)
+    elif request.choice is not None:
         chosen, *losers = planner_facts.views(request.choice, limits.TRACE_LOSERS)
     if smart_plan is None:
         return chosen, losers
-    smart, dense = smart_options(smart_plan)
+    smart, dense = smart_options(smart_plan, at=request.answered_by or THIS_NAME)
     used = request.smart is not None and request.smart.used
     if request.choice is None:
+        dense = msgspec.structs.replace(dense, kind=chosen.kind, nodes=chosen.nodes)
         return (smart, [dense]) if used else (dense, [smart])
     if not used:
         return chosen, [*losers, smart]
@@ -90,24 +121,23 @@ def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView
     return both, [dense, *losers]
 
 
-def smart_options(plan: SmartPlan, *, chosen: bool = False) -> tuple[OptionView, OptionView]:
-    """Scoring and reading the rest; and reading all of it."""
-    nodes = [*dict.fromkeys(part.scorer.name for part in plan.parts)]
-    if THIS_NAME in nodes:
-        nodes.remove(THIS_NAME)
+def smart_options(
+    plan: SmartPlan, *, chosen: bool = False, at: str = THIS_NAME
+) -> tuple[OptionView, OptionView]:
+    """Scoring and reading the rest; and reading all of it. ``at``: the machine that answers."""
+    scorers = [*dict.fromkeys(part.scorer.name for part in plan.parts)]
+    others = [name for name in scorers if name != THIS_NAME]
     smart = OptionView(
         kind="smart",
-        nodes=[*nodes, THIS_NAME],
+        nodes=[*(name for name in scorers if name != at), at],
         predicted_s=plan.predicted_s if plan.parts else None,
         steps=[
-            StepView(step_names.SCORED, plan.score_s, machine=", ".join(nodes) or THIS_NAME),
-            StepView(step_names.PREFILLED, plan.prefill_s, machine=THIS_NAME),
+            StepView(step_names.SCORED, plan.score_s, machine=", ".join(others) or THIS_NAME),
+            StepView(step_names.PREFILLED, plan.prefill_s, machine=at),
         ],
         chosen=chosen and plan.worth_it,
         code=plan.code,
         reason=plan.reason,
     )
-    dense = OptionView(
-        "local", [THIS_NAME], plan.dense_s or None, [StepView(step_names.PREFILLED, plan.dense_s)]
-    )
+    dense = OptionView("local", [at], plan.dense_s or None, [StepView(step_names.PREFILLED, plan.dense_s)])
     return smart, dense

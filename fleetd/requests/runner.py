@@ -114,7 +114,8 @@ class Runner:
         self._placing = placing
         self._smart = smart
         # Helpers are agreed on before a drafter is looked for; smart prefill labels what they announced.
-        steps = [step for step in (sharing, drafting, smart) if step is not None]
+        self._remote_traces = remote.RemoteTraces()
+        steps = [step for step in (sharing, drafting, smart, self._remote_traces) if step is not None]
         self._pipeline = Pipeline(steps, record, monotonic=monotonic)
         self._speeds = speeds or ModelSpeeds()
         self._members = members or Members()
@@ -153,6 +154,7 @@ class Runner:
         """End what still runs: call this, then close the pool; streams end with Draining."""
         self._draining = self._abandoned = True
         await self.pulls.close()
+        await self._remote_traces.close()
 
     # ---- one job -----------------------------------------------------------------------------------------
 
@@ -238,13 +240,10 @@ class Runner:
         """Where the events of this attempt come from."""
         placement, folder = request.placement, request.folder_here
         if placement.node_id != THIS_NODE and self._placing is not None:
-            return remote.run(
-                partial(self._placing.request, placement.node_id),
-                request.job,
-                request.model.name,
-                placement.digest,
-                placement.planned,
-            )
+            ask = partial(self._placing.request, placement.node_id)
+            model, digest = request.model.name, placement.digest
+            request.remote = remote.RemoteJob(ask, request.job, model, digest, placement.planned)
+            return request.remote.events()
         return self._fetched(request) if folder is None else self._pool.stream(folder, request.generate)
 
     async def _fetched(self, request: Request) -> AsyncGenerator[Loading | Event, None]:

@@ -174,8 +174,10 @@ async def test_what_failed_here_is_told_where_the_answer_comes_from_elsewhere(tm
         events = [event async for event in answered(pipeline, request, elsewhere)]
         assert [type(event) for event in events] == [Planned, Accepted, Delta, Finished]
         (trace,) = home.traces
-        assert (trace.outcome, trace.code) == ("failed", "engine_died")
-        assert trace.losers
+        assert (trace.outcome, trace.answered_by, trace.exactness) == ("remote", "studio", "plan")
+        (failed,) = trace.earlier
+        assert (failed.outcome, failed.answered_by, failed.code) == ("failed", "", "engine_died")
+        assert failed.losers
 
 
 async def test_an_attempt_that_failed_after_a_shared_prefill_says_nothing_of_the_next(tmp_path: Path) -> None:
@@ -373,7 +375,8 @@ async def test_an_engine_that_does_not_wait_is_left_alone(tmp_path: Path) -> Non
         home.pool.waits = False
         assert (await home.ask())[0] == LOCAL
         assert home.pool.fake.lonely == home.pool.fake.shares == []
-        assert home.traces == []
+        (trace,) = home.traces
+        assert (trace.outcome, trace.losers) == ("local", [])
 
 
 async def test_a_helper_that_refuses_costs_only_its_help(tmp_path: Path) -> None:

@@ -170,7 +170,9 @@ async def test_a_prompt_that_does_not_ask_is_untouched(home: Any) -> None:
     assert this.pool.asked == [chat()]
     assert not this.pool.scores
     assert all(event.smart is None for event in events if isinstance(event, Planned))
-    assert not this.traces
+    (trace,) = this.traces
+    assert (trace.outcome, trace.chosen.kind, trace.exactness) == ("local", "local", "exact")
+    assert {"scored", "prefilled"}.isdisjoint(step.name for step in trace.steps)
 
 
 async def test_the_system_prompt_and_the_question_are_kept_whole(home: Any) -> None:
@@ -578,7 +580,7 @@ async def test_dense_and_shortened_prompts_do_not_disturb_each_other(home: Any) 
     this = home(sparse="", kept=20)
     asked = [this.ask(chat(request_id=f"r{n}"), ASKED if n % 2 else None) for n in range(6)]
     for n, events in enumerate(await asyncio.gather(*asked)):
-        planned = next(event for event in events if isinstance(event, Planned))
+        planned = [event for event in events if isinstance(event, Planned)][-1]
         assert (planned.smart is not None and planned.smart.used) == bool(n % 2)
     for sent in this.pool.asked:
         assert (sent.keep is not None) == bool(int(sent.id[1:]) % 2)
@@ -589,7 +591,7 @@ async def test_what_was_done_is_written_down(home: Any) -> None:
     await this.told(chat())
     (trace,) = this.traces
     assert (trace.chosen.kind, trace.outcome, trace.exactness) == ("smart", "smart", "lossy")
-    assert [step.name for step in trace.steps] == ["scored", "prefilled"]
+    assert [step.name for step in trace.steps] == ["scored", "queued", "prefilled", "decoded"]
     assert trace.ttft_s is not None
 
 

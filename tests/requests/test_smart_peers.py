@@ -404,7 +404,8 @@ async def test_who_leaves_ends_the_work_there(home: Any) -> None:
     this = home("mini")
     this.minis[0].pool.trouble = [asyncio.Event()]
     events = this.runner.run(Job("m", chat(), "socket", "chat", smart=ASKED))
-    await anext(events)
+    while not this.minis[0].pipes:
+        await anext(events)
     await events.aclose()
     assert this.minis[0].pipes[0].cancelled
 

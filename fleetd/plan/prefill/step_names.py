@@ -9,8 +9,9 @@ PREFIX_SENT: Final = "prefix sent"
 WAITED: Final = "waited"
 COMPUTED: Final = "computed"
 EXPOSED: Final = "exposed hand-off"
-# Predicted only: helpers load first, all machines agree, and the last token is decoded after the prefill.
+# A model had to be loaded first: predicted of helpers, measured of what answers, drafts or scores.
 LOADED: Final = "loaded"
+# Predicted only: all machines agree, and the last token is decoded after the prefill.
 AGREED: Final = "agreed"
 DECODED: Final = "first token"
 # Measured only: the machine that answers computes some of a helper's rows to compare them.
@@ -18,3 +19,11 @@ SPOT_CHECK: Final = "spot check"
 # Smart prefill: a compressor scores the prompt, then what is kept is prefilled.
 SCORED: Final = "scored"
 PREFILLED: Final = "prefilled"
+# Measured only, of every answer: it waited for a turn, and all but its first token were decoded.
+QUEUED: Final = "queued"
+ANSWERED: Final = "decoded"
+# Measured only: a scorer found which of its heads find what is asked for; a drafter drafted; and what is left
+# of the time that this machine waited for another one.
+PROFILED: Final = "heads chosen"
+DRAFTED: Final = "drafted"
+NETWORK: Final = "network and rest"

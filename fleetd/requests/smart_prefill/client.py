@@ -23,7 +23,7 @@ from fleetd.compression.history import Aged, History, still_serves
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.select import select
 from fleetd.compression.selection import Selection
-from fleetd.control.prefill_plan import OptionView, PlanView
+from fleetd.control.prefill_plan import OptionView, PlanView, StepView
 from fleetd.control.smart_prefill_result import Form, SmartPrefillResult
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Loading, Ready
@@ -31,6 +31,7 @@ from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.prefill import step_names
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPrefillQuestion
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, prompt_text
@@ -148,12 +149,14 @@ class SmartPrefill(PipelineStep):
         found, tokens = await asyncio.to_thread(_document, job)
         if tokens < policy.min_prompt_tokens:
             raise _short(tokens, policy)
+        began_s, loaded = self._monotonic(), list[StepView]()
         if target.choice.node_id == THIS_NODE and target.folder is not None:
             # It has to be loaded anyway, and only then says which forms it takes; and loaded in this order,
             # it is the compressor for which there may be no room.
             async with aclosing(self._pool.loading(target.folder)) as steps:
                 async for progress in steps:
                     yield progress
+                    loaded = [StepView(step_names.LOADED, self._monotonic() - began_s, machine=THIS_NAME)]
         form = self._form(policy, smart_prompt.turns(found), target, tokens)
         chosen = msgspec.structs.replace(policy, mode=form)
         compression = CompressionJob(request.id, found, tokens, chosen, request.bill, not job.shareable)
@@ -171,7 +174,7 @@ class SmartPrefill(PipelineStep):
                     async for progress in steps:
                         yield progress
         finally:
-            _note(request, compression)
+            _note(request, compression, loaded)
         selection = self._check(job, compression, policy)
         make = smart_prompt.shortened if form == "text" else smart_prompt.sparse
         shortened = await asyncio.to_thread(make, job.request, found, selection)
@@ -341,9 +344,10 @@ def _go_on(compression: CompressionJob, aged: Aged) -> None:
     compression.compressor = aged.compressor
 
 
-def _note(request: Request, compression: CompressionJob) -> None:
-    """What was found out about the prompt, however far that came."""
-    request.smart_plan, request.smart_steps = compression.plan, compression.steps
+def _note(request: Request, compression: CompressionJob, loaded: list[StepView]) -> None:
+    """What was found out about the prompt, however far that came. ``loaded``: the step before it, if any."""
+    request.smart_plan, request.smart_steps = compression.plan, [*loaded, *compression.steps]
+    request.lost_scorer = compression.lost
     selection = compression.selection
     request.smart = SmartPrefillResult(
         compressor=compression.compressor,

@@ -27,7 +27,6 @@ from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
 from fleetd.ledger import Ledger
 from fleetd.plan import scoring as planner
-from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
@@ -67,6 +66,7 @@ class CompressionJob:
     ``tokens``: about how many it has. ``price`` None: it is to be compressed whatever that costs. ``aged``:
     what earlier turns of a conversation decided (``smart.history``). Seconds are from the beginning to the
     scores, and from there to the selection; ``scored_tokens`` is what compressors read for it.
+    ``lost``: code and message of a scorer that gave up, where others went on.
     """
 
     id: str
@@ -85,6 +85,7 @@ class CompressionJob:
     score_s: float = 0.0
     select_s: float = 0.0
     steps: list[StepView] = field(default_factory=list)
+    lost: tuple[str, str] = ("", "")
 
 
 @dataclass(slots=True)
@@ -198,11 +199,9 @@ class CompressionService:
             self.scorers.learn(work, late=late)
         remembered.names = work.names
         compression.scored_tokens = sum(ran.tokens for ran in work.ran.values())
-        compression.steps = [
-            StepView(step_names.SCORED, ran.seconds, machine=ran.scorer.name)
-            for ran in work.ran.values()
-            if ran.tokens
-        ]
+        compression.steps = [step for ran in work.ran.values() if ran.tokens for step in ran.steps]
+        errors = [ran.error for ran in work.ran.values() if ran.error is not None]
+        compression.lost = next(((error.code, error.message) for error in errors), ("", ""))
 
     def _remember(self, key: bytes) -> _Remembered:
         found = self._remembered.setdefault(key, _Remembered())

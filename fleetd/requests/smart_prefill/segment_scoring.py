@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fleetd import limits
+from fleetd.control.prefill_plan import StepView
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
 from fleetd.errors import EngineDied, FleetError, ModelUnsupported, PeerLost, ProtocolError
 from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import Scorer, Segments
 from fleetd.requests.concurrency import gather_or_cancel
 from fleetd.requests.remote import next_message, said_by
@@ -75,7 +77,8 @@ class ScoringQuestion:
 
 @dataclass(slots=True)
 class ScorerRun:
-    """What one machine did for a prompt. ``seconds``: from request to scores; ``computed_s``: by its engine.
+    """What one machine did for a prompt. ``seconds``: from request to scores; ``computed_s``: by its engine,
+    which also took ``profile_s`` to choose its heads; ``load_s``: until its model was loaded.
 
     ``unanswered``: segments that it was asked to score and has not scored.
     """
@@ -85,7 +88,20 @@ class ScorerRun:
     tokens: int = 0
     seconds: float = 0.0
     computed_s: float = 0.0
+    profile_s: float = 0.0
+    load_s: float = 0.0
     error: FleetError | None = None
+
+    @property
+    def steps(self) -> list[StepView]:
+        """All of it, then the parts of it that took any time; elsewhere also what is left of it."""
+        parts = [(step_names.LOADED, self.load_s), (step_names.PROFILED, self.profile_s)]
+        if not self.scorer.here:
+            parts.append((step_names.COMPUTED, self.computed_s))
+            rest_s = self.seconds - sum(seconds for _, seconds in parts)
+            parts.append((step_names.NETWORK, max(0.0, rest_s)))
+        told = [(step_names.SCORED, self.seconds), *((name, seconds) for name, seconds in parts if seconds)]
+        return [StepView(name, seconds, machine=self.scorer.name) for name, seconds in told]
 
 
 @dataclass(slots=True)
@@ -197,8 +213,14 @@ class SegmentScoring:
         began_s = self._monotonic()
         ran.unanswered += 1
         scored: Scored | None = None
+        loading_s: float | None = None
         async with aclosing(self._steps(work.compressor, ran.scorer, score)) as steps:
             async for step in steps:
+                now_s = self._monotonic()
+                if isinstance(step, Loading):
+                    loading_s = now_s if loading_s is None else loading_s
+                elif loading_s is not None:
+                    ran.load_s, loading_s = ran.load_s + now_s - loading_s, None
                 if isinstance(step, Scored):
                     scored = step
                     break
@@ -211,6 +233,7 @@ class SegmentScoring:
         ran.tokens += scored.tokens
         ran.seconds += took_s
         ran.computed_s += scored.seconds
+        ran.profile_s += scored.profile_s
         work.profile = work.profile or scored.profile
         return found
 
