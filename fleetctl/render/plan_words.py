@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from fleetctl.render.text import clause, count, one_line
+from fleetctl.render.text import clause, count, listed, one_line
 from fleetd.control.prefill_plan import DraftsView, OptionView
 
 THIS = "this"
@@ -26,6 +26,8 @@ def division(option: OptionView) -> str:
     kind, others = one_line(option.kind) or "-", helpers(option)
     if option.kind == "whole" and others:
         who = f"all of it on {others[0]}"
+    elif option.kind == "remote" and others:
+        who = f"all of it on {others[0]}" + (f", with {listed(others[1:])}" if others[1:] else "")
     elif option.kind != "smart" and len(option.cuts) == len(option.nodes) + 1:
         shares = zip(option.nodes, itertools.pairwise(option.cuts), strict=True)
         parts = [

@@ -21,7 +21,9 @@ def trace_of(request: Request) -> Trace:
     chosen, losers = _options(request, smart_plan)
     first_s, since_s = request.first_token_s, request.decided_s
     prompt_tokens = accepted.prompt_tokens if accepted is not None else 0
-    cached_tokens = request.cached_tokens
+    cached_tokens, kept_tokens = request.cached_tokens, request.kept_tokens
+    if smart is not None and smart.used:
+        prompt_tokens, cached_tokens, kept_tokens = smart.original_tokens, 0, smart.compressed_tokens
     if smart is not None and smart_plan is not None:
         # What was planned begins with the scores, and counts as the compressor does.
         since_s, prompt_tokens, cached_tokens = request.arrived_s, smart.original_tokens, 0
@@ -35,7 +37,7 @@ def trace_of(request: Request) -> Trace:
         model=request.model.name,
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
-        kept_tokens=request.kept_tokens,
+        kept_tokens=kept_tokens,
         chosen=chosen,
         losers=losers,
         steps=_steps(request, smart_plan),
@@ -133,7 +135,10 @@ def smart_options(
         predicted_s=plan.predicted_s if plan.parts else None,
         steps=[
             StepView(step_names.SCORED, plan.score_s, machine=", ".join(others) or THIS_NAME),
-            StepView(step_names.PREFILLED, plan.prefill_s, machine=at),
+            # Another machine reads it as any other prompt.
+            StepView(
+                step_names.PREFILLED if at == THIS_NAME else step_names.COMPUTED, plan.prefill_s, machine=at
+            ),
         ],
         chosen=chosen and plan.worth_it,
         code=plan.code,

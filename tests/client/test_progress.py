@@ -92,6 +92,18 @@ def test_a_log_gets_a_plain_line_per_stage() -> None:
     assert log.getvalue().splitlines() == ["downloading  1.0 MB of 90.0 MB", "loading  3 of 30"]
 
 
+def test_a_log_gets_one_line_of_stages_that_take_turns_or_begin_anew() -> None:
+    """Two answers of one request are read side by side; and after each remark the line begins anew."""
+    log = io.StringIO()
+    with Progress(log, show_after_s=0) as progress:
+        for done in range(3):
+            progress.update("loading a", done, 30)
+            progress.update("loading b", done, 30)
+        progress.clear()
+        progress.update("loading b", 9, 30)
+    assert log.getvalue().splitlines() == ["loading a  0 of 30", "loading b  0 of 30"]
+
+
 def test_a_dumb_terminal_is_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "dumb")
     terminal = Terminal()

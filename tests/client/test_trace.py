@@ -59,7 +59,7 @@ def test_eighty_columns_keep_what_was_planned_and_what_came_of_it() -> None:
 
 
 def test_an_empty_list_says_what_would_be_in_it() -> None:
-    assert listed([]) == ["No request has come yet that another machine could have helped with."]
+    assert listed([]) == ["No request has come yet."]
 
 
 # ---- One request -----------------------------------------------------------------------------------------

@@ -214,13 +214,14 @@ class SegmentScoring:
         ran.unanswered += 1
         scored: Scored | None = None
         loading_s: float | None = None
+        load_s = 0.0
         async with aclosing(self._steps(work.compressor, ran.scorer, score)) as steps:
             async for step in steps:
                 now_s = self._monotonic()
                 if isinstance(step, Loading):
                     loading_s = now_s if loading_s is None else loading_s
                 elif loading_s is not None:
-                    ran.load_s, loading_s = ran.load_s + now_s - loading_s, None
+                    load_s, loading_s = load_s + now_s - loading_s, None
                 if isinstance(step, Scored):
                     scored = step
                     break
@@ -234,6 +235,8 @@ class SegmentScoring:
         ran.seconds += took_s
         ran.computed_s += scored.seconds
         ran.profile_s += scored.profile_s
+        # Nothing tells when the model was loaded and the choice of its heads began.
+        ran.load_s += max(0.0, load_s - scored.profile_s)
         work.profile = work.profile or scored.profile
         return found
 
