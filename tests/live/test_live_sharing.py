@@ -95,7 +95,8 @@ def trace_of(fleet: LiveFleet, request_id: str) -> tuple[str, dict[str, Any]]:
         for name in NAMES:
             traces = fleet[name].control("GET", "/fleet/v1/traces?last=20")["traces"]
             # A job that was sent to another machine has its id there, with an ending of its own.
-            found.extend((name, trace) for trace in traces if trace["id"].startswith(request_id))
+            mine = [trace for trace in traces if not trace["answered_by"]]
+            found.extend((name, trace) for trace in mine if trace["id"].startswith(request_id))
         return bool(found)
 
     until(written, 10)

@@ -96,11 +96,10 @@ class ScorerRun:
     def steps(self) -> list[StepView]:
         """All of it, then the parts of it that took any time; elsewhere also what is left of it."""
         parts = [(step_names.LOADED, self.load_s), (step_names.PROFILED, self.profile_s)]
-        if not self.scorer.here:
-            parts.append((step_names.COMPUTED, self.computed_s))
-            rest_s = self.seconds - sum(seconds for _, seconds in parts)
-            parts.append((step_names.NETWORK, max(0.0, rest_s)))
         told = [(step_names.SCORED, self.seconds), *((name, seconds) for name, seconds in parts if seconds)]
+        if not self.scorer.here:
+            rest_s = self.seconds - self.computed_s - sum(seconds for _, seconds in parts)
+            told += [(step_names.COMPUTED, self.computed_s), (step_names.NETWORK, max(0.0, rest_s))]
         return [StepView(name, seconds, machine=self.scorer.name) for name, seconds in told]
 
 
