@@ -103,12 +103,18 @@ class RemoteJob:
         """
         if (stream := self._stream) is None:
             return None
-        body: bytes | None = b""
+        ended = False
         try:
-            body = await next_message(stream, "the trace")
-            return messages.decode_trace(body) if body is not None else None
+            async with asyncio.timeout(limits.JOB_SILENCE_S):
+                body = await next_message(stream, "the trace")
+            trace = messages.decode_trace(body) if body is not None else None
+            ended = True
+            return trace
+        except TimeoutError:
+            # It says that it is alive, and nothing else.
+            return None
         finally:
-            if body is not None:
+            if not ended:
                 stream.cancel()
 
 

@@ -480,6 +480,13 @@ async def test_a_machine_of_an_earlier_version_tells_no_steps(make: Make) -> Non
     assert (trace.outcome, trace.answered_by, trace.there, trace.steps) == ("remote", "studio", None, [])
 
 
+async def test_a_machine_that_tells_nothing_more_is_not_waited_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "JOB_SILENCE_S", 0.1)
+    assert (await story(make, [*WHOLE, ALIVE, None])).there is None
+
+
 async def test_a_machine_that_died_on_the_way_stays_in_the_story(make: Make) -> None:
     dying = [*spoken(*answer()[:2]), PeerLost("The connection broke.")]
     trace = await story(make, dying, [*WHOLE, *spoken(messages.told_trace(THERE))])
