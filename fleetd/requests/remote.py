@@ -99,7 +99,8 @@ class RemoteJob:
     async def trace(self) -> Trace | None:
         """What that machine wrote down of the job, after its last event; None if it tells nothing.
 
-        Earlier versions end the stream instead. Raises FleetError.
+        Earlier versions end the stream instead. Raises FleetError, and TimeoutError for a machine that says only
+        that it is alive.
         """
         if (stream := self._stream) is None:
             return None
@@ -109,13 +110,10 @@ class RemoteJob:
                 body = await next_message(stream, "the trace")
             trace = messages.decode_trace(body) if body is not None else None
             ended = True
-            return trace
-        except TimeoutError:
-            # It says that it is alive, and nothing else.
-            return None
         finally:
             if not ended:
                 stream.cancel()
+        return trace
 
 
 class RemoteTraces(PipelineStep):
@@ -138,8 +136,8 @@ class RemoteTraces(PipelineStep):
     async def _fetch(self, request: Request, remote: RemoteJob) -> None:
         try:
             request.there = await remote.trace()
-        except FleetError as error:
-            log.info("trace.not_told", request=request.id, node=request.answered_by, code=error.code)
+        except (FleetError, TimeoutError) as error:
+            log.info("trace.not_told", request=request.id, node=request.answered_by, reason=str(error))
 
 
 class JobServer:
