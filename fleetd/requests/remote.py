@@ -99,8 +99,8 @@ class RemoteJob:
     async def trace(self) -> Trace | None:
         """What that machine wrote down of the job, after its last event; None if it tells nothing.
 
-        Earlier versions end the stream instead. Raises FleetError, and TimeoutError for a machine that says only
-        that it is alive.
+        Earlier versions end the stream instead. Raises FleetError, and TimeoutError for a machine that says
+        only that it is alive.
         """
         if (stream := self._stream) is None:
             return None
