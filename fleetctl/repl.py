@@ -11,6 +11,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from urllib.parse import quote
 
 import click
 import platformdirs
@@ -108,7 +109,7 @@ class Talk:
                 note("The conversation starts anew.")
             case "model":
                 if rest:
-                    self.options = replace(self.options, model=rest)
+                    self._change_model(rest)
                 note(f"model: {one_line(self.options.model)}")
             case "system":
                 if rest:
@@ -120,6 +121,15 @@ class Talk:
             case _:
                 note(f"There is no command /{name}; /help lists them.")
         return True
+
+    def _change_model(self, name: str) -> None:
+        """Talk with another model; a name that no machine has a model of is told, and changes nothing."""
+        try:
+            self.client.get(f"/v1/models/{quote(name, safe='')}")
+        except FleetError as error:
+            show_error(error)
+        else:
+            self.options = replace(self.options, model=name)
 
 
 def editor() -> PromptSession[str]:

@@ -31,11 +31,13 @@ from fleetd.api.app import build_app, make_runner
 from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.api.services import Services
 from fleetd.config import DEFAULT_PORT, Config
-from fleetd.control.daemon_status import DaemonStatus, HttpAddress
+from fleetd.control.daemon_status import DaemonStatus, HardwareReading, HttpAddress, MemoryBudget
 from fleetd.control.fleet_view import PeerView
+from fleetd.descriptors import connection_caps, open_limit, raise_limit
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.errors import ConfigError, Draining, PortInUse
 from fleetd.fleet import Fleet, default_name
+from fleetd.hardware.memory import budget, metal_limit
 from fleetd.hardware.probe import HardwareProbe
 from fleetd.home import paths
 from fleetd.home.paths import HomeFolder
@@ -50,6 +52,7 @@ from fleetd.observe import get_logger
 from fleetd.own_card import CardMaker
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
+from fleetd.periodic import keep_running
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests import messages, remote
 from fleetd.requests.admission import ServingContext
@@ -84,6 +87,7 @@ def run(config: Config, home: HomeFolder) -> None:
     # Whatever is created from here on is this user's alone, and no prompt ends up in a core dump.
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    raise_limit()
     paths.prepare(home)
     with paths.HomeLock(home):
         paths.clear_stale_socket(home.socket)
@@ -117,7 +121,8 @@ class Daemon:
         self._hurry = asyncio.Event()
         self._ready = False
         self._http: HttpAddress | None = None
-        self._prober = HardwareProbe()
+        self._caps = connection_caps(open_limit())
+        self._prober = HardwareProbe(gpu=config.engine.device != "cpu")
         self._store = Store(home.db)
         self._ledger = Ledger(self._store)
         self._models = models or ModelStore(
@@ -126,7 +131,9 @@ class Daemon:
         )
         self._pool = pool or EnginePool(_pool_options(config, home), record_path=self._models.record_path)
         self._metrics = Metrics(__version__, engines=self._pool.status, peers=self._peers)
-        self._node = Node(_node_settings(config, home)) if config.fleet.enabled else None
+        self._node = (
+            Node(_node_settings(config, home, self._caps.peers_unknown)) if config.fleet.enabled else None
+        )
         self._fleet = Fleet(self._node, local_only=config.fleet.local_only) if self._node else None
         copies = ModelCopies(self._node, self._models, self._own_card) if self._node else None
         self._speeds = ModelSpeeds()
@@ -207,6 +214,7 @@ class Daemon:
         return assists
 
     def status(self) -> DaemonStatus:
+        machine = self._prober.read()
         return DaemonStatus(
             version=__version__,
             pid=os.getpid(),
@@ -217,7 +225,8 @@ class Daemon:
             ready=self._ready and not self._runner.draining,
             draining=self._runner.draining,
             default_model=self._config.models.default,
-            machine=self._prober.read(),
+            machine=machine,
+            memory=self._memory_budget(machine, machine.available_bytes),
             engines=self._pool.status(),
             requests=self._runner.counts,
             fleet=self._fleet.view() if self._fleet is not None else DisabledFleet().view(),
@@ -225,6 +234,8 @@ class Daemon:
 
     async def serve(self) -> None:
         """Start, say READY, run until a signal, stop."""
+        if self._config.engine.overcommit:
+            log.warning("memory.overcommit", note="models load whatever memory is free; the machine may swap")
         for number in _SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         async with AsyncExitStack() as stack:
@@ -236,14 +247,14 @@ class Daemon:
                 await self._node.open()
             async with asyncio.TaskGroup() as group:
                 background = [
-                    group.create_task(self._pool.run(), name="pool"),
-                    group.create_task(self._notifier.watchdog(), name="watchdog"),
-                    group.create_task(self._prune_daily(), name="prune"),
+                    group.create_task(keep_running("pool", self._pool.run), name="pool"),
+                    group.create_task(keep_running("watchdog", self._notifier.watchdog), name="watchdog"),
+                    group.create_task(keep_running("prune", self._prune_daily), name="prune"),
                 ]
                 if self._fleet is not None:
                     self._card = self._card_maker(self._fleet.node)
                     background.append(group.create_task(self._fleet.run(), name="fleet"))
-                    background.append(group.create_task(self._card.run(), name="card"))
+                    background.append(group.create_task(keep_running("card", self._card.run), name="card"))
                 try:
                     async with AsyncExitStack() as sites:
                         self._http = await self._listen(sites, token)
@@ -287,8 +298,19 @@ class Daemon:
             max_streams=self._config.engine.max_streams,
             publish=node.publish,
             speeds=self._speeds,
-            memory_fraction=self._config.engine.memory_fraction,
-            max_memory_bytes=self._config.engine.max_memory_bytes,
+            budget=self._memory_budget,
+        )
+
+    def _memory_budget(self, machine: HardwareReading, available_bytes: int) -> MemoryBudget:
+        engine, metal = self._config.engine, machine.accelerator == "metal"
+        limit = metal_limit(machine.memory_bytes, machine.wired_limit_bytes) if metal else 0
+        return budget(
+            machine.memory_bytes,
+            available_bytes,
+            device_limit_bytes=limit,
+            fraction=engine.memory_fraction,
+            max_bytes=engine.max_memory_bytes,
+            overcommit=engine.overcommit,
         )
 
     def _peers(self) -> list[PeerView]:
@@ -336,14 +358,14 @@ class Daemon:
                 draft_plan=self._drafting.plan,
             )
         )
-        local = make_runner(app, trusted=True)
+        local = make_runner(app, trusted=True, caps=self._caps)
         stack.push_async_callback(local.cleanup)
         await local.setup()
         await web.UnixSite(local, self._home.socket).start()
         stack.callback(self._home.socket.unlink, missing_ok=True)
         self._home.socket.chmod(paths.PRIVATE_FILE)
 
-        remote = make_runner(app, trusted=False)
+        remote = make_runner(app, trusted=False, caps=self._caps)
         stack.push_async_callback(remote.cleanup)
         await remote.setup()
         return await _open_tcp(remote, http.host, http.port)
@@ -413,7 +435,7 @@ def embedded_name(ref: str) -> str | None:
     return entry.name if entry is not None and entry.source == "embedded" else None
 
 
-def _node_settings(config: Config, home: HomeFolder) -> NodeSettings:
+def _node_settings(config: Config, home: HomeFolder, most_unknown: int) -> NodeSettings:
     fleet = config.fleet
     return NodeSettings(
         folder=home.identity,
@@ -423,6 +445,7 @@ def _node_settings(config: Config, home: HomeFolder) -> NodeSettings:
         port=fleet.port,
         mdns=fleet.mdns,
         static=tuple(fleet.static_peers),
+        most_unknown=most_unknown,
     )
 
 
@@ -433,6 +456,7 @@ def _pool_options(config: Config, home: HomeFolder) -> PoolOptions:
         threads=engine.threads,
         max_memory_bytes=engine.max_memory_bytes,
         memory_fraction=engine.memory_fraction,
+        overcommit=engine.overcommit,
         max_streams=engine.max_streams,
         prefill_chunk_tokens=engine.prefill_chunk_tokens,
         prefix_cache_bytes=engine.prefix_cache_bytes,

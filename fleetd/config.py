@@ -105,6 +105,12 @@ class EngineSettings(msgspec.Struct, frozen=True):
             description="The same as an absolute figure; 0 leaves it to memory_fraction.",
         ),
     ] = 0
+    overcommit: Annotated[
+        bool,
+        Meta(
+            description="Load models as if all memory were free; the machine may swap, or a load fail late."
+        ),
+    ] = False
     max_streams: Annotated[
         int, Meta(ge=1, le=1024, description="Answers decoded at once per model; more of them wait.")
     ] = 16

@@ -29,6 +29,9 @@ log = get_logger("fleetd.ledger")
 
 _DAY_S = 86_400.0
 
+#: The route of rows for the scoring of a prompt, which serves a request and is none.
+SCORE_ROUTE = "score"
+
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
@@ -168,12 +171,14 @@ def _insert(db: sqlite3.Connection, row: Reservation) -> None:
 
 def _report(db: sqlite3.Connection, now_s: float, days: int) -> list[UsageRow]:
     found = db.execute(
-        "SELECT count(*), sum(state = 'refunded'), sum(prompt_tokens), sum(cached_tokens),"
-        " sum(completion_tokens), sum(prefill_s), sum(decode_s),"
-        " date(started_s, 'unixepoch', 'localtime') AS day, model, node FROM usage"
+        "SELECT sum(answers), sum(answers AND state = 'refunded'), sum(answers * prompt_tokens),"
+        " sum(cached_tokens), sum(completion_tokens), sum(answers * prefill_s), sum(decode_s),"
+        " sum((NOT answers) * prompt_tokens),"
+        " date(started_s, 'unixepoch', 'localtime') AS day, model, node"
+        " FROM (SELECT *, route <> ? AS answers FROM usage)"
         " WHERE date(started_s, 'unixepoch', 'localtime') > date(?, 'unixepoch', 'localtime', ?)"
         " GROUP BY day, model, node ORDER BY day DESC, model, node",
-        (now_s, f"-{days} days"),
+        (SCORE_ROUTE, now_s, f"-{days} days"),
     )
     return [UsageRow(*row) for row in found]
 

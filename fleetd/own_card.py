@@ -13,14 +13,16 @@ from collections.abc import Callable, Iterable, Sequence
 import msgspec
 
 from fleetd import limits
-from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
+from fleetd.control.daemon_status import EngineStatus, HardwareReading, MemoryBudget, RequestCounts
 from fleetd.errors import FleetError
 from fleetd.limits import MIB
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
+from fleetd.models.memory_need import needed_bytes
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
+from fleetd.periodic import keep_running
 from fleetd.plan.model_speeds import ModelSpeeds
 
 log = get_logger("fleetd.own_card")
@@ -29,15 +31,12 @@ log = get_logger("fleetd.own_card")
 _LISTING_S, _LOOK_S = 15.0, 0.25
 # Free memory changes all the time; a smaller change than this is not sent.
 _MEMORY_STEP_BYTES = 256 * MIB
-_UNLIMITED_BYTES = 1 << 62
-# Memory beside the weights, for the runtime and a few thousand tokens, of a model not in the catalog.
-_ROOM_BYTES = 512 * MIB
 
 
 class CardMaker:
     """Args:
     publish: sends a new card to all peers.
-    memory_fraction, max_memory_bytes: as ``WorkerSettings`` has them.
+    budget: what models may take of a machine, with so many bytes free.
     """
 
     def __init__(
@@ -55,8 +54,7 @@ class CardMaker:
         max_streams: int,
         publish: Callable[[Card], None],
         speeds: ModelSpeeds,
-        memory_fraction: float = 1.0,
-        max_memory_bytes: int = 0,
+        budget: Callable[[HardwareReading, int], MemoryBudget],
     ) -> None:
         self._bare = Card(node_id, epoch, 0, name=name, software=software, max_streams=max_streams)
         self._models = models
@@ -66,8 +64,7 @@ class CardMaker:
         self._draining = draining
         self._publish = publish
         self._speeds = speeds
-        self._fraction = memory_fraction
-        self._most_bytes = max_memory_bytes or _UNLIMITED_BYTES
+        self._budget = budget
         # Workers whose measurement at load is recorded already: model → process id.
         self._seeded: dict[str, int | None] = {}
         # Model → precision and arithmetic of its last worker here; the next one will have the same.
@@ -85,7 +82,7 @@ class CardMaker:
         if abs(machine.available_bytes - self._available_bytes) >= _MEMORY_STEP_BYTES:
             self._available_bytes = machine.available_bytes
         engines = {engine.model: engine for engine in self._engines()}
-        idle = [e for e in engines.values() if e.state == "ready" and not _busy(e)]
+        idle = [engine for engine in engines.values() if engine.evictable]
         parts = _parts(engines.values())
         self._seed(engines.values())
         counts = self._counts()
@@ -94,11 +91,11 @@ class CardMaker:
             sequence=self._sequence,
             machine=facts(machine),
             models=[
-                self._model(folder, engines.get(folder.name), parts.get(folder.name))
+                self._model(folder, machine.accelerator, engines.get(folder.name), parts.get(folder.name))
                 for folder in self._installed
             ],
             available_bytes=self._available_bytes,
-            usable_bytes=min(int(self._available_bytes * self._fraction), self._most_bytes),
+            usable_bytes=self._budget(machine, self._available_bytes).usable_bytes,
             evictable_bytes=sum(e.memory_bytes for e in idle),
             # Parts of other machines' prompts take turns with this machine's own requests.
             running=counts.running + sum(engine.assisting for engine in engines.values()),
@@ -114,8 +111,8 @@ class CardMaker:
     async def run(self) -> None:
         """Send the first card at once, then one at each change, and after each CARD_REPEAT_S without one."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._list_models(), name="list models")
-            group.create_task(self._find_digests(), name="find digests")
+            group.create_task(keep_running("list models", self._list_models), name="list models")
+            group.create_task(keep_running("find digests", self._find_digests), name="find digests")
             told, told_at = None, 0.0
             loop = asyncio.get_running_loop()
             while True:
@@ -170,7 +167,7 @@ class CardMaker:
                 )
 
     def _model(
-        self, folder: ModelFolder, engine: EngineStatus | None, part: EngineStatus | None
+        self, folder: ModelFolder, accelerator: str, engine: EngineStatus | None, part: EngineStatus | None
     ) -> ModelCard:
         entry = find(folder.name)
         speed = self._speeds.of(folder.name)
@@ -186,7 +183,7 @@ class CardMaker:
             roles=list(entry.roles) if entry is not None else ["chat"],
             architecture=folder.architecture,
             weights_bytes=folder.weights_bytes,
-            memory_bytes=entry.memory_bytes if entry is not None else folder.weights_bytes + _ROOM_BYTES,
+            memory_bytes=needed_bytes(folder, accelerator),
             context_tokens=folder.context_tokens,
             state=state,  # type: ignore[arg-type]  # the values of the mapping above
             prefill_tok_s=_rough(speed.prefill_tok_s),
@@ -225,10 +222,6 @@ def _parts(engines: Iterable[EngineStatus]) -> dict[str, EngineStatus]:
 def _rough(speed: float) -> float:
     """Rounded to two digits: each answer moves the average a little, and small changes are not sent."""
     return float(f"{speed:.2g}")
-
-
-def _busy(engine: EngineStatus) -> bool:
-    return engine.prefilling + engine.decoding + engine.waiting + engine.assisting > 0
 
 
 def _key(folder: ModelFolder) -> tuple[str, float, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bench.figures import Figure, Measured
 from bench.harness.machines import LOOPBACK, Machines, why_none
 from bench.harness.samples import Samples
-from fleetd.engine.memory import WORKING_BYTES
+from fleetd.models.memory_need import WORKING_BYTES
 
 QUICK_RUNS = 1
 LENGTH, QUICK_LENGTH = 2000, 1000

@@ -9,6 +9,7 @@ import click
 
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import ClientError, ConnectionBroken, Exit
+from fleetctl.render.memory import memory_lines
 from fleetctl.render.progress_line import Progress
 from fleetctl.render.text import count, one_line, size, table
 from fleetctl.replies import read
@@ -49,8 +50,17 @@ def pull(session: CliSession, name: str) -> int:
     except KeyboardInterrupt:
         note("stopped; the same command continues the download")
         return Exit.INTERRUPTED
-    session.emit(finished, lambda: f"{one_line(str(finished.get('name', name)))} is ready to use.")
+    session.emit(finished, lambda: _ready(one_line(str(finished.get("name", name)))))
     return Exit.OK
+
+
+def _ready(name: str) -> str:
+    if name.startswith("/"):
+        # A folder outside the models folder is used where it lies, and no listing shows it.
+        return (
+            f"The folder holds a model. Nothing was copied, and its path is its name: fleetctl chat -m {name}"
+        )
+    return f"{name} is ready to use."
 
 
 def _pull(session: CliSession, name: str, progress: Progress) -> dict[str, Any]:
@@ -132,6 +142,7 @@ def render(models: ModelListing) -> str:
     if offered:
         columns = ("CATALOG", "MEMORY", "CONTEXT", "ROLES", "TIER", "FITS HERE")
         parts.append(table(columns, [_offered(entry) for entry in offered], right=(1, 2)))
+        parts.append("\n".join(memory_lines(models.memory, models.evictable_bytes)))
         parts.append("Get one with `fleetctl models pull NAME`; any MLX model of the hub works by its id.")
     return "\n\n".join(parts)
 
@@ -155,5 +166,11 @@ def _offered(entry: OfferedModel) -> tuple[str, ...]:
         count(entry.context_tokens),
         ", ".join(entry.roles) or "-",
         entry.tier or "-",
-        "yes" if entry.fits else "no",
+        _fits(entry),
     )
+
+
+def _fits(entry: OfferedModel) -> str:
+    if not entry.served:
+        return "not served yet"
+    return "yes" if entry.fits else "if memory is freed" if entry.fits_if_freed else "no"

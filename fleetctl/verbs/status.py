@@ -70,13 +70,15 @@ def _http(status: dict[str, Any]) -> str:
 
 
 def _machine(status: dict[str, Any]) -> str:
-    machine = status.get("machine") or {}
+    machine, memory = status.get("machine") or {}, status.get("memory") or {}
     parts = [
         str(machine.get("platform") or "?"),
         str(machine.get("product") or ""),
         f"{machine.get('cpu') or '?'}, {machine.get('cores', '?')} cores",
         str(machine.get("gpu") or "") if machine.get("gpu") != machine.get("cpu") else "",
         f"{size(machine.get('memory_bytes'))} memory, {size(machine.get('available_bytes'))} free",
+        f"{size(memory['usable_bytes'])} for models" if memory.get("usable_bytes") else "",
+        "engine.overcommit is on: the machine may swap" if memory.get("overcommit") else "",
         f"tier {machine.get('tier', '?')}",
     ]
     if accelerator := machine.get("accelerator"):

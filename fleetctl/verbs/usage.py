@@ -9,7 +9,7 @@ from fleetctl.render.text import count, table
 from fleetctl.replies import read
 from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 
-_HEADER = ("DAY", "MODEL", "REQUESTS", "FAILED", "PROMPT", "CACHED", "ANSWER", "PREFILL", "DECODE")
+_HEADER = ("DAY", "MODEL", "REQUESTS", "FAILED", "PROMPT", "CACHED", "ANSWER", "PREFILL", "DECODE", "SCORED")
 
 
 @click.command("usage")
@@ -17,7 +17,10 @@ _HEADER = ("DAY", "MODEL", "REQUESTS", "FAILED", "PROMPT", "CACHED", "ANSWER", "
 @json_option
 @pass_session
 def command(session: CliSession, days: int) -> None:
-    """Show tokens and speeds per day and model. Prompts and answers are never recorded."""
+    """Show tokens and speeds per day and model. Prompts and answers are never recorded.
+
+    SCORED counts prompt tokens that a model scored for smart prefill; scoring is not one of the REQUESTS.
+    """
     usage = session.client().get(f"/fleet/v1/usage?days={days}")
     session.emit(usage, lambda: render(read(usage, UsageReport), days))
 
@@ -47,6 +50,7 @@ def _cells(day: str, model: str, used: UsageTotals) -> tuple[str, ...]:
         count(used.completion_tokens),
         _speed(used.prompt_tokens - used.cached_tokens, used.prefill_s),
         _speed(used.completion_tokens, used.decode_s),
+        count(used.scored_tokens) if used.scored_tokens else "-",
     )
 
 

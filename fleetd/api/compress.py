@@ -28,6 +28,8 @@ from fleetd.compression.document import Document
 from fleetd.compression.policy import Ratio, SmartPrefillBody, SmartPrefillPolicy, Tokens, resolve
 from fleetd.control.compression_reply import Compression, CompressTimings, CompressUsage, KeptSpan
 from fleetd.errors import Draining, FleetError, InvalidValue, NoMachine
+from fleetd.models.catalog import DEFAULT_MODEL, find, nearest
+from fleetd.models.names import is_hub_id
 from fleetd.requests.smart_prefill.compression_job import CompressionJob
 from fleetd.requests.smart_prefill.skip import SkipCompression
 
@@ -125,12 +127,21 @@ def _policy(body: CompressBody, defaults: SmartPrefillPolicy) -> SmartPrefillPol
 
 def _why(skip: SkipCompression, body: CompressBody) -> FleetError:
     if skip.code == "no_compressor":
+        wanted = body.compressor_model
         return NoMachine(
             skip.reason,
-            hint="`fleetctl models` lists what there is; `fleetctl models pull smollm2-135m` gets one.",
-            param="compressor_model" if body.compressor_model else None,
+            hint=f"{_how_to_get(wanted or DEFAULT_MODEL)} `fleetctl models` lists what there is.",
+            param="compressor_model" if wanted else None,
         )
     return NoMachine(skip.reason)
+
+
+def _how_to_get(name: str) -> str:
+    """How to get the model, if there may be one of that name; else the names that look like it."""
+    if find(name) is not None or is_hub_id(name):
+        return f"`fleetctl models pull {name}` gets it."
+    near = nearest(name)
+    return f"Did you mean {' or '.join(near)}?" if near else ""
 
 
 def _reply(

@@ -41,6 +41,24 @@ class HardwareReading(msgspec.Struct, frozen=True):
     accelerator: str = ""
 
 
+class MemoryBudget(msgspec.Struct, frozen=True):
+    """What models may take of this machine's memory.
+
+    ``usable_bytes`` is the smaller of ``available_bytes`` and ``device_limit_bytes`` (what the GPU may hold;
+    0 is no limit), times ``fraction``, and at most ``max_bytes`` where that is not 0. ``largest_bytes`` is
+    the same with all memory free. With ``overcommit`` that much is taken to be usable whatever is free.
+    """
+
+    total_bytes: int = 0
+    available_bytes: int = 0
+    device_limit_bytes: int = 0
+    fraction: float = 1.0
+    max_bytes: int = 0
+    overcommit: bool = False
+    usable_bytes: int = 0
+    largest_bytes: int = 0
+
+
 class EngineStatus(msgspec.Struct, frozen=True):
     """One worker. ``state`` is an ``EngineState``.
 
@@ -90,6 +108,11 @@ class EngineStatus(msgspec.Struct, frozen=True):
         """True while requests run or wait on this worker."""
         return self.prefilling + self.decoding + self.waiting > 0
 
+    @property
+    def evictable(self) -> bool:
+        """True while the worker would give its memory back to a model that needs it."""
+        return self.state == "ready" and not self.busy and not self.assisting
+
 
 class RequestCounts(msgspec.Struct, frozen=True):
     """Requests now, and since start; a cancelled one is neither completed nor failed."""
@@ -123,6 +146,7 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     draining: bool = False
     default_model: str = ""
     machine: HardwareReading = HardwareReading()
+    memory: MemoryBudget = MemoryBudget()
     engines: list[EngineStatus] = []
     requests: RequestCounts = RequestCounts()
     fleet: FleetView = FleetView()

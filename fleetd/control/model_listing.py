@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from fleetd.control.daemon_status import MemoryBudget
+
 
 class InstalledModel(msgspec.Struct, frozen=True):
     """A model on this machine. ``digest`` is None: computing it may take minutes, so only ``verify`` does."""
@@ -20,7 +22,12 @@ class InstalledModel(msgspec.Struct, frozen=True):
 
 
 class OfferedModel(msgspec.Struct, frozen=True):
-    """A model of the catalog. ``fits``: this machine has the memory for it."""
+    """A model of the catalog.
+
+    ``memory_bytes``: what it needs here, as an estimate. ``fits``: that much is usable now, or idle models
+    would give it back. ``fits_if_freed``: it would be, were all memory of this machine free. ``served``:
+    fleetd can answer with it.
+    """
 
     name: str = ""
     hub_id: str | None = None
@@ -30,11 +37,17 @@ class OfferedModel(msgspec.Struct, frozen=True):
     tier: str = ""
     installed: bool = False
     fits: bool = False
+    fits_if_freed: bool = False
+    served: bool = True
 
 
 class ModelListing(msgspec.Struct, frozen=True):
+    """``memory``: what "fits" is judged by, with ``evictable_bytes`` that idle models would give back."""
+
     installed: list[InstalledModel] = []
     catalog: list[OfferedModel] = []
+    memory: MemoryBudget = MemoryBudget()
+    evictable_bytes: int = 0
 
 
 class ModelVerdict(msgspec.Struct, frozen=True):

@@ -6,7 +6,11 @@ import msgspec
 
 
 class UsageTotals(msgspec.Struct, frozen=True):
-    """Sums over requests; ``failed`` counts the refunded among ``requests``."""
+    """Sums over requests; ``failed`` counts those among ``requests`` that ended in an error.
+
+    ``scored_tokens``: tokens of prompts that the model scored for smart prefill. Scoring a prompt is no
+    request, and its time is not in ``prefill_s``.
+    """
 
     requests: int = 0
     failed: int = 0
@@ -15,6 +19,7 @@ class UsageTotals(msgspec.Struct, frozen=True):
     completion_tokens: int = 0
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    scored_tokens: int = 0
 
 
 class UsageRow(UsageTotals, frozen=True):

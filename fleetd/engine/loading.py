@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
-import psutil
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -24,7 +23,7 @@ from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.calibrate import calibrate
-from fleetd.engine.memory import WORKING_BYTES, admit_weights
+from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading, Profile, Ready
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.head_profile import ProfileKey
@@ -35,7 +34,9 @@ from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePla
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.hardware import memory
 from fleetd.models import digest as digests
+from fleetd.models.memory_need import WORKING_BYTES, expanded_bytes
 from fleetd.models.verify import verify
 
 Device = Literal["cpu", "metal", "cuda"]
@@ -82,12 +83,15 @@ def pick_device(wanted: str) -> Device:
 
 
 def usable_bytes(device: Device, settings: WorkerSettings) -> int:
-    """Memory this worker may take, from what the device recommends and what the machine has free now."""
-    free = psutil.virtual_memory().available
-    if device == "metal":
-        free = min(free, int(mx.device_info().get("max_recommended_working_set_size", free)))
-    usable = int(free * settings.memory_fraction)
-    return min(usable, settings.max_memory_bytes) if settings.max_memory_bytes else usable
+    """Memory this worker may take, by the daemon's own rule and with what Metal itself says of the device."""
+    limit = int(mx.device_info().get("max_recommended_working_set_size", 0)) if device == "metal" else 0
+    return memory.budget(
+        *memory.system_memory(memory.cgroup_folders(Path("/"))),
+        device_limit_bytes=limit,
+        fraction=settings.memory_fraction,
+        max_bytes=settings.max_memory_bytes,
+        overcommit=settings.overcommit,
+    ).usable_bytes
 
 
 def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> Loaded:
@@ -255,18 +259,6 @@ def lazy_model(path: Path, config: dict[str, Any]) -> Any:
     except (KeyError, TypeError, RuntimeError) as error:
         raise ModelCorrupt(f"The model in {path.name} cannot be built from its config: {error}.") from error
     return model
-
-
-def expanded_bytes(on_disk: int, config: dict[str, Any], device: Device) -> int:
-    """Bytes in memory: as on disk, except on a CPU, where everything becomes f32."""
-    if device != "cpu":
-        return on_disk
-    if config.get("torch_dtype", config.get("dtype")) == "float32":
-        return on_disk
-    quantization = config.get("quantization") or config.get("quantization_config") or {}
-    bits = quantization.get("bits")
-    # Scales and biases add about half a bit per weight; unquantised weights are 16 bits in practice.
-    return int(on_disk * 32 / (bits + 0.5)) if isinstance(bits, int) and bits > 0 else on_disk * 2
 
 
 def _warm_up(model: Any) -> int:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from fleetd.engine.failures import require
 from fleetd.errors import OutOfMemory
 from fleetd.limits import GIB, MIB
+from fleetd.models.memory_need import WORKING_BYTES
 
-# What a forward pass needs besides weights and KV: activations of one chunk, logits, allocator slack.
-WORKING_BYTES = 512 * MIB
 # KV is promised to a sequence in steps of this many tokens, as it grows: most answers are far shorter than
 # the context would allow, and promising all of that up front would let one chat fill the memory.
 GROWTH_TOKENS = 512

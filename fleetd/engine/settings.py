@@ -11,13 +11,14 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How every worker of this machine runs. 0 means: choose for the device.
 
     ``max_memory_bytes`` bounds weights, KV and prefix cache together; ``memory_fraction`` applies to what the
-    device reports as usable where that is smaller.
+    device reports as usable where that is smaller. ``overcommit``: as if all memory were free.
     """
 
     device: Literal["auto", "cpu", "gpu"] = "auto"
     threads: int = 0
     max_memory_bytes: int = 0
     memory_fraction: float = 0.85
+    overcommit: bool = False
     max_streams: int = 16
     prefill_chunk_tokens: int = 0
     prefix_cache_bytes: int = 0

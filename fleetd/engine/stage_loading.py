@@ -19,19 +19,19 @@ from fleetd.engine import cpu
 from fleetd.engine.loading import (
     Device,
     context_tokens,
-    expanded_bytes,
     kv_bytes_per_token,
     lazy_model,
     usable_bytes,
     verified_config,
     versions,
 )
-from fleetd.engine.memory import WORKING_BYTES, admit_weights
+from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.part_speeds import part_speeds
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
+from fleetd.models.memory_need import WORKING_BYTES, expanded_bytes
 
 WARM_UP_TOKENS = 8
 

@@ -11,31 +11,35 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-
-import psutil
 
 from fleetd.control.daemon_status import HardwareReading
 from fleetd.hardware import facts as hardware_facts
 from fleetd.hardware.facts import text
+from fleetd.hardware.memory import cgroup_folders, system_memory
 from fleetd.models.catalog import tier_of
+from fleetd.observe import get_logger
+
+log = get_logger("fleetd.hardware")
 
 _SYSCTL_S = 2.0
-# Above this a cgroup v1 "limit" is the kernel's way to say that there is none.
-_UNLIMITED_BYTES = 1 << 60
 
 
 class HardwareProbe:
-    """Reads the constant facts once and the changing one at every call."""
+    """Reads the constant facts once and the changing one at every call.
 
-    def __init__(self, root: Path = Path("/")) -> None:
+    Args:
+        gpu: whether models may run on a GPU.
+    """
+
+    def __init__(self, root: Path = Path("/"), *, gpu: bool = True) -> None:
         self._root = root
-        self._cgroup = list(_cgroup_folders(root))
+        self._cgroup = list(cgroup_folders(root))
         self._platform = f"{platform.system()} {platform.release()} {platform.machine()}"
         self._hostname = hardware_facts.short_host(platform.node())
         self._cores = cores()
-        self._accelerator = _accelerator(root)
+        self._known, self._blind = (0, 0), False
+        self._accelerator = _accelerator(root) if gpu else "cpu"
         self._product, self._cpu, self._gpu = "", "", ""
         self._fast_cores = self._wired_limit_bytes = 0
         if sys.platform == "darwin":
@@ -59,11 +63,7 @@ class HardwareProbe:
         self._fast_cores = hardware_facts.linux_fast_cores(root)
 
     def read(self) -> HardwareReading:
-        memory = psutil.virtual_memory()
-        total, available = int(memory.total), int(memory.available)
-        for limit, used in _cgroup_memory(self._cgroup):
-            total = min(total, limit)
-            available = min(available, max(0, limit - used))
+        total, available = self._memory()
         return HardwareReading(
             platform=self._platform,
             hostname=self._hostname,
@@ -78,6 +78,18 @@ class HardwareProbe:
             tier=tier_of(total),
             accelerator=self._accelerator,
         )
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes in all and bytes free; the last reading where the system gives none now."""
+        try:
+            self._known = system_memory(self._cgroup)
+        except (OSError, RuntimeError) as error:
+            if not self._blind:
+                log.warning("memory.unread", error=str(error), note="the last reading stands")
+            self._blind = True
+        else:
+            self._blind = False
+        return self._known
 
 
 def cores() -> int:
@@ -94,45 +106,6 @@ def _accelerator(root: Path) -> str:
     if (root / "dev/nvidia0").exists() or shutil.which("nvidia-smi"):
         return "cuda"
     return "cpu"
-
-
-def _cgroup_folders(root: Path) -> Iterable[Path]:
-    """This process's control group and its ancestors: the tightest limit among them is the one that kills."""
-    for line in text(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = root / "sys/fs/cgroup" / ("memory" if controllers else "")
-        folder = base / path.lstrip("/")
-        # Inside a container the path may not exist under our mount; the mount's top is then our own group.
-        while folder != base:
-            if folder.is_dir():
-                yield folder
-            folder = folder.parent
-        if base.is_dir():
-            yield base
-
-
-def _cgroup_memory(folders: Iterable[Path]) -> Iterable[tuple[int, int]]:
-    """(limit, used) of each group that has a limit."""
-    for folder in folders:
-        for limit_name, used_name in (
-            ("memory.max", "memory.current"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
-        ):
-            limit = text(folder / limit_name).strip()
-            if limit.isdecimal() and int(limit) < _UNLIMITED_BYTES:
-                used = text(folder / used_name).strip()
-                yield int(limit), int(used) - _reclaimable(folder) if used.isdecimal() else 0
-
-
-def _reclaimable(folder: Path) -> int:
-    """Page cache counts as used in a cgroup but gives way at once: a model file read once is no pressure."""
-    for line in text(folder / "memory.stat").splitlines():
-        name, _, value = line.partition(" ")
-        if name in ("inactive_file", "total_inactive_file") and value.isdecimal():
-            return int(value)
-    return 0
 
 
 def _output(command: list[str]) -> str:

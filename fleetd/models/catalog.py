@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from fleetd.errors import ModelUnsupported
 from fleetd.limits import GIB, MIB
 
 Role = Literal["chat", "compressor", "draft", "embedding"]
@@ -35,6 +36,11 @@ class CatalogEntry:
     source: Source
     note: str
     aliases: tuple[str, ...] = ()
+
+    @property
+    def served(self) -> bool:
+        """Whether fleetd can answer with it: there is no API for embeddings yet."""
+        return self.roles != ("embedding",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +213,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         1 * GIB,
         32_768,
         "tiny",
-        "text embeddings",
+        "text embeddings; not served yet",
     ),
 )
 
@@ -239,6 +245,17 @@ _BY_NAME = _index()
 def find(name: str) -> CatalogEntry | None:
     """The entry with this name, alias or hub id; letter case does not matter."""
     return _BY_NAME.get(name.lower())
+
+
+def check_served(name: str) -> None:
+    """Raises ModelUnsupported for a catalog model that fleetd cannot answer with."""
+    entry = find(name)
+    if entry is not None and not entry.served:
+        raise ModelUnsupported(
+            f"{entry.name} makes embeddings, which fleetd does not serve yet.",
+            hint="`fleetctl models` lists the models that answer.",
+            param="model",
+        )
 
 
 def tier_of(memory_bytes: int) -> Tier:

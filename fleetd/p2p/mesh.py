@@ -139,6 +139,7 @@ class Mesh:
             peer.paths.succeeded(reached, now)
         if peer.link is None:
             peer.heard_s = now
+            self._dial_static_soon(now)
         peer.trouble = None
         self._choose(peer, now)
 
@@ -344,6 +345,20 @@ class Mesh:
             return True
         address = static.path.address
         return any(peer.link is not None and peer.link.address == address for peer in self.peers.values())
+
+    def unanswered(self) -> dict[Address, FleetError]:
+        """Addresses from the settings whose last dial failed, where no connected machine is known to be."""
+        return {
+            address: static.trouble
+            for address, static in self.static.items()
+            if static.trouble is not None and not self._is_reached(static)
+        }
+
+    def _dial_static_soon(self, now: float) -> None:
+        """A machine has come; it may be the one behind a name, which its sessions do not show."""
+        for static in self.static.values():
+            if static.trouble is not None and not self._is_reached(static):
+                static.path.due_s = min(static.path.due_s, now + limits.DIAL_AGAIN_S)
 
     def _static_dialling(self) -> set[Address]:
         return {address for address, static in self.static.items() if static.dialling}

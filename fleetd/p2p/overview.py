@@ -57,9 +57,8 @@ def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> Fl
             if found.node_id not in members
         ],
         unanswered=[
-            UnansweredAddress(host_port(*address), static.trouble.message, static.trouble.hint)
-            for address, static in mesh.static.items()
-            if static.trouble is not None
+            UnansweredAddress(host_port(*address), error.message, error.hint)
+            for address, error in mesh.unanswered().items()
         ],
     )
 

@@ -46,10 +46,15 @@ class ConnectionHandlers:
 
 
 class PeerPort:
-    """Listens on one address, or on every interface for the host ``*``."""
+    """Listens on one address, or on every interface for the host ``*``.
 
-    def __init__(self, handlers: ConnectionHandlers) -> None:
+    Args:
+        most_unknown: connections at once that have not shown what they are.
+    """
+
+    def __init__(self, handlers: ConnectionHandlers, most_unknown: int) -> None:
         self._handlers = handlers
+        self._most_unknown = most_unknown
         self._listeners: list[socket.socket] = []
         self._unknown: dict[asyncio.Task[None], str] = {}
         self.port = 0
@@ -122,7 +127,7 @@ class PeerPort:
         same = [task for task, where in held if where == address]
         if len(same) >= limits.PEER_SOCKETS_PER_ADDRESS:
             self._drop(same[0])
-        elif len(held) >= limits.PEER_SOCKETS_UNKNOWN:
+        elif len(held) >= self._most_unknown:
             counts: dict[str, int] = {}
             for _, where in held:
                 counts[where] = counts.get(where, 0) + 1
@@ -140,6 +145,10 @@ class PeerPort:
                 handler = await self._handler(sock)
         except (TimeoutError, OSError):
             sock.close()
+            return
+        except Exception:  # such as no descriptor for the loop to watch it with
+            sock.close()
+            log.exception("peer_port.connection")
             return
         except BaseException:
             sock.close()

@@ -228,7 +228,7 @@ def _refusal(ask: RouteQuestion, c: Candidate) -> Refusal | None:
         if c.needed_bytes > c.memory_bytes:
             return Refusal("too_small", f"{c.name} has {_gib(c.memory_bytes)} of memory; {need}.")
         free = _gib(c.available_bytes + c.evictable_bytes)
-        return Refusal("no_memory", f"{c.name} has {free} of memory free; {need}.")
+        return Refusal("no_memory", f"{c.name} has {free} of memory for models; {need}.")
     if c.waiting >= limits.QUEUED_REQUESTS:
         return Refusal("full", f"{c.name} has {c.waiting} requests waiting already.")
     return None

@@ -16,6 +16,7 @@ from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError, fr
 from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests import messages
+from fleetd.requests.answer_check import AnswerCheck
 from fleetd.requests.concurrency import cancel_all, with_heartbeats
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.message_codec import ALIVE
@@ -47,6 +48,7 @@ class RemoteJob:
         request: begins a request at that machine.
         model: its canonical name.
         planned: how it runs, as its client knows.
+        context_tokens: of the model there, by that machine's card; 0 if unknown.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class RemoteJob:
         model: str,
         digest: str,
         planned: Planned,
+        context_tokens: int = 0,
     ) -> None:
         self._request = request
+        self._context_tokens = context_tokens
         self._asked = messages.RunJob(model, job.request, job.route, digest, where=True, trace=True)
         self._planned = planned
         self._stream: PeerStream | None = None
@@ -69,10 +73,12 @@ class RemoteJob:
 
         Raises:
             PeerLost: the machine went away, or said nothing for ``limits.JOB_SILENCE_S``.
+            ProtocolError: what it sends cannot be the answer to this job.
             FleetError: what the job failed with there.
         """
         planned = self._planned
         stream = self._request(messages.RUN, messages.encode(self._asked))
+        check = AnswerCheck(self._asked.request, self._context_tokens)
         ended = False
         try:
             stream.end()
@@ -82,6 +88,7 @@ class RemoteJob:
                     ended = True
                     raise ProtocolError("A peer ended an answer without finishing it.")
                 event = messages.decode_event(body)
+                check(event)
                 if isinstance(event, messages.RanAt):
                     nodes = (planned.nodes[0], *event.helpers)
                     exactness = planned.exactness if event.exact else "plan"

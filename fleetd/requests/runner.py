@@ -40,6 +40,7 @@ from fleetd.errors import (
     PeerError,
 )
 from fleetd.ledger import Ledger, Reservation
+from fleetd.models.catalog import check_served
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -240,9 +241,15 @@ class Runner:
         """Where the events of this attempt come from."""
         placement, folder = request.placement, request.folder_here
         if placement.node_id != THIS_NODE and self._placing is not None:
-            ask = partial(self._placing.request, placement.node_id)
-            model, digest = request.model.name, placement.digest
-            request.remote = remote.RemoteJob(ask, request.job, model, digest, placement.planned)
+            there = self._members.model_at(placement.node_id, request.model.name)
+            request.remote = remote.RemoteJob(
+                partial(self._placing.request, placement.node_id),
+                request.job,
+                request.model.name,
+                placement.digest,
+                placement.planned,
+                there.context_tokens if there is not None else 0,
+            )
             return request.remote.events()
         return self._fetched(request) if folder is None else self._pool.stream(folder, request.generate)
 
@@ -312,7 +319,11 @@ class Runner:
         return self._placing.choose(job, model.name, here=here, can_pull=model.can_pull, tried=tried, why=why)
 
     def _locate(self, ref: str, digest: str) -> LocatedModel:
-        """Where the model is on this machine, if it is, and with that content if it matters. Blocks."""
+        """Where the model is on this machine, if it is, and with that content if it matters. Blocks.
+
+        Raises ModelUnsupported, ModelCorrupt, InvalidValue.
+        """
+        check_served(ref)
         try:
             folder = self._models.resolve(ref)
         except ModelNotFound as error:

@@ -76,8 +76,26 @@ async def test_no_compressor_is_an_error_here() -> None:
     fake.trouble = SkipCompression("no_compressor", "No machine has a model that can score prompts now.")
     code, reply, _ = await asked({"prompt": TEXT}, fake)
     assert (code, reply["error"]["code"]) == (503, "no_machine")
-    assert "fleetctl models" in reply["error"]["hint"]
+    assert "fleetctl models pull smollm2-135m" in reply["error"]["hint"]
     assert fake.closed == ["no_compressor"]
+
+
+@pytest.mark.parametrize(
+    ("named", "hint"),
+    [
+        ("qwen3-0.6b", "`fleetctl models pull qwen3-0.6b` gets it."),
+        ("org/scorer-4bit", "`fleetctl models pull org/scorer-4bit` gets it."),
+        ("qwen3-0.6", "Did you mean qwen3-0.6b"),
+        ("/no/such/folder", "`fleetctl models` lists what there is."),
+    ],
+)
+async def test_the_hint_is_about_the_compressor_that_was_asked_for(named: str, hint: str) -> None:
+    fake = FakeCompressing()
+    fake.trouble = SkipCompression("no_compressor", f"No machine can score prompts with {named} now.")
+    _, reply, _ = await asked({"prompt": TEXT, "compressor_model": named}, fake)
+    assert reply["error"]["param"] == "compressor_model"
+    assert hint in reply["error"]["hint"]
+    assert "smollm2" not in reply["error"]["hint"]
 
 
 async def test_a_stopping_daemon_takes_no_new_work() -> None:

@@ -65,7 +65,7 @@ async def daemon(tmp_path: Path) -> AsyncIterator[Daemon]:
 
     given = services(FakeRunner(), models=models, pool=pool, verify=verify, status=current, catalog=CATALOG)
     async with serve_unix(given, tmp_path / "s") as site, site.client(headers={}) as session:
-        daemon = Daemon(session, models, pool, verified, status(engines=[engine()]))
+        daemon = Daemon(session, models, pool, verified, status(engines=[engine(memory_bytes=1 << 30)]))
         yield daemon
 
 
@@ -85,9 +85,17 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: Daemon) -> No
     entries = {entry["name"]: entry for entry in listing["catalog"]}
     assert entries[MODEL]["installed"]
     assert entries[MODEL]["fits"]
-    assert {entry["fits"] for entry in listing["catalog"]} == {True, False}
+    # Four of sixteen GiB are free, and the idle model would give one more back.
+    fits = {entry["name"]: (entry["fits"], entry["fits_if_freed"]) for entry in listing["catalog"]}
+    assert fits["qwen3-4b"] == (True, True)
+    assert fits["qwen3-8b"] == (False, True)
+    assert fits["qwen3-30b-a3b"] == (False, False)
+    assert listing["memory"]["usable_bytes"] == 4 << 30
+    assert listing["evictable_bytes"] == 1 << 30
+    assert [name for name, entry in entries.items() if not entry["served"]] == ["qwen3-embedding-0.6b"]
     assert set(entries[MODEL]) == {
-        "name", "hub_id", "roles", "memory_bytes", "context_tokens", "tier", "installed", "fits",
+        "name", "hub_id", "roles", "memory_bytes", "context_tokens", "tier", "installed", "fits", "served",
+        "fits_if_freed",
     }  # fmt: skip
 
 

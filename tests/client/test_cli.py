@@ -314,6 +314,8 @@ MODELS = {
         | {"tier": "tiny", "installed": True, "fits": True},
         {"name": "qwen3-1.7b", "hub_id": "c/d", "roles": ["compressor"], "memory_bytes": 2_100_000_000}
         | {"context_tokens": 40960, "tier": "small", "installed": False, "fits": False},
+        {"name": "vectors", "hub_id": "e/f", "roles": ["embedding"], "memory_bytes": 2_100_000_000}
+        | {"context_tokens": 40960, "tier": "small", "installed": False, "fits": True, "served": False},
     ],
 }
 
@@ -326,7 +328,7 @@ def test_models(run: Run, daemon: FakeDaemon) -> None:
     assert "smollm2-135m" in installed
     assert "loaded" in installed
     assert "smollm2-135m" not in catalog
-    assert [line.split()[-1] for line in catalog.splitlines()[1:]] == ["no"]
+    assert [line.split("small")[1].strip() for line in catalog.splitlines()[1:]] == ["no", "not served yet"]
     assert json.loads(run("models", "--json", home=daemon.home).stdout) == MODELS
     assert json.loads(run("models", "list", "--json", home=daemon.home).stdout) == MODELS
 
@@ -348,6 +350,13 @@ def test_pull(run: Run, daemon: FakeDaemon) -> None:
     assert daemon.seen[-1].body == {"model": "smollm2-135m"}
     shown = run("models", "pull", "smollm2-135m", "--json", home=daemon.home).stdout
     assert json.loads(shown) == {"done": True, "name": "smollm2-135m"}
+
+
+def test_a_folder_is_used_where_it_lies_by_its_path(run: Run, daemon: FakeDaemon) -> None:
+    daemon.on("POST", "/fleet/v1/models/pull", pulling(data({"done": True, "name": "/models/mine"})))
+    shown = run("models", "pull", "/models/mine", home=daemon.home).stdout
+    assert "Nothing was copied" in shown
+    assert "fleetctl chat -m /models/mine" in shown
 
 
 def test_pull_that_fails_in_the_middle(run: Run, daemon: FakeDaemon) -> None:
@@ -431,11 +440,17 @@ def test_usage(daemon: FakeDaemon, run: Run) -> None:
         "failed": 1,
         "prompt_tokens": 4100,
     }
-    row |= {"cached_tokens": 100, "completion_tokens": 210, "prefill_s": 10.0, "decode_s": 10.0}
+    row |= {
+        "cached_tokens": 100,
+        "completion_tokens": 210,
+        "prefill_s": 10.0,
+        "decode_s": 10.0,
+        "scored_tokens": 7,
+    }
     daemon.on("GET", "/fleet/v1/usage", Reply({"rows": [row], "totals": {**row, "day": None}}))
     shown = run("usage", "--days", "30", home=daemon.home).stdout.splitlines()
     assert daemon.seen[-1].path == "/fleet/v1/usage?days=30"
-    assert " ".join(shown[1].split()) == "2026-11-20 m 3 1 4,100 100 210 400 tok/s 21 tok/s"
+    assert " ".join(shown[1].split()) == "2026-11-20 m 3 1 4,100 100 210 400 tok/s 21 tok/s 7"
     assert shown[2].split()[0] == "total"
     assert json.loads(run("usage", "--json", home=daemon.home).stdout)["rows"] == [row]
 

@@ -158,6 +158,12 @@ def test_pasted_lines_are_one_message(daemon: FakeDaemon, start: Start) -> None:
 
 def test_commands(daemon: FakeDaemon, start: Start) -> None:
     daemon.chat(answer("fine"))
+    daemon.on(
+        "GET",
+        "/v1/models/nope",
+        Reply({"error": {"message": "There is no model 'nope'.", "code": "model_not_found"}}, 404),
+    )
+    daemon.on("GET", "/v1/models/other", Reply({"id": "other"}))
     child = start("--system", "be brief")
 
     def say(line: str, expected: str) -> None:
@@ -167,6 +173,8 @@ def test_commands(daemon: FakeDaemon, start: Start) -> None:
 
     say("/help", "Ctrl-C stops an answer")
     say("first", "fine")
+    say("/model", "model: smollm2-135m")
+    say("/model nope", "no model 'nope'")
     say("/model", "model: smollm2-135m")
     say("/model other", "model: other")
     say("/stats", "closing line: off")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
+from fleetd.hardware.memory import budget
 from fleetd.models.folder import ModelFolder
 from fleetd.own_card import CardMaker
 from fleetd.p2p.membership.cards import Card, ModelCard
@@ -42,7 +43,7 @@ def part(pid: int, first: int, last: int, **fields: Any) -> EngineStatus:
 class Daemon:
     """A card maker with everything it looks at."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, **limits: Any) -> None:
         self.engines: list[EngineStatus] = []
         self.listing = asyncio.Event()
         self.speeds = ModelSpeeds()
@@ -59,7 +60,7 @@ class Daemon:
             max_streams=4,
             publish=self.published,
             speeds=self.speeds,
-            **settings,
+            budget=lambda machine, free_bytes: budget(machine.memory_bytes, free_bytes, **limits),
         )
 
     async def listed(self) -> None:
@@ -152,5 +153,5 @@ async def test_with_the_whole_model_loaded_a_part_says_nothing() -> None:
 @pytest.mark.one_loop
 @pytest.mark.parametrize(("most", "usable"), [(0, 1 << 32), (1 << 31, 1 << 31), (1 << 40, 1 << 32)])
 async def test_what_a_model_may_take_is_bounded_by_the_settings(most: int, usable: int) -> None:
-    daemon = Daemon(memory_fraction=0.5, max_memory_bytes=most)
+    daemon = Daemon(fraction=0.5, max_bytes=most)
     assert daemon.maker.card().usable_bytes == usable

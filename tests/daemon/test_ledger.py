@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from fleetd import limits
 from fleetd.control.usage_report import UsageTotals
 from fleetd.engine.protocol import Timings, Usage
-from fleetd.ledger import Ledger, Reservation
+from fleetd.ledger import SCORE_ROUTE, Ledger, Reservation
 from fleetd.store import Store, StoreUnavailable
 
 NOON_S = 1_790_000_000.0
@@ -96,8 +96,22 @@ async def test_usage_adds_up_by_day_and_model(store: Store) -> None:
     assert ledger.usage(9).totals.requests == 5
     assert len(ledger.usage(1).rows) == 2
     names = {"day", "model", "node", "requests", "failed", "prompt_tokens", "cached_tokens"}
-    names |= {"completion_tokens", "prefill_s", "decode_s"}
+    names |= {"completion_tokens", "prefill_s", "decode_s", "scored_tokens"}
     assert set(msgspec.to_builtins(report)["rows"][0]) == names
+
+
+async def test_scoring_is_counted_in_tokens_and_is_no_request(store: Store) -> None:
+    ledger = Ledger(store, now=lambda: NOON_S)
+    await ledger.reserve(row("answer"))
+    ledger.settle(row("answer"), USED, TOOK, "stop")
+    for number in range(3):
+        scored = Reservation(f"answer.score{number}", "m", "this", SCORE_ROUTE, NOON_S)
+        await ledger.reserve(scored)
+        if number:
+            ledger.settle(scored, Usage(prompt_tokens=100), Timings(prefill_s=7.0), "stop")
+        else:
+            ledger.refund(scored, "declined")
+    assert ledger.usage(1).totals == UsageTotals(1, 0, 10, 4, 5, 1.0, 2.0, scored_tokens=200)
 
 
 async def test_old_rows_are_pruned(store: Store) -> None:

@@ -86,8 +86,12 @@ def test_any_source_gives_the_plain_answer(llama: Any, tokenizer: Any, kind: str
         known = plain.tokens["r"][len(PROMPT) :]
         assert sources[0].told[: len(known)] == known
         assert len(sources[0].told) == run.finished("r").usage.completion_tokens == 60
-    if kind == "always wrong" and report is not None:
-        assert report.sources.get("scripted", report).accepted <= 3
+    if kind in ("always wrong", "random", "lying"):
+        # Drafts were verified, many of them: the plain answer is not plain because nothing was drafted.
+        assert report is not None
+        scripted = report.sources["scripted"]
+        assert scripted.drafted > 200
+        assert scripted.accepted <= (0 if kind == "always wrong" else 5)
 
 
 @pytest.mark.parametrize("mode", ["auto", "on", "off"])
@@ -95,7 +99,10 @@ def test_every_mode_gives_the_plain_answer(llama: Any, tokenizer: Any, mode: str
     plain = one(llama, tokenizer, None, max_tokens=120)
     run = one(llama, tokenizer, spec(mode), max_tokens=120)
     assert run.said("r") == plain.said("r")
-    assert (run.finished("r").speculation is None) or mode != "off"
+    drafted = run.finished("r").speculation
+    if mode == "auto":
+        return
+    assert (drafted is not None) == (mode == "on")
 
 
 @pytest.mark.parametrize("limit", [1, 2, 5, 6, 15, 16, 17, 18, 33])

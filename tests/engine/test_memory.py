@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetd.engine.memory import WORKING_BYTES, KvBudget, admit_weights, human
+from fleetd.engine.memory import KvBudget, admit_weights, human
 from fleetd.errors import OutOfMemory
+from fleetd.models.memory_need import WORKING_BYTES
 
 NAMES = st.sampled_from("abcd")
 

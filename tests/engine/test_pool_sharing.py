@@ -10,10 +10,10 @@ import pytest
 from asking import folder_of, run
 from sharing import LAYERS, prompt, write
 
-from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.pool import EnginePool
 from fleetd.errors import EngineError, OutOfMemory
 from fleetd.models.folder import ModelFolder
+from fleetd.models.memory_need import WORKING_BYTES
 
 pytestmark = pytest.mark.one_loop
 MakePool = Callable[..., EnginePool]

@@ -19,12 +19,12 @@ from tiny_architectures import VOCAB, write
 
 from fleetd.engine import cpu
 from fleetd.engine.loading import Device, kv_bytes_per_token, lazy_model
-from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Loading
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.stage_loading import LoadedStage, load_stage
 from fleetd.errors import InvalidValue, ModelUnsupported, OutOfMemory
 from fleetd.models.folder import read_config
+from fleetd.models.memory_need import WORKING_BYTES
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 

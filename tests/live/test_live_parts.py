@@ -12,7 +12,7 @@ from live_daemon import LiveDaemon, until
 from live_fleet import LiveFleet, answer, body
 from sharing import write
 
-from fleetd.engine.memory import WORKING_BYTES
+from fleetd.models.memory_need import WORKING_BYTES
 
 pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(300)]
 

@@ -136,9 +136,12 @@ def test_a_plan_is_shown_before_it_is_needed(ready: LiveFleet) -> None:
 def test_what_has_to_stay_is_not_shared(ready: LiveFleet) -> None:
     plan, got = ask(ready["alpha"], prompt(2, 300), local_only=True)
     assert plan == "local; nodes=this; exact"
-    for name in NAMES:
-        traces = ready[name].control("GET", "/fleet/v1/traces")["traces"]
-        assert not [trace for trace in traces if trace["id"].startswith(got["id"])]
+    home, trace = trace_of(ready, got["id"])
+    assert (home, trace["outcome"], trace["chosen"]["nodes"]) == ("alpha", "local", ["this"])
+    # Nothing was planned, so nothing was passed over, and the other machine has heard nothing of it.
+    assert trace["losers"] == []
+    traces = ready["beta"].control("GET", "/fleet/v1/traces")["traces"]
+    assert not [trace for trace in traces if trace["id"].startswith(got["id"])]
 
 
 @contextlib.contextmanager

@@ -356,6 +356,36 @@ def test_a_machine_that_makes_no_sense_is_called_less_and_less(error: FleetError
     assert len(end.dials()) == 1
 
 
+def test_an_address_is_not_called_unanswered_once_its_machine_is_connected() -> None:
+    """It was dialled before the machine was up, or paired; then the machine dialled this one."""
+    end = Tried(static=[at(1)])
+    end.mesh.tick(0.0)
+    end.fails(end.dials()[0], 0.0)
+    assert list(end.mesh.unanswered()) == [at(1)]
+    link = end.opens(reached=at(1), now=0.1)
+    assert end.mesh.unanswered() == {}
+    end.mesh.closed(link, PeerLost("It broke."), 5.0)
+    assert list(end.mesh.unanswered()) == [at(1)]
+
+
+def test_a_name_in_the_settings_is_dialled_again_when_a_machine_has_come() -> None:
+    """Sessions show addresses, so only a dial tells that this name is the machine's."""
+    name = ("studio.local", 8115)
+    end = Tried(static=[name])
+    now = 0.0
+    for _ in range(9):
+        end.mesh.tick(now)
+        (dial,) = end.dials()
+        end.fails(dial, now)
+        now += limits.DIAL_AGAIN_MOST_S
+    now -= limits.DIAL_AGAIN_MOST_S
+    end.opens(now=now)
+    end.mesh.tick(now + limits.DIAL_AGAIN_S)
+    assert end.dials() == [Dial(name, "")]
+    end.opens(dial=Dial(name, ""), now=now + limits.DIAL_AGAIN_S)
+    assert end.mesh.unanswered() == {}
+
+
 def test_addresses_of_the_settings_are_called_for_ever_until_somebody_answers() -> None:
     address = at(1)
     end = Tried(static=[address])

@@ -253,13 +253,13 @@ STOPPING = Refusal("draining", "this is stopping.")
             peer("a", state="installed", available_bytes=3 * GIB, evictable_bytes=GIB),
             {},
             "no_memory",
-            "a has 4.0 GiB of memory free; qwen3-8b needs 6.0 GiB.",
+            "a has 4.0 GiB of memory for models; qwen3-8b needs 6.0 GiB.",
         ),
         (
             here(state="installed", available_bytes=GIB),
             {},
             "no_memory",
-            "this has 1.0 GiB of memory free; qwen3-8b needs 6.0 GiB.",
+            "this has 1.0 GiB of memory for models; qwen3-8b needs 6.0 GiB.",
         ),
         (
             peer("a", waiting=limits.QUEUED_REQUESTS),

@@ -9,9 +9,9 @@ from fakes import FACTS
 from msgspec.structs import replace
 from sharing_fakes import own_card
 
-from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Ready
 from fleetd.limits import GIB
+from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.p2p.membership.cards import Card, MachineFacts
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import PrefillSpeed

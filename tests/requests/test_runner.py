@@ -33,6 +33,7 @@ from fleetd.errors import (
     EngineDied,
     FleetError,
     ModelNotFound,
+    ModelUnsupported,
     Overloaded,
 )
 from fleetd.metrics import Metrics
@@ -211,6 +212,16 @@ async def test_a_model_of_the_hub_is_not_fetched_unasked(make_runner: Make) -> N
     with pytest.raises(ModelNotFound) as caught:
         await collect(make_runner(FakePool(answer()), models), job("qwen"))
     assert caught.value.hint == "Get it with `fleetctl models pull qwen`."
+    assert models.pulls == 0
+
+
+async def test_a_model_that_cannot_be_served_is_neither_asked_nor_fetched(make_runner: Make) -> None:
+    models = FakeModels(known={"qwen3-embedding-0.6b"})
+    runner = make_runner(FakePool(answer()), models)
+    with pytest.raises(ModelUnsupported, match="does not serve yet"):
+        await collect(runner, job("qwen3-embedding-0.6b"))
+    with pytest.raises(ModelUnsupported, match="does not serve yet"):
+        await anext(runner.pulls.watch("mlx-community/Qwen3-Embedding-0.6B-4bit-DWQ"))
     assert models.pulls == 0
 
 

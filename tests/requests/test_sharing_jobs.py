@@ -18,7 +18,6 @@ from sharing_fakes import DIGEST, HelperMachine, HomePartners, HomePool, machine
 from fleetd.control.prefill_plan import PlanQuestion, StepView
 from fleetd.control.prefill_trace import DrafterView, Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
-from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
@@ -32,6 +31,7 @@ from fleetd.engine.protocol import (
 )
 from fleetd.errors import ContextLengthExceeded, EngineDied, ModelNotFound, PeerLost
 from fleetd.metrics import Metrics
+from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.p2p.node import Node
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.prefill import step_names

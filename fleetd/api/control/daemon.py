@@ -15,10 +15,11 @@ from fleetd.api.context import SERVICES
 from fleetd.api.openai.models import loaded_models
 from fleetd.api.relay import relay
 from fleetd.api.services import Services
-from fleetd.control.daemon_status import ClientSettings
+from fleetd.control.daemon_status import ClientSettings, DaemonStatus
 from fleetd.control.model_listing import InstalledModel, ModelListing, ModelVerdict, OfferedModel
 from fleetd.errors import InvalidValue, ModelNotFound
 from fleetd.models.folder import ModelFolder
+from fleetd.models.memory_need import estimated_bytes
 
 _DAYS = (1, 3650)
 
@@ -50,11 +51,10 @@ async def models(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     # The engines' state belongs to the event loop; only the disk is asked from a thread.
     loaded = loaded_models(services)
-    memory_bytes = services.status().machine.memory_bytes
-    return json_answer(await asyncio.to_thread(_listing, services, loaded, memory_bytes))
+    return json_answer(await asyncio.to_thread(_listing, services, loaded, services.status()))
 
 
-def _listing(services: Services, loaded: frozenset[str], memory_bytes: int) -> ModelListing:
+def _listing(services: Services, loaded: frozenset[str], status: DaemonStatus) -> ModelListing:
     """What is here and what could be. A digest may cost minutes of reading, so it is left to verify."""
     folders = list(services.models.installed())
     by_name = {entry.name: entry for entry in services.catalog}
@@ -75,20 +75,25 @@ def _listing(services: Services, loaded: frozenset[str], memory_bytes: int) -> M
             )
         )
     names = {folder.name for folder in folders}
-    catalog = [
-        OfferedModel(
-            name=entry.name,
-            hub_id=entry.hub_id,
-            roles=list(entry.roles),
-            memory_bytes=entry.memory_bytes,
-            context_tokens=entry.context_tokens,
-            tier=entry.tier,
-            installed=entry.name in names or entry.hub_id in names,
-            fits=entry.memory_bytes <= memory_bytes,
+    evictable = sum(engine.memory_bytes for engine in status.engines if engine.evictable)
+    catalog = []
+    for entry in services.catalog:
+        needed = estimated_bytes(entry, status.machine.accelerator)
+        catalog.append(
+            OfferedModel(
+                name=entry.name,
+                hub_id=entry.hub_id,
+                roles=list(entry.roles),
+                memory_bytes=needed,
+                context_tokens=entry.context_tokens,
+                tier=entry.tier,
+                installed=entry.name in names or entry.hub_id in names,
+                fits=needed <= status.memory.usable_bytes + evictable,
+                fits_if_freed=needed <= status.memory.largest_bytes,
+                served=entry.served,
+            )
         )
-        for entry in services.catalog
-    ]
-    return ModelListing(installed, catalog)
+    return ModelListing(installed, catalog, status.memory, evictable)
 
 
 async def usage(request: web.Request) -> web.StreamResponse:

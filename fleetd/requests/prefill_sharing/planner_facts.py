@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from fleetd.control.prefill_plan import OptionView, StepView
-from fleetd.engine.memory import WORKING_BYTES
 from fleetd.engine.protocol import Ready
+from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import PrefillSpeed, modelled

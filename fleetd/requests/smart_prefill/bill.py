@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from fleetd.engine.protocol import Timings, Usage
-from fleetd.ledger import Ledger, Reservation
+from fleetd.ledger import SCORE_ROUTE, Ledger, Reservation
 from fleetd.plan.scoring import Scorer
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.smart_prefill.segment_scoring import ScorerRun
@@ -49,6 +49,6 @@ class ScoringBill:
         if (row := self._rows.get(scorer.node_id)) is None:
             node = THIS_NAME if scorer.here else scorer.name
             # As long ids as clients' own may be; the ledger tells rows apart by them.
-            row = Reservation(f"{self._id}.score{len(self._rows)}", model, node, "score", self._now())
+            row = Reservation(f"{self._id}.score{len(self._rows)}", model, node, SCORE_ROUTE, self._now())
             self._rows[scorer.node_id] = row
         return row

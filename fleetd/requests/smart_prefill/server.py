@@ -17,7 +17,7 @@ from fleetd import limits
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Scored, Timings, Usage
 from fleetd.errors import EngineDied, FleetError
-from fleetd.ledger import Ledger, Reservation
+from fleetd.ledger import SCORE_ROUTE, Ledger, Reservation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.concurrency import with_heartbeats
@@ -55,7 +55,7 @@ class ScoreServer:
     async def _score(self, ask: messages.ScoreQuestion, stream: PeerStream) -> None:
         folder = await self._host.holding(ask.model, ask.digest)
         score = msgspec.structs.replace(ask.score, id=own_id(ask.score.id))
-        row = Reservation(score.id, folder.name, THIS_NAME, "score", self._now())
+        row = Reservation(score.id, folder.name, THIS_NAME, SCORE_ROUTE, self._now())
         await self._ledger.reserve(row)
         scored: Scored | None = None
         try:

@@ -1,0 +1,25 @@
+"""What models may take of a machine's memory, and how that figure comes about. Pure."""
+
+from __future__ import annotations
+
+from fleetctl.render.text import size
+from fleetd.control.daemon_status import MemoryBudget
+
+
+def memory_lines(memory: MemoryBudget, evictable_bytes: int = 0) -> list[str]:
+    """The figure with its parts and, where the settings override what is free, a warning."""
+    if not memory.total_bytes:
+        return []
+    free, total = size(memory.available_bytes), size(memory.total_bytes)
+    parts = [f"{total} of memory" if memory.overcommit else f"{free} free of {total}"]
+    if memory.device_limit_bytes:
+        parts.append(f"of which the GPU may hold {size(memory.device_limit_bytes)}")
+    parts.append(f"times {memory.fraction:g} (engine.memory_fraction)")
+    if memory.max_bytes:
+        parts.append(f"at most {size(memory.max_bytes)} (engine.max_memory_bytes)")
+    lines = [f"Models may take {size(memory.usable_bytes)} now: {', '.join(parts)}."]
+    if evictable_bytes:
+        lines.append(f"Idle models give back {size(evictable_bytes)} where another needs it.")
+    if memory.overcommit:
+        lines.append("engine.overcommit is on: what is free is not looked at, and the machine may swap.")
+    return lines

@@ -1,0 +1,88 @@
+"""What models may take: one rule for the engine's admission, FITS HERE, routing and cards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetctl.render.memory import memory_lines
+from fleetd.hardware.memory import budget, metal_limit
+from fleetd.limits import GIB, MIB
+from fleetd.models import catalog
+from fleetd.models.memory_need import estimated_bytes, expanded_bytes
+
+SIZES = st.integers(0, 1 << 50)
+
+
+@pytest.mark.parametrize(
+    ("limits", "usable", "largest"),
+    [
+        ({}, 8, 16),
+        ({"fraction": 0.5}, 4, 8),
+        ({"device_limit_bytes": 6 * GIB}, 6, 6),
+        ({"device_limit_bytes": 12 * GIB, "fraction": 0.5}, 4, 6),
+        ({"max_bytes": 3 * GIB}, 3, 3),
+        ({"overcommit": True, "fraction": 0.5}, 8, 8),
+        ({"overcommit": True, "device_limit_bytes": 12 * GIB, "max_bytes": 10 * GIB}, 10, 10),
+    ],
+)
+def test_what_is_usable_now_and_at_most(limits: dict[str, Any], usable: int, largest: int) -> None:
+    found = budget(16 * GIB, 8 * GIB, **limits)
+    assert (found.usable_bytes, found.largest_bytes) == (usable * GIB, largest * GIB)
+
+
+@given(SIZES, SIZES, SIZES, st.floats(0.01, 0.95), SIZES, st.booleans())
+def test_no_limit_is_ever_passed(
+    total: int, available: int, device: int, fraction: float, most: int, overcommit: bool
+) -> None:
+    available = min(available, total)
+    found = budget(
+        total,
+        available,
+        device_limit_bytes=device,
+        fraction=fraction,
+        max_bytes=most,
+        overcommit=overcommit,
+    )
+    assert 0 <= found.usable_bytes <= found.largest_bytes <= total * fraction
+    assert not device or found.largest_bytes <= device * fraction
+    assert not most or found.largest_bytes <= most
+    assert overcommit or found.usable_bytes <= available * fraction
+
+
+@pytest.mark.parametrize(
+    ("total_gib", "wired_mib", "limit_gib"), [(8, 0, 16 / 3), (24, 0, 16), (64, 0, 48), (24, 20_480, 20)]
+)
+def test_the_gpu_of_a_mac_may_not_hold_everything(total_gib: int, wired_mib: int, limit_gib: float) -> None:
+    assert metal_limit(total_gib * GIB, wired_mib * MIB) == int(limit_gib * GIB)
+
+
+def test_a_cpu_computes_in_f32_so_a_quantised_model_needs_seven_times_its_files() -> None:
+    entry = catalog.find("qwen3-4b")
+    assert entry is not None
+    assert estimated_bytes(entry, "metal") == entry.memory_bytes
+    assert estimated_bytes(entry, "cpu") == pytest.approx(7.1 * entry.memory_bytes, rel=0.01)
+    assert expanded_bytes(100, {}, "cpu") == 200
+    assert expanded_bytes(100, {"torch_dtype": "float32"}, "cpu") == 100
+    packed = {"torch_dtype": "float32", "quantization": {"bits": 4}}
+    assert expanded_bytes(100, packed, "cpu") == 711  # the unpacked model's type says nothing of the files
+    assert expanded_bytes(100, {"quantization": {"bits": 8, "head": {"bits": 4}}}, "cpu") == 711
+    assert expanded_bytes(100, {"quantization": {"bits": 4096}}, "cpu") == 200
+    # What a publisher wrote there is not believed to be a mapping, or a number.
+    assert expanded_bytes(100, {"quantization": [4]}, "cpu") == 200
+    assert expanded_bytes(100, {"quantization": {"bits": "4"}}, "cpu") == 200
+
+
+def test_people_see_the_parts_of_the_figure_and_a_warning() -> None:
+    limits: dict[str, Any] = {"device_limit_bytes": 16 * GIB, "fraction": 0.85, "max_bytes": 15 * GIB}
+    (line,) = memory_lines(budget(24 * GIB, 20 * GIB, **limits))
+    assert line == (
+        "Models may take 14.6 GB now: 21.5 GB free of 25.8 GB, of which the GPU may hold 17.2 GB, "
+        "times 0.85 (engine.memory_fraction), at most 16.1 GB (engine.max_memory_bytes)."
+    )
+    shown = memory_lines(budget(24 * GIB, GIB, overcommit=True), 2 * GIB)
+    assert "2.1 GB" in shown[1]
+    assert "may swap" in shown[2]
