@@ -27,7 +27,7 @@ def division(option: OptionView) -> str:
     if option.kind == "whole" and others:
         who = f"all of it on {others[0]}"
     elif option.kind == "remote" and others:
-        who = f"all of it on {others[0]}" + (f", with {listed(others[1:])}" if others[1:] else "")
+        who = f"on {others[0]}" + (f", helped by {listed(others[1:])}" if others[1:] else "")
     elif option.kind != "smart" and len(option.cuts) == len(option.nodes) + 1:
         shares = zip(option.nodes, itertools.pairwise(option.cuts), strict=True)
         parts = [

@@ -109,7 +109,9 @@ def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView
     smart, dense = smart_options(smart_plan, at=request.answered_by or THIS_NAME)
     used = request.smart is not None and request.smart.used
     if request.choice is None:
-        dense = msgspec.structs.replace(dense, kind=chosen.kind, nodes=chosen.nodes)
+        if request.answered_by:
+            # That machine's own plan has its steps.
+            dense = msgspec.structs.replace(dense, kind=chosen.kind, nodes=chosen.nodes, steps=[])
         return (smart, [dense]) if used else (dense, [smart])
     if not used:
         return chosen, [*losers, smart]

@@ -186,7 +186,7 @@ def test_what_another_machine_answered_is_one_story(width: int) -> None:
         "model        smollm2-135m",
         "prompt       4,000 tokens",
         "tried first  beta, for 1.50 s: beta: The connection broke (peer_lost)",
-        "plan         remote: all of it on studio, with mini",
+        "plan         remote: on studio, helped by mini",
         "outcome      answered by studio · plan",
         "first token  1.30 s after the request came, 1.28 s of it on studio",
         "answer       84 tokens, the last one after 3.42 s, 3.40 s of it on studio",

@@ -44,6 +44,7 @@ from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.request import Request
+from fleetd.requests.request_trace import trace_of
 
 LONG = "word " * 4096
 OK = Shared("r1", [StepTime("computed", 1.0, 500)])
@@ -147,6 +148,23 @@ async def test_a_prompt_that_was_shortened_and_shared_leaves_one_trace(tmp_path:
         }
         assert trace.losers[0].predicted_s == plan.dense_s
         assert home.shown(f'fleetd_share_total{{kind="{planned.kind}",outcome="shared"}} 1.0')
+
+
+@pytest.mark.parametrize("used", [True, False])
+def test_a_prompt_that_was_scored_here_and_answered_elsewhere_says_where(*, used: bool) -> None:
+    """Where its shortening was refused, it used to be "computed here"."""
+    scorer = Scorer("", "mini", PrefillSpeed(0.001))
+    request = request_of(job(), FakeFolder())
+    request.placement = Placement("studio", Planned("remote", ("studio",), "plan"))
+    request.smart_plan = SmartPlan((Segments(scorer, 0.0, 1.0),), score_s=2.0, prefill_s=9.0, dense_s=40.0)
+    request.smart = SmartPrefillResult("text" if used else "", "small", ("mini",), 20_000, 4096)
+    request.on_event(Accepted("r1", 4100), 1.0)
+    request.on_event(Finished("r1", "stop"), 2.0)
+    trace = trace_of(request)
+    assert (trace.outcome, trace.exactness) == (("smart", "lossy") if used else ("remote", "plan"))
+    assert (trace.answered_by, trace.chosen.nodes[-1]) == ("studio", "studio")
+    assert trace.chosen.kind == ("smart" if used else "remote")
+    assert trace.prompt_tokens == 20_000
 
 
 async def test_what_failed_here_is_told_where_the_answer_comes_from_elsewhere(tmp_path: Path) -> None:
