@@ -113,6 +113,11 @@ MEMBER_NAME_CHARS = 64
 ROSTER_MEMBERS = 64
 # Two for each pairing and two for each removal; a thousand is years of both.
 ROSTER_RECORDS = 1024
+# Messages with records of one member that are merged as they come; more of them wait for the next tick.
+ROSTER_MERGES_AT_ONCE = 64
+ROSTER_MERGES_PER_S = 4.0
+# Each costs a signature check of a tenth of a millisecond or more.
+ROSTER_RECORDS_PER_TICK = 128
 # So many records at their longest, which is 1.5 KiB, and room.
 ROSTER_FILE_BYTES = 4 * MIB
 
@@ -322,6 +327,12 @@ PEER_NAME_CHARS = 255
 ERROR_TEXT_CHARS = 1024
 # One-way news is not fragmented; the longest is a capability card.
 NOTIFY_BYTES = 64 * KIB
+# One-way news has no credit: what one session may send of it. A whole roster comes at once with a new
+# session; after that a card of 30 KiB, four times a second at most.
+NEWS_BURST_BYTES = 4 * MIB
+NEWS_BYTES_PER_S = 512 * KIB
+# What each costs besides its bytes.
+NEWS_COST_BYTES = 256
 # Names of methods and topics: ours are words.
 METHOD_CHARS = 64
 # The longest frame: such news and what is around it.
