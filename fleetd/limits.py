@@ -236,7 +236,8 @@ BACKOFF_S, BACKOFF_MOST_S = 30.0, 960.0
 SHARE_WARM_S = 60.0
 # A model that could not be loaded to help others is not tried again within this time.
 SHARE_LOAD_AGAIN_S = 600.0
-# Requests of which it is kept what was planned and what came of it: a week of a busy person's, 2 MB.
+# Requests of which it is kept where they ran, what was planned and what came of it: some days of a busy
+# person's, some 2 MB.
 TRACES = 500
 # Other ways of computing a prompt that one of these remembers.
 TRACE_LOSERS = 8

@@ -579,7 +579,7 @@ def test_what_no_honest_peer_asks_is_refused(body: bytes) -> None:
     [
         [StepTime("drafted", float("nan"))],
         [StepTime("drafted", -1.0)],
-        [StepTime("x" * (limits.CARD_TEXT_CHARS + 1), 1.0)],
+        [StepTime("x" * (limits.ERROR_TEXT_CHARS + 1), 1.0)],
         [StepTime("drafted", 1.0)] * 17,
     ],
 )

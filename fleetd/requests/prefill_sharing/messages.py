@@ -102,8 +102,6 @@ def decode(body: bytes, kind: type[_T]) -> _T:
             _check_arithmetic(arithmetic)
         case AssistGo(next_node, invitation) if (next_node == "") != (invitation is None):
             raise ProtocolError("A peer's Go has an address without an invitation, or the reverse.")
-        case AssistDone(steps):
-            message_codec.check_steps(steps)
         case WarmModel(model, _, first, last):
             message_codec.check_name(model)
             if not first < last and (first, last) != (0, 0):
