@@ -30,6 +30,7 @@ from fleetd.engine.protocol import (
     ToolCall,
     Usage,
 )
+from fleetd.engine.stage_times import StageTimes
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
 from fleetd.plan.prefill.choice import PlanChoice
@@ -144,10 +145,9 @@ class Request:
         self.there: Trace | None = None
         # What the trace waits for.
         self.concluding: asyncio.Future[Any] | None = None
+        # What it waited for before its engine could be asked.
+        self.loading = StageTimes()
         self._cached_in_attempt = 0
-        # Seconds in which the model was loaded.
-        self.load_s = 0.0
-        self._loading_s: float | None = None
 
     # ---- what is known -----------------------------------------------------------------------------------
 
@@ -266,11 +266,7 @@ class Request:
 
     def on_event(self, event: Loading | Event, now_s: float) -> None:
         """Note an event as it is passed on."""
-        if isinstance(event, Loading):
-            self._loading_s = now_s if self._loading_s is None else self._loading_s
-        elif self._loading_s is not None:
-            self.load_s += now_s - self._loading_s
-            self._loading_s = None
+        self.loading.enter(event.stage if isinstance(event, Loading) else "", now_s)
         match event:
             case Accepted():
                 self._prompt_tokens = event.prompt_tokens

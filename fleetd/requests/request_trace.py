@@ -40,7 +40,7 @@ def trace_of(request: Request) -> Trace:
         kept_tokens=kept_tokens,
         chosen=chosen,
         losers=losers,
-        steps=_steps(request, smart_plan),
+        steps=[*load_steps(request), *_steps(request, smart_plan)],
         outcome=request.outcome,
         exactness=request.exactness,
         prefill_s=None if first_s is None else first_s - since_s,
@@ -64,6 +64,15 @@ def attempt_of(request: Request, now_s: float) -> Trace:
     return msgspec.structs.replace(trace_of(request), took_s=now_s - request.began_s, earlier=[])
 
 
+def load_steps(request: Request) -> list[StepView]:
+    """What was downloaded and loaded before the prompt could be read, stage by stage. Nothing where another
+    machine answered and tells it itself."""
+    if request.there is not None:
+        return []
+    machine = request.answered_by or THIS_NAME
+    return [StepView(stage, seconds, machine=machine) for stage, seconds in request.loading.seconds]
+
+
 def share_steps(request: Request) -> list[StepView]:
     """What helpers did by their own accounts, then what this machine did of a shared prefill."""
     return [
@@ -83,8 +92,6 @@ def _steps(request: Request, smart_plan: SmartPlan | None) -> list[StepView]:
             found.append(StepView(step_names.NETWORK, max(0.0, rest_s)))
         return found
     shared = share_steps(request)
-    if request.load_s:
-        found.append(StepView(step_names.LOADED, request.load_s, machine=THIS_NAME))
     if timings is not None:
         found.append(StepView(step_names.QUEUED, timings.queue_s, machine=THIS_NAME))
     found += shared
