@@ -25,8 +25,9 @@ def trace_of(request: Request) -> Trace:
     if smart is not None and smart.used:
         prompt_tokens, cached_tokens, kept_tokens = smart.original_tokens, 0, smart.compressed_tokens
     if smart is not None and smart_plan is not None:
-        # What was planned begins with the scores, and counts as the compressor does.
-        since_s, prompt_tokens, cached_tokens = request.arrived_s, smart.original_tokens, 0
+        # What was planned begins with the scores, and counts as the compressor does. Loads come before it.
+        since_s = request.smart_planned_s or request.arrived_s
+        prompt_tokens, cached_tokens = smart.original_tokens, 0
     code, reason = request.code, request.reason
     if smart is not None and not code:
         code, reason = (smart.code, smart.reason) if smart.code else request.lost_scorer

@@ -22,8 +22,6 @@ PREFILLED: Final = "prefilled"
 # Measured only, of every answer: it waited for a turn, and all but its first token were decoded.
 QUEUED: Final = "queued"
 ANSWERED: Final = "decoded"
-# Measured only: a scorer found which of its heads find what is asked for; a drafter drafted; and what is left
-# of the time that this machine waited for another one.
-PROFILED: Final = "heads chosen"
+# Measured only: a drafter drafted; and what is left of the time that this machine waited for another one.
 DRAFTED: Final = "drafted"
 NETWORK: Final = "network and rest"

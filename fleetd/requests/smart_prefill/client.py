@@ -347,7 +347,7 @@ def _go_on(compression: CompressionJob, aged: Aged) -> None:
 def _note(request: Request, compression: CompressionJob, loaded: list[StepView]) -> None:
     """What was found out about the prompt, however far that came. ``loaded``: the step before it, if any."""
     request.smart_plan, request.smart_steps = compression.plan, [*loaded, *compression.steps]
-    request.lost_scorer = compression.lost
+    request.lost_scorer, request.smart_planned_s = compression.lost, compression.planned_s
     selection = compression.selection
     request.smart = SmartPrefillResult(
         compressor=compression.compressor,

@@ -14,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fleetd import limits
@@ -45,8 +46,6 @@ if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are 
 
 # A ratio for prices where the scores themselves decide how much is kept.
 USUAL_RATIO = 0.3
-# What a scorer reads to find out which of its heads find what is asked for.
-_PROFILE_TOKENS = 8000
 # How often progress is told while scorers work.
 _TOLD_S = 0.25
 
@@ -64,8 +63,9 @@ class CompressionJob:
     """One document on its way. What is not known yet is empty.
 
     ``tokens``: about how many it has. ``price`` None: it is to be compressed whatever that costs. ``aged``:
-    what earlier turns of a conversation decided (``smart.history``). Seconds are from the beginning to the
-    scores, and from there to the selection; ``scored_tokens`` is what compressors read for it.
+    what earlier turns of a conversation decided (``smart.history``). ``planned_s``: when the plan was made.
+    Other seconds are from the beginning to the scores, and from there to the selection; ``scored_tokens`` is
+    what compressors read for it.
     ``lost``: code and message of a scorer that gave up, where others went on.
     """
 
@@ -81,6 +81,7 @@ class CompressionJob:
     plan: SmartPlan | None = None
     names: tuple[str, ...] = ()
     selection: Selection | None = None
+    planned_s: float = 0.0
     scored_tokens: int = 0
     score_s: float = 0.0
     select_s: float = 0.0
@@ -124,12 +125,11 @@ class CompressionService:
         tokens, ratio = compression.tokens, kept_share(compression.policy, compression.tokens)
         price = compression.price(tokens, ratio) if compression.price else None
         target_bytes = price.weights_bytes if price else 0
-        compressor, able = await self.scorers.find(
-            compression.policy, target_bytes, local_only=compression.local_only
-        )
-        compression.compressor = compressor.name
         asked = price.asked if price else SmartPrefillQuestion(tokens, ratio, None)
-        plan = compression.plan = planner.plan(asked, able)
+        find = partial(self.scorers.find, compression.policy, target_bytes, compression.local_only)
+        compressor, able = await find()
+        compression.compressor = compressor.name
+        plan = self._plan(compression, asked, able)
         key = smart_prompt.key(compression.document, compressor.key)
         remembered = self._remember(key)
         async with remembered.lock:
@@ -139,6 +139,15 @@ class CompressionService:
                 if not plan.worth_it:
                     raise SkipCompression(plan.code, plan.reason)
                 try:
+                    if any(part.scorer.here and part.scorer.load_s for part in plan.parts):
+                        # How fast it scores is known only then.
+                        async with aclosing(self.scorers.load(compressor)) as loads:
+                            async for progress in loads:
+                                yield progress
+                        compressor, able = await find()
+                        plan = self._plan(compression, asked, able)
+                        if not plan.worth_it:
+                            raise SkipCompression(plan.code, plan.reason)
                     async with aclosing(
                         self._score(compression, compressor, plan, able, remembered)
                     ) as steps:
@@ -154,6 +163,13 @@ class CompressionService:
         compression.score_s = self._monotonic() - began_s
         compression.selection = await asyncio.to_thread(_selected, compression, remembered.tokens)
         compression.select_s = self._monotonic() - began_s - compression.score_s
+
+    def _plan(
+        self, compression: CompressionJob, asked: SmartPrefillQuestion, able: Sequence[Scorer]
+    ) -> SmartPlan:
+        plan = compression.plan = planner.plan(asked, able)
+        compression.planned_s = self._monotonic()
+        return plan
 
     async def options(self, price: CompressionPrice, policy: SmartPrefillPolicy) -> SmartPlan:
         """What would be done with such a prompt now. Raises SkipCompression."""
@@ -174,9 +190,6 @@ class CompressionService:
         work = ScoringJob(question, compressor, self.scorers.profile(compressor))
         await compression.bill.reserve(compressor.name, [part.scorer for part in plan.parts])
         within_s = limits.SMART_LATE * plan.score_s + limits.SMART_GRACE_S
-        if work.profile is None:
-            # Finding out which heads to ask takes about as long as scoring a prompt of that length.
-            within_s += limits.SMART_LATE * plan.parts[0].scorer.seconds(_PROFILE_TOKENS)
         within_s = min(limits.SMART_SCORE_S, within_s)
         until_s = self._monotonic() + within_s
         task = asyncio.create_task(self._scoring.run(work, plan.parts, able))

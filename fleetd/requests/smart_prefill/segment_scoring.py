@@ -77,8 +77,8 @@ class ScoringQuestion:
 
 @dataclass(slots=True)
 class ScorerRun:
-    """What one machine did for a prompt. ``seconds``: from request to scores; ``computed_s``: by its engine,
-    which also took ``profile_s`` to choose its heads; ``load_s``: until its model was loaded.
+    """What one machine did for a prompt. ``seconds``: from request to scores; ``computed_s``: by its engine;
+    ``load_s``: until its model was loaded.
 
     ``unanswered``: segments that it was asked to score and has not scored.
     """
@@ -88,18 +88,18 @@ class ScorerRun:
     tokens: int = 0
     seconds: float = 0.0
     computed_s: float = 0.0
-    profile_s: float = 0.0
     load_s: float = 0.0
     error: FleetError | None = None
 
     @property
     def steps(self) -> list[StepView]:
-        """All of it, then the parts of it that took any time; elsewhere also what is left of it."""
-        parts = [(step_names.LOADED, self.load_s), (step_names.PROFILED, self.profile_s)]
-        told = [(step_names.SCORED, self.seconds), *((name, seconds) for name, seconds in parts if seconds)]
+        """All of it, then its parts; of another machine also what is left of it."""
+        told = [(step_names.SCORED, self.seconds)]
+        if self.load_s:
+            told.append((step_names.LOADED, self.load_s))
         if not self.scorer.here:
-            rest_s = self.seconds - self.computed_s - sum(seconds for _, seconds in parts)
-            told += [(step_names.COMPUTED, self.computed_s), (step_names.NETWORK, max(0.0, rest_s))]
+            rest_s = max(0.0, self.seconds - self.load_s - self.computed_s)
+            told += [(step_names.COMPUTED, self.computed_s), (step_names.NETWORK, rest_s)]
         return [StepView(name, seconds, machine=self.scorer.name) for name, seconds in told]
 
 
@@ -213,14 +213,13 @@ class SegmentScoring:
         ran.unanswered += 1
         scored: Scored | None = None
         loading_s: float | None = None
-        load_s = 0.0
         async with aclosing(self._steps(work.compressor, ran.scorer, score)) as steps:
             async for step in steps:
                 now_s = self._monotonic()
                 if isinstance(step, Loading):
                     loading_s = now_s if loading_s is None else loading_s
                 elif loading_s is not None:
-                    load_s, loading_s = load_s + now_s - loading_s, None
+                    ran.load_s, loading_s = ran.load_s + now_s - loading_s, None
                 if isinstance(step, Scored):
                     scored = step
                     break
@@ -233,9 +232,6 @@ class SegmentScoring:
         ran.tokens += scored.tokens
         ran.seconds += took_s
         ran.computed_s += scored.seconds
-        ran.profile_s += scored.profile_s
-        # Nothing tells when the model was loaded and the choice of its heads began.
-        ran.load_s += max(0.0, load_s - scored.profile_s)
         work.profile = work.profile or scored.profile
         return found
 
