@@ -131,6 +131,7 @@ class ScoringPool(FakePool):
     tail: int = 8
     kept: int = 0
     cancelled_scores: int = 0
+    loads: list[str] = field(default_factory=list)
     loaded: list[str] = field(default_factory=lambda: ["m", SCORER])
     room: bool = True
     facts: Ready = FACTS
@@ -173,6 +174,7 @@ class ScoringPool(FakePool):
 
     async def loading(self, folder: Any, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
         assert evict == (folder.name == "m")
+        self.loads.append(folder.name)
         if folder.name in self.loaded:
             return
         yield Loading("reading")

@@ -30,6 +30,7 @@ from smart_fakes import (
 )
 
 from fleetd import limits
+from fleetd.compression.document import Document
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.selection import Selection
 from fleetd.compression.words import estimate_tokens
@@ -58,7 +59,12 @@ from fleetd.requests.members import Members
 from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import compression_job
 from fleetd.requests.smart_prefill.client import SmartPrefill
-from fleetd.requests.smart_prefill.compression_job import USUAL_RATIO, CompressionService, kept_share
+from fleetd.requests.smart_prefill.compression_job import (
+    USUAL_RATIO,
+    CompressionJob,
+    CompressionService,
+    kept_share,
+)
 from fleetd.requests.smart_prefill.scorers import Scorers
 from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
 from fleetd.store import Store
@@ -559,6 +565,63 @@ async def test_some_prompts_are_not_for_shortening(home: Any, request_: Generate
     assert (await this.told(request_)).code == code
     assert this.pool.asked == [request_]
     assert not this.pool.scores
+
+
+# ---- The gate --------------------------------------------------------------------------------------------
+
+
+def with_task(task: str, *more: dict[str, str]) -> Generate:
+    told, text, _ = messages()
+    return Generate("r1", ChatPrompt([told, text, {"role": "user", "content": task}, *more]))
+
+
+async def test_what_needs_only_the_question_is_told_before_anything_is_loaded(home: Any) -> None:
+    """The first event is what a stream's headers are made of."""
+    this = home(loaded=[])
+    events = await this.ask(with_task("Boil it down for me."))
+    assert isinstance(events[0], Planned)
+    assert events[0].smart is not None
+    assert events[0].smart.code == "declined"
+    assert "summarise" in events[0].smart.reason
+    assert not this.pool.loads
+    assert not this.pool.scores
+    assert text_of(this.pool.asked[0]) == text_of(with_task("Boil it down for me."))
+    assert this.rows() == [("chat", "m", "settled", "stop", 1)]
+
+
+async def test_a_question_about_a_part_loads_and_scores(home: Any) -> None:
+    this = home(loaded=[])
+    events = await this.ask(chat())
+    # The plan is what a stream's headers say, which leave with the first progress.
+    assert [type(event) for event in events[:2]] == [Planned, Loading]
+    # The scorer too, before it is priced.
+    assert (this.pool.loads, len(this.pool.scores)) == (["m", SCORER], 1)
+
+
+async def test_a_conversation_that_was_shortened_is_read_whole_for_a_task_that_plainly_needs_it(
+    home: Any,
+) -> None:
+    this = home()
+    assert (await this.told(chat())).used
+    said = {"role": "assistant", "content": "4711"}
+    summed = [*messages(), said, {"role": "user", "content": "Now summarise all of it."}]
+    assert (await this.told(Generate("r2", ChatPrompt(summed)))).code == "declined"
+    assert haystack() in text_of(this.pool.asked[1])
+    after = [*summed, said, {"role": "user", "content": QUESTION}]
+    assert (await this.told(Generate("r3", ChatPrompt(after)))).code == "cached"
+    assert len(this.pool.scores) == 1
+
+
+async def test_compression_needs_no_compressor_for_a_task_that_needs_all_of_the_text(home: Any) -> None:
+    this = home()
+    this.models.found = []
+    document = Document.of_messages([*messages()[:2], {"role": "user", "content": "Put it in German."}])
+    service = this.smart.compressing
+    compression = CompressionJob("c", document, document.estimated_tokens, ASKED, service.bill("c"))
+    async with aclosing(service.run(compression)) as steps:
+        assert [step async for step in steps] == []
+    assert compression.selection is not None
+    assert "translate" in compression.selection.declined
 
 
 async def test_a_shortened_prompt_that_cannot_be_answered_is_asked_whole(home: Any) -> None:

@@ -1,6 +1,6 @@
 """From a document to what is kept of it: who scores, is it worth it, the scores, the selection.
 
-    Passage ──► compressor and machines ──► price ──► scored, or known already ──► selected
+    Passage ──► gate ──► compressor and machines ──► price ──► scored, or known already ──► selected
 
 Scores are remembered by text and question: the choices of one request, and a request that is repeated, are
 scored once.
@@ -17,12 +17,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from fleetd import limits
 from fleetd.compression.document import Document
-from fleetd.compression.history import Aged
+from fleetd.compression.gate import judge
+from fleetd.compression.history import Aged, still_serves
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.select import select
-from fleetd.compression.selection import Selection
+from fleetd.compression.selection import Selection, everything
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
@@ -121,6 +124,14 @@ class CompressionService:
 
     async def run(self, compression: CompressionJob) -> AsyncGenerator[Loading, None]:
         """Fill in ``compression``; its bill is left open. Raises SkipCompression, FleetError."""
+        await asyncio.to_thread(decide_unscored, compression)
+        if compression.selection is None:
+            async with aclosing(self.score(compression)) as steps:
+                async for progress in steps:
+                    yield progress
+
+    async def score(self, compression: CompressionJob) -> AsyncGenerator[Loading, None]:
+        """As ``run``, for a prompt whose selection needs scores."""
         began_s = self._monotonic()
         tokens, ratio = compression.tokens, kept_share(compression.policy, compression.tokens)
         price = compression.price(tokens, ratio) if compression.price else None
@@ -222,6 +233,24 @@ class CompressionService:
         while len(self._remembered) > limits.SMART_REMEMBERED:
             self._remembered.popitem(last=False)
         return found
+
+
+def decide_unscored(compression: CompressionJob) -> None:
+    """Select what needs no scores: all of a prompt whose task needs all of it; what earlier turns decided.
+
+    ``aged`` is emptied where it no longer serves.
+    """
+    found, policy = compression.document, compression.policy
+    if compression.aged and not still_serves(found, compression.aged):
+        compression.aged = Aged()
+    aged, verdict = compression.aged, judge(found)
+    # What was decided stays decided, for the prefix cache, unless the new task plainly needs all of it.
+    if verdict.plainly if aged else verdict.declined:
+        compression.selection = everything(found, compression.tokens, verdict.declined)
+    elif aged and smart_prompt.fresh_tokens(found, aged) < policy.min_prompt_tokens:
+        unchanged = msgspec.structs.replace(policy, target_ratio=1.0)
+        compression.selection = select(found, None, unchanged, aged)
+        compression.compressor = aged.compressor
 
 
 def kept_share(policy: SmartPrefillPolicy, tokens: int) -> float:
