@@ -217,7 +217,12 @@ class Daemon:
         )
         dialer = BulkDialer(node)
         assists = AssistServer(dialer, self._pool, host)
-        node.handle(messages.RUN, remote.JobServer(self._runner.run, self._has))
+
+        def name_of(node_id: str) -> str:
+            member = node.roster.members.get(node_id)
+            return member.name if member is not None else node_id
+
+        node.handle(messages.RUN, remote.JobServer(self._runner.run, self._has, name_of))
         node.handle(smart_messages.SCORE, ScoreServer(self._pool, host, self._ledger))
         node.handle(drafting_messages.FOLLOW, DraftServer(dialer, self._pool, host))
         node.handle(sharing_messages.ASSIST, assists.assist)

@@ -202,6 +202,12 @@ TOOL_ARGUMENT_CHARS = 8 * MIB
 LOADING_EVENTS = 100_000
 # Of a job's id, as the machine that asked for it has it, to be found again here.
 JOB_ID_CHARS = 64
+# What the machine that answered writes down of a job follows its last event: helpers' own accounts come
+# within two seconds, or not at all. Its steps, planned or measured, are a dozen for each machine; at their
+# longest they fill this.
+JOB_TRACE_S = 3.0
+JOB_TRACE_STEPS = 64
+JOB_TRACE_BYTES = 64 * KIB
 # Names and hashes of a model's files are on record where it was installed, or were hashed for the card.
 COPY_OFFER_S = 30.0
 # Copies given to others at once, a process each; more would only make all of them slower.
@@ -234,7 +240,8 @@ BACKOFF_S, BACKOFF_MOST_S = 30.0, 960.0
 SHARE_WARM_S = 60.0
 # A model that could not be loaded to help others is not tried again within this time.
 SHARE_LOAD_AGAIN_S = 600.0
-# Requests of which it is kept what was planned and what came of it: a week of a busy person's, 2 MB.
+# Requests of which it is kept where they ran, what was planned and what came of it: some days of a busy
+# person's, some 2 MB.
 TRACES = 500
 # Other ways of computing a prompt that one of these remembers.
 TRACE_LOSERS = 8

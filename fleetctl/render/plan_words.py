@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from fleetctl.render.text import clause, count, one_line
+from fleetctl.render.text import clause, count, listed, one_line
 from fleetd.control.prefill_plan import DraftsView, OptionView
 
 THIS = "this"
@@ -34,7 +34,8 @@ def division(option: OptionView) -> str:
     kind, others = one_line(option.kind) or "-", helpers(option)
     if option.kind == "remote" and others:
         how = one_line(option.prefill)
-        who = f"{others[0]} answers" + (f", {how} with {', '.join(others[1:])}" if others[1:] else "")
+        by = f", {how} with {listed(others[1:])}" if how else f", helped by {listed(others[1:])}"
+        who = f"{others[0]} answers" + (by if others[1:] else "")
     elif option.kind == "whole" and others:
         who = f"all of it on {others[0]}"
     elif option.kind != "smart" and len(option.cuts) == len(option.nodes) + 1:

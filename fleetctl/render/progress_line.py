@@ -1,7 +1,7 @@
 """One line of progress on stderr, shown after half a second and erased before the answer.
 
 A thread repaints the line, so that its clock runs even while the daemon sends nothing. If stderr is not a
-terminal, each stage has a plain line, repeated every ten seconds, for logs.
+terminal, each stage has a plain line, for logs, and further ones after 10 s, 20 s, 40 s and so on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fleetctl.render.text import count, one_line, rough, size
 
 SHOW_AFTER_S = 0.5
 _REPAINT_S = 0.2
-_PLAIN_EVERY_S = 10.0
+_PLAIN_FIRST_S = 10.0
 _BAR_CELLS = 24
 _ERASE = "\r\x1b[K"
 
@@ -44,7 +44,9 @@ class Progress:
         self._origin = (0.0, 0)  # when this stage began, and at which figure: rates start from there
         self._ends: float | None = None
         self._began: float | None = None
-        self._plain_next = 0.0
+        #: By stage, when it may have its next plain line, and how long after that the one behind it.
+        #: Stages of several answers take turns.
+        self._plain_next: dict[str, tuple[float, float]] = {}
 
     def update(
         self, stage: str, done: int = 0, total: int = 0, *, unit: str = "", left_s: float | None = None
@@ -58,7 +60,7 @@ class Progress:
             if self._began is None:
                 self._began = now
             if stage != self._stage:
-                self._stage, self._origin, self._plain_next = stage, (now, done), 0.0
+                self._stage, self._origin = stage, (now, done)
             self._figures = (done, total, unit)
             self._ends = None if left_s is None else now + left_s
         if not self._live:
@@ -106,9 +108,10 @@ class Progress:
 
     def _plain(self, now: float) -> None:
         with self._lock:
-            due = self._began is not None and now >= max(self._plain_next, self._began + self._show_after_s)
+            due_s, every_s = self._plain_next.get(self._stage, (0.0, _PLAIN_FIRST_S))
+            due = self._began is not None and now >= max(due_s, self._began + self._show_after_s)
             if due:
-                self._plain_next = now + _PLAIN_EVERY_S
+                self._plain_next[self._stage] = now + every_s, 2 * every_s
         if due:
             self._write(self._line(now, None) + "\n")
 

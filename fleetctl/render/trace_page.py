@@ -6,23 +6,32 @@ import time
 from collections.abc import Iterable, Sequence
 
 import click
+from msgspec.structs import replace
 
 from fleetctl.render.columns import Column, drawn, fitted, shortened
 from fleetctl.render.options_table import options_table
 from fleetctl.render.plan_words import THIS, deviation, division, helpers, local_s, prompt
-from fleetctl.render.text import brief, clause, count, one_line, size, wrapped
-from fleetd.control.prefill_plan import StepView
-from fleetd.control.prefill_trace import DrafterView, Speculated, Trace
+from fleetctl.render.text import brief, clause, count, one_line, wrapped
+from fleetctl.render.trace_steps import seen_from_here, table
+from fleetd.control.prefill_trace import DrafterView, Trace
 
 # Characters at the end of a request's id that identify it in a list.
 SHORT_ID_CHARS = 8
 _NAME_CHARS, _HELPER_CHARS = 20, 12
-_COLOURS = {"shared": "green", "smart": "green", "fallback": "yellow", "failed": "red", "cancelled": "yellow"}
+_COLOURS = {
+    "shared": "green",
+    "smart": "green",
+    "remote": "green",
+    "fallback": "yellow",
+    "failed": "red",
+    "cancelled": "yellow",
+}
 _OUTCOMES = {
     "shared": "shared as planned",
     "fallback": "begun together, ended here alone",
     "local": "computed here",
     "smart": "a part of the prompt was left out",
+    "remote": "answered by another machine",
     "cancelled": "cancelled",
     "failed": "failed",
 }
@@ -31,7 +40,7 @@ _OUTCOMES = {
 def listing(traces: Sequence[Trace], width: int | None) -> str:
     """One line per request and, where it did not go as planned, why."""
     if not traces:
-        return "No request has come yet that another machine could have helped with."
+        return "No request has come yet."
     cut = width is not None
     columns = [
         Column("WHEN", [_when(trace.at_s) for trace in traces], 7),
@@ -58,40 +67,99 @@ def listing(traces: Sequence[Trace], width: int | None) -> str:
 
 
 def page(trace: Trace, width: int | None) -> str:
-    """All that is known of one request."""
-    chosen = trace.chosen
-    facts = [
-        ("request", f"{one_line(trace.id)} · {_date(trace.at_s)}"),
-        ("model", one_line(trace.model)),
-        ("prompt", prompt(trace.prompt_tokens, trace.cached_tokens, trace.kept_tokens)),
-        ("plan", division(chosen)),
-        ("outcome", _outcome(trace)),
-        ("prefill", _prefill(trace)),
-    ]
-    if trace.ttft_s is not None:
-        facts.append(("first token", f"{brief(trace.ttft_s)} after the request came"))
-    if trace.speculation is not None:
-        facts.append(("drafts", _drafts(trace.speculation, trace.drafter)))
-    elif trace.drafter is not None:
-        facts.append(("drafts", f"{_named(trace.drafter)} was asked; none of its drafts was verified"))
-    parts = ["\n".join(_fact(name, value, width) for name, value in facts)]
-    if chosen.steps or trace.steps:
-        parts.append("\n".join(_steps(chosen.steps, trace.steps, width)))
+    """All that is known of one request, on whichever machines it ran."""
+    parts = [_facts(_story(trace), width)]
+    if trace.there is not None:
+        there = seen_from_here(trace.there, trace.answered_by)
+        parts.append(f"On {_answering(trace)}:\n" + _facts(_story_there(there, trace.answered_by), width))
+    elif trace.answered_by:
+        parts.append(wrapped(f"{_answering(trace)} told no steps of its own.", width))
+    if steps := table(trace, width):
+        parts.append("\n".join(steps))
     if trace.losers:
-        found = options_table(trace.losers, local_s([chosen, *trace.losers]), width)
+        found = options_table(trace.losers, local_s([trace.chosen, *trace.losers]), width)
         parts.append("\n".join(["Passed over:", *found]))
     return "\n\n".join(parts)
 
 
-def _drafts(told: Speculated, drafter: DrafterView | None) -> str:
-    """What came of them, source by source, and what that did."""
-    by_source = ", ".join(
-        f"{_source(source, drafter)} {_share(found.accepted, found.drafted)} in {_passes(found.passes)}"
-        for source, found in sorted(told.sources.items())
+def _story(trace: Trace) -> Iterable[tuple[str, str]]:
+    """Where it was asked: names of facts and the facts."""
+    yield "request", f"{one_line(trace.id)} · {_date(trace.at_s)}"
+    if trace.asked_by:
+        yield "asked by", one_line(trace.asked_by)
+    yield "model", one_line(trace.model)
+    if trace.prompt_tokens:
+        yield "prompt", prompt(trace.prompt_tokens, trace.cached_tokens, trace.kept_tokens)
+    for attempt in trace.earlier:
+        yield "tried first", f"{_answering(attempt)}, for {brief(attempt.took_s)}: {_why(attempt)}"
+    yield "plan", division(trace.chosen)
+    yield "outcome", _outcome(trace)
+    if not trace.answered_by:
+        yield "prefill", _prefill(trace)
+    there = trace.there
+    if trace.ttft_s is not None:
+        its_part = _part(there.ttft_s, trace) if there is not None else ""
+        yield "first token", f"{brief(trace.ttft_s)} after the request came{its_part}"
+    if trace.took_s is not None and trace.completion_tokens:
+        its_part = _part(there.took_s, trace) if there is not None else ""
+        tokens = f"{count(trace.completion_tokens)} token" + ("" if trace.completion_tokens == 1 else "s")
+        yield "answer", f"{tokens}, the last one after {brief(trace.took_s)}{its_part}"
+    if there is None:
+        yield from _drafts(trace, THIS)
+
+
+def _story_there(there: Trace, machine: str) -> Iterable[tuple[str, str]]:
+    """Where it was answered, as far as that says more."""
+    yield "trace there", one_line(there.id)
+    yield "plan", division(there.chosen)
+    # How exact it is for who asked has been said.
+    alone = there.outcome == "local" and not there.reason
+    yield "outcome", "computed there" if alone else _outcome(replace(there, exactness=""))
+    yield "prefill", _prefill(there)
+    yield from _drafts(there, machine)
+
+
+def _facts(facts: Iterable[tuple[str, str]], width: int | None) -> str:
+    indent = " " * 13
+    return "\n".join(
+        f"{name:<13}{wrapped(value, width, indent=indent)[len(indent) :]}" for name, value in facts
     )
-    per_pass = f"{told.tokens / told.passes:.2f} tokens per pass" if told.passes else "no pass"
-    word = "saved" if told.saved_s >= 0 else "lost"
-    return f"right: {by_source}; {per_pass} of up to {told.width}; {word} {brief(abs(told.saved_s))}"
+
+
+def _answering(trace: Trace) -> str:
+    return one_line(trace.answered_by) or "this machine"
+
+
+def _part(there_s: float | None, trace: Trace) -> str:
+    """How much of a time passed on the machine that answered."""
+    return "" if there_s is None else f", {brief(there_s)} of it on {_answering(trace)}"
+
+
+def _drafts(trace: Trace, machine: str) -> Iterable[tuple[str, str]]:
+    """What came of drafts, source by source, and what that did; and what kept a drafter from it.
+
+    ``machine``: the one that answered.
+    """
+    told, drafter = trace.speculation, trace.drafter
+    if told is None and drafter is None:
+        return
+    said = []
+    if told is not None:
+        by_source = ", ".join(
+            f"{_source(source, drafter)} {_share(found.accepted, found.drafted)} in {_passes(found.passes)}"
+            for source, found in sorted(told.sources.items())
+        )
+        per_pass = f"{told.tokens / told.passes:.2f} tokens per pass" if told.passes else "no pass"
+        word = "saved" if told.saved_s >= 0 else "lost"
+        said.append(f"right: {by_source}; {per_pass} of up to {told.width}")
+        said.append(f"{word} {brief(abs(told.saved_s))}")
+    if drafter is not None and drafter.code:
+        said.append(f"{_named(drafter)} did not draft to the end: {clause(drafter.reason)} ({drafter.code})")
+    elif drafter is not None and told is None:
+        said.append(f"{_named(drafter)} was asked; none of its drafts was verified")
+    if drafter is not None and not drafter.code and not drafter.steps and drafter.machine != machine:
+        said.append(f"{drafter.machine} told no steps of its own")
+    yield "drafts", one_line("; ".join(said))
 
 
 def _source(name: str, drafter: DrafterView | None) -> str:
@@ -112,13 +180,14 @@ def _passes(number: int) -> str:
     return f"{count(number)} pass" + ("" if number == 1 else "es")
 
 
-def _fact(name: str, value: str, width: int | None) -> str:
-    indent = " " * 13
-    return f"{name:<13}{wrapped(value, width, indent=indent)[len(indent) :]}"
-
-
 def _outcome(trace: Trace) -> str:
     said = _OUTCOMES.get(trace.outcome, one_line(trace.outcome))
+    if trace.answered_by:
+        where = {
+            "remote": f"answered by {_answering(trace)}",
+            "smart": f"{said}, answered by {_answering(trace)}",
+        }
+        said = where.get(trace.outcome, f"{said} on {_answering(trace)}")
     if trace.outcome == "fallback" and trace.verified_tokens:
         said += f", from {count(trace.verified_tokens)} verified tokens on"
     if trace.exactness:
@@ -128,6 +197,8 @@ def _outcome(trace: Trace) -> str:
 
 def _prefill(trace: Trace) -> str:
     predicted_s, actual_s = trace.chosen.predicted_s, trace.prefill_s
+    if predicted_s is None:
+        return brief(actual_s)
     difference = f" ({deviation(actual_s, predicted_s)})" if actual_s is not None and predicted_s else ""
     return f"{brief(predicted_s)} planned, {brief(actual_s)} actual{difference}"
 
@@ -157,60 +228,6 @@ def _tokens(trace: Trace) -> str:
 def _model(name: str, *, cut: bool) -> str:
     # Before the slash is the publisher of a model, after it the model itself.
     return shortened(one_line(name.rpartition("/")[2]), _NAME_CHARS) if cut else one_line(name)
-
-
-def _steps(predicted: Sequence[StepView], actual: Sequence[StepView], width: int | None) -> list[str]:
-    """Both kinds side by side; what only one of them knows has a row as well."""
-    pairs = list(_paired(predicted, actual))
-    columns = [
-        Column("STEP", [one_line(step.name) for step, _, _ in pairs], 9),
-        Column("MACHINE", [one_line(step.machine) for step, _, _ in pairs], 8),
-        Column("PLANNED", [_step_s(found) for _, found, _ in pairs], 7, right=True),
-        Column("ACTUAL", [_step_s(found) for _, _, found in pairs], 7, right=True),
-        Column("DIFF", [_difference(mine, found) for _, mine, found in pairs], 4, right=True),
-        Column("BYTES", [_bytes(found or mine) for _, mine, found in pairs], 3, right=True),
-    ]
-    lines = drawn(fitted(columns, width))
-    if _several(predicted, actual):
-        legend = "Steps of several machines run at the same time."
-        lines.append(click.style(wrapped(legend, width), dim=True))
-    return lines
-
-
-def _paired(
-    predicted: Sequence[StepView], actual: Sequence[StepView]
-) -> Iterable[tuple[StepView, StepView | None, StepView | None]]:
-    """(either of them, predicted, actual), the predicted ones in their order first.
-
-    Predictions are about the machine that answers, which they do not name.
-    """
-    left = list(actual)
-    for step in predicted:
-        mine = (step.machine or THIS, step.name)
-        same = next((one for one in left if (one.machine, one.name) == mine), None)
-        if same is not None:
-            left.remove(same)
-        yield same or step, step, same
-    for step in left:
-        yield step, None, step
-
-
-def _several(*steps: Sequence[StepView]) -> bool:
-    return len({step.machine for group in steps for step in group if step.machine}) > 1
-
-
-def _difference(predicted: StepView | None, actual: StepView | None) -> str:
-    if predicted is None or actual is None:
-        return "-"
-    return deviation(actual.seconds, predicted.seconds)
-
-
-def _step_s(step: StepView | None) -> str:
-    return "-" if step is None else brief(step.seconds)
-
-
-def _bytes(step: StepView | None) -> str:
-    return size(step.n_bytes) if step is not None and step.n_bytes else "-"
 
 
 def _when(at_s: float) -> str:

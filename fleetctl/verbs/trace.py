@@ -1,4 +1,4 @@
-"""`fleetctl trace`: past requests whose prefill others could have shared, and one of them step by step."""
+"""`fleetctl trace`: past requests, and one of them step by step, on whichever machines it ran."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from fleetd.errors import InvalidValue, NotFound
 @json_option
 @pass_session
 def command(session: CliSession, request: str | None, last: int) -> None:
-    """Show how past prefills went, against what was planned; with a REQUEST each step of it.
+    """Show how past requests went, against what was planned; with a REQUEST each step of it.
 
-    Listed are requests that other machines could have helped with, or that a model drafted for, newest
-    first, on the machine that answered. REQUEST is an id as X-Fleet-Request gives it, or a part of it, as
-    the list shows it. Prompts and answers are never recorded.
+    Listed are the newest requests that came to this machine, from its users or from other machines. One that
+    another machine answered has that machine's steps, too, and its id there. REQUEST is an id as
+    X-Fleet-Request gives it, or a part of it, as the list shows it. Prompts and answers are never recorded.
     """
     client = session.client()
     if request is None:
@@ -59,8 +59,7 @@ def _find(client: Client, request: str) -> list[Any]:
     if not found or len(request) < SHORT_ID_CHARS // 2:
         raise NotFound(
             f"There is no trace of a request {one_line(request)}.",
-            hint=f"The newest {limits.TRACES} are kept, of requests that others could have helped with: "
-            "`fleetctl trace` lists them.",
+            hint=f"The newest {limits.TRACES} are kept: `fleetctl trace` lists them.",
         )
     ids = list(dict.fromkeys(one_line(str(trace.get("id"))) for trace in found))
     if len(ids) > 1:

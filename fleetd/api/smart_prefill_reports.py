@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from urllib.parse import quote
 
@@ -9,7 +10,9 @@ from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 
 # Printable ASCII besides letters: a header holds one line of that.
-_PLAIN = " !\"#$&'()*+,-./:;<=>?@[]^_`{|}~"
+_PLAIN = " !\"#$%&'()*+,-./:;<=>?@[]^_`{|}~"
+# A percent sign that a reader would take for the beginning of an escaped byte.
+_LIKE_ESCAPE = re.compile("%(?=[0-9A-Fa-f]{2})")
 _HEADER_CHARS = 500
 
 
@@ -77,5 +80,6 @@ class SmartPrefillReports:
 
 
 def line(text: str) -> str:
-    """Any text as one line that a header can hold."""
-    return quote(" ".join(text.split()), safe=_PLAIN)[:_HEADER_CHARS]
+    """Any text as one line that a header can hold: what is not ASCII is percent-encoded, and only that."""
+    plain = _LIKE_ESCAPE.sub("%25", " ".join(text.split()))
+    return quote(plain, safe=_PLAIN)[:_HEADER_CHARS]

@@ -31,12 +31,14 @@ _WANTED_BACK = 1.5
 
 class Aged(dict[int, tuple[Range, ...]]):
     """Kept ranges of earlier blocks, by block index. ``compressor``: the model that scored them, "" if
-    none did.
+    none did. ``original_tokens`` and ``kept_tokens`` of these blocks, as they were counted then.
     """
 
-    def __init__(self, kept: Sequence[tuple[Range, ...]] = (), compressor: str = "") -> None:
-        super().__init__(enumerate(kept))
+    def __init__(self, selection: Selection | None = None, compressor: str = "") -> None:
+        super().__init__(enumerate(selection.kept if selection is not None else ()))
         self.compressor = compressor
+        self.original_tokens = selection.original_tokens if selection is not None else 0
+        self.kept_tokens = selection.kept_tokens if selection is not None else 0
 
 
 class History:
@@ -76,7 +78,7 @@ class History:
             return
         key = _keys(messages, policy)[-1]
         self._weight -= _weight(self._known.pop(key, Aged()).values())
-        self._known[key] = Aged(selection.kept, compressor)
+        self._known[key] = Aged(selection, compressor)
         self._weight += weight
         while len(self._known) > self._entries or self._weight > self._ranges:
             self._weight -= _weight(self._known.popitem(last=False)[1].values())

@@ -23,6 +23,7 @@ from fleetd.compression.budget import budget
 from fleetd.compression.document import Document
 from fleetd.compression.filling import MARKER_TOKENS, KeptPieces, Piece, fill
 from fleetd.compression.gate import least_share
+from fleetd.compression.history import Aged
 from fleetd.compression.pins import pins
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.selection import Selection, by_block, everything, holes
@@ -58,7 +59,7 @@ def select(
     document: Document,
     scores: TokenScores | None,
     policy: SmartPrefillPolicy,
-    aged: Mapping[int, Sequence[Range]] | None = None,
+    aged: Aged | None = None,
     weights: Weights = _WEIGHTS,
 ) -> Selection:
     """Keep what matters for the question.
@@ -69,11 +70,11 @@ def select(
         aged: blocks that were decided before and the ranges of them that are kept (see ``history``). They are
             not looked at again, and the policy's ratio is one of the others.
     """
-    aged = aged or {}
+    aged = aged or Aged()
     meter = _Meter(document.text, scores)
     pieces = _pieces(document, policy, meter, aged)
-    old = sum(meter.tokens(document.flat(i, span)) for i, kept in aged.items() for span in kept)
-    aged_tokens = sum(meter.tokens(document.flat(i, (0, len(document.blocks[i].text)))) for i in aged)
+    # As they were counted when they were decided: the same prompt has the same tokens when it comes again.
+    old = aged.kept_tokens
     tokens = sum(piece.tokens for piece in pieces)
 
     def done(kept: Sequence[Piece]) -> Selection:
@@ -82,7 +83,7 @@ def select(
         ranges = by_block(document, flat)
         return Selection(
             ranges,
-            tokens + aged_tokens,
+            tokens + aged.original_tokens,
             sum(piece.tokens for piece in kept) + old,
             boundaries=policy.preserve_boundaries,
             marked_tokens=MARKER_TOKENS * holes(document, ranges),

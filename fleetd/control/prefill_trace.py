@@ -1,4 +1,4 @@
-"""The body of GET /fleet/v1/traces: requests whose prefill others helped with, or could have.
+"""The body of GET /fleet/v1/traces: where each request ran, what was planned for it, and what came of it.
 
 Times are seconds, ``at_s`` is Unix time. A trace never holds a word of a prompt.
 """
@@ -14,8 +14,9 @@ from fleetd.bounded import Natural, SignedSeconds, Text
 from fleetd.control.prefill_plan import OptionView, StepView
 
 # shared: as planned. fallback: begun together, ended here. local: computed here from the start, by plan or
-# because no agreement was reached (then with a code). smart: a part of the prompt was left out.
-Outcome = Literal["shared", "fallback", "local", "cancelled", "failed", "smart"]
+# because no agreement was reached (then with a code). smart: a part of the prompt was left out. remote:
+# another machine answered.
+Outcome = Literal["shared", "fallback", "local", "cancelled", "failed", "smart", "remote"]
 
 
 class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -43,21 +44,34 @@ class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):
     sources: Annotated[dict[Text, SourceCounts], Meta(max_length=16)] = {}
 
 
-class DrafterView(msgspec.Struct, frozen=True):
-    """The model that drafted for an answer, and the machine on which it ran."""
+class DrafterView(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The model that drafted for an answer, and the machine on which it ran.
+
+    ``steps``: that machine's, from when it was asked; empty if it told none. ``code`` and ``reason``: why it
+    did not draft, or stopped before the answer ended.
+    """
 
     model: str = ""
     machine: str = ""
+    steps: list[StepView] = []
+    code: str = ""
+    reason: str = ""
 
 
 class Trace(msgspec.Struct, frozen=True):
-    """One request: what was planned for its prompt, and what came of it. ``outcome`` is an ``Outcome``.
+    """One request: where it ran, what was planned for its prompt, and what came of it. ``outcome`` is an
+    ``Outcome``.
 
     ``prefill_s``: from the decision to the first token, to be compared with ``chosen.predicted_s``.
     ``ttft_s``: from the request's arrival, so with queueing and tokenizing. Both None if no token came.
     ``kept_tokens``: of the prompt's, those that were prefilled, where some were left out; else 0.
     ``code`` and ``reason``: why it was not done as chosen. ``exactness``: exact, plan or lossy.
     ``speculation``: what drafts did for the answer; ``drafter``: the source of those named "drafter".
+    ``took_s``: from the request's arrival to its end; of an earlier attempt, as long as that took.
+
+    ``asked_by``: the machine whose user asked; ``answered_by``: the machine that answered; "" for this one.
+    ``there``: that machine's own trace, in which "this" is that machine and times begin with the arrival
+    there; None if it told none. ``earlier``: attempts before the last one, each with why it failed.
     """
 
     id: str = ""
@@ -78,6 +92,12 @@ class Trace(msgspec.Struct, frozen=True):
     speculation: Speculated | None = None
     kept_tokens: int = 0
     drafter: DrafterView | None = None
+    completion_tokens: int = 0
+    took_s: float | None = None
+    asked_by: str = ""
+    answered_by: str = ""
+    there: Trace | None = None
+    earlier: list[Trace] = []
 
 
 class TracesView(msgspec.Struct, frozen=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.prefill_trace import Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
 from fleetd.plan.prefill.options import Way
@@ -28,7 +30,8 @@ class Job:
 
     ``local_only``: this machine or none. It holds for every job that came from a peer, so that no request
     travels in circles. ``digest``: only a model of exactly this content will do; "" is any. ``smart``: how
-    its prompt is to be shortened; None reads it whole.
+    its prompt is to be shortened; None reads it whole. ``asked_by``: the machine that it came from, by name;
+    ``traced`` is called once with what was written down of it.
     """
 
     model: str
@@ -38,6 +41,8 @@ class Job:
     local_only: bool = False
     digest: str = ""
     smart: SmartPrefillPolicy | None = None
+    asked_by: str = ""
+    traced: Callable[[Trace], None] | None = None
 
     @cached_property
     def prompt_text(self) -> str:

@@ -1,21 +1,22 @@
 """How a job travels to another machine: one request on a session, its events as messages.
 
     → RUN    Run
-    ← (b"" | Where | Loading | Accepted | Prefill | Delta | ToolCall)*, Finished
+    ← (b"" | Where | Loading | Accepted | Prefill | Delta | ToolCall)*, Finished, JobTrace?
 
 An empty message says that the job still waits or computes; errors and cancellation are the stream's own.
-Where comes only to who asked for it, as earlier versions do not know it.
+Where and JobTrace come only to a machine that asked for them, as earlier versions do not know them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import (
     RESERVED_TEMPLATE_KWARGS,
     Accepted,
@@ -33,6 +34,9 @@ from fleetd.requests import message_codec
 
 RUN = "job.run"
 
+# Of a number in a trace: a Unix time, tokens, bytes.
+_MOST = 2.0**53
+
 _Name = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
 
 
@@ -47,13 +51,19 @@ class RanAt(msgspec.Struct, frozen=True, tag="where", omit_defaults=True):
     exact: bool = False
 
 
+class JobTrace(msgspec.Struct, frozen=True, tag="trace"):
+    """What the machine that answered wrote down of the job: its plan, its helpers, its steps; no text."""
+
+    trace: Trace
+
+
 JobEvent = RanAt | Loading | Accepted | Prefill | Delta | ToolCall | Finished
 
 
 class RunJob(msgspec.Struct, frozen=True, omit_defaults=True):
     """``digest``: of the model that is meant; "" where the sender knows only its name.
 
-    ``where``: True if the answer shall say which machines help.
+    ``where``: True if the answer shall say which machines help. ``trace``: True if a JobTrace shall follow.
     """
 
     model: message_codec.ModelName
@@ -61,14 +71,16 @@ class RunJob(msgspec.Struct, frozen=True, omit_defaults=True):
     route: Annotated[str, Meta(max_length=32)]
     digest: Annotated[str, Meta(max_length=64)] = ""
     where: bool = False
+    trace: bool = False
 
 
 _read_run: Callable[[bytes], RunJob] = reader(RunJob, "A peer's job")
 # Raises ProtocolError.
 decode_event: Callable[[bytes], JobEvent] = reader(JobEvent, "A peer's event")
+_read_trace: Callable[[bytes], JobTrace] = reader(JobTrace, "A peer's trace", limits.JOB_TRACE_BYTES)
 
 
-def encode(message: RunJob | JobEvent) -> bytes:
+def encode(message: RunJob | JobEvent | JobTrace) -> bytes:
     return message_codec.encode(message)
 
 
@@ -80,3 +92,39 @@ def decode_run(body: bytes) -> RunJob:
     if isinstance(prompt, ChatPrompt) and RESERVED_TEMPLATE_KWARGS & prompt.template_kwargs.keys():
         raise ProtocolError("A peer sent a chat template of its own.")
     return run
+
+
+def told_trace(trace: Trace) -> JobTrace:
+    """As much of a trace as another machine is told: not what was passed over, and no more steps than fit."""
+    chosen = msgspec.structs.replace(trace.chosen, steps=trace.chosen.steps[: limits.JOB_TRACE_STEPS])
+    steps = trace.steps[: limits.JOB_TRACE_STEPS]
+    reason = trace.reason[: limits.ERROR_TEXT_CHARS]
+    return JobTrace(
+        msgspec.structs.replace(trace, chosen=chosen, losers=[], steps=steps, reason=reason, earlier=[])
+    )
+
+
+def decode_trace(body: bytes) -> Trace:
+    """Raises ProtocolError, also for texts, lists or numbers that no honest machine writes down."""
+    trace = _read_trace(body).trace
+    if trace.there is not None or trace.earlier or not _plausible(msgspec.to_builtins(trace)):
+        raise ProtocolError("A peer's trace makes no sense.")
+    return trace
+
+
+def _plausible(value: Any, name: str = "") -> bool:
+    """Whether each part of a trace, as builtins, is within its bounds. People are shown it later."""
+    match value:
+        case bool() | None:
+            return True
+        case str():
+            return len(value) <= limits.ERROR_TEXT_CHARS
+        case int() | float():
+            # NaN fails every comparison. Drafts can lose time, nothing else is below zero.
+            return (-_MOST if name == "saved_s" else 0) <= value <= _MOST
+        case list():
+            return len(value) <= limits.JOB_TRACE_STEPS and all(_plausible(each) for each in value)
+        case dict():
+            return all(_plausible(key) and _plausible(each, key) for key, each in value.items())
+        case _:
+            return False

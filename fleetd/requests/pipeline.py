@@ -20,7 +20,7 @@ from fleetd.engine.protocol import Event, Failed, Loading
 from fleetd.errors import FleetError, from_code
 from fleetd.requests.job import Planned
 from fleetd.requests.request import Request
-from fleetd.requests.request_trace import trace_of
+from fleetd.requests.request_trace import attempt_of, trace_of
 
 
 class PipelineStep:
@@ -62,6 +62,7 @@ class Pipeline:
     def attempt(self, request: Request) -> Iterator[None]:
         """Around the events of one attempt. Notes a FleetError in the request and raises it."""
         request.begin()
+        request.began_s = self._monotonic()
         for step in self._steps:
             step.prepare(request)
         if not request.generate.shared:
@@ -73,10 +74,11 @@ class Pipeline:
             request.failed(error)
             raise
         finally:
-            tasks = [step.closed(request) for step in self._steps]
-            request.concluding = next((task for task in tasks if task is not None), None)
+            tasks = [task for step in self._steps if (task := step.closed(request)) is not None]
+            if tasks:
+                request.concluding = asyncio.gather(*tasks, return_exceptions=True)
             if request.error is not None:
-                request.earlier_trace = trace_of(request) or request.earlier_trace
+                request.failed_trace = attempt_of(request, self._monotonic())
 
     async def on_event(
         self, request: Request, event: Planned | Loading | Event
@@ -97,6 +99,7 @@ class Pipeline:
 
     def ended(self, request: Request) -> None:
         """The request is over: write down what came of it, once that is known."""
+        request.ended_s = self._monotonic()
         for step in self._steps:
             step.ended(request)
         if request.concluding is None:
@@ -105,5 +108,7 @@ class Pipeline:
             request.concluding.add_done_callback(lambda _: self._write(request))
 
     def _write(self, request: Request) -> None:
-        if (trace := trace_of(request) or request.earlier_trace) is not None:
-            self._record(trace)
+        trace = trace_of(request)
+        self._record(trace)
+        if request.asked.traced is not None:
+            request.asked.traced(trace)

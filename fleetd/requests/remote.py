@@ -5,19 +5,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 
 import msgspec
 
 from fleetd import limits
+from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import Assisted, Event, Failed, Finished, Followed, Loading, Scored, Shared
 from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError, from_code
+from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests import messages
 from fleetd.requests.answer_check import AnswerCheck
-from fleetd.requests.concurrency import with_heartbeats
+from fleetd.requests.concurrency import cancel_all, with_heartbeats
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.request import Request
+
+log = get_logger("fleetd.requests")
 
 
 async def next_message(stream: PeerStream, of: str = "life") -> bytes | None:
@@ -35,54 +41,110 @@ async def next_message(stream: PeerStream, of: str = "life") -> bytes | None:
             return body
 
 
-async def run(
-    request: Callable[[str, bytes], PeerStream],
-    job: Job,
-    model: str,
-    digest: str,
-    planned: Planned,
-    context_tokens: int = 0,
-) -> AsyncGenerator[Planned | Loading | Event, None]:
-    """Run a job there and yield its events; closing the generator cancels it there.
+class RemoteJob:
+    """A job on another machine, seen from the one that asks.
 
     Args:
         request: begins a request at that machine.
         model: its canonical name.
-        planned: how it runs, as its client knows; yielded anew when that machine says more.
+        planned: how it runs, as its client knows.
         context_tokens: of the model there, by that machine's card; 0 if unknown.
-
-    Raises:
-        PeerLost: the machine went away, or said nothing for ``limits.JOB_SILENCE_S``.
-        ProtocolError: what it sends cannot be the answer to this job.
-        FleetError: what the job failed with there.
     """
-    stream = request(
-        messages.RUN, messages.encode(messages.RunJob(model, job.request, job.route, digest, where=True))
-    )
-    ended = False
-    check = AnswerCheck(job.request, context_tokens)
-    try:
-        stream.end()
-        while True:
-            body = await next_message(stream, "the job")
-            if body is None:
-                ended = True
-                raise ProtocolError("A peer ended an answer without finishing it.")
-            event = messages.decode_event(body)
-            check(event)
-            if isinstance(event, messages.RanAt):
-                nodes = (planned.nodes[0], *event.helpers)
-                exactness = planned.exactness if event.exact else "plan"
-                yield Planned(planned.kind, nodes, exactness, event.reason or planned.reason)
-                continue
-            if isinstance(event, Finished):
-                ended = True
+
+    def __init__(
+        self,
+        request: Callable[[str, bytes], PeerStream],
+        job: Job,
+        model: str,
+        digest: str,
+        planned: Planned,
+        context_tokens: int = 0,
+    ) -> None:
+        self._request = request
+        self._context_tokens = context_tokens
+        self._asked = messages.RunJob(model, job.request, job.route, digest, where=True, trace=True)
+        self._planned = planned
+        self._stream: PeerStream | None = None
+
+    async def events(self) -> AsyncGenerator[Planned | Loading | Event, None]:
+        """Run it there and yield its events; closing the generator before the last one cancels it there.
+
+        ``planned`` is yielded anew when that machine says more.
+
+        Raises:
+            PeerLost: the machine went away, or said nothing for ``limits.JOB_SILENCE_S``.
+            ProtocolError: what it sends cannot be the answer to this job.
+            FleetError: what the job failed with there.
+        """
+        planned = self._planned
+        stream = self._request(messages.RUN, messages.encode(self._asked))
+        check = AnswerCheck(self._asked.request, self._context_tokens)
+        ended = False
+        try:
+            stream.end()
+            while True:
+                body = await next_message(stream, "the job")
+                if body is None:
+                    ended = True
+                    raise ProtocolError("A peer ended an answer without finishing it.")
+                event = messages.decode_event(body)
+                check(event)
+                if isinstance(event, messages.RanAt):
+                    nodes = (planned.nodes[0], *event.helpers)
+                    exactness = planned.exactness if event.exact else "plan"
+                    yield Planned(planned.kind, nodes, exactness, event.reason or planned.reason)
+                    continue
+                if isinstance(event, Finished):
+                    ended, self._stream = True, stream
+                    yield event
+                    return
                 yield event
-                return
-            yield event
-    finally:
-        if not ended:
-            stream.cancel()
+        finally:
+            if not ended:
+                stream.cancel()
+
+    async def trace(self) -> Trace | None:
+        """What that machine wrote down of the job, after its last event; None if it tells nothing.
+
+        Earlier versions end the stream instead. Raises FleetError, and TimeoutError for a machine that says
+        only that it is alive.
+        """
+        if (stream := self._stream) is None:
+            return None
+        ended = False
+        try:
+            async with asyncio.timeout(limits.JOB_SILENCE_S):
+                body = await next_message(stream, "the trace")
+            trace = messages.decode_trace(body) if body is not None else None
+            ended = True
+        finally:
+            if not ended:
+                stream.cancel()
+        return trace
+
+
+class RemoteTraces(PipelineStep):
+    """The step that asks a machine which answered for its own trace. No client waits for it."""
+
+    def __init__(self) -> None:
+        self._running: set[asyncio.Task[None]] = set()
+
+    def closed(self, request: Request) -> asyncio.Task[None] | None:
+        if request.remote is None or request.finished is None:
+            return None
+        task = asyncio.create_task(self._fetch(request, request.remote))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    async def close(self) -> None:
+        await cancel_all(self._running)
+
+    async def _fetch(self, request: Request, remote: RemoteJob) -> None:
+        try:
+            request.there = await remote.trace()
+        except (FleetError, TimeoutError) as error:
+            log.info("trace.not_told", request=request.id, node=request.answered_by, reason=str(error))
 
 
 class JobServer:
@@ -91,17 +153,20 @@ class JobServer:
     Args:
         has: whether this machine has told others that it has a model of this digest. Finding a digest may
             take minutes of reading, and is nothing that others may start here.
+        name_of: the name of a member, by its node id.
     """
 
     def __init__(
         self,
         run: Callable[[Job], AsyncGenerator[Planned | Loading | Event, None]],
         has: Callable[[str], bool],
+        name_of: Callable[[str], str] = lambda node_id: node_id,
     ) -> None:
         self._run = run
         self._has = has
+        self._name_of = name_of
 
-    async def __call__(self, _peer: str, body: bytes, stream: PeerStream) -> None:
+    async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
         """The handler of ``messages.RUN``. Raises FleetError: what the other side is told."""
         asked = messages.decode_run(body)
         if asked.digest and not self._has(asked.digest):
@@ -109,7 +174,17 @@ class JobServer:
         # Whether the prefill is shared is this machine's to decide: a prompt that waits for helpers must
         # have them.
         request = msgspec.structs.replace(asked.request, id=own_id(asked.request.id), shared=False)
-        job = Job(asked.model, request, "peer", asked.route, local_only=True, digest=asked.digest)
+        traced: asyncio.Future[Trace] = asyncio.get_running_loop().create_future()
+        job = Job(
+            asked.model,
+            request,
+            "peer",
+            asked.route,
+            local_only=True,
+            digest=asked.digest,
+            asked_by=self._name_of(peer),
+            traced=traced.set_result,
+        )
         async with (
             aclosing(self._run(job)) as run,
             aclosing(with_heartbeats(run, limits.JOB_ALIVE_S)) as events,
@@ -125,6 +200,12 @@ class JobServer:
                 elif not isinstance(event, Failed | Shared | Assisted | Scored | Followed):
                     stream.send(messages.encode(event))
                     await drained(stream)
+        if asked.trace:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(limits.JOB_TRACE_S):
+                    trace = await asyncio.shield(traced)
+                stream.send(messages.encode(messages.told_trace(trace)))
+                await drained(stream)
 
 
 def own_id(asked: str) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -43,6 +43,7 @@ from fleetd.requests.ports import MetricsPort
 if TYPE_CHECKING:  # what steps keep here; they import this module
     from fleetd.requests.drafting.client import DraftRun
     from fleetd.requests.prefill_sharing.client import SharedPrompt
+    from fleetd.requests.remote import RemoteJob
     from fleetd.requests.smart_prefill.bill import ScoringBill
 
 # A helper's name, and what it did by its own account.
@@ -106,8 +107,12 @@ class Request:
         self.smart_planned_s = 0.0
         self.smart_steps: list[StepView] = []
         self.bill: ScoringBill | None = None
-        # Of an attempt that failed, where a later one has nothing to tell.
-        self.earlier_trace: Trace | None = None
+        # Why a scorer gave up, where others went on: its code and its message.
+        self.lost_scorer = ("", "")
+        # Of the attempts before this one, and of this one if it has failed.
+        self.earlier: list[Trace] = []
+        self.failed_trace: Trace | None = None
+        self.ended_s: float | None = None
         self._metrics = metrics
         self._announced: list[Planned] = []
         self._running_s: float | None = None
@@ -121,6 +126,9 @@ class Request:
 
     def begin(self) -> None:
         """A new attempt, on the machine that ``placement`` names."""
+        if self.failed_trace is not None:
+            self.earlier.append(self.failed_trace)
+            self.failed_trace = None
         #: What the engine is asked; steps may change it before the attempt.
         self.generate = self.job.request
         self.accepted: Accepted | None = None
@@ -137,8 +145,12 @@ class Request:
         # Drafts of another worker.
         self.drafter: DrafterView | None = None
         self.drafts: DraftRun | None = None
+        # Another machine that answers: when it was asked, and its own trace.
+        self.began_s = self.arrived_s
+        self.remote: RemoteJob | None = None
+        self.there: Trace | None = None
         # What the trace waits for.
-        self.concluding: asyncio.Task[None] | None = None
+        self.concluding: asyncio.Future[Any] | None = None
         # What it waited for before its engine could be asked.
         self.loading = StageTimes()
         self._cached_in_attempt = 0
@@ -155,6 +167,11 @@ class Request:
         return self.model.folder if self.placement.node_id == THIS_NODE else None
 
     @property
+    def answered_by(self) -> str:
+        """The name of the machine that answers; "" for this one."""
+        return "" if self.placement.node_id == THIS_NODE else self.placement.planned.nodes[0]
+
+    @property
     def answering(self) -> bool:
         """True once something of the answer has been passed on: from then on it cannot begin anew."""
         return self.first_token_s is not None
@@ -165,6 +182,9 @@ class Request:
         out."""
         if self.smart is not None and self.smart.used:
             return "lossy"
+        if self.answered_by:
+            # As the client was told: that machine knows its helpers, and this one how alike the two are.
+            return (self.planned or self.placement.planned).exactness
         if self.accepted is None:
             return "exact"
         if self.accepted.kept:
@@ -198,9 +218,11 @@ class Request:
 
     @property
     def outcome(self) -> Outcome:
-        found = self.prefill_outcome
+        if self.finished is None:
+            return "failed" if self.error is not None else "cancelled"
+        found: Outcome = "remote" if self.answered_by else self.prefill_outcome
         used = self.smart is not None and self.smart.used
-        return "smart" if used and found not in ("failed", "cancelled") else found
+        return "smart" if used else found
 
     @property
     def kept_tokens(self) -> int:
@@ -227,6 +249,12 @@ class Request:
             exactness = "lossy" if self.smart.used else planned.exactness
             planned = msgspec.structs.replace(planned, exactness=exactness, smart=self.smart)
         self._announced.append(planned)
+
+    def expected(self) -> Planned:
+        """Where it will run, as far as that is known while its prompt is scored, of which parts may be left
+        out."""
+        self.planned = self.placement.planned
+        return msgspec.structs.replace(self.planned, exactness="lossy")
 
     def take_announced(self) -> list[Planned]:
         """What has been announced since the last call."""

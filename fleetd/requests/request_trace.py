@@ -10,35 +10,37 @@ from fleetd import limits
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
 from fleetd.plan.prefill import step_names
-from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.prefill_sharing import planner_facts
 from fleetd.requests.request import Request
 
 
-def trace_of(request: Request) -> Trace | None:
-    """None where nothing was decided about the prompt, nothing drafted for the answer, and nothing loaded."""
+def trace_of(request: Request) -> Trace:
+    """Of its last attempt, with the earlier ones."""
     smart, accepted = request.smart, request.accepted
     smart_plan = request.smart_plan if smart is not None else None
-    told = request.choice is not None or request.drafter is not None or request.loading.seconds
-    if smart_plan is None and (accepted is None or not told):
-        return None
     chosen, losers = _options(request, smart_plan)
     first_s, since_s = request.first_token_s, request.decided_s
     prompt_tokens = accepted.prompt_tokens if accepted is not None else 0
-    cached_tokens = request.cached_tokens
+    cached_tokens, kept_tokens = request.cached_tokens, request.kept_tokens
+    if smart is not None and smart.used:
+        prompt_tokens, cached_tokens, kept_tokens = smart.original_tokens, 0, smart.compressed_tokens
     if smart is not None and smart_plan is not None:
         # What was planned begins with the scores, and counts as the compressor does. Loads come before it.
         since_s = request.smart_planned_s or request.arrived_s
         prompt_tokens, cached_tokens = smart.original_tokens, 0
+    code, reason = request.code, request.reason
+    if smart is not None and not code:
+        code, reason = (smart.code, smart.reason) if smart.code else request.lost_scorer
+    usage, finished = request.so_far(first_s or since_s)[0], request.finished
     return Trace(
         id=request.id,
         at_s=request.at_s,
         model=request.model.name,
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
-        kept_tokens=request.kept_tokens,
+        kept_tokens=kept_tokens,
         chosen=chosen,
         losers=losers,
         steps=[*load_steps(request), *_steps(request, smart_plan)],
@@ -46,17 +48,31 @@ def trace_of(request: Request) -> Trace | None:
         exactness=request.exactness,
         prefill_s=None if first_s is None else first_s - since_s,
         ttft_s=None if first_s is None else first_s - request.arrived_s,
-        code=request.code or (smart.code if smart is not None else ""),
-        reason=request.reason or (smart.reason if smart is not None else ""),
+        code=code,
+        reason=reason,
         verified_tokens=request.sharing_ended.verified if request.sharing_ended is not None else 0,
-        speculation=request.finished.speculation if request.finished is not None else None,
+        speculation=finished.speculation if finished is not None else None,
         drafter=request.drafter,
+        completion_tokens=usage.completion_tokens,
+        took_s=None if request.ended_s is None else request.ended_s - request.arrived_s,
+        asked_by=request.asked.asked_by,
+        answered_by=request.answered_by,
+        there=request.there,
+        earlier=list(request.earlier),
     )
 
 
+def attempt_of(request: Request, now_s: float) -> Trace:
+    """Of an attempt that has just failed."""
+    return msgspec.structs.replace(trace_of(request), took_s=now_s - request.began_s, earlier=[])
+
+
 def load_steps(request: Request) -> list[StepView]:
-    """What was downloaded and loaded before the prompt could be read, stage by stage."""
-    machine = THIS_NAME if request.placement.node_id == THIS_NODE else ""
+    """What was downloaded and loaded before the prompt could be read, stage by stage. Nothing where another
+    machine answered and tells it itself."""
+    if request.there is not None:
+        return []
+    machine = request.answered_by or THIS_NAME
     return [StepView(stage, seconds, machine=machine) for stage, seconds in request.loading.seconds]
 
 
@@ -70,24 +86,42 @@ def share_steps(request: Request) -> list[StepView]:
 
 
 def _steps(request: Request, smart_plan: SmartPlan | None) -> list[StepView]:
-    if smart_plan is None:
-        return share_steps(request)
-    steps = [*request.smart_steps, *share_steps(request)]
-    if request.finished is not None:
-        steps.append(StepView(step_names.PREFILLED, request.finished.timings.prefill_s, machine=THIS_NAME))
-    return steps
+    """What is known here. What another machine did that answered is in its own trace."""
+    found = [*request.smart_steps] if smart_plan is not None else []
+    timings = request.finished.timings if request.finished is not None else None
+    if request.answered_by:
+        if request.there is not None and request.there.took_s is not None and request.ended_s is not None:
+            rest_s = request.ended_s - request.began_s - request.there.took_s
+            found.append(StepView(step_names.NETWORK, max(0.0, rest_s)))
+        return found
+    shared = share_steps(request)
+    if timings is not None:
+        found.append(StepView(step_names.QUEUED, timings.queue_s, machine=THIS_NAME))
+    found += shared
+    if timings is not None:
+        if smart_plan is not None or not shared:
+            name = step_names.COMPUTED if smart_plan is None else step_names.PREFILLED
+            found.append(StepView(name, timings.prefill_s, machine=THIS_NAME))
+        found.append(StepView(step_names.ANSWERED, timings.decode_s, machine=THIS_NAME))
+    return found
 
 
 def _options(request: Request, smart_plan: SmartPlan | None) -> tuple[OptionView, list[OptionView]]:
     """The way that was taken, then the others."""
     chosen, losers = OptionView("local", [THIS_NAME], None, chosen=True), list[OptionView]()
-    if request.choice is not None:
+    if request.answered_by:
+        planned = request.planned or request.placement.planned
+        chosen = OptionView("remote", [*planned.nodes], None, chosen=True)
+    elif request.choice is not None:
         chosen, *losers = planner_facts.views(request.choice, limits.TRACE_LOSERS)
     if smart_plan is None:
         return chosen, losers
-    smart, dense = smart_options(smart_plan)
+    smart, dense = smart_options(smart_plan, at=request.answered_by or THIS_NAME)
     used = request.smart is not None and request.smart.used
     if request.choice is None:
+        if request.answered_by:
+            # That machine's own plan has its steps.
+            dense = msgspec.structs.replace(dense, kind=chosen.kind, nodes=chosen.nodes, steps=[])
         return (smart, [dense]) if used else (dense, [smart])
     if not used:
         return chosen, [*losers, smart]
@@ -128,23 +162,23 @@ def ways_in_front(plan: SmartPlan, kept: Sequence[OptionView]) -> list[OptionVie
     return found if plan.worth_it else found[:1]
 
 
-def smart_options(plan: SmartPlan) -> tuple[OptionView, OptionView]:
-    """Scoring and reading the rest; and reading all of it."""
-    nodes = [*dict.fromkeys(part.scorer.name for part in plan.parts)]
-    if THIS_NAME in nodes:
-        nodes.remove(THIS_NAME)
+def smart_options(plan: SmartPlan, *, at: str = THIS_NAME) -> tuple[OptionView, OptionView]:
+    """Scoring and reading the rest; and reading all of it. ``at``: the machine that answers."""
+    scorers = [*dict.fromkeys(part.scorer.name for part in plan.parts)]
+    others = [name for name in scorers if name != THIS_NAME]
     smart = OptionView(
         kind="smart",
-        nodes=[*nodes, THIS_NAME],
+        nodes=[*(name for name in scorers if name != at), at],
         predicted_s=plan.predicted_s if plan.parts else None,
         steps=[
-            StepView(step_names.SCORED, plan.score_s, machine=", ".join(nodes) or THIS_NAME),
-            StepView(step_names.PREFILLED, plan.prefill_s, machine=THIS_NAME),
+            StepView(step_names.SCORED, plan.score_s, machine=", ".join(others) or THIS_NAME),
+            # Another machine reads it as any other prompt.
+            StepView(
+                step_names.PREFILLED if at == THIS_NAME else step_names.COMPUTED, plan.prefill_s, machine=at
+            ),
         ],
         code=plan.code,
         reason=plan.reason,
     )
-    dense = OptionView(
-        "local", [THIS_NAME], plan.dense_s or None, [StepView(step_names.PREFILLED, plan.dense_s)]
-    )
+    dense = OptionView("local", [at], plan.dense_s or None, [StepView(step_names.PREFILLED, plan.dense_s)])
     return smart, dense

@@ -115,7 +115,8 @@ class Runner:
         self._placing = placing
         self._smart = smart
         # Helpers are agreed on before a drafter is looked for; smart prefill labels what they announced.
-        steps = [step for step in (sharing, drafting, smart) if step is not None]
+        self._remote_traces = remote.RemoteTraces()
+        steps = [step for step in (sharing, drafting, smart, self._remote_traces) if step is not None]
         self._pipeline = Pipeline(steps, record, monotonic=monotonic)
         self._speeds = speeds or ModelSpeeds()
         self._members = members or Members()
@@ -154,6 +155,7 @@ class Runner:
         """End what still runs: call this, then close the pool; streams end with Draining."""
         self._draining = self._abandoned = True
         await self.pulls.close()
+        await self._remote_traces.close()
 
     # ---- one job -----------------------------------------------------------------------------------------
 
@@ -213,6 +215,9 @@ class Runner:
             if self._smart is not None and request.asked.smart is not None:
                 async with aclosing(self._smart.shorten(request)) as progress:
                     async for step in progress:
+                        if request.planned is None:
+                            # A stream's headers leave with the first progress: what they say has to stand.
+                            yield request.expected()
                         yield step
                 self._place_again(request)
             while True:
@@ -236,7 +241,7 @@ class Runner:
         placement, folder = request.placement, request.folder_here
         if placement.node_id != THIS_NODE and self._placing is not None:
             there = self._members.model_at(placement.node_id, request.model.name)
-            return remote.run(
+            request.remote = remote.RemoteJob(
                 partial(self._placing.request, placement.node_id),
                 request.job,
                 request.model.name,
@@ -244,6 +249,7 @@ class Runner:
                 placement.planned,
                 there.context_tokens if there is not None else 0,
             )
+            return request.remote.events()
         return self._fetched(request) if folder is None else self._pool.stream(folder, request.generate)
 
     async def _fetched(self, request: Request) -> AsyncGenerator[Loading | Event, None]:

@@ -7,12 +7,14 @@ import json
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 from api_fakes import frames, serve, serve_unix, services, speak
 from msgspec import structs
 
 from fleetd import limits
+from fleetd.api import smart_prefill_reports
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine import protocol as p
@@ -189,6 +191,19 @@ async def test_why_nothing_was_left_out_is_told(route: str, stream: bool) -> Non
     report = last_object(text, stream=stream)["smart_prefill"]
     assert (report["mode"], report["skipped"]) == ("full", SKIPPED.skipped)
     assert report["compressed_tokens"] == report["original_tokens"] == 40
+
+
+@pytest.mark.parametrize(
+    ("said", "header"),
+    [
+        ("It keeps 25 % of it, or 25%.", "It keeps 25 % of it, or 25%."),
+        ("größer als 25 %", "gr%C3%B6%C3%9Fer als 25 %"),
+        ("a name with %41 in it", "a name with %2541 in it"),
+    ],
+)
+def test_a_header_escapes_a_percent_sign_only_where_it_would_mislead(said: str, header: str) -> None:
+    assert smart_prefill_reports.line(said) == header
+    assert unquote(header) == said
 
 
 async def test_headers_that_cannot_wait_promise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 
 import pytest
 
@@ -90,6 +91,31 @@ def test_a_log_gets_a_plain_line_per_stage() -> None:
         progress.update("downloading", 2_000_000, 90_000_000, unit="bytes")
         progress.update("loading", 3, 30)
     assert log.getvalue().splitlines() == ["downloading  1.0 MB of 90.0 MB", "loading  3 of 30"]
+
+
+def test_a_log_gets_one_line_of_stages_that_take_turns_or_begin_anew() -> None:
+    """Two answers of one request are read side by side; and after each remark the line begins anew."""
+    log = io.StringIO()
+    with Progress(log, show_after_s=0) as progress:
+        for done in range(3):
+            progress.update("loading a", done, 30)
+            progress.update("loading b", done, 30)
+        progress.clear()
+        progress.update("loading b", 9, 30)
+    assert log.getvalue().splitlines() == ["loading a  0 of 30", "loading b  0 of 30"]
+
+
+def test_a_log_of_a_long_stage_stays_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: None)
+    monkeypatch.setattr(threading.Thread, "join", lambda thread: None)
+    log = io.StringIO()
+    with Progress(log, show_after_s=0) as progress:
+        for now[0] in range(600):
+            progress.update("reading", int(now[0]), 600)
+    read = [int(line.split()[1]) for line in log.getvalue().splitlines()]
+    assert read == [0, 10, 30, 70, 150, 310]
 
 
 def test_a_dumb_terminal_is_a_log(monkeypatch: pytest.MonkeyPatch) -> None:

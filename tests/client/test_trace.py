@@ -59,7 +59,7 @@ def test_eighty_columns_keep_what_was_planned_and_what_came_of_it() -> None:
 
 
 def test_an_empty_list_says_what_would_be_in_it() -> None:
-    assert listed([]) == ["No request has come yet that another machine could have helped with."]
+    assert listed([]) == ["No request has come yet."]
 
 
 # ---- One request -----------------------------------------------------------------------------------------
@@ -129,11 +129,99 @@ def test_any_trace_has_a_page_without_control_characters(
         **FALLBACK,
         "id": text, "model": text, "chosen": option, "losers": [{**option, "reason": text}], "steps": steps,
         "outcome": text, "exactness": text, "prefill_s": seconds, "ttft_s": seconds, "code": text,
-        "reason": text,
+        "reason": text, "answered_by": text, "asked_by": text,
     }  # fmt: skip
+    value = {**value, "there": value, "earlier": [value], "drafter": {"model": text, "machine": text}}
     for each in (width, None):
         for said in (shown(value, each), "\n".join(listed([value], each))):
             assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", said)
+
+
+REMOTE: dict[str, Any] = {
+    "id": "chatcmpl-00000000000000000000dddd4444-0",
+    "at_s": 1_780_000_004.0,
+    "model": "smollm2-135m",
+    "prompt_tokens": 4000,
+    "chosen": {"kind": "remote", "nodes": ["studio", "mini"], "chosen": True},
+    "outcome": "remote",
+    "exactness": "plan",
+    "prefill_s": 1.14,
+    "ttft_s": 1.3,
+    "completion_tokens": 84,
+    "took_s": 3.42,
+    "answered_by": "studio",
+    "steps": [{"name": "network and rest", "seconds": 0.02}],
+    "earlier": [
+        {
+            "id": "r", "chosen": {"kind": "remote", "nodes": ["beta"]}, "outcome": "failed", "took_s": 1.5,
+            "answered_by": "beta", "code": "peer_lost", "reason": "beta: The connection broke.",
+        }
+    ],
+    "there": {
+        **SHARED,
+        "id": "chatcmpl-00000000000000000000dddd4444-0.c0ffee123456",
+        "chosen": {**SHARED["chosen"], "nodes": ["mini", "this"]},
+        "losers": [],
+        "steps": [
+            {"name": "queued", "seconds": 0.003, "machine": "this"},
+            {"name": "computed", "seconds": 0.93, "machine": "this"},
+            {"name": "computed", "seconds": 0.95, "machine": "mini", "n_bytes": 92_100_000},
+            {"name": "decoded", "seconds": 2.1, "machine": "this"},
+        ],
+        "speculation": {"width": 16, "passes": 60, "tokens": 84, "saved_s": 0.5},
+        "drafter": {
+            "model": "small", "machine": "this", "steps": [], "code": "", "reason": "",
+        },
+        "ttft_s": 1.28,
+        "took_s": 3.4,
+        "asked_by": "laptop",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_what_another_machine_answered_is_one_story(width: int) -> None:
+    here, there, steps = shown(REMOTE, width).split("\n\n")
+    assert here.splitlines()[1:] == [
+        "model        smollm2-135m",
+        "prompt       4,000 tokens",
+        "tried first  beta, for 1.50 s: beta: The connection broke (peer_lost)",
+        "plan         remote: studio answers, helped by mini",
+        "outcome      answered by studio · plan",
+        "first token  1.30 s after the request came, 1.28 s of it on studio",
+        "answer       84 tokens, the last one after 3.42 s, 3.40 s of it on studio",
+    ]
+    assert " ".join(there.split()) == (
+        "On studio: trace there chatcmpl-00000000000000000000dddd4444-0.c0ffee123456 "
+        "plan layers: mini 0 to 14, studio 15 to 29, in chunks of 256 tokens "
+        "outcome shared as planned prefill 1.06 s planned, 1.12 s actual (+6 %) "
+        "drafts right: ; 1.40 tokens per pass of up to 16; saved 0.50 s"
+    )
+    rows = [re.split("  +", line) for line in steps.splitlines()]
+    assert ["computed", "studio", "0.90 s", "0.93 s", "+3 %", "-"] in rows
+    assert ["computed", "mini", "-", "0.95 s", "-", "92.1 MB"] in rows
+    assert ["decoded", "studio", "-", "2.10 s", "-", "-"] in rows
+    assert rows[-2] == ["network and rest", "-", "20 ms", "-", "-"]
+    assert "this" not in steps.split()
+    assert all(len(line) <= width for line in shown(REMOTE, width).splitlines())
+
+
+def test_a_machine_that_told_no_steps_is_said_so() -> None:
+    said = shown({**REMOTE, "there": None, "steps": []})
+    assert said.endswith("studio told no steps of its own.")
+    assert "first token  1.30 s after the request came\n" in said
+
+
+def test_an_answer_that_broke_off_elsewhere_says_where() -> None:
+    lost = {"outcome": "failed", "code": "peer_lost", "reason": "studio: It went away.", "there": None}
+    assert "outcome      failed on studio · plan · studio: It went away (peer_lost)\n" in shown(
+        {**REMOTE, **lost}
+    )
+
+
+def test_a_request_of_another_machine_says_whose_it_is() -> None:
+    assert "asked by     laptop\n" in shown(REMOTE["there"])
+    assert re.split("  +", listed([REMOTE], None)[1])[5] == "remote: studio, mini"
 
 
 # ---- The command -----------------------------------------------------------------------------------------
@@ -229,4 +317,17 @@ def test_what_drafts_did_is_told_source_by_source(saved_s: float, said: str) -> 
 
 def test_a_drafter_that_came_too_late_is_named_all_the_same() -> None:
     found = shown({**SHARED, "drafter": {"model": "small", "machine": "studio"}}, None)
-    assert "drafts       small on studio was asked; none of its drafts was verified" in found
+    assert (
+        "drafts       small on studio was asked; none of its drafts was verified; "
+        "studio told no steps of its own\n"
+    ) in found
+
+
+def test_a_drafter_elsewhere_has_its_steps_and_one_that_was_lost_its_reason() -> None:
+    steps = [{"name": "drafted", "seconds": 0.49, "machine": "studio"}]
+    drafter = {"model": "small", "machine": "studio", "steps": steps}
+    assert re.search("\ndrafted +studio +- +0.49 s", shown({**SHARED, "drafter": drafter}, None))
+    lost = {**drafter, "steps": [], "code": "peer_lost", "reason": "studio: It went away."}
+    assert "small on studio did not draft to the end: studio: It went away (peer_lost)" in shown(
+        {**SHARED, "drafter": lost}, None
+    )

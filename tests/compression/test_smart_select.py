@@ -10,6 +10,7 @@ from smart_texts import brace_code, haystack, kept_text, policy, prose, python_c
 
 from fleetd.compression import elide
 from fleetd.compression.document import Document
+from fleetd.compression.history import Aged
 from fleetd.compression.pins import pins
 from fleetd.compression.policy import SmartPrefillBody, SmartPrefillPolicy, resolve
 from fleetd.compression.select import select
@@ -144,7 +145,7 @@ def test_a_maximum_holds_for_a_line_that_cannot_be_cut_and_over_turns() -> None:
     )
     first = select(Document.of_messages([told, asked]), None, policy(0.5, max_keep_tokens=300))
     later = Document.of_messages([told, asked, told, asked])
-    second = select(later, None, policy(0.5, max_keep_tokens=300), dict(enumerate(first.kept)))
+    second = select(later, None, policy(0.5, max_keep_tokens=300), Aged(first))
     always = estimate_tokens(QUESTION) + MOST_CHARS / 4
     assert second.kept_tokens <= 300 + always
 
@@ -381,10 +382,10 @@ def test_what_was_decided_stays_as_it_is() -> None:
         {"role": "user", "content": "What is said about the orchard?"},
     ]
     document = Document.of_messages(later)
-    selection = select(document, None, policy(0.1), dict(enumerate(before.kept)))
+    selection = select(document, None, policy(0.1), Aged(before))
     assert selection.kept[0] == before.kept[0]
     assert selection.whole(document, 3)
     assert 0 < sum(b - a for a, b in selection.kept[2]) < len(later[2]["content"]) / 4
     # The same again: nothing is left to decide.
-    again = select(document, None, policy(0.1), dict(enumerate(selection.kept)))
-    assert again.kept == selection.kept
+    again = select(document, None, policy(0.1), Aged(selection))
+    assert again == selection

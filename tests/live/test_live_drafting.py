@@ -77,7 +77,11 @@ def test_a_peer_drafts_and_the_text_is_the_models_own(pair: LiveFleet) -> None:
     until(lambda: free(beta) and free(alpha), WITHIN_S)
     before = descriptors(alpha), descriptors(beta)
     for _ in range(3):
-        assert _drafted(alpha)["drafter"] == {"model": SMALL, "machine": "beta"}
+        drafter = _drafted(alpha)["drafter"]
+        assert (drafter["model"], drafter["machine"]) == (SMALL, "beta")
+        assert [(step["machine"], step["name"]) for step in drafter["steps"]] == [
+            ("beta", name) for name in ("loaded", "agreed", "drafted")
+        ]
     # Nor need its first draft.
     until(lambda: _drafted(alpha)["speculation"] is not None, 3 * WITHIN_S)
     until(lambda: free(beta) and free(alpha), WITHIN_S)

@@ -205,6 +205,34 @@ def test_what_fleetctl_plans_on_a_machine_without_the_model_is_what_its_chat_doe
     assert "beta does not have nobody." in refused.stderr
 
 
+def traced(daemon: LiveDaemon, request_id: str) -> dict[str, Any]:
+    """The trace of a request with one answer, once it is written."""
+    path = f"/fleet/v1/traces?last=9&id={request_id}"
+    until(lambda: daemon.control("GET", path)["traces"])
+    (found,) = daemon.control("GET", path)["traces"]
+    return dict(found)
+
+
+def test_one_request_has_one_story_where_it_was_asked_and_where_it_was_answered(fleet: LiveFleet) -> None:
+    alpha, beta = fleet["alpha"], fleet["beta"]
+    _, headers, _ = answer(alpha, body(CHAIN, "<hello>"))
+    here = traced(alpha, headers["X-Fleet-Request"])
+    assert (here["outcome"], here["answered_by"], here["exactness"]) == ("remote", "beta", "plan")
+    there = here["there"]
+    assert there == traced(beta, there["id"])
+    assert (there["asked_by"], there["outcome"]) == ("alpha", "local")
+    assert [step["name"] for step in there["steps"]] == ["queued", "computed", "decoded"]
+    assert here["took_s"] >= there["took_s"] >= sum(step["seconds"] for step in there["steps"])
+    assert there["ttft_s"] <= here["ttft_s"]
+    shown = alpha.fleetctl("trace", headers["X-Fleet-Request"]).stdout
+    assert "answered by beta" in shown
+    assert there["id"] in shown
+    assert "network and rest" in shown
+    assert "asked by     alpha" in beta.fleetctl("trace", there["id"]).stdout
+    told = json.loads(alpha.fleetctl("trace", headers["X-Fleet-Request"], "--json").stdout)
+    assert told == here
+
+
 def test_fleetctl_chat_is_answered_by_the_other_machine(fleet: LiveFleet) -> None:
     done = fleet["alpha"].fleetctl("chat", "-m", CHAIN, "--json", "--temperature", "0", "<hello>")
     told = json.loads(done.stdout)
@@ -244,6 +272,11 @@ def test_a_machine_that_is_killed_before_the_first_token_is_replaced_by_another(
         assert stream.plan() == "remote; nodes=beta"
         trio["beta"].kill()
         assert stream.text() == HELLO
+    story = traced(trio["alpha"], stream.response.headers["X-Fleet-Request"])
+    assert (story["answered_by"], story["there"]["outcome"]) == ("gamma", "local")
+    assert [(attempt["answered_by"], attempt["outcome"]) for attempt in story["earlier"]] == [
+        ("beta", "failed")
+    ]
     _, moved = stream.plans()
     assert moved.startswith("remote; nodes=gamma: beta: ")
     assert trio.states("alpha")["beta"] != "usable"

@@ -104,10 +104,17 @@ def test_every_reading_verb_agrees_with_the_daemon(live: LiveDaemon) -> None:
     assert {check["name"] for check in checks if check["level"] == "fail"} <= {"disk", "memory"}, checks
 
 
-def test_a_daemon_that_could_share_nothing_has_no_trace(make_daemon: Callable[..., LiveDaemon]) -> None:
+def test_the_id_that_an_answer_has_leads_to_its_trace(make_daemon: Callable[..., LiveDaemon]) -> None:
+    """Also where no other machine could have had a part in it."""
     daemon = make_daemon()
-    assert daemon.fleetctl("chat", "-m", "chain", "<hello>").returncode == 0
     assert "No request has come yet" in daemon.fleetctl("trace").stdout
+    done = daemon.fleetctl("chat", "-m", "chain", "--json", "<hello>")
+    told = daemon.fleetctl("trace", json.loads(done.stdout)["request"]).stdout
+    assert "outcome      computed here · exact" in told
+    steps = [line.split()[0] for line in told.split("\n\n")[1].splitlines()]
+    assert (steps[0], steps[-3:]) == ("STEP", ["queued", "computed", "decoded"])
+    # It had to be loaded first.
+    assert len(steps) > 4
 
 
 def test_ctrl_c_frees_the_slot(live: LiveDaemon) -> None:

@@ -95,7 +95,8 @@ def trace_of(fleet: LiveFleet, request_id: str) -> tuple[str, dict[str, Any]]:
         for name in NAMES:
             traces = fleet[name].control("GET", "/fleet/v1/traces?last=20")["traces"]
             # A job that was sent to another machine has its id there, with an ending of its own.
-            found.extend((name, trace) for trace in traces if trace["id"].startswith(request_id))
+            mine = [trace for trace in traces if not trace["answered_by"]]
+            found.extend((name, trace) for trace in mine if trace["id"].startswith(request_id))
         return bool(found)
 
     until(written, 10)
@@ -135,9 +136,12 @@ def test_a_plan_is_shown_before_it_is_needed(ready: LiveFleet) -> None:
 def test_what_has_to_stay_is_not_shared(ready: LiveFleet) -> None:
     plan, got = ask(ready["alpha"], prompt(2, 300), local_only=True)
     assert plan == "local; nodes=this; exact"
-    for name in NAMES:
-        traces = ready[name].control("GET", "/fleet/v1/traces")["traces"]
-        assert not [trace for trace in traces if trace["id"].startswith(got["id"])]
+    home, trace = trace_of(ready, got["id"])
+    assert (home, trace["outcome"], trace["chosen"]["nodes"]) == ("alpha", "local", ["this"])
+    # Nothing was planned, so nothing was passed over, and the other machine has heard nothing of it.
+    assert trace["losers"] == []
+    traces = ready["beta"].control("GET", "/fleet/v1/traces")["traces"]
+    assert not [trace for trace in traces if trace["id"].startswith(got["id"])]
 
 
 @contextlib.contextmanager

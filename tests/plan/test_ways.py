@@ -9,6 +9,7 @@ import pytest
 
 from fleetd.limits import GIB
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
+from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.options import HelperSpec
 from fleetd.plan.prefill.schedule import PrefillSize
 from fleetd.plan.refusals import Refusal
@@ -93,7 +94,7 @@ def test_a_first_token_comes_after_the_queue_the_load_and_the_way() -> None:
     way = ways.chosen
     assert way is not None
     steps = dict(way.steps)
-    assert (steps["loaded"], steps["network"]) == (7.0, 0.25)
+    assert (steps["loaded"], steps[step_names.NETWORK]) == (7.0, 0.25)
     assert steps["queued"] > 0
     assert way.first_token_s == pytest.approx(sum(steps.values()))
     assert steps["computed"] == pytest.approx(20.0 * 1.9)

@@ -168,7 +168,7 @@ class Flood:
 async def test_attack_deltas_without_end_are_cancelled_at_once() -> None:
     flood = Flood()
     job = Job("m", asked(max_tokens=8), "client", "chat")
-    answered = remote.run(lambda method, body: flood, job, "m", "", LOCAL)
+    answered = remote.RemoteJob(lambda method, body: flood, job, "m", "", LOCAL).events()
     with pytest.raises(ProtocolError, match="more text"):
         async for _ in answered:
             pass

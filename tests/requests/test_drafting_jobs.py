@@ -35,6 +35,7 @@ from fleetd.engine.protocol import (
     Prefill,
     Ready,
     Speculate,
+    StepTime,
 )
 from fleetd.errors import (
     EngineDied,
@@ -357,6 +358,13 @@ async def test_a_peer_drafts_over_a_stream_between_the_workers(tmp_path: Path) -
         await asyncio.wait(set(home.drafting._running))
         assert home.count("peer", "done") == 1
         await peer.ended("done")
+        # The trace waits for what that machine tells of it, the client does not.
+        (trace,) = home.traces
+        assert trace.drafter is not None
+        assert (trace.drafter.model, trace.drafter.machine, trace.drafter.code) == (SMALL, peer.node.name, "")
+        assert [(step.machine, step.name) for step in trace.drafter.steps] == [
+            (peer.node.name, name) for name in ("loaded", "agreed", "drafted")
+        ]
 
 
 async def test_when_the_answer_ends_the_peer_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,6 +415,12 @@ async def test_a_peer_that_fails_midway_leaves_the_answer_alone(tmp_path: Path) 
         home.ending.set()
         await answer
         assert home.pool.small.follows == []
+        while not home.traces:  # noqa: ASYNC110  (a list of a callback, which announces nothing)
+            await asyncio.sleep(0.01)
+        (trace,) = home.traces
+        assert trace.drafter is not None
+        assert (trace.drafter.machine, trace.drafter.code) == (peer.node.name, "engine_died")
+        assert "gone" in trace.drafter.reason
 
 
 async def test_more_texts_than_one_machine_drafts_for(tmp_path: Path) -> None:
@@ -527,9 +541,9 @@ async def test_an_answer_that_was_drafted_for_leaves_a_trace() -> None:
             assert len(await home.through(job(), events(drafted=drafted))) == 4
 
         await run(drafted=False, model="")
-        assert home.traces == []
         await run()
-    (trace,) = home.traces
+    plain, trace = home.traces
+    assert (plain.drafter, plain.outcome) == (None, "local")
     assert (trace.id, trace.model, trace.prompt_tokens, trace.cached_tokens) == ("r1", "m", 9, 5)
     assert (trace.outcome, trace.chosen.kind, trace.losers) == ("local", "local", [])
     assert (trace.drafter, trace.speculation) == (DrafterView(SMALL, "this"), told)
@@ -558,6 +572,20 @@ async def test_an_answer_that_was_drafted_for_leaves_a_trace() -> None:
 def test_what_no_honest_peer_asks_is_refused(body: bytes) -> None:
     with pytest.raises(ProtocolError):
         messages.decode(body, messages.DraftQuestion)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [StepTime("drafted", float("nan"))],
+        [StepTime("drafted", -1.0)],
+        [StepTime("x" * (limits.ERROR_TEXT_CHARS + 1), 1.0)],
+        [StepTime("drafted", 1.0)] * 17,
+    ],
+)
+def test_steps_that_no_honest_peer_tells_are_refused(steps: list[StepTime]) -> None:
+    with pytest.raises(ProtocolError):
+        messages.decode(messages.encode(messages.DraftDone(steps=steps)), messages.DraftDone)
 
 
 def test_both_ends_compare_vocabularies() -> None:

@@ -12,6 +12,8 @@ from fakes import FakeModels, FakePool, answer
 from msgspec.structs import replace
 
 from fleetd import limits
+from fleetd.control.prefill_plan import OptionView, StepView
+from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import Delta, Finished, Generate, TextPrompt
 from fleetd.errors import (
     FleetError,
@@ -136,7 +138,13 @@ Make = Callable[..., Runner]
 @pytest.fixture
 def make(store: Store) -> Make:
     def build(
-        others: FakeOthers, *, models: Any = None, pool: Any = None, own: Card = OWN, **more: Any
+        others: FakeOthers,
+        *,
+        models: Any = None,
+        pool: Any = None,
+        own: Card = OWN,
+        record: Callable[[Trace], None] = lambda trace: None,
+        **more: Any,
     ) -> Runner:
         members = Members(others.machines, lambda: own, **more)
         return Runner(
@@ -148,6 +156,7 @@ def make(store: Store) -> Make:
             embedded=lambda ref: None,
             placing=Placer(members, others.request),
             members=members,
+            record=record,
         )
 
     return build
@@ -402,3 +411,153 @@ async def test_who_helped_there_is_told_here(make: Make) -> None:
         Planned("remote", ("studio", "mini"), "plan"),
         Planned("remote", ("studio",), "plan", "mini: it went away."),
     ]
+
+
+# ---- the story of a request ----------------------------------------------------------------------------
+
+THERE = Trace(
+    "r1.c0ffee",
+    1e9,
+    "big",
+    prompt_tokens=7,
+    chosen=OptionView("layers", ["mini", "this"], 1.5, [StepView("computed", 1.0)], chosen=True),
+    steps=[StepView("queued", 0.1, machine="this"), StepView("computed", 0.9, 1000, "mini")],
+    outcome="shared",
+    exactness="exact",
+    ttft_s=1.2,
+    took_s=0.0,
+    asked_by="alpha",
+)
+
+
+class Written(list[Trace]):
+    """Traces as they are written down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._any = asyncio.Event()
+
+    def append(self, trace: Trace) -> None:
+        super().append(trace)
+        self._any.set()
+
+    async def only(self) -> Trace:
+        await self._any.wait()
+        (found,) = self
+        return found
+
+
+async def story(make: Make, *scripts: Any, **machines: Any) -> Trace:
+    """What is written down of a request that studio and then mini are asked to answer."""
+    written, (studio, *mini) = Written(), scripts
+    found = [machine("studio", faster=9), *([machine("mini")] if mini else [])]
+    others = FakeOthers(*found, studio=[studio], mini=mini)
+    runner = make(others, record=written.append)
+    assert isinstance((await collect(runner.run(job())))[-1], Finished)
+    assert all(asked.trace for _, asked in others.asked)
+    return await written.only()
+
+
+async def test_where_it_was_asked_the_trace_has_the_steps_of_where_it_was_answered(make: Make) -> None:
+    trace = await story(make, [*WHOLE, *spoken(messages.told_trace(THERE))])
+    assert (trace.id, trace.outcome, trace.answered_by, trace.exactness) == ("r1", "remote", "studio", "plan")
+    assert (trace.chosen.kind, trace.chosen.nodes) == ("remote", ["studio"])
+    assert trace.there == THERE
+    assert [step.name for step in trace.steps] == ["network and rest"]
+    assert trace.completion_tokens == 2
+
+
+async def test_the_network_took_what_is_left_and_never_less_than_nothing(make: Make) -> None:
+    """The clocks of two machines are not compared, only how long each of them took."""
+    for took_s, rest in ((0.0, True), (1e6, False)):
+        told = replace(THERE, took_s=took_s)
+        (step,) = (await story(make, [*WHOLE, *spoken(messages.told_trace(told))])).steps
+        assert (step.seconds > 0) == rest
+
+
+async def test_a_machine_of_an_earlier_version_tells_no_steps(make: Make) -> None:
+    trace = await story(make, WHOLE)
+    assert (trace.outcome, trace.answered_by, trace.there, trace.steps) == ("remote", "studio", None, [])
+
+
+async def test_a_machine_that_tells_nothing_more_is_not_waited_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "JOB_SILENCE_S", 0.1)
+    assert (await story(make, [*WHOLE, ALIVE, None])).there is None
+
+
+async def test_a_machine_that_died_on_the_way_stays_in_the_story(make: Make) -> None:
+    dying = [*spoken(*answer()[:2]), PeerLost("The connection broke.")]
+    trace = await story(make, dying, [*WHOLE, *spoken(messages.told_trace(THERE))])
+    assert (trace.answered_by, trace.there) == ("mini", THERE)
+    (failed,) = trace.earlier
+    assert (failed.answered_by, failed.outcome, failed.code) == ("studio", "failed", "peer_lost")
+    assert "The connection broke." in failed.reason
+    assert failed.took_s is not None
+    assert failed.there is None
+
+
+async def test_an_answer_that_broke_off_says_where_it_was_and_why(make: Make) -> None:
+    written = Written()
+    others = FakeOthers(machine("studio"), studio=[[*spoken(*answer()[:-1]), PeerLost("It broke.")]])
+    with pytest.raises(PeerLost):
+        await collect(make(others, record=written.append).run(job()))
+    trace = await written.only()
+    assert (trace.outcome, trace.answered_by, trace.code) == ("failed", "studio", "peer_lost")
+    assert trace.earlier == []
+
+
+def hostile(**fields: Any) -> bytes:
+    return messages.encode(messages.JobTrace(replace(THERE, **fields)))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xc1",
+        b"\x91" * 2000,
+        messages.encode(answer()[-1]),
+        bytes(limits.JOB_TRACE_BYTES + 1),
+        hostile(there=THERE),
+        hostile(earlier=[THERE]),
+        hostile(ttft_s=float("nan")),
+        hostile(took_s=float("inf")),
+        hostile(took_s=-1.0),
+        hostile(prompt_tokens=2**60),
+        hostile(steps=[StepView("computed", -1.0)]),
+        hostile(steps=[StepView("x", 0.0)] * (limits.JOB_TRACE_STEPS + 1)),
+        hostile(reason="x" * (limits.ERROR_TEXT_CHARS + 1)),
+        hostile(steps=[StepView("x" * (limits.ERROR_TEXT_CHARS + 1), 0.0)]),
+    ],
+)
+async def test_a_trace_that_no_honest_machine_tells_is_not_kept(make: Make, body: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        messages.decode_trace(body)
+    trace = await story(make, [*WHOLE, body])
+    assert (trace.outcome, trace.there) == ("remote", None)
+
+
+def test_what_is_told_of_a_trace_is_bounded() -> None:
+    many = [StepView("computed", 1.0, machine="m" * limits.CARD_TEXT_CHARS)] * limits.SHARE_STEPS
+    option = replace(THERE.chosen, steps=many)
+    full = replace(THERE, chosen=option, losers=[option] * 8, steps=many, reason="x" * 10**6, earlier=[THERE])
+    told = messages.decode_trace(messages.encode(messages.told_trace(full)))
+    assert (told.losers, told.earlier, len(told.steps)) == ([], [], limits.JOB_TRACE_STEPS)
+
+
+async def test_the_serving_end_tells_its_trace_after_the_last_event(make: Make) -> None:
+    canary = "a sentence that no trace may hold"
+    written = Written()
+    runner = make(FakeOthers(), models=FakeModels(names={"big"}), record=written.append)
+    server, stream = remote.JobServer(runner.run, has, {"peer": "alpha"}.__getitem__), Heard()
+    request = replace(job().request, prompt=TextPrompt(canary))
+    await server("peer", messages.encode(messages.RunJob("big", request, "chat", trace=True)), stream)
+    *events, last = stream.sent
+    assert [messages.decode_event(body) for body in events] == answer()
+    told = messages.decode_trace(last)
+    assert told == await written.only()
+    assert (told.asked_by, told.outcome, told.id.partition(".")[0]) == ("alpha", "local", "r1")
+    assert [step.name for step in told.steps] == ["queued", "computed", "decoded"]
+    assert not any(canary.encode() in body for body in stream.sent)
+    assert not any(b"Hello" in body for body in stream.sent[-1:])

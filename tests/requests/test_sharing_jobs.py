@@ -45,6 +45,7 @@ from fleetd.requests.prefill_sharing import messages
 from fleetd.requests.prefill_sharing.agreement import Agreement
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.request import Request
+from fleetd.requests.request_trace import trace_of
 from fleetd.requests.way_views import way_views
 
 LONG = "word " * 4096
@@ -151,6 +152,23 @@ async def test_a_prompt_that_was_shortened_and_shared_leaves_one_trace(tmp_path:
         assert home.shown(f'fleetd_share_total{{kind="{planned.kind}",outcome="shared"}} 1.0')
 
 
+@pytest.mark.parametrize("used", [True, False])
+def test_a_prompt_that_was_scored_here_and_answered_elsewhere_says_where(*, used: bool) -> None:
+    """Where its shortening was refused, it used to be "computed here"."""
+    scorer = Scorer("", "mini", PrefillSpeed(0.001))
+    request = request_of(job(), FakeFolder())
+    request.placement = Placement("studio", Planned("remote", ("studio",), "plan"))
+    request.smart_plan = SmartPlan((Segments(scorer, 0.0, 1.0),), score_s=2.0, prefill_s=9.0, dense_s=40.0)
+    request.smart = SmartPrefillResult("text" if used else "", "small", ("mini",), 20_000, 4096)
+    request.on_event(Accepted("r1", 4100), 1.0)
+    request.on_event(Finished("r1", "stop"), 2.0)
+    trace = trace_of(request)
+    assert (trace.outcome, trace.exactness) == (("smart", "lossy") if used else ("remote", "plan"))
+    assert (trace.answered_by, trace.chosen.nodes[-1]) == ("studio", "studio")
+    assert trace.chosen.kind == ("smart" if used else "remote")
+    assert trace.prompt_tokens == 20_000
+
+
 async def test_what_failed_here_is_told_where_the_answer_comes_from_elsewhere(tmp_path: Path) -> None:
     async with home_with(tmp_path) as home:
         pipeline, request = Pipeline([home.sharing], home.traces.append), request_of(job(), FakeFolder())
@@ -176,8 +194,10 @@ async def test_what_failed_here_is_told_where_the_answer_comes_from_elsewhere(tm
         events = [event async for event in answered(pipeline, request, elsewhere)]
         assert [type(event) for event in events] == [Planned, Accepted, Delta, Finished]
         (trace,) = home.traces
-        assert (trace.outcome, trace.code) == ("failed", "engine_died")
-        assert trace.losers
+        assert (trace.outcome, trace.answered_by, trace.exactness) == ("remote", "studio", "plan")
+        (failed,) = trace.earlier
+        assert (failed.outcome, failed.answered_by, failed.code) == ("failed", "", "engine_died")
+        assert failed.losers
 
 
 async def test_an_attempt_that_failed_after_a_shared_prefill_says_nothing_of_the_next(tmp_path: Path) -> None:
@@ -375,7 +395,8 @@ async def test_an_engine_that_does_not_wait_is_left_alone(tmp_path: Path) -> Non
         home.pool.waits = False
         assert (await home.ask())[0] == LOCAL
         assert home.pool.fake.lonely == home.pool.fake.shares == []
-        assert home.traces == []
+        (trace,) = home.traces
+        assert (trace.outcome, trace.losers) == ("local", [])
 
 
 async def test_a_helper_that_refuses_costs_only_its_help(tmp_path: Path) -> None:

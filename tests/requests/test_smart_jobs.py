@@ -201,7 +201,9 @@ async def test_a_prompt_that_does_not_ask_is_untouched(home: Any) -> None:
     assert this.pool.asked == [chat()]
     assert not this.pool.scores
     assert all(event.smart is None for event in events if isinstance(event, Planned))
-    assert not this.traces
+    (trace,) = this.traces
+    assert (trace.outcome, trace.chosen.kind, trace.exactness) == ("local", "local", "exact")
+    assert {"scored", "prefilled"}.isdisjoint(step.name for step in trace.steps)
 
 
 async def test_the_system_prompt_and_the_question_are_kept_whole(home: Any) -> None:
@@ -239,6 +241,34 @@ async def test_choices_of_one_request_are_scored_once(home: Any) -> None:
     await asyncio.gather(this.told(chat(request_id="r1")), this.told(chat(request_id="r2")))
     assert len(this.pool.scores) == 1
     assert text_of(this.pool.asked[0]) == text_of(this.pool.asked[1])
+
+
+async def test_the_same_prompt_has_the_same_tokens_when_it_comes_again(home: Any) -> None:
+    """The second time it is not scored: what was decided is remembered, and what was counted with it."""
+    this = home()
+    first, second = await this.told(chat()), await this.told(chat(request_id="r2"))
+    assert len(this.pool.scores) == 1
+    assert first.used
+    assert (second.original_tokens, second.compressed_tokens) == (
+        first.original_tokens,
+        first.compressed_tokens,
+    )
+
+
+async def test_where_it_runs_is_told_before_the_prompt_is_scored(home: Any) -> None:
+    """The headers of a stream do not wait for scores, and promise only what will stand after them."""
+    this, scoring = home(), asyncio.Event()
+    this.pool.trouble = [scoring]
+    async with (
+        asyncio.timeout(WITHIN_S),
+        aclosing(this.runner.run(Job("m", chat(), "socket", "chat", smart=ASKED))) as events,
+    ):
+        assert await anext(events) == replace(LOCAL, exactness="lossy")
+        assert isinstance(await anext(events), Loading)
+        scoring.set()
+        rest = [event async for event in events]
+    (told,) = [event for event in rest if isinstance(event, Planned)]
+    assert (str(told), told.smart.used) == (str(LOCAL), True)
 
 
 async def test_marks_of_a_user_never_reach_a_model(home: Any) -> None:
@@ -586,7 +616,8 @@ async def test_what_needs_only_the_question_is_told_before_anything_is_loaded(ho
 async def test_a_question_about_a_part_loads_and_scores(home: Any) -> None:
     this = home(loaded=[])
     events = await this.ask(chat())
-    assert isinstance(events[0], Loading)
+    # The plan is what a stream's headers say, which leave with the first progress.
+    assert [type(event) for event in events[:2]] == [Planned, Loading]
     # The scorer too, before it is priced.
     assert (this.pool.loads, len(this.pool.scores)) == (["m", SCORER], 1)
 
@@ -645,7 +676,8 @@ async def test_who_leaves_ends_the_scoring(home: Any) -> None:
     this = home(trouble=[asyncio.Event()])
     job = Job("m", chat(), "socket", "chat", smart=ASKED)
     events = this.runner.run(job)
-    await anext(events)
+    while not this.pool.scores:
+        await anext(events)
     await events.aclose()
     assert this.pool.cancelled_scores == 1
     assert not this.pool.asked
@@ -656,7 +688,7 @@ async def test_dense_and_shortened_prompts_do_not_disturb_each_other(home: Any) 
     this = home(sparse="", kept=20)
     asked = [this.ask(chat(request_id=f"r{n}"), ASKED if n % 2 else None) for n in range(6)]
     for n, events in enumerate(await asyncio.gather(*asked)):
-        planned = next(event for event in events if isinstance(event, Planned))
+        planned = [event for event in events if isinstance(event, Planned)][-1]
         assert (planned.smart is not None and planned.smart.used) == bool(n % 2)
     for sent in this.pool.asked:
         assert (sent.keep is not None) == bool(int(sent.id[1:]) % 2)
@@ -667,7 +699,7 @@ async def test_what_was_done_is_written_down(home: Any) -> None:
     await this.told(chat())
     (trace,) = this.traces
     assert (trace.chosen.kind, trace.outcome, trace.exactness) == ("smart", "smart", "lossy")
-    assert [step.name for step in trace.steps] == ["scored", "prefilled"]
+    assert [step.name for step in trace.steps] == ["scored", "queued", "prefilled", "decoded"]
     assert trace.ttft_s is not None
 
 

@@ -19,6 +19,7 @@ from smart_fakes import NEEDLE, PROFILE, QUESTION, Profiles, ScoringPool, chat, 
 
 from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.control.prefill_trace import Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import ChatPrompt, Finished, Loading, Prefill, Score
 from fleetd.errors import (
@@ -169,6 +170,7 @@ class Home:
     minis: list[Mini]
     store: Store
     speeds: ModelSpeeds
+    traces: list[Trace]
     warmed: list[str] = field(default_factory=list)
 
     async def told(
@@ -200,7 +202,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
         profiles: Profiles | None = None,
     ) -> Home:
         minis = [Mini(name, ledger) for name in names]
-        pool, speeds = ScoringPool(), ModelSpeeds()
+        pool, speeds, traces = ScoringPool(), ModelSpeeds(), list[Trace]()
         speeds.seed("m", 100.0, 100.0, now_s=0.0)
         speeds.seed(SMOL, 500.0, 100.0, now_s=0.0)
         found = models("m", SMOL) if own is not None or compressor_here else models("m")
@@ -230,8 +232,9 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
             smart=smart,
             speeds=speeds,
             members=members,
+            record=traces.append,
         )
-        return Home(runner, pool, minis, store, speeds, warmed)
+        return Home(runner, pool, minis, store, speeds, traces, warmed)
 
     return make
 
@@ -243,6 +246,11 @@ async def test_a_small_machine_scores_what_a_large_one_reads(home: Any) -> None:
     this = home("mini")
     told = await this.told()
     assert (told.form, told.nodes) == ("text", ("mini",))
+    (trace,) = this.traces
+    assert [step.name for step in trace.steps if step.machine == "mini"] == [
+        "scored", "computed", "network and rest"
+    ]  # fmt: skip
+    assert (trace.prompt_tokens, trace.kept_tokens) == (told.original_tokens, told.compressed_tokens)
     assert NEEDLE in this.sent
     assert not this.pool.scores
     assert len(this.minis[0].pool.scores) == 1
@@ -292,6 +300,9 @@ async def test_this_machine_steps_in_for_one_that_dies(home: Any) -> None:
     told = await this.told()
     assert (told.form, told.nodes) == ("text", ("this",))
     assert this.nodes() == {"mini": "refunded", "this": "settled"}
+    (trace,) = this.traces
+    assert (trace.outcome, trace.code) == ("smart", "peer_lost")
+    assert "mini: It went away." in trace.reason
 
 
 async def test_a_silent_machine_is_given_up_and_the_prompt_read_whole(
@@ -477,7 +488,8 @@ async def test_who_leaves_ends_the_work_there(home: Any) -> None:
     this = home("mini")
     this.minis[0].pool.trouble = [asyncio.Event()]
     events = this.runner.run(Job("m", chat(), "socket", "chat", smart=ASKED))
-    await anext(events)
+    while not this.minis[0].pipes:
+        await anext(events)
     await events.aclose()
     assert this.minis[0].pipes[0].cancelled
 

@@ -9,16 +9,23 @@ PREFIX_SENT: Final = "prefix sent"
 WAITED: Final = "waited"
 COMPUTED: Final = "computed"
 EXPOSED: Final = "exposed hand-off"
-# Predicted only: the machine that answers is busy, fetches the model, or loads it, as helpers may have to;
-# all agree; the last token is decoded after the prefill; another machine's answer travels here.
+# Predicted of another machine, measured of every answer: it waits for a turn.
 QUEUED: Final = "queued"
+# Predicted only: the machine that answers fetches the model.
 FETCHED: Final = "fetched"
+# A model had to be loaded first: predicted of helpers, measured of what answers, drafts or scores.
 LOADED: Final = "loaded"
+# Predicted only: all machines agree, and the last token is decoded after the prefill.
 AGREED: Final = "agreed"
 DECODED: Final = "first token"
-NETWORK: Final = "network"
 # Measured only: the machine that answers computes some of a helper's rows to compare them.
 SPOT_CHECK: Final = "spot check"
 # Smart prefill: a compressor scores the prompt, then what is kept is prefilled.
 SCORED: Final = "scored"
 PREFILLED: Final = "prefilled"
+# Measured only, of every answer: all but its first token were decoded.
+ANSWERED: Final = "decoded"
+# Measured only: a drafter drafted.
+DRAFTED: Final = "drafted"
+# Predicted and measured: what is left of the time that this machine waits for another one.
+NETWORK: Final = "network and rest"

@@ -18,7 +18,7 @@ from typing import Literal
 
 import msgspec
 
-from fleetd.control.prefill_plan import PlanView
+from fleetd.control.prefill_plan import PlanView, StepView
 from fleetd.control.prefill_trace import DrafterView
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, DraftFor, Event, Followed, Loading, Ready, StreamTag
@@ -92,10 +92,23 @@ class DrafterService(PipelineStep):
             request.drafts = self.begin(request.job, folder)
         return event
 
-    def closed(self, request: Request) -> None:
-        if (drafts := request.drafts) is not None:
-            request.drafter = drafts.view
-            drafts.close()
+    def closed(self, request: Request) -> asyncio.Task[None] | None:
+        if (drafts := request.drafts) is None:
+            return None
+        request.drafter = drafts.view
+        drafts.close()
+        if drafts.drafter is None or not drafts.drafter.node_id:
+            return None
+        task = asyncio.create_task(self._conclude(request, drafts))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return task
+
+    @staticmethod
+    async def _conclude(request: Request, drafts: DraftRun) -> None:
+        """Another machine's own account comes when it sees the text end, or not at all."""
+        await asyncio.wait({drafts.task})
+        request.drafter = drafts.view
 
     def begin(self, job: Job, folder: ModelFolder) -> DraftRun | None:
         """Look for a drafter for an answer that ``folder``'s engine has accepted; None where none is wanted.
@@ -169,6 +182,9 @@ class DraftRun:
     ) -> None:
         self.drafter: DrafterCandidate | None = None
         self.followed: Followed | None = None
+        self._steps: list[StepView] = []
+        # The last candidate that failed, and why.
+        self._lost: tuple[DrafterCandidate, FleetError] | None = None
         self._drafting = drafting
         self._job = job
         self._target = target
@@ -178,10 +194,13 @@ class DraftRun:
 
     @property
     def view(self) -> DrafterView | None:
-        """Who drafts, once there is a drafter."""
+        """What drafts, once there is a drafter; before that, what failed to."""
+        if self._lost is not None and self.drafter in (None, self._lost[0]):
+            lost, error = self._lost
+            return DrafterView(lost.model, lost.name, [], error.code, error.message)
         if (found := self.drafter) is None:
             return None
-        return DrafterView(found.model, found.name)
+        return DrafterView(found.model, found.name, self._steps)
 
     def close(self) -> None:
         """The answer has ended; the drafter notices by its stream, and in any case by this."""
@@ -201,6 +220,7 @@ class DraftRun:
                 await (self._there if candidate.node_id else self._here)(candidate, facts.vocabulary)
             except FleetError as error:
                 outcome = error.code
+                self._lost = candidate, error
                 self._failed(candidate, error)
                 if self.drafter is not None:
                     return  # it had begun: this answer goes on without
@@ -272,6 +292,7 @@ class DraftRun:
         self.drafter = candidate
         done = messages.decode(await require_message(stream), messages.DraftDone)
         self.followed = Followed("", done.drafted, done.judged, done.right)
+        self._steps = [StepView(step.name, step.seconds, step.n_bytes, candidate.name) for step in done.steps]
 
     async def _give(self, sock: socket.socket, key: bytes, role: Literal["connector", "acceptor"]) -> None:
         await self._engine.give_stream(StreamTag(self._job.request.id, DRAFTS, key, role), sock)

@@ -20,6 +20,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.engine.protocol import StepTime
 from fleetd.p2p.link_prober import Invitation
 from fleetd.p2p.message_reader import reader
 from fleetd.requests import message_codec
@@ -28,6 +29,8 @@ from fleetd.requests.message_codec import Digest, ModelName, RequestId
 FOLLOW = "draft.follow"
 
 _Vocabulary = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-f]*$")]
+# Loaded, agreed, drafted, and room for what later versions add.
+_STEPS = 16
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
 
 
@@ -46,11 +49,13 @@ class DraftOffer(msgspec.Struct, frozen=True):
 
 
 class DraftDone(msgspec.Struct, frozen=True):
-    """Tokens, as ``engine.protocol.Followed`` has them."""
+    """Tokens, as ``engine.protocol.Followed`` has them. ``steps``: since the question came; earlier versions
+    tell none."""
 
     drafted: _Count = 0
     judged: _Count = 0
     right: _Count = 0
+    steps: Annotated[list[StepTime], Meta(max_length=_STEPS)] = []
 
 
 _T = TypeVar("_T")

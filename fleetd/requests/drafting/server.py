@@ -8,13 +8,16 @@ The request's stream is the life of it: when the machine that asked is gone, so 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+import time
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
+from itertools import pairwise
 
 from fleetd import limits
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import DraftFor, StreamTag
+from fleetd.engine.protocol import DraftFor, StepTime, StreamTag
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.plan.prefill import step_names
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.concurrency import with_heartbeats
@@ -23,11 +26,22 @@ from fleetd.requests.drafting.client import DRAFTS, accepted, check_vocabulary, 
 from fleetd.requests.message_codec import ALIVE
 from fleetd.requests.remote import own_id
 
+# From the question to an engine, to the stream, to the end of the text.
+_STEPS = (step_names.LOADED, step_names.AGREED, step_names.DRAFTED)
+
 
 class DraftServer:
     """The handler of ``messages.FOLLOW``."""
 
-    def __init__(self, dialer: BulkDialer, pool: EnginePool, host: ServingContext) -> None:
+    def __init__(
+        self,
+        dialer: BulkDialer,
+        pool: EnginePool,
+        host: ServingContext,
+        *,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._monotonic = monotonic
         self._dialer = dialer
         self._pool = pool
         self._host = host
@@ -48,8 +62,10 @@ class DraftServer:
     async def _follow(
         self, ask: messages.DraftQuestion
     ) -> AsyncGenerator[messages.DraftOffer | messages.DraftDone, None]:
+        times = [self._monotonic()]
         folder = await self._host.holding(ask.model, ask.digest)
         async with self._pool.assisting(folder, 0, 0) as engine:
+            times.append(self._monotonic())
             check_vocabulary(engine.facts, ask.vocabulary)
             follow = DraftFor(own_id(ask.id))
             async with aclosing(engine.follow(follow)) as events:
@@ -58,5 +74,11 @@ class DraftServer:
                     yield messages.DraftOffer(ask.vocabulary, invitation(home))
                     sock = await home.socket()
                 await engine.give_stream(StreamTag(follow.id, DRAFTS, home.key, "acceptor"), sock)
+                times.append(self._monotonic())
                 done = await ended(events)
-                yield messages.DraftDone(done.drafted, done.judged, done.right)
+                times.append(self._monotonic())
+                steps = [
+                    StepTime(name, later_s - earlier_s)
+                    for name, (earlier_s, later_s) in zip(_STEPS, pairwise(times), strict=True)
+                ]
+                yield messages.DraftDone(done.drafted, done.judged, done.right, steps)

@@ -32,7 +32,6 @@ ASSIST, WARM = "shard.assist", "shard.warm"
 
 _FINGERPRINT_BYTES = 8
 _VERSIONS = 16
-_STEP_SECONDS = 1e9
 
 _Layer = Annotated[int, Meta(ge=0, le=limits.LAYERS)]
 _Node = Annotated[str, Meta(max_length=limits.CARD_TEXT_CHARS)]
@@ -103,9 +102,6 @@ def decode(body: bytes, kind: type[_T]) -> _T:
             _check_arithmetic(arithmetic)
         case AssistGo(next_node, invitation) if (next_node == "") != (invitation is None):
             raise ProtocolError("A peer's Go has an address without an invitation, or the reverse.")
-        case AssistDone(steps):
-            for step in steps:
-                _check_step(step)
         case WarmModel(model, _, first, last):
             message_codec.check_name(model)
             if not first < last and (first, last) != (0, 0):
@@ -127,11 +123,3 @@ def _check_arithmetic(arithmetic: Arithmetic) -> None:
         or not 0 <= arithmetic.first_layer <= arithmetic.first_layer + len(arithmetic.layers) <= limits.LAYERS
     ):
         raise ProtocolError("A peer describes its arithmetic as no engine would.")
-
-
-def _check_step(step: StepTime) -> None:
-    """What people are shown later; NaN fails every comparison."""
-    if not (
-        len(step.name) <= limits.CARD_TEXT_CHARS and 0 <= step.seconds < _STEP_SECONDS and step.n_bytes >= 0
-    ):
-        raise ProtocolError("A peer's account of its steps makes no sense.")

@@ -22,7 +22,7 @@ from fleetd.compression.document import Document
 from fleetd.compression.history import History
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.selection import Selection
-from fleetd.control.prefill_plan import OptionView, PlanView
+from fleetd.control.prefill_plan import OptionView, PlanView, StepView
 from fleetd.control.smart_prefill_result import Form, SmartPrefillResult
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Accepted, Event, Loading, Ready
@@ -30,6 +30,7 @@ from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.prefill import step_names
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import RouteQuestion
 from fleetd.plan.scoring import SmartPrefillQuestion
@@ -157,6 +158,7 @@ class SmartPrefill(PipelineStep):
             raise _short(tokens, policy)
         compression = CompressionJob(request.id, found, tokens, policy, request.bill, not job.shareable)
         compression.aged = self._history.find(smart_prompt.said(job.request), policy)
+        began_s, loaded = self._monotonic(), list[StepView]()
         try:
             # What needs no scores comes first: nothing is loaded for a prompt that stays whole.
             await asyncio.to_thread(decide_unscored, compression)
@@ -168,6 +170,8 @@ class SmartPrefill(PipelineStep):
                 async with aclosing(self._pool.loading(target.folder)) as steps:
                     async for progress in steps:
                         yield progress
+                        took_s = self._monotonic() - began_s
+                        loaded = [StepView(step_names.LOADED, took_s, machine=THIS_NAME)]
             form = self._form(policy, smart_prompt.turns(found), target, tokens)
             compression.policy = msgspec.structs.replace(policy, mode=form)
             compression.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
@@ -176,7 +180,7 @@ class SmartPrefill(PipelineStep):
                     async for progress in steps:
                         yield progress
         finally:
-            _note(request, compression)
+            _note(request, compression, loaded)
         selection = self._check(job, compression, policy)
         make = smart_prompt.shortened if form == "text" else smart_prompt.sparse
         shortened = await asyncio.to_thread(make, job.request, found, selection)
@@ -375,10 +379,10 @@ def _kept_size(form: Form, tokens: int, ratio: float) -> tuple[int, int, int]:
     return (tokens, 0, kept) if form == "sparse" and kept < tokens else (kept, 0, 0)
 
 
-def _note(request: Request, compression: CompressionJob) -> None:
-    """What was found out about the prompt, however far that came."""
-    request.smart_plan, request.smart_steps = compression.plan, compression.steps
-    request.smart_planned_s = compression.planned_s
+def _note(request: Request, compression: CompressionJob, loaded: list[StepView]) -> None:
+    """What was found out about the prompt, however far that came. ``loaded``: the step before it, if any."""
+    request.smart_plan, request.smart_steps = compression.plan, [*loaded, *compression.steps]
+    request.lost_scorer, request.smart_planned_s = compression.lost, compression.planned_s
     selection = compression.selection
     request.smart = SmartPrefillResult(
         compressor=compression.compressor,

@@ -31,7 +31,6 @@ from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
 from fleetd.ledger import Ledger
 from fleetd.plan import scoring as planner
-from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import Scorer, SmartPlan, SmartPrefillQuestion
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.smart_prefill import shortened_prompts as smart_prompt
@@ -70,6 +69,7 @@ class CompressionJob:
     what earlier turns of a conversation decided (``smart.history``). ``planned_s``: when the plan was made.
     Other seconds are from the beginning to the scores, and from there to the selection; ``scored_tokens`` is
     what compressors read for it.
+    ``lost``: code and message of a scorer that gave up, where others went on.
     """
 
     id: str
@@ -89,6 +89,7 @@ class CompressionJob:
     score_s: float = 0.0
     select_s: float = 0.0
     steps: list[StepView] = field(default_factory=list)
+    lost: tuple[str, str] = ("", "")
 
 
 @dataclass(slots=True)
@@ -205,6 +206,8 @@ class CompressionService:
         task = asyncio.create_task(self._scoring.run(work, plan.parts, able))
         late = False
         try:
+            # At once: only now it is certain that the prompt is scored.
+            yield work.progress
             while not task.done():
                 left_s = until_s - self._monotonic()
                 if left_s <= 0:
@@ -220,11 +223,9 @@ class CompressionService:
             self.scorers.learn(work, late=late)
         remembered.names = work.names
         compression.scored_tokens = sum(ran.tokens for ran in work.ran.values())
-        compression.steps = [
-            StepView(step_names.SCORED, ran.seconds, machine=ran.scorer.name)
-            for ran in work.ran.values()
-            if ran.tokens
-        ]
+        compression.steps = [step for ran in work.ran.values() if ran.tokens for step in ran.steps]
+        errors = [ran.error for ran in work.ran.values() if ran.error is not None]
+        compression.lost = next(((error.code, error.message) for error in errors), ("", ""))
 
     def _remember(self, key: bytes) -> _Remembered:
         found = self._remembered.setdefault(key, _Remembered())

@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fleetd import limits
+from fleetd.control.prefill_plan import StepView
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Loading, Prefill, Profile, Score, Scored
 from fleetd.errors import EngineDied, FleetError, ModelUnsupported, PeerLost, ProtocolError
 from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.plan.prefill import step_names
 from fleetd.plan.scoring import Scorer, Segments
 from fleetd.requests.concurrency import gather_or_cancel
 from fleetd.requests.remote import next_message, said_by
@@ -75,7 +77,8 @@ class ScoringQuestion:
 
 @dataclass(slots=True)
 class ScorerRun:
-    """What one machine did for a prompt. ``seconds``: from request to scores; ``computed_s``: by its engine.
+    """What one machine did for a prompt. ``seconds``: from request to scores; ``computed_s``: by its engine;
+    ``load_s``: until its model was loaded.
 
     ``unanswered``: segments that it was asked to score and has not scored.
     """
@@ -85,7 +88,19 @@ class ScorerRun:
     tokens: int = 0
     seconds: float = 0.0
     computed_s: float = 0.0
+    load_s: float = 0.0
     error: FleetError | None = None
+
+    @property
+    def steps(self) -> list[StepView]:
+        """All of it, then its parts; of another machine also what is left of it."""
+        told = [(step_names.SCORED, self.seconds)]
+        if self.load_s:
+            told.append((step_names.LOADED, self.load_s))
+        if not self.scorer.here:
+            rest_s = max(0.0, self.seconds - self.load_s - self.computed_s)
+            told += [(step_names.COMPUTED, self.computed_s), (step_names.NETWORK, rest_s)]
+        return [StepView(name, seconds, machine=self.scorer.name) for name, seconds in told]
 
 
 @dataclass(slots=True)
@@ -197,8 +212,14 @@ class SegmentScoring:
         began_s = self._monotonic()
         ran.unanswered += 1
         scored: Scored | None = None
+        loading_s: float | None = None
         async with aclosing(self._steps(work.compressor, ran.scorer, score)) as steps:
             async for step in steps:
+                now_s = self._monotonic()
+                if isinstance(step, Loading):
+                    loading_s = now_s if loading_s is None else loading_s
+                elif loading_s is not None:
+                    ran.load_s, loading_s = ran.load_s + now_s - loading_s, None
                 if isinstance(step, Scored):
                     scored = step
                     break
