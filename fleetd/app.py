@@ -135,6 +135,7 @@ class Daemon:
         self._members = Members(
             self._fleet.machines if self._fleet else tuple,
             lambda: self._card.card() if self._card is not None else None,
+            unaided=self._fleet.unaided if self._fleet else lambda: False,
             local_only=config.fleet.local_only,
         )
         self._traces = Traces(self._store)
@@ -196,6 +197,7 @@ class Daemon:
         dialer = BulkDialer(node)
         assists = AssistServer(dialer, self._pool, host)
         node.handle(messages.RUN, remote.JobServer(self._runner.run, self._has))
+        node.handle(messages.RUN_UNAIDED, remote.JobServer(self._runner.run, self._has, unaided=True))
         node.handle(smart_messages.SCORE, ScoreServer(self._pool, host, self._ledger))
         node.handle(drafting_messages.FOLLOW, DraftServer(dialer, self._pool, host))
         node.handle(sharing_messages.ASSIST, assists.assist)

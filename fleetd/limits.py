@@ -154,6 +154,8 @@ ROSTER_BATCH_BYTES = 48 * KIB
 ADDRESSES_TOLD = 128
 # Members times addresses, written with room to spare.
 ADDRESS_FILE_BYTES = 256 * KIB
+# A thousand machines, and only a person's own word adds one.
+PROMPT_RULES_BYTES = 64 * KIB
 # A card is repeated this often, so that three lost ones (which TCP does not lose) do not expire it.
 CARD_REPEAT_S = 20.0
 

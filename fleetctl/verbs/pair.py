@@ -24,7 +24,9 @@ _WAITING = "waiting for the other machine"
 
 @click.command("pair")
 @click.option("-y", "--yes", is_flag=True, help="Admit the machine that has the code, without asking.")
-@click.option("--no-prompts", is_flag=True, help="The new machine may not see prompts.")
+@click.option(
+    "--no-prompts", is_flag=True, help="The new machine may not see prompts typed on any machine."
+)
 @json_option
 @pass_session
 def command(session: CliSession, yes: bool, no_prompts: bool) -> int:
@@ -89,7 +91,8 @@ def _answer(session: CliSession, met: Meeting, *, yes: bool, prompts: bool) -> N
     same = yes or click.confirm("Is it on the other screen?", default=None, err=True)
     if same and prompts and not yes:
         name = one_line(met.name)
-        prompts = click.confirm(f"May {name} see prompts? Only then can it help with them.", True, err=True)
+        question = f"May {name} see prompts of this fleet? Only then can it help with them."
+        prompts = click.confirm(question, True, err=True)
     body = {"node_id": met.node_id, "admit": same, "sees_prompts": same and prompts}
     session.client().post("/fleet/v1/pair/answer", body)
     if not same:
@@ -101,5 +104,5 @@ def _answer(session: CliSession, met: Meeting, *, yes: bool, prompts: bool) -> N
 
 def _show_paired(session: CliSession, paired: Paired) -> None:
     if not session.json:
-        may = "may see prompts" if paired.sees_prompts else "sees no prompts"
+        may = "may see prompts" if paired.sees_prompts else "sees no prompts of the fleet"
         click.echo(f"{label_of(paired)} is paired and {may}. {members_line(paired.members)}")

@@ -43,7 +43,8 @@ class PeerView(msgspec.Struct, frozen=True):
     """A paired machine; ``state`` is a ``PeerState``.
 
     ``reason`` and ``hint`` say why the machine cannot be used; both are "" for a usable one. ``heard_s``:
-    seconds since its last message.
+    seconds since its last message. ``sees_prompts``: prompts typed on this machine, because it is both
+    ``allowed_here``, by this machine's own rule, and ``allowed_by_fleet``.
     """
 
     node_id: str = ""
@@ -53,6 +54,8 @@ class PeerView(msgspec.Struct, frozen=True):
     reason: str = ""
     hint: str = ""
     sees_prompts: bool = False
+    allowed_here: bool = False
+    allowed_by_fleet: bool = False
     added_by: str = ""
     software: str = ""
     tier: str = ""

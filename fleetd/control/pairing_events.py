@@ -44,7 +44,10 @@ class Meeting(msgspec.Struct, frozen=True, tag="meeting"):
 
 
 class Paired(msgspec.Struct, frozen=True, tag="paired"):
-    """Both machines have written the pairing to disk. ``members``: the names of all machines of the fleet."""
+    """Both machines have written the pairing to disk.
+
+    ``sees_prompts``: the other machine sees those typed here. ``members``: the names of all machines.
+    """
 
     node_id: str = ""
     short_id: str = ""

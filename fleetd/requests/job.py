@@ -28,7 +28,7 @@ class Job:
 
     ``local_only``: this machine or none. It holds for every job that came from a peer, so that no request
     travels in circles. ``digest``: only a model of exactly this content will do; "" is any. ``smart``: how
-    its prompt is to be shortened; None reads it whole.
+    its prompt is to be shortened; None reads it whole. ``unaided``: a peer's, and nobody may help with it.
     """
 
     model: str
@@ -38,6 +38,7 @@ class Job:
     local_only: bool = False
     digest: str = ""
     smart: SmartPrefillPolicy | None = None
+    unaided: bool = False
 
     @cached_property
     def prompt_text(self) -> str:
@@ -47,7 +48,7 @@ class Job:
     @property
     def shareable(self) -> bool:
         """Whether others may help; a prompt that came from another machine was allowed to leave that one."""
-        return self.origin == "peer" or not self.local_only
+        return not self.unaided if self.origin == "peer" else not self.local_only
 
 
 def prompt_text(request: Generate) -> str:

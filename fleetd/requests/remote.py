@@ -35,7 +35,13 @@ async def next_message(stream: PeerStream, of: str = "life") -> bytes | None:
 
 
 async def run(
-    request: Callable[[str, bytes], PeerStream], job: Job, model: str, digest: str, planned: Planned
+    request: Callable[[str, bytes], PeerStream],
+    job: Job,
+    model: str,
+    digest: str,
+    planned: Planned,
+    *,
+    unaided: bool = False,
 ) -> AsyncGenerator[Planned | Loading | Event, None]:
     """Run a job there and yield its events; closing the generator cancels it there.
 
@@ -43,14 +49,14 @@ async def run(
         request: begins a request at that machine.
         model: its canonical name.
         planned: how it runs, as its client knows; yielded anew when that machine says more.
+        unaided: no other machine may help there.
 
     Raises:
         PeerLost: the machine went away, or said nothing for ``limits.JOB_SILENCE_S``.
         FleetError: what the job failed with there.
     """
-    stream = request(
-        messages.RUN, messages.encode(messages.RunJob(model, job.request, job.route, digest, where=True))
-    )
+    asked = messages.RunJob(model, job.request, job.route, digest, where=True)
+    stream = request(messages.RUN_UNAIDED if unaided else messages.RUN, messages.encode(asked))
     ended = False
     try:
         stream.end()
@@ -81,25 +87,37 @@ class JobServer:
     Args:
         has: whether this machine has told others that it has a model of this digest. Finding a digest may
             take minutes of reading, and is nothing that others may start here.
+        unaided: no other machine helps with these jobs.
     """
 
     def __init__(
         self,
         run: Callable[[Job], AsyncGenerator[Planned | Loading | Event, None]],
         has: Callable[[str], bool],
+        *,
+        unaided: bool = False,
     ) -> None:
         self._run = run
         self._has = has
+        self._unaided = unaided
 
     async def __call__(self, _peer: str, body: bytes, stream: PeerStream) -> None:
-        """The handler of ``messages.RUN``. Raises FleetError: what the other side is told."""
+        """The handler of both methods. Raises FleetError: what the other side is told."""
         asked = messages.decode_run(body)
         if asked.digest and not self._has(asked.digest):
             raise ModelNotFound(f"This machine does not have these files of {asked.model} (any more).")
         # Whether the prefill is shared is this machine's to decide: a prompt that waits for helpers must
         # have them.
         request = msgspec.structs.replace(asked.request, id=own_id(asked.request.id), shared=False)
-        job = Job(asked.model, request, "peer", asked.route, local_only=True, digest=asked.digest)
+        job = Job(
+            asked.model,
+            request,
+            "peer",
+            asked.route,
+            local_only=True,
+            digest=asked.digest,
+            unaided=self._unaided,
+        )
         async with (
             aclosing(self._run(job)) as run,
             aclosing(with_heartbeats(run, limits.JOB_ALIVE_S)) as events,

@@ -242,6 +242,7 @@ class Runner:
                 request.model.name,
                 placement.digest,
                 placement.planned,
+                unaided=self._members.unaided(),
             )
         return self._fetched(request) if folder is None else self._pool.stream(folder, request.generate)
 

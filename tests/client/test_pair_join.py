@@ -86,7 +86,7 @@ def test_pairing_shows_the_code_asks_twice_and_tells_the_daemon(
     child.expect("lusab-gutih")
     child.expect("Is it on the other screen")
     child.send("y\r")
-    child.expect(r"May pro see prompts\?")
+    child.expect(r"May pro see prompts of this fleet\?")
     child.send(prompts if prompts == "\r" else f"{prompts}\r")
     child.expect(r"waiting for pro")
     go.set()
@@ -213,9 +213,10 @@ def test_joining_asks_first_shows_the_phrase_and_waits(
     daemon: FakeDaemon, start: Start, answer: str, allowed: bool
 ) -> None:
     searching, go = threading.Event(), threading.Event()
-    daemon.on(*JOIN, Reply(stream=[data(SEARCHING), searching, data(MEETING), go, data(PAIRED)]))
+    paired = data({**PAIRED, "sees_prompts": allowed})
+    daemon.on(*JOIN, Reply(stream=[data(SEARCHING), searching, data(MEETING), go, paired]))
     child = start("join", "42-lusab-babad")
-    child.expect(r"May the machine that shows this code see prompts typed here\? \[Y/n\]")
+    child.expect(r"May the machine that shows this code see prompts typed on this one\? \[Y/n\]")
     assert posts(daemon, JOIN) == []
     child.send(answer)
     child.expect("looking on this network for the machine that shows 42-lusab-babad")
@@ -224,7 +225,8 @@ def test_joining_asks_first_shows_the_phrase_and_waits(
     child.expect("lusab-gutih")
     child.expect("waiting for the answer on pro")
     go.set()
-    child.expect(r"This machine is paired with pro \(z9y8x7w\). The fleet: mini, studio, pro.")
+    kept = "" if allowed else "It sees no prompts typed here. "
+    child.expect(rf"This machine is paired with pro \(z9y8x7w\). {kept}The fleet: mini, studio, pro.")
     assert ended(child) == Exit.OK
     assert posts(daemon, JOIN) == [{"code": "42-lusab-babad", "sees_prompts": allowed}]
 

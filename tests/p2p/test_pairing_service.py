@@ -65,10 +65,13 @@ def saved(node: Node) -> set[str]:
     return set(Roster(node.identity, records).members)
 
 
-async def pair(a: Node, b: Node, **answers: Any) -> tuple[list[PairingEvent], list[PairingEvent]]:
+async def pair(
+    a: Node, b: Node, *, joiner_allows: bool = True, **answers: Any
+) -> tuple[list[PairingEvent], list[PairingEvent]]:
     shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
     inviting = asyncio.create_task(invite(PairingService(a), shown, **answers))
-    joined = await collect(PairingService(b).join((await shown).code, host(a), sees_prompts=True))
+    join = PairingService(b).join((await shown).code, host(a), sees_prompts=joiner_allows)
+    joined = await collect(join)
     return await inviting, joined
 
 
@@ -89,12 +92,37 @@ async def test_a_code_pairs_two_machines(tmp_path: Path) -> None:
         await together([a, b])
 
 
-async def test_the_answer_about_prompts_is_in_the_roster_of_both(tmp_path: Path) -> None:
+async def test_the_inviters_answer_about_prompts_is_in_the_roster_of_the_fleet(tmp_path: Path) -> None:
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
     async with running(a, b):
-        await pair(a, b, sees_prompts=False)
+        ours, theirs = await pair(a, b, sees_prompts=False)
         assert not a.roster.members[b.identity.node_id].sees_prompts
         assert b.roster.members[a.identity.node_id].sees_prompts
+        assert isinstance(ours[-1], Paired)
+        assert isinstance(theirs[-1], Paired)
+        assert (ours[-1].sees_prompts, theirs[-1].sees_prompts) == (False, True)
+
+
+async def test_the_joiners_answer_about_prompts_is_a_rule_of_its_own(tmp_path: Path) -> None:
+    """It speaks of prompts typed there; the other machines go on sending the inviter theirs."""
+    a, b, c = (Node(settings(tmp_path, name)) for name in "abc")
+    async with running(a, b, c):
+        await pair(a, c)
+        inviter = a.identity.node_id
+        _, theirs = await pair(a, b, joiner_allows=False)
+        assert isinstance(theirs[-1], Paired)
+        assert not theirs[-1].sees_prompts
+        await until(c, lambda: b.identity.node_id in c.roster.members)
+        assert not b.prompt_rules.allows(inviter)
+        assert all(node.roster.members[inviter].sees_prompts for node in (b, c))
+        assert a.prompt_rules.allows(b.identity.node_id)
+        # Paired again with another answer; what the fleet says is not the joiner's to change.
+        c.roster.allow_prompts(inviter, False)
+        await c.roster_changed()
+        await until(b, lambda: not b.roster.members[inviter].sees_prompts)
+        await pair(a, b)
+        assert b.prompt_rules.allows(inviter)
+        assert not any(node.roster.members[inviter].sees_prompts for node in (b, c))
 
 
 async def test_a_refusal_leaves_nothing_behind(tmp_path: Path) -> None:

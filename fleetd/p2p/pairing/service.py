@@ -175,7 +175,7 @@ class PairingService:
                 side.give_up(error.message)
         # The window may close on the event, so the last frame has to be sent before.
         if side.done and meeting is not None:
-            opened.events.put_nowait(self._paired(meeting, answer.sees_prompts))
+            opened.events.put_nowait(self._paired(meeting))
         elif side.failed is not None and meeting is not None:
             opened.events.put_nowait(failure or side.failed)  # the code is used up
         elif opened.window.tries_left < tries:
@@ -195,9 +195,12 @@ class PairingService:
         self._node.keeper.keep(change)
         await self._node.roster_changed()
 
-    def _paired(self, met: roles.CodeAccepted, sees_prompts: bool) -> Paired:
-        members = [member.name for member in self._node.roster.members.values()]
-        return Paired(met.node_id, short_id(met.node_id), met.name, sees_prompts, [self._node.name, *members])
+    def _paired(self, met: roles.CodeAccepted) -> Paired:
+        members, rules = self._node.roster.members, self._node.prompt_rules
+        known = members.get(met.node_id)
+        sees_prompts = known is not None and known.sees_prompts and rules.allows(met.node_id)
+        names = [self._node.name, *(member.name for member in members.values())]
+        return Paired(met.node_id, short_id(met.node_id), met.name, sees_prompts, names)
 
     # ---- joining -----------------------------------------------------------------------------------------
 
@@ -208,7 +211,7 @@ class PairingService:
 
         Args:
             host: its address, HOST or HOST:PORT; None looks for it by mDNS.
-            sees_prompts: whether that machine may see prompts given to this one.
+            sees_prompts: whether that machine may see prompts typed here; a rule of this machine alone.
 
         Raises:
             PairingFailed, PairingClosed: a wrong code, or the other side ended it.
@@ -239,8 +242,11 @@ class PairingService:
                         meeting = event
                         yield Meeting(event.node_id, short_id(event.node_id), event.name, event.phrase)
                     case roles.Admitted(records) if meeting is not None:
-                        promised = partial(_enter, meeting, sees_prompts, records)
+                        promised = partial(_enter, meeting, None, records)
                         try:
+                            if not sees_prompts:
+                                # First, so that no prompt goes there in between. It stays if pairing fails.
+                                await node.prompt_rules.allow(meeting.node_id, False)
                             side.saved(await node.keeper.promise(promised), loop.time())
                             change = promised
                         except FleetError as error:
@@ -257,8 +263,9 @@ class PairingService:
         if failure is not None:
             raise failure
         if meeting is not None:
+            await node.prompt_rules.allow(meeting.node_id, sees_prompts)
             node.reached(meeting.node_id, address)
-            yield self._paired(meeting, sees_prompts)
+            yield self._paired(meeting)
 
     async def _find(self, code: PairingCode, host: str | None) -> tuple[Address, socket.socket]:
         if host is not None:
@@ -287,9 +294,9 @@ class PairingService:
 
 
 def _enter(
-    met: roles.CodeAccepted, sees_prompts: bool, records: Sequence[RosterRecord], roster: Roster
+    met: roles.CodeAccepted, sees_prompts: bool | None, records: Sequence[RosterRecord], roster: Roster
 ) -> tuple[RosterRecord, ...]:
-    """Add a machine and its records to the roster; returns this machine's own records.
+    """Add a machine and its records to the roster, as ``Roster.join``; returns this machine's own records.
 
     Both sides do it. It ends a removal on either side, and joins two fleets.
     """
