@@ -24,9 +24,7 @@ _WAITING = "waiting for the other machine"
 
 @click.command("pair")
 @click.option("-y", "--yes", is_flag=True, help="Admit the machine that has the code, without asking.")
-@click.option(
-    "--no-prompts", is_flag=True, help="The new machine may not see prompts typed on any machine."
-)
+@click.option("--no-prompts", is_flag=True, help="The new machine may not see prompts typed on any machine.")
 @json_option
 @pass_session
 def command(session: CliSession, yes: bool, no_prompts: bool) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -21,6 +20,7 @@ from fleetctl.render.text import one_line, wrapped
 from fleetctl.replies import fetch_fleet, read
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.errors import FleetError
+from fleetd.terminal_text import json_text
 
 _EVERY_S = 0.5
 # Figures that differ in every answer.
@@ -94,7 +94,7 @@ def _follow(session: CliSession, client: Client) -> int:
         if (now := _essence(found)) != last:
             last = now
             if session.json:
-                click.echo(json.dumps(found, ensure_ascii=False))
+                click.echo(json_text(found))
             else:
                 click.echo(f"{time.strftime('%H:%M:%S')} {render(fleet, None)}\n")
         time.sleep(_EVERY_S)

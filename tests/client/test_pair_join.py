@@ -262,12 +262,14 @@ def test_join_in_a_script(run: Run, daemon: FakeDaemon, options: list[str], body
 
 
 def test_a_name_from_another_machine_cannot_write_the_screen(run: Run, daemon: FakeDaemon) -> None:
-    nasty = "\x1b[2J\rstudio\nThe phrases agree."
+    nasty = "\x1b[2J\x9b2J\u202e\rstudio\nThe phrases agree."
     daemon.on(*JOIN, told({**MEETING, "name": nasty}, {**PAIRED, "name": nasty, "members": [nasty]}))
     done = run("join", "c", "--yes", home=daemon.home)
     assert done.returncode == 0
     assert "\x1b[2J" not in done.stdout + done.stderr
     assert "\nThe phrases agree." not in done.stdout + done.stderr
+    shown = done.stdout + done.stderr + run("join", "c", "--yes", "--json", home=daemon.home).stdout
+    assert not set(shown) & set("\x1b\x9b\u202e")
 
 
 # ---- unpair ----------------------------------------------------------------------------------------------
