@@ -13,7 +13,7 @@ from fleetctl.pairing import events, members_line, need_a_person, show_phrase
 from fleetctl.render.fleet_words import label_of
 from fleetctl.render.progress_line import Progress
 from fleetctl.render.text import duration, one_line
-from fleetd.control.pairing_events import CodeShown, Meeting, Paired, WrongCode
+from fleetd.control.pairing_events import CodeShown, Crowded, Meeting, Paired, WrongCode
 from fleetd.host_port import host_port
 
 DEFAULT_PEER_PORT = 8115
@@ -48,6 +48,9 @@ def command(session: CliSession, yes: bool, no_prompts: bool) -> int:
                         tries = "try" if left == 1 else "tries"
                         note(f"Another machine tried a wrong code; {left} {tries} left.")
                         progress.update(_WAITING, left_s=ends - time.monotonic())
+                    case Crowded(addresses=addresses):
+                        note(_crowd(addresses))
+                        progress.update(_WAITING, left_s=ends - time.monotonic())
                     case Meeting():
                         _answer(session, event, yes=yes, prompts=not no_prompts)
                         progress.update(f"waiting for {label_of(event)}")
@@ -72,6 +75,14 @@ def _show_code(session: CliSession, shown: CodeShown) -> None:
         for address in shown.addresses[:_ADDRESSES]:
             click.echo(f"    fleetctl join {code} --host {_host(address, shown.port)}")
         click.echo()
+
+
+def _crowd(addresses: list[str]) -> str:
+    return (
+        f"Many connections come from {', '.join(map(one_line, addresses))} and do not try the code. "
+        "The oldest are closed for new ones. If the other machine does not get through, look for what "
+        "runs there."
+    )
 
 
 def _host(address: str, port: int) -> str:

@@ -24,6 +24,7 @@ PAIRED = {"type": "paired", "node_id": "PRO", "short_id": "z9y8x7w", "name": "pr
 }
 SEARCHING = {"type": "searching", "nameplate": "42"}
 WRONG = {"type": "wrong_code", "tries_left": 2}
+CROWDED = {"type": "crowded", "addresses": ["192.168.1.66"]}
 CLOSED = {"error": {"message": "Three wrong codes.", "code": "pairing_closed", "hint": "Start again."}}
 ANSWER = ("POST", "/fleet/v1/pair/answer")
 PAIR, JOIN = ("POST", "/fleet/v1/pair"), ("POST", "/fleet/v1/join")
@@ -75,12 +76,13 @@ def test_pairing_shows_the_code_asks_twice_and_tells_the_daemon(
 ) -> None:
     go = threading.Event()
     paired = data({**PAIRED, "sees_prompts": allowed})
-    daemon.on(*PAIR, Reply(stream=[data(CODE), data(WRONG), data(MEETING), go, paired]))
+    daemon.on(*PAIR, Reply(stream=[data(CODE), data(CROWDED), data(WRONG), data(MEETING), go, paired]))
     child = start("pair")
     child.expect("42-lusab-babad")
     child.expect("On the machine that joins mini, type within 5 min:")
     child.expect("fleetctl join .*?42-lusab-babad")
     child.expect("--host 192.168.1.2\r")
+    child.expect("Many connections come from 192.168.1.66 and do not try the code.")
     child.expect("wrong code; 2 tries left")
     child.expect(r"pro \(z9y8x7w\) has the code")
     child.expect("lusab-gutih")

@@ -16,7 +16,7 @@ import pytest
 from fleet_nodes import running, settings, together, until
 
 from fleetd import limits
-from fleetd.control.pairing_events import CodeShown, Meeting, Paired, PairingEvent
+from fleetd.control.pairing_events import CodeShown, Crowded, Meeting, Paired, PairingEvent
 from fleetd.errors import PairingClosed, PairingFailed, PeerUnreachable
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.membership.roster import Roster
@@ -27,6 +27,7 @@ from fleetd.p2p.pairing import service as pairing
 from fleetd.p2p.pairing.code import PairingCode
 from fleetd.p2p.pairing.roles import Joiner
 from fleetd.p2p.pairing.service import PairingService
+from fleetd.p2p.port import PAIRING
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -123,6 +124,54 @@ async def test_the_joiners_answer_about_prompts_is_a_rule_of_its_own(tmp_path: P
         await pair(a, b)
         assert b.prompt_rules.allows(inviter)
         assert not any(node.roster.members[inviter].sees_prompts for node in (b, c))
+
+
+@contextlib.asynccontextmanager
+async def strangers(node: Node, count: int) -> AsyncGenerator[list[asyncio.StreamReader], None]:
+    """Connections to the window that say nothing."""
+    async with contextlib.AsyncExitStack() as stack:
+        readers = []
+        for _ in range(count):
+            reader, writer = await asyncio.open_connection("127.0.0.1", node.port)
+            stack.callback(writer.close)
+            writer.write(PAIRING)
+            await reader.read(1)  # the inviter's hello: it has a place
+            readers.append(reader)
+        yield readers
+
+
+async def test_attack_silent_connections_do_not_keep_a_machine_from_pairing(tmp_path: Path) -> None:
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b):
+        shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
+        inviting = asyncio.create_task(invite(PairingService(a), shown))
+        code = (await shown).code
+        async with strangers(a, 2 * limits.PAIRING_CONNECTIONS) as readers:
+            async with asyncio.timeout(10):
+                await readers[0].read()  # the oldest was closed
+            joined = await collect(PairingService(b).join(code, host(a), sees_prompts=True))
+        assert isinstance(joined[-1], Paired)
+        seen = await inviting
+        assert [type(event) for event in seen] == [CodeShown, Crowded, Meeting, Paired]
+        assert seen[1] == Crowded(["127.0.0.1"]), "the person is told, once"
+
+
+async def test_attack_a_machine_that_has_the_code_does_not_give_way(tmp_path: Path) -> None:
+    """However many connect while a person compares the phrase."""
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b):
+        service = PairingService(a)
+        async with aclosing(service.pair()) as events:
+            shown = await anext(events)
+            assert isinstance(shown, CodeShown)
+            join = PairingService(b).join(shown.code, host(a), sees_prompts=True)
+            joining = asyncio.create_task(collect(join))
+            met = await anext(events)
+            assert isinstance(met, Meeting)
+            async with strangers(a, 2 * limits.PAIRING_CONNECTIONS):
+                service.answer(met.node_id, admit=True, sees_prompts=True)
+                assert isinstance((await joining)[-1], Paired)
+            assert [type(event) async for event in events] == [Crowded, Paired]
 
 
 async def test_a_refusal_leaves_nothing_behind(tmp_path: Path) -> None:

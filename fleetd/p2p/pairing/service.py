@@ -16,10 +16,19 @@ from functools import partial
 
 from fleetd import limits
 from fleetd.config import DEFAULT_PEER_PORT
-from fleetd.control.pairing_events import CodeShown, Meeting, Paired, PairingEvent, Searching, WrongCode
+from fleetd.control.pairing_events import (
+    CodeShown,
+    Crowded,
+    Meeting,
+    Paired,
+    PairingEvent,
+    Searching,
+    WrongCode,
+)
 from fleetd.errors import FleetError, PairingClosed, PairingFailed, PeerUnreachable
 from fleetd.observe import get_logger
 from fleetd.p2p.discovery import interfaces
+from fleetd.p2p.giving_way import gives_way
 from fleetd.p2p.links import Address
 from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.membership.roster import Roster
@@ -43,15 +52,22 @@ class _PersonsAnswer:
     sees_prompts: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    address: str
+    side: Inviter
+
+
 @dataclass(slots=True)
 class _OpenWindow:
-    """The open window. ``events``: for the caller of ``pair``."""
+    """The open window. ``events``: for the caller of ``pair``, who was told that it is ``crowded``."""
 
     code: PairingCode
     window: PairingWindow
     events: asyncio.Queue[PairingEvent | FleetError] = field(default_factory=asyncio.Queue)
     asked: dict[str, asyncio.Future[_PersonsAnswer]] = field(default_factory=dict)
-    connections: set[asyncio.Task[None]] = field(default_factory=set)
+    connections: dict[asyncio.Task[None], _Connection] = field(default_factory=dict)
+    crowded: bool = False
 
 
 class PairingService:
@@ -133,22 +149,41 @@ class PairingService:
 
     async def _on_connection(self, sock: socket.socket) -> None:
         """Handle a connection to the open window."""
-        opened, task = self._open, asyncio.current_task()
+        opened, task, now = self._open, asyncio.current_task(), asyncio.get_running_loop().time()
         with contextlib.closing(sock):
-            if opened is None or task is None or len(opened.connections) >= limits.PAIRING_CONNECTIONS:
+            if opened is None or task is None:
                 return
-            opened.connections.add(task)
             try:
-                await self._invite(opened, sock)
+                address = str(sock.getpeername()[0])
+            except OSError:  # it is closed already
+                return
+            self._make_room(opened, address)
+            side = Inviter(opened.window, self._node.identity, self._node.name, now, random_bytes=os.urandom)
+            opened.connections[task] = _Connection(address, side)
+            try:
+                await self._invite(opened, side, sock)
             except FleetError as error:
                 log.info("pairing.failed", error=str(error))
             finally:
-                opened.connections.discard(task)
+                opened.connections.pop(task, None)
 
-    async def _invite(self, opened: _OpenWindow, sock: socket.socket) -> None:
+    @staticmethod
+    def _make_room(opened: _OpenWindow, address: str) -> None:
+        """Close a connection that has not tried the code, if there are too many of them."""
+        held = {task: each.address for task, each in opened.connections.items() if not each.side.tried}
+        most, per_address = limits.PAIRING_CONNECTIONS, limits.PAIRING_CONNECTIONS_PER_ADDRESS
+        oldest = gives_way(held, address, per_address=per_address, most=most)
+        if oldest is None:
+            return
+        del opened.connections[oldest]
+        oldest.cancel()
+        if not opened.crowded:
+            opened.crowded = True
+            opened.events.put_nowait(Crowded(sorted(set(held.values()))))
+
+    async def _invite(self, opened: _OpenWindow, side: Inviter, sock: socket.socket) -> None:
         node, loop = self._node, asyncio.get_running_loop()
         tries = opened.window.tries_left
-        side = Inviter(opened.window, node.identity, node.name, loop.time(), random_bytes=os.urandom)
         meeting: roles.CodeAccepted | None = None
         answer = _PersonsAnswer(admit=False, sees_prompts=False)
         failure: FleetError | None = None
