@@ -176,7 +176,7 @@ class Front:
                 cancelled = self._preparing[request.id]
             if not cancelled:
                 outcome = self._prepared(request)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failure = failed(request.id, error, "The prompt could not be prepared")
             self._link.send(failure)
         with self._lock:
@@ -212,7 +212,7 @@ def main() -> int:
     try:
         with link.watched():
             compute, loaded, facts = _start(settings, link, socket.socket(fileno=arguments.streams_fd))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         known = typed(error, f"{settings.name} could not be loaded: {error}")
         link.send(LoadFailed(known.code, known.message, known.hint))
         link.flush()
