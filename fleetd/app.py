@@ -33,6 +33,7 @@ from fleetd.api.services import Services
 from fleetd.config import DEFAULT_PORT, Config
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading, HttpAddress, MemoryBudget
 from fleetd.control.fleet_view import PeerView
+from fleetd.descriptors import connection_caps, open_limit, raise_limit
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.errors import ConfigError, Draining, PortInUse
 from fleetd.fleet import Fleet, default_name
@@ -51,6 +52,7 @@ from fleetd.observe import get_logger
 from fleetd.own_card import CardMaker
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
+from fleetd.periodic import keep_running
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests import messages, remote
 from fleetd.requests.admission import ServingContext
@@ -85,6 +87,7 @@ def run(config: Config, home: HomeFolder) -> None:
     # Whatever is created from here on is this user's alone, and no prompt ends up in a core dump.
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    raise_limit()
     paths.prepare(home)
     with paths.HomeLock(home):
         paths.clear_stale_socket(home.socket)
@@ -118,6 +121,7 @@ class Daemon:
         self._hurry = asyncio.Event()
         self._ready = False
         self._http: HttpAddress | None = None
+        self._caps = connection_caps(open_limit())
         self._prober = HardwareProbe(gpu=config.engine.device != "cpu")
         self._store = Store(home.db)
         self._ledger = Ledger(self._store)
@@ -127,7 +131,9 @@ class Daemon:
         )
         self._pool = pool or EnginePool(_pool_options(config, home), record_path=self._models.record_path)
         self._metrics = Metrics(__version__, engines=self._pool.status, peers=self._peers)
-        self._node = Node(_node_settings(config, home)) if config.fleet.enabled else None
+        self._node = (
+            Node(_node_settings(config, home, self._caps.peers_unknown)) if config.fleet.enabled else None
+        )
         self._fleet = Fleet(self._node, local_only=config.fleet.local_only) if self._node else None
         copies = ModelCopies(self._node, self._models, self._own_card) if self._node else None
         self._speeds = ModelSpeeds()
@@ -238,14 +244,14 @@ class Daemon:
                 await self._node.open()
             async with asyncio.TaskGroup() as group:
                 background = [
-                    group.create_task(self._pool.run(), name="pool"),
-                    group.create_task(self._notifier.watchdog(), name="watchdog"),
-                    group.create_task(self._prune_daily(), name="prune"),
+                    group.create_task(keep_running("pool", self._pool.run), name="pool"),
+                    group.create_task(keep_running("watchdog", self._notifier.watchdog), name="watchdog"),
+                    group.create_task(keep_running("prune", self._prune_daily), name="prune"),
                 ]
                 if self._fleet is not None:
                     self._card = self._card_maker(self._fleet.node)
                     background.append(group.create_task(self._fleet.run(), name="fleet"))
-                    background.append(group.create_task(self._card.run(), name="card"))
+                    background.append(group.create_task(keep_running("card", self._card.run), name="card"))
                 try:
                     async with AsyncExitStack() as sites:
                         self._http = await self._listen(sites, token)
@@ -349,14 +355,14 @@ class Daemon:
                 draft_plan=self._drafting.plan,
             )
         )
-        local = make_runner(app, trusted=True)
+        local = make_runner(app, trusted=True, caps=self._caps)
         stack.push_async_callback(local.cleanup)
         await local.setup()
         await web.UnixSite(local, self._home.socket).start()
         stack.callback(self._home.socket.unlink, missing_ok=True)
         self._home.socket.chmod(paths.PRIVATE_FILE)
 
-        remote = make_runner(app, trusted=False)
+        remote = make_runner(app, trusted=False, caps=self._caps)
         stack.push_async_callback(remote.cleanup)
         await remote.setup()
         return await _open_tcp(remote, http.host, http.port)
@@ -426,7 +432,7 @@ def embedded_name(ref: str) -> str | None:
     return entry.name if entry is not None and entry.source == "embedded" else None
 
 
-def _node_settings(config: Config, home: HomeFolder) -> NodeSettings:
+def _node_settings(config: Config, home: HomeFolder, most_unknown: int) -> NodeSettings:
     fleet = config.fleet
     return NodeSettings(
         folder=home.identity,
@@ -436,6 +442,7 @@ def _node_settings(config: Config, home: HomeFolder) -> NodeSettings:
         port=fleet.port,
         mdns=fleet.mdns,
         static=tuple(fleet.static_peers),
+        most_unknown=most_unknown,
     )
 
 

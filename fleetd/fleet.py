@@ -28,6 +28,7 @@ from fleetd.p2p.node import Node
 from fleetd.p2p.overview import fleet_view, peer_view, reach
 from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.session.transport import PeerStream
+from fleetd.periodic import keep_running
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.members import Member
 
@@ -55,7 +56,7 @@ class Fleet:
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self.node.run(), name="node")
-            group.create_task(self._prober.run(), name="link prober")
+            group.create_task(keep_running("link prober", self._prober.run), name="link prober")
 
     # ---- for requests --------------------------------------------------------------------------------------
 

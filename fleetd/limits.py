@@ -7,6 +7,12 @@ from __future__ import annotations
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
+# ---- File descriptors ------------------------------------------------------------------------------------
+# What a process asks for: macOS gives no more, whatever its hard limit says.
+DESCRIPTORS = 10_240
+# Kept from connections: the database, workers and their streams, model files, listeners, libraries.
+DESCRIPTORS_RESERVED = 96
+
 # ---- HTTP ------------------------------------------------------------------------------------------------
 # Agent transcripts with inlined files reach tens of megabytes; above that it is a mistake or an attack.
 HTTP_BODY_BYTES = 64 * MIB
@@ -37,6 +43,9 @@ STOP_STRING_CHARS = 1024
 CHOICES = 8
 TOP_LOGPROBS = 20
 TOOLS = 256
+# Free-form JSON (tools, arguments, template options): schemas nest a dozen deep, and a template's own code
+# recurses with what it is given.
+JSON_DEPTH = 64
 QUEUED_REQUESTS = 64
 # Ours have 34; this one is written into logs and the ledger.
 REQUEST_ID_CHARS = 128
@@ -82,6 +91,9 @@ LEDGER_WAIT_S = 0.25
 REPEAT_LOG_S = 60.0
 # After a second signal, or when streams do not end after the drain.
 STOP_S = 2.0
+# A background task that failed is started again after so long, and after each further failure later.
+RESTART_S = 1.0
+RESTART_MOST_S = 30.0
 # Label values per metric: one series per model, and a client can name models freely.
 METRIC_MODELS = 64
 
@@ -101,6 +113,11 @@ MEMBER_NAME_CHARS = 64
 ROSTER_MEMBERS = 64
 # Two for each pairing and two for each removal; a thousand is years of both.
 ROSTER_RECORDS = 1024
+# Messages with records of one member that are merged as they come; more of them wait for the next tick.
+ROSTER_MERGES_AT_ONCE = 64
+ROSTER_MERGES_PER_S = 4.0
+# Each costs a signature check of a tenth of a millisecond or more.
+ROSTER_RECORDS_PER_TICK = 128
 # So many records at their longest, which is 1.5 KiB, and room.
 ROSTER_FILE_BYTES = 4 * MIB
 
@@ -176,6 +193,13 @@ JOB_ALIVE_S = 2.0
 JOB_SILENCE_S = 8.0
 # A machine that asked for an answer and reads none of it keeps a slot and its KV cache from others.
 JOB_READ_STALL_S = 60.0
+# What an answer from another machine may come to. Tokens: beyond the longest context there is. The longest
+# tokens of vocabularies are runs of 128 spaces. Arguments of all tool calls of one answer, in characters.
+ANSWER_TOKENS = 1 << 21
+TOKEN_CHARS = 1024
+TOOL_ARGUMENT_CHARS = 8 * MIB
+# A load or a download tells its progress so often at most.
+LOADING_EVENTS = 100_000
 # Of a job's id, as the machine that asked for it has it, to be found again here.
 JOB_ID_CHARS = 64
 # Names and hashes of a model's files are on record where it was installed, or were hashed for the card.
@@ -301,6 +325,12 @@ PEER_NAME_CHARS = 255
 ERROR_TEXT_CHARS = 1024
 # One-way news is not fragmented; the longest is a capability card.
 NOTIFY_BYTES = 64 * KIB
+# One-way news has no credit: what one session may send of it. A whole roster comes at once with a new
+# session; after that a card of 30 KiB, four times a second at most.
+NEWS_BURST_BYTES = 4 * MIB
+NEWS_BYTES_PER_S = 512 * KIB
+# What each costs besides its bytes.
+NEWS_COST_BYTES = 256
 # Names of methods and topics: ours are words.
 METHOD_CHARS = 64
 # The longest frame: such news and what is around it.

@@ -22,6 +22,7 @@ from fleetd.models.memory_need import needed_bytes
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
+from fleetd.periodic import keep_running
 from fleetd.plan.model_speeds import ModelSpeeds
 
 log = get_logger("fleetd.own_card")
@@ -110,8 +111,8 @@ class CardMaker:
     async def run(self) -> None:
         """Send the first card at once, then one at each change, and after each CARD_REPEAT_S without one."""
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._list_models(), name="list models")
-            group.create_task(self._find_digests(), name="find digests")
+            group.create_task(keep_running("list models", self._list_models), name="list models")
+            group.create_task(keep_running("find digests", self._find_digests), name="find digests")
             told, told_at = None, 0.0
             loop = asyncio.get_running_loop()
             while True:

@@ -22,6 +22,7 @@ from fleetd import limits
 from fleetd.api import failures
 from fleetd.api.context import DEFAULT_DIALECT
 from fleetd.api.dialect import Dialect
+from fleetd.descriptors import UNSCALED, ConnectionCaps
 from fleetd.errors import BadRequest, FleetError
 
 log = logging.getLogger(__name__)
@@ -37,8 +38,9 @@ _LINGER_S = 1.0
 class Connections:
     """All open connections of one site, oldest first."""
 
-    def __init__(self) -> None:
+    def __init__(self, caps: ConnectionCaps) -> None:
         self._open: dict[BoundedConnection, None] = {}
+        self._caps = caps
 
     def __len__(self) -> int:
         return len(self._open)
@@ -46,9 +48,9 @@ class Connections:
     def admit(self, new: BoundedConnection) -> bool:
         """Make room for a new connection; False if every open one is busy."""
         unknown = [each for each in self._open if not each.known]
-        if not new.known and len(unknown) >= limits.HTTP_CONNECTIONS_UNAUTHENTICATED:
+        if not new.known and len(unknown) >= self._caps.http_unknown:
             self._evict(unknown[0])
-        if len(self._open) >= limits.HTTP_CONNECTIONS:
+        if len(self._open) >= min(self._caps.http, limits.HTTP_CONNECTIONS):
             idle = next((each for each in self._open if not each.busy), None)
             if idle is None:
                 return False
@@ -151,7 +153,9 @@ class BoundedConnection(web.RequestHandler):
 class BoundedServer(web.Server):
     """aiohttp's server, making bounded connections."""
 
-    def __init__(self, inner: web.Server, *, trusted: bool, dialect: Dialect, **kwargs: Any) -> None:
+    def __init__(
+        self, inner: web.Server, *, trusted: bool, dialect: Dialect, caps: ConnectionCaps, **kwargs: Any
+    ) -> None:
         super().__init__(
             self._serve, request_factory=inner.request_factory, handler_cancellation=True, **kwargs
         )
@@ -160,7 +164,7 @@ class BoundedServer(web.Server):
         self.trusted = trusted
         # For answers to bytes that are not a request, and so have no route.
         self.dialect = dialect
-        self.tracked = Connections()
+        self.tracked = Connections(caps)
 
     def __call__(self) -> BoundedConnection:
         return BoundedConnection(self, loop=asyncio.get_running_loop(), **self._options)
@@ -177,24 +181,26 @@ class BoundedServer(web.Server):
 class BoundedRunner(web.AppRunner):
     """An AppRunner whose server is a BoundedServer."""
 
-    def __init__(self, app: web.Application, *, trusted: bool) -> None:
+    def __init__(self, app: web.Application, *, trusted: bool, caps: ConnectionCaps) -> None:
         super().__init__(app, access_log=None, shutdown_timeout=limits.ENGINE_STOP_S)
         self._trusted = trusted
+        self._caps = caps
 
     async def _make_server(self) -> web.Server:
         return BoundedServer(
             await super()._make_server(),
             trusted=self._trusted,
             dialect=self.app[DEFAULT_DIALECT],
+            caps=self._caps,
             access_log=None,
             keepalive_timeout=limits.HTTP_KEEPALIVE_IDLE_S,
             lingering_time=_LINGER_S,
         )
 
 
-def make_runner(app: web.Application, *, trusted: bool) -> web.AppRunner:
+def make_runner(app: web.Application, *, trusted: bool, caps: ConnectionCaps = UNSCALED) -> web.AppRunner:
     """A runner for one site: ``trusted`` for the Unix socket, not for TCP. One application may have both."""
-    return BoundedRunner(app, trusted=trusted)
+    return BoundedRunner(app, trusted=trusted, caps=caps)
 
 
 def connection(request: web.BaseRequest) -> BoundedConnection | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from fleetd.bounded import Natural
+
 
 class PackedScores(msgspec.Struct, frozen=True):
     """``scores.SegmentScores`` of N tokens, Q queries, H heads and the best K pairs of each token.
@@ -11,8 +13,8 @@ class PackedScores(msgspec.Struct, frozen=True):
     ``starts``, ``ends``: i32 (N,); ``pairs``: u16 (N, K); ``logits``: f32 (N, K); ``log_sums``: f32 (H, Q).
     """
 
-    queries: int
-    heads: int
+    queries: Natural
+    heads: Natural
     starts: bytes
     ends: bytes
     pairs: bytes

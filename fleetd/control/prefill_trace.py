@@ -5,10 +5,12 @@ Times are seconds, ``at_s`` is Unix time. A trace never holds a word of a prompt
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
+from fleetd.bounded import Natural, SignedSeconds, Text
 from fleetd.control.prefill_plan import OptionView, StepView
 
 # shared: as planned. fallback: begun together, ended here. local: computed here from the start, by plan or
@@ -19,9 +21,9 @@ Outcome = Literal["shared", "fallback", "local", "cancelled", "failed", "smart"]
 class SourceCounts(msgspec.Struct, frozen=True, omit_defaults=True):
     """Tokens that one source drafted, those of them that were right, and the passes that verified them."""
 
-    drafted: int = 0
-    accepted: int = 0
-    passes: int = 0
+    drafted: Natural = 0
+    accepted: Natural = 0
+    passes: Natural = 0
 
 
 class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -32,13 +34,13 @@ class Speculated(msgspec.Struct, frozen=True, omit_defaults=True):
     steps; below 0 where time was lost.
     """
 
-    width: int = 0
-    drafted: int = 0
-    accepted: int = 0
-    passes: int = 0
-    tokens: int = 0
-    saved_s: float = 0.0
-    sources: dict[str, SourceCounts] = {}
+    width: Natural = 0
+    drafted: Natural = 0
+    accepted: Natural = 0
+    passes: Natural = 0
+    tokens: Natural = 0
+    saved_s: SignedSeconds = 0.0
+    sources: Annotated[dict[Text, SourceCounts], Meta(max_length=16)] = {}
 
 
 class DrafterView(msgspec.Struct, frozen=True):

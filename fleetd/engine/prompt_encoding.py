@@ -21,6 +21,18 @@ from fleetd.engine.sparse_prefill.kept_tokens import (
 )
 from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
 
+# What a publisher's template raises where it meets what its author did not think of.
+_TEMPLATE_ERRORS = (
+    TypeError,
+    KeyError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+    MemoryError,
+)
+
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
@@ -89,8 +101,6 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
             hint="Leave out tools, or choose a model that was trained with them (fleetctl models).",
             param="tools",
         )
-    # Templates may change what they are given; the request must stay as it came.
-    messages = copy.deepcopy(prompt.messages)
 
     def render(these: list[dict[str, Any]]) -> str:
         rendered: str = tokenizer.apply_chat_template(
@@ -99,14 +109,15 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
         return rendered
 
     try:
-        text = render(messages)
+        # Templates may change what they are given; the request must stay as it came.
+        text = render(copy.deepcopy(prompt.messages))
     except jinja2.TemplateError as error:
         raise BadRequest(
             f"The model's chat template rejects these messages: {error}.",
             hint="Check the order of the roles and the content of each message.",
             param="messages",
         ) from error
-    except (TypeError, KeyError, ValueError, AttributeError, IndexError, OverflowError) as error:
+    except _TEMPLATE_ERRORS as error:
         raise BadRequest(
             f"The model's chat template cannot render these messages ({type(error).__name__}).",
             hint="Check the content of each message.",

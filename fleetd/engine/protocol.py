@@ -28,6 +28,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.bounded import Count, Logprob, Natural, Seconds, Text
 from fleetd.compression.packed import PackedScores
 from fleetd.control.prefill_trace import Speculated
 from fleetd.plan.prefill.split import Split
@@ -37,7 +38,6 @@ from fleetd.plan.prefill.split import Split
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 
 # Ranges that an engine can work with; they hold wherever a request is decoded, also one from another machine.
-Natural = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Temperature = Annotated[float, Meta(ge=0, le=5)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
@@ -48,8 +48,11 @@ Seed = Annotated[int, Meta(ge=INT64_MIN, le=INT64_MAX)]
 StopString = Annotated[str, Meta(min_length=1, max_length=limits.STOP_STRING_CHARS)]
 StopList = Annotated[list[StopString], Meta(max_length=limits.STOP_STRINGS)]
 Logprobs = Annotated[int, Meta(ge=0, le=limits.TOP_LOGPROBS)]
-# The bounds also keep out NaN, which no comparison would find.
-Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+
+# A token id.
+Token = Natural
+# Of a request here or there: what others call theirs, and what is put behind it.
+EventId = Annotated[str, Meta(max_length=2 * limits.REQUEST_ID_CHARS)]
 
 # Arguments of a chat template that the engine sets itself; one of them is the template.
 RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -74,7 +77,7 @@ class TextPrompt(msgspec.Struct, frozen=True, tag="text", omit_defaults=True):
 
 
 class TokenPrompt(msgspec.Struct, frozen=True, tag="tokens", omit_defaults=True):
-    tokens: list[int]
+    tokens: list[Token]
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
@@ -94,7 +97,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     repetition_penalty: Repetition | None = None
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
-    logit_bias: dict[int, Bias] = {}
+    logit_bias: dict[Token, Bias] = {}
 
 
 CharRange = tuple[Natural, Natural]
@@ -156,7 +159,7 @@ class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True
 
     id: str
     split: Split
-    predicted_s: float
+    predicted_s: Seconds
     exact: bool = False
 
 
@@ -178,7 +181,7 @@ class AssistPrefill(msgspec.Struct, frozen=True, tag="assist"):
 
     id: str
     split: Split
-    place: int
+    place: Natural
 
 
 class Profile(msgspec.Struct, frozen=True):
@@ -250,9 +253,9 @@ class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
 class Loading(msgspec.Struct, frozen=True, tag="loading"):
     """Progress before Ready. ``stage`` is shown to people: verifying, reading, warming up, measuring."""
 
-    stage: str
-    done: int = 0
-    total: int = 0
+    stage: Text
+    done: Count = 0
+    total: Count = 0
 
 
 class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -265,7 +268,7 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
     accelerator: str
     dtype: str
     versions: dict[str, str]
-    first_layer: int = 0
+    first_layer: Natural = 0
     layers: list[bytes] = []
     # "any", or "same": whether chunks may be cut elsewhere than by the other machine.
     chunks: Literal["any", "same"] = "same"
@@ -350,32 +353,32 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted", omit_defaults=True):
     ``dense_reason``: why one is not.
     """
 
-    id: str
-    prompt_tokens: int
-    cached: int = 0
-    chunk: int = 0
+    id: EventId
+    prompt_tokens: Natural
+    cached: Natural = 0
+    chunk: Natural = 0
     waits: bool = False
     exact: bool = True
-    kept: int = 0
-    dense_reason: str = ""
+    kept: Natural = 0
+    dense_reason: Text = ""
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill", omit_defaults=True):
     """Progress in prompt tokens, of those that are kept. The first one of a request tells how many came from
     the prefix cache."""
 
-    id: str
-    done: int
-    total: int
-    cached: int = 0
+    id: EventId
+    done: Natural
+    total: Natural
+    cached: Natural = 0
 
 
 class StepTime(msgspec.Struct, frozen=True, omit_defaults=True):
     """One step of a shared prefill as it went: a name to show, seconds, bytes that crossed a link."""
 
-    name: str
-    seconds: float
-    n_bytes: int = 0
+    name: Text
+    seconds: Seconds
+    n_bytes: Count = 0
 
 
 class Shared(msgspec.Struct, frozen=True, tag="shared", omit_defaults=True):
@@ -385,9 +388,9 @@ class Shared(msgspec.Struct, frozen=True, tag="shared", omit_defaults=True):
 
     id: str
     steps: list[StepTime]
-    code: str = ""
-    reason: str = ""
-    verified: int = 0
+    code: Text = ""
+    reason: Text = ""
+    verified: Natural = 0
 
 
 class Assisted(msgspec.Struct, frozen=True, tag="assisted", omit_defaults=True):
@@ -402,7 +405,7 @@ class Scored(msgspec.Struct, frozen=True, tag="scored"):
     included; ``seconds`` from the first step, others' turns between included; ``profile_s`` those that
     finding the profile took, which are not in ``seconds``."""
 
-    id: str
+    id: EventId
     scores: PackedScores
     profile: Profile
     tokens: Natural
@@ -414,14 +417,14 @@ class Followed(msgspec.Struct, frozen=True, tag="followed", omit_defaults=True):
     """A text needs no more drafts. Tokens: ``drafted`` in all, ``right`` of the ``judged`` by what came."""
 
     id: str
-    drafted: int = 0
-    judged: int = 0
-    right: int = 0
+    drafted: Natural = 0
+    judged: Natural = 0
+    right: Natural = 0
 
 
 class TopLogprob(msgspec.Struct, frozen=True, array_like=True):
     token: str
-    logprob: float
+    logprob: Logprob
     raw: bytes
 
 
@@ -429,11 +432,11 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
     """One token's text, natural-log probability, raw bytes and the best alternatives, best first."""
 
     token: str
-    logprob: float
+    logprob: Logprob
     raw: bytes
     top: list[TopLogprob] = []
     # Offset of the token's text in the answer, in characters (/v1/completions reports it).
-    text_offset: int = 0
+    text_offset: Natural = 0
 
 
 class Delta(msgspec.Struct, frozen=True, tag="delta", omit_defaults=True):
@@ -442,36 +445,36 @@ class Delta(msgspec.Struct, frozen=True, tag="delta", omit_defaults=True):
     ``tokens`` counts the tokens behind this delta, which may be 0 (flush) or many (held-back text).
     """
 
-    id: str
+    id: EventId
     text: str
     channel: Literal["content", "reasoning"] = "content"
-    tokens: int = 1
+    tokens: Natural = 1
     logprobs: list[TokenLogprob] | None = None
 
 
 class ToolCall(msgspec.Struct, frozen=True, tag="tool_call"):
     """One complete tool call; ``arguments`` is a JSON object as text. ``index`` counts from 0 per answer."""
 
-    id: str
-    index: int
-    call_id: str
-    name: str
+    id: EventId
+    index: Natural
+    call_id: Text
+    name: Text
     arguments: str
 
 
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    reasoning_tokens: int = 0
+    prompt_tokens: Natural = 0
+    cached_tokens: Natural = 0
+    completion_tokens: Natural = 0
+    reasoning_tokens: Natural = 0
 
 
 class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds, measured in the worker: waiting for a turn, prefill, and first to last token."""
 
-    queue_s: float = 0.0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
+    queue_s: Seconds = 0.0
+    prefill_s: Seconds = 0.0
+    decode_s: Seconds = 0.0
 
 
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
@@ -480,11 +483,11 @@ FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
 class Finished(msgspec.Struct, frozen=True, tag="finished", omit_defaults=True):
     """The last message of a request that went well (or was cancelled). ``stop`` names the stop string hit."""
 
-    id: str
+    id: EventId
     reason: FinishReason
     usage: Usage = Usage()
     timings: Timings = Timings()
-    stop: str | None = None
+    stop: StopString | None = None
     # None if no draft was verified.
     speculation: Speculated | None = None
 

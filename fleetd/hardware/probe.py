@@ -18,6 +18,9 @@ from fleetd.hardware import facts as hardware_facts
 from fleetd.hardware.facts import text
 from fleetd.hardware.memory import cgroup_folders, system_memory
 from fleetd.models.catalog import tier_of
+from fleetd.observe import get_logger
+
+log = get_logger("fleetd.hardware")
 
 _SYSCTL_S = 2.0
 
@@ -35,6 +38,7 @@ class HardwareProbe:
         self._platform = f"{platform.system()} {platform.release()} {platform.machine()}"
         self._hostname = hardware_facts.short_host(platform.node())
         self._cores = cores()
+        self._known, self._blind = (0, 0), False
         self._accelerator = _accelerator(root) if gpu else "cpu"
         self._product, self._cpu, self._gpu = "", "", ""
         self._fast_cores = self._wired_limit_bytes = 0
@@ -59,7 +63,7 @@ class HardwareProbe:
         self._fast_cores = hardware_facts.linux_fast_cores(root)
 
     def read(self) -> HardwareReading:
-        total, available = system_memory(self._cgroup)
+        total, available = self._memory()
         return HardwareReading(
             platform=self._platform,
             hostname=self._hostname,
@@ -74,6 +78,18 @@ class HardwareProbe:
             tier=tier_of(total),
             accelerator=self._accelerator,
         )
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes in all and bytes free; the last reading where the system gives none now."""
+        try:
+            self._known = system_memory(self._cgroup)
+        except (OSError, RuntimeError) as error:
+            if not self._blind:
+                log.warning("memory.unread", error=str(error), note="the last reading stands")
+            self._blind = True
+        else:
+            self._blind = False
+        return self._known
 
 
 def cores() -> int:

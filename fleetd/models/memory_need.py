@@ -33,9 +33,20 @@ def expanded_bytes(on_disk: int, config: Mapping[str, Any], accelerator: str) ->
     """Bytes of weights in memory: as on disk, except on a CPU, where everything becomes f32."""
     if accelerator != "cpu":
         return on_disk
+    # What the weights are packed in comes first: a publisher's torch_dtype is that of the unpacked model.
+    if bits := _least_bits(config):
+        # Scales and biases add about half a bit per weight.
+        return max(on_disk, int(on_disk * 32 / (bits + 0.5)))
     if config.get("torch_dtype", config.get("dtype")) == "float32":
         return on_disk
-    quantization = config.get("quantization") or config.get("quantization_config") or {}
-    bits = quantization.get("bits") if isinstance(quantization, Mapping) else None
-    # Scales and biases add about half a bit per weight; unquantised weights are 16 bits in practice.
-    return int(on_disk * 32 / (bits + 0.5)) if isinstance(bits, int) and bits > 0 else on_disk * 2
+    return on_disk * 2  # 16 bits in practice
+
+
+def _least_bits(config: Mapping[str, Any]) -> int:
+    """The fewest bits per weight that the quantisation names, for all weights or for some; 0 for none."""
+    found = config.get("quantization") or config.get("quantization_config")
+    if not isinstance(found, Mapping):
+        return 0
+    sections = [found, *(section for section in found.values() if isinstance(section, Mapping))]
+    widths = [section.get("bits") for section in sections]
+    return min((bits for bits in widths if type(bits) is int and 0 < bits <= 32), default=0)

@@ -39,6 +39,10 @@ _RANGES: dict[str, tuple[int, int]] = {
     "vocab_size": (1, 1 << 24),
     "max_position_embeddings": (1, 1 << 40),
 }
+# Whatever a family calls them, a model is built in as many steps as such a number says.
+_COUNTED = re.compile(r"layers?$|^n_layer|blocks?$|experts?$|depth$|heads?$|stages?$", re.IGNORECASE)
+_MOST_COUNTED = 1 << 16
+_BITS = range(1, 33)
 _TAKE_SAFE = "Use a safetensors copy of the model: fleetctl models pull mlx-community/NAME."
 
 
@@ -142,6 +146,22 @@ def check_configs(path: Path) -> None:
                     f"{path / 'config.json'}: {key} is {found!r}, not an integer from {low} to {high}.",
                     hint=PULL_AGAIN,
                 )
+    _check_counts(path / "config.json", config)
+
+
+def _check_counts(file: Path, config: dict[str, Any]) -> None:
+    """Bound every integer that says how much is built, and the width that decides what memory it takes."""
+    pending: list[Any] = [config]
+    while pending:
+        for key, value in pending.pop().items():
+            if isinstance(value, dict):
+                pending.append(value)
+            if type(value) is not int:
+                continue
+            if _COUNTED.search(key) and value > (limits.LAYERS if "layer" in key else _MOST_COUNTED):
+                raise ModelCorrupt(f"{file}: {key} is {value}, more than any model has.", hint=PULL_AGAIN)
+            if key == "bits" and value not in _BITS:
+                raise ModelCorrupt(f"{file}: weights of {value} bits do not exist.", hint=PULL_AGAIN)
 
 
 def _refuse_code_keys(file: Path, value: Any) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from fleetd.errors import FleetError
+from fleetd.errors import FleetError, PeerUnreachable
 from fleetd.observe import get_logger
 from fleetd.p2p.actions import Dial
 
@@ -55,6 +55,9 @@ class Dialer:
         except FleetError as error:
             log.debug("peer.dial_failed", address=dial.address[0], error=str(error))
             self._failed(dial, error)
+        except Exception as error:  # a dial's boundary: no error may end the node
+            log.exception("peer.dial_broken", address=dial.address[0])
+            self._failed(dial, PeerUnreachable(f"It could not be dialled: {type(error).__name__}."))
 
     def _ended(self, dial: Dial, task: asyncio.Task[None]) -> None:
         del self._tasks[dial]

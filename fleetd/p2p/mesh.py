@@ -23,6 +23,7 @@ from fleetd.p2p.membership import cards, gossip
 from fleetd.p2p.membership.cards import Card, CardTable
 from fleetd.p2p.membership.gossip import ADDRESSES, CARD, ROSTER, AddressHint
 from fleetd.p2p.membership.roster import Roster, RosterRecord
+from fleetd.p2p.membership.roster_inbox import RosterInbox
 from fleetd.p2p.peers import Peer, PeerSession, StaticAddress
 
 
@@ -49,6 +50,7 @@ class Mesh:
         self.me = me
         self.roster = roster
         self.cards = CardTable()
+        self._inbox = RosterInbox()
         self.peers: dict[str, Peer] = {}
         self.links: dict[int, PeerSession] = {}
         self.static = {
@@ -240,18 +242,21 @@ class Mesh:
         link = self.links.get(number)
         if link is None or link.node_id not in self.peers:
             return
+        if not link.news.take(len(body) + limits.NEWS_COST_BYTES, now):
+            self._actions.append(Drop(number, ProtocolError("It sends more news than any machine has.")))
+            return
         try:
             if topic == CARD:
                 self.cards.accept(cards.decode(body), link.node_id, now)
             elif topic == ROSTER:
-                self._merge(gossip.read_records(body), now)
+                self._merge(self._inbox.receive(link.node_id, gossip.read_records(body), now), now)
             elif topic == ADDRESSES:
                 self._add_hints(link, gossip.read_hints(body), now)
         except ProtocolError as error:
             self._actions.append(Drop(number, error))
 
-    def _merge(self, records: Iterable[RosterRecord], now: float) -> None:
-        if self.roster.merge(records).changed:
+    def _merge(self, records: Sequence[RosterRecord], now: float) -> None:
+        if records and self.roster.merge(records).changed:
             self.roster_changed(now)
 
     def _add_hints(self, link: PeerSession, hints: Iterable[AddressHint], now: float) -> None:
@@ -287,6 +292,7 @@ class Mesh:
         for node_id in [known for known in self.peers if known not in members]:
             del self.peers[node_id]
             self.cards.drop(node_id)
+            self._inbox.forget(node_id)
         for node_id in members:
             if node_id not in self.peers:
                 self.peers[node_id] = Peer(node_id, PeerPaths(self._kind_of))
@@ -319,6 +325,7 @@ class Mesh:
     def tick(self, now: float) -> None:
         """Dial machines that are due, expire old cards and close replaced sessions."""
         self.cards.expire(now)
+        self._merge(self._inbox.due(), now)
         for link in self.links.values():
             if link.replaced_s is not None and now - link.replaced_s >= limits.RETIRE_S:
                 self._retire(link)
@@ -334,9 +341,11 @@ class Mesh:
 
     @property
     def settled(self) -> bool:
-        """True if every member and every static address is connected; ticks may then be rare."""
-        return all(peer.link is not None for peer in self.peers.values()) and all(
-            map(self._is_reached, self.static.values())
+        """True if every member and every static address is connected and no news waits; ticks may be rare."""
+        return (
+            not self._inbox
+            and all(peer.link is not None for peer in self.peers.values())
+            and all(map(self._is_reached, self.static.values()))
         )
 
     def _is_reached(self, static: StaticAddress) -> bool:

@@ -14,6 +14,7 @@ import random
 import socket
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from fleetd.p2p.session import transport
 from fleetd.p2p.session.frames import PROTOCOL_VERSIONS, Hello
 from fleetd.p2p.session.tls import TlsContexts
 from fleetd.p2p.session.transport import PeerConnection, PeerStream
+from fleetd.periodic import keep_running
 
 log = get_logger("fleetd.p2p")
 
@@ -58,6 +60,8 @@ class NodeSettings:
     port: int
     mdns: bool
     static: tuple[Address, ...] = ()
+    #: Most connections to the peer port that have not shown what they are.
+    most_unknown: int = limits.PEER_SOCKETS_UNKNOWN
 
 
 class Node:
@@ -79,7 +83,8 @@ class Node:
         self.on_pairing_connection: Callable[[socket.socket], Coroutine[Any, Any, None]] | None = None
         self.discovery: Discovery | None = None
         self._peer_port = PeerPort(
-            ConnectionHandlers(self._on_session_connection, self.bulk.on_connection, self._on_pairing)
+            ConnectionHandlers(self._on_session_connection, self.bulk.on_connection, self._on_pairing),
+            settings.most_unknown,
         )
         self._requests = RequestServer(settings.name)
         self.dialer = Dialer(self._connect, self._dial_failed, lambda dial: self.mesh.dial_cancelled(dial))
@@ -137,11 +142,12 @@ class Node:
         try:
             async with asyncio.TaskGroup() as group:
                 self._group, self._running = group, True
+                save = partial(self.keeper.save_when_due, self.mesh.remembered)
                 group.create_task(self._peer_port.serve(), name="peer port")
-                group.create_task(self.keeper.save_when_due(self.mesh.remembered), name="save roster")
+                group.create_task(keep_running("save roster", save), name="save roster")
                 if self.discovery is not None:
                     group.create_task(self.discovery.run(), name="discovery")
-                await self._tick_for_ever()
+                await keep_running("mesh", self._tick_for_ever)
         finally:
             self._running = False
             self._peer_port.close()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fleetd import limits
 from fleetd.errors import FleetError
 from fleetd.p2p.links import Address, PeerPath, PeerPaths
+from fleetd.p2p.token_bucket import TokenBucket
 
 
 @dataclass(slots=True)
@@ -25,6 +26,10 @@ class PeerSession:
     greeted: bool = False
     #: Since when another session with the same machine is used instead.
     replaced_s: float | None = None
+    #: Bytes of news that it may still send.
+    news: TokenBucket = field(
+        default_factory=lambda: TokenBucket(limits.NEWS_BURST_BYTES, limits.NEWS_BYTES_PER_S)
+    )
 
 
 @dataclass(slots=True)

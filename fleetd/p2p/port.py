@@ -47,10 +47,15 @@ class ConnectionHandlers:
 
 
 class PeerPort:
-    """Listens on one address, or on every interface for the host ``*``."""
+    """Listens on one address, or on every interface for the host ``*``.
 
-    def __init__(self, handlers: ConnectionHandlers) -> None:
+    Args:
+        most_unknown: connections at once that have not shown what they are.
+    """
+
+    def __init__(self, handlers: ConnectionHandlers, most_unknown: int) -> None:
         self._handlers = handlers
+        self._most_unknown = most_unknown
         self._listeners: list[socket.socket] = []
         self._unknown: dict[asyncio.Task[None], str] = {}
         self.port = 0
@@ -119,8 +124,8 @@ class PeerPort:
 
     def _make_room(self, address: str) -> None:
         """Above a bound, close the oldest unknown connection of this address, or of the most frequent."""
-        most, per_address = limits.PEER_SOCKETS_UNKNOWN, limits.PEER_SOCKETS_PER_ADDRESS
-        task = gives_way(self._unknown, address, per_address=per_address, most=most)
+        per_address = limits.PEER_SOCKETS_PER_ADDRESS
+        task = gives_way(self._unknown, address, per_address=per_address, most=self._most_unknown)
         if task is not None:
             del self._unknown[task]
             task.cancel()
@@ -132,6 +137,10 @@ class PeerPort:
                 handler = await self._handler(sock)
         except (TimeoutError, OSError):
             sock.close()
+            return
+        except Exception:  # such as no descriptor for the loop to watch it with
+            sock.close()
+            log.exception("peer_port.connection")
             return
         except BaseException:
             sock.close()

@@ -130,6 +130,11 @@ class Members:
             return []
         return [replace(found, left_out=self.left_out(found.node_id, work)) for found in self._listed()]
 
+    def model_at(self, node_id: str, name: str) -> ModelCard | None:
+        """A model as another machine's card has it."""
+        found = next((member for member in self.others("answer") if member.node_id == node_id), None)
+        return found.model(name) if found is not None else None
+
     # ---- what was learned --------------------------------------------------------------------------------
 
     def left_out(self, node_id: str, work: Work) -> str:

@@ -14,6 +14,7 @@ from fleetd.engine.protocol import Assisted, Event, Failed, Finished, Followed, 
 from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError, from_code
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests import messages
+from fleetd.requests.answer_check import AnswerCheck
 from fleetd.requests.concurrency import with_heartbeats
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.message_codec import ALIVE
@@ -40,6 +41,7 @@ async def run(
     model: str,
     digest: str,
     planned: Planned,
+    context_tokens: int = 0,
     *,
     unaided: bool = False,
 ) -> AsyncGenerator[Planned | Loading | Event, None]:
@@ -49,15 +51,18 @@ async def run(
         request: begins a request at that machine.
         model: its canonical name.
         planned: how it runs, as its client knows; yielded anew when that machine says more.
+        context_tokens: of the model there, by that machine's card; 0 if unknown.
         unaided: no other machine may help there.
 
     Raises:
         PeerLost: the machine went away, or said nothing for ``limits.JOB_SILENCE_S``.
+        ProtocolError: what it sends cannot be the answer to this job.
         FleetError: what the job failed with there.
     """
     asked = messages.RunJob(model, job.request, job.route, digest, where=True)
     stream = request(messages.RUN_UNAIDED if unaided else messages.RUN, messages.encode(asked))
     ended = False
+    check = AnswerCheck(job.request, context_tokens)
     try:
         stream.end()
         while True:
@@ -66,6 +71,7 @@ async def run(
                 ended = True
                 raise ProtocolError("A peer ended an answer without finishing it.")
             event = messages.decode_event(body)
+            check(event)
             if isinstance(event, messages.RanAt):
                 nodes = (planned.nodes[0], *event.helpers)
                 exactness = planned.exactness if event.exact else "plan"

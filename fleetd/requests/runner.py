@@ -236,12 +236,14 @@ class Runner:
         """Where the events of this attempt come from."""
         placement, folder = request.placement, request.folder_here
         if placement.node_id != THIS_NODE and self._placing is not None:
+            there = self._members.model_at(placement.node_id, request.model.name)
             return remote.run(
                 partial(self._placing.request, placement.node_id),
                 request.job,
                 request.model.name,
                 placement.digest,
                 placement.planned,
+                there.context_tokens if there is not None else 0,
                 unaided=self._members.unaided(),
             )
         return self._fetched(request) if folder is None else self._pool.stream(folder, request.generate)

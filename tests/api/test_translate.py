@@ -322,3 +322,21 @@ def test_echo_and_logprobs_of_completions() -> None:
     (made,) = translate.completion(completion(echo=True, logprobs=0), "r")
     assert made.echo
     assert made.top_logprobs == 0
+
+
+def nested(deep: int) -> dict[str, Any]:
+    value: Any = 1
+    for _ in range(deep - 1):
+        value = [value]
+    return {"a": value}
+
+
+def test_free_form_json_may_nest_so_deep_and_no_deeper() -> None:
+    fits, deep = nested(limits.JSON_DEPTH - 1), nested(limits.JSON_DEPTH)
+    assert one(chat_template_kwargs=fits)
+    for fields in ({"chat_template_kwargs": deep}, {"chat_template_kwargs": nested(900)}):
+        with pytest.raises(InvalidValue, match="nested more than 64 deep"):
+            one(**fields)
+    tool = {"type": "function", "function": {"name": "weather", "parameters": deep}}
+    with pytest.raises(InvalidValue, match=r"tools\[0\] is nested"):
+        one(tools=[tool])

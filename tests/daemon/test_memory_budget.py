@@ -67,6 +67,10 @@ def test_a_cpu_computes_in_f32_so_a_quantised_model_needs_seven_times_its_files(
     assert estimated_bytes(entry, "cpu") == pytest.approx(7.1 * entry.memory_bytes, rel=0.01)
     assert expanded_bytes(100, {}, "cpu") == 200
     assert expanded_bytes(100, {"torch_dtype": "float32"}, "cpu") == 100
+    packed = {"torch_dtype": "float32", "quantization": {"bits": 4}}
+    assert expanded_bytes(100, packed, "cpu") == 711  # the unpacked model's type says nothing of the files
+    assert expanded_bytes(100, {"quantization": {"bits": 8, "head": {"bits": 4}}}, "cpu") == 711
+    assert expanded_bytes(100, {"quantization": {"bits": 4096}}, "cpu") == 200
     # What a publisher wrote there is not believed to be a mapping, or a number.
     assert expanded_bytes(100, {"quantization": [4]}, "cpu") == 200
     assert expanded_bytes(100, {"quantization": {"bits": "4"}}, "cpu") == 200

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from fleetd.engine import protocol, worker
+from fleetd.engine import prompt_encoding, protocol, worker
 from fleetd.engine.protocol import (
     AssistPrefill,
     Cancel,
+    ChatPrompt,
     Failed,
     Finished,
     Generate,
@@ -153,3 +154,24 @@ def test_a_loaded_worker_leaves_its_commands_to_the_reader(ends: Ends) -> None:
     assert threading.active_count() == before
     ends.daemon.sendall(protocol.encode(Cancel("r")))
     assert ends.link.receive() == protocol.encode(Cancel("r"))
+
+
+class DeepTemplate:
+    """A tokenizer whose chat template recurses with what it is given."""
+
+    has_chat_template = True
+    has_tool_calling = False
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
+        return self.apply_chat_template(messages, **options)
+
+
+def test_attack_a_template_that_recurses_without_end_is_the_requests_fault() -> None:
+    """A failure of the request's own is not tried on other machines."""
+    with pytest.raises(BadRequest, match="RecursionError"):
+        prompt_encoding.prepare(Generate("r", ChatPrompt([{"role": "user"}])), DeepTemplate(), 8)
+    deep: Any = "x"
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(BadRequest, match="RecursionError"):
+        prompt_encoding.prepare(Generate("r", ChatPrompt([{"content": deep}])), DeepTemplate(), 8)

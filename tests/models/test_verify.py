@@ -142,7 +142,17 @@ def test_config_that_is_no_config_is_corrupt(tmp_path: Path, content: bytes) -> 
 
 @pytest.mark.parametrize(
     "poison",
-    [{"vocab_size": 1 << 40}, {"num_hidden_layers": True}, {"text_config": {"hidden_size": 0.5}}],
+    [
+        {"vocab_size": 1 << 40},
+        {"num_hidden_layers": True},
+        {"text_config": {"hidden_size": 0.5}},
+        {"n_layer": 10**9},
+        {"n_layers": 5000},
+        {"decoder": {"num_blocks": 10**9}},
+        {"text_config": {"num_local_experts": 10**9}},
+        {"quantization": {"bits": 4096}},
+        {"quantization": {"model.layers.0": {"bits": 0}}},
+    ],
     ids=str,
 )
 def test_insane_numbers_in_config_are_corrupt(tmp_path: Path, poison: dict[str, Any]) -> None:

@@ -691,3 +691,45 @@ def test_where_members_were_reached_is_remembered() -> None:
     end.opens(1)
     end.sights(2, at(2))
     assert end.mesh.remembered() == {machine(1).node_id: [at(1)]}
+
+
+# ---- News without end ------------------------------------------------------------------------------------
+
+
+def test_attack_a_flood_of_valid_records_is_merged_once_a_tick() -> None:
+    end = Tried()
+    link = end.opens()
+    merges = 0
+    merge = end.roster.merge
+
+    def counted(records: Iterable[RosterRecord]) -> object:
+        nonlocal merges
+        merges += 1
+        return merge(records)
+
+    end.roster.merge = counted  # type: ignore[assignment, method-assign]
+    last = 3 * limits.ROSTER_MERGES_AT_ONCE
+    for sequence in range(1, last + 1):
+        record = said(1, 2, sequence)
+        end.mesh.notified(link, ROSTER, msgspec.msgpack.encode([record]), 1.0)
+    assert merges == limits.ROSTER_MERGES_AT_ONCE
+    assert not end.mesh.settled
+    end.mesh.tick(1.2)
+    # Of all that waited only the newest counts.
+    assert merges == limits.ROSTER_MERGES_AT_ONCE + 1
+    assert [record.sequence for record in end.roster.records() if record.signer != ME.node_id] == [last]
+    end.mesh.tick(1.4)
+    assert merges == limits.ROSTER_MERGES_AT_ONCE + 1
+
+
+def test_attack_news_without_end_drops_the_session() -> None:
+    end = Tried()
+    link = end.opens()
+    end.asked()
+    body = cards.encode(Card(machine(1).node_id, 1, 1, name="x" * 200))
+    sent = 0
+    while not any(isinstance(action, Drop) for action in end.asked()):
+        end.mesh.notified(link, CARD, body, 1.0)
+        sent += len(body) + limits.NEWS_COST_BYTES
+        assert sent < 2 * limits.NEWS_BURST_BYTES
+    assert sent > limits.NEWS_BURST_BYTES

@@ -18,12 +18,12 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.body import parse
+from fleetd.bounded import Natural
 from fleetd.compression.policy import SmartPrefillBody
 from fleetd.engine.protocol import (
     Bias,
     Fraction,
     Logprobs,
-    Natural,
     Penalty,
     Repetition,
     Seed,

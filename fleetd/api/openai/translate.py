@@ -6,7 +6,7 @@ gives the same reply; without one, the engine draws the seed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -262,11 +262,22 @@ def _template_kwargs(body: ChatBody) -> dict[str, Any]:
 
 
 def _checked(value: dict[str, Any], where: str) -> dict[str, Any]:
-    """Free-form JSON as it came, or a refusal where the engine's MessagePack cannot carry it."""
+    """Free-form JSON as it came, or a refusal where templates or the engine's MessagePack cannot carry it."""
+    level: list[Any] = [value]
+    for _ in range(limits.JSON_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            break
+    else:
+        raise InvalidValue(f"{where} is nested more than {limits.JSON_DEPTH} deep.", param=where)
     try:
         msgspec.msgpack.encode(value)
-    except (OverflowError, RecursionError):
-        raise InvalidValue(
-            f"{where}: a number is over 64 bits, or the nesting is too deep.", param=where
-        ) from None
+    except OverflowError:
+        raise InvalidValue(f"{where}: a number is over 64 bits.", param=where) from None
     return value
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()

@@ -19,9 +19,10 @@ import numpy as np
 from msgspec import Meta
 
 from fleetd import __version__, limits
+from fleetd.bounded import Natural
 from fleetd.compression.token_scores import F32, POOL, log_sum_exp, pooled
 from fleetd.engine.cached_results import CachedResult
-from fleetd.engine.protocol import Natural, Profile, Score
+from fleetd.engine.protocol import Profile, Score
 from fleetd.engine.scoring.attention_pass import AttentionPass, AttentionTap, logits_of
 from fleetd.engine.scoring.needles import Needle, needles
 from fleetd.engine.scoring.scoring_layout import lay_out

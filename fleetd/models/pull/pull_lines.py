@@ -6,13 +6,15 @@ from collections.abc import Callable
 
 import msgspec
 
+from fleetd.bounded import Count
+
 
 class PullProgress(msgspec.Struct, frozen=True):
     """``stage`` is a word for people: waiting, connecting, downloading, copying, importing, verifying."""
 
     file: str
-    done_bytes: int
-    total_bytes: int
+    done_bytes: Count
+    total_bytes: Count
     stage: str
 
 

@@ -36,7 +36,7 @@ from fleetd.p2p.membership import keys
 from fleetd.p2p.membership.keys import short_id
 from fleetd.p2p.membership.roster_record import SEQUENCE_MAX, RosterRecord, is_name, subject_of
 
-__all__ = ["Merged", "Roster", "RosterMember", "RosterRecord", "Signer"]
+__all__ = ["Merged", "Roster", "RosterMember", "RosterRecord", "Signer", "rank"]
 
 _DIGEST_BYTES = 16
 
@@ -169,7 +169,7 @@ class Roster:
             raise RosterRefused(f"{who} is its statement about itself, which does not count.")
         if not keys.verify(self._keys[record.signer], record.signature, record.signed_bytes()):
             raise RosterRefused(f"{who} does not bear its signature.")
-        if held is not None and _rank(held) >= _rank(record):
+        if held is not None and rank(held) >= rank(record):
             return False
         full = bounded and held is None and len(self._records) >= limits.ROSTER_RECORDS
         # A full roster must still accept the removal of a member.
@@ -322,7 +322,7 @@ class Roster:
         self._buried: dict[str, int] = {}
         self._removed_by = None
         for subject, found in tombstones.items():
-            for record in sorted(found, key=_rank):
+            for record in sorted(found, key=rank):
                 if newest.get(subject, 0) > record.sequence:
                     if record.signer not in views:
                         views[record.signer] = _view(record.signer, entries, said)
@@ -337,7 +337,7 @@ class Roster:
             self._members[subject] = _member(subject, valid, me)
 
 
-def _rank(record: RosterRecord) -> tuple[int, bool, bytes]:
+def rank(record: RosterRecord) -> tuple[int, bool, bytes]:
     """Orders records by one signer about one subject; the highest counts."""
     return record.sequence, record.removed, record.signature
 
