@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from fleetd import limits
 from fleetd.engine.protocol import Failed
 from fleetd.errors import EngineError, FleetError, ModelCorrupt, ModelUnsupported
 
@@ -27,7 +28,7 @@ def over_files(failing: str, *besides: type[Exception]) -> Iterator[None]:
     except (FleetError, MemoryError):
         raise
     except (ImportError, NotImplementedError, SystemExit) as error:
-        text = "mlx-lm's code for it ends the process" if isinstance(error, SystemExit) else str(error)
+        text = "mlx-lm's code for it ends the process" if isinstance(error, SystemExit) else _text(error)
         raise ModelUnsupported(
             f"{failing}: it needs something that the engine lacks ({text}).",
             hint="Choose another model (fleetctl models).",
@@ -36,7 +37,12 @@ def over_files(failing: str, *besides: type[Exception]) -> Iterator[None]:
         of_disk = isinstance(error, OSError) and error.errno is not None
         if of_disk or (isinstance(error, besides) and not isinstance(error, RecursionError)):
             raise
-        raise ModelCorrupt(f"{failing}: {type(error).__name__}: {error}.") from error
+        raise ModelCorrupt(f"{failing}: {type(error).__name__}: {_text(error)}.") from error
+
+
+def _text(error: BaseException) -> str:
+    """It may quote the files at length."""
+    return str(error)[: limits.ERROR_TEXT_CHARS]
 
 
 def typed(error: BaseException, message: str) -> FleetError:
