@@ -19,7 +19,7 @@ import structlog
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineState, EngineStatus
-from fleetd.engine import protocol
+from fleetd.engine import openmp_file, protocol
 from fleetd.engine.protocol import (
     Assisted,
     AssistPrefill,
@@ -175,6 +175,7 @@ class EngineProcess:
                 raise
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await process.wait()
+        openmp_file.remove(process.pid)
 
     def kill(self, reason: FleetError | None = None) -> None:
         """SIGKILL; requests end with ``reason``. The operating system takes all its memory back."""
@@ -428,6 +429,7 @@ class EngineProcess:
         if before != "stopping":
             self.kill()  # a worker that closed its socket but lives on would keep the memory
             await process.wait()
+            openmp_file.remove(process.pid)
         if before in ("loading", "ready"):
             log.warning("engine.died", model=self.settings.name, pid=self.pid, status=process.returncode)
         for queue in self._streams.values():

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fleetd import limits
-from fleetd.engine import cpu, protocol
+from fleetd.engine import cpu, openmp_file, protocol
 from fleetd.engine.chunk_size import Chunks, FixedChunks, PacedChunks
 from fleetd.engine.failures import failed, typed
 from fleetd.engine.protocol import (
@@ -58,6 +58,12 @@ if TYPE_CHECKING:
     from fleetd.engine.speculation.speculation import WorkerSpeculation
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
+
+
+def _exit_orphaned() -> None:
+    """End at once, without waiting for the compute thread, which may be deep in a kernel."""
+    openmp_file.remove(os.getpid())
+    os._exit(EXIT_ORPHANED)
 
 
 class DaemonSocket:
@@ -103,7 +109,7 @@ class DaemonSocket:
     def _watch(self, over: socket.socket) -> None:
         readable, _, _ = select.select([self._socket, over], [], [])
         if over not in readable:
-            os._exit(EXIT_ORPHANED)
+            _exit_orphaned()
 
     def _write(self) -> None:
         while (report := self._out.get()) is not None:
@@ -146,8 +152,7 @@ class Front:
         except Exception:
             traceback.print_exc()
         finally:
-            # The compute thread may be deep in a kernel.
-            os._exit(EXIT_ORPHANED)
+            _exit_orphaned()
 
     def _read(self, decoder: protocol.MessageDecoder) -> None:
         while data := self._link.receive():
