@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from bench import results, table
+from bench import results, staleness, table
 from bench.families import FAMILIES, ON_REQUEST
 from bench.figures import Result
 from bench.harness import host
@@ -25,9 +25,17 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer runs; never replaces a measurement")
     parser.add_argument("--runs", type=int, default=0, help="runs of each family instead of its own number")
     parser.add_argument("--render", action="store_true", help="only write the page from what is kept")
+    parser.add_argument(
+        "--stale", action="store_true", help="only tell which families are older than the code"
+    )
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in FAMILIES]:
         parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(FAMILIES)}")
+    if args.stale:
+        print(
+            "\n".join(staleness.lines(args.names or list(FAMILIES), _ages())) or "none is older than the code"
+        )
+        return 0
     names = args.names or [name for name in FAMILIES if name not in ON_REQUEST]
     # Unwind on SIGTERM: daemons and children are ended and their folders removed on the way out.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
@@ -35,11 +43,16 @@ def main() -> int:
         fetch_model()
     failed = [] if args.render else [name for name in names if not _run(name, args.quick, args.runs)]
     titles = {name: family.title for name, family in FAMILIES.items()}
-    PAGE.write_text(table.page(titles, results.load(KEPT)), encoding="utf-8")
+    PAGE.write_text(table.page(titles, results.load(KEPT), _ages()), encoding="utf-8")
     print(f"written: {PAGE.relative_to(ROOT)}")
     if failed:
         print(f"not measured, because of the errors above: {', '.join(failed)}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _ages() -> dict[str, int | None]:
+    code = {name: family.code for name, family in FAMILIES.items()}
+    return staleness.ages(ROOT, code, results.load(KEPT))
 
 
 def _run(name: str, quick: bool, wanted_runs: int) -> bool:

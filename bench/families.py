@@ -39,12 +39,47 @@ from bench.scenarios import (
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """``measure`` takes a number of runs; ``runs`` make a measurement, ``quick_runs`` a look."""
+    """``measure`` takes a number of runs; ``runs`` make a measurement, ``quick_runs`` a look.
+
+    ``code``: what it measures, and the scenario itself, as git's pathspecs; a later change makes it old.
+    """
 
     title: str
     runs: int
     quick_runs: int
     measure: Callable[[int], Measured]
+    code: tuple[str, ...]
+
+
+_WORKER = (":(glob)fleetd/engine/*.py", "fleetd/engine/speculation")
+_SERVED = (*_WORKER, "fleetd/api", ":(glob)fleetd/requests/*.py")
+_SHARED = (
+    ":(glob)fleetd/engine/*.py",
+    "fleetd/engine/shared_prefill",
+    "fleetd/engine/streams",
+    "fleetd/sealed",
+    "fleetd/plan",
+    ":(glob)fleetd/requests/*.py",
+    "fleetd/requests/prefill_sharing",
+    "bench/scenarios/prefill_*.py",
+)
+_SCORED = (
+    ":(glob)fleetd/engine/*.py",
+    "fleetd/engine/scoring",
+    "fleetd/engine/sparse_prefill",
+    "fleetd/compression",
+    "fleetd/requests/smart_prefill",
+)
+_DRAFTED = (
+    "fleetd/engine/speculation",
+    "fleetd/engine/streams",
+    "fleetd/sealed",
+    "bench/children/drafter.py",
+)
+
+
+def _scenario(*names: str) -> tuple[str, ...]:
+    return tuple(f"bench/scenarios/{name}.py" for name in names)
 
 
 _SHARED_RUNS = 5
@@ -69,27 +104,71 @@ def _fleet(runs: int) -> Measured:
 
 #: By name on the command line, in the order of the page.
 FAMILIES = {
-    "demo": Family("From a fresh clone to an answer", 1, 1, demo.measure),
-    "decode": Family("Decode through HTTP", 7, 2, decode.measure),
-    "batching": Family("Eight streams at once", 3, 1, batching.measure),
-    "prefill": Family("Prefill on the CPU", 5, 1, prefill.measure),
-    "turns": Family("Second turn of a chat", 5, 1, turns.measure),
-    "service": Family("The daemon", 10, 3, service.measure),
-    "streams": Family("Sealed streams", 10, 3, sealed_streams.measure),
-    "fleet": Family("The fleet", 10, 2, _fleet),
-    "shard": Family("Shared prefill", _SHARED_RUNS, 1, _shared_prefill),
-    "shard-three": Family("Shared prefill, three machines", 3, 1, prefill_three.measure),
-    "shard-part": Family("Shared prefill, a helper with half of the layers", 3, 1, prefill_part.measure),
-    "never-slower": Family("Shared prefill, never slower", never_slower.RUNS, 1, never_slower.measure),
-    "smart": Family("Smart prefill, a small model in front of a large one", 3, 1, smart_prefill.measure),
-    "smart-score": Family("Scoring a prompt", 3, 1, scoring.measure),
-    "drafts": Family("Drafts from another worker", 3, 1, drafts.measure),
-    "drafts-beside": Family(
-        "A drafter on another machine, beside local drafts", 3, 1, drafter_beside_local.measure
+    "demo": Family(
+        "From a fresh clone to an answer",
+        1,
+        1,
+        demo.measure,
+        ("Makefile", "demo", "pyproject.toml", "fleetd", "fleetctl", *_scenario("demo")),
     ),
-    "spec": Family("Speculative decoding", 3, 1, speculation.measure),
-    "modelled": Family("Others' figures, as the planner predicts them", 1, 1, modelled.measure),
-    "padding": Family("The price of exactness on a CPU", 5, 1, padding.measure),
+    "decode": Family("Decode through HTTP", 7, 2, decode.measure, (*_SERVED, *_scenario("decode"))),
+    "batching": Family("Eight streams at once", 3, 1, batching.measure, (*_SERVED, *_scenario("batching"))),
+    "prefill": Family("Prefill on the CPU", 5, 1, prefill.measure, (*_WORKER, *_scenario("prefill"))),
+    "turns": Family("Second turn of a chat", 5, 1, turns.measure, (*_SERVED, *_scenario("turns"))),
+    "service": Family("The daemon", 10, 3, service.measure, ("fleetd", "fleetctl", *_scenario("service"))),
+    "streams": Family(
+        "Sealed streams", 10, 3, sealed_streams.measure, ("fleetd/sealed", *_scenario("sealed_streams"))
+    ),
+    "fleet": Family(
+        "The fleet",
+        10,
+        2,
+        _fleet,
+        ("fleetd/p2p", "fleetd/sealed", ":(glob)fleetd/requests/*.py", "bench/scenarios/fleet_*.py"),
+    ),
+    "shard": Family("Shared prefill", _SHARED_RUNS, 1, _shared_prefill, _SHARED),
+    "shard-three": Family("Shared prefill, three machines", 3, 1, prefill_three.measure, _SHARED),
+    "shard-part": Family(
+        "Shared prefill, a helper with half of the layers", 3, 1, prefill_part.measure, _SHARED
+    ),
+    "never-slower": Family(
+        "Shared prefill, never slower",
+        never_slower.RUNS,
+        1,
+        never_slower.measure,
+        (*_SHARED, *_scenario("never_slower")),
+    ),
+    "smart": Family(
+        "Smart prefill, a small model in front of a large one",
+        3,
+        1,
+        smart_prefill.measure,
+        (*_SCORED, *_scenario("smart_prefill")),
+    ),
+    "smart-score": Family("Scoring a prompt", 3, 1, scoring.measure, (*_SCORED, *_scenario("scoring"))),
+    "drafts": Family("Drafts from another worker", 3, 1, drafts.measure, (*_DRAFTED, *_scenario("drafts"))),
+    "drafts-beside": Family(
+        "A drafter on another machine, beside local drafts",
+        3,
+        1,
+        drafter_beside_local.measure,
+        (*_DRAFTED, *_scenario("drafter_beside_local")),
+    ),
+    "spec": Family("Speculative decoding", 3, 1, speculation.measure, (*_WORKER, *_scenario("speculation"))),
+    "modelled": Family(
+        "Others' figures, as the planner predicts them",
+        1,
+        1,
+        modelled.measure,
+        ("fleetd/plan", *_scenario("modelled")),
+    ),
+    "padding": Family(
+        "The price of exactness on a CPU",
+        5,
+        1,
+        padding.measure,
+        ("fleetd/engine/cpu.py", *_scenario("padding")),
+    ),
 }
 # Measured only when named: it downloads everything anew.
 ON_REQUEST = {"demo"}

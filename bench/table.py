@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from bench import staleness
 from bench.figures import Figure, Result, written
 
 _HEAD = """# Benchmarks
@@ -11,19 +12,23 @@ _HEAD = """# Benchmarks
 Written by `make bench` (`python -m bench NAME...` measures some families again and leaves the others as they
 are). A value is the median of its runs, or the worst of them where it says so; the range of all runs stands
 beside it. A ratio is formed within one run, whose sides take turns, and the median is taken of the ratios.
-Absolute times belong to the machine named below each table; ratios carry over better.
+Absolute times belong to the machine named below each table; ratios carry over better. Below each table stands
+how many commits had touched what it measures when the page was written; `python -m bench --stale` counts.
 """
 
 
-def page(titles: Mapping[str, str], results: Mapping[str, Result]) -> str:
-    """The whole page: families in the order of ``titles``, those without a result named as such."""
+def page(titles: Mapping[str, str], results: Mapping[str, Result], ages: Mapping[str, int | None]) -> str:
+    """The whole page: families in the order of ``titles``, those without a result named as such.
+
+    ``ages``: of each family with a result, how many later commits touched what it measures.
+    """
     parts = [_HEAD, "\n".join(_summary(titles, results))]
     for family, title in titles.items():
         result = results.get(family)
         if result is None:
             parts.append(f"## {title}\n\nNot measured yet: `python -m bench {family}`.")
         else:
-            parts.append("\n".join(_family(title, result)))
+            parts.append("\n".join(_family(title, result, ages.get(family))))
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
@@ -43,7 +48,7 @@ def _summary(titles: Mapping[str, str], results: Mapping[str, Result]) -> Iterat
         yield f"| not measured yet: {', '.join(missing)} | | | |"
 
 
-def _family(title: str, result: Result) -> Iterator[str]:
+def _family(title: str, result: Result, age: int | None) -> Iterator[str]:
     yield f"## {title}\n"
     yield "| figure | value | range | bar | |"
     yield "|---|---|---|---|---|"
@@ -54,7 +59,8 @@ def _family(title: str, result: Result) -> Iterator[str]:
     runs = "one run" if result.runs == 1 else f"{result.runs} runs"
     quick = " (a quick look, not a measurement)" if result.quick else ""
     yield f"`{result.command}`, {result.date}, {runs}{quick}, load average {result.load:.2f} at the start.  "
-    yield "; ".join(result.machine) + "."
+    yield "; ".join(result.machine) + ".  "
+    yield staleness.said(age)
 
 
 def row(figure: Figure, *, quick: bool = False) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from fleetd import __version__, config, observe
+from fleetd import __version__, config, lean_imports
 from fleetd.errors import AlreadyRunning, ConfigError, FleetError, PortInUse, SocketPathTooLong
 from fleetd.home import paths
 from fleetd.terminal_text import json_text, printable
@@ -88,10 +88,11 @@ def cli() -> None:
 def run(home: Path | None, config_file: Path | None, **flags: Any) -> None:
     """Run the daemon in the foreground until SIGTERM or Ctrl-C."""
     place, settings = _load(home, config_file, **flags)
-    observe.configure(settings.log.level, settings.log.format)
     # Imported late: `fleetd version`, `config show` and refusals need none of the server.
-    from fleetd import app
+    lean_imports.load()
+    from fleetd import app, observe
 
+    observe.configure(settings.log.level, settings.log.format)
     app.run(settings, place)
 
 

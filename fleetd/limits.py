@@ -238,6 +238,8 @@ SHARE_LOAD_AGAIN_S = 600.0
 TRACES = 500
 # Other ways of computing a prompt that one of these remembers.
 TRACE_LOSERS = 8
+# Stages of one load that are listed: the engine has six, a download names each of its files.
+LOAD_STAGES = 48
 # Machines times models whose measured speeds correct their own figures.
 SPEED_CORRECTIONS = 256
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.
@@ -272,6 +274,8 @@ SPEC_PROBE_KERNELS_S = 10.0
 # A finding on the disk: what it rests on, some dozen variables of the environment among it, and 16 widths or
 # heads.
 FINDING_BYTES = 64 * KIB
+# The index of a library's modules: over three thousand of them, with the names that they define.
+INDEX_BYTES = 4 * MIB
 
 # ---- Fleet: drafts from another worker -------------------------------------------------------------------
 # Texts that one worker drafts for at once: each holds KV, and they slow each other.

@@ -6,6 +6,8 @@ loose      unpadded, and MKL free to choose kernels by shape: nothing reproducib
 stock      MLX as installed, quantised weights as they are on disk
 stock-f16  MLX as installed, weights dequantised to f16
 stock-f32  MLX as installed, weights dequantised to f32
+
+``wrapped`` in a question: this answer has smart prefill's wrapper around every rope, others have none.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ def main(mode: str, model_path: Path) -> None:
     mx.eval(model.parameters())
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
+        wrap(model, wanted=question.get("wrapped", False))
         times: list[float] = []
         said: list[int] = []
         begun = time.perf_counter()
@@ -63,6 +66,18 @@ def main(mode: str, model_path: Path) -> None:
         return {"times": times, "tokens": said, "text": tokenizer.decode(said)}
 
     serve(answer)
+
+
+def wrap(model: Any, *, wanted: bool) -> None:
+    """Install smart prefill's wrappers in the model, or take them out again."""
+    from fleetd.engine.sparse_prefill.rope import PosRoPE, install
+
+    if wanted:
+        install(model)
+        return
+    for module in model.modules():
+        if isinstance(rope := module.get("rope"), PosRoPE) and not isinstance(module, PosRoPE):
+            module.rope = rope.rope
 
 
 def _unpadded(product: Callable[[Any], Any], x: Any) -> Any:

@@ -50,6 +50,7 @@ class _Runs:
         self._speculation = WorkerSpeculation(
             loaded.verdict, loaded.facts.vocab_size, computes_ahead=device != "cpu"
         )
+        self._speculation.costs = self._passes = _noted_costs(loaded.verdict.seconds)
 
     def answer(self, question: dict[str, Any]) -> dict[str, Any]:
         match question["mode"]:
@@ -92,6 +93,7 @@ class _Runs:
         from fleetd.engine.scheduler import Scheduler
 
         events: list[Any] = []
+        self._passes.widths.clear()
         scheduler = Scheduler(
             model=self._loaded.model,
             tokenizer=self._loaded.tokenizer,
@@ -128,8 +130,18 @@ class _Runs:
                 break
         return {
             "rate": (marks[-1][1] - marks[0][1]) / (marks[-1][0] - marks[0][0]),
+            "priced": self._priced(marks[-1][1]),
             "answers": [_answer(events, str(i)) for i in range(len(prompts))],
         }
+
+    def _priced(self, tokens: int) -> float:
+        """Times plain, where each pass takes what the probe measured of its width: no clock, no noise of one.
+        0 if no pass was noted."""
+        from fleetd.engine.speculation.pass_costs import Costs
+
+        price = Costs(self._loaded.verdict.seconds)
+        steps = sum(price.ratio(width) for width in self._passes.widths)
+        return tokens / steps if steps else 0.0
 
     def _idle(self, prompt: list[int], answer: list[int]) -> dict[str, Any]:
         """Seconds per token of looking for drafts that are not used; bytes that the looking holds."""
@@ -152,6 +164,22 @@ class _Runs:
             text.append(token)
         took_s = time.perf_counter() - begun
         return {"each_s": took_s / len(answer), "held_bytes": held}
+
+
+def _noted_costs(seconds: dict[int, float]) -> Any:
+    """``Costs`` that also keeps ``widths``: of each pass, how many tokens were in it."""
+    from fleetd.engine.speculation.pass_costs import Costs
+
+    class NotedCosts(Costs):
+        def __init__(self) -> None:
+            super().__init__(seconds)
+            self.widths: list[int] = []
+
+        def took(self, width: int, seconds: float) -> None:
+            self.widths.append(width)
+            super().took(width, seconds)
+
+    return NotedCosts()
 
 
 def _finished(events: Sequence[Any], request_id: str) -> Any:

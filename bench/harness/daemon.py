@@ -25,6 +25,9 @@ from fleetd.models.pull import process
 MODELS = ROOT / ".cache" / "models"
 MODEL = MODELS / DEFAULT_MODEL
 
+# Settings of another daemon; and what would make Python compile all of fleetd at every start, which no
+# installed program does.
+_NOT_INHERITED = ("FLEETD_", "NOTIFY_", "PYTHONDONTWRITEBYTECODE")
 _START_S = 60.0
 _STOP_S = 20.0
 # A first request may download the model; a long prompt on a busy machine takes a minute.
@@ -55,7 +58,7 @@ class Daemon(Closing):
         self.home = home or Path(str(self._folder)) / "h"
         self._log = self.home.with_suffix(".log")
         alone = {"FLEETD_FLEET_LISTEN": "127.0.0.1:0", "FLEETD_FLEET_MDNS": "off"}
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("FLEETD_", "NOTIFY_"))}
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(_NOT_INHERITED)}
         self._socket = self.home / "fleetd.sock"
         self._elsewhere = bool(enter)
         command = [*enter, sys.executable, "-m", "fleetd", "run", "--home", str(self.home)]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from bench.children.drafter import VOCABULARY, Order
 from bench.figures import Figure, Measured, alternated, at_least, at_most, percentile
 from bench.harness import prompts
-from bench.harness.cores import loopback, worker_on
+from bench.harness.cores import loopback, starting_on, why_no_cores, worker_on
 from bench.harness.daemon import MODEL
 from bench.harness.drafting import KEY_BYTES, Drafted, PlayedDrafter, answer
 from bench.harness.samples import Samples
@@ -28,17 +28,23 @@ EXCHANGES, WARM_UP = 500, 50
 DELAYS_S = (0.0, 0.005, 0.05)
 # As a model of a tenth of the size drafts on a machine of its own.
 STEP_S, WRONG = 0.004, 0.2
+_CROWDED = "crowded"
 _WITHIN_S = 30.0
 _SPUN_UP_S = 0.5
 
 
 def measure(runs: int) -> Measured:
+    """Raises RuntimeError where the target cannot have a core of its own."""
+    if why := why_no_cores():
+        raise RuntimeError(why)
     observe.configure("warning")  # the supervisor of the workers is in this process
     with PlayedDrafter() as drafter:
         asleep = [exchanges(drafter) for _ in range(runs)]
         with cores_awake():
             awake = [exchanges(drafter) for _ in range(runs)]
-        seen = asyncio.run(_answers(drafter, runs))
+    here, there, *_ = sorted(os.sched_getaffinity(0))
+    with PlayedDrafter(there) as apart, PlayedDrafter(here) as crowding, starting_on({there}):
+        seen = asyncio.run(_answers(here, apart, crowding, runs))
     return Measured([*_trips(awake, asleep), *_figures(seen)], _HOW)
 
 
@@ -120,27 +126,32 @@ def _figures(seen: Samples) -> list[Figure]:
         over = seen.ratios(delay_s, "plain")
         found.append(Figure(f"{title}, against none", "x", over, at_least(0.98), note=note))
     same = "Answers that said the same as without drafts"
+    crowded = "Decode with the drafter on the target's own core, 0 ms away, against none"
     return [
         *found,
+        Figure(crowded, "x", seen.ratios(_CROWDED, "plain"), note="its threads interrupt the target's"),
         Figure("Decode without drafts", "tok/s", seen["plain"]),
         Figure(same, "%", seen["same"], at_least(1.0), of="worst"),
     ]
 
 
-async def _answers(drafter: PlayedDrafter, runs: int) -> Samples:
+async def _answers(here: int, apart: PlayedDrafter, crowding: PlayedDrafter, runs: int) -> Samples:
+    """The target computes on core ``here``, as does the drafter ``crowding``; all else is on another."""
     seen = Samples()
-    async with worker_on(min(os.sched_getaffinity(0))) as home:
+    async with worker_on(here) as home:
         for run in range(runs):
             prompt = prompts.encoded(MODEL, prompts.OPENINGS[run % len(prompts.OPENINGS)])
             # What is replayed has to be known; this also warms both sides up.
-            await answer(home, prompt, TOKENS, ["drafter"], drafter.playing(STEP_S, 1.0))
+            for drafter in (apart, crowding):
+                await answer(home, prompt, TOKENS, ["drafter"], drafter.playing(STEP_S, 1.0))
             found: dict[str | float, Drafted] = {}
-            sides: list[str | float] = ["plain", "beside", *DELAYS_S]
+            sides: list[str | float] = ["plain", "beside", *DELAYS_S, _CROWDED]
             for side in alternated(run, sides):
                 if side == "plain":
                     found[side] = await answer(home, prompt, TOKENS, [])
                 else:
-                    delay_s = side if isinstance(side, float) else None
+                    delay_s = None if side == "beside" else side if isinstance(side, float) else 0.0
+                    drafter = crowding if side == _CROWDED else apart
                     played = drafter.playing(STEP_S, WRONG)
                     found[side] = await answer(home, prompt, TOKENS, ["drafter"], played, delay_s)
                 seen[side].append(found[side].rate)
@@ -151,7 +162,10 @@ async def _answers(drafter: PlayedDrafter, runs: int) -> Samples:
 
 _HOW = (
     f"The default model in a worker on one core, greedy, {TOKENS} tokens, and a drafter in a process of its "
-    "own, with the workers' drafter, frames and sealed streams. There is no smaller model with the same "
+    "own, with the workers' drafter, frames and sealed streams. The drafter stands for another machine, so "
+    "the rows with bars keep it, the client and the wire off the target's core, on one that is otherwise "
+    "idle: nothing disturbs the target but the drafts themselves. One row without a bar has the drafter on "
+    "the target's core too. There is no smaller model with the same "
     f"vocabulary, so the drafter's model is played: it replays the answer, {1000 * STEP_S:.0f} ms per token, "
     f"with every {1 / WRONG:.0f}th token wrong at random, half of them with the truth as the runner-up. "
     "Beside it: over a socket pair; else over TCP on loopback, or a wire that adds the given round trip. "

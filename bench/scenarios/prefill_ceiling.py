@@ -6,6 +6,9 @@ import math
 from collections.abc import Sequence
 
 from fleetd.control.prefill_trace import Trace
+from fleetd.plan.prefill import step_names
+
+HOME = "this"
 
 
 def ceiling(trace: Trace, layers: int) -> float:
@@ -17,16 +20,23 @@ def ceiling(trace: Trace, layers: int) -> float:
     Raises:
         ValueError: nothing was split.
     """
+    return pipeline(len(trace.chosen.cuts) - 1, pieces(trace, layers))
+
+
+def pieces(trace: Trace, layers: int) -> int:
+    """In how many pieces a split is handed on: chunks, or the model's layers.
+
+    Raises:
+        ValueError: nothing was split.
+    """
     split = trace.chosen
-    machines = len(split.cuts) - 1
     match split.kind:
         case "layers":
-            steps = math.ceil((trace.prompt_tokens - 1 - trace.cached_tokens) / split.chunk)
+            return math.ceil((trace.prompt_tokens - 1 - trace.cached_tokens) / split.chunk)
         case "tokens":
-            steps = layers
+            return layers
         case _:
             raise ValueError(f"{split.kind} has no such ceiling")
-    return pipeline(machines, steps)
 
 
 def pipeline(machines: int, steps: int) -> float:
@@ -44,6 +54,22 @@ def error(trace: Trace) -> float | None:
 def step_s(trace: Trace, name: str, machine: str) -> float:
     """Seconds of a step as it went, 0 where there was none."""
     return sum(step.seconds for step in trace.steps if step.name == name and step.machine == machine)
+
+
+def handed_off_s(trace: Trace, layers: int) -> float:
+    """How long home had nothing to do although no machine's work explains it: the hand-off shows.
+
+    With one helper. By the step times of both ends: home has to wait for the helper's first piece, or, where
+    the helper has more to do, for its last one, which is home's last one too. What it waits beyond that went
+    into rows and hidden states on their way, and into the beginning.
+    """
+    idle_s = sum(step_s(trace, name, HOME) for name in (step_names.WAITED, step_names.EXPOSED))
+    own_s = step_s(trace, step_names.COMPUTED, HOME)
+    theirs_s = sum(step.seconds for step in trace.steps if step.name == step_names.COMPUTED) - own_s
+    count = pieces(trace, layers)
+    explained_s = max(theirs_s / count, theirs_s - own_s * (1 - 1 / count))
+    # The spot check takes up some of the wait.
+    return max(0.0, idle_s - max(0.0, explained_s - step_s(trace, step_names.SPOT_CHECK, HOME)))
 
 
 def sum_of_speeds(alone_s: Sequence[float]) -> float:

@@ -7,7 +7,7 @@ from bench.harness import prompts
 from bench.harness.daemon import MODEL
 from bench.harness.machines import HELPER, LOOPBACK, Machines, why_none
 from bench.harness.samples import Samples
-from bench.scenarios.prefill_ceiling import sum_of_speeds
+from bench.scenarios.prefill_ceiling import error, sum_of_speeds
 
 SLOW = 1 / 3
 _LENGTH = 4000
@@ -29,11 +29,14 @@ def measure(runs: int) -> Measured:
             gained = alone.ttft_s / planned.ttft_s
             seen.add(gained=gained, of_sum=gained / sum_of_speeds([fast_s, slow_s]), slower=fast_s / slow_s)
             how[planned.how] = None
+            if planned.trace is not None and (off := error(planned.trace)) is not None:
+                seen.add(off=abs(off))
     title = f"With a slower machine's help over alone, TTFT at {_LENGTH:,} tokens"
     return Measured(
         [
             Figure(title, "x", seen["gained"], at_least(1.0), note="; ".join(how)),
             Figure("Share of the sum of both speeds", "%", seen["of_sum"], at_least(0.85)),
+            *([Figure("Predicted off actual, a slower helper", "%", seen["off"])] if seen["off"] else []),
             Figure("The slower machine's speed, share of the other's", "%", seen["slower"]),
         ],
         "Unequal: the same with a helper whose worker may use a third of its core (a CPU quota of 10 ms "

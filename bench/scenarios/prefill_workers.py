@@ -36,6 +36,7 @@ from fleetd.engine.shared_prefill.frame_schedule import HOME, IN, OUT, helper_na
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.prefill.choice import HelperSpec, LinkSpeed, PrefillOption, PrefillSize, options
+from fleetd.plan.prefill.schedule import LAST_LAYER
 from fleetd.plan.prefill.split import Split
 
 _LENGTHS = (2000, 4000)
@@ -108,6 +109,7 @@ def _plan(home: Ready | None, helper: Ready | None, kind: str, tokens: int) -> P
         hidden_bytes=home.hidden_bytes,
         chunk=256,
         unshareable=home.unshareable,
+        last_layer=LAST_LAYER,
     )
     home_speed, helper_speed = (
         PrefillSpeed.measured(facts.prefill_tok_s, facts.prefill_context_s) for facts in (home, helper)

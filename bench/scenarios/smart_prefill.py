@@ -15,6 +15,7 @@ import numpy as np
 
 from bench.figures import Figure, Measured, alternated, at_least, at_most, ratios
 from bench.harness import prompts
+from bench.harness.child import Child
 from bench.harness.daemon import MODEL, Daemon
 from bench.harness.samples import Samples
 from fleetd.models.catalog import DEFAULT_MODEL
@@ -35,6 +36,7 @@ _SHAPE = {
     "max_position_embeddings": 32_768,
 }
 _OFF_TOKENS, _OFF_TRIES = 400, 10
+_DECODED = 32
 _QUESTION = "What did the clockmaker carry across the bridge? Answer in one word."
 
 
@@ -55,6 +57,9 @@ def measure(runs: int) -> Measured:
             mode = _note(seen, *_ask(daemon, TARGET, 100 + run, length, smart=True))
         for run in range(runs):
             _off(daemon, seen, run)
+    with Child("mlx_lm", "cured", str(MODEL)) as raw:
+        for run in range(runs):
+            _not_installed(raw, seen, run)
     return Measured(
         _figures(seen, length, dense_s, half_s), _HOW.format(length=length, ratio=RATIO, mode=mode)
     )
@@ -77,6 +82,16 @@ def _off(daemon: Daemon, seen: Samples, run: int) -> None:
             seed = 1000 + 100 * run + 2 * n + smart
             first_s = _ask(daemon, DEFAULT_MODEL, seed, _OFF_TOKENS, smart=smart)[0]
             seen["asked_s" if smart else "plain_s"].append(first_s)
+
+
+def _not_installed(raw: Child, seen: Samples, run: int) -> None:
+    """The same prompt in one process, with smart prefill's wrappers in the model and with none."""
+    for n in range(_OFF_TRIES):
+        tokens = prompts.tokens(MODEL, 2000 + 100 * run + n, _OFF_TOKENS)
+        for wrapped in alternated(n, (True, False)):
+            times = raw.ask(tokens=tokens, max_tokens=_DECODED, wrapped=wrapped)["times"]
+            seen["first", wrapped].append(times[0])
+            seen["each", wrapped].append((times[-1] - times[0]) / (len(times) - 1))
 
 
 def _ask(daemon: Daemon, model: str, seed: int, count: int, *, smart: bool) -> tuple[float, dict[str, Any]]:
@@ -121,8 +136,20 @@ def _figures(seen: Samples, length: int, dense_s: float, half_s: float) -> list[
         Figure("sooner by", "x", gained, at_least(3)),
         Figure("of what the formula allows", "%", ratios(gained, ideal), at_least(0.9)),
         Figure("the scorer's share of the time", "%", seen.ratios("score_s", "smart_s"), at_most(0.25)),
-        Figure("asked for and too short, against not asked for", "%", [off], at_most(0.005)),
+        Figure(f"{_OFF}, first token", "%", _added(seen, "first"), at_most(0.005)),
+        Figure(f"{_OFF}, each token", "%", _added(seen, "each"), at_most(0.005)),
+        Figure(
+            "asked for and too short, against not asked for",
+            "%",
+            [off],
+            at_most(0.005),
+            note="the wrapper is installed on both sides: this is what looking at the request takes",
+        ),
     ]
+
+
+def _added(seen: Samples, what: str) -> list[float]:
+    return [ratio - 1 for ratio in seen.ratios((what, True), (what, False))]
 
 
 @contextmanager
@@ -175,11 +202,15 @@ def _build(folder: Path) -> None:
     save_file(weights, folder / "model.safetensors")
 
 
+_OFF = "installed and not asked for, against not installed"
 _HOW = (
     "One daemon, one machine: SmolLM2-135M scores, and a llama of random weights with the same tokenizer "
     "answers, one after the other on all cores. Prompts are chats of {length} tokens and a question, each "
     "its own; `target_ratio` {ratio}, which came out as the form {mode}. The time to the first token is a "
     "client's, over HTTP, with everything in it: scoring, selection, prefill of what is kept. The formula is "
     "1 / (rho + (1-q) k + q k^2): rho the scorer's time over the dense one, k the share that is kept, q "
-    "attention's share of the dense time, from two lengths."
+    "attention's share of the dense time, from two lengths. What smart prefill costs where nobody asks for "
+    "it is measured without a daemon: one process with mlx-lm and the CPU's cures answers prompts of "
+    f"{_OFF_TOKENS} tokens with {_DECODED}, with the wrapper around every layer's rope and with none, in "
+    "turns; figures are of pairs."
 )

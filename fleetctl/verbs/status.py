@@ -44,6 +44,9 @@ def render(status: dict[str, Any]) -> str:
             if engine.get("error")
         ]
         lines += [
+            f"{one_line(engine['model'])}: {_load(engine)}" for engine in engines if engine.get("load_steps")
+        ]
+        lines += [
             f"{one_line(engine['model'])}: decoded without drafts, {one_line(engine['speculation'])}"
             for engine in engines
             if str(engine.get("speculation") or "exact").partition(":")[0] == "declined"
@@ -141,6 +144,14 @@ def _engine(engine: dict[str, Any]) -> tuple[str, ...]:
         _speed(engine.get("decode_tok_s")),
         ", ".join(work),
     )
+
+
+def _load(engine: dict[str, Any]) -> str:
+    """Where the seconds of its load went."""
+    steps = engine["load_steps"]
+    total = duration(sum(step["seconds"] for step in steps))
+    parts = ", ".join(f"{one_line(step['name'])} {duration(step['seconds'])}" for step in steps)
+    return f"loaded in {total}: {parts}"
 
 
 def _model(engine: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from typing import Literal
 import msgspec
 
 from fleetd.control.fleet_view import FleetView
+from fleetd.control.prefill_plan import StepView
 
 EngineState = Literal["loading", "ready", "failed", "stopping"]
 
@@ -62,8 +63,8 @@ class MemoryBudget(msgspec.Struct, frozen=True):
 class EngineStatus(msgspec.Struct, frozen=True):
     """One worker. ``state`` is an ``EngineState``.
 
-    ``done`` of ``total`` is the progress of a loading ``stage``. A worker that has only the layers
-    [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
+    ``done`` of ``total`` is the progress of a loading ``stage``; ``load_steps``: what each stage took.
+    A worker with only the layers [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
     """
 
     model: str = ""
@@ -89,6 +90,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     arithmetic: str = ""
     shares_sparse: bool = False
     speculation: str = ""
+    load_steps: list[StepView] = []
     part_of: str = ""
     first_layer: int = 0
     last_layer: int = 0

@@ -36,11 +36,19 @@ class _File(msgspec.Struct, frozen=True):
 class CachedResult(Generic[T]):
     """``basis``: the facts it depends on; equal if finding it out again would give the same.
 
-    ``kind``: the type of the result, with its bounds. Without a ``file`` nothing is stored.
+    ``kind``: the type of the result, with its bounds. A file of over ``most_bytes`` is not read. Without a
+    ``file`` nothing is stored.
     """
 
-    def __init__(self, file: Path | None, basis: msgspec.Struct, kind: type[T]) -> None:
+    def __init__(
+        self,
+        file: Path | None,
+        basis: msgspec.Struct,
+        kind: type[T],
+        most_bytes: int = limits.FINDING_BYTES,
+    ) -> None:
         self._file = file
+        self._most_bytes = most_bytes
         self._basis = msgspec.json.encode(basis, order="sorted")
         self._kind = kind
 
@@ -49,8 +57,8 @@ class CachedResult(Generic[T]):
         if self._file is None:
             return None
         try:
-            raw = durable.read(self._file, limits.FINDING_BYTES)
-            if raw is None or len(raw) > limits.FINDING_BYTES:
+            raw = durable.read(self._file, self._most_bytes)
+            if raw is None or len(raw) > self._most_bytes:
                 return None
             file = msgspec.json.decode(raw, type=_File)
             if hashlib.sha256(file.kept).hexdigest() != file.sha256:

@@ -178,14 +178,7 @@ def to_float32(model: nn.Module) -> None:
             if isinstance(layer, nn.QuantizedLinear)
             else nn.Embedding(1, 1)
         )
-        result.weight = mx.dequantize(
-            layer.weight,
-            layer.scales,
-            layer.get("biases"),
-            group_size=layer.group_size,
-            bits=layer.bits,
-            mode=layer.mode,
-        ).astype(mx.float32)
+        result.weight = _dequantized(layer)
         if "bias" in layer:
             result.bias = layer.bias
         mx.eval(result.parameters())
@@ -194,6 +187,29 @@ def to_float32(model: nn.Module) -> None:
     model.update_modules(tree_map_with_path(plain, model.leaf_modules(), is_leaf=nn.Module.is_module))
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
+
+
+def _dequantized(layer: Any) -> mx.array:
+    """The weights of a quantised layer in f32."""
+    import mlx.core as mx
+
+    from fleetd.engine.dequantize import dequantizing
+
+    rows, groups = layer.scales.shape
+    weight = mx.zeros((rows, groups * layer.group_size))
+    mx.eval(weight, layer.parameters())
+    # What is written to the view is written to the array.
+    if tasks := dequantizing(layer, _view(weight)):
+        _all(tasks, wide=True)
+        return weight
+    return mx.dequantize(
+        layer.weight,
+        layer.scales,
+        layer.get("biases"),
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    ).astype(mx.float32)
 
 
 def _view(array: mx.array) -> npt.NDArray[Any]:

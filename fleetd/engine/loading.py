@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import os
 import struct
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from fleetd.engine import cpu
 from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.calibrate import calibrate
 from fleetd.engine.failures import over_files
+from fleetd.engine.load_findings import BUSY_SHARE, FindingsKey, LoadFindings, OtherWork
 from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading, Profile, Ready
 from fleetd.engine.sampling import SamplingDefaults
@@ -103,7 +104,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         ModelUnsupported: an architecture that mlx-lm does not have, or that needs something else.
         OutOfMemory: refused before reading.
     """
-    begun = time.monotonic()
+    begun, others = time.monotonic(), OtherWork()
     path = Path(settings.path)
     config = verified_config(settings, report)
     usable = usable_bytes(device, settings)
@@ -112,27 +113,41 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     on_disk = sum(f.stat().st_size for f in files)
     admit_weights(settings.name, expanded_bytes(on_disk, config, device), usable)
     report(Loading("reading", 0, on_disk))
-    model = lazy_model(path, config)
-    if device == "cpu":
-        cpu.to_float32(model)
-    mx.eval(model.parameters())
-    report(Loading("reading", on_disk, on_disk))
-    tokenizer = _tokenizer(path, config)
+    with ThreadPoolExecutor(1, "tokenizer") as aside:
+        reading = aside.submit(_tokenizer, path, config)
+        model = lazy_model(path, config)
+        if device == "cpu":
+            cpu.to_float32(model)
+        mx.eval(model.parameters())
+        report(Loading("reading", on_disk, on_disk))
+        report(Loading("reading the tokenizer"))
+        tokenizer = reading.result()
     report(Loading("warming up"))
     per_token = _warm_up(model)
-    together = decodes_together(model)
     vocabulary, context = _vocabulary(config, tokenizer), context_tokens(config)
-    sparse, dense_reason = _sparse(model)
-    sharable, unshareable = _sharable(model, device)
-    report(Loading("measuring"))
-    speeds = calibrate(
-        model,
-        vocab_size=vocabulary,
-        context_tokens=context,
-        budget_s=limits.CALIBRATE_S,
-    )
-    digest = _digest(settings)
-    verdict = _verdict(model, settings, digest, device, vocabulary, context, speeds.decode_tok_s)
+    key = VerdictKey.now(_digest(settings), device, accelerator_name(device), versions())
+    cached = FindingsKey.now(key).cached(Path(settings.cache))
+    known = cached.find()
+    # Speeds of a busy machine are measured again once it is not.
+    measures = known is None or (known.busy and others.share <= BUSY_SHARE)
+    if measures:
+        report(Loading("measuring"))
+    sparse, dense_reason = _sparse(model, known)
+    sharable, unshareable = _sharable(model, device, known)
+    if known is None or measures:
+        others = OtherWork()
+        speeds = calibrate(model, vocab_size=vocabulary, context_tokens=context, budget_s=limits.CALIBRATE_S)
+        known = LoadFindings(
+            together=known.together if known else decodes_together(model),
+            dense_reason=dense_reason,
+            arithmetic=sharable.arithmetic if sharable else None,
+            speeds=speeds,
+            vocabulary=known.vocabulary if known else _vocabulary_hash(tokenizer),
+            busy=others.share > BUSY_SHARE,
+        )
+        cached.keep(known)
+    together, speeds = known.together, known.speeds
+    verdict = _verdict(model, settings, key, vocabulary, context, speeds.decode_tok_s, report)
     weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
     left = max(0, usable - weights - WORKING_BYTES)
     prefix_bytes = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
@@ -165,9 +180,9 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         sparse=dense_reason,
         sparse_tail=sparse.tail if sparse else 0,
         arithmetic=sharable.arithmetic if sharable else None,
-        vocabulary=_vocabulary_hash(tokenizer),
+        vocabulary=known.vocabulary,
     )
-    profile = ProfileKey(digest, versions()).cached(Path(settings.cache))
+    profile = ProfileKey(key.digest, versions()).cached(Path(settings.cache))
     return Loaded(
         model, tokenizer, facts, prefix_bytes, _defaults(path), together, verdict, sharable, sparse, profile
     )
@@ -178,18 +193,20 @@ def versions() -> dict[str, str]:
     return {name: importlib.metadata.version(name) for name in ("mlx", "mlx-lm", "transformers")}
 
 
-def _sharable(model: Any, device: Device) -> tuple[Sharable | None, str]:
+def _sharable(model: Any, device: Device, known: LoadFindings | None) -> tuple[Sharable | None, str]:
     """What other machines can help with, or why they cannot."""
     try:
-        return Sharable.of(Stage.of(model), device, versions()), ""
+        return Sharable.of(Stage.of(model), device, versions(), known.arithmetic if known else None), ""
     except ModelUnsupported as error:
         return None, error.message
 
 
-def _sparse(model: Any) -> tuple[Sparse | None, str]:
+def _sparse(model: Any, known: LoadFindings | None) -> tuple[Sparse | None, str]:
     """How prompts are prefilled in part, or why they cannot be. Wraps the model's ropes."""
+    if known is not None and known.dense_reason:
+        return None, known.dense_reason
     try:
-        return Sparse.of(model), ""
+        return Sparse.of(model, checked=known is not None), ""
     except ModelUnsupported as error:
         return None, error.message
 
@@ -197,24 +214,24 @@ def _sparse(model: Any) -> tuple[Sparse | None, str]:
 def _verdict(
     model: Any,
     settings: WorkerSettings,
-    digest: str,
-    device: Device,
+    key: VerdictKey,
     vocabulary: int,
     context: int,
     decode_tok_s: float,
+    report: Callable[[Loading], None],
 ) -> ExactnessVerdict:
     if settings.speculation == "off":
         return ExactnessVerdict(text="off: speculation.mode is off")
-    if device == "cpu" and not cpu.exact():
+    if key.device == "cpu" and not cpu.exact():
         return ExactnessVerdict(
             text="declined: without MKL a CPU's numbers depend on how many are computed at once"
         )
     step_s = 1 / decode_tok_s
-    key = VerdictKey.now(digest, device, accelerator_name(device), versions())
     cached = key.cached(Path(settings.cache))
     if (known := cached.find()) is not None:
         return known.at_pace(step_s)
-    plan = ProbePlan.of(device, step_s)
+    report(Loading("probing for exactness"))
+    plan = ProbePlan.of(key.device, step_s)
     found = probe(model, vocab_size=vocabulary, context_tokens=context, plan=plan)
     cached.keep(found)
     return found
@@ -346,15 +363,3 @@ def _vocabulary_hash(tokenizer: Any) -> str:
         data = text.encode(errors="surrogatepass")
         state.update(_ENTRY.pack(number, len(data)) + data)
     return state.hexdigest()[:32]
-
-
-def quiet_libraries() -> None:
-    """No telemetry, no network, no advertising on stderr; before transformers is imported."""
-    os.environ.update(
-        HF_HUB_OFFLINE="1",
-        HF_HUB_DISABLE_TELEMETRY="1",
-        TRANSFORMERS_OFFLINE="1",
-        TRANSFORMERS_VERBOSITY="error",
-        TRANSFORMERS_NO_ADVISORY_WARNINGS="1",
-        TOKENIZERS_PARALLELISM="false",
-    )

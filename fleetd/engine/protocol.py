@@ -181,7 +181,7 @@ class AssistPrefill(msgspec.Struct, frozen=True, tag="assist"):
 
     id: str
     split: Split
-    place: Natural
+    place: int
 
 
 class Profile(msgspec.Struct, frozen=True):

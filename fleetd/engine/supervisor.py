@@ -19,6 +19,7 @@ import structlog
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineState, EngineStatus
+from fleetd.control.prefill_plan import StepView
 from fleetd.engine import openmp_file, protocol
 from fleetd.engine.protocol import (
     Assisted,
@@ -42,6 +43,7 @@ from fleetd.engine.protocol import (
     StreamTag,
 )
 from fleetd.engine.settings import WorkerSettings
+from fleetd.engine.stage_times import StageTimes
 from fleetd.engine.streams.channel import SocketSender
 from fleetd.errors import EngineDied, EngineStalled, FleetError, Overloaded, from_code
 
@@ -69,6 +71,7 @@ class EngineProcess:
         self.settings = settings
         self.state: EngineState = "loading"
         self.loading = Loading("starting")
+        self._stages = StageTimes()
         self.facts: Ready | None = None
         self.error: FleetError | None = None
         self.restarts = restarts
@@ -80,6 +83,7 @@ class EngineProcess:
         self._preparing: dict[str, float] = {}
         self._changed = asyncio.Condition()
         self._progress_at = self._used_at = asyncio.get_running_loop().time()
+        self._stages.enter(self.loading.stage, self._progress_at)
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._socket_sender: SocketSender | None = None
@@ -342,6 +346,7 @@ class EngineProcess:
             arithmetic=facts.arithmetic.text if facts and facts.arithmetic else "",
             shares_sparse=bool(facts and facts.arithmetic and not facts.arithmetic.sparse),
             speculation=facts.speculation if facts else "",
+            load_steps=[StepView(stage, round(seconds, 3)) for stage, seconds in self._stages.seconds],
             part_of=self.settings.part_of,
             first_layer=self.settings.first_layer,
             last_layer=self.settings.last_layer,
@@ -390,9 +395,11 @@ class EngineProcess:
                 self._heartbeat = report
             case Loading():
                 self.loading, self._progress_at = report, now
+                self._stages.enter(report.stage, now)
                 await self._notify()
             case Ready():
                 self.facts, self._used_at = report, now
+                self._stages.end(now)
                 if self.state == "loading":
                     self.state = "ready"
                 log.info(

@@ -22,13 +22,14 @@ import threading
 import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from fleetd import limits
-from fleetd.engine import cpu, openmp_file, protocol
+from fleetd.engine import cpu, import_index, openmp_file, protocol
 from fleetd.engine.chunk_size import Chunks, FixedChunks, PacedChunks
 from fleetd.engine.failures import failed, typed
 from fleetd.engine.protocol import (
@@ -246,14 +247,13 @@ def _start(
     link.send(protocol.Loading("starting"))
     cpu.preload_blas()
 
-    from fleetd.engine import loading
-
-    loading.quiet_libraries()
-    from fleetd.engine import stage_loading
-    from fleetd.engine.helper_loop import HelperLoop
-    from fleetd.engine.memory import KvBudget
-    from fleetd.engine.prefix_cache import PrefixCache
-    from fleetd.engine.scheduler import Scheduler
+    quiet_libraries()
+    with import_index.stored(Path(settings.cache)) if settings.cache else nullcontext():
+        from fleetd.engine import loading, stage_loading
+        from fleetd.engine.helper_loop import HelperLoop
+        from fleetd.engine.memory import KvBudget
+        from fleetd.engine.prefix_cache import PrefixCache
+        from fleetd.engine.scheduler import Scheduler
 
     device = loading.pick_device(settings.device)
     if device == "cpu":
@@ -291,6 +291,18 @@ def _start(
         target=receive_sockets, args=(channel, compute.put_stream), name="channel", daemon=True
     ).start()
     return compute, loaded, facts
+
+
+def quiet_libraries() -> None:
+    """No telemetry, no network, no advertising on stderr; before transformers is imported."""
+    os.environ.update(
+        HF_HUB_OFFLINE="1",
+        HF_HUB_DISABLE_TELEMETRY="1",
+        TRANSFORMERS_OFFLINE="1",
+        TRANSFORMERS_VERBOSITY="error",
+        TRANSFORMERS_NO_ADVISORY_WARNINGS="1",
+        TOKENIZERS_PARALLELISM="false",
+    )
 
 
 def _speculation(settings: WorkerSettings, loaded: Loaded) -> WorkerSpeculation:

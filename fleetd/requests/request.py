@@ -30,6 +30,7 @@ from fleetd.engine.protocol import (
     ToolCall,
     Usage,
 )
+from fleetd.engine.stage_times import StageTimes
 from fleetd.errors import FleetError
 from fleetd.models.folder import ModelFolder
 from fleetd.plan.prefill.choice import PlanChoice
@@ -132,6 +133,8 @@ class Request:
         self.drafts: DraftRun | None = None
         # What the trace waits for.
         self.concluding: asyncio.Task[None] | None = None
+        # What it waited for before its engine could be asked.
+        self.loading = StageTimes()
         self._cached_in_attempt = 0
 
     # ---- what is known -----------------------------------------------------------------------------------
@@ -235,6 +238,7 @@ class Request:
 
     def on_event(self, event: Loading | Event, now_s: float) -> None:
         """Note an event as it is passed on."""
+        self.loading.enter(event.stage if isinstance(event, Loading) else "", now_s)
         match event:
             case Accepted():
                 self._prompt_tokens = event.prompt_tokens

@@ -8,6 +8,7 @@ from fleetd import limits
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
 from fleetd.plan.prefill import step_names
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import SmartPlan
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.prefill_sharing import planner_facts
@@ -15,10 +16,11 @@ from fleetd.requests.request import Request
 
 
 def trace_of(request: Request) -> Trace | None:
-    """None where nothing was decided about the prompt, and nothing drafted for the answer either."""
+    """None where nothing was decided about the prompt, nothing drafted for the answer, and nothing loaded."""
     smart, accepted = request.smart, request.accepted
     smart_plan = request.smart_plan if smart is not None else None
-    if smart_plan is None and (accepted is None or (request.choice is None and request.drafter is None)):
+    told = request.choice is not None or request.drafter is not None or request.loading.seconds
+    if smart_plan is None and (accepted is None or not told):
         return None
     chosen, losers = _options(request, smart_plan)
     first_s, since_s = request.first_token_s, request.decided_s
@@ -36,7 +38,7 @@ def trace_of(request: Request) -> Trace | None:
         kept_tokens=request.kept_tokens,
         chosen=chosen,
         losers=losers,
-        steps=_steps(request, smart_plan),
+        steps=[*load_steps(request), *_steps(request, smart_plan)],
         outcome=request.outcome,
         exactness=request.exactness,
         prefill_s=None if first_s is None else first_s - since_s,
@@ -47,6 +49,12 @@ def trace_of(request: Request) -> Trace | None:
         speculation=request.finished.speculation if request.finished is not None else None,
         drafter=request.drafter,
     )
+
+
+def load_steps(request: Request) -> list[StepView]:
+    """What was downloaded and loaded before the prompt could be read, stage by stage."""
+    machine = THIS_NAME if request.placement.node_id == THIS_NODE else ""
+    return [StepView(stage, seconds, machine=machine) for stage, seconds in request.loading.seconds]
 
 
 def share_steps(request: Request) -> list[StepView]:

@@ -6,8 +6,8 @@ import pytest
 
 from bench.harness.client import Heard
 from bench.harness.machines import Asked
-from bench.scenarios.never_slower import Cell
-from bench.scenarios.prefill_ceiling import ceiling, error, step_s, sum_of_speeds
+from bench.scenarios.never_slower import Cell, _figures, _fill
+from bench.scenarios.prefill_ceiling import ceiling, error, handed_off_s, step_s, sum_of_speeds
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
 
@@ -17,8 +17,14 @@ def trace(kind: str = "layers", **rest: object) -> Trace:
     cuts = {"layers": [0, 15, 30], "tokens": [0, 1024, 1999]}.get(kind, [])
     chosen = OptionView(kind, nodes, predicted_s=4.0, cuts=cuts, chunk=256, chosen=True)
     steps = [StepView("computed", 3.0, machine="this"), StepView("computed", 2.5, machine="helper")]
-    facts = {"outcome": "shared", "prefill_s": 5.0, "prompt_tokens": 2000, "cached_tokens": 0} | rest
-    return Trace("r", 0.0, "m", chosen=chosen, losers=[], steps=steps, **facts)  # type: ignore[arg-type]
+    facts = {
+        "steps": steps,
+        "outcome": "shared",
+        "prefill_s": 5.0,
+        "prompt_tokens": 2000,
+        "cached_tokens": 0,
+    } | rest
+    return Trace("r", 0.0, "m", chosen=chosen, losers=[], **facts)  # type: ignore[arg-type]
 
 
 def test_a_pipeline_loses_one_chunk() -> None:
@@ -52,6 +58,26 @@ def test_steps_are_each_machine_s_own() -> None:
     assert step_s(trace(), "waited", "this") == 0.0
 
 
+def steps_of(waited: float, own: float, theirs: float, exposed: float = 0.0) -> list[StepView]:
+    home = {"waited": waited, "computed": own, "exposed hand-off": exposed, "spot check": 0.1}
+    return [
+        *(StepView(name, seconds, machine="this") for name, seconds in home.items()),
+        StepView("computed", theirs, machine="helper"),
+        StepView("waited", 9.9, machine="helper"),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["tokens", "layers"])
+@pytest.mark.parametrize("late", [0.0, 0.2])
+def test_rows_that_come_late_show_and_the_helper_s_own_work_does_not(kind: str, late: float) -> None:
+    count = 30 if kind == "tokens" else 8
+    alike = trace(kind, steps=steps_of(4.0 / count - 0.1 + late, 4.0, 4.0))
+    assert handed_off_s(alike, 30) == pytest.approx(late)
+    # The helper has a second more to do, and so home's last piece has to wait for its last one.
+    slower = trace(kind, steps=steps_of(0.9 + 4.0 / count, 4.0, 5.0, exposed=late))
+    assert handed_off_s(slower, 30) == pytest.approx(late)
+
+
 def test_the_sum_of_speeds_counts_the_first_machine_as_one() -> None:
     assert sum_of_speeds([2.0, 6.0]) == pytest.approx(4 / 3)
 
@@ -60,6 +86,34 @@ def test_a_cell_is_its_median_and_knows_whether_it_was_shared() -> None:
     assert Cell("c", slower=[1.2, 0.9, 1.0], how=["local"] * 3).value == 1.0
     assert not Cell("c", how=["local"]).distributed
     assert Cell("c", how=["local", "tokens, shared"]).distributed
+
+
+def heard_after(seconds: float) -> Asked:
+    return Asked(Heard(0.0, 0.0, began_s=seconds), None)
+
+
+class PlayedMachines:
+    """Pairs of TTFTs as given, the planned one over the one alone."""
+
+    def __init__(self, *over_alone: float) -> None:
+        self.over_alone, self.first = list(over_alone), list[int]()
+
+    def both(self, run: int, seed: int, length: int) -> tuple[Asked, Asked]:
+        self.first.append(run % 2)
+        return heard_after(1.0), heard_after(self.over_alone[run])
+
+
+def test_every_cell_is_measured_alike_however_its_first_pair_looks() -> None:
+    quick, slow = Cell("quick"), Cell("slow")
+    played = PlayedMachines(0.9, 1.2, 1.0, 1.1), PlayedMachines(1.3, 1.0, 1.0, 1.0)
+    for cell, machines in zip((quick, slow), played, strict=True):
+        _fill(machines, cell, 500, 4)  # type: ignore[arg-type]
+        assert machines.first == [0, 1, 0, 1]
+    assert (quick.value, quick.worst) == pytest.approx((1.05, 1.2))
+    assert (slow.value, slow.worst) == pytest.approx((1.0, 1.3))
+    figures = {figure.title: figure for figure in _figures([quick, slow], [])}
+    assert figures["TTFT as planned over TTFT alone, medians of 2 cells"].value == pytest.approx(1.05)
+    assert figures["The same, the worst single pair"].value == pytest.approx(1.3)
 
 
 def test_an_answer_tells_how_it_came_about() -> None:

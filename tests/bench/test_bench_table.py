@@ -49,7 +49,7 @@ def test_the_worst_of_several_says_so() -> None:
 def test_the_page_holds_figures_machine_command_and_what_is_missing() -> None:
     titles = {"decode": "Decode through HTTP", "demo": "From a fresh clone"}
     stated = Figure("Speed", "tok/s", [13.0], note="on a busy machine")
-    page = table.page(titles, {"decode": result(Figure("Share", "%", [0.5], at_least(0.97)), stated)})
+    page = table.page(titles, {"decode": result(Figure("Share", "%", [0.5], at_least(0.97)), stated)}, {})
     summary, decode, demo = page.split("\n## ")
     assert "| Share | ≥ 97.0 % | 50.0 % | **falls short** |" in summary
     assert "Speed" not in summary  # no bar, no promise
@@ -60,9 +60,23 @@ def test_the_page_holds_figures_machine_command_and_what_is_missing() -> None:
     assert demo == "From a fresh clone\n\nNot measured yet: `python -m bench demo`.\n"
 
 
+@pytest.mark.parametrize(
+    ("age", "words"),
+    [
+        (0, "No later commit touched"),
+        (1, "**One later commit"),
+        (7, "**7 later commits"),
+        (None, "cannot be told"),
+    ],
+)
+def test_a_table_says_how_much_of_what_it_measures_has_changed_since(age: int | None, words: str) -> None:
+    page = table.page({"decode": "Decode"}, {"decode": result(Figure("Share", "%", [0.5]))}, {"decode": age})
+    assert words in page.rpartition("## Decode")[2]
+
+
 def test_a_quick_look_passes_nothing() -> None:
     figure = Figure("Share", "%", [0.99], at_least(0.97))
-    page = table.page({"decode": "Decode"}, {"decode": result(figure, quick=True)})
+    page = table.page({"decode": "Decode"}, {"decode": result(figure, quick=True)}, {})
     assert page.count("| quick look, not judged |") == 2  # in the summary and in its family
     assert "| pass |" not in page
 
@@ -70,8 +84,8 @@ def test_a_quick_look_passes_nothing() -> None:
 def test_a_quick_look_is_labelled() -> None:
     figure = Figure("Share", "%", [0.5])
     titles = {"decode": "Decode"}
-    assert "a quick look" in table.page(titles, {"decode": result(figure, quick=True)})
-    assert "a quick look" not in table.page(titles, {"decode": result(figure)})
+    assert "a quick look" in table.page(titles, {"decode": result(figure, quick=True)}, {})
+    assert "a quick look" not in table.page(titles, {"decode": result(figure)}, {})
 
 
 def test_a_quick_look_never_replaces_a_measurement() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleetd.engine.speculation.controller import LONGEST_REST, Controller, Draft
+from fleetd.engine.speculation.controller import Controller, Draft
 from fleetd.engine.speculation.pass_costs import Costs
 
 FLAT = {1: 1.0, 4: 1.05, 16: 1.5}
@@ -59,7 +59,56 @@ def test_it_comes_near_the_best_fixed_width(curve: dict[int, float], acceptance:
 def test_it_never_loses_much(acceptance: float, first: float, each: float, seed: int) -> None:
     curve = {1: 1.0, 2: 1 + first} | {n: 1 + first + each * (n - 2) for n in (4, 8, 16)}
     _, per_token = answer(curve, acceptance, seed=seed)
-    assert per_token <= 1.03
+    assert per_token <= 1.02
+
+
+# Passes of n tokens in plain steps: a CPU, a GPU, one that computes the rows one by one, and two between.
+DEVICES = {
+    "cpu": {1: 1.0, 2: 1.01, 4: 1.04, 8: 1.11, 16: 1.23},
+    "gpu": {1: 1.0, 2: 1.0, 3: 1.13, 4: 1.43, 5: 1.75, 8: 2.84, 10: 4.5, 16: 8.0},
+    "row by row": STEEP,
+    "flat": FLAT,
+    "dear at once": {1: 1.0, 2: 1.15, 4: 1.3, 8: 1.6, 16: 2.4},
+}
+
+
+def times_plain(curve: dict[int, float], tokens: int, seed: int, understated: float) -> float:
+    """The speed of one answer over plain decoding, on a machine whose passes seem to take now a little more,
+    now a little less, and now and then three times as long, and that was taken for quicker than it is."""
+    dice, truth = random.Random(seed), Costs(curve)
+    controller = Controller(Costs({n: 1 + understated * (ratio - 1) for n, ratio in curve.items()}), 15)
+    # How often there is a draft, and how good; some are good only until the middle of the answer.
+    offered, acceptance = dice.choice([0.1, 0.3, 0.6, 1.0]), dice.choice([0, 0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.7])
+    turns = dice.random() < 0.3
+    seconds, done = 0.0, 0
+    while done < tokens:
+        good = 0.0 if turns and done > tokens / 2 else acceptance
+        length = dice.choice([2, 4, 8, 15]) if dice.random() < offered else 0
+        proposed = [done + i + 1 if dice.random() < good else -1 for i in range(length)]
+        draft = controller.choose({"s": proposed}, min(15, tokens - done - 1))
+        right = next((i for i, token in enumerate(draft.tokens) if token < 0), len(draft.tokens))
+        took = truth.ratio(1 + len(draft.tokens))
+        seen = took * dice.lognormvariate(0, 0.05) * (3 if dice.random() < 0.01 else 1)
+        controller.verified(draft, [done + i + 1 for i in range(right + 1)], seen)
+        seconds, done = seconds + took, done + right + 1
+    return done / seconds
+
+
+@pytest.mark.parametrize("understated", [1.0, 0.7])
+@pytest.mark.parametrize("tokens", [50, 128])
+@pytest.mark.parametrize("device", DEVICES)
+def test_hardly_any_answer_is_slower_than_without_drafts(
+    device: str, tokens: int, understated: float
+) -> None:
+    found = sorted(times_plain(DEVICES[device], tokens, seed, understated) for seed in range(200))
+    assert found[len(found) // 10] >= 0.98
+    assert found[0] >= 0.965
+
+
+def test_a_plain_step_that_was_held_up_does_not_make_all_passes_look_quick() -> None:
+    costs = Costs(FLAT)
+    costs.took(1, 50.0)
+    assert costs.step_s < 1.2
 
 
 def test_drafts_that_are_never_right_are_soon_left_alone() -> None:
@@ -104,8 +153,7 @@ def test_passes_that_lose_time_though_they_should_not_are_ended() -> None:
         took = 4.0 if draft.tokens else 1.0
         controller.verified(draft, emitted, took)
         seconds, tokens, i = seconds + took, tokens + len(emitted), i + len(emitted)
-    assert seconds / tokens <= 1.03
-    assert controller._next_rest <= LONGEST_REST
+    assert seconds / tokens <= 1.02
 
 
 def test_always_verifies_what_there_is() -> None:

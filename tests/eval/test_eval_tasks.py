@@ -122,6 +122,20 @@ def test_the_page_says_what_falls_short() -> None:
     assert "falls short" not in report.page(results)
 
 
+def test_several_needles_are_judged_by_the_whole_prompt_s_own_answers_too() -> None:
+    """A form that gives as many answers as the whole prompt, but others, has lost some."""
+    one = Outcome("needles4", 1000, 0.3, 0.5, 1, 4, 2, {"text": 1}, gave={"text": 2})
+    results = report.Results(["python -m eval"], "2026-01-01", ["a machine"], "m", False, outcomes=[one] * 20)
+    strict, loose = report.bars(results)
+    assert (strict.said, strict.least) == (
+        "Four needles, ratio 0.3, text, of the whole prompt's own answers",
+        0.95,
+    )
+    assert strict.share.value == 0.5
+    assert (loose.share.value, loose.least) == (1.0, 0.95)
+    assert "own answers | ≥ 95 % | 50.0 %" in report.page(results)
+
+
 def test_a_plot_is_small_and_holds_every_point() -> None:
     points = [(float(x), 0.9, 0.8, 1.0) for x in (1000, 2000, 4000)]
     svg = plots.lines("A <title>", "x", "y", {"text": points, "sparse": points})

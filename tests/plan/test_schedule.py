@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import HelperSpec
-from fleetd.plan.prefill.schedule import SETUP_ROUND_TRIPS, SETUP_S, PrefillSize, timeline
+from fleetd.plan.prefill.schedule import LAST_LAYER, SETUP_ROUND_TRIPS, SETUP_S, PrefillSize, timeline
 from fleetd.plan.prefill.split import Split, checked
 
 NO_LINK = LinkSpeed(1e18, 0.0)
@@ -67,6 +67,7 @@ def _layers(
     port: float,
 ) -> float:
     shares = [len(made.layers_of(i)) / prompt.layers for i in range(made.machines)]
+    times = [sum(layer_times(prompt)[n] for n in made.layers_of(i)) for i in range(made.machines)]
     last = made.helpers - 1
     free = [begun] * made.helpers + [free_home]
     hidden_free, rows_free = [0.0] * made.helpers, [0.0] * made.helpers
@@ -76,7 +77,7 @@ def _layers(
         for i in range(made.machines):
             if i == made.helpers and not shares[i]:
                 break
-            free[i] = max(free[i], arrived) + speeds[i].seconds(shares[i], chunk.start, len(chunk))
+            free[i] = max(free[i], arrived) + speeds[i].seconds(times[i], chunk.start, len(chunk))
             if i == made.helpers:
                 break
             row = prompt.kv_bytes_per_token * shares[i]
@@ -104,13 +105,13 @@ def _tokens(
     port: float,
 ) -> float:
     row = prompt.kv_bytes_per_token / prompt.layers
-    work = [speed.total(1.0, made.tokens_of(i), made.chunk) / prompt.layers for i, speed in enumerate(speeds)]
+    work = [speed.total(1.0, made.tokens_of(i), made.chunk) for i, speed in enumerate(speeds)]
     free = [begun] * made.helpers + [0.0]
     home_links, onward_links = [0.0] * made.helpers, [0.0] * made.helpers
-    for _ in range(prompt.layers):
+    for share in layer_times(prompt):
         arrived = rows_here = 0.0
         for i in range(made.helpers):
-            free[i] = max(free[i], arrived) + work[i]
+            free[i] = max(free[i], arrived) + share * work[i]
             own = made.tokens_of(i)
             home_links[i] = max(home_links[i], free[i]) + links[i].seconds(row * len(own))
             rows_here = max(rows_here, home_links[i] + links[i].one_way_s)
@@ -120,10 +121,16 @@ def _tokens(
                     row * (own.stop - prompt.cached)
                 )
                 arrived = onward_links[i] + onward.one_way_s
-        free[-1] = max(free[-1], rows_here) + work[-1]
-    home_s = work[-1] * prompt.layers
+        free[-1] = max(free[-1], rows_here) + share * work[-1]
+    home_s = work[-1]
     sent = prompt.kv_bytes_per_token * (made.cuts[-2] - prompt.cached)
-    return max(free[-1], free_home + home_s, begun + sent / port + work[-1])
+    return max(free[-1], free_home + home_s, begun + sent / port + share * work[-1])
+
+
+def layer_times(prompt: PrefillSize) -> list[float]:
+    """The share of the time that each layer takes."""
+    each = [1.0] * (prompt.layers - 1) + [prompt.last_layer]
+    return [one / sum(each) for one in each]
 
 
 speeds = st.builds(
@@ -150,6 +157,7 @@ def cases(draw: st.DrawFn, kind: str) -> tuple[PrefillSize, Split, list[HelperSp
         kv_bytes_per_token=draw(st.integers(1, 10**6)),
         hidden_bytes=draw(st.integers(1, 10**5)),
         chunk=chunk,
+        last_layer=draw(st.sampled_from([1.0, LAST_LAYER]) | st.floats(0.01, 1)),
     )
     if kind == "layers":
         inner = draw(

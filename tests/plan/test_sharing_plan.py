@@ -108,6 +108,31 @@ def test_unequal_machines_come_near_the_sum_of_their_rates(faster: float) -> Non
     assert alone_s / choice.best.predicted_s > 0.93 * (1 + faster)
 
 
+@pytest.mark.parametrize("slower", [2, 3, 4])
+def test_a_slow_machine_whose_speed_is_misjudged_by_a_tenth_hardly_delays_anybody(slower: float) -> None:
+    """By the schedule, over what machines of those speeds could give."""
+    prompt = PrefillSize(3999, 0, 30, 46_080, 2304, 256)
+    own, link = PrefillSpeed(2.1e-3, 1.8e-6, 0.03), LinkSpeed(5e8, 2e-4)
+    thought = helper(speed=own.times(slower), link=link)
+    found = of(options(prompt, replace(HOME, speed=own), [thought]), "tokens", "a").split
+    assert found is not None
+    alone_s, worst = own.total(1.0, prompt.new, prompt.chunk), 1.0
+    for off in (0.9, 0.95, 1.0, 1.05, 1.1):
+        really = replace(thought, speed=own.times(slower * off))
+        took_s = schedule.timeline(prompt, found, [really], own).total_s
+        worst = min(worst, alone_s / took_s / (1 + 1 / (slower * off)))
+    assert worst > 0.915
+
+
+def test_layers_cost_what_they_take_and_the_last_one_little() -> None:
+    """Cut in the middle, home has less to do than its helper."""
+    prompt = replace(PROMPT, layers=30, last_layer=schedule.LAST_LAYER)
+    shares = [prompt.share(range(a, b)) for a, b in ((0, 15), (15, 29), (29, 30))]
+    assert shares == pytest.approx([15 / 29.1, 14 / 29.1, 0.1 / 29.1])
+    assert sum(shares) == pytest.approx(1.0)
+    assert schedule.share_of(range(15, 30), 30) == pytest.approx(sum(shares[1:]))
+
+
 def test_three_helpers_are_better_than_two_are_better_than_one() -> None:
     prompt = replace(PROMPT, tokens=60_000)
     times = [chosen(*map(helper, "abc"[:n]), prompt=prompt).best.predicted_s for n in range(4)]

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 
 from fleetd import limits
 from fleetd.control.daemon_status import RequestCounts
+from fleetd.control.prefill_trace import Trace
 from fleetd.engine.protocol import (
     Accepted,
     Delta,
@@ -26,6 +27,7 @@ from fleetd.engine.protocol import (
     Timings,
     Usage,
 )
+from fleetd.engine.stage_times import StageTimes
 from fleetd.errors import (
     ContextLengthExceeded,
     DownloadFailed,
@@ -234,6 +236,30 @@ async def test_the_embedded_model_is_fetched_with_progress(make_runner: Make, st
     assert isinstance(seen[-1], Finished)
     assert models.pulls == 1
     assert rows(store)[0][:2] == ("tiny", "settled")
+
+
+async def test_the_request_that_waited_for_a_load_tells_what_each_stage_took(make_runner: Make) -> None:
+    traces: list[Trace] = []
+    waited = [Loading("starting"), Loading("reading", 0, 2), Loading("reading", 2, 2), *answer("r1")]
+    for events in (waited, answer("r1")):
+        await collect(make_runner(FakePool(events), FakeModels(), record=traces.append), job())
+    # The second one found the model loaded, and nothing else was decided about it.
+    (trace,) = traces
+    assert [(step.name, step.machine) for step in trace.steps] == [("starting", "this"), ("reading", "this")]
+    assert trace.ttft_s is not None
+    assert sum(step.seconds for step in trace.steps) <= trace.ttft_s
+
+
+def test_stages_that_come_again_are_listed_again_and_no_more_than_fit() -> None:
+    times = StageTimes()
+    for now_s, stage in enumerate(["a", "a", "b", "a"]):
+        times.enter(stage, now_s)
+    times.end(7)
+    times.end(9)
+    assert times.seconds == [("a", 2), ("b", 1), ("a", 4)]
+    for now_s in range(2 * limits.LOAD_STAGES):
+        times.enter(f"file {now_s}", now_s)
+    assert len(times.seconds) == limits.LOAD_STAGES
 
 
 async def test_two_first_requests_share_one_download(make_runner: Make) -> None:

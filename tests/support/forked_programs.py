@@ -374,9 +374,9 @@ def main(channel: socket.socket, options: dict[str, Any]) -> int:
         setattr(limits, name, value)
     cpu.preload_blas()
     cpu.preload_blas = lambda: cpu.exact()  # it insists on being first, and has been
-    from fleetd.engine import loading
+    from fleetd.engine import loading, worker  # noqa: F401  (what a load imports)
 
-    loading.quiet_libraries()
+    worker.quiet_libraries()
 
     for module in _READ_BY_LOADING:
         importlib.import_module(module)

@@ -14,6 +14,7 @@ from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.shared_prefill.fingerprint import arithmetic, probe
 from fleetd.engine.shared_prefill.layer_kv import KvLayout
 from fleetd.engine.sparse_prefill import sparse
+from fleetd.engine.sparse_prefill.rope import install
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelUnsupported
 
@@ -25,9 +26,18 @@ class Sharable:
     arithmetic: Arithmetic
 
     @classmethod
-    def of(cls, stage: Stage, device: str, versions: dict[str, str]) -> Sharable:
-        """Costs about a short chunk of prefill: a fingerprint of every layer is computed. Wraps its ropes."""
+    def of(
+        cls, stage: Stage, device: str, versions: dict[str, str], known: Arithmetic | None = None
+    ) -> Sharable:
+        """Costs about a short chunk of prefill: a fingerprint of every layer is computed. Wraps its ropes.
+
+        ``known``: what a load of the same files found on this device; then nothing is computed.
+        """
         layout = KvLayout.of(stage)
+        if known is not None:
+            if not known.sparse:
+                install(stage.weights)
+            return cls(stage, layout, known)
         found = arithmetic(
             stage, layout, device=device, accelerator=accelerator_name(device), versions=versions
         )

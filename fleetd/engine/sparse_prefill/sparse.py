@@ -110,8 +110,10 @@ class Sparse:
     tail: int
 
     @classmethod
-    def of(cls, model: Any) -> Sparse:
+    def of(cls, model: Any, *, checked: bool = False) -> Sparse:
         """Wraps the ropes and checks on this device that positions are what they should be.
+
+        ``checked``: they are known to be, and nothing is computed.
 
         Raises:
             ModelUnsupported: why it cannot; it still runs densely.
@@ -125,14 +127,21 @@ class Sparse:
             kinds = ", ".join(sorted(odd)) or "window that pins tokens"
             raise ModelUnsupported(f"A {kind} model keeps its context in a {kinds}.")
         window = max((c.max_size for c in empty if isinstance(c, RotatingKVCache)), default=0)
-        tokens = mx.array([[1 + i % 7 for i in range(CHECK_TOKENS)]])
-        check(model, lambda at, caches: model(tokens[:, at], cache=caches), lambda: make_prompt_cache(model))
+        if checked:
+            install(model)
+        else:
+            _check_model(model)
         return cls(model, max(TAIL_TOKENS, window + 1 if window else 0))
 
     def kept(self, wanted: Sequence[int], length: int) -> list[int]:
         """``wanted`` of a prompt of ``length`` tokens and what is always kept, ascending."""
         ends = {*range(min(HEAD_TOKENS, length)), *range(max(0, length - self.tail), length)}
         return sorted(ends.union(wanted))
+
+
+def _check_model(model: Any) -> None:
+    tokens = mx.array([[1 + i % 7 for i in range(CHECK_TOKENS)]])
+    check(model, lambda at, caches: model(tokens[:, at], cache=caches), lambda: make_prompt_cache(model))
 
 
 def check(

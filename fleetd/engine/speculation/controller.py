@@ -5,8 +5,12 @@ tv(k+1) / t1 plain steps; the k with the most tokens per time is taken, or none 
 than one.
 
 A draft that is not verified is judged all the same, by the tokens that come without it: so a source that is
-off costs nothing and is on again as soon as it would have been right. Where passes lose time though they
-should not, the answer rests from drafts, each time for twice as long.
+off costs nothing and is on again as soon as it would have been right.
+
+No answer may take much longer than without drafts. So the time that drafts have saved and lost so far is
+added up, in plain steps, and a pass may only risk what they have saved and a small share of the answer: the
+steps that it takes beyond one, if no draft is right. Losses end drafts until the answer can bear them again,
+whatever was expected of them.
 """
 
 from __future__ import annotations
@@ -25,10 +29,9 @@ PRIOR, PRIOR_TOKENS = 0.6, 3.0
 FADES = 0.15
 # The highest acceptance assumed; (1 - a) must not be 0.
 SUREST = 0.98
-# Passes looked back on, and the share of their time that may be lost before the answer rests.
-WINDOW, LOSS = 4, 0.15
-# Tokens of the first rest and of the longest.
-REST, LONGEST_REST = 32, 1024
+# Plain steps that drafts may lose: at the beginning of an answer, and for each of its tokens. Together less
+# than 2 % of an answer of 50 tokens or more.
+RISK, RISK_PER_TOKEN = 0.25, 0.015
 
 
 @dataclass(slots=True)
@@ -72,9 +75,8 @@ class Controller:
     saved_s: float = 0.0
     passes: int = 0
     tokens: int = 0
-    _rest: int = 0
-    _next_rest: int = REST
-    _window: list[tuple[float, float]] = field(default_factory=list)  # (seconds, seconds saved)
+    # Plain steps that drafts may lose now.
+    _bearable: float = RISK
     # What each source guessed, from the token that is due on, and how much of it has come.
     _guesses: dict[str, tuple[tuple[int, ...], int]] = field(default_factory=dict)
 
@@ -89,8 +91,6 @@ class Controller:
             if self.always:
                 if usable > len(best.tokens):
                     best = Draft(name, tuple(tokens[:usable]))
-                continue
-            if self._rest:
                 continue
             width, found = self._width(self._record(name).acceptance, usable)
             if found > gain:
@@ -123,16 +123,11 @@ class Controller:
         record.passes += 1
         alone_s = len(emitted) * step_s - seconds
         self.saved_s += alone_s if saved_s is None else saved_s
-        self._window = [*self._window[1 - WINDOW :], (seconds, alone_s)]
-        if len(self._window) == WINDOW and not self.always:
-            spent_s, won_s = (sum(parts) for parts in zip(*self._window, strict=True))
-            if won_s < -LOSS * spent_s:
-                self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, LONGEST_REST)
-                self._window = []
+        self._bearable += alone_s / step_s
 
     def on_tokens(self, tokens: Sequence[int]) -> None:
         """Tokens of the answer, drafted or not: guesses are held against them."""
-        self._rest = max(0, self._rest - len(tokens))
+        self._bearable += RISK_PER_TOKEN * len(tokens)
         for name, (guess, seen) in list(self._guesses.items()):
             right = 0
             rest = guess[seen:]
@@ -145,20 +140,21 @@ class Controller:
             else:
                 self._guesses[name] = (guess, seen + right)
 
-    @property
-    def resting(self) -> bool:
-        return self._rest > 0
-
     def _record(self, name: str) -> SourceStats:
         return self.records.setdefault(name, SourceStats())
 
     def _width(self, acceptance: float, most: int) -> tuple[int, float]:
-        """The number of drafts that brings most tokens per time, and how many times a plain step's."""
+        """The number of drafts that brings most tokens per time, and how many times a plain step's.
+
+        None that would lose more than can be borne if all are wrong.
+        """
         best, gain, expected, power = 0, 1.0, 1.0, 1.0
         for k in range(1, most + 1):
+            if (ratio := self.costs.ratio(k + 1)) - 1 > self._bearable:
+                break
             power *= acceptance
             expected += power
-            found = expected / self.costs.ratio(k + 1)
+            found = expected / ratio
             if found > gain:
                 best, gain = k, found
         return best, gain

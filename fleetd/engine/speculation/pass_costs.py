@@ -13,6 +13,9 @@ from collections.abc import Mapping, Sequence
 _BELIEVED = 0.2
 # A pass further off than this factor says more about the machine than about the width.
 _OFF = 3.0
+# A plain step counts for less: all passes are held against it, and one that was held up would make them all
+# look quick.
+_STEP_OFF = 1.5
 # Beyond the widest pass that was measured each further token is taken to cost as much as the last ones did,
 # and no less than this part of a step: a try in vain is better than none.
 _UNKNOWN = 0.05
@@ -42,9 +45,8 @@ class Costs:
     def took(self, width: int, seconds: float) -> None:
         """A pass was made. Plain steps correct the step, wider ones the ratio of their width."""
         expected = self.step_s * self.ratio(width)
-        off = seconds / expected
-        if not 1 / _OFF < off < _OFF:
-            off = _OFF if off > 1 else 1 / _OFF
+        most = _STEP_OFF if width == 1 else _OFF
+        off = min(most, max(1 / most, seconds / expected))
         change = 1 + _BELIEVED * (off - 1)
         if width == 1:
             self.step_s *= change

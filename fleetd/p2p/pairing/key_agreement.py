@@ -17,8 +17,6 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
-from spake2 import SPAKE2_A, SPAKE2_B, SPAKEError
-from spake2.ed25519_basic import NotOnCurve
 
 from fleetd.errors import PairingFailed
 from fleetd.p2p.pairing import proquint
@@ -51,6 +49,9 @@ class Pake:
         inviter_certificate: bytes,
         random_bytes: Callable[[int], bytes],
     ) -> None:
+        # Imported by the first pairing: its tables of numbers take memory and time.
+        from spake2 import SPAKE2_A, SPAKE2_B
+
         side = SPAKE2_A if role == "joiner" else SPAKE2_B
         self._run = side(
             _DOMAIN + secret,
@@ -62,6 +63,9 @@ class Pake:
 
     def finish(self, theirs: bytes) -> bytes:
         """The key. Raises PairingFailed for a message that no honest side sends."""
+        from spake2 import SPAKEError
+        from spake2.ed25519_basic import NotOnCurve
+
         try:
             found: bytes = self._run.finish(theirs)
         except (SPAKEError, NotOnCurve, ValueError) as error:

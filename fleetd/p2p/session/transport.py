@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import socket
 import ssl
 import sys
@@ -66,6 +67,8 @@ class PeerStream:
         self._inbox: deque[bytes] = deque()
         self._ended = False
         self._said_end = False
+        # Raised as copies: its traceback would refer to frames that refer to this stream, and such a circle
+        # keeps what was not read until the next full collection.
         self._error: FleetError | None = None
         self._waiter: asyncio.Future[None] | None = None
         #: Called once if the other side cancels or is lost.
@@ -78,7 +81,7 @@ class PeerStream:
         self._release_request()
         while not self._inbox:
             if self._error is not None:
-                raise self._error
+                raise copy.copy(self._error)
             if self._ended:
                 return None
             self._waiter = asyncio.get_running_loop().create_future()
@@ -92,7 +95,7 @@ class PeerStream:
 
     def send(self, body: bytes) -> None:
         if self._error is not None:
-            raise self._error
+            raise copy.copy(self._error)
         self.connection.send(self.number, body)
 
     async def drained(self) -> None:
@@ -130,6 +133,7 @@ class PeerStream:
             self._error = error
             if self.on_cancel is not None:
                 self.on_cancel()
+                self.on_cancel = None
         self._wake()
 
     def _release_request(self) -> None:
@@ -237,6 +241,7 @@ class PeerConnection(asyncio.Protocol):
         if self._timer is not None:
             self._timer.cancel()
         if self.is_closed:
+            self._let_go()
             return
         if self.hello is None and self.initiator and (exc is None or isinstance(exc, ssl.SSLError)):
             # A TLS 1.3 client finishes the handshake before the server has checked its certificate.
@@ -248,6 +253,11 @@ class PeerConnection(asyncio.Protocol):
             )
         else:
             self._end(PeerLost(f"The connection broke: {exc or 'the other side closed it'}."))
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop the session, with what was not read or not sent, and the timer that refers back to here."""
+        self._session = self._timer = self._flushed = None
 
     def pause_writing(self) -> None:
         self._paused = True

@@ -30,7 +30,16 @@ from fleetd.plan.prefill.split import Split, SplitKind
 SETUP_ROUND_TRIPS = 4
 # Time that the daemons and workers at both ends need for them.
 SETUP_S = 0.02
+# Of a layer's time, what the model's last one takes in a prefill: only its keys and values are needed, whose
+# products are 6 % of a layer's weights in SmolLM2-135M; norm and positions come on top.
+LAST_LAYER = 0.1
 _TOKEN_BYTES = 4
+
+
+def share_of(layers: range, total: int, last_layer: float = LAST_LAYER) -> float:
+    """The share of a prefill's time that some of ``total`` layers take; ``last_layer`` as in PrefillSize."""
+    last = total - 1
+    return (len(layers) - (1 - last_layer) * (last in layers)) / (last + last_layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +51,7 @@ class PrefillSize:
     weights; ``outside_bytes`` of the weights belong to no layer. ``chunk``: how many tokens one chunk has
     without helpers; with ``exact_chunks`` no other size may be used. ``prompt_span``: as in ``Split``, if
     tokens are left out; only kept tokens cost anything. ``unshareable``: why no machine can help, "" if one
-    can.
+    can. ``last_layer``: the time of the last layer, as a share of another layer's (``LAST_LAYER``).
     """
 
     tokens: int
@@ -56,10 +65,15 @@ class PrefillSize:
     unshareable: str = ""
     weights_bytes: int = 0
     outside_bytes: int = 0
+    last_layer: float = 1.0
 
     @property
     def new(self) -> range:
         return range(self.cached, self.tokens)
+
+    def share(self, layers: range) -> float:
+        """The share of a prefill's time that these layers take."""
+        return share_of(layers, self.layers, self.last_layer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +116,15 @@ class Chain:
     def layers(self, cuts: Sequence[int], chunk: int) -> Timeline:
         """``cuts`` as in ``Split``; home's part, the last one, may be empty."""
         prompt, new = self._prompt, self._new
-        *shares, home_share = [(b - a) / prompt.layers for a, b in itertools.pairwise(cuts)]
-        begun_s = self._agreed_s + self._prefix_s(shares)
+        parts = [range(a, b) for a, b in itertools.pairwise(cuts)]
+        *shares, home_share = [prompt.share(part) for part in parts]
+        kept = [len(part) / prompt.layers for part in parts[:-1]]
+        begun_s = self._agreed_s + self._prefix_s(kept)
         pipe = _PipeTimeline(*divmod(len(new), chunk))
         rows: list[tuple[int, _StageTimeline]] = []
         for i, (helper, share) in enumerate(zip(self._helpers, shares, strict=True)):
             pipe.stages.append(self._computing(helper.speed, share, chunk, begun_s))
-            to_home = prompt.kv_bytes_per_token * share
+            to_home = prompt.kv_bytes_per_token * kept[i]
             onward = self._between[i] if i < len(self._between) else helper.link
             if onward is helper.link and home_share:
                 to_home += prompt.hidden_bytes
@@ -118,7 +134,7 @@ class Chain:
         if home_share:
             pipe.stages.append(self._computing(self._home, home_share, chunk, self._home_free_s))
         computed_end_s, rows_end_s = pipe.ends(rows)
-        port_s = self._port.seconds(sum(shares) * prompt.kv_bytes_per_token * len(new))
+        port_s = self._port.seconds(sum(kept) * prompt.kv_bytes_per_token * len(new))
         rows_end_s = max(rows_end_s, begun_s + port_s, self._home_free_s)
         computed_s = self._home.total(home_share, new, chunk)
         return Timeline(
@@ -132,22 +148,27 @@ class Chain:
     def tokens(self, cuts: Sequence[int], chunk: int) -> Timeline:
         """``cuts`` as in ``Split``. Nothing is exposed: home needs a layer's rows before it computes it."""
         prompt, layers = self._prompt, self._prompt.layers
+        one, last = prompt.share(range(1)), prompt.share(range(layers - 1, layers))
         *parts, home_part = [range(a, b) for a, b in itertools.pairwise(cuts)]
         begun_s = self._agreed_s + self._prefix_s([1.0] * len(parts))
         row_bytes = prompt.kv_bytes_per_token / layers
         home_s = self._home.total(1.0, home_part, chunk)
         port_s = self._port.seconds(prompt.kv_bytes_per_token * (home_part.start - prompt.cached))
-        end_s = max(self._home_free_s + home_s, begun_s + port_s + home_s / layers)
-        # The chain up to this helper: each stage's seconds for one layer, and the delay of the links.
-        path: list[float] = []
+        end_s = max(self._home_free_s + home_s, begun_s + port_s + home_s * last)
+        # The chain up to this helper: each stage's seconds for one layer and for the last one, and the delay
+        # of the links.
+        path: list[tuple[float, float]] = []
         late_s = 0.0
         for i, (helper, part) in enumerate(zip(self._helpers, parts, strict=True)):
-            path.append(helper.speed.total(1.0, part, chunk) / layers)
-            stages = [*path, helper.link.seconds(row_bytes * len(part)), home_s / layers]
+            work_s = helper.speed.total(1.0, part, chunk)
+            path.append((work_s * one, work_s * last))
+            rows_s = helper.link.seconds(row_bytes * len(part))
+            stages = [*path, (rows_s, rows_s), (home_s * one, home_s * last)]
             lead_s = begun_s + late_s + helper.link.one_way_s
-            end_s = max(end_s, lead_s + sum(stages) + (layers - 1) * max(stages))
+            end_s = max(end_s, lead_s + _layer_after_layer(stages, layers))
             if i < len(self._between):
-                path.append(self._between[i].seconds(row_bytes * (part.stop - prompt.cached)))
+                onward_s = self._between[i].seconds(row_bytes * (part.stop - prompt.cached))
+                path.append((onward_s, onward_s))
                 late_s += self._between[i].one_way_s
         return Timeline(
             self._agreed_s, begun_s - self._agreed_s, max(0.0, end_s - home_s - begun_s), home_s, 0.0
@@ -181,6 +202,23 @@ class Chain:
             rest_s=link.seconds(token_bytes * rest),
             late_s=link.one_way_s,
         )
+
+
+def _layer_after_layer(stages: Sequence[tuple[float, float]], layers: int) -> float:
+    """How long all layers take through ``stages``: seconds of a layer and of the last one, in order.
+
+    The longest path stays with the slowest stage that it meets before it goes on to the last layer.
+    """
+    if layers == 1:
+        return sum(last_s for _, last_s in stages)
+    longest_s = until_s = slowest_s = 0.0
+    after_s = sum(last_s for _, last_s in stages)
+    for one_s, last_s in stages:
+        until_s += one_s
+        slowest_s = max(slowest_s, one_s)
+        longest_s = max(longest_s, until_s + (layers - 2) * slowest_s + after_s)
+        after_s -= last_s
+    return longest_s
 
 
 _PRICED: dict[SplitKind, Callable[[Chain, Sequence[int], int], Timeline]] = {

@@ -3,6 +3,11 @@
 Balanced machines finish together, so that is where the search begins; from there one cut at a time moves by a
 layer, or by a chunk, while that helps. With one helper that finds the best cut: the end is the longest of
 paths whose lengths are linear in the layers, which has no second valley.
+
+Speeds are known to a tenth or so, and a wrong one costs more on one side: work that a slow machine should not
+have had delays everything by all of the difference, work that a fast one has too much of by a small part. So
+cuts are searched for as if slow machines were a little slower, and fast ones faster, than they are known to
+be; what is found is priced by the speeds as they are known.
 """
 
 from __future__ import annotations
@@ -10,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fleetd.plan.costs import MEASURED_TOKENS, LinkSpeed
 from fleetd.plan.prefill.options import HelperSpec
@@ -35,6 +40,9 @@ _HALVINGS = 16
 # How long a machine should compute one chunk, unless a chunk takes longer alone: meanwhile its other requests
 # wait for their turns.
 STEP_S, BUSY_STEP_S = 1.0, 0.25
+
+# By how much one machine's speed against another's is usually misjudged, either way.
+MISJUDGED = 0.1
 
 Cuts = tuple[int, ...]
 
@@ -80,14 +88,20 @@ class Search:
         helpers: Sequence[HelperSpec],
         home: HelperSpec,
     ) -> None:
-        self._prompt, self._helpers, self._home = prompt, helpers, home.speed
+        self._prompt = prompt
+        *self._helpers, cautious_home = _cautious(prompt, [*helpers, home])
+        self._home = cautious_home.speed
         start = max(prompt.cached, prompt.tokens - prompt.chunk)
         alone_s = home.speed.seconds(1.0, start, prompt.chunk)
         self._steps = [
             (machine.speed, BUSY_STEP_S if machine.running > 0 else max(STEP_S, alone_s))
             for machine in (*helpers, home)
         ]
-        self._chain = Chain(prompt, helpers, home.speed)
+        # Which cuts are better, and what the best ones are expected to take.
+        self._chain, self._known = (
+            Chain(prompt, self._helpers, self._home),
+            Chain(prompt, helpers, home.speed),
+        )
         links = [helper.link for helper in helpers]
         self._onward: list[LinkSpeed | None] = [a.and_(b) for a, b in itertools.pairwise(links)]
         self._onward.append(None)
@@ -95,12 +109,15 @@ class Search:
 
     def found(self) -> list[tuple[SplitKind, Found]]:
         """The best cuts of each kind, and the best with which home computes nothing."""
-        tried: list[tuple[SplitKind, Found | None]] = [
-            ("tokens", self.tokens()),
-            ("layers", self.layers()),
-            ("layers", self.layers(whole=True)),
-        ]
-        return [(kind, found) for kind, found in tried if found is not None]
+        found: list[tuple[SplitKind, Found]] = []
+        if (tokens := self.tokens()) is not None:
+            timeline = self._known.tokens(tokens.cuts, tokens.chunk)
+            found.append(("tokens", replace(tokens, timeline=timeline)))
+        for whole in (False, True):
+            if (layers := self.layers(whole=whole)) is not None:
+                timeline = self._known.layers(layers.cuts, layers.chunk)
+                found.append(("layers", replace(layers, timeline=timeline)))
+        return found
 
     def layers(self, *, whole: bool = False) -> Found | None:
         """As a pipeline of chunks; ``whole``: home computes nothing. None if the helpers lack room.
@@ -337,6 +354,22 @@ class Search:
             speed.seconds((b - a) / prompt.layers, start, chunk) <= step_s
             for (speed, step_s), (a, b) in zip(self._steps, itertools.pairwise(cuts), strict=True)
         )
+
+
+def _cautious(prompt: PrefillSize, machines: Sequence[HelperSpec]) -> list[HelperSpec]:
+    """The machines with the speeds that make cuts last: each is moved away from the mean of all.
+
+    Of two machines, let the slow one have the share x of the work. If its speed is overestimated by e, the
+    end is late by e, and if it is underestimated, by e · x / (1 - x), since that work is then the other's.
+    For errors that are spread evenly the mean is least where the speed is taken too low, by 1 - 2x of their
+    bound.
+    """
+    rates = [1 / machine.speed.total(1.0, prompt.new, prompt.chunk) for machine in machines]
+    mean = sum(rates) / len(rates)
+    return [
+        replace(machine, speed=machine.speed.times(1 + MISJUDGED * (mean - rate) / sum(rates)))
+        for machine, rate in zip(machines, rates, strict=True)
+    ]
 
 
 def _apart(cuts: Cuts, least_last: int) -> bool:

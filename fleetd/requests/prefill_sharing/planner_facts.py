@@ -17,7 +17,7 @@ from fleetd.plan.costs import PrefillSpeed, modelled
 from fleetd.plan.prefill.choice import choose as choose_option
 from fleetd.plan.prefill.choice import options
 from fleetd.plan.prefill.options import NO_LINK, HelperSpec, PlanChoice, PrefillOption
-from fleetd.plan.prefill.schedule import PrefillSize
+from fleetd.plan.prefill.schedule import LAST_LAYER, PrefillSize, share_of
 from fleetd.plan.refusals import Refusal
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.members import Member, eligible
@@ -51,6 +51,7 @@ def prompt(tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0) ->
         unshareable=unshareable,
         weights_bytes=facts.weights_bytes,
         outside_bytes=facts.outside_bytes,
+        last_layer=LAST_LAYER,
     )
 
 
@@ -160,8 +161,9 @@ def parts(option: PrefillOption, machines: Iterable[HelperSpec]) -> list[PartOfS
         return []  # a helper has just left the fleet
     found = []
     for place, machine in enumerate(chain):
-        share = len(split.layers_of(place)) / split.layers
-        expected_s = machine.speed.total(share, split.tokens_of(place), split.chunk)
+        expected_s = machine.speed.total(
+            share_of(split.layers_of(place), split.layers), split.tokens_of(place), split.chunk
+        )
         found.append(PartOfSplit(machine.node_id, machine.speed.token_s, expected_s))
     return found
 

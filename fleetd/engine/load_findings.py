@@ -1,0 +1,88 @@
+"""What a worker finds out about a model by computing with it, stored for the next load of the same files.
+
+One file per model and device. The files, the device, the libraries and the variables that choose their
+kernels decide all of it but the speeds, which also depend on what else the machine did meanwhile. Speeds that
+were measured on a busy machine are used until a load finds it quiet, and measures them again.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from fleetd.engine import cpu
+from fleetd.engine.cached_results import CachedResult
+from fleetd.engine.calibrate import Speeds
+from fleetd.engine.protocol import Arithmetic
+from fleetd.engine.speculation.verdicts import VerdictKey
+
+_FOLDER = "loads"
+# Raised when what was found before would be found otherwise: other checks, other fingerprints.
+FINDINGS_VERSION = 1
+# Libraries that compute beside MLX on a CPU.
+_BESIDE = ("numpy", "mkl")
+# Speeds are doubtful where other processes used more than this share of the processors meanwhile.
+BUSY_SHARE = 0.2
+
+
+class LoadFindings(msgspec.Struct, frozen=True):
+    """``together``: whether answers can be decoded in one batch. ``dense_reason``: why prompts must be
+    prefilled whole; "" if they need not be. ``arithmetic``: None if no other machine can help.
+    ``vocabulary``: a hash of the tokenizer's vocabulary. ``busy``: the speeds are those of a machine that had
+    other work."""
+
+    together: bool
+    dense_reason: str
+    arithmetic: Arithmetic | None
+    speeds: Speeds
+    vocabulary: str
+    busy: bool = False
+
+
+class OtherWork:
+    """The share of this machine's processors that other processes use from the construction on."""
+
+    def __init__(self) -> None:
+        self._begun = self._read()
+
+    @property
+    def share(self) -> float:
+        """From 0 to 1."""
+        total, busy, own = (now - then for now, then in zip(self._read(), self._begun, strict=True))
+        return min(1.0, max(0.0, busy - own) / total) if total > 0 else 0.0
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        """Processor seconds: all, those in which something ran, and those of this process."""
+        times, own = psutil.cpu_times(), psutil.Process().cpu_times()
+        idle = times.idle + getattr(times, "iowait", 0.0)
+        # Linux counts guests' time twice.
+        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
+        return total, total - idle, own.user + own.system
+
+
+class FindingsKey(msgspec.Struct, frozen=True):
+    """Equal if a load would find the same. Nothing is stored where the ``model``'s digest is unknown."""
+
+    model: VerdictKey
+    beside: dict[str, str]
+    exact: bool
+    findings: int = FINDINGS_VERSION
+
+    @classmethod
+    def now(cls, model: VerdictKey) -> FindingsKey:
+        """The key of this process, as it would compute now."""
+        beside = {}
+        for name in _BESIDE:
+            with suppress(importlib.metadata.PackageNotFoundError):
+                beside[name] = importlib.metadata.version(name)
+        return cls(model, beside, cpu.exact())
+
+    def cached(self, cache: Path) -> CachedResult[LoadFindings]:
+        """Where they are stored. ``cache``: the home's folder for what can be found out again."""
+        name = f"{self.model.digest[:32]}-{self.model.device}.json"
+        return CachedResult(cache / _FOLDER / name if self.model.digest else None, self, LoadFindings)
