@@ -311,6 +311,10 @@ SMART_SCORES_BYTES = 64 * MIB
 SCORE_HEADS = 16
 # The question's last tokens whose queries count: the smart prefill papers take 8 to 64.
 SCORE_QUERIES = 64
+# Idle time that a worker is given at once to be measured for scoring; the daemon renews it every second
+# while nothing runs, and takes it back when something does. Larger models are measured only once a prompt has
+# wanted their scores: a model that only answers need not be.
+IDLE_TIME_S, IDLE_MODEL_BYTES = 3.0, 4 * GIB
 # Prompts that one worker scores at once, each a step in its turn; more are refused, and read whole where no
 # other machine scores them.
 SCORES = 4

@@ -14,6 +14,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, MemoryBudget, RequestCounts
+from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import FleetError
 from fleetd.limits import MIB
 from fleetd.models.catalog import find
@@ -55,6 +56,7 @@ class CardMaker:
         publish: Callable[[Card], None],
         speeds: ModelSpeeds,
         budget: Callable[[HardwareReading, int], MemoryBudget],
+        profiles: ProfileStore | None = None,
     ) -> None:
         self._bare = Card(node_id, epoch, 0, name=name, software=software, max_streams=max_streams)
         self._models = models
@@ -65,6 +67,9 @@ class CardMaker:
         self._publish = publish
         self._speeds = speeds
         self._budget = budget
+        self._profiles = profiles or ProfileStore()
+        # Model → whether it can score, as its last worker or a stored profile says.
+        self._scoring: dict[str, str] = {}
         # Workers whose measurement at load is recorded already: model → process id.
         self._seeded: dict[str, int | None] = {}
         # Model → precision and arithmetic of its last worker here; the next one will have the same.
@@ -141,15 +146,24 @@ class CardMaker:
             for folder in list(self._installed):
                 if _key(folder) not in self._digests:
                     try:
-                        found = str(await asyncio.to_thread(self._models.digest, folder))
+                        found = await asyncio.to_thread(self._digest, folder)
                     except (FleetError, OSError) as error:
                         log.warning("card.no_digest", model=folder.name, error=str(error))
                         found = ""
                     self._digests[_key(folder)] = found
             await asyncio.sleep(_LOOK_S)
 
+    def _digest(self, folder: ModelFolder) -> str:
+        """Its digest, and whether a profile is known under it. Reads files."""
+        digest = str(self._models.digest(folder))
+        if (profile := self._profiles.find(digest)) is not None:
+            self._scoring.setdefault(folder.name, "ready" if profile.heads else "unable")
+        return digest
+
     def _seed(self, engines: Iterable[EngineStatus]) -> None:
         for engine in engines:
+            if engine.state == "ready" and not engine.part_of:
+                self._scoring[engine.model] = engine.scoring
             if engine.state == "ready" and self._seeded.get(engine.model) != engine.pid:
                 self._seeded[engine.model] = engine.pid
                 name, decode_tok_s, arithmetic = engine.model, engine.decode_tok_s, engine.arithmetic
@@ -196,6 +210,7 @@ class CardMaker:
             dtype=dtype,
             arithmetic=arithmetic,
             sparse=holder is not None and holder.shares_sparse,
+            scoring=self._scoring.get(folder.name, ""),
             exactness=engine.speculation[: limits.CARD_TEXT_CHARS] if engine and state == "loaded" else "",
         )
 

@@ -65,6 +65,8 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
     ``done`` of ``total`` is the progress of a loading ``stage``; ``load_steps``: what each stage took.
     A worker with only the layers [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
+    ``scoring``: "ready" if it can score prompts, "unmeasured" until its profile is found, "unable" if it
+    never can.
     """
 
     model: str = ""
@@ -91,6 +93,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     shares_sparse: bool = False
     speculation: str = ""
     load_steps: list[StepView] = []
+    scoring: str = ""
     part_of: str = ""
     first_layer: int = 0
     last_layer: int = 0

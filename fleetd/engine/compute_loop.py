@@ -78,12 +78,17 @@ class ComputeLoop(ABC):
         self._close()
 
     def turn(self) -> bool:
-        """Take what has arrived, then a step of each kind of work. False once the loop is to stop."""
-        for item in self.inbox.take(0.0 if self._ready else _wait_s(self._deadlines())):
+        """Take what has arrived, then a step of each kind of work; where there is none, a step of idle work.
+
+        False once the loop is to stop.
+        """
+        for item in self.inbox.take(0.0 if self._ready or self._idles else _wait_s(self._deadlines())):
             if isinstance(item, Stop):
                 return False
             self._take(item)
         self._compute()
+        if self._idles and self.inbox.empty():
+            self._idle_step()
         return True
 
     def heartbeat(self) -> None:
@@ -93,6 +98,15 @@ class ComputeLoop(ABC):
             self._heartbeat_at = now + limits.ENGINE_BEAT_S
             self._sweep()
             self.emit(self._figures())
+
+    @property
+    def _idles(self) -> bool:
+        """True if there is nothing to do, and time and work for ``_idle_step``."""
+        return False
+
+    def _idle_step(self) -> None:
+        """A short step of what may wait for ever. Loops that idle override it."""
+        raise NotImplementedError
 
     @abstractmethod
     def _compute(self) -> None:

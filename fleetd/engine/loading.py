@@ -21,14 +21,14 @@ from mlx_lm.utils import load_config, load_model
 
 from fleetd import limits
 from fleetd.engine import cpu
-from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.calibrate import calibrate
 from fleetd.engine.failures import over_files
 from fleetd.engine.load_findings import BUSY_SHARE, FindingsKey, LoadFindings, OtherWork
 from fleetd.engine.memory import admit_weights
-from fleetd.engine.protocol import Loading, Profile, Ready
+from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import SamplingDefaults
-from fleetd.engine.scoring.head_profile import ProfileKey
+from fleetd.engine.scoring.known_profiles import ProfileStore
+from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
@@ -68,7 +68,7 @@ class Loaded:
     sharable: Sharable | None
     # None if prompts must be prefilled whole.
     sparse: Sparse | None
-    profile: CachedResult[Profile]
+    search: ProfileSearch
 
 
 def pick_device(wanted: str) -> Device:
@@ -151,6 +151,14 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
     left = max(0, usable - weights - WORKING_BYTES)
     prefix_bytes = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
+    search = ProfileSearch(
+        model=model,
+        tokenizer=tokenizer,
+        context_tokens=context,
+        known=ProfileStore.in_home(Path(settings.cache)) if settings.cache else ProfileStore(),
+        digest=key.digest or digests.remembered(path, Path(settings.record) if settings.record else None),
+        device=device,
+    )
     facts = Ready(
         architecture=str(config.get("model_type", "unknown")),
         device=device,
@@ -180,11 +188,11 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         sparse=dense_reason,
         sparse_tail=sparse.tail if sparse else 0,
         arithmetic=sharable.arithmetic if sharable else None,
+        scoring=search.state,
         vocabulary=known.vocabulary,
     )
-    profile = ProfileKey(key.digest, versions()).cached(Path(settings.cache))
     return Loaded(
-        model, tokenizer, facts, prefix_bytes, _defaults(path), together, verdict, sharable, sparse, profile
+        model, tokenizer, facts, prefix_bytes, _defaults(path), together, verdict, sharable, sparse, search
     )
 
 

@@ -38,6 +38,7 @@ from fleetd.engine.protocol import (
     DraftFor,
     Failed,
     Generate,
+    IdleTime,
     LoadFailed,
     PrefillAlone,
     PrefillShared,
@@ -169,7 +170,7 @@ class Front:
                                 self._preparing[request_id] = True
                                 continue
                         self._compute.tell(command)
-                    case PrefillShared() | PrefillAlone() | AssistPrefill() | DraftFor():
+                    case PrefillShared() | PrefillAlone() | AssistPrefill() | DraftFor() | IdleTime():
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()
@@ -285,7 +286,7 @@ def _start(
             speculation=_speculation(settings, loaded),
             sparse=loaded.sparse,
             vocab_size=facts.vocab_size,
-            profile=loaded.profile,
+            search=loaded.search,
         )
     threading.Thread(
         target=receive_sockets, args=(channel, compute.put_stream), name="channel", daemon=True

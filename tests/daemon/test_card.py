@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
+from fleetd.engine.protocol import Profile
+from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.hardware.memory import budget
 from fleetd.models.folder import ModelFolder
 from fleetd.own_card import CardMaker
@@ -43,9 +45,11 @@ def part(pid: int, first: int, last: int, **fields: Any) -> EngineStatus:
 class Daemon:
     """A card maker with everything it looks at."""
 
-    def __init__(self, **limits: Any) -> None:
+    def __init__(self, profiles: ProfileStore | None = None, **limits: Any) -> None:
         self.engines: list[EngineStatus] = []
         self.listing = asyncio.Event()
+        # The folder's profile is known, which is looked up after it is listed.
+        self.knows = profiles is not None
         self.speeds = ModelSpeeds()
         self.maker = CardMaker(
             node_id="n",
@@ -60,6 +64,7 @@ class Daemon:
             max_streams=4,
             publish=self.published,
             speeds=self.speeds,
+            profiles=profiles,
             budget=lambda machine, free_bytes: budget(machine.memory_bytes, free_bytes, **limits),
         )
 
@@ -71,7 +76,7 @@ class Daemon:
             running.cancel()
 
     def published(self, card: Card) -> None:
-        if card.models:
+        if card.models and (card.models[0].scoring or not self.knows):
             self.listing.set()
 
     @property
@@ -94,6 +99,26 @@ async def test_a_card_tells_what_a_load_measured_in_two_digits() -> None:
     # A little is no news.
     daemon.engines = [engine(8, prefill_tok_s=308.0, prefill_context_s=1.23e-6)]
     assert daemon.model == told
+
+
+@pytest.mark.one_loop
+async def test_a_card_says_whether_a_model_can_score_at_once(tmp_path: Path) -> None:
+    """Also of one that is not loaded, if its profile is shipped or was found here."""
+    daemon = Daemon()
+    await daemon.listed()
+    assert daemon.model.scoring == ""
+    daemon.engines = [engine(7, scoring="unmeasured")]
+    assert daemon.model.scoring == "unmeasured"
+    daemon.engines = [engine(7, scoring="ready")]
+    assert daemon.model.scoring == "ready"
+    daemon.engines = []
+    assert daemon.model.scoring == "ready"
+    for heads, scoring in (([(0, 0)], "ready"), ([], "unable")):
+        store = ProfileStore(tmp_path / scoring)
+        store.keep("d", "metal", Profile(heads, 1))
+        daemon = Daemon(profiles=store)
+        await daemon.listed()
+        assert daemon.model.scoring == scoring
 
 
 @pytest.mark.one_loop

@@ -30,6 +30,7 @@ from fleetd.engine.protocol import (
     FrameTooLong,
     Generate,
     Heartbeat,
+    IdleTime,
     Keep,
     LoadFailed,
     Loading,
@@ -42,6 +43,7 @@ from fleetd.engine.protocol import (
     Sampling,
     Score,
     Scored,
+    ScoringState,
     Shared,
     Shutdown,
     StepTime,
@@ -61,7 +63,7 @@ COMMANDS: list[Any] = [
     Generate(
         "b", TextPrompt("text"), Sampling(0.5, seed=-(1 << 63), logit_bias={3: -1.5}), 7, ["s"], 3, True
     ),
-    Generate("c", TokenPrompt([0, 1, 1 << 31])),
+    Generate("c", TokenPrompt([0, 1, (1 << 31) - 1])),
     Generate("d", TextPrompt("text"), keep=Keep({0: [(0, 2), (3, 4)]})),
     Score("e", "text", [(0, 2)], (1, 3), 4, Profile([(0, 1)], 3, True)),
     DraftFor("f", 3),
@@ -69,6 +71,7 @@ COMMANDS: list[Any] = [
     PrefillAlone("a", "no helper"),
     AssistPrefill("d", SPLIT, 0),
     Cancel("a"),
+    IdleTime(2.5),
     Shutdown(),
 ]
 REPORTS: list[Any] = [
@@ -100,6 +103,7 @@ REPORTS: list[Any] = [
     Scored("e", PackedScores(1, 1, b"s", b"e", b"p", b"l", b"q"), Profile([(0, 1)], 3), 9, 0.5),
     Followed("f", 3, 2, 1),
     Heartbeat(3, 1, 2, 3, 4, True, 5, 6, 7, 8, 9),
+    Heartbeat(3, scoring=ScoringState("unmeasured", 5000)),
 ]
 
 

@@ -22,13 +22,17 @@ from fleetd.engine.protocol import (
     Failed,
     Finished,
     Generate,
+    Heartbeat,
+    IdleTime,
     Prefill,
     Report,
     Sampling,
+    ScoringState,
     TextPrompt,
     TokenPrompt,
 )
 from fleetd.engine.scheduler import PATIENCE_TURNS, Scheduler
+from fleetd.engine.scoring import head_profile
 from fleetd.errors import InvalidValue
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -357,3 +361,52 @@ def test_prompts_at_the_context_and_one_past_it(parts: tuple[Any, Any]) -> None:
     last = bench.of("n18")[-1]
     assert isinstance(last, Finished)
     assert last.usage.completion_tokens <= 2
+
+
+# ---- Idle time -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_profile, "NEEDLES", 2)
+    monkeypatch.setattr(head_profile, "SENTENCES", 6)
+
+
+@pytest.mark.usefixtures("short_search")
+def test_idle_time_goes_to_the_search_for_a_profile_and_requests_before_it(parts: tuple[Any, Any]) -> None:
+    bench = Bench(parts)
+    scoring = bench.scheduler._scores.search
+    left = scoring.state.left
+    # Nothing is searched where the daemon has given no time: other workers of the machine may be busy.
+    bench.scheduler.tell(Cancel("nothing"))
+    bench.turn()
+    assert scoring.state.left == left
+    bench.scheduler.tell(IdleTime(1000.0))
+    for _ in range(3):
+        bench.turn()
+    begun = scoring.state.left
+    assert begun < left
+    # A request is computed first, all of it, and the search goes on where it was.
+    bench.submit("a", "<hello>")
+    while not any(isinstance(event, Finished) for event in bench.of("a")):
+        assert scoring.state.left == begun
+        bench.turn()
+    assert bench.text("a") == "Hello there, world!"
+    # Nor is anything searched once the time is taken back.
+    bench.scheduler.tell(IdleTime(0.0))
+    bench.turn()
+    assert begun - scoring.state.left <= 16
+    begun = scoring.state.left
+    bench.scheduler.tell(Cancel("nothing"))
+    bench.turn()
+    assert scoring.state.left == begun
+    bench.scheduler.tell(IdleTime(1000.0))
+    bench.events.clear()
+    while scoring.state.left:
+        bench.turn()
+        bench.scheduler.heartbeat()
+    # The daemon hears of the end at once.
+    beat = bench.events[-1]
+    assert isinstance(beat, Heartbeat)
+    assert beat.scoring == scoring.state == ScoringState("unable")
+    bench.check_clean()

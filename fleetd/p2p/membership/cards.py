@@ -38,9 +38,11 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     ``arithmetic`` compute the same bytes; "" where it is not known.
 
     Where it is not loaded, layers [``part_first``, ``part_last``) of it may be, to help others; (0, 0): none.
-    ``kv_budget_bytes``: for keys and values of what is loaded. ``exactness``: the probe's verdict, whether
-    drafts can be verified there without changing a byte (``engine.protocol.Ready.speculation``). ``sparse``:
-    what is loaded helps with prompts of which tokens are left out.
+    ``scoring``: "ready" if prompts can be scored with it at once, "unable" if they never can, "unmeasured" or
+    "" before that is known. ``kv_budget_bytes``: for keys and values of what is loaded. ``exactness``: the
+    probe's verdict, whether drafts can be verified there without changing a byte
+    (``engine.protocol.Ready.speculation``). ``sparse``: what is loaded helps with prompts of which tokens are
+    left out.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
@@ -64,6 +66,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     arithmetic: Text = ""
     exactness: Text = ""
     sparse: bool = False
+    scoring: Text = ""
 
 
 class MachineFacts(msgspec.Struct, frozen=True, omit_defaults=True):

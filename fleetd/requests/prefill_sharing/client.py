@@ -184,12 +184,16 @@ class PrefillSharing(PipelineStep):
     def chose(self, choice: PlanChoice, own: ModelCard) -> None:
         """Remember it, and let helpers load what would have made this one faster."""
         self._previous[own.name] = choice.best
-        now_s = self.monotonic()
         for load in choice.warm:
-            before_s = self._warmed.get((load.node_id, own.digest), float("-inf"))
-            if now_s - before_s >= limits.SHARE_WARM_S:
-                self._warmed[load.node_id, own.digest] = now_s
-                self.later(self._warm(load, own))
+            self.warm(load, own)
+
+    def warm(self, load: Load, own: ModelCard) -> None:
+        """Ask a machine to load a model for later prompts, unless it was asked a short while ago."""
+        now_s = self.monotonic()
+        before_s = self._warmed.get((load.node_id, own.digest), float("-inf"))
+        if now_s - before_s >= limits.SHARE_WARM_S:
+            self._warmed[load.node_id, own.digest] = now_s
+            self.later(self._warm(load, own))
 
     def learn(self, digest: str, parts: Iterable[tuple[PartOfSplit, Sequence[StepTime]]]) -> None:
         """What each machine took for its part, in the order of the chain."""
