@@ -186,7 +186,7 @@ def test_only_a_success_at_the_same_work_ends_it() -> None:
 
 
 async def test_a_machine_that_failed_a_shared_prefill_is_not_asked_to_draft_or_to_score() -> None:
-    fleet = Fleet(Member(own_card("studio"), "studio"))
+    fleet = Fleet(Member(own_card("studio", scoring="ready"), "studio"))
     scorers = Scorers(ScoringPool(), models(), ModelSpeeds(), fleet.members)  # type: ignore[arg-type]
     policy = SmartPrefillPolicy(compressor_model="m")
     own = own_card("home").models[0]

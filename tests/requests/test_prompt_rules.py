@@ -47,7 +47,7 @@ class Machine:
         self.members = Members(self.fleet.machines, lambda: own_card("home"), unaided=self.fleet.unaided)
 
     def publish(self) -> None:
-        card = own_card(self.name)
+        card = own_card(self.name, scoring="ready")
         self.node.publish(replace(card, node_id=self.node.node_id, epoch=self.node.epoch))
 
     async def shown_to(self) -> dict[str, str]:
