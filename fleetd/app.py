@@ -186,7 +186,7 @@ class Daemon:
         self._card: CardMaker | None = None
 
     def _sharer(self, fleet: Fleet) -> PrefillSharing:
-        return PrefillSharing(fleet, self._pool, self._members, self._metrics)
+        return PrefillSharing(fleet, self._pool, self._members, self._metrics, self._speeds)
 
     def _compressor(self) -> CompressionService:
         scorers = Scorers(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -57,6 +58,7 @@ class CardMaker:
         speeds: ModelSpeeds,
         budget: Callable[[HardwareReading, int], MemoryBudget],
         profiles: ProfileStore | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bare = Card(node_id, epoch, 0, name=name, software=software, max_streams=max_streams)
         self._models = models
@@ -70,8 +72,9 @@ class CardMaker:
         self._profiles = profiles or ProfileStore()
         # Model → whether it can score, as its last worker or a stored profile says.
         self._scoring: dict[str, str] = {}
-        # Workers whose measurement at load is recorded already: model → process id.
-        self._seeded: dict[str, int | None] = {}
+        self._monotonic = monotonic
+        # Measurements that are recorded already: model → process id of its worker, prefill speed, doubt.
+        self._seeded: dict[str, tuple[int | None, float, str]] = {}
         # Model → precision and arithmetic of its last worker here; the next one will have the same.
         self._arithmetic: dict[str, tuple[str, str]] = {}
         self._installed: list[ModelFolder] = []
@@ -164,8 +167,9 @@ class CardMaker:
         for engine in engines:
             if engine.state == "ready" and not engine.part_of:
                 self._scoring[engine.model] = engine.scoring
-            if engine.state == "ready" and self._seeded.get(engine.model) != engine.pid:
-                self._seeded[engine.model] = engine.pid
+            measured = (engine.pid, engine.prefill_tok_s, engine.doubt)
+            if engine.state == "ready" and self._seeded.get(engine.model) != measured:
+                self._seeded[engine.model] = measured
                 name, decode_tok_s, arithmetic = engine.model, engine.decode_tok_s, engine.arithmetic
                 if engine.part_of:
                     # Some layers decode nothing, and their fingerprint is not that of the whole model.
@@ -178,6 +182,8 @@ class CardMaker:
                     decode_tok_s,
                     engine.prefill_context_s,
                     engine.prefill_fixed_s,
+                    bool(engine.doubt),
+                    now_s=self._monotonic(),
                 )
 
     def _model(
@@ -204,6 +210,7 @@ class CardMaker:
             decode_tok_s=_rough(speed.decode_tok_s),
             prefill_context_s=_rough(speed.prefill_context_s),
             prefill_fixed_s=_rough(speed.prefill_fixed_s),
+            doubtful=speed.doubtful,
             kv_budget_bytes=holder.kv_budget_bytes if holder is not None else 0,
             part_first=helping.first_layer if helping is not None else 0,
             part_last=helping.last_layer if helping is not None else 0,

@@ -306,7 +306,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     Speeds are those of one request alone on a short context; 0 if there was no time to measure them.
     ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
     ``prefill_fixed_s``: those that each chunk takes however short it is. Where only some layers are held, all
-    three are what the whole model would take at the pace of these.
+    three are what the whole model would take at the pace of these. ``doubt``: why these speeds may be wrong,
+    as a part of a sentence; "" if they can be believed.
     ``unshareable``: why no other machine can help this model; "" if they can.
     ``speculation``: the probe's verdict, whether drafts can be verified without changing a byte; it begins
     with "exact", "declined" or "off". ``speculation_width``: tokens of one pass that it holds for, 1 where it
@@ -333,10 +334,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     decode_tok_s: float = 0.0
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
+    doubt: str = ""
     hidden_bytes: int = 0
     # The part of ``weights_bytes`` that belongs to no layer: a machine that has some layers has a part of it,
     # or none.
     outside_bytes: int = 0
+    # Of the layer with the most weights; 0 where it is not known.
+    layer_bytes: int = 0
     # The layers [first, last) that are held: all of them but in a worker that only helps.
     first_layer: int = 0
     last_layer: int = 0
@@ -351,6 +355,16 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     scoring: ScoringState = ScoringState()
     # Equal where two models mean the same by every token id: a hash of the tokenizer's vocabulary.
     vocabulary: str = ""
+
+
+class MeasuredAgain(msgspec.Struct, frozen=True, tag="measured_again"):
+    """Speeds that were measured again after Ready, as there; they take the place of those."""
+
+    prefill_tok_s: float
+    decode_tok_s: float
+    prefill_context_s: float
+    prefill_fixed_s: float
+    doubt: str = ""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
@@ -544,7 +558,7 @@ Command = (
     Generate | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Score | Cancel | IdleTime | Shutdown
 )
 Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted | Scored | Followed
-Report = Loading | Ready | LoadFailed | Heartbeat | Event
+Report = Loading | Ready | MeasuredAgain | LoadFailed | Heartbeat | Event
 
 # ---- Framing ---------------------------------------------------------------------------------------------
 

@@ -35,6 +35,7 @@ from fleetd.engine.protocol import (
     IdleTime,
     LoadFailed,
     Loading,
+    MeasuredAgain,
     PrefillAlone,
     PrefillShared,
     Ready,
@@ -360,6 +361,7 @@ class EngineProcess:
             decode_tok_s=round(facts.decode_tok_s, 1) if facts else 0.0,
             prefill_context_s=facts.prefill_context_s if facts else 0.0,
             prefill_fixed_s=facts.prefill_fixed_s if facts else 0.0,
+            doubt=facts.doubt if facts else "",
             arithmetic=facts.arithmetic.text if facts and facts.arithmetic else "",
             shares_sparse=bool(facts and facts.arithmetic and not facts.arithmetic.sparse),
             speculation=facts.speculation if facts else "",
@@ -427,6 +429,10 @@ class EngineProcess:
                     load_s=round(report.load_s, 2),
                 )
                 await self._notify()
+            case MeasuredAgain():
+                if self.facts is not None:
+                    self.facts = msgspec.structs.replace(self.facts, **msgspec.structs.asdict(report))
+                log.info("engine.measured", model=self.settings.name, doubt=report.doubt)
             case LoadFailed(code, message, hint):
                 self.error = from_code(code, message, hint=hint)
                 self.state = "failed"

@@ -251,10 +251,13 @@ def _start(
     quiet_libraries()
     with import_index.stored(Path(settings.cache)) if settings.cache else nullcontext():
         from fleetd.engine import loading, stage_loading
+        from fleetd.engine.calibrate import Calibration
         from fleetd.engine.helper_loop import HelperLoop
+        from fleetd.engine.idle_calibration import IdleCalibration
         from fleetd.engine.memory import KvBudget
         from fleetd.engine.prefix_cache import PrefixCache
         from fleetd.engine.scheduler import Scheduler
+        from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 
     device = loading.pick_device(settings.device)
     if device == "cpu":
@@ -268,6 +271,13 @@ def _start(
             context_tokens=facts.context_tokens,
             budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
             emit=link.send,
+            idle=IdleCalibration(
+                lambda: PartCalibration(
+                    part.sharable.stage, part.sharable.layout, facts.context_tokens, limits.CALIBRATE_S
+                ),
+                facts,
+                link.send,
+            ),
         )
     else:
         loaded = loading.load(settings, device, link.send)
@@ -281,6 +291,12 @@ def _start(
             budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
             prefix=PrefixCache(loaded.prefix_bytes),
             emit=link.send,
+            idle=IdleCalibration(
+                lambda: Calibration(loaded.model, facts.vocab_size, facts.context_tokens, limits.CALIBRATE_S),
+                facts,
+                link.send,
+                keep=loaded.keep_speeds,
+            ),
             defaults=loaded.defaults,
             sharable=loaded.sharable,
             speculation=_speculation(settings, loaded),

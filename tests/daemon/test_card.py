@@ -33,7 +33,7 @@ MEASURED = {
 
 def engine(pid: int, **fields: Any) -> EngineStatus:
     blank: dict[str, Any] = dict.fromkeys(EngineStatus.__struct_fields__, 0)
-    named = {"model": "m", "part_of": "", "state": "ready", "pid": pid}
+    named = {"model": "m", "part_of": "", "state": "ready", "pid": pid, "doubt": ""}
     return EngineStatus(**{**blank, **named, **MEASURED, **fields})
 
 
@@ -142,7 +142,13 @@ async def test_a_worker_is_believed_once_and_then_its_runs_are() -> None:
     begun = daemon.model.prefill_tok_s
     for _ in range(20):
         daemon.speeds.ran(
-            "m", prompt_tokens=300, cached_tokens=0, completion_tokens=1, prefill_s=0.3, decode_s=0
+            "m",
+            prompt_tokens=300,
+            cached_tokens=0,
+            completion_tokens=1,
+            prefill_s=0.3,
+            decode_s=0,
+            now_s=0.0,
         )
     assert daemon.model.prefill_tok_s > 1.5 * begun
     daemon.engines = [engine(8)]
@@ -180,3 +186,19 @@ async def test_with_the_whole_model_loaded_a_part_says_nothing() -> None:
 async def test_what_a_model_may_take_is_bounded_by_the_settings(most: int, usable: int) -> None:
     daemon = Daemon(fraction=0.5, max_bytes=most)
     assert daemon.maker.card().usable_bytes == usable
+
+
+@pytest.mark.one_loop
+async def test_a_card_says_that_its_speeds_are_in_doubt_until_they_are_measured_again() -> None:
+    daemon = Daemon()
+    await daemon.listed()
+    daemon.engines = [engine(7, doubt="other programs had 60 % of the processor")]
+    assert daemon.model.doubtful
+    daemon.speeds.ran(
+        "m", prompt_tokens=300, cached_tokens=0, completion_tokens=1, prefill_s=0.1, decode_s=0, now_s=0.0
+    )
+    corrected = daemon.model.prefill_tok_s
+    assert corrected > 310
+    # The same worker, which has just measured in idle time.
+    daemon.engines = [engine(7, prefill_tok_s=900.0)]
+    assert (daemon.model.prefill_tok_s, daemon.model.doubtful) == (900, False)

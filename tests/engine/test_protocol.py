@@ -34,6 +34,7 @@ from fleetd.engine.protocol import (
     Keep,
     LoadFailed,
     Loading,
+    MeasuredAgain,
     Prefill,
     PrefillAlone,
     PrefillShared,
@@ -78,6 +79,7 @@ REPORTS: list[Any] = [
     Loading("reading", 3, 9),
     Ready("llama", "cpu", "float32", 2, 8, 64, 1 << 40, 3, 4, True, False, True, 0.5, {"mlx": "1"}),
     LoadFailed("out_of_memory", "no", "hint"),
+    MeasuredAgain(500.0, 40.0, 1e-6, 0.01, "other programs had 60% of the processor"),
     msgspec.structs.replace(
         Ready("llama", "cpu", "float32", 8, 8, 64, 1 << 40, 3, 4, False, False, False, 0.5, {}),
         first_layer=3,

@@ -9,9 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from fakes import FACTS
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
+from msgspec.structs import replace
 
+from fleetd import limits
+from fleetd.engine.calibrate import Calibration
+from fleetd.engine.idle_calibration import IdleCalibration
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
@@ -24,6 +29,7 @@ from fleetd.engine.protocol import (
     Generate,
     Heartbeat,
     IdleTime,
+    MeasuredAgain,
     Prefill,
     Report,
     Sampling,
@@ -410,3 +416,39 @@ def test_idle_time_goes_to_the_search_for_a_profile_and_requests_before_it(parts
     assert isinstance(beat, Heartbeat)
     assert beat.scoring == scoring.state == ScoringState("unable")
     bench.check_clean()
+
+
+# ---- Measuring in idle time --------------------------------------------------------------------------------
+
+
+def test_a_request_in_the_middle_of_a_measurement_is_answered_as_without_it(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "CALIBRATE_AGAIN_S", 0.0)
+    begun: list[Calibration] = []
+
+    def begin() -> Calibration:
+        begun.append(Calibration(parts[0], 512, 256, 0.5))
+        return begun[-1]
+
+    def answer(bench: Bench) -> str:
+        bench.submit("r", "<hello>", max_tokens=20)
+        bench.finish()
+        return "".join(event.text for event in bench.of("r") if isinstance(event, Delta))
+
+    told: list[Report] = []
+    measuring = IdleCalibration(
+        begin, replace(FACTS, prefill_tok_s=1e-3, doubt="another program"), told.append
+    )
+    bench = Bench(parts, idle=measuring)
+    while not begun:
+        bench.turn()
+    bench.turn()
+    assert answer(bench) == answer(Bench(parts)) != ""
+    assert not told
+    while not told:
+        bench.turn()
+    assert len(begun) > 1, "the first measurement was given up"
+    (found,) = told
+    assert isinstance(found, MeasuredAgain)
+    assert found.prefill_tok_s > 1

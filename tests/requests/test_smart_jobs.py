@@ -349,8 +349,8 @@ async def test_what_the_engine_keeps_is_what_is_told(home: Any) -> None:
 
 async def test_a_window_that_is_always_kept_is_priced(home: Any) -> None:
     this = home(sparse="", tail=5000, kept=20)
-    this.speeds.seed("m", 500.0, 20.0)
-    this.speeds.seed("smollm2-135m", 2000.0, 20.0)
+    this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
+    this.speeds.seed("smollm2-135m", 2000.0, 20.0, now_s=0.0)
     local = OptionView("local", ["this"], 8.0, chosen=True)
     view = PlanView("m", 4000, 0, [local])
     plans = {
@@ -370,8 +370,8 @@ async def test_a_window_that_is_always_kept_is_priced(home: Any) -> None:
 )
 async def test_what_has_to_be_kept_is_priced(home: Any, bounds: dict[str, int], code: str) -> None:
     this = home()
-    this.speeds.seed("m", 500.0, 20.0)
-    this.speeds.seed("smollm2-135m", 3000.0, 20.0)
+    this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
+    this.speeds.seed("smollm2-135m", 3000.0, 20.0, now_s=0.0)
     assert (await this.told(chat(), replace(ASKED, **bounds))).code == code
     local = OptionView("local", ["this"], 8.0, chosen=True)
     view = await this.smart.plan(
@@ -405,8 +405,8 @@ async def test_sparse_where_it_cannot_be_done_is_not_done(home: Any) -> None:
 @pytest.mark.parametrize("form", ["sparse", "text"])
 async def test_what_is_kept_is_priced_with_the_help_of_others(home: Any, form: Any) -> None:
     this = home(sparse="", kept=20)
-    this.speeds.seed("m", 500.0, 20.0)
-    this.speeds.seed(SCORER, 5000.0, 200.0)
+    this.speeds.seed("m", 500.0, 20.0, now_s=0.0)
+    this.speeds.seed(SCORER, 5000.0, 200.0, now_s=0.0)
     asked: list[tuple[int, int]] = []
 
     def best_s(_folder: Any, tokens: int, _cached: int, kept: int) -> float:
@@ -609,8 +609,8 @@ async def test_an_error_of_the_whole_prompt_is_the_clients(home: Any) -> None:
 
 async def test_it_is_not_done_where_it_would_not_pay(home: Any) -> None:
     this = home()
-    this.speeds.seed("m", 10_000.0, 100.0)
-    this.speeds.seed("smollm2-135m", 100.0, 100.0)
+    this.speeds.seed("m", 10_000.0, 100.0, now_s=0.0)
+    this.speeds.seed("smollm2-135m", 100.0, 100.0, now_s=0.0)
     told = await this.told(chat())
     assert told.code == "slower"
     assert " s; all of it takes " in told.reason
@@ -663,7 +663,7 @@ UNMEASURED = ScoringState("unmeasured", 3000)
 async def test_no_prompt_waits_for_a_scorer_to_be_measured(home: Any, loaded: list[str]) -> None:
     """It is read whole at once, with the reason; and the scorer is measured once there is time."""
     this = home(Profiles({}), loaded=loaded, scoring=UNMEASURED)
-    this.speeds.seed(SCORER, 300.0, 100.0)
+    this.speeds.seed(SCORER, 300.0, 100.0, now_s=0.0)
     told = await this.told(chat())
     assert (told.form, told.code) == ("", "measuring")
     assert f"{SCORER} is not measured for scoring yet" in told.reason
@@ -756,7 +756,7 @@ async def test_the_first_prompt_of_a_scorer_takes_what_was_planned(home: Any) ->
 
 async def test_a_scorer_that_proves_slow_when_loaded_is_not_asked(home: Any) -> None:
     this = home(loaded=["m"])
-    this.speeds.seed("m", 2 * FACTS.prefill_tok_s, 100.0)
+    this.speeds.seed("m", 2 * FACTS.prefill_tok_s, 100.0, now_s=0.0)
     assert (await this.told(chat())).code == "slower"
     assert this.pool.loaded == ["m", SCORER]
     assert not this.pool.scores
@@ -773,8 +773,8 @@ async def test_what_would_be_done_is_told_with_its_price(
     home: Any, tokens: int, scorer_tok_s: float, code: str
 ) -> None:
     this = home()
-    this.speeds.seed("m", 100.0, 10.0)
-    this.speeds.seed("smollm2-135m", scorer_tok_s, 100.0)
+    this.speeds.seed("m", 100.0, 10.0, now_s=0.0)
+    this.speeds.seed("smollm2-135m", scorer_tok_s, 100.0, now_s=0.0)
     local = OptionView("local", ["this"], tokens / 100, chosen=True)
     view = await this.smart.plan(PlanView("m", tokens, 0, [local]), 0.2, this.models.resolve("m"), ASKED)
     found = {option.kind: option for option in view.options}

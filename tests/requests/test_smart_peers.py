@@ -48,7 +48,14 @@ from fleetd.requests.smart_prefill import messages
 from fleetd.requests.smart_prefill.client import SmartPrefill
 from fleetd.requests.smart_prefill.compression_job import CompressionService
 from fleetd.requests.smart_prefill.scorers import Scorers
-from fleetd.requests.smart_prefill.segment_scoring import ScoringQuestion, SegmentScoring, cut
+from fleetd.requests.smart_prefill.segment_scoring import (
+    CompressorModel,
+    ScorerRun,
+    ScoringJob,
+    ScoringQuestion,
+    SegmentScoring,
+    cut,
+)
 from fleetd.requests.smart_prefill.server import ScoreServer
 from fleetd.store import Store
 
@@ -194,8 +201,8 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
     ) -> Home:
         minis = [Mini(name, ledger) for name in names]
         pool, speeds = ScoringPool(), ModelSpeeds()
-        speeds.seed("m", 100.0, 100.0)
-        speeds.seed(SMOL, 500.0, 100.0)
+        speeds.seed("m", 100.0, 100.0, now_s=0.0)
+        speeds.seed(SMOL, 500.0, 100.0, now_s=0.0)
         found = models("m", SMOL) if own is not None or compressor_here else models("m")
         others = Neighbours(minis)
         if compressor_here:
@@ -454,7 +461,7 @@ async def test_this_machine_is_taken_for_what_its_card_says(
 ) -> None:
     """Small machines score first, and what computes something else counts for less."""
     this = home("mini", own=Card("me", 1, 1, models=[ModelCard(SMOL, digest=DIGEST)], **own))
-    this.speeds.seed(SMOL, 2200.0, 100.0)
+    this.speeds.seed(SMOL, 2200.0, 100.0, now_s=0.0)
     assert set((await this.told()).nodes) == nodes
 
 
@@ -649,3 +656,23 @@ async def test_a_machine_that_answers_elsewhere_is_priced_by_its_own_account(
     assert scorers.speed_at("mini", "other") is None
     assert scorers.speed_at("air", SMOL) is None
     assert scorers.speed_at("", "m") is None
+
+
+async def test_what_scoring_took_corrects_scoring_by_that_model_there_and_not_its_prefill(
+    ledger: Ledger, store: Store
+) -> None:
+    mini = Mini("mini", ledger)
+    members = Members(Neighbours([mini]).machines)
+    scorers = Scorers(ScoringPool(), models("m"), ModelSpeeds(), members)
+    (model,) = mini.machine.card.models
+    known = scorers.speed_at("mini", SMOL)
+    assert known is not None
+    scorer = Scorer("mini", "mini", known)
+    work = ScoringJob(ScoringQuestion("r1", "text", []), CompressorModel(SMOL, model.digest))
+    work.ran["mini"] = ScorerRun(scorer, tokens=4000, computed_s=3 * scorer.seconds(4000))
+    scorers.learn(work, late=False)
+    assert members.correction("mini", model.digest, known, "score") == pytest.approx(2.0, rel=0.01)
+    assert members.correction("mini", model.digest, known) == 1
+    # The next prompt is priced by it.
+    _, (found,) = await scorers.find(SmartPrefillPolicy(), 1 << 40, False)
+    assert found.correction == pytest.approx(2.0, rel=0.01)

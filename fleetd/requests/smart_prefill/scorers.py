@@ -203,6 +203,7 @@ class Scorers:
                     scorer.node_id,
                     key,
                     scorer.speed.token_s / scorer.correction,
+                    "score",
                     expected_s=scorer.seconds(ran.tokens, around=0) / scorer.correction,
                     took_s=ran.computed_s,
                 )
@@ -252,7 +253,7 @@ class Scorers:
         member, model = holder.member, holder.model
         measured = speed_of(model)
         speed = measured or modelled(member.chip, max(1, model.weights_bytes), _LAYERS, _HIDDEN_BYTES)
-        correction = self._members.correction(member.node_id, holder.key, speed)
+        correction = self._members.correction(member.node_id, holder.key, speed, "score")
         profile = self._profiles.get(holder.key)
         return Scorer(
             member.node_id,
