@@ -45,8 +45,8 @@ class PeerView(msgspec.Struct, frozen=True):
 
     ``reason`` and ``hint`` say why the machine cannot be used; both are "" for a usable one. ``heard_s``:
     seconds since its last message. ``link_doubtful``: ``bytes_per_s`` was measured beside other work, or long
-    ago. ``sees_prompts``: prompts typed on this machine, because it is both ``allowed_here``, by this machine's
-    own rule, and ``allowed_by_fleet``.
+    ago. ``sees_prompts``: prompts typed on this machine, because it is both ``allowed_here``, by this
+    machine's own rule, and ``allowed_by_fleet``.
     """
 
     node_id: str = ""
