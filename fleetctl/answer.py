@@ -20,9 +20,10 @@ from fleetctl.client import Client, daemon_error
 from fleetctl.event_stream import Comment
 from fleetctl.exits import ConnectionBroken
 from fleetctl.render.progress_line import Progress
-from fleetctl.render.text import count, duration, listed, one_line, printable, size
+from fleetctl.render.text import count, duration, listed, one_line, size
 from fleetd import limits
 from fleetd.errors import InvalidValue
+from fleetd.terminal_text import printable
 
 _KEEPALIVE = re.compile(r"keepalive (\d+)/(\d+)")
 _LOADING = re.compile(r"loading (.+?)(?: (\d+)/(\d+))?")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 from collections.abc import Callable
@@ -15,9 +14,9 @@ import click
 from fleetctl.client import Client
 from fleetctl.exits import Exit, exit_code_help, exit_for
 from fleetctl.home import Address, locate
-from fleetctl.render.text import printable
 from fleetd import __version__
 from fleetd.errors import FleetError
+from fleetd.terminal_text import json_text, printable
 
 # Each verb lives in fleetctl/verbs/VERB.py as `command`; a verb costs its import only when it runs.
 VERBS = (
@@ -58,7 +57,7 @@ class CliSession:
     def emit(self, value: Any, text: str | Callable[[], str]) -> None:
         """Print the answer on stdout: ``value`` with --json, else ``text``."""
         if self.json:
-            click.echo(json.dumps(value, indent=2, ensure_ascii=False))
+            click.echo(json_text(value, indent=2))
         else:
             click.echo(text if isinstance(text, str) else text())
 
@@ -143,7 +142,7 @@ def show_error(error: FleetError, *, as_json: bool = False) -> None:
             "code": error.code,
             "exit": int(exit_for(error)),
         }
-        click.echo(json.dumps({"error": fields}, ensure_ascii=False), err=True)
+        click.echo(json_text({"error": fields}), err=True)
         return
     click.echo(click.style("error: ", fg="red") + printable(error.message), err=True)
     if error.hint:

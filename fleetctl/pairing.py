@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Generator
 from typing import Any
@@ -14,6 +13,7 @@ from fleetctl.exits import ConnectionBroken
 from fleetctl.render.text import one_line
 from fleetctl.replies import read
 from fleetd.control.pairing_events import Paired, PairingEvent
+from fleetd.terminal_text import json_text
 
 
 def events(session: CliSession, path: str, body: dict[str, Any]) -> Generator[PairingEvent, None, None]:
@@ -24,7 +24,7 @@ def events(session: CliSession, path: str, body: dict[str, Any]) -> Generator[Pa
     with session.client().stream(path, body) as stream:
         for report in stream.reports():
             if session.json:
-                click.echo(json.dumps(report, ensure_ascii=False))
+                click.echo(json_text(report))
             # The tag tells the kind of event.
             event: PairingEvent = read(report, PairingEvent)  # type: ignore[arg-type]
             yield event

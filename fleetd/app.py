@@ -145,6 +145,7 @@ class Daemon:
         self._members = Members(
             self._fleet.machines if self._fleet else tuple,
             lambda: self._card.card() if self._card is not None else None,
+            unaided=self._fleet.unaided if self._fleet else lambda: False,
             local_only=config.fleet.local_only,
         )
         self._traces = Traces(self._store)
@@ -223,6 +224,8 @@ class Daemon:
             return member.name if member is not None else node_id
 
         node.handle(messages.RUN, remote.JobServer(self._runner.run, self._has, name_of))
+        unaided = remote.JobServer(self._runner.run, self._has, name_of, unaided=True)
+        node.handle(messages.RUN_UNAIDED, unaided)
         node.handle(smart_messages.SCORE, ScoreServer(self._pool, host, self._ledger))
         node.handle(drafting_messages.FOLLOW, DraftServer(dialer, self._pool, host))
         node.handle(sharing_messages.ASSIST, assists.assist)

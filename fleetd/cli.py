@@ -6,7 +6,6 @@ this home · 4 the HTTP address is taken · 5 the socket path is too long.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import click
 from fleetd import __version__, config, lean_imports
 from fleetd.errors import AlreadyRunning, ConfigError, FleetError, PortInUse, SocketPathTooLong
 from fleetd.home import paths
+from fleetd.terminal_text import json_text, printable
 
 EXIT_CODES: tuple[tuple[type[FleetError], int], ...] = (
     (ConfigError, 2),
@@ -121,13 +121,13 @@ def show(home: Path | None, config_file: Path | None, as_json: bool, **flags: An
         for section, _, name in [key.name.partition(".")]
     ]
     if as_json:
-        click.echo(json.dumps({"home": str(place.root), "settings": rows}, indent=2))
+        click.echo(json_text({"home": str(place.root), "settings": rows}, indent=2))
         return
     click.echo(f"home {place.root}")
     width = max(len(row["key"]) for row in rows)
     for row in rows:
-        click.echo(f"{row['key']:<{width}}  {_toml(row['value'])}")
-        click.echo(f"{'':<{width}}  from {row['origin']}; default {_toml(row['default'])}; {row['type']}")
+        click.echo(f"{row['key']:<{width}}  {json_text(row['value'])}")
+        click.echo(f"{'':<{width}}  from {row['origin']}; default {json_text(row['default'])}; {row['type']}")
         click.echo(f"{'':<{width}}  {row['why']}")
 
 
@@ -154,16 +154,12 @@ def _load(
     return place, settings
 
 
-def _toml(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def main() -> None:
     """Entry point: a FleetError becomes one sentence, a hint and an exit code."""
     try:
         cli(standalone_mode=True)
     except FleetError as error:
-        click.echo(f"fleetd: {error.message}", err=True)
+        click.echo(f"fleetd: {printable(error.message)}", err=True)
         if error.hint:
-            click.echo(f"  {error.hint}", err=True)
+            click.echo(f"  {printable(error.hint)}", err=True)
         sys.exit(next((code for kind, code in EXIT_CODES if isinstance(error, kind)), 1))

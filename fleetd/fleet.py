@@ -76,10 +76,17 @@ class Fleet:
                     card,
                     names[card.node_id],
                     reach(peer, card, now),
-                    member.sees_prompts,
+                    member.sees_prompts and self.node.prompt_rules.allows(card.node_id),
                     (connection.rtt_s or 0.0) if connection is not None else 0.0,
                     path.expected_bytes_per_s if path is not None else 0.0,
                 )
+
+    def unaided(self) -> bool:
+        """True if a machine that answers for this one must not let others help.
+
+        It does not know this machine's own rules, so it could show the prompt to a machine that they deny it.
+        """
+        return self.node.prompt_rules.denies_any(self.node.roster.members)
 
     @property
     def node_id(self) -> str:
@@ -117,12 +124,16 @@ class Fleet:
         return self.pairing.join(code, host, sees_prompts=sees_prompts)
 
     async def unpair(self, peer: str) -> Unpaired:
-        """Remove a machine from the fleet, everywhere. Raises NotFound, InvalidValue, DiskFull."""
+        """Remove a machine from the fleet, everywhere, and end this machine's own rule about it.
+
+        Raises NotFound, InvalidValue, DiskFull.
+        """
         member = self.find(peer)
         others = [other for other in self.node.roster.members.values() if other.node_id != member.node_id]
         told = {other.node_id for other in others if self.node.connection(other.node_id) is not None}
         self.node.roster.remove(member.node_id)
         await self.node.roster_changed()
+        await self.node.prompt_rules.allow(member.node_id, True)
         return Unpaired(
             member.node_id,
             member.name,
@@ -130,14 +141,19 @@ class Fleet:
             pending=[other.name for other in others if other.node_id not in told],
         )
 
-    async def allow_prompts(self, peer: str, allowed: bool) -> PeerView:
-        """Change whether a machine may see prompts, for the whole fleet. Raises as ``unpair``."""
+    async def allow_prompts(self, peer: str, allowed: bool, *, fleet: bool) -> PeerView:
+        """Change whether a machine may see prompts: those typed here or, for ``fleet``, all of the fleet.
+
+        Raises as ``unpair``.
+        """
         member = self.find(peer)
-        if member.sees_prompts != allowed:
+        if not fleet:
+            await self.node.prompt_rules.allow(member.node_id, allowed)
+        elif member.sees_prompts != allowed:
             self.node.roster.allow_prompts(member.node_id, allowed)
             await self.node.roster_changed()
         now = asyncio.get_running_loop().time()
-        return peer_view(self.node.mesh, self.node.roster.members[member.node_id], now)
+        return peer_view(self.node, self.node.roster.members[member.node_id], now)
 
     def find(self, ref: str) -> RosterMember:
         """A member by name, short id or id.

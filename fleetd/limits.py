@@ -131,8 +131,10 @@ PAIRING_TRIES = 3
 PAIRING_WINDOW_S = 300.0
 # Looking on the network for the machine that shows a code.
 PAIRING_SEARCH_S = 15.0
-# Connections to an open window: one is the right one, the others cost memory.
+# Connections to an open window that have not tried the code: one is the right one, the others cost memory.
+# The right one needs its place for two round trips and two point multiplications.
 PAIRING_CONNECTIONS = 8
+PAIRING_CONNECTIONS_PER_ADDRESS = 4
 # A hello with its certificate takes half a kilobyte; records travel in as many messages as they need.
 PAIRING_FRAME_BYTES = 16 * KIB
 # From one message of the other program to its next; the slowest step is two point multiplications in Python.
@@ -175,6 +177,8 @@ ROSTER_BATCH_BYTES = 48 * KIB
 ADDRESSES_TOLD = 128
 # Members times addresses, written with room to spare.
 ADDRESS_FILE_BYTES = 256 * KIB
+# A thousand machines, and only a person's own word adds one.
+PROMPT_RULES_BYTES = 64 * KIB
 # A card is repeated this often, so that three lost ones (which TCP does not lose) do not expire it.
 CARD_REPEAT_S = 20.0
 

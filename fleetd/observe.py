@@ -16,6 +16,8 @@ import structlog
 from structlog.stdlib import BoundLogger
 from structlog.typing import Processor
 
+from fleetd.terminal_text import printable
+
 LogFormat = Literal["auto", "json", "console"]
 
 # A line longer than this is an accident (a repr of something big) and would hurt every reader downstream.
@@ -50,6 +52,7 @@ def configure(
         shared.append(structlog.processors.format_exc_info)
         renderer = structlog.processors.JSONRenderer()
     else:
+        shared.append(_escape)
         # Plain tracebacks: the default would show local variables, and a local variable may be a prompt.
         renderer = structlog.dev.ConsoleRenderer(
             colors=out.isatty(), exception_formatter=structlog.dev.plain_traceback
@@ -83,6 +86,14 @@ def configure(
 def _for_people(out: TextIO, environ: Mapping[str, str]) -> bool:
     """A terminal, and no service manager that would store the lines."""
     return out.isatty() and "INVOCATION_ID" not in environ and "JOURNAL_STREAM" not in environ
+
+
+def _escape(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """Names and reasons may come from other machines."""
+    for key, value in event.items():
+        if isinstance(value, str):
+            event[key] = printable(value)
+    return event
 
 
 def _shorten(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

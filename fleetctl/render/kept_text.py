@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 
 import click
 
-from fleetctl.render.text import count, duration, listed, one_line, printable
+from fleetctl.render.text import count, duration, listed, one_line
 from fleetd.control.compression_reply import Compression
+from fleetd.terminal_text import printable
 
 
 def pieces(text: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[bool, str]]:

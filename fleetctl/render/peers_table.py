@@ -15,7 +15,7 @@ from fleetctl.render.text import layers, one_line, size, wrapped
 from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
 
 _COLOURS = {"usable": "green", "connecting": "yellow", "quiet": "yellow", "draining": "yellow"}
-_NAME_CHARS = 20
+_NAME_CHARS = 18
 
 
 def render(fleet: FleetView, width: int | None) -> str:
@@ -100,7 +100,7 @@ def _columns(peers: Sequence[PeerView], *, cut: bool) -> list[Column]:
         Column("LOAD", [_load(peer) for peer in peers], 7, right=True),
         Column("RTT", [_rtt(peer) for peer in peers], 5, right=True),
         Column("BANDWIDTH", [_bandwidth(peer) for peer in peers], 1, right=True),
-        Column("PROMPTS", ["yes" if peer.sees_prompts else "no" for peer in peers], 4),
+        Column("PROMPTS", [_prompts(peer) for peer in peers], 4),
         Column("MODELS", [_models(peer.models, None) for peer in peers], 8),
     ]
 
@@ -147,6 +147,15 @@ def _memory(peer: PeerView) -> str:
     free, total = size(peer.available_bytes) if peer.usable else "-", size(peer.memory_bytes)
     unit = total.rpartition(" ")[2]
     return f"{free.removesuffix(f' {unit}')}/{total}"
+
+
+def _prompts(peer: PeerView) -> str:
+    """Whether it sees prompts typed here, or who does not allow it: this machine, the fleet, or both."""
+    if peer.sees_prompts:
+        return "yes"
+    if peer.allowed_by_fleet:
+        return "not from here"
+    return "no (fleet)" if peer.allowed_here else "no (both)"
 
 
 def _load(peer: PeerView) -> str:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-# C0 but tab and newline, DEL, C1. A model (or a file it quotes) may write escape sequences that would retitle
-# the window, rewrite the screen or answer to the shell.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+from fleetd.terminal_text import printable
 
 # Narrower lines are unreadable, so the text is not broken further.
 _NARROWEST = 20
-
-
-def printable(text: str) -> str:
-    """Text that is safe on a terminal: control characters are escaped, carriage returns removed."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text.replace("\r", ""))
 
 
 def one_line(text: str) -> str:

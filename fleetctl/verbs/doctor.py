@@ -18,10 +18,10 @@ from fleetctl.doctor.findings import Finding, Level, fail
 from fleetctl.exits import Exit
 from fleetctl.home import Address
 from fleetctl.render.progress_line import Progress
-from fleetctl.render.text import printable
 from fleetctl.replies import read
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading
 from fleetd.errors import FleetError
+from fleetd.terminal_text import printable
 
 Check = Callable[[], Finding | list[Finding]]
 _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}

@@ -18,8 +18,8 @@ from fleetd.control.pairing_events import Meeting, Paired, Searching
 @click.command("join")
 @click.argument("code")
 @click.option("--host", metavar="HOST[:PORT]", help="Where the machine is, if it is not found by itself.")
-@click.option("-y", "--yes", is_flag=True, help="That machine may see prompts typed here; do not ask.")
-@click.option("--no-prompts", is_flag=True, help="That machine may not see prompts typed here.")
+@click.option("-y", "--yes", is_flag=True, help="That machine may see prompts typed on this one; do not ask.")
+@click.option("--no-prompts", is_flag=True, help="That machine may not see prompts typed on this one.")
 @json_option
 @pass_session
 def command(session: CliSession, code: str, host: str | None, yes: bool, no_prompts: bool) -> int:
@@ -27,7 +27,7 @@ def command(session: CliSession, code: str, host: str | None, yes: bool, no_prom
     sees_prompts = not no_prompts
     if not yes and not no_prompts:
         need_a_person(session, "--yes or --no-prompts")
-        question = "May the machine that shows this code see prompts typed here?"
+        question = "May the machine that shows this code see prompts typed on this one?"
         sees_prompts = click.confirm(question, True, err=True)
     body = {"code": code, "sees_prompts": sees_prompts, **({"host": host} if host else {})}
     try:
@@ -59,4 +59,5 @@ def _show_meeting(session: CliSession, met: Meeting) -> None:
 
 def _show_paired(session: CliSession, paired: Paired) -> None:
     if not session.json:
-        click.echo(f"This machine is paired with {label_of(paired)}. {members_line(paired.members)}")
+        kept = "" if paired.sees_prompts else "It sees no prompts typed here. "
+        click.echo(f"This machine is paired with {label_of(paired)}. {kept}{members_line(paired.members)}")

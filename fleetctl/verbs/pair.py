@@ -13,7 +13,7 @@ from fleetctl.pairing import events, members_line, need_a_person, show_phrase
 from fleetctl.render.fleet_words import label_of
 from fleetctl.render.progress_line import Progress
 from fleetctl.render.text import duration, one_line
-from fleetd.control.pairing_events import CodeShown, Meeting, Paired, WrongCode
+from fleetd.control.pairing_events import CodeShown, Crowded, Meeting, Paired, WrongCode
 from fleetd.host_port import host_port
 
 DEFAULT_PEER_PORT = 8115
@@ -24,7 +24,7 @@ _WAITING = "waiting for the other machine"
 
 @click.command("pair")
 @click.option("-y", "--yes", is_flag=True, help="Admit the machine that has the code, without asking.")
-@click.option("--no-prompts", is_flag=True, help="The new machine may not see prompts.")
+@click.option("--no-prompts", is_flag=True, help="The new machine may not see prompts typed on any machine.")
 @json_option
 @pass_session
 def command(session: CliSession, yes: bool, no_prompts: bool) -> int:
@@ -47,6 +47,9 @@ def command(session: CliSession, yes: bool, no_prompts: bool) -> int:
                     case WrongCode(tries_left=left):
                         tries = "try" if left == 1 else "tries"
                         note(f"Another machine tried a wrong code; {left} {tries} left.")
+                        progress.update(_WAITING, left_s=ends - time.monotonic())
+                    case Crowded(addresses=addresses):
+                        note(_crowd(addresses))
                         progress.update(_WAITING, left_s=ends - time.monotonic())
                     case Meeting():
                         _answer(session, event, yes=yes, prompts=not no_prompts)
@@ -74,6 +77,14 @@ def _show_code(session: CliSession, shown: CodeShown) -> None:
         click.echo()
 
 
+def _crowd(addresses: list[str]) -> str:
+    return (
+        f"Many connections come from {', '.join(map(one_line, addresses))} and do not try the code. "
+        "The oldest are closed for new ones. If the other machine does not get through, look for what "
+        "runs there."
+    )
+
+
 def _host(address: str, port: int) -> str:
     address = one_line(address)
     if port == DEFAULT_PEER_PORT:
@@ -89,7 +100,8 @@ def _answer(session: CliSession, met: Meeting, *, yes: bool, prompts: bool) -> N
     same = yes or click.confirm("Is it on the other screen?", default=None, err=True)
     if same and prompts and not yes:
         name = one_line(met.name)
-        prompts = click.confirm(f"May {name} see prompts? Only then can it help with them.", True, err=True)
+        question = f"May {name} see prompts of this fleet? Only then can it help with them."
+        prompts = click.confirm(question, True, err=True)
     body = {"node_id": met.node_id, "admit": same, "sees_prompts": same and prompts}
     session.client().post("/fleet/v1/pair/answer", body)
     if not same:
@@ -101,5 +113,5 @@ def _answer(session: CliSession, met: Meeting, *, yes: bool, prompts: bool) -> N
 
 def _show_paired(session: CliSession, paired: Paired) -> None:
     if not session.json:
-        may = "may see prompts" if paired.sees_prompts else "sees no prompts"
+        may = "may see prompts" if paired.sees_prompts else "sees no prompts of the fleet"
         click.echo(f"{label_of(paired)} is paired and {may}. {members_line(paired.members)}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import time
@@ -21,6 +20,7 @@ from fleetctl.render.text import one_line, wrapped
 from fleetctl.replies import fetch_fleet, read
 from fleetd.control.fleet_view import FleetView, PeerView
 from fleetd.errors import FleetError
+from fleetd.terminal_text import json_text
 
 _EVERY_S = 0.5
 # Figures that differ in every answer.
@@ -53,15 +53,27 @@ def command(context: click.Context, watch: bool) -> int:
 @command.command("prompts")
 @click.argument("name")
 @click.argument("allowed", type=click.Choice(["yes", "no"]))
+@click.option("--fleet", is_flag=True, help="Prompts of every machine of the fleet, not only of this one.")
 @json_option
 @pass_session
-def prompts(session: CliSession, name: str, allowed: str) -> None:
-    """Say whether a machine may see prompts: only then can it help with them."""
-    body = {"peer": name, "allowed": allowed == "yes"}
+def prompts(session: CliSession, name: str, allowed: str, fleet: bool) -> None:
+    """Say whether a machine may see prompts typed on this one: only then can it help with them.
+
+    It sees them if this machine and the fleet both allow it.
+    """
+    body = {"peer": name, "allowed": allowed == "yes", "fleet": fleet}
     answered = session.client().post("/fleet/v1/peers/prompts", body)
-    peer = read(answered, PeerView)
-    what = "may see prompts" if peer.sees_prompts else "sees no prompts any more"
-    session.emit(answered, f"{label_of(peer)} {what}.")
+    session.emit(answered, lambda: _prompts_line(read(answered, PeerView)))
+
+
+def _prompts_line(peer: PeerView) -> str:
+    here = "may see" if peer.sees_prompts else "sees no"
+    line = f"{label_of(peer)} {here} prompts typed here."
+    if not peer.allowed_by_fleet:
+        line += " The fleet does not allow it; `--fleet` changes that."
+    elif not peer.allowed_here:
+        line += " This machine alone does not allow it."
+    return line
 
 
 def _page(client: Client, columns: int) -> str:
@@ -82,7 +94,7 @@ def _follow(session: CliSession, client: Client) -> int:
         if (now := _essence(found)) != last:
             last = now
             if session.json:
-                click.echo(json.dumps(found, ensure_ascii=False))
+                click.echo(json_text(found))
             else:
                 click.echo(f"{time.strftime('%H:%M:%S')} {render(fleet, None)}\n")
         time.sleep(_EVERY_S)

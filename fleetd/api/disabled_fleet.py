@@ -28,7 +28,7 @@ class DisabledFleet:
     async def unpair(self, peer: str) -> Unpaired:
         raise _off(NotPaired)
 
-    async def allow_prompts(self, peer: str, allowed: bool) -> PeerView:
+    async def allow_prompts(self, peer: str, allowed: bool, *, fleet: bool) -> PeerView:
         raise _off(NotPaired)
 
     def request(self, node_id: str, method: str, body: bytes) -> PeerStream:

@@ -45,7 +45,8 @@ class PeerView(msgspec.Struct, frozen=True):
 
     ``reason`` and ``hint`` say why the machine cannot be used; both are "" for a usable one. ``heard_s``:
     seconds since its last message. ``link_doubtful``: ``bytes_per_s`` was measured beside other work, or long
-    ago.
+    ago. ``sees_prompts``: prompts typed on this machine, because it is both ``allowed_here``, by this
+    machine's own rule, and ``allowed_by_fleet``.
     """
 
     node_id: str = ""
@@ -55,6 +56,8 @@ class PeerView(msgspec.Struct, frozen=True):
     reason: str = ""
     hint: str = ""
     sees_prompts: bool = False
+    allowed_here: bool = False
+    allowed_by_fleet: bool = False
     added_by: str = ""
     software: str = ""
     tier: str = ""

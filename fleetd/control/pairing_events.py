@@ -28,6 +28,15 @@ class WrongCode(msgspec.Struct, frozen=True, tag="wrong_code"):
     tries_left: int = 0
 
 
+class Crowded(msgspec.Struct, frozen=True, tag="crowded"):
+    """Connections that do not try the code fill the window, so that the oldest are closed; told once.
+
+    ``addresses``: where they come from.
+    """
+
+    addresses: list[str] = []
+
+
 class Searching(msgspec.Struct, frozen=True, tag="searching"):
     """``join`` looks for the machine that shows this code."""
 
@@ -44,7 +53,10 @@ class Meeting(msgspec.Struct, frozen=True, tag="meeting"):
 
 
 class Paired(msgspec.Struct, frozen=True, tag="paired"):
-    """Both machines have written the pairing to disk. ``members``: the names of all machines of the fleet."""
+    """Both machines have written the pairing to disk.
+
+    ``sees_prompts``: the other machine sees those typed here. ``members``: the names of all machines.
+    """
 
     node_id: str = ""
     short_id: str = ""
@@ -53,7 +65,7 @@ class Paired(msgspec.Struct, frozen=True, tag="paired"):
     members: list[str] = []
 
 
-PairingEvent = CodeShown | WrongCode | Meeting | Paired | Searching
+PairingEvent = CodeShown | WrongCode | Crowded | Meeting | Paired | Searching
 
 
 class Unpaired(msgspec.Struct, frozen=True):

@@ -3,12 +3,49 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
+from fleetd import limits
 from fleetd.engine.protocol import Failed
-from fleetd.errors import EngineError, FleetError
+from fleetd.errors import EngineError, FleetError, ModelCorrupt, ModelUnsupported
 
 
-def typed(error: Exception, message: str) -> FleetError:
+@contextmanager
+def over_files(failing: str, *besides: type[Exception]) -> Iterator[None]:
+    """For libraries' code that runs over a publisher's files: its errors are the files' fault.
+
+    Args:
+        failing: what fails, as the beginning of a sentence.
+        besides: errors that have other causes here; they pass, as a failing disk's and those of fleetd do.
+
+    Raises:
+        ModelUnsupported: a library is missing; some of mlx-lm's models end the process for that.
+        ModelCorrupt: any other error, as the values and sizes in the files are arbitrary.
+    """
+    try:
+        yield
+    except (FleetError, MemoryError):
+        raise
+    except (ImportError, NotImplementedError, SystemExit) as error:
+        text = "mlx-lm's code for it ends the process" if isinstance(error, SystemExit) else _text(error)
+        raise ModelUnsupported(
+            f"{failing}: it needs something that the engine lacks ({text}).",
+            hint="Choose another model (fleetctl models).",
+        ) from error
+    except Exception as error:
+        of_disk = isinstance(error, OSError) and error.errno is not None
+        if of_disk or (isinstance(error, besides) and not isinstance(error, RecursionError)):
+            raise
+        raise ModelCorrupt(f"{failing}: {type(error).__name__}: {_text(error)}.") from error
+
+
+def _text(error: BaseException) -> str:
+    """It may quote the files at length."""
+    return str(error)[: limits.ERROR_TEXT_CHARS]
+
+
+def typed(error: BaseException, message: str) -> FleetError:
     """The error itself if it is a FleetError; else an EngineError with ``message``. Prints the latter."""
     if isinstance(error, FleetError):
         return error
@@ -16,7 +53,7 @@ def typed(error: Exception, message: str) -> FleetError:
     return EngineError(f"{message} ({type(error).__name__}).")
 
 
-def failed(request_id: str, error: Exception, message: str) -> Failed:
+def failed(request_id: str, error: BaseException, message: str) -> Failed:
     """The error, as ``typed`` makes it, as a request's last message."""
     known = typed(error, message)
     return Failed(request_id, known.code, known.message, known.hint, known.param)

@@ -24,6 +24,7 @@ from mlx_lm.utils import load_config, load_model
 from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.calibrate import Speeds, calibrate
+from fleetd.engine.failures import over_files
 from fleetd.engine.load_findings import FindingsKey, LoadFindings
 from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading, Ready
@@ -36,7 +37,7 @@ from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.engine.stage import Stage
-from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.errors import ModelUnsupported
 from fleetd.hardware import memory
 from fleetd.models import digest as digests
 from fleetd.models.memory_need import WORKING_BYTES, expanded_bytes
@@ -103,8 +104,8 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     """Verify, read, warm up and measure.
 
     Raises:
-        ModelCorrupt, ModelRefused: from ``verify``.
-        ModelUnsupported: an architecture mlx-lm does not have.
+        ModelCorrupt, ModelRefused: from ``verify``; ModelCorrupt also for files that libraries cannot use.
+        ModelUnsupported: an architecture that mlx-lm does not have, or that needs something else.
         OutOfMemory: refused before reading.
     """
     begun = time.monotonic()
@@ -117,7 +118,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     admit_weights(settings.name, expanded_bytes(on_disk, config, device), usable)
     report(Loading("reading", 0, on_disk))
     with ThreadPoolExecutor(1, "tokenizer") as aside:
-        reading = aside.submit(load_tokenizer, path, eos_token_ids=config.get("eos_token_id"))
+        reading = aside.submit(_tokenizer, path, config)
         model = lazy_model(path, config)
         if device == "cpu":
             cpu.to_float32(model)
@@ -274,10 +275,12 @@ def verified_config(settings: WorkerSettings, report: Callable[[Loading], None])
     report(Loading("verifying"))
     record = Path(settings.record) if settings.record else None
     verify(path, record=record, progress=lambda done, total: report(Loading("verifying", done, total)))
-    config: dict[str, Any] = load_config(path)
+    with over_files(f"The config of {path.name} cannot be read"):
+        config: dict[str, Any] = load_config(path)
     return config
 
 
+@over_files("The length of the model's context cannot be read from its config")
 def context_tokens(config: dict[str, Any]) -> int:
     """The longest context the model was trained for, from its config (or its text part)."""
     for part in (config, config.get("text_config") or {}):
@@ -290,17 +293,16 @@ def context_tokens(config: dict[str, Any]) -> int:
 
 def lazy_model(path: Path, config: dict[str, Any]) -> Any:
     """The model with none of its weights read yet: each is when something is computed from it."""
-    try:
-        model, _ = load_model(path, lazy=True)
-    except ValueError as error:
-        if "not supported" in str(error):
+    with over_files(f"The model in {path.name} cannot be built from its config and weights"):
+        try:
+            model, _ = load_model(path, lazy=True)
+        except ValueError as error:
+            if "not supported" not in str(error):
+                raise
             raise ModelUnsupported(
                 f"The engine has no code for models of type {config.get('model_type')!r}.",
                 hint="Update mlx-lm, or choose another model (fleetctl models).",
             ) from error
-        raise ModelCorrupt(f"The weights in {path.name} do not match its config: {error}.") from error
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise ModelCorrupt(f"The model in {path.name} cannot be built from its config: {error}.") from error
     return model
 
 
@@ -311,6 +313,13 @@ def memory_bytes(weights: nn.Module, device: Device) -> int:
     return sum(int(array.nbytes) for _, array in tree_flatten(weights.parameters()))
 
 
+def _tokenizer(path: Path, config: dict[str, Any]) -> Any:
+    with over_files(f"The tokenizer in {path.name} cannot be read"):
+        return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+
+
+# A device that has no memory left raises RuntimeError.
+@over_files("The model cannot compute anything", RuntimeError)
 def _warm_up(model: Any) -> int:
     """A short prefill and one decode step compile the kernels; returns KV bytes per token over all layers."""
     cache = make_prompt_cache(model)
@@ -325,6 +334,7 @@ def _warm_up(model: Any) -> int:
     return kv_bytes_per_token(cache)
 
 
+@over_files("The model cannot decode two answers", RuntimeError)
 def decodes_together(model: Any) -> bool:
     """True if two answers of unequal length can be one batch and say in it what each says alone.
 
@@ -372,6 +382,7 @@ def _dtype(model: Any) -> str:
     return max(counts, key=lambda name: counts[name])
 
 
+@over_files("The size of the vocabulary cannot be read")
 def _vocabulary(config: dict[str, Any], tokenizer: Any) -> int:
     size = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
     return int(size) if size else len(tokenizer)

@@ -20,7 +20,7 @@ import structlog
 from fleetd import limits
 from fleetd.control.daemon_status import EngineState, EngineStatus
 from fleetd.control.prefill_plan import StepView
-from fleetd.engine import protocol
+from fleetd.engine import openmp_file, protocol
 from fleetd.engine.protocol import (
     Assisted,
     AssistPrefill,
@@ -185,6 +185,7 @@ class EngineProcess:
                 raise
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await process.wait()
+        openmp_file.remove(process.pid)
 
     def kill(self, reason: FleetError | None = None) -> None:
         """SIGKILL; requests end with ``reason``. The operating system takes all its memory back."""
@@ -464,6 +465,7 @@ class EngineProcess:
         if before != "stopping":
             self.kill()  # a worker that closed its socket but lives on would keep the memory
             await process.wait()
+            openmp_file.remove(process.pid)
         if before in ("loading", "ready"):
             log.warning("engine.died", model=self.settings.name, pid=self.pid, status=process.returncode)
         for queue in self._streams.values():

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from fleetd import limits
-from fleetd.engine import cpu, import_index, protocol
+from fleetd.engine import cpu, import_index, openmp_file, protocol
 from fleetd.engine.chunk_size import Chunks, FixedChunks, PacedChunks
 from fleetd.engine.failures import failed, typed
 from fleetd.engine.protocol import (
@@ -60,6 +60,12 @@ if TYPE_CHECKING:
     from fleetd.engine.speculation.speculation import WorkerSpeculation
 
 EXIT_OK, EXIT_LOAD_FAILED, EXIT_CRASHED, EXIT_ORPHANED = 0, 3, 4, 5
+
+
+def _exit_orphaned() -> None:
+    """End at once, without waiting for the compute thread, which may be deep in a kernel."""
+    openmp_file.remove(os.getpid())
+    os._exit(EXIT_ORPHANED)
 
 
 class DaemonSocket:
@@ -105,7 +111,7 @@ class DaemonSocket:
     def _watch(self, over: socket.socket) -> None:
         readable, _, _ = select.select([self._socket, over], [], [])
         if over not in readable:
-            os._exit(EXIT_ORPHANED)
+            _exit_orphaned()
 
     def _write(self) -> None:
         while (report := self._out.get()) is not None:
@@ -148,8 +154,7 @@ class Front:
         except Exception:
             traceback.print_exc()
         finally:
-            # The compute thread may be deep in a kernel.
-            os._exit(EXIT_ORPHANED)
+            _exit_orphaned()
 
     def _read(self, decoder: protocol.MessageDecoder) -> None:
         while data := self._link.receive():
@@ -178,7 +183,7 @@ class Front:
                 cancelled = self._preparing[request.id]
             if not cancelled:
                 outcome = self._prepared(request)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             failure = failed(request.id, error, "The prompt could not be prepared")
             self._link.send(failure)
         with self._lock:
@@ -214,7 +219,7 @@ def main() -> int:
     try:
         with link.watched():
             compute, loaded, facts = _start(settings, link, socket.socket(fileno=arguments.streams_fd))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         known = typed(error, f"{settings.name} could not be loaded: {error}")
         link.send(LoadFailed(known.code, known.message, known.hint))
         link.flush()

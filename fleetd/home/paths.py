@@ -28,6 +28,9 @@ PRIVATE_FILE = 0o600
 # A token is a guess-proof secret, not a password: 32 random bytes are out of reach of any search.
 TOKEN_BYTES = 32
 TOKEN_PREFIX = "fleet-"  # noqa: S105  (what makes a leaked token recognisable to a scanner)
+# Of one that a person chose: 128 bits in base64.
+TOKEN_LEAST_CHARS = 22
+_NEW_TOKEN = "Delete it; a new token is made at the next start."  # noqa: S105
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +200,9 @@ def load_token(path: Path) -> str:
     """The API token: created once, readable by this user only.
 
     Raises:
-        Forbidden: the file is a link or another user's, so another user could have chosen the token.
-        ConfigError: the file is empty or unreadable.
+        Forbidden: the file is a link or another user's, so another user could have chosen the token; or other
+            users may have read it.
+        ConfigError: the file is unreadable, or holds a token that can be guessed.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
@@ -208,7 +212,7 @@ def load_token(path: Path) -> str:
         if error.errno == errno.ELOOP:
             raise Forbidden(
                 f"The token file {path} is a symbolic link.",
-                hint="Delete it; a new token is made at the next start.",
+                hint=_NEW_TOKEN,
             ) from error
         raise ConfigError(f"The token file {path} cannot be read: {error.strerror}.") from error
     with os.fdopen(fd, "rb") as file:
@@ -216,14 +220,18 @@ def load_token(path: Path) -> str:
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
             raise Forbidden(
                 f"The token file {path} belongs to user id {found.st_uid}, not to you.",
-                hint="Delete it; a new token is made at the next start.",
+                hint=_NEW_TOKEN,
             )
-        if stat.S_IMODE(found.st_mode) != PRIVATE_FILE:
-            os.fchmod(fd, PRIVATE_FILE)
+        if stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
+            raise Forbidden(
+                f"Other users may have read the token file {path} (mode {stat.S_IMODE(found.st_mode):03o}).",
+                hint=f"{_NEW_TOKEN} If nobody else can know it, keep it: chmod 600 {path}",
+            )
         token = file.read(4096).decode("ascii", "replace").strip()
-    if not token:
+    if len(token) < TOKEN_LEAST_CHARS:
         raise ConfigError(
-            f"The token file {path} is empty.", hint="Delete it; a new token is made at the next start."
+            f"The token file {path} holds {len(token)} characters; a token has {TOKEN_LEAST_CHARS} at least.",
+            hint=_NEW_TOKEN,
         )
     return token
 

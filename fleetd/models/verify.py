@@ -43,6 +43,8 @@ _RANGES: dict[str, tuple[int, int]] = {
 _COUNTED = re.compile(r"layers?$|^n_layer|blocks?$|experts?$|depth$|heads?$|stages?$", re.IGNORECASE)
 _MOST_COUNTED = 1 << 16
 _BITS = range(1, 33)
+# Of a value in a message.
+_SHOWN_CHARS = 80
 _TAKE_SAFE = "Use a safetensors copy of the model: fleetctl models pull mlx-community/NAME."
 
 
@@ -142,8 +144,9 @@ def check_configs(path: Path) -> None:
         for key, (low, high) in _RANGES.items():
             found = section.get(key)
             if found is not None and (type(found) is not int or not low <= found <= high):
+                shown = repr(found)[:_SHOWN_CHARS]
                 raise ModelCorrupt(
-                    f"{path / 'config.json'}: {key} is {found!r}, not an integer from {low} to {high}.",
+                    f"{path / 'config.json'}: {key} is {shown}, not an integer from {low} to {high}.",
                     hint=PULL_AGAIN,
                 )
     _check_counts(path / "config.json", config)

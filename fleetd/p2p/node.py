@@ -30,6 +30,7 @@ from fleetd.p2p.invariants import check
 from fleetd.p2p.links import Address
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.identity import Identity
+from fleetd.p2p.membership.prompt_rules import PromptRules
 from fleetd.p2p.membership.roster import Roster
 from fleetd.p2p.membership.roster_keeper import RosterKeeper
 from fleetd.p2p.mesh import Mesh
@@ -71,6 +72,7 @@ class Node:
         self.name = settings.name
         self.bulk = Bulk()
         self.keeper = RosterKeeper(settings.folder)
+        self.prompt_rules = PromptRules(settings.folder / "prompt-rules.json")
         self.identity: Identity
         self.mesh: Mesh
         self.port = 0
@@ -104,11 +106,12 @@ class Node:
 
         Raises:
             PortInUse, ConfigError: the port cannot be bound.
-            IdentityRefused, RosterRefused: a file is damaged; the error names it.
+            IdentityRefused, RosterRefused, ConfigError: a file is damaged; the error names it.
         """
         self.identity = await asyncio.to_thread(Identity.load_or_create, self.settings.folder)
         self.epoch = await asyncio.to_thread(self.identity.next_epoch)
         roster = await self.keeper.load(self.identity)
+        await self.prompt_rules.load()
         now = asyncio.get_running_loop().time()
         self._interfaces = await asyncio.to_thread(interfaces.read)
         self.mesh = Mesh(

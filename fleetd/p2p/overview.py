@@ -17,7 +17,6 @@ from fleetd.p2p.links import PeerPath
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.membership.roster import RosterMember
-from fleetd.p2p.mesh import Mesh
 from fleetd.p2p.node import Node
 from fleetd.p2p.peers import Peer
 
@@ -43,7 +42,7 @@ def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> Fl
         pairing=pairing,
         removed_by=node.name_of(removed_by) if removed_by else "",
         peers=sorted(
-            (peer_view(mesh, member, now) for member in members.values()), key=lambda peer: peer.name.lower()
+            (peer_view(node, member, now) for member in members.values()), key=lambda peer: peer.name.lower()
         ),
         neighbours=[
             Neighbour(
@@ -63,8 +62,9 @@ def fleet_view(node: Node, *, local_only: bool, pairing: bool, now: float) -> Fl
     )
 
 
-def peer_view(mesh: Mesh, member: RosterMember, now: float) -> PeerView:
+def peer_view(node: Node, member: RosterMember, now: float) -> PeerView:
     """One member."""
+    mesh, allowed_here = node.mesh, node.prompt_rules.allows(member.node_id)
     peer = mesh.peers[member.node_id]
     card = mesh.cards.get(member.node_id)
     state, reason, hint = condition(peer, card, now)
@@ -78,7 +78,9 @@ def peer_view(mesh: Mesh, member: RosterMember, now: float) -> PeerView:
         state=state,
         reason=reason,
         hint=hint,
-        sees_prompts=member.sees_prompts,
+        sees_prompts=member.sees_prompts and allowed_here,
+        allowed_here=allowed_here,
+        allowed_by_fleet=member.sees_prompts,
         added_by=member.added_by,
         software=card.software if card is not None else "",
         tier=facts.tier if facts is not None else "",

@@ -26,6 +26,7 @@ from fleetd.errors import ConfigError, PortInUse
 from fleetd.host_port import host_port
 from fleetd.observe import get_logger
 from fleetd.p2p import tickets
+from fleetd.p2p.giving_way import gives_way
 
 log = get_logger("fleetd.p2p")
 
@@ -123,20 +124,11 @@ class PeerPort:
 
     def _make_room(self, address: str) -> None:
         """Above a bound, close the oldest unknown connection of this address, or of the most frequent."""
-        held = list(self._unknown.items())
-        same = [task for task, where in held if where == address]
-        if len(same) >= limits.PEER_SOCKETS_PER_ADDRESS:
-            self._drop(same[0])
-        elif len(held) >= self._most_unknown:
-            counts: dict[str, int] = {}
-            for _, where in held:
-                counts[where] = counts.get(where, 0) + 1
-            frequent = max(counts, key=lambda where: counts[where])
-            self._drop(next(task for task, where in held if where == frequent))
-
-    def _drop(self, task: asyncio.Task[None]) -> None:
-        self._unknown.pop(task, None)
-        task.cancel()
+        per_address = limits.PEER_SOCKETS_PER_ADDRESS
+        task = gives_way(self._unknown, address, per_address=per_address, most=self._most_unknown)
+        if task is not None:
+            del self._unknown[task]
+            task.cancel()
 
     async def _sort(self, sock: socket.socket) -> None:
         """Read the kind of a connection and call its handler, which then owns the socket."""

@@ -31,7 +31,8 @@ class Job:
     ``local_only``: this machine or none. It holds for every job that came from a peer, so that no request
     travels in circles. ``digest``: only a model of exactly this content will do; "" is any. ``smart``: how
     its prompt is to be shortened; None reads it whole. ``asked_by``: the machine that it came from, by name;
-    ``traced`` is called once with what was written down of it.
+    ``traced`` is called once with what was written down of it. ``unaided``: a peer's, and no other machine
+    may help with it.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Job:
     smart: SmartPrefillPolicy | None = None
     asked_by: str = ""
     traced: Callable[[Trace], None] | None = None
+    unaided: bool = False
 
     @cached_property
     def prompt_text(self) -> str:
@@ -52,7 +54,7 @@ class Job:
     @property
     def shareable(self) -> bool:
         """Whether others may help; a prompt that came from another machine was allowed to leave that one."""
-        return self.origin == "peer" or not self.local_only
+        return not self.unaided if self.origin == "peer" else not self.local_only
 
 
 def prompt_text(request: Generate) -> str:

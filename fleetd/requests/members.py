@@ -99,6 +99,7 @@ class Members:
     Args:
         listed: the other machines that have sent a card; none without a fleet.
         own_card: what this machine tells others of itself; None before it has told anything.
+        unaided: whether a machine that answers for this one must do it without the help of others.
         local_only: by the settings, no prompt leaves this machine, so there are no others.
     """
 
@@ -107,12 +108,14 @@ class Members:
         listed: Callable[[], Iterable[Member]] = tuple,
         own_card: Callable[[], Card | None] = lambda: None,
         *,
+        unaided: Callable[[], bool] = lambda: False,
         local_only: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.affinity = Affinity(os.urandom(16))
         self.corrections = SpeedCorrections()
         self.backoff = PeerBackoff()
+        self.unaided = unaided
         # By model: how its last prompt here was prefilled, which the next one keeps where two ways are alike.
         self.last_prefill: dict[str, PrefillOption] = {}
         self.local_only = local_only

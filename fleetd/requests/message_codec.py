@@ -15,7 +15,7 @@ from fleetd.models import names
 ALIVE = b""
 
 ModelName = Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
-Digest = Annotated[str, Meta(min_length=64, max_length=64, pattern="^[0-9a-f]*$")]
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 RequestId = Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
 
 encode = msgspec.msgpack.Encoder().encode

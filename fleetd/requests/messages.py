@@ -1,6 +1,6 @@
 """How a job travels to another machine: one request on a session, its events as messages.
 
-    → RUN    Run
+    → RUN or RUN_UNAIDED    RunJob
     ← (b"" | Where | Loading | Accepted | Prefill | Delta | ToolCall)*, Finished, JobTrace?
 
 An empty message says that the job still waits or computes; errors and cancellation are the stream's own.
@@ -33,6 +33,8 @@ from fleetd.p2p.message_reader import reader
 from fleetd.requests import message_codec
 
 RUN = "job.run"
+# The same for a prompt that no third machine may see. Versions that do not know it refuse it.
+RUN_UNAIDED = "job.run_unaided"
 
 # Of a number in a trace: a Unix time, tokens, bytes.
 _MOST = 2.0**53

@@ -157,6 +157,8 @@ class Placer:
         kept: int,
     ) -> Home:
         """``helping``: the machines that could help it."""
+        if not member.here and self._members.unaided():
+            helping = ()  # it is asked to read the prompt alone
         found = self._model(model, member)
         able = candidate(member, found, can_pull=model.can_pull and member.here, cached_tokens=cached)
         if found is None:

@@ -49,6 +49,7 @@ class RemoteJob:
         model: its canonical name.
         planned: how it runs, as its client knows.
         context_tokens: of the model there, by that machine's card; 0 if unknown.
+        unaided: no other machine may help there.
     """
 
     def __init__(
@@ -59,8 +60,11 @@ class RemoteJob:
         digest: str,
         planned: Planned,
         context_tokens: int = 0,
+        *,
+        unaided: bool = False,
     ) -> None:
         self._request = request
+        self._method = messages.RUN_UNAIDED if unaided else messages.RUN
         self._context_tokens = context_tokens
         self._asked = messages.RunJob(model, job.request, job.route, digest, where=True, trace=True)
         self._planned = planned
@@ -77,7 +81,7 @@ class RemoteJob:
             FleetError: what the job failed with there.
         """
         planned = self._planned
-        stream = self._request(messages.RUN, messages.encode(self._asked))
+        stream = self._request(self._method, messages.encode(self._asked))
         check = AnswerCheck(self._asked.request, self._context_tokens)
         ended = False
         try:
@@ -154,6 +158,7 @@ class JobServer:
         has: whether this machine has told others that it has a model of this digest. Finding a digest may
             take minutes of reading, and is nothing that others may start here.
         name_of: the name of a member, by its node id.
+        unaided: no other machine helps with these jobs.
     """
 
     def __init__(
@@ -161,13 +166,16 @@ class JobServer:
         run: Callable[[Job], AsyncGenerator[Planned | Loading | Event, None]],
         has: Callable[[str], bool],
         name_of: Callable[[str], str] = lambda node_id: node_id,
+        *,
+        unaided: bool = False,
     ) -> None:
         self._run = run
         self._has = has
         self._name_of = name_of
+        self._unaided = unaided
 
     async def __call__(self, peer: str, body: bytes, stream: PeerStream) -> None:
-        """The handler of ``messages.RUN``. Raises FleetError: what the other side is told."""
+        """The handler of both methods. Raises FleetError: what the other side is told."""
         asked = messages.decode_run(body)
         if asked.digest and not self._has(asked.digest):
             raise ModelNotFound(f"This machine does not have these files of {asked.model} (any more).")
@@ -184,6 +192,7 @@ class JobServer:
             digest=asked.digest,
             asked_by=self._name_of(peer),
             traced=traced.set_result,
+            unaided=self._unaided,
         )
         async with (
             aclosing(self._run(job)) as run,

@@ -248,6 +248,7 @@ class Runner:
                 placement.digest,
                 placement.planned,
                 there.context_tokens if there is not None else 0,
+                unaided=self._members.unaided(),
             )
             return request.remote.events()
         return self._fetched(request) if folder is None else self._pool.stream(folder, request.generate)

@@ -276,7 +276,7 @@ class FakeFleet:
     fleet: fleet_view.FleetView = MINI
     joined: list[tuple[str, str | None, bool]] = field(default_factory=list)
     answered: list[tuple[str, bool, bool]] = field(default_factory=list)
-    prompts: list[tuple[str, bool]] = field(default_factory=list)
+    prompts: list[tuple[str, bool, bool]] = field(default_factory=list)
     waiting: str = ""
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -309,8 +309,8 @@ class FakeFleet:
     async def unpair(self, peer: str) -> pairing_events.Unpaired:
         return pairing_events.Unpaired(self._find(peer).node_id, peer, ["air"], ["pro"])
 
-    async def allow_prompts(self, peer: str, allowed: bool) -> fleet_view.PeerView:
-        self.prompts.append((peer, allowed))
+    async def allow_prompts(self, peer: str, allowed: bool, *, fleet: bool) -> fleet_view.PeerView:
+        self.prompts.append((peer, allowed, fleet))
         return replace_fields(self._find(peer), sees_prompts=allowed)
 
     async def diagnose(self) -> NetworkDiagnosis:

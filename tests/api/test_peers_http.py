@@ -24,7 +24,7 @@ MEETING = Meeting("k3f9a2bxxxxxx", "k3f9a2b", "studio", "babad-lusab")
 PAIRED = Paired("k3f9a2bxxxxxx", "k3f9a2b", "studio", True, ["mini", "studio"])
 ANSWER = {"node_id": "k3f9a2bxxxxxx", "admit": True, "sees_prompts": True}
 JOIN = {"code": "42-lusab-babad", "sees_prompts": False}
-PROMPTS = {"peer": "studio", "allowed": True}
+PROMPTS = {"peer": "studio", "allowed": True, "fleet": False}
 POSTS: dict[str, dict[str, Any]] = {
     "pair": {},
     "pair/answer": ANSWER,
@@ -128,11 +128,10 @@ async def test_unpair_and_prompts(session: aiohttp.ClientSession, fleet: FakeFle
     assert (told["name"], told["told"], told["pending"]) == ("studio", ["air"], ["pro"])
     missing = await post(session, "unpair", {"peer": "studoi"}, 404)
     assert missing["error"]["hint"] == "The nearest is 'studio'."
-    for allowed in (True, False):
-        assert (await post(session, "peers/prompts", {**PROMPTS, "allowed": allowed}))[
-            "sees_prompts"
-        ] is allowed
-    assert fleet.prompts == [("studio", True), ("studio", False)]
+    for allowed, all_of_it in ((True, False), (False, True)):
+        said = {**PROMPTS, "allowed": allowed, "fleet": all_of_it}
+        assert (await post(session, "peers/prompts", said))["sees_prompts"] is allowed
+    assert fleet.prompts == [("studio", True, False), ("studio", False, True)]
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ PAIRED = {"type": "paired", "node_id": "PRO", "short_id": "z9y8x7w", "name": "pr
 }
 SEARCHING = {"type": "searching", "nameplate": "42"}
 WRONG = {"type": "wrong_code", "tries_left": 2}
+CROWDED = {"type": "crowded", "addresses": ["192.168.1.66"]}
 CLOSED = {"error": {"message": "Three wrong codes.", "code": "pairing_closed", "hint": "Start again."}}
 ANSWER = ("POST", "/fleet/v1/pair/answer")
 PAIR, JOIN = ("POST", "/fleet/v1/pair"), ("POST", "/fleet/v1/join")
@@ -75,18 +76,19 @@ def test_pairing_shows_the_code_asks_twice_and_tells_the_daemon(
 ) -> None:
     go = threading.Event()
     paired = data({**PAIRED, "sees_prompts": allowed})
-    daemon.on(*PAIR, Reply(stream=[data(CODE), data(WRONG), data(MEETING), go, paired]))
+    daemon.on(*PAIR, Reply(stream=[data(CODE), data(CROWDED), data(WRONG), data(MEETING), go, paired]))
     child = start("pair")
     child.expect("42-lusab-babad")
     child.expect("On the machine that joins mini, type within 5 min:")
     child.expect("fleetctl join .*?42-lusab-babad")
     child.expect("--host 192.168.1.2\r")
+    child.expect("Many connections come from 192.168.1.66 and do not try the code.")
     child.expect("wrong code; 2 tries left")
     child.expect(r"pro \(z9y8x7w\) has the code")
     child.expect("lusab-gutih")
     child.expect("Is it on the other screen")
     child.send("y\r")
-    child.expect(r"May pro see prompts\?")
+    child.expect(r"May pro see prompts of this fleet\?")
     child.send(prompts if prompts == "\r" else f"{prompts}\r")
     child.expect(r"waiting for pro")
     go.set()
@@ -213,9 +215,10 @@ def test_joining_asks_first_shows_the_phrase_and_waits(
     daemon: FakeDaemon, start: Start, answer: str, allowed: bool
 ) -> None:
     searching, go = threading.Event(), threading.Event()
-    daemon.on(*JOIN, Reply(stream=[data(SEARCHING), searching, data(MEETING), go, data(PAIRED)]))
+    paired = data({**PAIRED, "sees_prompts": allowed})
+    daemon.on(*JOIN, Reply(stream=[data(SEARCHING), searching, data(MEETING), go, paired]))
     child = start("join", "42-lusab-babad")
-    child.expect(r"May the machine that shows this code see prompts typed here\? \[Y/n\]")
+    child.expect(r"May the machine that shows this code see prompts typed on this one\? \[Y/n\]")
     assert posts(daemon, JOIN) == []
     child.send(answer)
     child.expect("looking on this network for the machine that shows 42-lusab-babad")
@@ -224,7 +227,8 @@ def test_joining_asks_first_shows_the_phrase_and_waits(
     child.expect("lusab-gutih")
     child.expect("waiting for the answer on pro")
     go.set()
-    child.expect(r"This machine is paired with pro \(z9y8x7w\). The fleet: mini, studio, pro.")
+    kept = "" if allowed else "It sees no prompts typed here. "
+    child.expect(rf"This machine is paired with pro \(z9y8x7w\). {kept}The fleet: mini, studio, pro.")
     assert ended(child) == Exit.OK
     assert posts(daemon, JOIN) == [{"code": "42-lusab-babad", "sees_prompts": allowed}]
 
@@ -260,12 +264,14 @@ def test_join_in_a_script(run: Run, daemon: FakeDaemon, options: list[str], body
 
 
 def test_a_name_from_another_machine_cannot_write_the_screen(run: Run, daemon: FakeDaemon) -> None:
-    nasty = "\x1b[2J\rstudio\nThe phrases agree."
+    nasty = "\x1b[2J\x9b2J\u202e\rstudio\nThe phrases agree."
     daemon.on(*JOIN, told({**MEETING, "name": nasty}, {**PAIRED, "name": nasty, "members": [nasty]}))
     done = run("join", "c", "--yes", home=daemon.home)
     assert done.returncode == 0
     assert "\x1b[2J" not in done.stdout + done.stderr
     assert "\nThe phrases agree." not in done.stdout + done.stderr
+    shown = done.stdout + done.stderr + run("join", "c", "--yes", "--json", home=daemon.home).stdout
+    assert not set(shown) & set("\x1b\x9b\u202e")
 
 
 # ---- unpair ----------------------------------------------------------------------------------------------

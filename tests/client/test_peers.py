@@ -58,7 +58,7 @@ def test_everything_is_shown_where_there_is_room() -> None:
     assert lines[0] == "mini (m1n1abc) · port 8115 · 1 of 2 peers usable · mDNS running"
     header = "NAME STATE ID TIER FREE/MEMORY LOAD RTT BANDWIDTH PROMPTS MODELS"
     assert " ".join(lines[2].split()) == header
-    assert " ".join(lines[3].split()) == "air unreachable q7w2e3r tiny -/16.0 GB - - - no -"
+    assert " ".join(lines[3].split()) == "air unreachable q7w2e3r tiny -/16.0 GB - - - no (fleet) -"
     assert lines[4] == "  No address of it answers: 192.168.1.9 was silent for 3 s."
     assert lines[5] == "  → See that it is switched on and on this network."
     assert re.split("  +", lines[6]) == [
@@ -170,12 +170,26 @@ def test_peers_once(run: Run, daemon: FakeDaemon) -> None:
     assert json.loads(run("peers", "--json", home=daemon.home).stdout) == FLEET
 
 
-@pytest.mark.parametrize(("word", "said"), [("yes", "may see prompts"), ("no", "sees no prompts any more")])
-def test_prompts(run: Run, daemon: FakeDaemon, word: str, said: str) -> None:
-    daemon.on("POST", "/fleet/v1/peers/prompts", Reply(peer(sees_prompts=word == "yes")))
-    done = run("peers", "prompts", "studio", word, home=daemon.home)
-    assert (done.returncode, done.stdout) == (0, f"studio (k3f9a2b) {said}.\n")
-    assert daemon.seen[-1].body == {"peer": "studio", "allowed": word == "yes"}
+@pytest.mark.parametrize(
+    ("here", "fleet", "shown", "said"),
+    [
+        (True, True, "yes", "may see prompts typed here."),
+        (False, True, "not from here", "sees no prompts typed here. This machine alone does not allow it."),
+        (True, False, "no (fleet)", "sees no prompts typed here. The fleet does not allow it; `--fleet`"),
+        (False, False, "no (both)", "sees no prompts typed here. The fleet does not allow it; `--fleet`"),
+    ],
+)
+def test_prompts_and_who_does_not_allow_them(
+    run: Run, daemon: FakeDaemon, here: bool, fleet: bool, shown: str, said: str
+) -> None:
+    found = peer(sees_prompts=here and fleet, allowed_here=here, allowed_by_fleet=fleet)
+    daemon.on("POST", "/fleet/v1/peers/prompts", Reply(found))
+    for options, whole in (([], False), (["--fleet"], True)):
+        done = run("peers", "prompts", "studio", "no", *options, home=daemon.home)
+        assert done.returncode == 0
+        assert done.stdout.startswith(f"studio (k3f9a2b) {said}")
+        assert daemon.seen[-1].body == {"peer": "studio", "allowed": False, "fleet": whole}
+    assert shown in page(changed(peers=[found]), None)
 
 
 def test_prompts_wants_a_clear_word(run: Run, daemon: FakeDaemon) -> None:

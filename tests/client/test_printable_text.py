@@ -2,22 +2,42 @@
 
 from __future__ import annotations
 
+import json
+import sys
+import unicodedata
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetctl.render.text import duration, one_line, printable, rough, size, table
+from fleetctl.render.text import duration, one_line, rough, size, table
+from fleetd.terminal_text import json_text, printable
+
+
+@pytest.mark.parametrize("category", ["Cc", "Cf", "Zl", "Zp"])
+def test_escape_injection_no_unsafe_character_reaches_the_terminal(category: str) -> None:
+    """Controls, and what turns the writing direction, breaks lines or shows nothing."""
+    all_of_it = "".join(
+        chr(code) for code in range(sys.maxunicode + 1) if unicodedata.category(chr(code)) == category
+    )
+    for shown in (printable(all_of_it), json_text({all_of_it: all_of_it}), one_line(all_of_it)):
+        assert not [c for c in shown if c not in "\n\t" and unicodedata.category(c) == category]
+    assert json.loads(json_text({all_of_it: [all_of_it]}, indent=2)) == {all_of_it: [all_of_it]}
 
 
 @given(st.text())
-def test_escape_injection_no_control_character_reaches_the_terminal(text: str) -> None:
-    shown = printable(text)
-    assert not [c for c in shown if c not in "\n\t" and (ord(c) < 32 or 127 <= ord(c) < 160)]
+def test_escapes_read_back_and_other_text_stays(text: str) -> None:
+    assert json.loads(json_text(text)) == text
+    if all(c.isprintable() for c in text):
+        assert printable(text) == text
 
 
 def test_escape_injection_window_title_and_clipboard() -> None:
     assert printable("a\x1b]0;title\x07b") == "a\\x1b]0;title\\x07b"
     assert printable("\x9b31m") == "\\x9b31m"
+    assert printable("safe\u202etxt.exe\u2066\u200b\ufeff") == "safe\\u202etxt.exe\\u2066\\u200b\\ufeff"
+    assert printable("\U000e0041\xad") == "\\U000e0041\\xad"
+    assert json_text("\x9b\u202e\U000e0041é") == '"\\u009b\\u202e\\udb40\\udc41é"'
     assert printable("kept\n\tas\r\n it is żółć 🦊") == "kept\n\tas\n it is żółć 🦊"
     assert one_line("a\nb\tc") == "a b c"
 

@@ -58,6 +58,15 @@ def test_long_values_are_cut() -> None:
 
 
 @pytest.mark.parametrize("log_format", ["json", "console"])
+def test_escape_injection_by_a_name_in_the_log(log_format: observe.LogFormat) -> None:
+    out = io.StringIO()
+    observe.configure("info", log_format, stream=out, environ={})
+    observe.get_logger("x").info("hello\x9b2J", id="\x1b[2J\u202e", why="a b\u2066")
+    assert not set(out.getvalue()) & set("\x1b\x9b\u202e\u2066")
+    assert "u202e" in out.getvalue()
+
+
+@pytest.mark.parametrize("log_format", ["json", "console"])
 def test_a_traceback_shows_no_local_variables(log_format: observe.LogFormat) -> None:
     out = io.StringIO()
     observe.configure("info", log_format, stream=out, environ={})

@@ -123,11 +123,15 @@ def test_tokens_differ_between_homes(tmp_path: Path) -> None:
     assert paths.load_token(tmp_path / "a") != paths.load_token(tmp_path / "b")
 
 
-def test_a_readable_token_is_made_private_again(home: HomeFolder) -> None:
+@pytest.mark.parametrize("bits", [0o644, 0o640, 0o602, 0o666])
+def test_a_token_that_others_may_know_is_refused(home: HomeFolder, bits: int) -> None:
     token = paths.load_token(home.token)
-    home.token.chmod(0o644)
+    home.token.chmod(bits)
+    with pytest.raises(Forbidden, match=f"mode {bits:o}") as refused:
+        paths.load_token(home.token)
+    assert "chmod 600" in refused.value.hint
+    home.token.chmod(0o600)
     assert paths.load_token(home.token) == token
-    assert mode(home.token) == 0o600
 
 
 def test_symlink_planted_as_token_is_refused(home: HomeFolder, tmp_path: Path) -> None:
@@ -144,7 +148,11 @@ def test_token_of_another_user_is_refused(home: HomeFolder, monkeypatch: pytest.
         paths.load_token(home.token)
 
 
-def test_an_empty_token_would_open_the_door(home: HomeFolder) -> None:
-    home.token.write_text("\n")
-    with pytest.raises(ConfigError, match="empty"):
+@pytest.mark.parametrize("token", ["", "hunter2", "x" * (paths.TOKEN_LEAST_CHARS - 1)])
+def test_a_token_that_can_be_guessed_would_open_the_door(home: HomeFolder, token: str) -> None:
+    home.token.write_text(f"{token}\n")
+    home.token.chmod(0o600)
+    with pytest.raises(ConfigError, match=f"holds {len(token)} characters") as refused:
         paths.load_token(home.token)
+    assert "new token" in refused.value.hint
+    assert not token or token not in str(refused.value)

@@ -16,6 +16,7 @@ import pytest
 from asking import ask, folder_of, run
 
 from fleetd import limits
+from fleetd.engine import openmp_file
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import AssistPrefill, Event, Finished, Loading, PrefillShared, StreamTag
 from fleetd.engine.supervisor import EngineProcess
@@ -215,6 +216,29 @@ async def test_events_of_other_requests_are_not_delivered(watched: EnginePool, b
     behave("others' events")
     events = await drain(watched)
     assert [type(e).__name__ for e in events if not isinstance(e, Loading)] == ["Accepted", "Finished"]
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("ends", ["is killed", "is unloaded"])
+async def test_what_openmp_keeps_of_a_worker_is_removed_with_it(
+    watched: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ends: str
+) -> None:
+    """The library removes its file in /dev/shm only at a normal exit."""
+    monkeypatch.setattr(openmp_file, "FOLDER", tmp_path)
+    behave("long line on stderr")
+    await drain(watched)
+    engine = watched.engine(FOLDER)
+    assert engine is not None
+    files = [tmp_path / f"__KMP_REGISTERED_LIB_{pid}_{os.getuid()}" for pid in (engine.pid, 1)]
+    for file in files:
+        file.touch()
+    if ends == "is killed":
+        async with engine._changed:
+            engine.kill()
+            await engine._changed.wait()
+    else:
+        await watched.unload("fake")
+    assert [file.exists() for file in files] == [False, True]
 
 
 @pytest.mark.one_loop

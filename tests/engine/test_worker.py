@@ -384,6 +384,13 @@ async def test_unknown_architecture_is_named(pool: EnginePool, tmp_path: Path) -
 
 
 @pytest.mark.one_loop
+async def test_a_model_whose_code_ends_the_process_is_unsupported(pool: EnginePool, tmp_path: Path) -> None:
+    path = chain_model.build(tmp_path / "odd", config={"model_type": "olmo"})
+    with pytest.raises(ModelUnsupported, match="ends the process"):
+        await run(pool, folder_of(path, "odd"), ask("<hello>"))
+
+
+@pytest.mark.one_loop
 async def test_config_that_does_not_fit_the_weights(pool: EnginePool, tmp_path: Path) -> None:
     path = chain_model.build(tmp_path / "odd", config={"num_hidden_layers": 5})
     with pytest.raises(ModelCorrupt):

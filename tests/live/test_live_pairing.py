@@ -152,7 +152,7 @@ def test_people_are_asked_and_shown_the_phrase(strangers: LiveFleet, spoken: Spo
     pair = spoken(strangers["alpha"], "pair")
     pair.expect(CODE)
     join = spoken(strangers["beta"], "join", pair.match[1])
-    join.expect("see prompts typed here")
+    join.expect("see prompts typed on this one")
     join.sendline("y")
     pair.expect(r"beta \(\w{7}\) has the code")
     join.expect(r"Found alpha \(\w{7}\)")

@@ -242,3 +242,20 @@ def test_every_proof_the_threat_model_names_exists() -> None:
     source = "".join(path.read_text(encoding="utf-8") for path in (REPO / "tests").rglob("test_*.py"))
     missing = [name for name in re.findall(r"::(test_\w+)", page) if f"def {name}(" not in source]
     assert missing == []
+
+
+def test_no_pattern_of_a_field_lets_a_newline_follow() -> None:
+    """To Python's ``$`` a string may go on with one newline, which msgspec's patterns inherit."""
+    found = 0
+    for path in sorted((REPO / "fleetd").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if (
+                isinstance(node, ast.keyword)
+                and node.arg == "pattern"
+                and isinstance(node.value, ast.Constant)
+            ):
+                pattern = str(node.value.value)
+                found += 1
+                bare = pattern.endswith("$") and not pattern.endswith("(?!\\n)$")
+                assert not bare, f"{path.name}: {pattern}"
+    assert found >= 5

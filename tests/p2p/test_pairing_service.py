@@ -16,7 +16,7 @@ import pytest
 from fleet_nodes import running, settings, together, until
 
 from fleetd import limits
-from fleetd.control.pairing_events import CodeShown, Meeting, Paired, PairingEvent
+from fleetd.control.pairing_events import CodeShown, Crowded, Meeting, Paired, PairingEvent
 from fleetd.errors import PairingClosed, PairingFailed, PeerUnreachable
 from fleetd.p2p.membership.identity import Identity
 from fleetd.p2p.membership.roster import Roster
@@ -27,6 +27,7 @@ from fleetd.p2p.pairing import service as pairing
 from fleetd.p2p.pairing.code import PairingCode
 from fleetd.p2p.pairing.roles import Joiner
 from fleetd.p2p.pairing.service import PairingService
+from fleetd.p2p.port import PAIRING
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -65,10 +66,13 @@ def saved(node: Node) -> set[str]:
     return set(Roster(node.identity, records).members)
 
 
-async def pair(a: Node, b: Node, **answers: Any) -> tuple[list[PairingEvent], list[PairingEvent]]:
+async def pair(
+    a: Node, b: Node, *, joiner_allows: bool = True, **answers: Any
+) -> tuple[list[PairingEvent], list[PairingEvent]]:
     shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
     inviting = asyncio.create_task(invite(PairingService(a), shown, **answers))
-    joined = await collect(PairingService(b).join((await shown).code, host(a), sees_prompts=True))
+    join = PairingService(b).join((await shown).code, host(a), sees_prompts=joiner_allows)
+    joined = await collect(join)
     return await inviting, joined
 
 
@@ -89,12 +93,85 @@ async def test_a_code_pairs_two_machines(tmp_path: Path) -> None:
         await together([a, b])
 
 
-async def test_the_answer_about_prompts_is_in_the_roster_of_both(tmp_path: Path) -> None:
+async def test_the_inviters_answer_about_prompts_is_in_the_roster_of_the_fleet(tmp_path: Path) -> None:
     a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
     async with running(a, b):
-        await pair(a, b, sees_prompts=False)
+        ours, theirs = await pair(a, b, sees_prompts=False)
         assert not a.roster.members[b.identity.node_id].sees_prompts
         assert b.roster.members[a.identity.node_id].sees_prompts
+        assert isinstance(ours[-1], Paired)
+        assert isinstance(theirs[-1], Paired)
+        assert (ours[-1].sees_prompts, theirs[-1].sees_prompts) == (False, True)
+
+
+async def test_the_joiners_answer_about_prompts_is_a_rule_of_its_own(tmp_path: Path) -> None:
+    """It speaks of prompts typed there; the other machines go on sending the inviter theirs."""
+    a, b, c = (Node(settings(tmp_path, name)) for name in "abc")
+    async with running(a, b, c):
+        await pair(a, c)
+        inviter = a.identity.node_id
+        _, theirs = await pair(a, b, joiner_allows=False)
+        assert isinstance(theirs[-1], Paired)
+        assert not theirs[-1].sees_prompts
+        await until(c, lambda: b.identity.node_id in c.roster.members)
+        assert not b.prompt_rules.allows(inviter)
+        assert all(node.roster.members[inviter].sees_prompts for node in (b, c))
+        assert a.prompt_rules.allows(b.identity.node_id)
+        # Paired again with another answer; what the fleet says is not the joiner's to change.
+        c.roster.allow_prompts(inviter, False)
+        await c.roster_changed()
+        await until(b, lambda: not b.roster.members[inviter].sees_prompts)
+        await pair(a, b)
+        assert b.prompt_rules.allows(inviter)
+        assert not any(node.roster.members[inviter].sees_prompts for node in (b, c))
+
+
+@contextlib.asynccontextmanager
+async def strangers(node: Node, count: int) -> AsyncGenerator[list[asyncio.StreamReader], None]:
+    """Connections to the window that say nothing."""
+    async with contextlib.AsyncExitStack() as stack:
+        readers = []
+        for _ in range(count):
+            reader, writer = await asyncio.open_connection("127.0.0.1", node.port)
+            stack.callback(writer.close)
+            writer.write(PAIRING)
+            await reader.read(1)  # the inviter's hello: it has a place
+            readers.append(reader)
+        yield readers
+
+
+async def test_attack_silent_connections_do_not_keep_a_machine_from_pairing(tmp_path: Path) -> None:
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b):
+        shown: asyncio.Future[CodeShown] = asyncio.get_running_loop().create_future()
+        inviting = asyncio.create_task(invite(PairingService(a), shown))
+        code = (await shown).code
+        async with strangers(a, 2 * limits.PAIRING_CONNECTIONS) as readers:
+            async with asyncio.timeout(10):
+                await readers[0].read()  # the oldest was closed
+            joined = await collect(PairingService(b).join(code, host(a), sees_prompts=True))
+        assert isinstance(joined[-1], Paired)
+        seen = await inviting
+        assert [type(event) for event in seen] == [CodeShown, Crowded, Meeting, Paired]
+        assert seen[1] == Crowded(["127.0.0.1"]), "the person is told, once"
+
+
+async def test_attack_a_machine_that_has_the_code_does_not_give_way(tmp_path: Path) -> None:
+    """However many connect while a person compares the phrase."""
+    a, b = Node(settings(tmp_path, "a")), Node(settings(tmp_path, "b"))
+    async with running(a, b):
+        service = PairingService(a)
+        async with aclosing(service.pair()) as events:
+            shown = await anext(events)
+            assert isinstance(shown, CodeShown)
+            join = PairingService(b).join(shown.code, host(a), sees_prompts=True)
+            joining = asyncio.create_task(collect(join))
+            met = await anext(events)
+            assert isinstance(met, Meeting)
+            async with strangers(a, 2 * limits.PAIRING_CONNECTIONS):
+                service.answer(met.node_id, admit=True, sees_prompts=True)
+                assert isinstance((await joining)[-1], Paired)
+            assert [type(event) async for event in events] == [Crowded, Paired]
 
 
 async def test_a_refusal_leaves_nothing_behind(tmp_path: Path) -> None:

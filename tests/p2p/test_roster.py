@@ -283,6 +283,26 @@ def test_a_no_said_here_holds_here_whatever_is_said_elsewhere() -> None:
     assert a.members[C.node_id].sees_prompts
 
 
+def test_joining_a_machine_leaves_open_what_its_fleet_says_of_it() -> None:
+    """c took b, whom a had removed, back on its own terms; d joins b and knows neither."""
+    for allowed in (True, False):
+        a, b, c, d = Roster(A), Roster(B), Roster(C), Roster(D)
+        pair(a, b, A, B)
+        pair(a, c, A, C)
+        exchange(a, b, c)
+        a.remove(B.node_id)
+        c.merge(a.records())
+        c.admit(B.certificate, "b", allowed)
+        d.join(B.certificate, "b", None, c.records())
+        assert d.members[B.node_id].sees_prompts is allowed
+        d.admit(B.certificate, "b", not allowed)
+        d.join(B.certificate, "b", None, ())
+        assert d.members[B.node_id].sees_prompts is not allowed
+    new = Roster(D)
+    new.join(B.certificate, "b", None, ())
+    assert new.members[B.node_id].sees_prompts, "where nobody has said anything"
+
+
 def test_of_two_words_at_the_same_time_the_no_counts() -> None:
     roster = Roster(A, [said(A, B), said(A, C)])
     for no in (True, False):

@@ -20,6 +20,7 @@ from fleetd.errors import (
     InvalidValue,
     ModelNotFound,
     NoMachine,
+    NotFound,
     OutOfMemory,
     PeerLost,
     PeerUnreachable,
@@ -99,12 +100,13 @@ class FakeOthers:
         self.scripts = scripts
         self.asked: list[tuple[str, messages.RunJob]] = []
         self.streams: list[FakeStream] = []
+        self.methods: list[str] = []
 
     def machines(self) -> list[Member]:
         return self.found
 
     def request(self, node_id: str, method: str, body: bytes) -> FakeStream:
-        assert method == messages.RUN
+        self.methods.append(method)
         self.asked.append((node_id, messages.decode_run(body)))
         script = self.scripts[node_id].pop(0)
         if isinstance(script, FleetError):
@@ -240,6 +242,30 @@ async def test_a_job_from_a_peer_is_never_passed_on(make: Make) -> None:
     with pytest.raises(ModelNotFound):
         await remote.JobServer(make(others).run, has)("peer", body, FakeStream([]))
     assert others.order == []
+
+
+@pytest.mark.parametrize(("unaided", "method"), [(False, "job.run"), (True, "job.run_unaided")])
+async def test_a_machine_with_rules_of_its_own_asks_for_an_answer_without_helpers(
+    make: Make, unaided: bool, method: str
+) -> None:
+    others = FakeOthers(machine("old"), machine("studio"), old=[[NotFound("unknown")]], studio=[WHOLE])
+    await collect(make(others, unaided=lambda: unaided).run(job()))
+    # A version that does not know the method refuses, and the next machine is asked.
+    assert (others.order, others.methods) == (["old", "studio"], [method] * 2)
+
+
+@pytest.mark.parametrize("unaided", [False, True])
+async def test_a_job_that_came_without_helpers_is_not_shared(unaided: bool) -> None:
+    taken: list[Job] = []
+
+    async def run(job: Job) -> AsyncGenerator[Any, None]:
+        taken.append(job)
+        for event in answer():
+            yield event
+
+    body = messages.encode(messages.RunJob("big", job().request, "chat"))
+    await remote.JobServer(run, has, unaided=unaided)("peer", body, Heard())
+    assert [(each.local_only, each.shareable) for each in taken] == [(True, not unaided)]
 
 
 async def test_unreachable_machines_are_named_with_the_reason(make: Make) -> None:

@@ -308,6 +308,9 @@ def test_help_that_a_machine_elsewhere_would_get_is_counted() -> None:
     assert with_help.predicted_s is not None
     assert without.predicted_s is not None
     assert with_help.predicted_s < 0.7 * without.predicted_s
+    # A machine with rules about who sees its prompts asks for an answer without helpers.
+    pair.members.unaided = lambda: True
+    assert chosen(pair.plan(8000)).nodes == ["a"]
 
 
 def test_a_model_that_is_not_loaded_is_priced_with_its_load() -> None:

@@ -239,6 +239,7 @@ async def test_a_long_prompt_may_be_shared(tmp_path: Path) -> None:
 async def test_a_prompt_that_has_to_stay_is_never_shared(tmp_path: Path) -> None:
     async with home_with(tmp_path) as home:
         assert not home.sharing.possible(job(local_only=True), FakeFolder())
+        assert not home.sharing.possible(job(origin="peer", local_only=True, unaided=True), FakeFolder())
         members = Members(home.partners.machines, lambda: own_card("home"), local_only=True)
         staying = PrefillSharing(home.partners, home.pool, members, home.metrics)
         assert not staying.possible(job(), FakeFolder())

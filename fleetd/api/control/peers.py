@@ -35,8 +35,11 @@ class PeerRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Prompts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """``fleet``: all prompts of the fleet, else those typed on this machine."""
+
     peer: _Text
     allowed: bool
+    fleet: bool
 
 
 async def index(request: web.Request) -> web.StreamResponse:
@@ -72,4 +75,5 @@ async def unpair(request: web.Request) -> web.StreamResponse:
 
 async def prompts(request: web.Request) -> web.StreamResponse:
     asked = parse(await read(request), Prompts)
-    return json_answer(await request.app[SERVICES].fleet.allow_prompts(asked.peer, asked.allowed))
+    fleet = request.app[SERVICES].fleet
+    return json_answer(await fleet.allow_prompts(asked.peer, asked.allowed, fleet=asked.fleet))

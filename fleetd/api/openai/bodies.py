@@ -38,7 +38,8 @@ from fleetd.errors import InvalidValue, UnsupportedParameter
 # ---- Pieces ----------------------------------------------------------------------------------------------
 
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
-TokenKey = Annotated[str, Meta(pattern="^[0-9]{1,9}$")]
+# Without the look-ahead, Python lets a newline follow; \\Z is unknown to JSON Schema.
+TokenKey = Annotated[str, Meta(pattern=r"^[0-9]{1,9}(?!\n)$")]
 Choices = Annotated[int, Meta(ge=1, le=limits.CHOICES)]
 
 

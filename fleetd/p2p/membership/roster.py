@@ -214,19 +214,21 @@ class Roster:
         return record
 
     def join(
-        self, certificate: bytes, name: str, sees_prompts: bool, records: Iterable[RosterRecord]
+        self, certificate: bytes, name: str, sees_prompts: bool | None, records: Iterable[RosterRecord]
     ) -> tuple[RosterRecord, ...]:
         """Pair with a machine and merge its roster; returns this machine's own records.
 
-        A removed machine begins with an empty roster. Raises as ``admit``.
+        A removed machine begins with an empty roster. ``sees_prompts``: None leaves it at what the records
+        say, and allows it where they say nothing. Raises as ``admit``.
         """
         if self._removed_by is not None:
             self.reset()
-        subject = self.admit(certificate, name, sees_prompts).subject
+        subject = subject_of(certificate)[0]
+        self.admit(certificate, name, self._allowed(subject) if sees_prompts is None else sees_prompts)
         self.merge(records)
         if subject not in self._members and self._removed_by is None:
             # It was removed and readmitted in a fleet that this machine did not know.
-            self.admit(certificate, name, sees_prompts)
+            self.admit(certificate, name, self._allowed(subject) if sees_prompts is None else sees_prompts)
         return tuple(record for record in self.records() if record.signer == self._me.node_id)
 
     def remove(self, node_id: str) -> list[RosterRecord]:
@@ -253,6 +255,14 @@ class Roster:
         if member is None:
             raise NotFound(f"No machine {short_id(node_id)} is paired with this one.")
         return member
+
+    def _allowed(self, subject: str) -> bool:
+        """Whether the newest records let a machine, member or not, see prompts; True without any."""
+        if subject in self._members:
+            return self._members[subject].sees_prompts
+        highest = self._highest(subject)
+        newest = [r for key, r in self._records.items() if key[0] == subject and r.sequence == highest]
+        return all(record.sees_prompts or record.removed for record in newest)
 
     def _highest(self, subject: str) -> int:
         """The highest known sequence number for a machine, 0 for none."""

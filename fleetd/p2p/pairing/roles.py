@@ -139,6 +139,8 @@ class Inviter(Side):
         random_bytes: Callable[[int], bytes],
     ) -> None:
         super().__init__(me, name, now, random_bytes)
+        #: True once this connection has cost the window a try.
+        self.tried = False
         self._window = window
 
     def approve(self, records: Iterable[RosterRecord], now: float) -> list[Event]:
@@ -169,6 +171,7 @@ class Inviter(Side):
             # Before the answer, so that parallel connections get no more guesses; and not earlier, so that
             # a connection without a guess costs no try.
             self._window.take_try(now)
+            self.tried = True
         except PairingClosed as error:
             return self._fail(error, "closed")
         run = self._pake(self._window.code.secret)

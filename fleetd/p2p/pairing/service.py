@@ -16,10 +16,19 @@ from functools import partial
 
 from fleetd import limits
 from fleetd.config import DEFAULT_PEER_PORT
-from fleetd.control.pairing_events import CodeShown, Meeting, Paired, PairingEvent, Searching, WrongCode
+from fleetd.control.pairing_events import (
+    CodeShown,
+    Crowded,
+    Meeting,
+    Paired,
+    PairingEvent,
+    Searching,
+    WrongCode,
+)
 from fleetd.errors import FleetError, PairingClosed, PairingFailed, PeerUnreachable
 from fleetd.observe import get_logger
 from fleetd.p2p.discovery import interfaces
+from fleetd.p2p.giving_way import gives_way
 from fleetd.p2p.links import Address
 from fleetd.p2p.membership.identity import short_id
 from fleetd.p2p.membership.roster import Roster
@@ -43,15 +52,22 @@ class _PersonsAnswer:
     sees_prompts: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Connection:
+    address: str
+    side: Inviter
+
+
 @dataclass(slots=True)
 class _OpenWindow:
-    """The open window. ``events``: for the caller of ``pair``."""
+    """The open window. ``events``: for the caller of ``pair``, who was told that it is ``crowded``."""
 
     code: PairingCode
     window: PairingWindow
     events: asyncio.Queue[PairingEvent | FleetError] = field(default_factory=asyncio.Queue)
     asked: dict[str, asyncio.Future[_PersonsAnswer]] = field(default_factory=dict)
-    connections: set[asyncio.Task[None]] = field(default_factory=set)
+    connections: dict[asyncio.Task[None], _Connection] = field(default_factory=dict)
+    crowded: bool = False
 
 
 class PairingService:
@@ -133,22 +149,41 @@ class PairingService:
 
     async def _on_connection(self, sock: socket.socket) -> None:
         """Handle a connection to the open window."""
-        opened, task = self._open, asyncio.current_task()
+        opened, task, now = self._open, asyncio.current_task(), asyncio.get_running_loop().time()
         with contextlib.closing(sock):
-            if opened is None or task is None or len(opened.connections) >= limits.PAIRING_CONNECTIONS:
+            if opened is None or task is None:
                 return
-            opened.connections.add(task)
             try:
-                await self._invite(opened, sock)
+                address = str(sock.getpeername()[0])
+            except OSError:  # it is closed already
+                return
+            self._make_room(opened, address)
+            side = Inviter(opened.window, self._node.identity, self._node.name, now, random_bytes=os.urandom)
+            opened.connections[task] = _Connection(address, side)
+            try:
+                await self._invite(opened, side, sock)
             except FleetError as error:
                 log.info("pairing.failed", error=str(error))
             finally:
-                opened.connections.discard(task)
+                opened.connections.pop(task, None)
 
-    async def _invite(self, opened: _OpenWindow, sock: socket.socket) -> None:
+    @staticmethod
+    def _make_room(opened: _OpenWindow, address: str) -> None:
+        """Close a connection that has not tried the code, if there are too many of them."""
+        held = {task: each.address for task, each in opened.connections.items() if not each.side.tried}
+        most, per_address = limits.PAIRING_CONNECTIONS, limits.PAIRING_CONNECTIONS_PER_ADDRESS
+        oldest = gives_way(held, address, per_address=per_address, most=most)
+        if oldest is None:
+            return
+        del opened.connections[oldest]
+        oldest.cancel()
+        if not opened.crowded:
+            opened.crowded = True
+            opened.events.put_nowait(Crowded(sorted(set(held.values()))))
+
+    async def _invite(self, opened: _OpenWindow, side: Inviter, sock: socket.socket) -> None:
         node, loop = self._node, asyncio.get_running_loop()
         tries = opened.window.tries_left
-        side = Inviter(opened.window, node.identity, node.name, loop.time(), random_bytes=os.urandom)
         meeting: roles.CodeAccepted | None = None
         answer = _PersonsAnswer(admit=False, sees_prompts=False)
         failure: FleetError | None = None
@@ -175,7 +210,7 @@ class PairingService:
                 side.give_up(error.message)
         # The window may close on the event, so the last frame has to be sent before.
         if side.done and meeting is not None:
-            opened.events.put_nowait(self._paired(meeting, answer.sees_prompts))
+            opened.events.put_nowait(self._paired(meeting))
         elif side.failed is not None and meeting is not None:
             opened.events.put_nowait(failure or side.failed)  # the code is used up
         elif opened.window.tries_left < tries:
@@ -195,9 +230,12 @@ class PairingService:
         self._node.keeper.keep(change)
         await self._node.roster_changed()
 
-    def _paired(self, met: roles.CodeAccepted, sees_prompts: bool) -> Paired:
-        members = [member.name for member in self._node.roster.members.values()]
-        return Paired(met.node_id, short_id(met.node_id), met.name, sees_prompts, [self._node.name, *members])
+    def _paired(self, met: roles.CodeAccepted) -> Paired:
+        members, rules = self._node.roster.members, self._node.prompt_rules
+        known = members.get(met.node_id)
+        sees_prompts = known is not None and known.sees_prompts and rules.allows(met.node_id)
+        names = [self._node.name, *(member.name for member in members.values())]
+        return Paired(met.node_id, short_id(met.node_id), met.name, sees_prompts, names)
 
     # ---- joining -----------------------------------------------------------------------------------------
 
@@ -208,7 +246,7 @@ class PairingService:
 
         Args:
             host: its address, HOST or HOST:PORT; None looks for it by mDNS.
-            sees_prompts: whether that machine may see prompts given to this one.
+            sees_prompts: whether that machine may see prompts typed here; a rule of this machine alone.
 
         Raises:
             PairingFailed, PairingClosed: a wrong code, or the other side ended it.
@@ -239,8 +277,11 @@ class PairingService:
                         meeting = event
                         yield Meeting(event.node_id, short_id(event.node_id), event.name, event.phrase)
                     case roles.Admitted(records) if meeting is not None:
-                        promised = partial(_enter, meeting, sees_prompts, records)
+                        promised = partial(_enter, meeting, None, records)
                         try:
+                            if not sees_prompts:
+                                # First, so that no prompt goes there in between. It stays if pairing fails.
+                                await node.prompt_rules.allow(meeting.node_id, False)
                             side.saved(await node.keeper.promise(promised), loop.time())
                             change = promised
                         except FleetError as error:
@@ -257,8 +298,9 @@ class PairingService:
         if failure is not None:
             raise failure
         if meeting is not None:
+            await node.prompt_rules.allow(meeting.node_id, sees_prompts)
             node.reached(meeting.node_id, address)
-            yield self._paired(meeting, sees_prompts)
+            yield self._paired(meeting)
 
     async def _find(self, code: PairingCode, host: str | None) -> tuple[Address, socket.socket]:
         if host is not None:
@@ -287,9 +329,9 @@ class PairingService:
 
 
 def _enter(
-    met: roles.CodeAccepted, sees_prompts: bool, records: Sequence[RosterRecord], roster: Roster
+    met: roles.CodeAccepted, sees_prompts: bool | None, records: Sequence[RosterRecord], roster: Roster
 ) -> tuple[RosterRecord, ...]:
-    """Add a machine and its records to the roster; returns this machine's own records.
+    """Add a machine and its records to the roster, as ``Roster.join``; returns this machine's own records.
 
     Both sides do it. It ends a removal on either side, and joins two fleets.
     """

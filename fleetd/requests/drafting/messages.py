@@ -28,7 +28,7 @@ from fleetd.requests.message_codec import Digest, ModelName, RequestId
 
 FOLLOW = "draft.follow"
 
-_Vocabulary = Annotated[str, Meta(min_length=1, max_length=64, pattern="^[0-9a-f]*$")]
+_Vocabulary = Annotated[str, Meta(pattern=r"\A[0-9a-f]{1,64}\Z")]
 # Loaded, agreed, drafted, and room for what later versions add.
 _STEPS = 16
 _Count = Annotated[int, Meta(ge=0, le=2**53)]
