@@ -19,12 +19,13 @@ import msgspec
 from bench.harness import host
 from bench.harness.child import ROOT
 from bench.harness.daemon import MODEL, fetch_model
-from eval import forms
+from eval import forms, requests, tried_voices
 from eval.engine import Engine
 from eval.report import Results, page, pictures
 from eval.runs import Outcome, Runner, gate, selection_recall
 from eval.statistics import Share
 from eval.tasks import Task, task
+from fleetd.compression.words import estimate_tokens
 from fleetd.engine.protocol import Keep
 from fleetd.errors import FleetError
 from fleetd.hardware.probe import cores
@@ -52,13 +53,14 @@ PLAN: tuple[tuple[str, int, tuple[float, ...], int, int], ...] = (
 )
 GATE_KINDS = ("aggregate", "verbatim", "single", "hop", "code", "json", "table")
 GATE_SEEDS, QUICK_GATE_SEEDS = 120, 30
+PEAKS_REQUESTS, QUICK_REQUESTS = 100, 8
 # Of selection alone.
 SCORER_TASKS, QUICK_SCORER_TASKS, SCORER_TOKENS, SCORER_RATIO = 30, 4, 1500, 0.1
 SEGMENTS = (1, 2, 4)
 LAYERS = (2, 4, 6, 8, 10, 12, 14, 16, 20)
 
 
-STEPS = ("gate", *(f"{kind}-{tokens}" for kind, tokens, *_ in PLAN), "segments", "layers")
+STEPS = ("gate", "verdict", "peaks", *(f"{kind}-{tokens}" for kind, tokens, *_ in PLAN), "segments", "layers")
 
 
 def main() -> int:
@@ -78,7 +80,8 @@ def main() -> int:
             parser.error(f"there is no {file} yet")
         _write(found, args.out)
     else:
-        fetch_model()
+        if args.names != ["gate"]:
+            fetch_model()
         goes_on = found is not None and args.names and found.quick == args.quick
         results = _results(args, found if goes_on else None)
         asyncio.run(_measure(results, args.names or STEPS, args.share, args.out))
@@ -107,6 +110,16 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
         results.seconds = before_s + time.monotonic() - begun
         _write(results, folder)
 
+    if "gate" in names:
+        results.requests = requests.measured(requests.requests("held_out"))
+        results.tuned = requests.measured(requests.requests("tune"))[:1]
+        count = QUICK_GATE_SEEDS if results.quick else GATE_SEEDS
+        declined = gate(estimate_tokens, GATE_KINDS, range(FIRST_SEED, FIRST_SEED + count))
+        results.declined = {kind: (share.hits, share.of) for kind, share in declined.items()}
+        print("\n".join(requests.table(results.requests)))
+        step()
+    if list(names) == ["gate"]:
+        return
     async with AsyncExitStack() as stack:
         # Decoding gains little from a second thread, and answers are many: a worker for each core.
         engines = [await stack.enter_async_context(Engine(threads=1)) for _ in range(cores())]
@@ -117,10 +130,14 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
         if engine.profile is not None:
             heads, layers = len(engine.profile.heads), engine.profile.exit_layer
             results.profile = f"{heads} heads of the model are asked, in its first {layers} layers."
-        if "gate" in names:
-            count = QUICK_GATE_SEEDS if results.quick else GATE_SEEDS
-            declined = gate(engine.count, GATE_KINDS, range(FIRST_SEED, FIRST_SEED + count))
-            results.declined = {kind: (share.hits, share.of) for kind, share in declined.items()}
+        asked = requests.requests("tune")
+        if "verdict" in names:
+            few = asked[: QUICK_REQUESTS if results.quick else round(part * len(asked))]
+            results.tried["the small model's own verdict"] = await tried_voices.verdict(engine, few)
+            step()
+        if "peaks" in names and results.scored:
+            few = asked[: QUICK_REQUESTS if results.quick else round(part * PEAKS_REQUESTS)]
+            results.tried["peaks of the scores"] = await tried_voices.peaks(engine, few)
             step()
         runner = Runner(engines, print, sparse=results.sparse, scored=results.scored)
         for kind, tokens, ratios, full, few in PLAN:

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from bench.harness.cores import worker_on
 from bench.harness.daemon import MODEL
+from fleetd import limits
 from fleetd.compression.document import Document
 from fleetd.compression.token_scores import SegmentScores, TokenScores, merge
 from fleetd.compression.words import Range
@@ -84,6 +85,21 @@ class Engine:
                     case Finished():
                         seconds = event.timings.prefill_s
         return Said(said, tokens, seconds)
+
+    async def next_token(self, text: str) -> dict[str, float]:
+        """Natural-log probabilities of the likeliest tokens after ``text``."""
+        request = Generate(
+            id=f"eval-{next(self._ids)}",
+            prompt=TextPrompt(text),
+            sampling=Sampling(temperature=0.0),
+            max_tokens=1,
+            top_logprobs=limits.TOP_LOGPROBS,
+        )
+        async with aclosing(self._worker.stream(request)) as events:
+            async for event in events:
+                if isinstance(event, Delta) and event.logprobs:
+                    return {top.token: top.logprob for top in event.logprobs[0].top}
+        raise RuntimeError("the worker gave no token")
 
     async def scores(
         self, document: Document, segments: int = 1, exit_layer: int = 0

@@ -17,7 +17,7 @@ from eval.statistics import Ratio, Share
 from eval.tasks import Task, task
 from fleetd.compression import elide
 from fleetd.compression.document import Document
-from fleetd.compression.select import select
+from fleetd.compression.gate import judge
 from fleetd.compression.selection import Selection
 from fleetd.compression.token_scores import TokenScores
 from fleetd.engine.protocol import Keep
@@ -237,8 +237,7 @@ def gate(count: Callable[[str], int], kinds: Sequence[str], seeds: Sequence[int]
     for kind in kinds:
         for seed in seeds:
             one = task(kind, seed, 600, 0.5, count)
-            declined = select(one.document, None, forms.policy(0.25)).declined
-            found[kind] += Share(int(declined.startswith("the task")), 1)
+            found[kind] += Share(int(bool(judge(one.document).declined)), 1)
     return dict(found)
 
 

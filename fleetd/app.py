@@ -35,6 +35,7 @@ from fleetd.control.daemon_status import DaemonStatus, HardwareReading, HttpAddr
 from fleetd.control.fleet_view import PeerView
 from fleetd.descriptors import connection_caps, open_limit, raise_limit
 from fleetd.engine.pool import EnginePool, PoolOptions
+from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import ConfigError, Draining, PortInUse
 from fleetd.fleet import Fleet, default_name
 from fleetd.hardware.memory import budget, metal_limit
@@ -137,6 +138,7 @@ class Daemon:
         self._fleet = Fleet(self._node, local_only=config.fleet.local_only) if self._node else None
         copies = ModelCopies(self._node, self._models, self._own_card) if self._node else None
         self._speeds = ModelSpeeds()
+        self._profiles = ProfileStore.in_home(home.cache)
         # One for all services: a machine that failed one of them is left out of the others, too.
         self._members = Members(
             self._fleet.machines if self._fleet else tuple,
@@ -183,10 +185,17 @@ class Daemon:
         self._card: CardMaker | None = None
 
     def _sharer(self, fleet: Fleet) -> PrefillSharing:
-        return PrefillSharing(fleet, self._pool, self._members, self._metrics)
+        return PrefillSharing(fleet, self._pool, self._members, self._metrics, self._speeds)
 
     def _compressor(self) -> CompressionService:
-        scorers = Scorers(self._pool, self._models, self._speeds, self._members)
+        scorers = Scorers(
+            self._pool,
+            self._models,
+            self._speeds,
+            self._members,
+            profiles=self._profiles,
+            warm=self._sharing.warm if self._sharing else lambda load, model: None,
+        )
         request = self._fleet.request if self._fleet else None
         scoring = SegmentScoring(self._pool, request, monotonic=time.monotonic)
         return CompressionService(scoring, scorers, self._ledger)
@@ -293,6 +302,7 @@ class Daemon:
             max_streams=self._config.engine.max_streams,
             publish=node.publish,
             speeds=self._speeds,
+            profiles=self._profiles,
             budget=self._memory_budget,
         )
 

@@ -21,6 +21,7 @@
     │  ├─ ModelUnsupported          an architecture or option the engine cannot run
     │  └─ DownloadFailed            the source did not deliver
     ├─ Overloaded                   a queue or connection limit is reached; retry later
+    ├─ ScorerNotReady               a model is not measured for scoring yet: that waits for idle time
     ├─ OutOfMemory                  refused before allocating, with the figures
     ├─ DiskFull                     nothing half-written is left behind
     ├─ Draining                     the daemon is stopping
@@ -165,6 +166,10 @@ class DownloadFailed(ModelError):
 
 class Overloaded(FleetError):
     code, status = "overloaded", 429
+
+
+class ScorerNotReady(FleetError):
+    code, status = "scorer_not_ready", 503
 
 
 class OutOfMemory(FleetError):

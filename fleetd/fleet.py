@@ -94,6 +94,10 @@ class Fleet:
     async def connect(self, node_id: str, invited: Invitation) -> socket.socket:
         return await self.dialer.connect(node_id, invited)
 
+    def carried(self, node_id: str, count: int, seconds: float, *, late: bool = False) -> None:
+        """Record what a machine sent in this time. ``late``: clearly later than its path promised."""
+        self.dialer.carried(node_id, count, seconds, late=late)
+
     # ---- for fleetctl ------------------------------------------------------------------------------------
 
     def view(self) -> FleetView:

@@ -69,6 +69,10 @@ ENGINE_STOP_S = 5.0
 # Measuring a model's speed at load, which every load pays for: cuts between machines are only as good as
 # this, and a slow core needs as long to see its largest chunk twice.
 CALIBRATE_S = 3.0
+# A worker whose figures are in doubt and that was idle for so long is measured again; after each attempt that
+# was in doubt too, it waits twice as long.
+CALIBRATE_AGAIN_S = 20.0
+CALIBRATE_AGAIN_MOST_S = 3600.0
 # Events the daemon holds for one slow HTTP reader before it stops reading that request's stream.
 EVENTS_QUEUED = 4096
 
@@ -307,6 +311,10 @@ SMART_SCORES_BYTES = 64 * MIB
 SCORE_HEADS = 16
 # The question's last tokens whose queries count: the smart prefill papers take 8 to 64.
 SCORE_QUERIES = 64
+# Idle time that a worker is given at once to be measured for scoring; the daemon renews it every second
+# while nothing runs, and takes it back when something does. Larger models are measured only once a prompt has
+# wanted their scores: a model that only answers need not be.
+IDLE_TIME_S, IDLE_MODEL_BYTES = 3.0, 4 * GIB
 # Prompts that one worker scores at once, each a step in its turn; more are refused, and read whole where no
 # other machine scores them.
 SCORES = 4
@@ -412,6 +420,9 @@ LINK_ROUND_TRIPS = 32
 LINK_SPEEDS = 16
 # Less than this measures the round trip and TCP's start, not the way.
 LINK_TRANSFER_BYTES = MIB
+# Other work, another cable or another room may have changed an older figure. Measuring one again takes some
+# 17 MB.
+LINK_SPEED_S = 3600.0
 
 # ---- Fleet: discovery ------------------------------------------------------------------------------------
 # Machines remembered from mDNS: as many as a fleet may have members, and a flood cannot fill the memory.

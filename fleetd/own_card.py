@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, MemoryBudget, RequestCounts
+from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import FleetError
 from fleetd.limits import MIB
 from fleetd.models.catalog import find
@@ -55,6 +57,8 @@ class CardMaker:
         publish: Callable[[Card], None],
         speeds: ModelSpeeds,
         budget: Callable[[HardwareReading, int], MemoryBudget],
+        profiles: ProfileStore | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._bare = Card(node_id, epoch, 0, name=name, software=software, max_streams=max_streams)
         self._models = models
@@ -65,8 +69,12 @@ class CardMaker:
         self._publish = publish
         self._speeds = speeds
         self._budget = budget
-        # Workers whose measurement at load is recorded already: model → process id.
-        self._seeded: dict[str, int | None] = {}
+        self._profiles = profiles or ProfileStore()
+        # Model → whether it can score, as its last worker or a stored profile says.
+        self._scoring: dict[str, str] = {}
+        self._monotonic = monotonic
+        # Measurements that are recorded already: model → process id of its worker, prefill speed, doubt.
+        self._seeded: dict[str, tuple[int | None, float, str]] = {}
         # Model → precision and arithmetic of its last worker here; the next one will have the same.
         self._arithmetic: dict[str, tuple[str, str]] = {}
         self._installed: list[ModelFolder] = []
@@ -141,17 +149,27 @@ class CardMaker:
             for folder in list(self._installed):
                 if _key(folder) not in self._digests:
                     try:
-                        found = str(await asyncio.to_thread(self._models.digest, folder))
+                        found = await asyncio.to_thread(self._digest, folder)
                     except (FleetError, OSError) as error:
                         log.warning("card.no_digest", model=folder.name, error=str(error))
                         found = ""
                     self._digests[_key(folder)] = found
             await asyncio.sleep(_LOOK_S)
 
+    def _digest(self, folder: ModelFolder) -> str:
+        """Its digest, and whether a profile is known under it. Reads files."""
+        digest = str(self._models.digest(folder))
+        if (profile := self._profiles.find(digest)) is not None:
+            self._scoring.setdefault(folder.name, "ready" if profile.heads else "unable")
+        return digest
+
     def _seed(self, engines: Iterable[EngineStatus]) -> None:
         for engine in engines:
-            if engine.state == "ready" and self._seeded.get(engine.model) != engine.pid:
-                self._seeded[engine.model] = engine.pid
+            if engine.state == "ready" and not engine.part_of:
+                self._scoring[engine.model] = engine.scoring
+            measured = (engine.pid, engine.prefill_tok_s, engine.doubt)
+            if engine.state == "ready" and self._seeded.get(engine.model) != measured:
+                self._seeded[engine.model] = measured
                 name, decode_tok_s, arithmetic = engine.model, engine.decode_tok_s, engine.arithmetic
                 if engine.part_of:
                     # Some layers decode nothing, and their fingerprint is not that of the whole model.
@@ -164,6 +182,8 @@ class CardMaker:
                     decode_tok_s,
                     engine.prefill_context_s,
                     engine.prefill_fixed_s,
+                    bool(engine.doubt),
+                    now_s=self._monotonic(),
                 )
 
     def _model(
@@ -190,12 +210,14 @@ class CardMaker:
             decode_tok_s=_rough(speed.decode_tok_s),
             prefill_context_s=_rough(speed.prefill_context_s),
             prefill_fixed_s=_rough(speed.prefill_fixed_s),
+            doubtful=speed.doubtful,
             kv_budget_bytes=holder.kv_budget_bytes if holder is not None else 0,
             part_first=helping.first_layer if helping is not None else 0,
             part_last=helping.last_layer if helping is not None else 0,
             dtype=dtype,
             arithmetic=arithmetic,
             sparse=holder is not None and holder.shares_sparse,
+            scoring=self._scoring.get(folder.name, ""),
             exactness=engine.speculation[: limits.CARD_TEXT_CHARS] if engine and state == "loaded" else "",
         )
 

@@ -54,8 +54,7 @@ async def _measure(runs: int) -> Measured:
     async with AsyncExitStack() as stack:
         cores = sorted(os.sched_getaffinity(0))[:2]
         engines = [await stack.enter_async_context(worker_on(core, prefix_cache_bytes=0)) for core in cores]
-        found = await _scored(engines[0], None, _case(1, 300), (0, 0), 0)
-        profile = found.profile
+        profile = (await _scored(engines[0], None, _case(1, 300), (0, 0), 0)).profile
         scorers = [partial(_scored, engine, profile) for engine in engines]
         seen = Samples()
         for run in range(runs):
@@ -64,13 +63,12 @@ async def _measure(runs: int) -> Measured:
             Figure("Scoring, of the time of prefill by the same model", "%", seen["share"]),
             Figure("Two scorers against one", "x", seen["two"], at_least(1.8)),
             Figure("Four scorers against one, modelled", "x", seen["four"], at_least(3.2)),
-            Figure("Finding the profile, once per model", "s", [found.profile_s]),
         ]
         figures += await _recalls(scorers, profile, CASES if runs > QUICK_RUNS else QUICK_CASES)
     return Measured(
         figures,
         f"SmolLM2-135M scores with {len(profile.heads)} heads in the first {profile.exit_layer} of its 30 "
-        "layers, which the worker found by itself. Two workers, one core each. Prompts of "
+        "layers, as its shipped profile says. Two workers, one core each. Prompts of "
         f"{TOKENS:,} tokens of made-up prose, each its own. Four scorers are modelled: the slowest quarter "
         "of the prompt on one of the workers, the other one idle. Recall: a sentence at a random depth in "
         f"{NEEDLE_TOKENS:,} tokens is found if the middle one of its tokens ranks in the best {KEPT:.0%}; "

@@ -45,10 +45,10 @@ def measure(runs: int) -> Measured:
     length = QUICK_LENGTH if quick else LENGTH
     seen, mode = Samples(), ""
     with _models() as models, Daemon(models=models) as daemon:
-        for name in (DEFAULT_MODEL, TARGET):
-            # Loads, measures the model's speed, and finds which of the scorer's heads to ask.
-            _ask(daemon, name, 7, 600, smart=False)
+        # The target is loaded and its speed measured; of the scorer nothing is known yet.
+        _ask(daemon, TARGET, 7, 600, smart=False)
         _ask(daemon, TARGET, 8, length, smart=True)
+        seen.add(first=_missed(daemon))
         mode = _note(seen, *_ask(daemon, TARGET, 100, length, smart=True))
         dense_s = _ask(daemon, TARGET, 200, length, smart=False)[0]
         half_s = _ask(daemon, TARGET, 201, length // 2, smart=False)[0]
@@ -73,6 +73,18 @@ def _note(seen: Samples, first_s: float, told: dict[str, Any]) -> str:
     kept = report["compressed_tokens"] / report["original_tokens"]
     seen.add(smart_s=first_s, score_s=told["timings"]["score_ms"] / 1000, kept=kept)
     return str(report["mode"])
+
+
+def _missed(daemon: Daemon) -> float:
+    """How far the prediction of the last request was from what it took, as a share of that."""
+    (trace,) = json.loads(daemon.control("GET", "/fleet/v1/traces?last=1"))["traces"]
+    if trace["chosen"]["kind"] != "smart":
+        raise RuntimeError(f"the first request was not scored: {trace['code']} {trace['reason']}")
+    print(
+        f"first smart prefill: {trace['ttft_s']:.1f} s, of which {trace['prefill_s']:.1f} s after the plan, "
+        f"predicted {trace['chosen']['predicted_s']:.1f} s"
+    )
+    return abs(float(trace["chosen"]["predicted_s"]) / float(trace["prefill_s"]) - 1)
 
 
 def _off(daemon: Daemon, seen: Samples, run: int) -> None:
@@ -130,6 +142,7 @@ def _figures(seen: Samples, length: int, dense_s: float, half_s: float) -> list[
     at = f"{length} tokens"
     return [
         Figure(f"target's cost per token over the scorer's, {at}", "x", seen["cost"], at_least(8)),
+        Figure("a new home's first smart prefill: prediction off by", "%", seen["first"], at_most(0.25)),
         Figure(f"first token, all of {at}", "s", [dense_s]),
         Figure(f"first token, smart prefill of {at}", "s", seen["smart_s"]),
         Figure("share of the tokens that is kept", "%", seen["kept"]),

@@ -82,6 +82,8 @@ def _rows(peers: Sequence[PeerView], width: int | None) -> list[str]:
     legend = "LOAD: running+waiting"
     if any(model.state == "loaded" for peer in peers for model in peer.models):
         legend += " · * loaded"
+    if any(peer.link_doubtful or any(model.doubtful for model in peer.models) for peer in peers):
+        legend += " · ~ measured beside other work"
     return [*lines, click.style(legend, dim=True)]
 
 
@@ -125,7 +127,7 @@ def _model(model: PeerModel, name: str) -> str:
     mark = {"loaded": "*", "loading": " (loading)"}.get(model.state, "")
     if model.part_last and not mark:
         mark = f" ({layers(model.part_first, model.part_last)})"
-    return one_line(name) + mark
+    return one_line(name) + mark + ("~" if model.doubtful else "")
 
 
 def _why(peer: PeerView, width: int | None) -> list[str]:
@@ -160,4 +162,6 @@ def _rtt(peer: PeerView) -> str:
 
 
 def _bandwidth(peer: PeerView) -> str:
-    return "-" if peer.bytes_per_s is None else f"{size(peer.bytes_per_s)}/s"
+    if peer.bytes_per_s is None:
+        return "-"
+    return f"{'~' if peer.link_doubtful else ''}{size(peer.bytes_per_s)}/s"

@@ -44,6 +44,11 @@ def render(status: dict[str, Any]) -> str:
             if engine.get("error")
         ]
         lines += [
+            f"{one_line(engine['model'])}: speeds in doubt, {one_line(engine['doubt'])}; retaken when idle"
+            for engine in engines
+            if engine.get("doubt")
+        ]
+        lines += [
             f"{one_line(engine['model'])}: {_load(engine)}" for engine in engines if engine.get("load_steps")
         ]
         lines += [

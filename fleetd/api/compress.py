@@ -27,7 +27,7 @@ from fleetd.compression import elide
 from fleetd.compression.document import Document
 from fleetd.compression.policy import Ratio, SmartPrefillBody, SmartPrefillPolicy, Tokens, resolve
 from fleetd.control.compression_reply import Compression, CompressTimings, CompressUsage, KeptSpan
-from fleetd.errors import Draining, FleetError, InvalidValue, NoMachine
+from fleetd.errors import Draining, FleetError, InvalidValue, NoMachine, ScorerNotReady
 from fleetd.models.catalog import DEFAULT_MODEL, find, nearest
 from fleetd.models.names import is_hub_id
 from fleetd.requests.smart_prefill.compression_job import CompressionJob
@@ -133,6 +133,8 @@ def _why(skip: SkipCompression, body: CompressBody) -> FleetError:
             hint=f"{_how_to_get(wanted or DEFAULT_MODEL)} `fleetctl models` lists what there is.",
             param="compressor_model" if wanted else None,
         )
+    if skip.code == "measuring":
+        return ScorerNotReady(skip.reason)
     return NoMachine(skip.reason)
 
 

@@ -15,11 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fleetd.compression.gate_signs import count_signs
 from fleetd.compression.words import PARAGRAPH_END, Range, estimate_tokens, lines, merged, sentences
 
 # Text between these is always kept; models never see them. One alone on its line takes the line with it.
 _MARK = re.compile(r"(?m)^[ \t]*</?fleet:keep>[ \t]*\n|</?fleet:keep>")
 # Only a client says what is to be kept: in a tool's result, or an answer, markers are text like any other.
+_INSTRUCTING = ("system", "developer")
 _MARKING = ("text", "user", "system", "developer")
 
 # A last user turn over both of these is what is asked about, not the question: pasted with it.
@@ -27,13 +29,16 @@ _BLOB_TOKENS, _BLOB_SHARE = 256, 0.2
 # What is taken for the question at either end of such a turn, in characters.
 _HEAD_CHARS, _TAIL_CHARS = 240, 480
 _FENCE_LINE = re.compile(r"[ \t]*(?:```|~~~)")
-# What shows that a sentence asks for something.
+# Signs per token that show that a short text asks for something; texts themselves have fewer.
+_SIGNS = 0.05
+# So does how a sentence begins, or a question mark at the very end.
 _ASKS = re.compile(
-    r"[?\uff1f]|^[\s\"'(*_#>-]*(?:please|question|task|instructions?|query|answer|find|list|tell|give|name|what|which|who|when|where|why|how"
-    r"|explain|describe|summari[sz]e|count|compare|translate|rewrite|quote|extract|identify|return|write|use|using|read"
-    r"|based on|according to|given|frage|aufgabe|bitte|nenne|pregunta|question|domanda)\b",
+    r"[\s\"'(*_#>-]*(?:please|question|task|instructions?|query|answer|find|list|tell|give|name|what|which|who|when"
+    r"|where|why|how|explain|describe|summari[sz]e|count|compare|translate|rewrite|quote|extract|identify"
+    r"|return|write|use|using|read|based on|according to|given|frage|aufgabe|bitte|nenne|pregunta|domanda)\b",
     re.IGNORECASE,
 )
+_QUESTION_MARKS = ("?", "\uff1f")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +77,19 @@ class Document:
     def of_messages(cls, messages: Sequence[Mapping[str, Any]]) -> Document:
         """``messages`` as chat templates read them. Content that is not one string becomes an empty block."""
         blocks = tuple(_block(message) for message in messages)
-        last = max((i for i, block in enumerate(blocks) if block.role == "user"), default=None)
-        if last is None:
-            return cls(blocks)
         document = cls(blocks)
-        turn, start = blocks[last].text, document.starts[last]
-        asking = question_ranges(turn) if is_blob(turn, document.text) else [(0, len(turn))]
-        return cls(blocks, tuple((start + a, start + b) for a, b in asking if a < b))
+        users = [i for i, block in enumerate(blocks) if block.role == "user"]
+        for i in reversed(users):
+            asking = _asking(blocks[i].text, document.text)
+            if asking:
+                return cls(blocks, tuple(document.flat(i, span) for span in asking))
+        # Whoever pastes a text and says nothing else has said before what is to be done with it.
+        for i, block in enumerate(blocks) if users else ():
+            whole = (0, len(block.text))
+            short = estimate_tokens(block.text) <= _BLOB_TOKENS
+            if block.role in _INSTRUCTING and short and _asks(block.text, whole):
+                return cls(blocks, (document.flat(i, whole),))
+        return document
 
     @classmethod
     def of_text(cls, text: str) -> Document:
@@ -91,12 +102,24 @@ class Document:
         return "\n".join(self.text[start:end] for start, end in self.questions)
 
     @property
-    def task(self) -> str:
-        """The part of the question that states the task: both ends of a long turn, whose middle is pasted."""
-        question = self.question
-        if estimate_tokens(question) <= _BLOB_TOKENS:
-            return question
-        return "\n".join(question[start:end] for start, end in question_ranges(question))
+    def tasks(self) -> list[str]:
+        """What states a task, each part by itself; of a long turn both ends, as its middle is pasted."""
+        found = []
+        for start, end in self.questions:
+            said = self.text[start:end]
+            ends = [(0, len(said))] if estimate_tokens(said) <= _BLOB_TOKENS else question_ranges(said)
+            found += [said[a:b] for a, b in ends]
+        return found
+
+    @property
+    def material(self) -> str:
+        """The text without what asks and without what a system prompt says."""
+        found, at = [], 0
+        apart = [self.flat(i, (0, len(b.text))) for i, b in enumerate(self.blocks) if b.role in _INSTRUCTING]
+        for start, end in merged([*self.questions, *apart]):
+            found.append(self.text[at:start])
+            at = end
+        return "\n".join([*found, self.text[at:]])
 
     @property
     def estimated_tokens(self) -> int:
@@ -152,8 +175,7 @@ def is_blob(turn: str, text: str) -> bool:
 def question_ranges(text: str) -> list[Range]:
     """The parts of a long text that ask: at its end, at its head, or both.
 
-    People put the question behind what they paste, or in front of it; where neither end looks like one, it is
-    the end that a model will go on from.
+    People put the question behind what they paste, or in front of it. None where neither end looks like one.
     """
     stripped = len(text.rstrip())
     if not stripped:
@@ -165,7 +187,7 @@ def question_ranges(text: str) -> list[Range]:
     # A text may begin with "Please write soon"; an instruction stands by itself.
     if len(asking) == 2 and not PARAGRAPH_END.match(text, head[1]):
         return [tail]
-    return asking or [tail]
+    return asking
 
 
 def _head(text: str, end: int) -> Range:
@@ -192,11 +214,24 @@ def _tail(text: str, end: int) -> Range:
     return max(at, end - _TAIL_CHARS), end
 
 
+def _asking(turn: str, text: str) -> list[Range]:
+    """The parts of a user's turn that ask: all of a short one."""
+    if is_blob(turn, text):
+        return question_ranges(turn)
+    return [(0, len(turn))] if turn.strip() else []
+
+
 def _asks(text: str, part: Range) -> bool:
     found = [text[a:b] for a, b in lines(text, *part)]
     if any(_FENCE_LINE.match(line) for line in found):
         return False
-    return any(_ASKS.search(text[a:b].strip()) for a, b in sentences(text, *part))
+    said = text[slice(*part)].strip()
+    if said.endswith(_QUESTION_MARKS) or any(
+        _ASKS.match(text[a:b].strip()) for a, b in sentences(text, *part)
+    ):
+        return True
+    signs = count_signs(said, text[: part[0]] + text[part[1] :])
+    return sum(signs.counts.values()) > _SIGNS * estimate_tokens(said)
 
 
 def _block(message: Mapping[str, Any]) -> Block:

@@ -2,7 +2,8 @@
 
     document ─► units ─┬─ pinned ──────────────────────────────────────────────► kept
                        └─ others ─► attention, question's words ─► rank ─► as many as the budget holds
-                                          └─► gate: the task needs all of it ─► nothing is dropped
+
+Whether the task permits dropping anything is ``gate.judge``'s to say, before.
 
 Deterministic: equal scores go by the order of the text. Takes some tenths of a second for 100,000 tokens:
 call it in a thread.
@@ -21,7 +22,7 @@ from fleetd.compression.anchors import relevance
 from fleetd.compression.budget import budget
 from fleetd.compression.document import Document
 from fleetd.compression.filling import MARKER_TOKENS, KeptPieces, Piece, fill
-from fleetd.compression.gate import judge
+from fleetd.compression.gate import least_share
 from fleetd.compression.pins import pins
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.selection import Selection, by_block, everything, holes
@@ -104,13 +105,13 @@ def select(
     costs = [piece.tokens for piece in free]
     attention = None if scores is None else [_attention(piece, pieces, meter) for piece in free]
     by_words = relevance(document.question, [_context(piece, pieces, document.text) for piece in free])
-    verdict = judge(document.task, attention, by_words)
-    if verdict.declined:
-        return decline(verdict.declined)
+    if attention is None and by_words and max(by_words) <= 0:
+        return decline("no word of the question stands in the text, and nothing was scored")
     if kept.tokens > _NEARLY_ALL * tokens:
         return decline(f"{kept.tokens} of {tokens} tokens are always kept")
     bounded = _left(policy, old)
-    room = budget(bounded, tokens, kept.tokens, costs, attention, verdict.at_least)
+    at_least = 0.0 if attention is None else least_share(attention, by_words)
+    room = budget(bounded, tokens, kept.tokens, costs, attention, at_least)
     order = _order(free, attention, by_words, weights)
     fill(kept, order, room, least=bounded.min_keep_tokens, strict=policy.max_keep_tokens > 0)
     if kept.length > _NEARLY_ALL * tokens:

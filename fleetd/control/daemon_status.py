@@ -65,6 +65,9 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
     ``done`` of ``total`` is the progress of a loading ``stage``; ``load_steps``: what each stage took.
     A worker with only the layers [``first_layer``, ``last_layer``) names the model that it is ``part_of``.
+    ``scoring``: "ready" if it can score prompts, "unmeasured" until its profile is found, "unable" if it
+    never can.
+    ``doubt``: why its speeds, as measured, may be wrong, as a part of a sentence; "" if they can be believed.
     """
 
     model: str = ""
@@ -87,10 +90,12 @@ class EngineStatus(msgspec.Struct, frozen=True):
     decode_tok_s: float = 0.0
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
+    doubt: str = ""
     arithmetic: str = ""
     shares_sparse: bool = False
     speculation: str = ""
     load_steps: list[StepView] = []
+    scoring: str = ""
     part_of: str = ""
     first_layer: int = 0
     last_layer: int = 0

@@ -26,7 +26,7 @@ class PeerModel(msgspec.Struct, frozen=True):
     """A model of a peer. ``state``: installed, loading or loaded.
 
     Of a model that is not loaded whole, the layers [``part_first``, ``part_last``) may be loaded to help
-    other machines.
+    other machines. ``doubtful``: its speeds were measured while something else ran.
     """
 
     name: str = ""
@@ -37,13 +37,15 @@ class PeerModel(msgspec.Struct, frozen=True):
     decode_tok_s: float = 0.0
     part_first: int = 0
     part_last: int = 0
+    doubtful: bool = False
 
 
 class PeerView(msgspec.Struct, frozen=True):
     """A paired machine; ``state`` is a ``PeerState``.
 
     ``reason`` and ``hint`` say why the machine cannot be used; both are "" for a usable one. ``heard_s``:
-    seconds since its last message.
+    seconds since its last message. ``link_doubtful``: ``bytes_per_s`` was measured beside other work, or long
+    ago.
     """
 
     node_id: str = ""
@@ -66,6 +68,7 @@ class PeerView(msgspec.Struct, frozen=True):
     address: str = ""
     rtt_ms: float | None = None
     bytes_per_s: float | None = None
+    link_doubtful: bool = False
     heard_s: float | None = None
     paths: list[PathView] = []
 

@@ -1,21 +1,25 @@
 """How fast this device runs this model: measured at load, on contexts of its own that are thrown away.
 
 A few single tokens, then chunks of prompt, each larger than the one before while there is time, alone and
-behind a context that was made up. Nothing else computes meanwhile and nothing of it is kept, so answers
-and caches are what they would be without it.
+behind a context that was made up. Nothing else computes in this worker meanwhile and nothing of it is kept,
+so answers and caches are what they would be without it.
+
+Other programs can only make it slower. So the largest chunks are repeated until the best two runs of each
+agree; if they never do, or if other programs had much of the processor, the figures are told as doubtful.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from fleetd.hardware.other_load import CpuReading
 from fleetd.limits import MIB
 
 DECODE_STEPS = 5
@@ -32,6 +36,11 @@ SHOWS = 1.2
 BEHIND = 2
 # Fewer tokens say more about fixed costs than about attention.
 BEHIND_TOKENS = 64
+# Runs of one size that agree differ by no more than this factor; so many are tried until the best two do.
+AGREE = 1.2
+REPEATS = 6
+# The share of the processor from which other programs put the figures in doubt.
+OTHERS = 0.25
 # No more than is kept free for working in.
 CONTEXT_BYTES = 256 * MIB
 
@@ -42,13 +51,15 @@ class Speeds:
 
     Tokens per second on a short context, of prefill in chunks of the largest size: where there was no time
     for one, on the line through those that were measured. Seconds that each token of context adds to each
-    token's prefill, and that each chunk takes however short it is.
+    token's prefill, and that each chunk takes however short it is. ``doubt``: why they may be wrong, as a
+    part of a sentence; "" if they can be believed.
     """
 
     prefill_tok_s: float
     decode_tok_s: float
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
+    doubt: str = ""
 
 
 def calibrate(
@@ -58,90 +69,142 @@ def calibrate(
     context_tokens: int,
     budget_s: float,
     clock: Callable[[], float] = time.monotonic,
+    load: Callable[[], CpuReading | None] = CpuReading.now,
 ) -> Speeds:
     """Measure. Only the first token is computed without knowing that it fits ``budget_s``.
 
     The model's kernels have to be compiled: one prefill and one token must have been computed before.
     """
-    speeds = _Measuring(model, vocab_size, context_tokens, budget_s, clock).all()
-    mx.clear_cache()  # nor is its memory kept
-    return speeds
+    return Calibration(model, vocab_size, context_tokens, budget_s, clock, load).measured()
 
 
-class _Measuring:
+class Calibration:
+    """One measurement, which may be taken in pieces; ``calibrate`` explains it."""
+
     def __init__(
-        self, model: Any, vocab_size: int, context_tokens: int, budget_s: float, clock: Callable[[], float]
+        self,
+        model: Any,
+        vocab_size: int,
+        context_tokens: int,
+        budget_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        load: Callable[[], CpuReading | None] = CpuReading.now,
     ) -> None:
         self._model, self._vocab_size, self._context_tokens = model, vocab_size, context_tokens
-        self._budget_s, self._clock = budget_s, clock
-        self._begun_s = clock()
-        # Best run of each chunk size on an empty context.
-        self._chunks: dict[int, float] = {}
+        self._budget_s, self._clock, self._load = budget_s, clock, load
+        self._begun_s, self._load_before = clock(), load()
+        # Seconds of each run of a single token, and by size of each chunk on an empty context.
+        self._steps: list[float] = []
+        self._chunks: dict[int, list[float]] = {}
+        self._context_s = 0.0
         # Tells how wide a context's rows are.
         self._short = make_prompt_cache(model)
 
-    def all(self) -> Speeds:
-        step_s = self._single_tokens()
-        context_s, next_s = 0.0, FIRST * step_s
+    def runs(self) -> Iterator[None]:
+        """Measure until all is known or the time is up; yields after each run."""
+        while len(self._steps) < DECODE_STEPS and (
+            not self._steps or self._fits(self._steps[-1], DECODE_SHARE)
+        ):
+            self._steps.append(self._run(1, self._short))
+            yield
+        next_s = FIRST * self._step_s
         for n in CHUNKS:
             if n > self._context_tokens or not self._fits(next_s):
                 break
             next_s = GROWTH * self._chunk(n)
+            yield
             # Before the next size: where it would take all the time, contexts say more about long prompts.
             if n >= BEHIND_TOKENS:
-                context_s = self._behind_contexts(n) or context_s
+                yield from self._behind_contexts(n)
         # The first run of a size also finds its memory.
         for n in sorted(self._chunks, reverse=True)[:2]:
-            if self._fits(self._chunks[n]):
+            while self._unsure(n) and self._fits(self._best_s(n)):
                 self._chunk(n)
+                yield
+
+    def speeds(self) -> Speeds:
+        """What ``runs`` has measured."""
         fixed_s = self._fixed_s()
         return Speeds(
             prefill_tok_s=self._prefill_tok_s(fixed_s),
-            decode_tok_s=1 / max(step_s, 1e-6),
-            prefill_context_s=context_s,
+            decode_tok_s=1 / max(self._step_s, 1e-6),
+            prefill_context_s=self._context_s,
             prefill_fixed_s=fixed_s,
+            doubt=self._doubt(),
         )
 
-    def _single_tokens(self) -> float:
-        """The median seconds of a single token."""
-        steps: list[float] = []
-        while len(steps) < DECODE_STEPS and (not steps or self._fits(steps[-1], DECODE_SHARE)):
-            steps.append(self._run(1, self._short))
-        return statistics.median(steps)
+    def measured(self) -> Speeds:
+        """All runs, one after another."""
+        for _ in self.runs():
+            pass
+        speeds = self.speeds()
+        self._short = []
+        mx.clear_cache()  # nor is its memory kept
+        return speeds
+
+    def _doubt(self) -> str:
+        before, after = self._load_before, self._load()
+        others = after.others_share(before) if before is not None and after is not None else 0.0
+        if others > OTHERS:
+            return f"other programs had {others:.0%} of the processor"
+        if (spread := max(map(_spread, self._chunks.values()), default=1.0)) > AGREE:
+            return f"equal chunks took times that differ by {spread - 1:.0%}"
+        return ""
+
+    @property
+    def _step_s(self) -> float:
+        """Seconds of a single token."""
+        return statistics.median(self._steps)
 
     def _chunk(self, n: int) -> float:
-        """Seconds of a chunk on an empty context; of several runs the best one is kept."""
+        """Seconds of a chunk on an empty context."""
         took_s = self._run(n, make_prompt_cache(self._model))
-        self._chunks[n] = min(took_s, self._chunks.get(n, took_s))
+        self._chunks.setdefault(n, []).append(took_s)
         return took_s
 
-    def _behind_contexts(self, n: int) -> float:
-        """Seconds per token and token before it, by a chunk of ``n``; 0 if that was not measured."""
-        found_s = 0.0
+    def _best_s(self, n: int) -> float:
+        return min(self._chunks[n])
+
+    def _unsure(self, n: int) -> bool:
+        """True while more runs of this size may tell more."""
+        runs = self._chunks[n]
+        return len(runs) < 2 or (len(runs) < REPEATS and _spread(runs) > AGREE)
+
+    def _behind_contexts(self, n: int) -> Iterator[None]:
+        """Find the seconds per token and token before it, by a chunk of ``n``."""
         for context in CONTEXTS:
-            fits = context + n <= self._context_tokens and self._fits(BEHIND * self._chunks[n])
+            fits = context + n <= self._context_tokens and self._fits(BEHIND * self._best_s(n))
             cache = _made_up(self._short, context, n) if fits else None
             if cache is None:
                 break
             behind_s = self._run(n, cache)
-            if context == CONTEXTS[0] and self._fits(self._chunks[n]):
+            yield
+            if behind_s > SHOWS * self._best_s(n) and self._fits(behind_s):
+                # It may have been another program that showed, and each prompt would pay for that.
+                for layer in cache:
+                    layer.offset = context
+                behind_s = min(behind_s, self._run(n, cache))
+                yield
+            if context == CONTEXTS[0] and self._fits(self._best_s(n)):
                 self._chunk(n)  # as warm as the other
-            found_s = max(0.0, behind_s - self._chunks[n]) / (n * context)
-            if behind_s > SHOWS * self._chunks[n]:
+                yield
+            found_s = max(0.0, behind_s - self._best_s(n)) / (n * context)
+            self._context_s = found_s or self._context_s
+            if behind_s > SHOWS * self._best_s(n):
                 break
-        return found_s
 
     def _fixed_s(self) -> float:
         """Where the line through the two largest chunks begins."""
         if len(self._chunks) < 2:
             return 0.0
-        (few, few_s), (many, many_s) = sorted(self._chunks.items())[-2:]
+        (few, few_s), (many, many_s) = ((n, self._best_s(n)) for n in sorted(self._chunks)[-2:])
         return min(few_s, max(0.0, (many * few_s - few * many_s) / (many - few)))
 
     def _prefill_tok_s(self, fixed_s: float) -> float:
         if not self._chunks:
             return 0.0
-        size, took_s = max(self._chunks.items())
+        size = max(self._chunks)
+        took_s = self._best_s(size)
         largest_s = fixed_s + (took_s - fixed_s) * CHUNKS[-1] / size
         return CHUNKS[-1] / max(largest_s, 1e-6)
 
@@ -154,6 +217,12 @@ class _Measuring:
 
     def _fits(self, expected_s: float, share: float = 1.0) -> bool:
         return self._clock() - self._begun_s + expected_s <= share * self._budget_s
+
+
+def _spread(runs: Sequence[float]) -> float:
+    """How many times as long the second best run took as the best; 1 for a single run."""
+    best_s, *others = sorted(runs)
+    return others[0] / max(best_s, 1e-9) if others else 1.0
 
 
 def _made_up(like: list[Any], context: int, more: int) -> list[Any] | None:

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from fleetd import limits
 from fleetd.engine.guests import Guests
+from fleetd.engine.idle_calibration import IdleCalibration
 from fleetd.engine.inbox import Inbox, Item, Stop
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.protocol import AssistPrefill, Cancel, Heartbeat, Report, StreamTag
@@ -30,13 +31,15 @@ class ComputeLoop(ABC):
     """The loop with guest work only; ``Scheduler`` and ``HelperLoop`` add the rest.
 
     ``context_tokens`` bounds a prompt and its answer together. ``sharable``: what this worker has of a model
-    that machines can share; None if its model cannot be shared.
+    that machines can share; None if its model cannot be shared. ``idle``: what is measured while there is
+    nothing else to do.
     """
 
     context_tokens: int
     budget: KvBudget
     emit: Callable[[Report], None]
     sharable: Sharable | None = None
+    idle: IdleCalibration | None = None
     inbox: Inbox = field(default_factory=Inbox, init=False)
     streams: HandedOverStreams = field(init=False)
     guests: list[Guests[Any, Any]] = field(init=False)
@@ -78,12 +81,19 @@ class ComputeLoop(ABC):
         self._close()
 
     def turn(self) -> bool:
-        """Take what has arrived, then a step of each kind of work. False once the loop is to stop."""
-        for item in self.inbox.take(0.0 if self._ready else _wait_s(self._deadlines())):
+        """Take what has arrived, then a step of each kind of work; where there is none, a step of idle work.
+
+        False once the loop is to stop.
+        """
+        for item in self.inbox.take(0.0 if self._ready or self._idles else _wait_s(self._deadlines())):
             if isinstance(item, Stop):
                 return False
             self._take(item)
         self._compute()
+        if self._idles and self.inbox.empty():
+            self._idle_step()
+        elif self.idle is not None:
+            self.idle.turn(idle=not self._occupied and self.inbox.empty())
         return True
 
     def heartbeat(self) -> None:
@@ -93,6 +103,15 @@ class ComputeLoop(ABC):
             self._heartbeat_at = now + limits.ENGINE_BEAT_S
             self._sweep()
             self.emit(self._figures())
+
+    @property
+    def _idles(self) -> bool:
+        """True if there is nothing to do, and time and work for ``_idle_step``."""
+        return False
+
+    def _idle_step(self) -> None:
+        """A short step of what may wait for ever. Loops that idle override it."""
+        raise NotImplementedError
 
     @abstractmethod
     def _compute(self) -> None:
@@ -128,7 +147,8 @@ class ComputeLoop(ABC):
 
     def _deadlines(self) -> list[float | None]:
         """When each wait ends even if nothing arrives, in monotonic seconds."""
-        return [due_s for guests in self.guests for due_s in guests.deadlines]
+        due_s = self.idle.due_s if self.idle is not None else None
+        return [due_s, *(due_s for guests in self.guests for due_s in guests.deadlines)]
 
     def _sweep(self) -> None:
         self.streams.sweep()

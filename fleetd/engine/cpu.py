@@ -212,6 +212,22 @@ def _dequantized(layer: Any) -> mx.array:
     ).astype(mx.float32)
 
 
+def float32_bytes(model: nn.Module) -> int:
+    """Bytes that the weights take after ``to_float32``; reads none of them."""
+    import mlx.core as mx
+    import mlx.nn as nn
+    from mlx.utils import tree_flatten
+
+    layers = [layer for _, layer in tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)]
+    plain = [layer for layer in layers if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding)]
+    found: int = sum(int(layer.weight.nbytes) * 32 // int(layer.bits) for layer in plain)
+    gone = {id(layer[part]) for layer in plain for part in ("weight", "scales", "biases") if part in layer}
+    for _, array in tree_flatten(model.parameters()):
+        if id(array) not in gone:
+            found += int(4 * array.size if mx.issubdtype(array.dtype, mx.floating) else array.nbytes)
+    return found
+
+
 def _view(array: mx.array) -> npt.NDArray[Any]:
     """An MLX array's memory as NumPy, without a copy; evaluates it."""
     return np.array(array, copy=False)

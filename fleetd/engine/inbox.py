@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fleetd.engine.prompt_encoding import PreparedPrompt
-from fleetd.engine.protocol import AssistPrefill, Cancel, DraftFor, PrefillAlone, PrefillShared
+from fleetd.engine.protocol import AssistPrefill, Cancel, DraftFor, IdleTime, PrefillAlone, PrefillShared
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
 
 
@@ -17,7 +17,15 @@ class Stop:
 
 
 Item = (
-    PreparedPrompt | ScoringLayout | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Cancel | Stop
+    PreparedPrompt
+    | ScoringLayout
+    | PrefillShared
+    | PrefillAlone
+    | AssistPrefill
+    | DraftFor
+    | IdleTime
+    | Cancel
+    | Stop
 )
 
 

@@ -1,8 +1,8 @@
 """What a worker finds out about a model by computing with it, stored for the next load of the same files.
 
 One file per model and device. The files, the device, the libraries and the variables that choose their
-kernels decide all of it but the speeds, which also depend on what else the machine did meanwhile. Speeds that
-were measured on a busy machine are used until a load finds it quiet, and measures them again.
+kernels decide all of it but the speeds, which also depend on what else the machine did meanwhile. Speeds in
+doubt are kept too, until they have been measured again in idle time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from fleetd.engine import cpu
 from fleetd.engine.cached_results import CachedResult
@@ -25,44 +24,18 @@ _FOLDER = "loads"
 FINDINGS_VERSION = 1
 # Libraries that compute beside MLX on a CPU.
 _BESIDE = ("numpy", "mkl")
-# Speeds are doubtful where other processes used more than this share of the processors meanwhile.
-BUSY_SHARE = 0.2
 
 
 class LoadFindings(msgspec.Struct, frozen=True):
     """``together``: whether answers can be decoded in one batch. ``dense_reason``: why prompts must be
     prefilled whole; "" if they need not be. ``arithmetic``: None if no other machine can help.
-    ``vocabulary``: a hash of the tokenizer's vocabulary. ``busy``: the speeds are those of a machine that had
-    other work."""
+    ``vocabulary``: a hash of the tokenizer's vocabulary."""
 
     together: bool
     dense_reason: str
     arithmetic: Arithmetic | None
     speeds: Speeds
     vocabulary: str
-    busy: bool = False
-
-
-class OtherWork:
-    """The share of this machine's processors that other processes use from the construction on."""
-
-    def __init__(self) -> None:
-        self._begun = self._read()
-
-    @property
-    def share(self) -> float:
-        """From 0 to 1."""
-        total, busy, own = (now - then for now, then in zip(self._read(), self._begun, strict=True))
-        return min(1.0, max(0.0, busy - own) / total) if total > 0 else 0.0
-
-    @staticmethod
-    def _read() -> tuple[float, float, float]:
-        """Processor seconds: all, those in which something ran, and those of this process."""
-        times, own = psutil.cpu_times(), psutil.Process().cpu_times()
-        idle = times.idle + getattr(times, "iowait", 0.0)
-        # Linux counts guests' time twice.
-        total = sum(times) - getattr(times, "guest", 0.0) - getattr(times, "guest_nice", 0.0)
-        return total, total - idle, own.user + own.system
 
 
 class FindingsKey(msgspec.Struct, frozen=True):

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import mlx.core as mx
+import mlx.nn as nn
+import msgspec
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
@@ -21,13 +23,13 @@ from mlx_lm.utils import load_config, load_model
 
 from fleetd import limits
 from fleetd.engine import cpu
-from fleetd.engine.cached_results import CachedResult
-from fleetd.engine.calibrate import calibrate
-from fleetd.engine.load_findings import BUSY_SHARE, FindingsKey, LoadFindings, OtherWork
+from fleetd.engine.calibrate import Speeds, calibrate
+from fleetd.engine.load_findings import FindingsKey, LoadFindings
 from fleetd.engine.memory import admit_weights
-from fleetd.engine.protocol import Loading, Profile, Ready
+from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import SamplingDefaults
-from fleetd.engine.scoring.head_profile import ProfileKey
+from fleetd.engine.scoring.known_profiles import ProfileStore
+from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
@@ -67,7 +69,9 @@ class Loaded:
     sharable: Sharable | None
     # None if prompts must be prefilled whole.
     sparse: Sparse | None
-    profile: CachedResult[Profile]
+    search: ProfileSearch
+    # Stores speeds that were measured after the load, for the next one.
+    keep_speeds: Callable[[Speeds], None]
 
 
 def pick_device(wanted: str) -> Device:
@@ -103,7 +107,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         ModelUnsupported: an architecture mlx-lm does not have.
         OutOfMemory: refused before reading.
     """
-    begun, others = time.monotonic(), OtherWork()
+    begun = time.monotonic()
     path = Path(settings.path)
     config = verified_config(settings, report)
     usable = usable_bytes(device, settings)
@@ -127,29 +131,39 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     key = VerdictKey.now(_digest(settings), device, accelerator_name(device), versions())
     cached = FindingsKey.now(key).cached(Path(settings.cache))
     known = cached.find()
-    # Speeds of a busy machine are measured again once it is not.
-    measures = known is None or (known.busy and others.share <= BUSY_SHARE)
-    if measures:
+    if known is None:
         report(Loading("measuring"))
     sparse, dense_reason = _sparse(model, known)
     sharable, unshareable = _sharable(model, device, known)
-    if known is None or measures:
-        others = OtherWork()
-        speeds = calibrate(model, vocab_size=vocabulary, context_tokens=context, budget_s=limits.CALIBRATE_S)
+    if known is None:
         known = LoadFindings(
-            together=known.together if known else decodes_together(model),
+            together=decodes_together(model),
             dense_reason=dense_reason,
             arithmetic=sharable.arithmetic if sharable else None,
-            speeds=speeds,
-            vocabulary=known.vocabulary if known else _vocabulary_hash(tokenizer),
-            busy=others.share > BUSY_SHARE,
+            speeds=calibrate(
+                model, vocab_size=vocabulary, context_tokens=context, budget_s=limits.CALIBRATE_S
+            ),
+            vocabulary=_vocabulary_hash(tokenizer),
         )
         cached.keep(known)
+    found = known
+
+    def keep_speeds(better: Speeds) -> None:
+        cached.keep(msgspec.structs.replace(found, speeds=better))
+
     together, speeds = known.together, known.speeds
     verdict = _verdict(model, settings, key, vocabulary, context, speeds.decode_tok_s, report)
     weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
     left = max(0, usable - weights - WORKING_BYTES)
     prefix_bytes = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
+    search = ProfileSearch(
+        model=model,
+        tokenizer=tokenizer,
+        context_tokens=context,
+        known=ProfileStore.in_home(Path(settings.cache)) if settings.cache else ProfileStore(),
+        digest=key.digest or digests.remembered(path, Path(settings.record) if settings.record else None),
+        device=device,
+    )
     facts = Ready(
         architecture=str(config.get("model_type", "unknown")),
         device=device,
@@ -169,8 +183,10 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         decode_tok_s=speeds.decode_tok_s,
         prefill_context_s=speeds.prefill_context_s,
         prefill_fixed_s=speeds.prefill_fixed_s,
+        doubt=speeds.doubt,
         hidden_bytes=sharable.layout.hidden_bytes(1) if sharable else 0,
         outside_bytes=sharable.stage.outside_bytes if sharable else 0,
+        layer_bytes=sharable.stage.layer_bytes if sharable else 0,
         last_layer=layers,
         unshareable=unshareable,
         speculation=verdict.text,
@@ -179,11 +195,21 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         sparse=dense_reason,
         sparse_tail=sparse.tail if sparse else 0,
         arithmetic=sharable.arithmetic if sharable else None,
+        scoring=search.state,
         vocabulary=known.vocabulary,
     )
-    profile = ProfileKey(key.digest, versions()).cached(Path(settings.cache))
     return Loaded(
-        model, tokenizer, facts, prefix_bytes, _defaults(path), together, verdict, sharable, sparse, profile
+        model,
+        tokenizer,
+        facts,
+        prefix_bytes,
+        _defaults(path),
+        together,
+        verdict,
+        sharable,
+        sparse,
+        search,
+        keep_speeds,
     )
 
 
@@ -276,6 +302,13 @@ def lazy_model(path: Path, config: dict[str, Any]) -> Any:
     except (KeyError, TypeError, RuntimeError) as error:
         raise ModelCorrupt(f"The model in {path.name} cannot be built from its config: {error}.") from error
     return model
+
+
+def memory_bytes(weights: nn.Module, device: Device) -> int:
+    """Bytes of the weights once they are read: as on disk, except on a CPU, where everything becomes f32."""
+    if device == "cpu":
+        return cpu.float32_bytes(weights)
+    return sum(int(array.nbytes) for _, array in tree_flatten(weights.parameters()))
 
 
 def _warm_up(model: Any) -> int:

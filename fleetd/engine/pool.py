@@ -2,6 +2,8 @@
 
 A model that does not fit can still help others: then its worker has some of its layers only, and answers
 nothing itself.
+
+While no worker of this machine has anything to do, one of them at a time may be measured for scoring.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pathlib import Path
 
 import structlog
 
+from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus
 from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Score, Scored
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
@@ -55,17 +58,59 @@ class EnginePool:
     _starting: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
     # Requests that have an engine but have not started to stream: they keep it from being unloaded.
     _claims: dict[str, int] = field(default_factory=dict, init=False)
+    # Models that are to be measured for scoring whatever their size; those of them that are to be loaded.
+    _wanted: set[str] = field(default_factory=set, init=False)
+    _to_load: dict[str, ModelFolder] = field(default_factory=dict, init=False)
+    _measuring: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def run(self) -> None:
         """Watch for stalls and idleness until cancelled."""
         while True:
             await asyncio.sleep(_CHECK_S)
+            self.use_idle_time()
             for name, engine in list(self._engines.items()):
                 engine.check()
                 limit = self.options.idle_unload_s
                 if limit > 0 and engine.state == "ready" and not self._in_use(name) and engine.idle_s > limit:
                     log.info("engine.unload", model=name, reason="idle", idle_s=round(engine.idle_s))
                     await self.unload(name)
+
+    # ---- idle time -------------------------------------------------------------------------------------
+
+    def measure_when_idle(self, folder: ModelFolder) -> None:
+        """Measure a model for scoring once nothing else runs; load it for that if it fits beside others."""
+        self._wanted.add(folder.name)
+        if self.engine(folder) is None:
+            self._to_load[folder.name] = folder
+
+    def use_idle_time(self) -> None:
+        """Called every second or so: while nothing runs, a worker that has no profile may look for it."""
+        engines = list(self._engines.values())
+        if any(engine.busy or engine.state == "loading" for engine in engines) or any(self._claims.values()):
+            return
+        if self._to_load and (self._measuring is None or self._measuring.done()):
+            name, folder = self._to_load.popitem()
+            if self.engine(folder) is None:
+                self._measuring = asyncio.create_task(self._load_to_measure(folder), name=f"measure-{name}")
+                return
+        # Those that a prompt has wanted first.
+        for name, engine in sorted(self._engines.items(), key=lambda item: item[0] not in self._wanted):
+            facts = engine.facts
+            small = facts is not None and facts.weights_bytes <= limits.IDLE_MODEL_BYTES
+            if engine.state == "ready" and engine.scoring.left and (small or name in self._wanted):
+                engine.give_idle_time(limits.IDLE_TIME_S)
+                return
+
+    def _end_idle_time(self) -> None:
+        for engine in self._engines.values():
+            if engine.scoring.left:
+                engine.give_idle_time(0.0)
+
+    async def _load_to_measure(self, folder: ModelFolder) -> None:
+        try:
+            await self._load_beside(_WantedLayers(folder))
+        except FleetError as error:
+            log.info("engine.not_measured", model=folder.name, reason=str(error))
 
     async def stream(self, folder: ModelFolder, request: Generate) -> AsyncGenerator[Loading | Event, None]:
         """Load the model if needed (yields Loading), then yield the request's events up to Finished.
@@ -107,9 +152,9 @@ class EnginePool:
         async for _ in self.loading(folder):
             pass
 
-    async def loading(self, folder: ModelFolder) -> AsyncGenerator[Loading, None]:
-        """Load without a request and yield the progress. Raises as ``stream``."""
-        async with aclosing(self._acquire(_WantedLayers(folder))) as steps:
+    async def loading(self, folder: ModelFolder, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
+        """Load without a request and yield the progress. ``evict`` and what it raises: as ``score``."""
+        async with aclosing(self._acquire(_WantedLayers(folder), evict=evict)) as steps:
             async for step in steps:
                 if isinstance(step, Loading):
                     yield step
@@ -194,6 +239,9 @@ class EnginePool:
 
     async def close(self) -> None:
         """End all workers."""
+        if self._measuring is not None:
+            self._measuring.cancel()
+            await asyncio.gather(self._measuring, return_exceptions=True)
         await asyncio.gather(*(self.unload(name) for name in list(self._engines)))
 
     @contextmanager
@@ -243,8 +291,13 @@ class EnginePool:
                 del self._engines[name]
                 await engine.stop()
             engine = EngineProcess(
-                self._settings(wanted), restarts=self._deaths.get(name, 0), on_exit=self._exited
+                self._settings(wanted),
+                restarts=self._deaths.get(name, 0),
+                on_exit=self._exited,
+                on_work=self._end_idle_time,
             )
+            # It measures its speed at the end of its load.
+            self._end_idle_time()
             self._engines[name] = engine
             try:
                 await engine.start()

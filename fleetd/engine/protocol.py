@@ -5,7 +5,7 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 unknown tags are a bug and raise.
 
     daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), AssistPrefill,
-                      Score, DraftFor, Cancel, Shutdown
+                      Score, DraftFor, Cancel, IdleTime, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
                       Accepted, Prefill*, Shared?, (Delta | ToolCall)*, Finished | Failed
                       for each AssistPrefill: Accepted, Assisted | Failed
@@ -186,8 +186,8 @@ class AssistPrefill(msgspec.Struct, frozen=True, tag="assist"):
 
 class Profile(msgspec.Struct, frozen=True):
     """Which heads of a model find what a question asks for, as (layer, query head), ascending, and how many
-    layers are run to ask them. ``rotated``: queries and keys are compared as they are after RoPE, which
-    prefers what is near, and not as they are before it.
+    of its ``layers`` (0 if that is not told) are run to ask them. ``rotated``: queries and keys are compared
+    as they are after RoPE, which prefers what is near, and not as they are before it.
 
     It belongs to a model's weights (its digest): scores merge only where the same profile gave them.
     """
@@ -195,6 +195,7 @@ class Profile(msgspec.Struct, frozen=True):
     heads: Annotated[list[tuple[Natural, Natural]], Meta(min_length=1, max_length=limits.SCORE_HEADS)]
     exit_layer: Natural
     rotated: bool = False
+    layers: Natural = 0
 
 
 class Score(msgspec.Struct, frozen=True, tag="score", omit_defaults=True):
@@ -204,8 +205,8 @@ class Score(msgspec.Struct, frozen=True, tag="score", omit_defaults=True):
     are put around it. ``questions``: character ranges that ask, in order; without any the end of the text
     does. What asks is not scored.
 
-    ``exit_layer``: layers that are run; 0 is the profile's. Without a ``profile`` the worker finds one, which
-    takes seconds; Scored has it.
+    ``exit_layer``: layers that are run; 0 is the profile's. Without a ``profile`` the worker takes its own;
+    while it has none (``ScoringState``), it refuses the text: no text waits for a search.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
@@ -241,6 +242,13 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
     """Stop a request; answered by ``Finished(reason="cancelled")`` within a step. Unknown ids are ignored."""
 
     id: str
+
+
+class IdleTime(msgspec.Struct, frozen=True, tag="idle"):
+    """For so many ``seconds`` from now on nothing else runs on this machine: between its requests the worker
+    may find out what it has not found out yet. 0: no longer."""
+
+    seconds: Seconds
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -284,13 +292,22 @@ class Arithmetic(msgspec.Struct, frozen=True, omit_defaults=True):
         return hashlib.sha256(msgspec.msgpack.encode(parts)).hexdigest()[:16]
 
 
+class ScoringState(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Whether a model can score: it is "ready" once its profile is known, "unmeasured" before, and "unable"
+    if it has none. ``left``: about how many tokens are left to compute in the search."""
+
+    state: Literal["unmeasured", "ready", "unable"] = "unable"
+    left: Natural = 0
+
+
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     """The model is loaded. Sizes in bytes; ``kv_bytes_per_token`` over the layers that are held.
 
     Speeds are those of one request alone on a short context; 0 if there was no time to measure them.
     ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
     ``prefill_fixed_s``: those that each chunk takes however short it is. Where only some layers are held, all
-    three are what the whole model would take at the pace of these.
+    three are what the whole model would take at the pace of these. ``doubt``: why these speeds may be wrong,
+    as a part of a sentence; "" if they can be believed.
     ``unshareable``: why no other machine can help this model; "" if they can.
     ``speculation``: the probe's verdict, whether drafts can be verified without changing a byte; it begins
     with "exact", "declined" or "off". ``speculation_width``: tokens of one pass that it holds for, 1 where it
@@ -317,10 +334,13 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     decode_tok_s: float = 0.0
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
+    doubt: str = ""
     hidden_bytes: int = 0
     # The part of ``weights_bytes`` that belongs to no layer: a machine that has some layers has a part of it,
     # or none.
     outside_bytes: int = 0
+    # Of the layer with the most weights; 0 where it is not known.
+    layer_bytes: int = 0
     # The layers [first, last) that are held: all of them but in a worker that only helps.
     first_layer: int = 0
     last_layer: int = 0
@@ -331,8 +351,20 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     sparse: str = "This worker answers nothing by itself."
     sparse_tail: int = 0
     arithmetic: Arithmetic | None = None
+    # At load; a Heartbeat tells how it goes on.
+    scoring: ScoringState = ScoringState()
     # Equal where two models mean the same by every token id: a hash of the tokenizer's vocabulary.
     vocabulary: str = ""
+
+
+class MeasuredAgain(msgspec.Struct, frozen=True, tag="measured_again"):
+    """Speeds that were measured again after Ready, as there; they take the place of those."""
+
+    prefill_tok_s: float
+    decode_tok_s: float
+    prefill_context_s: float
+    prefill_fixed_s: float
+    doubt: str = ""
 
 
 class LoadFailed(msgspec.Struct, frozen=True, tag="load_failed"):
@@ -402,15 +434,13 @@ class Assisted(msgspec.Struct, frozen=True, tag="assisted", omit_defaults=True):
 
 class Scored(msgspec.Struct, frozen=True, tag="scored"):
     """A segment's scores. ``tokens`` were computed for them, the question's and the text's first ones
-    included; ``seconds`` from the first step, others' turns between included; ``profile_s`` those that
-    finding the profile took, which are not in ``seconds``."""
+    included; ``seconds`` from the first step, others' turns between included."""
 
     id: EventId
     scores: PackedScores
     profile: Profile
     tokens: Natural
     seconds: Seconds
-    profile_s: Seconds = 0.0
 
 
 class Followed(msgspec.Struct, frozen=True, tag="followed", omit_defaults=True):
@@ -506,6 +536,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     """Proof of progress: ``steps`` counts forward passes since load and only grows.
 
     ``blocked``: there is work, and all of it waits for other machines or for a decision of the daemon.
+    ``scoring``: None if this worker scores nothing.
     """
 
     steps: int
@@ -520,11 +551,14 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     memory_bytes: int = 0
+    scoring: ScoringState | None = None
 
 
-Command = Generate | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Score | Cancel | Shutdown
+Command = (
+    Generate | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Score | Cancel | IdleTime | Shutdown
+)
 Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted | Scored | Followed
-Report = Loading | Ready | LoadFailed | Heartbeat | Event
+Report = Loading | Ready | MeasuredAgain | LoadFailed | Heartbeat | Event
 
 # ---- Framing ---------------------------------------------------------------------------------------------
 

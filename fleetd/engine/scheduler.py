@@ -20,7 +20,6 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
-from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.chunk_size import Chunks
 from fleetd.engine.compute_loop import ComputeLoop
 from fleetd.engine.decoding import Decoding
@@ -37,13 +36,14 @@ from fleetd.engine.protocol import (
     DraftFor,
     FinishReason,
     Heartbeat,
+    IdleTime,
     Prefill,
     PrefillAlone,
     PrefillShared,
-    Profile,
     StreamTag,
 )
 from fleetd.engine.sampling import SamplingDefaults
+from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.scoring.score_guests import ScoreGuests
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
 from fleetd.engine.sequence import ScheduledSequence, begin_prefill, new_sequence
@@ -65,8 +65,8 @@ class Scheduler(ComputeLoop):
     """See the module.
 
     ``sparse`` is None if all of a prompt must be computed. ``vocab_size``: token ids that the model can take;
-    0 if it neither drafts nor takes drafts from others. ``profile``: where the model's scoring profile is
-    stored.
+    0 if it neither drafts nor takes drafts from others. ``search``: the model's scoring profile; None starts
+    without one.
     """
 
     model: Any
@@ -78,7 +78,7 @@ class Scheduler(ComputeLoop):
     sparse: Sparse | None = None
     speculation: WorkerSpeculation | None = None
     vocab_size: int = 0
-    profile: CachedResult[Profile] | None = None
+    search: ProfileSearch | None = None
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -86,14 +86,11 @@ class Scheduler(ComputeLoop):
         # Streams of drafts, for and from other machines; ``streams`` has all others.
         self._draft_streams = HandedOverStreams(self.inbox.wake, eager=True)
         self._shared = SharedPrompts(self.model, self.sharable, self.prefix, self.streams, self.emit)
-        self._scores = ScoreGuests(
-            model=self.model,
-            tokenizer=self.tokenizer,
-            context_tokens=self.context_tokens,
-            budget=self.budget,
-            emit=self.emit,
-            kept=self.profile,
+        self._search = self.search or ProfileSearch(
+            model=self.model, tokenizer=self.tokenizer, context_tokens=self.context_tokens
         )
+        self._scores = ScoreGuests(search=self._search, budget=self.budget, emit=self.emit)
+        self._idle_until_s = 0.0
         self._drafts = DraftGuests(
             model=self.model,
             ends=frozenset(int(token) for token in self.tokenizer.eos_token_ids),
@@ -165,6 +162,18 @@ class Scheduler(ComputeLoop):
         self.decoding.close()
 
     @property
+    def _idles(self) -> bool:
+        """True where the daemon has given time for the search of a profile, and nothing is asked for."""
+        within = self._idle_until_s > 0 and time.monotonic() < self._idle_until_s
+        return within and self._search.state.left > 0 and not self._waiting and not self._occupied
+
+    def _idle_step(self) -> None:
+        # As short as beside running answers: a request that arrives meanwhile waits for this step.
+        self._search.step(self.chunks.size(shared=True))
+        if not self._search.state.left:
+            self._heartbeat_at = 0.0
+
+    @property
     def _ready(self) -> bool:
         return bool(self.decoding) or any(s.ready for s in self._prefilling) or super()._ready
 
@@ -186,6 +195,8 @@ class Scheduler(ComputeLoop):
                 self._scores.begin(item)
             case DraftFor():
                 self._drafts.begin(item)
+            case IdleTime(seconds):
+                self._idle_until_s = time.monotonic() + seconds
             case PreparedPrompt():
                 self._begin(item)
             case _:
@@ -419,4 +430,5 @@ class Scheduler(ComputeLoop):
             prefix_entries=len(self.prefix),
             prefix_queries=self.prefix.queries,
             prefix_hits=self.prefix.hits,
+            scoring=self._search.state,
         )

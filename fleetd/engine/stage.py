@@ -103,6 +103,14 @@ class Stage:
         )
         return self.weights_bytes - in_layers
 
+    @property
+    def layer_bytes(self) -> int:
+        """The part of ``weights_bytes`` that belongs to the layer with the most."""
+        return max(
+            sum(int(array.nbytes) for _, array in tree_flatten(layer.parameters()))
+            for layer in self.weights.layers
+        )
+
     def make_caches(self) -> list[Any]:
         """Empty caches for this stage's layers, of the kinds that ``make_prompt_cache`` gives the model."""
         return [copy.copy(cache) for cache in self.empty]

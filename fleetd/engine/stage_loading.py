@@ -21,6 +21,7 @@ from fleetd.engine.loading import (
     context_tokens,
     kv_bytes_per_token,
     lazy_model,
+    memory_bytes,
     usable_bytes,
     verified_config,
     versions,
@@ -28,10 +29,10 @@ from fleetd.engine.loading import (
 from fleetd.engine.memory import admit_weights
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.shared_prefill.part_speeds import part_speeds
+from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
-from fleetd.models.memory_need import WORKING_BYTES, expanded_bytes
+from fleetd.models.memory_need import WORKING_BYTES
 
 WARM_UP_TOKENS = 8
 
@@ -73,7 +74,7 @@ def load_stage(
     on_disk = stage.weights_bytes
     admit_weights(
         f"{settings.name}, layers {first} to {last} of {stage.total},",
-        expanded_bytes(on_disk, config, device),
+        memory_bytes(stage.weights, device),
         usable_bytes(device, settings),
     )
     report(Loading("reading", 0, on_disk))
@@ -96,7 +97,8 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
     sharable = Sharable.of(stage, device, versions())
     config = load_config(Path(settings.path))
     report(Loading("measuring"))
-    speeds = part_speeds(stage, sharable.layout, context_tokens(config), limits.CALIBRATE_S)
+    context = context_tokens(config)
+    speeds = PartCalibration(stage, sharable.layout, context, limits.CALIBRATE_S).measured()
     weights = stage.weights_bytes
     return LoadedPart(
         sharable,
@@ -106,7 +108,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             dtype=loaded.dtype,
             layers=stage.total,
             vocab_size=int(stage.args.vocab_size),
-            context_tokens=context_tokens(config),
+            context_tokens=context,
             weights_bytes=weights,
             kv_bytes_per_token=loaded.kv_bytes_per_token,
             # Nothing is kept for a next prompt.
@@ -119,8 +121,10 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             prefill_tok_s=speeds.prefill_tok_s,
             prefill_context_s=speeds.prefill_context_s,
             prefill_fixed_s=speeds.prefill_fixed_s,
+            doubt=speeds.doubt,
             hidden_bytes=sharable.layout.hidden_bytes(1),
             outside_bytes=stage.outside_bytes,
+            layer_bytes=stage.layer_bytes,
             first_layer=stage.first,
             last_layer=stage.last,
             arithmetic=sharable.arithmetic,

@@ -32,13 +32,16 @@ from fleetd.engine.protocol import (
     Followed,
     Generate,
     Heartbeat,
+    IdleTime,
     LoadFailed,
     Loading,
+    MeasuredAgain,
     PrefillAlone,
     PrefillShared,
     Ready,
     Score,
     Scored,
+    ScoringState,
     Shutdown,
     StreamTag,
 )
@@ -56,7 +59,8 @@ _LOG_LINE_CHARS = 2000
 class EngineProcess:
     """A worker for one model. Create, ``await start()``, ``stream`` any number of requests, ``await stop()``.
 
-    ``on_exit`` is called once when the worker is gone, wanted or not.
+    ``on_exit`` is called once when the worker is gone, wanted or not; ``on_work`` whenever it is to do
+    something.
     """
 
     command: ClassVar[tuple[str, ...]] = (sys.executable, "-m", "fleetd.engine.worker")
@@ -67,6 +71,7 @@ class EngineProcess:
         *,
         restarts: int = 0,
         on_exit: Callable[[EngineProcess], None] | None = None,
+        on_work: Callable[[], None] | None = None,
     ) -> None:
         self.settings = settings
         self.state: EngineState = "loading"
@@ -77,6 +82,7 @@ class EngineProcess:
         self.restarts = restarts
         self.pid: int | None = None
         self._on_exit = on_exit
+        self._on_work = on_work
         self._heartbeat = Heartbeat(0)
         self._streams: dict[str, asyncio.Queue[Event | FleetError]] = {}
         # Requests the worker has not accepted yet, with the time they were sent.
@@ -234,6 +240,16 @@ class EngineProcess:
         """Prefill a prompt here that waits or is being shared. Ignored if there is none."""
         self._tell(PrefillAlone(request_id, reason))
 
+    @property
+    def scoring(self) -> ScoringState:
+        """Whether the model can score, as the worker told last."""
+        at_load = self.facts.scoring if self.facts is not None else ScoringState()
+        return self._heartbeat.scoring or at_load
+
+    def give_idle_time(self, seconds: float) -> None:
+        """Let the worker find out what it has not found out yet; 0 stops it."""
+        self._tell(IdleTime(seconds))
+
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Hand a connected socket to the worker; it is closed here in any case. Raises EngineDied."""
         if self.state != "ready" or self._socket_sender is None:
@@ -241,7 +257,7 @@ class EngineProcess:
             raise self._not_running()
         await self._socket_sender.give(tag, sock)
 
-    def _tell(self, command: PrefillShared | PrefillAlone | Cancel) -> None:
+    def _tell(self, command: PrefillShared | PrefillAlone | IdleTime | Cancel) -> None:
         if self.state == "ready" and self._writer is not None:
             # A worker that is gone is noticed where its answers are awaited.
             with contextlib.suppress(ConnectionError, RuntimeError):
@@ -264,6 +280,8 @@ class EngineProcess:
         if not self._streams:
             self._progress_at = now
         self._streams[command.id] = queue
+        if self._on_work is not None:
+            self._on_work()
         if isinstance(command, Generate | Score):
             self._preparing[command.id] = now
         done = False
@@ -342,10 +360,12 @@ class EngineProcess:
             decode_tok_s=round(facts.decode_tok_s, 1) if facts else 0.0,
             prefill_context_s=facts.prefill_context_s if facts else 0.0,
             prefill_fixed_s=facts.prefill_fixed_s if facts else 0.0,
+            doubt=facts.doubt if facts else "",
             arithmetic=facts.arithmetic.text if facts and facts.arithmetic else "",
             shares_sparse=bool(facts and facts.arithmetic and not facts.arithmetic.sparse),
             speculation=facts.speculation if facts else "",
             load_steps=[StepView(stage, round(seconds, 3)) for stage, seconds in self._stages.seconds],
+            scoring=self.scoring.state if facts else "",
             part_of=self.settings.part_of,
             first_layer=self.settings.first_layer,
             last_layer=self.settings.last_layer,
@@ -408,6 +428,10 @@ class EngineProcess:
                     load_s=round(report.load_s, 2),
                 )
                 await self._notify()
+            case MeasuredAgain():
+                if self.facts is not None:
+                    self.facts = msgspec.structs.replace(self.facts, **msgspec.structs.asdict(report))
+                log.info("engine.measured", model=self.settings.name, doubt=report.doubt)
             case LoadFailed(code, message, hint):
                 self.error = from_code(code, message, hint=hint)
                 self.state = "failed"

@@ -38,6 +38,7 @@ from fleetd.engine.protocol import (
     DraftFor,
     Failed,
     Generate,
+    IdleTime,
     LoadFailed,
     PrefillAlone,
     PrefillShared,
@@ -164,7 +165,7 @@ class Front:
                                 self._preparing[request_id] = True
                                 continue
                         self._compute.tell(command)
-                    case PrefillShared() | PrefillAlone() | AssistPrefill() | DraftFor():
+                    case PrefillShared() | PrefillAlone() | AssistPrefill() | DraftFor() | IdleTime():
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()
@@ -245,10 +246,13 @@ def _start(
     quiet_libraries()
     with import_index.stored(Path(settings.cache)) if settings.cache else nullcontext():
         from fleetd.engine import loading, stage_loading
+        from fleetd.engine.calibrate import Calibration
         from fleetd.engine.helper_loop import HelperLoop
+        from fleetd.engine.idle_calibration import IdleCalibration
         from fleetd.engine.memory import KvBudget
         from fleetd.engine.prefix_cache import PrefixCache
         from fleetd.engine.scheduler import Scheduler
+        from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 
     device = loading.pick_device(settings.device)
     if device == "cpu":
@@ -262,6 +266,13 @@ def _start(
             context_tokens=facts.context_tokens,
             budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
             emit=link.send,
+            idle=IdleCalibration(
+                lambda: PartCalibration(
+                    part.sharable.stage, part.sharable.layout, facts.context_tokens, limits.CALIBRATE_S
+                ),
+                facts,
+                link.send,
+            ),
         )
     else:
         loaded = loading.load(settings, device, link.send)
@@ -275,12 +286,18 @@ def _start(
             budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
             prefix=PrefixCache(loaded.prefix_bytes),
             emit=link.send,
+            idle=IdleCalibration(
+                lambda: Calibration(loaded.model, facts.vocab_size, facts.context_tokens, limits.CALIBRATE_S),
+                facts,
+                link.send,
+                keep=loaded.keep_speeds,
+            ),
             defaults=loaded.defaults,
             sharable=loaded.sharable,
             speculation=_speculation(settings, loaded),
             sparse=loaded.sparse,
             vocab_size=facts.vocab_size,
-            profile=loaded.profile,
+            search=loaded.search,
         )
     threading.Thread(
         target=receive_sockets, args=(channel, compute.put_stream), name="channel", daemon=True

@@ -239,6 +239,10 @@ class ModelStore:
         """What identifies the model's content; hashes only what changed since the last time."""
         return digests.digest(folder, self.record_path(folder), _own_manifest(folder))
 
+    def known_digest(self, folder: ModelFolder) -> str:
+        """The same if that takes no hashing, "" otherwise."""
+        return digests.remembered(folder.path, self.record_path(folder))
+
     def file_records(self, folder: ModelFolder) -> dict[str, manifest.FileRecord]:
         """Sizes and hashes of the files that decide what the model computes; hashes as ``digest`` does."""
         return digests.records(folder, self.record_path(folder), _own_manifest(folder))

@@ -1,15 +1,14 @@
 """Measures each path to a peer: a few echoes and short bursts on a sealed stream.
 
 The session's pings measure only the path of the session; a peer may have better ones. So every known address
-is measured when a peer connects, and its round trip again from time to time. Bursts are not repeated while a
-session lasts: ten megabytes every few minutes would be most of the traffic of an idle fleet.
+is measured when a peer connects, and its round trip again from time to time. Bursts are repeated only while
+what they showed is doubtful: twenty megabytes every few minutes would be most of an idle fleet's traffic.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import socket
 import statistics
 import time
@@ -26,7 +25,8 @@ from fleetd.errors import FleetError, Overloaded, ProtocolError
 from fleetd.limits import KIB, MIB
 from fleetd.observe import get_logger
 from fleetd.p2p import bulk_connections
-from fleetd.p2p.links import Address
+from fleetd.p2p.link_speeds import Burst, ProbeSchedule, again
+from fleetd.p2p.links import Address, PeerPath
 from fleetd.p2p.message_reader import reader
 from fleetd.p2p.node import Node
 from fleetd.p2p.session.transport import PeerStream
@@ -61,8 +61,7 @@ class LinkProber:
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        # Time of the last measurement of each path, and the peer's epoch then.
-        self._measured: dict[tuple[str, Address], tuple[float, int]] = {}
+        self._schedules: defaultdict[tuple[str, Address], ProbeSchedule] = defaultdict(ProbeSchedule)
         self._answering = 0
         # One measurement at a time for each peer: a peer may ask for the next before the last has ended.
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -77,26 +76,35 @@ class LinkProber:
             for node_id, peer in list(self._node.mesh.peers.items()):
                 epoch = peer.link.epoch if peer.link is not None else 0
                 for path in list(peer.paths) if peer.usable else ():
-                    at, before = self._measured.get((node_id, path.address), (-math.inf, -1))
-                    if epoch != before or loop.time() - at >= limits.LINK_PROBE_S:
-                        self._measured[node_id, path.address] = (loop.time(), epoch)
-                        await self._measure(node_id, path.address, _BURSTS if epoch != before else ())
+                    schedule, now = self._schedules[node_id, path.address], loop.time()
+                    bursts = schedule.wants_bursts(path.speeds, epoch, now, idle=self._idle(node_id))
+                    if bursts or schedule.wants_echoes(now):
+                        schedule.began(epoch, now, bursts=bursts)
+                        await self._measure(node_id, path, schedule, _BURSTS if bursts else ())
                 self._node.prefer_best_path(node_id)
 
     def _forget_old_paths(self) -> None:
         peers = self._node.mesh.peers.items()
         known = {(node_id, path.address) for node_id, peer in peers for path in peer.paths}
-        self._measured = {path: when for path, when in self._measured.items() if path in known}
+        for gone in self._schedules.keys() - known:
+            del self._schedules[gone]
 
-    async def _measure(self, node_id: str, address: Address, bursts: Sequence[int]) -> None:
-        peer = self._node.mesh.peers.get(node_id)
+    def _idle(self, node_id: str) -> bool:
+        """True while neither this session nor the peer has other work that would slow a measurement."""
+        connection, card = self._node.connection(node_id), self._node.mesh.cards.get(node_id)
+        return not (connection is not None and connection.busy) and not (card is not None and card.running)
+
+    async def _measure(
+        self, node_id: str, path: PeerPath, schedule: ProbeSchedule, bursts: Sequence[int]
+    ) -> None:
+        peer, address = self._node.mesh.peers.get(node_id), path.address
         if peer is None:
             return
         loop = asyncio.get_running_loop()
         try:
             rtt_s, speeds = await self.measure(node_id, address, bursts)
         except Overloaded:
-            del self._measured[node_id, address]  # no fault of this path; measure it again soon
+            self._schedules.pop((node_id, address), None)  # no fault of this path; measure it again soon
             return
         except FleetError as error:
             if self._node.connection(node_id) is not None:  # else the path is not at fault
@@ -104,12 +112,13 @@ class LinkProber:
             return
         peer.paths.succeeded(address, loop.time())
         peer.paths.round_trip(address, rtt_s, loop.time())
-        for count, seconds in speeds:
-            peer.paths.transferred(address, count, seconds)
+        if (found := schedule.judged(speeds, path.usual_bytes_per_s)) is not None:
+            (count, seconds), sure = found
+            peer.paths.transferred(address, count, seconds, loop.time(), sure=sure)
 
     async def measure(
         self, node_id: str, address: Address, bursts: Sequence[int] = _BURSTS
-    ) -> tuple[float, list[tuple[int, float]]]:
+    ) -> tuple[float, list[Burst]]:
         """Round trip in seconds, and (bytes, seconds) of each burst. Raises FleetError."""
         stream = self._node.request(node_id, METHOD, b"")
         try:
@@ -159,7 +168,7 @@ async def _in_thread(work: Callable[[], _T], sock: socket.socket) -> _T:
         raise
 
 
-def _burst(sock: socket.socket, key: bytes, bursts: Sequence[int]) -> tuple[float, list[tuple[int, float]]]:
+def _burst(sock: socket.socket, key: bytes, bursts: Sequence[int]) -> tuple[float, list[Burst]]:
     sender, receiver = SealedSender(sock, key, "connector"), SealedReceiver(sock, key, "connector")
     echo = bytearray(len(_ECHO))
     trips = []
@@ -169,15 +178,21 @@ def _burst(sock: socket.socket, key: bytes, bursts: Sequence[int]) -> tuple[floa
         receiver.receive_into(echo)
         trips.append(time.perf_counter() - began)
     rtt_s = statistics.median(trips)
-    speeds: list[tuple[int, float]] = []
-    for size in bursts:
-        if speeds and size * speeds[-1][1] / speeds[-1][0] > _LONGEST_S:
-            break
+    speeds: list[Burst] = []
+
+    def send(size: int) -> None:
         began = time.perf_counter()
         sender.send(size.to_bytes(8, "big"))
         sender.send(bytes(size))
         receiver.receive_into(echo)
         speeds.append((size, max(1e-6, time.perf_counter() - began - rtt_s)))
+
+    for size in bursts:
+        if speeds and size * speeds[-1][1] / speeds[-1][0] > _LONGEST_S:
+            break
+        send(size)
+    while again(speeds):
+        send(speeds[-1][0])
     sender.finish()
     return rtt_s, speeds
 

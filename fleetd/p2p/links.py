@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from fleetd import limits
+from fleetd.p2p.link_speeds import LinkSpeeds, quantile
 
 Address = tuple[str, int]
 Source = Literal["static", "remembered", "mdns", "told"]
@@ -70,7 +71,7 @@ class PeerPath:
     tried_s: float | None = None
     worked_s: float | None = None
     _round_trips: deque[float] = field(default_factory=lambda: deque(maxlen=limits.LINK_ROUND_TRIPS))
-    _speeds: deque[float] = field(default_factory=lambda: deque(maxlen=limits.LINK_SPEEDS))
+    speeds: LinkSpeeds = field(default_factory=LinkSpeeds)
 
     @property
     def works(self) -> bool:
@@ -84,20 +85,25 @@ class PeerPath:
     @property
     def rtt_s(self) -> float | None:
         """The median of the last round trips."""
-        return _quantile(self._round_trips, 0.5)
+        return quantile(self._round_trips, 0.5)
 
     @property
     def bytes_per_s(self) -> float | None:
-        """The lower quartile of the last transfers."""
-        return _quantile(self._speeds, 0.25)
+        """The lower quartile of the last transfers that count."""
+        return self.speeds.bytes_per_s
 
     @property
     def expected_rtt_s(self) -> float:
         return self.rtt_s or _USUAL[self.kind][0]
 
     @property
+    def usual_bytes_per_s(self) -> float:
+        """Of this kind of path."""
+        return _USUAL[self.kind][1]
+
+    @property
     def expected_bytes_per_s(self) -> float:
-        return self.bytes_per_s or _USUAL[self.kind][1]
+        return self.bytes_per_s or self.usual_bytes_per_s
 
     def succeeded(self, now: float) -> None:
         """The machine answered at this address."""
@@ -115,9 +121,14 @@ class PeerPath:
         if 0 < seconds < math.inf:
             self._round_trips.append(seconds)
 
-    def transferred(self, count: int, seconds: float) -> None:
-        if count >= limits.LINK_TRANSFER_BYTES and 0 < seconds < math.inf:
-            self._speeds.append(count / seconds)
+    def transferred(self, count: int, seconds: float, now: float, *, sure: bool = True) -> None:
+        if _tells(count, seconds):
+            self.speeds.transferred(count / seconds, now, sure=sure)
+
+    def carried(self, count: int, seconds: float, now: float) -> None:
+        """As ``transferred``, of a transfer that may have waited for other things meanwhile."""
+        if _tells(count, seconds):
+            self.speeds.carried(count / seconds, now)
 
 
 class PeerPaths:
@@ -176,10 +187,12 @@ class PeerPaths:
             path.worked_s = now
             path.round_trip(seconds)
 
-    def transferred(self, address: Address, count: int, seconds: float) -> None:
-        """Record a transfer of ``count`` bytes."""
+    def transferred(
+        self, address: Address, count: int, seconds: float, now: float, *, sure: bool = True
+    ) -> None:
+        """Record a transfer of ``count`` bytes. ``sure``: nothing else is likely to have slowed it."""
         if (path := self._paths.get(address)) is not None:
-            path.transferred(count, seconds)
+            path.transferred(count, seconds, now, sure=sure)
 
     def _make_room(self, source: Source) -> bool:
         if len(self._paths) < limits.ADDRESSES_PER_PEER:
@@ -270,8 +283,6 @@ def backoff_s(failures: int, random: float) -> float:
     return min(limits.DIAL_AGAIN_S * 2.0 ** min(failures, 32), limits.DIAL_AGAIN_MOST_S) * (1 - random / 4)
 
 
-def _quantile(samples: Sequence[float] | deque[float], share: float) -> float | None:
-    if not samples:
-        return None
-    ordered = sorted(samples)
-    return ordered[round(share * (len(ordered) - 1))]
+def _tells(count: int, seconds: float) -> bool:
+    """True if a transfer says something about the bandwidth."""
+    return count >= limits.LINK_TRANSFER_BYTES and 0 < seconds < math.inf

@@ -98,12 +98,14 @@ def peer_view(mesh: Mesh, member: RosterMember, now: float) -> PeerView:
                 m.decode_tok_s,
                 m.part_first,
                 m.part_last,
+                m.doubtful,
             )
             for m in (card.models if card is not None else ())
         ],
         address=address[0] if address is not None else "",
         rtt_ms=_ms(used.rtt_s if used is not None else None),
         bytes_per_s=used.bytes_per_s if used is not None else None,
+        link_doubtful=used is not None and used.bytes_per_s is not None and used.speeds.doubtful(now),
         heard_s=None if peer.heard_s is None else round(now - peer.heard_s, 1),
         paths=[_path(path, path.address == address) for path in peer.paths],
     )

@@ -1,11 +1,13 @@
 """How fast each model runs here: measured at load, corrected by the time of every request.
 
 Pure. Speeds are those of one request alone. A request that shared the engine was slower than that, so slow
-requests move the average less than fast ones.
+requests move the average less than fast ones. The older a figure is, and the less its calibration can be
+believed, the more the next request counts.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from fleetd import limits
@@ -18,6 +20,13 @@ DECODE_TOKENS = 8
 WEIGHT = 0.2
 # The weight of a request that was slower than the average: it may have shared the engine.
 WEIGHT_SLOWER = 0.05
+# The weight of a request that corrects a calibration in doubt; after so many of them there is none.
+WEIGHT_DOUBTFUL = 0.5
+CONFIRMED = 3
+# The weight that a request has at most because nothing has corrected the figure for long, and half of which
+# it has after AGED_S.
+WEIGHT_AGED = 0.5
+AGED_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +34,15 @@ class MeasuredSpeed:
     """Tokens per second; of prefill, on a short context. 0 until measured.
 
     Prefill also takes ``prefill_context_s`` for each pair of a token and one before it, and
-    ``prefill_fixed_s`` for each chunk.
+    ``prefill_fixed_s`` for each chunk. ``doubtful``: measured while something else ran, and since then by too
+    few requests.
     """
 
     prefill_tok_s: float = 0.0
     decode_tok_s: float = 0.0
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
+    doubtful: bool = False
 
     @property
     def prefill(self) -> costs.PrefillSpeed:
@@ -39,11 +50,25 @@ class MeasuredSpeed:
         return costs.PrefillSpeed.measured(self.prefill_tok_s, self.prefill_context_s, self.prefill_fixed_s)
 
 
+@dataclass(frozen=True, slots=True)
+class _KnownSpeed:
+    """``at_s``: when it was measured or last corrected; ``requests``: that have corrected it."""
+
+    speed: MeasuredSpeed
+    at_s: float
+    requests: int = 0
+
+    def weight(self, least: float, now_s: float) -> float:
+        """Of the next request; ``least``: while the figure is new."""
+        aged = WEIGHT_AGED * (1 - math.exp2(min(0.0, self.at_s - now_s) / AGED_S))
+        return max(least, aged, WEIGHT_DOUBTFUL if self.speed.doubtful else 0.0)
+
+
 class ModelSpeeds:
-    """The speeds of this machine's models, by name."""
+    """The speeds of this machine's models, by name. ``now_s``: monotonic seconds."""
 
     def __init__(self) -> None:
-        self._speeds: dict[str, MeasuredSpeed] = {}
+        self._speeds: dict[str, _KnownSpeed] = {}
 
     def seed(
         self,
@@ -52,10 +77,19 @@ class ModelSpeeds:
         decode_tok_s: float,
         prefill_context_s: float = 0.0,
         prefill_fixed_s: float = 0.0,
+        doubtful: bool = False,
+        *,
+        now_s: float,
     ) -> None:
-        """Replace the speeds by those that a load measured: the device may compute otherwise than before."""
-        measured = (prefill_tok_s, decode_tok_s, prefill_context_s, prefill_fixed_s)
-        self._put(model, MeasuredSpeed(*(max(0.0, figure) for figure in measured)))
+        """Replace the speeds by those measured now: the device may compute otherwise than before."""
+        speed = MeasuredSpeed(
+            prefill_tok_s=max(0.0, prefill_tok_s),
+            decode_tok_s=max(0.0, decode_tok_s),
+            prefill_context_s=max(0.0, prefill_context_s),
+            prefill_fixed_s=max(0.0, prefill_fixed_s),
+            doubtful=doubtful,
+        )
+        self._put(model, _KnownSpeed(speed, now_s))
 
     def ran(
         self,
@@ -66,6 +100,7 @@ class ModelSpeeds:
         completion_tokens: int,
         prefill_s: float,
         decode_s: float,
+        now_s: float,
         shared: bool = False,
     ) -> None:
         """Correct the speeds by the times of a complete answer; too few tokens change nothing.
@@ -73,48 +108,81 @@ class ModelSpeeds:
         Args:
             shared: other machines computed some of its prefill, so its time says nothing about this machine.
         """
-        known = speed = self.of(model)
+        known = self._known(model, now_s)
+        speed = known.speed
+        faster, slower = known.weight(WEIGHT, now_s), known.weight(WEIGHT_SLOWER, now_s)
         prefilled = prompt_tokens - cached_tokens
-        if prefilled >= PREFILL_TOKENS and prefill_s > 0 and not shared:
-            speed = _prefilled(speed, cached_tokens, prefilled, prefill_s)
+        confirmed = prefilled >= PREFILL_TOKENS and prefill_s > 0 and not shared
+        if confirmed:
+            speed = _prefilled(speed, cached_tokens, prefilled, prefill_s, faster, slower)
         if completion_tokens >= DECODE_TOKENS and decode_s > 0:
             # ``decode_s`` is from the first token to the last; the first belongs to the prefill.
             seen = (completion_tokens - 1) / decode_s
-            speed = replace(speed, decode_tok_s=_towards(speed.decode_tok_s, seen))
-        if speed != known:
-            self._put(model, speed)
+            speed = replace(speed, decode_tok_s=_towards(speed.decode_tok_s, seen, faster, slower))
+        if confirmed or speed != known.speed:
+            self._corrected(model, known, speed, now_s, confirmed=confirmed)
+
+    def part_ran(self, model: str, *, expected_s: float, took_s: float, now_s: float) -> None:
+        """Correct prefill by a part of a prompt that other machines shared; ``expected_s`` is by its figures.
+
+        Only upwards: beside the others' rows this machine may be slower than it is alone, but never faster.
+        """
+        known = self._known(model, now_s)
+        if not known.speed.prefill_tok_s or not 0 < took_s <= expected_s:
+            return
+        grown = _towards(1.0, expected_s / took_s, known.weight(WEIGHT, now_s), 0.0)
+        speed = replace(
+            known.speed,
+            prefill_tok_s=known.speed.prefill_tok_s * grown,
+            prefill_context_s=known.speed.prefill_context_s / grown,
+            prefill_fixed_s=known.speed.prefill_fixed_s / grown,
+        )
+        self._corrected(model, known, speed, now_s, confirmed=True)
 
     def of(self, model: str) -> MeasuredSpeed:
-        return self._speeds.get(model, MeasuredSpeed())
+        return self._known(model, 0.0).speed
 
-    def _put(self, model: str, speed: MeasuredSpeed) -> None:
+    def _known(self, model: str, now_s: float) -> _KnownSpeed:
+        return self._speeds.get(model) or _KnownSpeed(MeasuredSpeed(), now_s)
+
+    def _corrected(
+        self, model: str, known: _KnownSpeed, speed: MeasuredSpeed, now_s: float, *, confirmed: bool
+    ) -> None:
+        requests = known.requests + confirmed
+        if requests >= CONFIRMED:
+            speed = replace(speed, doubtful=False)
+        self._put(model, _KnownSpeed(speed, now_s, requests))
+
+    def _put(self, model: str, known: _KnownSpeed) -> None:
         self._speeds.pop(model, None)
-        self._speeds[model] = speed
+        self._speeds[model] = known
         # Models come and go, and a card tells of no more than this.
         if len(self._speeds) > limits.CARD_MODELS:
             del self._speeds[next(iter(self._speeds))]
 
 
-def _prefilled(known: MeasuredSpeed, cached: int, count: int, seconds: float) -> MeasuredSpeed:
+def _prefilled(
+    known: MeasuredSpeed, cached: int, count: int, seconds: float, faster: float, slower: float
+) -> MeasuredSpeed:
     """The speed, corrected by one prefill of ``count`` tokens behind ``cached`` others.
 
     The difference from the expected time is divided between the context's share and the rest in proportion to
-    both, so that prompts of all lengths converge.
+    both, so that prompts of all lengths converge. ``faster``, ``slower``: the weights of such a prefill.
     """
     if not known.prefill_tok_s:
         return replace(known, prefill_tok_s=count / seconds)
     expected_s = known.prefill.total(1.0, range(cached, cached + count), costs.MEASURED_TOKENS)
     context_s = known.prefill_context_s * count * (cached + count / 2)
     share = min(1.0, context_s / expected_s)
-    faster = expected_s / seconds
+    grown = expected_s / seconds
     return replace(
         known,
-        prefill_tok_s=_towards(known.prefill_tok_s, known.prefill_tok_s * faster, 1 - share),
-        prefill_context_s=known.prefill_context_s / _towards(1.0, faster, share),
+        prefill_tok_s=known.prefill_tok_s * _towards(1.0, grown, (1 - share) * faster, (1 - share) * slower),
+        prefill_context_s=known.prefill_context_s / _towards(1.0, grown, share * faster, share * slower),
     )
 
 
-def _towards(known: float, seen: float, share: float = 1.0) -> float:
+def _towards(known: float, seen: float, faster: float, slower: float) -> float:
     if known == 0:
         return seen
-    return known + share * (WEIGHT_SLOWER if seen < known else WEIGHT) * (seen - known)
+    return known + (slower if seen < known else faster) * (seen - known)

@@ -38,6 +38,7 @@ Code = Literal[
     "slower",
     "margin",
     "unmeasured",
+    "doubtful",
     "kept",
 ]
 

@@ -29,6 +29,9 @@ SLOWEST_TOK_S = 1e-3
 # Times from a chip's published figures are multiplied by this: a load takes too long to find out that the
 # figures were too good.
 CAUTION = 1.5
+# Times are multiplied by this where a figure is in doubt, so that a fourth less is asked of another machine
+# instead of a tenth: what made a measurement slow here makes the others seem fast.
+DOUBT = 1.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,9 @@ class Candidate:
 
     ``refusal``: why it cannot be asked, whatever it could do. ``left_out``: it failed a short while ago, so
     it is asked only where no other machine can run the model. ``state`` "absent": it does not have the model;
-    ``can_pull``: it would fetch it. Speeds are 0 until they are measured, ``digest`` is "" until the files
-    are hashed. ``evictable_bytes``: memory that idle models would give back. ``cached_tokens``: how much of
-    this prompt is probably in its prefix cache.
+    ``can_pull``: it would fetch it. Speeds are 0 until they are measured; ``doubtful``: while
+    something else ran. ``digest`` is "" until the files are hashed. ``evictable_bytes``: memory that idle
+    models would give back. ``cached_tokens``: how much of this prompt is probably in its prefix cache.
     """
 
     node_id: str
@@ -62,6 +65,7 @@ class Candidate:
     needed_bytes: int = 0
     prefill_tok_s: float = 0.0
     decode_tok_s: float = 0.0
+    doubtful: bool = False
     roles: tuple[str, ...] = ()
     can_pull: bool = False
     cached_tokens: int = 0
@@ -138,7 +142,8 @@ def route(ask: RouteQuestion, candidates: Iterable[Candidate]) -> Ranked:
     refusals = {c.node_id: _refusal(ask, c) for c in machines}
     prices = {c.node_id: price(ask, c) for c in machines if refusals[c.node_id] is None}
     able = [c for c in machines if c.node_id in prices]
-    able.sort(key=lambda c: _rank(c, prices[c.node_id]))
+    doubt = here is not None and here.doubtful
+    able.sort(key=lambda c: _rank(c, prices[c.node_id], doubt=doubt))
     lead = here if here in able else next(iter(able), None)
     same = [c for c in able if lead is not None and (c is lead or _alike(lead, c))]
     return Ranked(
@@ -203,9 +208,11 @@ def _like_their_twins(machines: list[Candidate]) -> list[Candidate]:
     return [estimated(c) for c in machines]
 
 
-def _rank(c: Candidate, cost: RoutePrice) -> tuple[bool, bool, float]:
+def _rank(c: Candidate, cost: RoutePrice, *, doubt: bool) -> tuple[bool, bool, float]:
+    """``doubt``: this machine's own figures may be wrong."""
+    advantage = ADVANTAGE if c.here else DOUBT if doubt or c.doubtful else 1.0
     # A machine that would have to fetch the model comes last: its size is a guess.
-    return c.absent, c.left_out, cost.total_s * (ADVANTAGE if c.here else 1.0)
+    return c.absent, c.left_out, cost.total_s * advantage
 
 
 # ---- Which machines are able -----------------------------------------------------------------------------

@@ -23,10 +23,12 @@ from fleetd.plan.route import ADVANTAGE, SHARING
 
 Code = Literal["", "no_scorer", "slower", "margin"]
 
-# Head, question and look-ahead around each segment, in tokens.
+# The prompt's head and the question around each segment, in tokens. They are a part of the whole text.
 AROUND_TOKENS = 384
-# A scorer stops after a calibrated layer; until it is known, this share of the layers is assumed.
+# A scorer stops within the last layer of its profile, once that layer's keys are computed. Where the profile
+# is not known here, this share of the layers is assumed.
 EXIT_SHARE = 0.6
+_LAST_LAYER = 0.5
 # Bytes per token, of text sent to another machine and of the scores that it sends back.
 _TEXT_BYTES, _SCORE_BYTES = 4, 120
 # Large machines are asked too if the first token would otherwise come later than this many times.
@@ -60,11 +62,11 @@ class Scorer:
     def here(self) -> bool:
         return self.node_id == THIS_NODE
 
-    def seconds(self, tokens: int, segments: int = 1) -> float:
-        """Time to score so many tokens in so many segments, one after another."""
+    def seconds(self, tokens: int, segments: int = 1, around: int = AROUND_TOKENS) -> float:
+        """Time to score so many tokens in so many segments, one after another, ``around`` more in each."""
         if tokens <= 0 or segments <= 0:
             return 0.0
-        each = math.ceil(tokens / segments) + AROUND_TOKENS
+        each = math.ceil(tokens / segments) + around
         computed_s = segments * self.speed.total(self.share, range(each), MEASURED_TOKENS)
         there_s = 0.0
         if self.link is not None:
@@ -101,7 +103,9 @@ class Segments:
 
     def seconds(self, tokens: int) -> float:
         """Time to score this part of a text of so many tokens."""
-        return self.scorer.seconds(math.ceil(tokens * (self.last - self.first)), self.count)
+        whole = self.count == 1 and self.first <= 0 and self.last >= 1
+        around = 0 if whole else AROUND_TOKENS
+        return self.scorer.seconds(math.ceil(tokens * (self.last - self.first)), self.count, around)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +129,11 @@ class SmartPlan:
     @property
     def worth_it(self) -> bool:
         return not self.code
+
+
+def exit_share(exit_layer: int, layers: int) -> float:
+    """The share of a model's prefill that scores take; ``layers`` is 0 if unknown."""
+    return min(1.0, max(_LAST_LAYER, exit_layer - _LAST_LAYER) / layers) if layers else EXIT_SHARE
 
 
 def plan(asked: SmartPrefillQuestion, scorers: Iterable[Scorer]) -> SmartPlan:

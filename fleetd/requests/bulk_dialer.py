@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from contextlib import AbstractContextManager
 
@@ -39,6 +40,17 @@ class BulkDialer:
         peer = self._node.mesh.peers.get(node_id)
         address = peer.paths.best_for_bulk() if peer is not None else None
         return peer.paths.get(address) if peer is not None and address is not None else None
+
+    def carried(self, node_id: str, count: int, seconds: float, *, late: bool = False) -> None:
+        """Bytes that came over the best path. The time may hold waiting, so they show only the least speed.
+
+        Args:
+            late: by the path's figures they should have come clearly sooner: it is measured again.
+        """
+        if (path := self.best(node_id)) is not None:
+            path.carried(count, seconds, asyncio.get_running_loop().time())
+            if late:
+                path.speeds.doubt()
 
 
 def invitation(expected: Expected) -> Invitation:

@@ -19,7 +19,7 @@ from fleetd.plan import chip_speeds
 from fleetd.plan.affinity import Affinity
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE, Refusal
-from fleetd.plan.speed_corrections import SpeedCorrections
+from fleetd.plan.speed_corrections import CorrectedWork, PromptWork, SpeedCorrections
 from fleetd.requests.job import THIS_NAME, Job
 
 Work = Literal["answer", "prefill", "score", "draft"]
@@ -166,14 +166,26 @@ class Members:
         if job.request.keep is None:
             self.affinity.computed(node_id, model, self.affinity.links(job.prompt_text))
 
-    def correction(self, node_id: str, model: str, speed: PrefillSpeed) -> float:
-        """How many times as long a machine takes as its own figures for a model say, by earlier prompts."""
-        return self.corrections.factor(node_id, model, speed.token_s, self._monotonic())
+    def correction(
+        self, node_id: str, model: str, speed: PrefillSpeed, work: PromptWork = "prefill"
+    ) -> float:
+        """How many times as long a machine takes as its own figures for a model say, by earlier work."""
+        of = CorrectedWork(node_id, model, work)
+        return self.corrections.factor(of, speed.token_s, self._monotonic())
 
-    def computed(self, node_id: str, model: str, token_s: float, *, expected_s: float, took_s: float) -> None:
-        """What a part of a prefill took; ``expected_s`` and ``token_s`` by the machine's own figures."""
-        now_s = self._monotonic()
-        self.corrections.ran(node_id, model, token_s, now_s, expected_s=expected_s, took_s=took_s)
+    def computed(
+        self,
+        node_id: str,
+        model: str,
+        token_s: float,
+        work: PromptWork = "prefill",
+        *,
+        expected_s: float,
+        took_s: float,
+    ) -> None:
+        """What a part of a prompt took; ``expected_s`` and ``token_s`` by the machine's own figures."""
+        of = CorrectedWork(node_id, model, work)
+        self.corrections.ran(of, token_s, self._monotonic(), expected_s=expected_s, took_s=took_s)
 
 
 @dataclass(slots=True)

@@ -67,6 +67,19 @@ _read_order: Callable[[bytes], Order] = reader(Order, "A peer's order of a model
 _read_offer: Callable[[bytes], CopyOffer] = reader(CopyOffer, "A peer's offer of a model")
 
 
+class _CopyTimes:
+    """Bytes and seconds from the first to the last news of a copy that is on its way."""
+
+    def __init__(self) -> None:
+        self.count, self.seconds = 0, 0.0
+        self._begun: tuple[int, float] | None = None
+
+    def seen(self, step: PullProgress, now: float) -> None:
+        if step.stage == "copying":
+            begun, begun_s = self._begun = self._begun or (step.done_bytes, now)
+            self.count, self.seconds = step.done_bytes - begun, now - begun_s
+
+
 class ModelCopies:
     """Serves this machine's models to peers, and fetches theirs."""
 
@@ -158,11 +171,14 @@ class ModelCopies:
             steps = client.receive(
                 offer, self._models.models_dir, connect, name=model.name, digest=model.digest
             )
+            copied = _CopyTimes()
             async with aclosing(steps):
                 async for step in steps:
+                    copied.seen(step, asyncio.get_running_loop().time())
                     if step.stage in _ON_THE_WAY:
                         step = msgspec.structs.replace(step, file=f"{step.file} from {name}".strip())
                     yield step
+            self._dialer.carried(node_id, copied.count, copied.seconds)
         finally:
             for stream in opened:
                 stream.cancel()

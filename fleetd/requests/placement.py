@@ -175,6 +175,7 @@ def candidate(member: Member, model: str, can_pull: bool = False, cached_chars: 
         needed_bytes=found.memory_bytes,
         prefill_tok_s=found.prefill_tok_s,
         decode_tok_s=found.decode_tok_s,
+        doubtful=found.doubtful,
         roles=tuple(found.roles),
     )
 

@@ -98,6 +98,7 @@ class Request:
         # scores that were of no use are not paid for.
         self.smart: SmartPrefillResult | None = None
         self.smart_plan: SmartPlan | None = None
+        self.smart_planned_s = 0.0
         self.smart_steps: list[StepView] = []
         self.bill: ScoringBill | None = None
         # Of an attempt that failed, where a later one has nothing to tell.

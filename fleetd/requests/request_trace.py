@@ -27,8 +27,9 @@ def trace_of(request: Request) -> Trace | None:
     prompt_tokens = accepted.prompt_tokens if accepted is not None else 0
     cached_tokens = request.cached_tokens
     if smart is not None and smart_plan is not None:
-        # What was planned begins with the scores, and counts as the compressor does.
-        since_s, prompt_tokens, cached_tokens = request.arrived_s, smart.original_tokens, 0
+        # What was planned begins with the scores, and counts as the compressor does. Loads come before it.
+        since_s = request.smart_planned_s or request.arrived_s
+        prompt_tokens, cached_tokens = smart.original_tokens, 0
     return Trace(
         id=request.id,
         at_s=request.at_s,

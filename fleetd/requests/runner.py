@@ -383,6 +383,7 @@ class Runner:
                 completion_tokens=usage.completion_tokens,
                 prefill_s=timings.prefill_s,
                 decode_s=timings.decode_s,
+                now_s=now_s,
                 shared=request.shared,
             )
         self._completed += 1

@@ -71,6 +71,14 @@ async def test_what_makes_no_sense_is_refused_by_name(body: dict[str, Any], para
     assert (code, reply["error"]["param"]) == (400, param)
 
 
+async def test_a_compressor_that_is_not_measured_yet_is_an_error_here() -> None:
+    fake = FakeCompressing()
+    fake.trouble = SkipCompression("measuring", "m is not measured for scoring yet.")
+    code, reply, _ = await asked({"prompt": TEXT}, fake)
+    assert (code, reply["error"]["code"]) == (503, "scorer_not_ready")
+    assert reply["error"]["message"] == "m is not measured for scoring yet."
+
+
 async def test_no_compressor_is_an_error_here() -> None:
     fake = FakeCompressing()
     fake.trouble = SkipCompression("no_compressor", "No machine has a model that can score prompts now.")

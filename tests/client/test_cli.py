@@ -207,6 +207,10 @@ def engine(**changes: Any) -> Reply:
         ({"prefill_tok_s": 99.96, "decode_tok_s": 0.0}, "100 tok/s       -"),
         ({"model": "\x1b[31mred"}, "\\x1b[31mred"),
         (
+            {"doubt": "other programs had 60% of the processor"},
+            "smollm2-135m: speeds in doubt, other programs had 60% of the processor; retaken when idle",
+        ),
+        (
             {"load_steps": [{"name": "reading", "seconds": 1.25}, {"name": "warming up", "seconds": 0.25}]},
             "smollm2-135m: loaded in 1.50 s: reading 1.25 s, warming up 0.25 s",
         ),

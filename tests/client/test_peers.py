@@ -69,6 +69,15 @@ def test_everything_is_shown_where_there_is_room() -> None:
     assert lines[9].startswith("Seen on this network, not paired: pro (z9y8x7w). Pair with `fleetctl pair`")
 
 
+def test_speeds_and_links_measured_beside_other_work_are_marked() -> None:
+    held = [{"name": "m", "state": "loaded", "doubtful": True}, {"name": "n", "state": "installed"}]
+    lines = page(changed(peers=[peer(models=held, bytes_per_s=21e6, link_doubtful=True)]), None).splitlines()
+    assert "~21.0 MB/s" in lines[3]
+    assert lines[3].endswith("m*~, n")
+    assert lines[4] == "LOAD: running+waiting · * loaded · ~ measured beside other work"
+    assert "~" not in page(FLEET, None)
+
+
 def test_columns_go_by_importance_when_there_is_no_room() -> None:
     headers = {}
     for width in range(200, 20, -1):

@@ -58,9 +58,23 @@ def test_of_a_pasted_text_only_its_ends_ask(before: str, after: str) -> None:
     assert asked(Document.of_text(text)) == asked(document)
 
 
-def test_where_nothing_looks_like_a_question_the_end_is_what_is_gone_on_from() -> None:
-    text = haystack(4)
-    assert question_ranges(text) == [(text.rindex("\n\n") + 2, len(text))]
+def test_where_neither_end_looks_like_a_question_nothing_asks() -> None:
+    assert question_ranges(haystack(4)) == []
+    assert Document.of_text(haystack(4)).questions == ()
+
+
+def test_who_only_pastes_a_text_has_asked_before() -> None:
+    asks, answers, pastes = "Find the code of the mill in the next text.", "Send it.", haystack(4)
+    turns = [
+        {"role": "system", "content": "Summarise what the user sends."},
+        {"role": "user", "content": asks},
+        {"role": "assistant", "content": answers},
+        {"role": "user", "content": pastes},
+    ]
+    assert asked(Document.of_messages(turns)) == [asks]
+    document = Document.of_messages([turns[0], turns[3]])
+    assert asked(document) == [turns[0]["content"]]
+    assert document.material.strip() == pastes
 
 
 def test_nobody_asks_in_an_empty_prompt() -> None:
@@ -141,4 +155,4 @@ def test_of_a_long_last_turn_the_ends_say_what_to_do() -> None:
     messages = [{"role": "tool", "content": haystack(1, 120)}, {"role": "user", "content": turn}]
     document = Document.of_messages(messages)
     assert document.question == turn
-    assert document.task == "What is the code of the mill?"
+    assert document.tasks == ["What is the code of the mill?"]

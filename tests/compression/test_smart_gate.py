@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from smart_texts import haystack, python_code, table
 
-from fleetd.compression.anchors import relevance
-from fleetd.compression.gate import intent, judge, spread
+from fleetd.compression.document import Document
+from fleetd.compression.gate import evidence, judge, least_share, spread
+from fleetd.compression.gate_places import pointing
 
 LOOKUPS = """
 What is the secret code of the harbour office?
@@ -120,46 +122,122 @@ Turn this into a table.
 Make this shorter.
 What's wrong with this function?
 """,
+    "in other words": """
+Put it in German.
+Recite paragraph three.
+Boil it down for me.
+Who appears most?
+""",
 }
+
+# Each lookup is answered in one place of it.
+TEXT = "\n\n".join(
+    [haystack(1), *(f"Somebody wrote: {q.rstrip('?.')}, as it is." for q in LOOKUPS), haystack(2)]
+)
+
+
+def about(*turns: str) -> Document:
+    return Document.of_messages([{"role": "user", "content": turn} for turn in turns])
 
 
 @pytest.mark.parametrize("question", LOOKUPS)
 def test_a_question_about_a_part_is_let_through(question: str) -> None:
-    assert intent(question) == ""
+    assert judge(about(TEXT, question)).declined == ""
+
+
+@pytest.mark.parametrize("question", [q for text in WHOLE.values() for q in text.strip().splitlines()])
+def test_a_task_that_needs_all_of_the_text_is_declined(question: str) -> None:
+    assert judge(about(f"{haystack(1)}\n\n{python_code()}\n\n{table()}", question)).declined
 
 
 @pytest.mark.parametrize(
-    ("kind", "question"), [(kind, q) for kind, text in WHOLE.items() for q in text.strip().splitlines()]
+    "messages",
+    [
+        [("system", "Translate what the user sends into German."), ("user", TEXT)],
+        [("user", "Summarise the report that I send next."), ("assistant", "Send it."), ("user", TEXT)],
+        [("user", f"Fasse das zusammen.\n\n{TEXT}")],
+        [("user", f"{TEXT}\n\nFasse das zusammen.")],
+        [("user", TEXT), ("assistant", "I see."), ("user", "Boil it down for me.")],
+    ],
+    ids=["system", "before", "in front", "behind", "later"],
 )
-def test_a_task_that_needs_all_of_the_text_is_declined(kind: str, question: str) -> None:
-    assert intent(question), kind
-    assert judge(question, [1.0, 0.0], [1.0, 0.0]).declined
+def test_a_task_is_found_wherever_it_stands(messages: list[tuple[str, str]]) -> None:
+    document = Document.of_messages([{"role": role, "content": text} for role, text in messages])
+    assert judge(document).declined.startswith("the task is about the whole text")
+
+
+def test_of_two_ends_that_ask_the_one_that_needs_more_decides() -> None:
+    assert judge(about(f"Summarise the story.\n\n{TEXT}\n\nWho guards the vault that Marta owns?")).declined
+
+
+def test_where_nobody_asks_all_is_kept() -> None:
+    assert judge(about(TEXT)).declined == "nothing in the prompt asks for anything"
+
+
+def test_a_wording_that_no_sign_knows_is_declined_as_it_points_nowhere() -> None:
+    assert evidence("Zoot it, blimey.", TEXT).by_signs == 0
+    assert judge(about(TEXT, "Zoot it, blimey.")).declined.startswith("nothing shows")
 
 
 def test_the_text_itself_may_say_count() -> None:
-    verdict = judge(
-        LOOKUPS[0], [0.9, 0.1], relevance(LOOKUPS[0], ["Count all the errors.", "The harbour office."])
-    )
-    assert not verdict.declined
+    """A sign that the text has too is a word of what is asked about."""
+    text = f"{haystack(1)}\n\nThe total on invoice 1734 is 90.\n\n{haystack(2)}"
+    assert evidence("What is the total on invoice 1734?", text).signs.own == 1
+    assert not judge(about(text, "What is the total on invoice 1734?")).declined
+    assert judge(about(haystack(1), "What is the total on invoice 1734?")).declined
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        "Who guards the vault that Marta owns? Answer in one word.",
+        "In one sentence: who guards the vault that Marta owns?",
+        "Wie lautet der Code des alten Lagers? Antworte in einem Satz.",
+    ],
+)
+def test_how_the_answer_is_to_look_says_nothing_of_the_text(question: str) -> None:
+    assert not judge(about(TEXT, question)).declined
+
+
+# ---- Places ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("question", "sentence"),
+    [
+        ("vault marta owns", "Marta owns the vault Kestrel."),
+        ("wann haftpflicht kündigen", "Die Betriebshaftpflichtversicherung ist jährlich kündbar."),
+        ("\u5c4b\u9876\u6f0f\u96e8", "\u4e1c\u5317\u89d2\u7684\u5c4b\u9876\u6f0f\u96e8\u3002"),
+        ("version 7.3.1", "Version 7.3.1 was deployed at night."),
+    ],
+    ids=["words", "inflected and joined", "without spaces", "a number"],
+)
+def test_a_question_points_at_the_place_that_has_its_words(question: str, sentence: str) -> None:
+    text = f"{haystack(1)}\n\n{sentence}\n\n{haystack(2)}"
+    assert pointing(question, text).words > 0.5
+    assert pointing(question, text).words > 2 * pointing(question, f"{haystack(1)}\n\n{haystack(2)}").words
+
+
+def test_words_that_stand_everywhere_point_nowhere() -> None:
+    assert pointing("river", "The river is wide. " * 400).words < 0.1
+    assert pointing("", TEXT) == pointing("river", " ") == pointing("...", TEXT)
 
 
 def test_runs_of_spaces_take_no_longer() -> None:
     """One pattern that looked for spaces again from each of them would take minutes here."""
-    assert intent("\n" * 200_000 + LOOKUPS[0]) == ""
-    assert intent("Please" + " " * 200_000 + "summarise it.") == "summarise"
+    assert not judge(about(TEXT, "\n" * 200_000 + LOOKUPS[0])).declined
+    assert judge(about(TEXT, "Please" + " " * 200_000 + "summarise it.")).declined
+
+
+# ---- Scores ----------------------------------------------------------------------------------------------
 
 
 def test_spread_attention_and_no_word_in_common_keep_more() -> None:
     even = [1.0 + 0.01 * (i % 3) for i in range(40)]
     assert spread(even) > 0.99
-    assert judge("Whereabouts?", even, [0.0] * 40).at_least == 0.5
-    assert judge("Whereabouts?", even, [0.0] * 39 + [2.0]).at_least == 0
-    assert judge("Whereabouts?", [0.001] * 39 + [1.0], [0.0] * 40).at_least == 0
-
-
-def test_without_scores_and_words_nothing_is_known() -> None:
-    assert judge("Whereabouts?", None, [0.0] * 4).declined
-    assert not judge("Whereabouts?", None, [0.0, 0.5]).declined
+    assert least_share(even, [0.0] * 40) == 0.5
+    assert least_share(even, [0.0] * 39 + [2.0]) == 0
+    assert least_share([0.001] * 39 + [1.0], [0.0] * 40) == 0
 
 
 def test_spread_of_nothing_is_even() -> None:

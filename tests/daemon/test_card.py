@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestCounts
+from fleetd.engine.protocol import Profile
+from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.hardware.memory import budget
 from fleetd.models.folder import ModelFolder
 from fleetd.own_card import CardMaker
@@ -31,7 +33,7 @@ MEASURED = {
 
 def engine(pid: int, **fields: Any) -> EngineStatus:
     blank: dict[str, Any] = dict.fromkeys(EngineStatus.__struct_fields__, 0)
-    named = {"model": "m", "part_of": "", "state": "ready", "pid": pid}
+    named = {"model": "m", "part_of": "", "state": "ready", "pid": pid, "doubt": ""}
     return EngineStatus(**{**blank, **named, **MEASURED, **fields})
 
 
@@ -43,9 +45,11 @@ def part(pid: int, first: int, last: int, **fields: Any) -> EngineStatus:
 class Daemon:
     """A card maker with everything it looks at."""
 
-    def __init__(self, **limits: Any) -> None:
+    def __init__(self, profiles: ProfileStore | None = None, **limits: Any) -> None:
         self.engines: list[EngineStatus] = []
         self.listing = asyncio.Event()
+        # The folder's profile is known, which is looked up after it is listed.
+        self.knows = profiles is not None
         self.speeds = ModelSpeeds()
         self.maker = CardMaker(
             node_id="n",
@@ -60,6 +64,7 @@ class Daemon:
             max_streams=4,
             publish=self.published,
             speeds=self.speeds,
+            profiles=profiles,
             budget=lambda machine, free_bytes: budget(machine.memory_bytes, free_bytes, **limits),
         )
 
@@ -71,7 +76,7 @@ class Daemon:
             running.cancel()
 
     def published(self, card: Card) -> None:
-        if card.models:
+        if card.models and (card.models[0].scoring or not self.knows):
             self.listing.set()
 
     @property
@@ -97,6 +102,26 @@ async def test_a_card_tells_what_a_load_measured_in_two_digits() -> None:
 
 
 @pytest.mark.one_loop
+async def test_a_card_says_whether_a_model_can_score_at_once(tmp_path: Path) -> None:
+    """Also of one that is not loaded, if its profile is shipped or was found here."""
+    daemon = Daemon()
+    await daemon.listed()
+    assert daemon.model.scoring == ""
+    daemon.engines = [engine(7, scoring="unmeasured")]
+    assert daemon.model.scoring == "unmeasured"
+    daemon.engines = [engine(7, scoring="ready")]
+    assert daemon.model.scoring == "ready"
+    daemon.engines = []
+    assert daemon.model.scoring == "ready"
+    for heads, scoring in (([(0, 0)], "ready"), ([], "unable")):
+        store = ProfileStore(tmp_path / scoring)
+        store.keep("d", "metal", Profile(heads, 1))
+        daemon = Daemon(profiles=store)
+        await daemon.listed()
+        assert daemon.model.scoring == scoring
+
+
+@pytest.mark.one_loop
 async def test_what_a_model_computes_in_is_known_after_it_was_unloaded() -> None:
     daemon = Daemon()
     await daemon.listed()
@@ -117,7 +142,13 @@ async def test_a_worker_is_believed_once_and_then_its_runs_are() -> None:
     begun = daemon.model.prefill_tok_s
     for _ in range(20):
         daemon.speeds.ran(
-            "m", prompt_tokens=300, cached_tokens=0, completion_tokens=1, prefill_s=0.3, decode_s=0
+            "m",
+            prompt_tokens=300,
+            cached_tokens=0,
+            completion_tokens=1,
+            prefill_s=0.3,
+            decode_s=0,
+            now_s=0.0,
         )
     assert daemon.model.prefill_tok_s > 1.5 * begun
     daemon.engines = [engine(8)]
@@ -155,3 +186,19 @@ async def test_with_the_whole_model_loaded_a_part_says_nothing() -> None:
 async def test_what_a_model_may_take_is_bounded_by_the_settings(most: int, usable: int) -> None:
     daemon = Daemon(fraction=0.5, max_bytes=most)
     assert daemon.maker.card().usable_bytes == usable
+
+
+@pytest.mark.one_loop
+async def test_a_card_says_that_its_speeds_are_in_doubt_until_they_are_measured_again() -> None:
+    daemon = Daemon()
+    await daemon.listed()
+    daemon.engines = [engine(7, doubt="other programs had 60 % of the processor")]
+    assert daemon.model.doubtful
+    daemon.speeds.ran(
+        "m", prompt_tokens=300, cached_tokens=0, completion_tokens=1, prefill_s=0.1, decode_s=0, now_s=0.0
+    )
+    corrected = daemon.model.prefill_tok_s
+    assert corrected > 310
+    # The same worker, which has just measured in idle time.
+    daemon.engines = [engine(7, prefill_tok_s=900.0)]
+    assert (daemon.model.prefill_tok_s, daemon.model.doubtful) == (900, False)

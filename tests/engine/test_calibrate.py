@@ -11,6 +11,8 @@ import mlx.core as mx
 import pytest
 import tiny_models
 from asking import ask, run
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from fleetd import limits
@@ -21,13 +23,17 @@ from fleetd.engine.calibrate import (
     DECODE_SHARE,
     DECODE_STEPS,
     FIRST,
+    OTHERS,
+    REPEATS,
+    Calibration,
     Speeds,
     calibrate,
 )
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.shared_prefill import part_speeds
 from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.stage import Stage
+from fleetd.hardware.other_load import CpuReading
 from fleetd.models.folder import ModelFolder
 
 
@@ -54,8 +60,16 @@ class Paced:
 
     def measure(self, budget_s: float = limits.CALIBRATE_S, context_tokens: int = 4096) -> Speeds:
         return calibrate(
-            self, vocab_size=50, context_tokens=context_tokens, budget_s=budget_s, clock=lambda: self.now
+            self,
+            vocab_size=50,
+            context_tokens=context_tokens,
+            budget_s=budget_s,
+            clock=lambda: self.now,
+            load=self.load,
         )
+
+    def load(self) -> CpuReading | None:
+        return CpuReading(self.now, self.now, self.now, 1)
 
 
 def test_a_fast_device_is_measured_with_the_largest_chunks_twice() -> None:
@@ -67,9 +81,9 @@ def test_a_fast_device_is_measured_with_the_largest_chunks_twice() -> None:
     assert speeds.decode_tok_s == pytest.approx(100)
 
 
-def test_the_better_of_two_runs_counts_and_one_slow_token_does_not() -> None:
+def test_the_best_runs_count_and_one_slow_token_does_not() -> None:
     steps = iter([0.01, 0.01, 0.09, 0.01, 0.01])
-    chunks = iter([0.016, 0.064, 0.4, 0.256, 0.064])
+    chunks = iter([0.016, 0.064, 0.4, 0.256, 0.256, 0.064])
     model = Paced(lambda n: next(steps if n == 1 else chunks))
     speeds = model.measure()
     assert speeds.decode_tok_s == pytest.approx(100)
@@ -137,6 +151,84 @@ def test_the_tokens_of_a_chunk_differ_and_are_in_the_vocabulary() -> None:
         assert len(set(tokens)) == min(len(tokens), 50)
 
 
+# ---- Beside other programs ---------------------------------------------------------------------------------
+
+
+class Crowded(Paced):
+    """A model whose chunks take the next of ``factors`` times as long as they should, then again as long."""
+
+    def __init__(self, *factors: float, others: float = 0.0) -> None:
+        super().__init__(lambda n: 0.01 if n == 1 else n / 1000 * self.factor())
+        self.factors = iter(factors)
+        self.others = others
+        self.busy_s = 0.0
+
+    def factor(self) -> float:
+        return next(self.factors, 1.0)
+
+    def load(self) -> CpuReading:
+        """Of four cores, of which this process has one and others their share."""
+        return CpuReading((1.0 + 4 * self.others) * self.now, self.now, self.now, 4)
+
+
+@given(st.floats(1.5, 10.0), st.integers(1, REPEATS - 2))
+def test_what_comes_and_goes_beside_it_is_measured_again_until_it_is_gone(slower: float, runs: int) -> None:
+    """Each disturbed run of the largest chunk takes half as long again as the one before."""
+    model = Crowded(1.0, 1.0, *(slower * 1.5**run for run in range(runs)))
+    speeds = model.measure(budget_s=1e6)
+    assert not speeds.doubt
+    assert speeds.prefill_tok_s == pytest.approx(1000)
+    assert model.sizes.count(CHUNKS[-1]) == runs + 2
+
+
+def test_chunks_that_never_agree_are_told_as_doubtful() -> None:
+    model = Crowded(*(1.3**power for power in range(20, 0, -1)))
+    doubt = model.measure(budget_s=1e6).doubt
+    assert doubt.startswith("equal chunks took times that differ by 30")
+    assert model.sizes.count(CHUNKS[-1]) == REPEATS
+
+
+@pytest.mark.parametrize(
+    ("others", "doubtful"), [(0.0, False), (OTHERS - 0.01, False), (OTHERS + 0.01, True)]
+)
+def test_chunks_that_agree_beside_steady_work_of_others_are_doubtful_too(
+    others: float, doubtful: bool
+) -> None:
+    """They took 4.6 times as long as they should, each of them."""
+    model = Crowded(*[4.6] * 100, others=others)
+    speeds = model.measure(budget_s=100.0)
+    assert bool(speeds.doubt) is doubtful
+    assert not doubtful or speeds.doubt == f"other programs had {others:.0%} of the processor"
+
+
+def test_where_others_left_no_time_for_any_chunk_that_is_doubtful_too() -> None:
+    model = Crowded(*[1000.0] * 100, others=0.9)
+    model.seconds = lambda n: 2.0 * n
+    speeds = model.measure()
+    assert speeds.prefill_tok_s == 0
+    assert speeds.doubt == "other programs had 90% of the processor"
+
+
+def test_a_system_that_does_not_tell_its_load_leaves_it_to_the_runs() -> None:
+    model = Crowded()
+    speeds = calibrate(
+        model, vocab_size=50, context_tokens=4096, budget_s=3.0, clock=lambda: model.now, load=lambda: None
+    )
+    assert not speeds.doubt
+
+
+def test_the_share_of_others_is_of_all_cores_and_over_long_enough() -> None:
+    begun = CpuReading(100.0, 5.0, 10.0, 2)
+    assert CpuReading(102.0, 6.0, 11.0, 2).others_share(begun) == 0.5
+    assert CpuReading(101.0, 6.5, 11.0, 2).others_share(begun) == 0.0, "counters of two kinds differ a little"
+    assert CpuReading(109.0, 5.0, 11.0, 2).others_share(begun) == 1.0
+    assert CpuReading(109.0, 5.0, 10.1, 2).others_share(begun) == 0.0
+    now = CpuReading.now()
+    assert now is not None
+    assert now.busy_s > 0
+    assert now.cores > 0
+
+
 # ---- Behind a context --------------------------------------------------------------------------------------
 
 
@@ -193,6 +285,24 @@ def test_contexts_keep_to_the_budget_too(step_s: float, context_s: float) -> Non
     assert model.now - 100.0 <= limits.CALIBRATE_S + slack + 1e-9
 
 
+def test_another_program_behind_a_context_is_not_taken_for_the_context() -> None:
+    """The first run behind each took three times as long: a long prompt would seem to take minutes."""
+    measured: set[tuple[int, int]] = set()
+
+    class Interrupted(Attentive):
+        def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
+            before, offset = self.now, cache[0].offset
+            out = super().__call__(tokens, cache)
+            run = (tokens.shape[1], offset)
+            if offset and run[0] > 1 and run not in measured:
+                measured.add(run)
+                self.now += 2 * (self.now - before)
+            return out
+
+    model = Interrupted(lambda n: 0.02 if n == 1 else n / 1000, 1e-7)
+    assert model.measure().prefill_context_s == pytest.approx(1e-7)
+
+
 def test_a_context_that_would_take_too_much_memory_is_not_made_up() -> None:
     per_token = 2 * 2 * 2 * 4  # layers, keys and values, heads, bytes
     model = Attentive(lambda n: 0.001, 1e-6, row_width=1 + CONTEXT_BYTES // per_token // CONTEXTS[0])
@@ -229,21 +339,23 @@ def test_some_layers_are_told_as_the_whole_model_at_their_pace(
     part = whole.part(*held)
     ran: list[tuple[int, int]] = []
 
-    def measured(layers: Any, **_: Any) -> Speeds:
+    def speeds(calibration: Any) -> Speeds:
+        layers = calibration._model
         caches = layers.make_cache()
         assert len(caches) == part.last - part.first
         for count in (1, 100):
             out = layers(mx.zeros((1, count), mx.int32), caches)
             ran.append((out.shape[1], caches[0].offset))
             assert len(set(out[0, :, 0].tolist())) > count // 2
-        return Speeds(100.0, 10.0, 1e-6, 0.1)
+        return Speeds(100.0, 10.0, 1e-6, 0.1, "doubt")
 
-    monkeypatch.setattr(part_speeds, "calibrate", measured)
+    monkeypatch.setattr(Calibration, "runs", lambda _self: iter(()))
+    monkeypatch.setattr(Calibration, "speeds", speeds)
     share = (held[1] - held[0]) / whole.total
-    found = part_speeds.part_speeds(part, KvLayout.of(part), 4096, 1.0)
+    found = PartCalibration(part, KvLayout.of(part), 4096, 1.0).measured()
     assert ran == [(1, 1), (100, 101)]
     assert found == Speeds(
-        pytest.approx(100 * share), 0.0, pytest.approx(1e-6 / share), pytest.approx(0.1 / share)
+        pytest.approx(100 * share), 0.0, pytest.approx(1e-6 / share), pytest.approx(0.1 / share), "doubt"
     )
 
 

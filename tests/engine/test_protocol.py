@@ -30,9 +30,11 @@ from fleetd.engine.protocol import (
     FrameTooLong,
     Generate,
     Heartbeat,
+    IdleTime,
     Keep,
     LoadFailed,
     Loading,
+    MeasuredAgain,
     Prefill,
     PrefillAlone,
     PrefillShared,
@@ -42,6 +44,7 @@ from fleetd.engine.protocol import (
     Sampling,
     Score,
     Scored,
+    ScoringState,
     Shared,
     Shutdown,
     StepTime,
@@ -61,7 +64,7 @@ COMMANDS: list[Any] = [
     Generate(
         "b", TextPrompt("text"), Sampling(0.5, seed=-(1 << 63), logit_bias={3: -1.5}), 7, ["s"], 3, True
     ),
-    Generate("c", TokenPrompt([0, 1, 1 << 31])),
+    Generate("c", TokenPrompt([0, 1, (1 << 31) - 1])),
     Generate("d", TextPrompt("text"), keep=Keep({0: [(0, 2), (3, 4)]})),
     Score("e", "text", [(0, 2)], (1, 3), 4, Profile([(0, 1)], 3, True)),
     DraftFor("f", 3),
@@ -69,12 +72,14 @@ COMMANDS: list[Any] = [
     PrefillAlone("a", "no helper"),
     AssistPrefill("d", SPLIT, 0),
     Cancel("a"),
+    IdleTime(2.5),
     Shutdown(),
 ]
 REPORTS: list[Any] = [
     Loading("reading", 3, 9),
     Ready("llama", "cpu", "float32", 2, 8, 64, 1 << 40, 3, 4, True, False, True, 0.5, {"mlx": "1"}),
     LoadFailed("out_of_memory", "no", "hint"),
+    MeasuredAgain(500.0, 40.0, 1e-6, 0.01, "other programs had 60% of the processor"),
     msgspec.structs.replace(
         Ready("llama", "cpu", "float32", 8, 8, 64, 1 << 40, 3, 4, False, False, False, 0.5, {}),
         first_layer=3,
@@ -100,6 +105,7 @@ REPORTS: list[Any] = [
     Scored("e", PackedScores(1, 1, b"s", b"e", b"p", b"l", b"q"), Profile([(0, 1)], 3), 9, 0.5),
     Followed("f", 3, 2, 1),
     Heartbeat(3, 1, 2, 3, 4, True, 5, 6, 7, 8, 9),
+    Heartbeat(3, scoring=ScoringState("unmeasured", 5000)),
 ]
 
 

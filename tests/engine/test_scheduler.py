@@ -9,9 +9,14 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from fakes import FACTS
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_model
+from msgspec.structs import replace
 
+from fleetd import limits
+from fleetd.engine.calibrate import Calibration
+from fleetd.engine.idle_calibration import IdleCalibration
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
@@ -22,13 +27,18 @@ from fleetd.engine.protocol import (
     Failed,
     Finished,
     Generate,
+    Heartbeat,
+    IdleTime,
+    MeasuredAgain,
     Prefill,
     Report,
     Sampling,
+    ScoringState,
     TextPrompt,
     TokenPrompt,
 )
 from fleetd.engine.scheduler import PATIENCE_TURNS, Scheduler
+from fleetd.engine.scoring import head_profile
 from fleetd.errors import InvalidValue
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
@@ -357,3 +367,88 @@ def test_prompts_at_the_context_and_one_past_it(parts: tuple[Any, Any]) -> None:
     last = bench.of("n18")[-1]
     assert isinstance(last, Finished)
     assert last.usage.completion_tokens <= 2
+
+
+# ---- Idle time -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_profile, "NEEDLES", 2)
+    monkeypatch.setattr(head_profile, "SENTENCES", 6)
+
+
+@pytest.mark.usefixtures("short_search")
+def test_idle_time_goes_to_the_search_for_a_profile_and_requests_before_it(parts: tuple[Any, Any]) -> None:
+    bench = Bench(parts)
+    scoring = bench.scheduler._scores.search
+    left = scoring.state.left
+    # Nothing is searched where the daemon has given no time: other workers of the machine may be busy.
+    bench.scheduler.tell(Cancel("nothing"))
+    bench.turn()
+    assert scoring.state.left == left
+    bench.scheduler.tell(IdleTime(1000.0))
+    for _ in range(3):
+        bench.turn()
+    begun = scoring.state.left
+    assert begun < left
+    # A request is computed first, all of it, and the search goes on where it was.
+    bench.submit("a", "<hello>")
+    while not any(isinstance(event, Finished) for event in bench.of("a")):
+        assert scoring.state.left == begun
+        bench.turn()
+    assert bench.text("a") == "Hello there, world!"
+    # Nor is anything searched once the time is taken back.
+    bench.scheduler.tell(IdleTime(0.0))
+    bench.turn()
+    assert begun - scoring.state.left <= 16
+    begun = scoring.state.left
+    bench.scheduler.tell(Cancel("nothing"))
+    bench.turn()
+    assert scoring.state.left == begun
+    bench.scheduler.tell(IdleTime(1000.0))
+    bench.events.clear()
+    while scoring.state.left:
+        bench.turn()
+        bench.scheduler.heartbeat()
+    # The daemon hears of the end at once.
+    beat = bench.events[-1]
+    assert isinstance(beat, Heartbeat)
+    assert beat.scoring == scoring.state == ScoringState("unable")
+    bench.check_clean()
+
+
+# ---- Measuring in idle time --------------------------------------------------------------------------------
+
+
+def test_a_request_in_the_middle_of_a_measurement_is_answered_as_without_it(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "CALIBRATE_AGAIN_S", 0.0)
+    begun: list[Calibration] = []
+
+    def begin() -> Calibration:
+        begun.append(Calibration(parts[0], 512, 256, 0.5))
+        return begun[-1]
+
+    def answer(bench: Bench) -> str:
+        bench.submit("r", "<hello>", max_tokens=20)
+        bench.finish()
+        return "".join(event.text for event in bench.of("r") if isinstance(event, Delta))
+
+    told: list[Report] = []
+    measuring = IdleCalibration(
+        begin, replace(FACTS, prefill_tok_s=1e-3, doubt="another program"), told.append
+    )
+    bench = Bench(parts, idle=measuring)
+    while not begun:
+        bench.turn()
+    bench.turn()
+    assert answer(bench) == answer(Bench(parts)) != ""
+    assert not told
+    while not told:
+        bench.turn()
+    assert len(begun) > 1, "the first measurement was given up"
+    (found,) = told
+    assert isinstance(found, MeasuredAgain)
+    assert found.prefill_tok_s > 1

@@ -24,7 +24,7 @@ from fleetd.engine.protocol import (
     Score,
     Scored,
 )
-from fleetd.errors import BadRequest, InvalidValue
+from fleetd.errors import BadRequest, InvalidValue, ScorerNotReady
 from fleetd.models.folder import ModelFolder
 
 TEXT = "abc def " * 300 + "which?"
@@ -53,6 +53,23 @@ async def test_a_text_is_scored_beside_an_answer(pool: EnginePool, chain: ModelF
         await scored(pool, chain, Score("s", TEXT, profile=Profile([(99, 0)], 100)))
     with pytest.raises(BadRequest):
         await scored(pool, chain, Score("s", "", profile=SCORE.profile))
+
+
+@pytest.mark.one_loop
+async def test_a_worker_is_measured_while_nothing_runs(pool: EnginePool, chain: ModelFolder) -> None:
+    await pool.load(chain)
+    engine = pool.engine(chain)
+    assert engine is not None
+    assert (engine.scoring.state, pool.status()[0].scoring) == ("unmeasured", "unmeasured")
+    begun = engine.scoring.left
+    with pytest.raises(ScorerNotReady):
+        await scored(pool, chain, Score("s", TEXT))
+    async with asyncio.timeout(60):
+        while engine.scoring.left == begun:  # a beat tells it
+            pool.use_idle_time()
+            await asyncio.sleep(0.05)
+    answer = await run(pool, chain, ask("<hello>"))
+    assert answer.text == "Hello there, world!"
 
 
 async def test_closing_cancels(pool: EnginePool, chain: ModelFolder) -> None:

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
-import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -17,15 +16,34 @@ from tiny_architectures import VOCAB, tiny
 
 from fleetd.compression.token_scores import SegmentScores, log_sum_exp, merge
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.protocol import Accepted, Failed, Finished, Prefill, Profile, Report, Score, Scored
-from fleetd.engine.scoring import head_profile as profiles
-from fleetd.engine.scoring import score_guests
+from fleetd.engine.protocol import (
+    Accepted,
+    Failed,
+    Finished,
+    Prefill,
+    Profile,
+    Report,
+    Score,
+    Scored,
+    ScoringState,
+)
+from fleetd.engine.scoring import head_profile, known_profiles, score_guests
 from fleetd.engine.scoring.attention_pass import AttentionPass, AttentionTap, logits_of
-from fleetd.engine.scoring.head_profile import NeedleResult, ProfileKey, choose, settled
+from fleetd.engine.scoring.head_profile import NeedleResult, choose, settled
+from fleetd.engine.scoring.known_profiles import SEARCH_TOKENS, ProfileStore
 from fleetd.engine.scoring.needles import needles
+from fleetd.engine.scoring.profile_search import ProfileSearch
 from fleetd.engine.scoring.score_guests import ScoreGuests
 from fleetd.engine.scoring.scoring_layout import HEAD_TOKENS, LayoutPass, lay_out
-from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, ModelUnsupported
+from fleetd.errors import (
+    BadRequest,
+    ContextLengthExceeded,
+    InvalidValue,
+    ModelUnsupported,
+    ScorerNotReady,
+)
+from fleetd.models import digest as digests
+from fleetd.models.folder import ModelFolder
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
 TOKENS = [int(t) for t in np.random.default_rng(3).integers(1, VOCAB, 90)]
@@ -313,14 +331,14 @@ class Bench:
         self.tokenizer = tokenizer
         settings = {"budget": KvBudget.of(1 << 30, 4096), "context": 2048, **options}
         self.budget, self.context = settings["budget"], settings["context"]
-        self.scoring = ScoreGuests(
+        self.search = ProfileSearch(
             model=self.model,
             tokenizer=tokenizer,
             context_tokens=self.context,
-            budget=self.budget,
-            emit=self.events.append,
-            kept=settings.get("kept"),
+            known=ProfileStore(settings.get("folder")),
+            digest=settings.get("digest", ""),
         )
+        self.scoring = ScoreGuests(search=self.search, budget=self.budget, emit=self.events.append)
 
     def begin(self, name: str, text: str = "lorem ipsum " * 60 + "dolor?", **fields: Any) -> None:
         request = Score(name, text, [(len(text) - 6, len(text))], **fields)
@@ -330,11 +348,25 @@ class Bench:
         while self.scoring.ready:
             self.scoring.turn(256)
 
+    def measure(self) -> int:
+        """Search for the profile to the end; how many steps that took."""
+        steps = 0
+        while self.search.state.left:
+            self.search.step(256)
+            steps += 1
+        return steps
+
     def of(self, name: str) -> list[Report]:
         return [event for event in self.events if getattr(event, "id", "") == name]
 
 
 PROFILE = Profile([(1, 0), (1, 3), (2, 1)], 3, True)
+
+
+@pytest.fixture
+def short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head_profile, "NEEDLES", 2)
+    monkeypatch.setattr(head_profile, "SENTENCES", 6)
 
 
 @pytest.fixture
@@ -462,10 +494,37 @@ def test_what_does_not_fit_is_refused(tokenizer: Any) -> None:
     assert failed.code == "out_of_memory"
 
 
+def test_no_text_waits_for_a_search(bench: Bench) -> None:
+    """It is refused at once, whatever has been searched already."""
+    for part in range(2):
+        bench.begin(f"a{part}")
+        (failed,) = bench.of(f"a{part}")
+        assert isinstance(failed, Failed)
+        assert failed.code == ScorerNotReady.code
+        assert (bench.scoring.ready, bench.budget.used_bytes) == (False, 0)
+        bench.search.step(64)
+    # One that brings a profile needs none.
+    bench.begin("b", profile=PROFILE)
+    bench.run()
+    assert isinstance(bench.of("b")[-1], Scored)
+
+
+@pytest.mark.usefixtures("short_search")
+def test_a_search_tells_how_much_is_left_of_it(bench: Bench) -> None:
+    assert bench.search.state == ScoringState("unmeasured", SEARCH_TOKENS)
+    left = [bench.search.state.left]
+    while bench.search.state.left:
+        bench.search.step(256)
+        left.append(bench.search.state.left)
+    assert left == sorted(left, reverse=True)
+    assert bench.search.state == ScoringState("unable")
+
+
+@pytest.mark.usefixtures("short_search")
 def test_a_model_that_looks_nothing_up_says_so(bench: Bench) -> None:
     """A random model finds no needles: it is told with figures, and nothing is left behind."""
+    bench.measure()
     bench.begin("a")
-    bench.run()
     failed = bench.of("a")[-1]
     assert isinstance(failed, Failed)
     assert failed.code == ModelUnsupported.code
@@ -473,58 +532,101 @@ def test_a_model_that_looks_nothing_up_says_so(bench: Bench) -> None:
     assert bench.budget.used_bytes == 0
 
 
-def test_a_model_that_looks_nothing_up_is_searched_once(tokenizer: Any, tmp_path: Path) -> None:
-    """For all that wait for it, and for what comes later, also after another load."""
-    basis = ProfileKey("ab" * 32, {})
-    bench = Bench(tokenizer, kept=basis.cached(tmp_path))
+def test_a_model_whose_attention_cannot_be_read_says_so(tokenizer: Any) -> None:
+    bench = Bench(tokenizer)
+    bench.search.model = tiny("deepseek_v3", n_routed_experts=None, vocab_size=len(tokenizer))
+    assert bench.measure() == 1
     bench.begin("a")
-    bench.begin("b")
-    bench.run()
-    bench.begin("c")
-    later = Bench(tokenizer, kept=basis.cached(tmp_path))
-    later.begin("d")
-    assert (bench.scoring.ready, later.scoring.ready) == (False, False)
-    (c,), (d,) = bench.of("c"), later.of("d")
-    told = [bench.of("a")[-1], bench.of("b")[-1], c, d]
-    assert [msgspec.structs.replace(each, id="a") for each in told] == [told[0]] * 4
-    assert isinstance(c, Failed)
-    assert c.code == ModelUnsupported.code
-    assert (bench.budget.used_bytes, later.budget.used_bytes) == (0, 0)
+    failed = bench.of("a")[-1]
+    assert isinstance(failed, Failed)
+    assert failed.code == ModelUnsupported.code
 
 
+def test_a_search_that_fails_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would fail again: an idle worker must not try for ever."""
+
+    def fails(*_: Any) -> None:
+        raise ValueError("no such kernel")
+
+    monkeypatch.setattr(AttentionPass, "step", fails)
+    assert bench.measure() == 1
+    bench.begin("a")
+    failed = bench.of("a")[-1]
+    assert isinstance(failed, Failed)
+    assert "no such kernel" in failed.message
+
+
+DIGEST = "ab" * 32
+
+
+@pytest.mark.usefixtures("short_search")
+def test_a_model_that_looks_nothing_up_is_searched_once(tokenizer: Any, tmp_path: Path) -> None:
+    """Also after another load."""
+    assert Bench(tokenizer, folder=tmp_path, digest=DIGEST).measure() > 0
+    later = Bench(tokenizer, folder=tmp_path, digest=DIGEST)
+    assert later.search.state == ScoringState("unable")
+    later.begin("a")
+    (failed,) = later.of("a")
+    assert isinstance(failed, Failed)
+    assert failed.code == ModelUnsupported.code
+
+
+@pytest.mark.usefixtures("short_search")
 def test_a_profile_is_found_once_on_a_machine(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A random model is taken to find enough; what is kept is used by the next load, without a search."""
-    monkeypatch.setattr(profiles, "LEAST_FOUND", 0.0)
-    basis = ProfileKey("ab" * 32, {"mlx": "1"})
-    searched: list[float] = []
-    for kept in (basis, basis, msgspec.structs.replace(basis, versions={"mlx": "2"})):
-        bench = Bench(tokenizer, kept=kept.cached(tmp_path))
+    monkeypatch.setattr(head_profile, "LEAST_FOUND", 0.0)
+    searched: list[bool] = []
+    for versions in ({"mlx": "1"}, {"mlx": "1"}, {"mlx": "2"}):
+        monkeypatch.setattr(known_profiles, "_versions", lambda versions=versions: versions)
+        bench = Bench(tokenizer, folder=tmp_path, digest=DIGEST)
+        searched.append(bench.measure() > 0)
+        assert bench.search.state == ScoringState("ready")
         bench.begin("a")
         bench.run()
-        scored = bench.of("a")[-1]
-        assert isinstance(scored, Scored)
-        searched.append(scored.profile_s)
-    assert searched[0] > 0
-    assert searched[1] == 0
-    assert searched[2] > 0
+        assert isinstance(bench.of("a")[-1], Scored)
+        # The daemon knows it before it loads the model, whatever device it was found on.
+        store = ProfileStore(tmp_path)
+        assert store.find(DIGEST) == store.find(DIGEST, "cpu") == bench.search.profile()
+        assert store.find(DIGEST, "metal") is None
+    assert searched == [True, False, True]
 
 
+@pytest.mark.usefixtures("short_search")
 @pytest.mark.parametrize("heads", [[(99, 0)], [(1, 99)], [(3, 0)]], ids=str)
 def test_a_kept_profile_that_is_not_this_models_is_not_used(
     tokenizer: Any, tmp_path: Path, heads: list[tuple[int, int]]
 ) -> None:
-    finding = ProfileKey("ab" * 32, {}).cached(tmp_path)
-    finding.keep(Profile(heads, 3, True))
-    bench = Bench(tokenizer, kept=finding)
+    ProfileStore(tmp_path).keep(DIGEST, "cpu", Profile(heads, 3, True))
+    bench = Bench(tokenizer, folder=tmp_path, digest=DIGEST)
     bench.begin("a")
-    bench.run()
-    assert isinstance(bench.of("a")[-1], Failed)  # a search was made, and found nothing in a random model
+    failed = bench.of("a")[-1]
+    assert isinstance(failed, Failed)
+    assert failed.code == ScorerNotReady.code
+    assert bench.measure() > 0
 
 
 def test_without_a_digest_nothing_is_kept(tmp_path: Path) -> None:
-    finding = ProfileKey("", {}).cached(tmp_path)
-    finding.keep(PROFILE)
-    assert finding.find() is None
+    store = ProfileStore(tmp_path)
+    store.keep("", "cpu", PROFILE)
+    assert store.find("") is None
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.model
+def test_the_embedded_models_profile_is_shipped(embedded_model: ModelFolder) -> None:
+    """Under the digest that it is installed with, or a new machine would not score its first prompt."""
+    digest = digests.remembered(embedded_model.path, None)
+    profile = ProfileStore().find(digest)
+    assert profile is not None
+    assert profile.heads
+
+
+def test_profiles_of_another_algorithm_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_profiles, "ALGORITHM", known_profiles.ALGORITHM + 1)
+    known_profiles._shipped.cache_clear()
+    try:
+        assert known_profiles._shipped() == {}
+    finally:
+        known_profiles._shipped.cache_clear()

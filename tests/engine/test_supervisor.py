@@ -304,3 +304,15 @@ async def test_closing_many_streams_leaves_no_claim_behind(watched: EnginePool, 
         await events.aclose()
         await watched.unload("fake")
     assert not watched._in_use("fake")
+
+
+@pytest.mark.one_loop
+async def test_what_a_worker_measured_again_takes_the_place_of_what_it_measured_at_load(
+    watched: EnginePool, behave: Misbehave
+) -> None:
+    behave("measures again")
+    await drain(watched)
+    async with asyncio.timeout(10):
+        while not (status := watched.status()[0]).prefill_tok_s:  # noqa: ASYNC110  (told a moment later)
+            await asyncio.sleep(0.01)
+    assert (status.prefill_tok_s, status.decode_tok_s, status.prefill_context_s) == (500.0, 40.0, 1e-6)

@@ -1,21 +1,42 @@
-"""What shared prefills teach about machines."""
+"""What parts of prompts teach about machines."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from fleetd import limits
-from fleetd.plan.speed_corrections import CHANGED, HALF_S, LEAST_S, MOST, SpeedCorrections
+from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.plan.speed_corrections import (
+    CHANGED,
+    HALF_S,
+    LEAST_S,
+    MOST,
+    CorrectedWork,
+    PromptWork,
+    SpeedCorrections,
+)
 
 TOKEN_S = 1e-3
 
 
+def of(node: str = "a", model: str = "m", work: PromptWork = "prefill") -> CorrectedWork:
+    return CorrectedWork(node, model, work)
+
+
 def ran(paces: SpeedCorrections, took_s: float, *, expected_s: float = 4.0, node: str = "a") -> None:
-    paces.ran(node, "m", TOKEN_S, 100.0, expected_s=expected_s, took_s=took_s)
+    paces.ran(of(node), TOKEN_S, 100.0, expected_s=expected_s, took_s=took_s)
 
 
-def factor(paces: SpeedCorrections, node: str = "a", model: str = "m", token_s: float = TOKEN_S) -> float:
-    return paces.factor(node, model, token_s, 100.0)
+def factor(
+    paces: SpeedCorrections,
+    node: str = "a",
+    model: str = "m",
+    token_s: float = TOKEN_S,
+    work: PromptWork = "prefill",
+) -> float:
+    return paces.factor(of(node, model, work), token_s, 100.0)
 
 
 def test_nothing_is_known_at_first() -> None:
@@ -40,8 +61,8 @@ def test_a_machine_that_was_slow_for_a_while_gets_another_chance() -> None:
     paces = SpeedCorrections()
     ran(paces, 12.0)
     assert factor(paces) == pytest.approx(2.0)
-    assert paces.factor("a", "m", TOKEN_S, 100.0 + HALF_S) == pytest.approx(1.5)
-    assert paces.factor("a", "m", TOKEN_S, 100.0 + 20 * HALF_S) == pytest.approx(1.0, abs=1e-3)
+    assert paces.factor(of(), TOKEN_S, 100.0 + HALF_S) == pytest.approx(1.5)
+    assert paces.factor(of(), TOKEN_S, 100.0 + 20 * HALF_S) == pytest.approx(1.0, abs=1e-3)
 
 
 def test_what_was_learned_of_other_figures_is_void() -> None:
@@ -49,7 +70,8 @@ def test_what_was_learned_of_other_figures_is_void() -> None:
     ran(paces, 12.0)
     assert factor(paces, token_s=TOKEN_S * CHANGED * 1.01) == 1.0
     assert factor(paces, token_s=TOKEN_S / CHANGED / 1.01) == 1.0
-    assert factor(paces, token_s=TOKEN_S * 1.1) == pytest.approx(2.0)
+    # A machine that corrected its own figure a little is not corrected for that twice.
+    assert factor(paces, token_s=TOKEN_S * 1.1) == pytest.approx(2.0 / 1.1)
 
 
 @pytest.mark.parametrize(("took_s", "most"), [(1e9, MOST), (1e-9, 1 / MOST)])
@@ -73,3 +95,66 @@ def test_machines_and_models_that_are_long_gone_are_forgotten() -> None:
         ran(paces, 8.0, node=str(number))
     assert factor(paces, node="0") == 1.0
     assert factor(paces, node="1") == 1.5
+
+
+def test_prefill_and_scoring_by_the_same_model_do_not_correct_each_other() -> None:
+    paces = SpeedCorrections()
+    ran(paces, 12.0)
+    assert factor(paces, work="score") == 1.0
+    paces.ran(of(work="score"), TOKEN_S, 100.0, expected_s=4.0, took_s=2.0)
+    assert (factor(paces), factor(paces, work="score")) == (2.0, 0.75)
+
+
+# ---- A calibration beside other programs -------------------------------------------------------------------
+
+
+def shares(paces: SpeedCorrections, figures: dict[str, float], now_s: float) -> dict[str, float]:
+    """What the two machines are taken to need for a token."""
+    return {node: token_s * paces.factor(of(node), token_s, now_s) for node, token_s in figures.items()}
+
+
+@given(st.floats(1.0, 8.0), st.floats(0, 60))
+def test_an_equal_machine_that_seemed_faster_is_within_a_quarter_after_five_shared_prompts(
+    wrong: float, between_s: float
+) -> None:
+    """The home was calibrated beside other programs, so its equal seemed ``wrong`` times as fast."""
+    paces, own, now_s = SpeedCorrections(), ModelSpeeds(), 0.0
+    own.seed("m", 1000.0 / wrong, 1.0, now_s=now_s)
+    for _ in range(5):
+        figures = {"home": own.of("m").prefill.token_s, "equal": TOKEN_S}
+        taken = shares(paces, figures, now_s)
+        # Parts that would end at the same time by what is known; a token really takes both TOKEN_S.
+        rates = {node: 1 / token_s for node, token_s in taken.items()}
+        for node, rate in rates.items():
+            tokens = 10_000 * rate / sum(rates.values())
+            expected_s, took_s = tokens * figures[node], tokens * TOKEN_S
+            paces.ran(of(node), figures[node], now_s, expected_s=expected_s, took_s=took_s)
+            if node == "home":
+                own.part_ran("m", expected_s=expected_s, took_s=took_s, now_s=now_s)
+        now_s += between_s
+    taken = shares(paces, {"home": own.of("m").prefill.token_s, "equal": TOKEN_S}, now_s)
+    assert taken["home"] / taken["equal"] <= 1.25
+    # What was learned of the home outlives the correction, which fades.
+    assert own.of("m").prefill.token_s <= 1.8 * TOKEN_S
+
+
+@given(st.floats(1 / 8, 8.0))
+def test_a_helper_whose_own_figure_is_wrong_is_within_a_quarter_too(wrong: float) -> None:
+    """It knows nothing of these prompts, so only what is learned here corrects it."""
+    paces, figure = SpeedCorrections(), TOKEN_S * wrong
+    for _ in range(5):
+        expected_s = 1000 * figure
+        paces.ran(of(), figure, 100.0, expected_s=expected_s, took_s=1000 * TOKEN_S)
+    taken = figure * paces.factor(of(), figure, 100.0)
+    assert 1 / 1.25 <= taken / TOKEN_S <= 1.25
+
+
+def test_a_part_that_others_slowed_does_not_make_this_machine_slow_for_good() -> None:
+    own = ModelSpeeds()
+    own.seed("m", 1000.0, 1.0, now_s=0.0)
+    known = own.of("m")
+    own.part_ran("m", expected_s=1.0, took_s=5.0, now_s=0.0)
+    own.part_ran("m", expected_s=1.0, took_s=0.0, now_s=0.0)
+    own.part_ran("never ran", expected_s=1.0, took_s=0.5, now_s=0.0)
+    assert own.of("m") == known
+    assert own.of("never ran").prefill_tok_s == 0

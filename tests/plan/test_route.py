@@ -139,6 +139,22 @@ def test_this_machine_needs_no_network() -> None:
     assert price(ASK, here(rtt_s=9.0)).network_s == 0
 
 
+@pytest.mark.parametrize("doubted", ["here", "there"])
+def test_another_machine_has_to_be_a_quarter_faster_while_a_speed_is_in_doubt(doubted: str) -> None:
+    this = here(doubtful=doubted == "here")
+
+    def faster(by: float) -> Candidate:
+        rates = {rate: getattr(this, rate) * by for rate in ("prefill_tok_s", "decode_tok_s")}
+        return peer("a", doubtful=doubted == "there", **rates)
+
+    assert order(route(ASK, [this, faster(1.3)])) == ["", "a"]
+    assert order(route(ASK, [replace(this, doubtful=False), replace(faster(1.3), doubtful=False)])) == [
+        "a",
+        "",
+    ]
+    assert order(route(ASK, [this, faster(1.4)])) == ["a", ""]
+
+
 def test_speeds_that_nobody_measured_come_from_the_chip() -> None:
     unmeasured = {"prefill_tok_s": 0.0, "decode_tok_s": 0.0}
     big = peer("big", chip="Apple M3 Ultra", **unmeasured)

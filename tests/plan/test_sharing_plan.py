@@ -30,7 +30,7 @@ from fleetd.plan.prefill.choice import (
 )
 from fleetd.plan.prefill.split import checked
 from fleetd.plan.refusals import Refusal
-from fleetd.plan.route import ADVANTAGE, CAUTION
+from fleetd.plan.route import ADVANTAGE, CAUTION, DOUBT
 
 PROMPT = PrefillSize(8192, 0, 32, 131072, 8192, 512, weights_bytes=5 * GIB)
 SPEED = PrefillSpeed(token_s=1e-3, context_s=1e-8, fixed_s=0.01)
@@ -596,6 +596,30 @@ def test_speeds_that_nobody_measured_have_to_promise_more() -> None:
     assert choice.best is local
     assert why(choice, "a", "tokens")[0] == "unmeasured"
     assert choose([local, priced("tokens", 9 / CAUTION - 0.1, "a", modelled=True)]).best.kind == "tokens"
+
+
+def test_speeds_measured_beside_other_work_have_to_promise_a_quarter_instead_of_a_tenth() -> None:
+    local = priced("local", 10.0)
+    assert pytest.approx(0.75) == ADVANTAGE / DOUBT
+    choice = choose([local, priced("tokens", 7.6, "a", doubtful=True)])
+    assert choice.best is local
+    assert why(choice, "a", "tokens") == (
+        "doubtful",
+        "24 % faster, by speeds that were measured while something else ran.",
+    )
+    assert choose([local, priced("tokens", 7.6, "a")]).best.kind == "tokens"
+    assert choose([local, priced("tokens", 7.4, "a", doubtful=True)]).best.kind == "tokens"
+
+
+@pytest.mark.parametrize("doubted", ["home", "helper"])
+def test_either_machines_doubtful_speed_makes_their_plans_doubtful(doubted: str) -> None:
+    home = replace(HOME, doubtful=doubted == "home")
+    found = options(PROMPT, home, [helper("a", doubtful=doubted == "helper"), helper("b")])
+    for option in found:
+        involved = doubted == "home" or "a" in option.helpers
+        assert option.doubtful is (involved and option.kind != "local")
+    # Two equal machines save far more than a quarter, so they still share.
+    assert choose(found).best.kind != "local"
 
 
 def test_two_ways_that_are_alike_do_not_take_turns() -> None:

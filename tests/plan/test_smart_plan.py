@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
-from fleetd.plan.scoring import AROUND_TOKENS, Scorer, SmartPrefillQuestion, _count, plan
+from fleetd.plan.scoring import (
+    AROUND_TOKENS,
+    EXIT_SHARE,
+    Scorer,
+    SmartPrefillQuestion,
+    _count,
+    exit_share,
+    plan,
+)
 
 N = 8000
 TARGET = PrefillSpeed(1 / 500)
@@ -39,8 +47,28 @@ def test_a_scorer_of_a_sixteenth_of_the_cost_pays() -> None:
 def test_the_price_is_the_formula() -> None:
     """1 / (rho + q) where nothing is quadratic: speeds of SpecPrefill's section 4."""
     found = plan(asked(), [scorer(share=1.0)])
-    rho = (N + AROUND_TOKENS) / N * SMALL.token_s / TARGET.token_s
+    rho = SMALL.token_s / TARGET.token_s
     assert found.dense_s / found.predicted_s == pytest.approx(1 / (rho + 0.2), rel=0.01)
+
+
+def test_only_segments_have_the_head_and_the_question_around_them() -> None:
+    """The whole text has both already."""
+    (whole,) = plan(asked(), [scorer(share=1.0)]).parts
+    assert whole.seconds(N) == pytest.approx(N * SMALL.token_s)
+    half = replace(whole, last=0.5)
+    assert half.seconds(N) == pytest.approx((N / 2 + AROUND_TOKENS) * SMALL.token_s)
+    cut = replace(whole, count=2)
+    assert cut.seconds(N) == pytest.approx((N + 2 * AROUND_TOKENS) * SMALL.token_s)
+
+
+@pytest.mark.parametrize(
+    ("exit_layer", "layers", "share"),
+    [(16, 30, 15.5 / 30), (1, 30, 0.5 / 30), (30, 30, 29.5 / 30), (9, 0, EXIT_SHARE), (99, 4, 1.0)],
+)
+def test_a_scorer_ends_within_the_last_layer_that_is_asked(
+    exit_layer: int, layers: int, share: float
+) -> None:
+    assert exit_share(exit_layer, layers) == pytest.approx(share)
 
 
 def test_attention_shrinks_with_the_square() -> None:

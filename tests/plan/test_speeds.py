@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 
 from fleetd import limits
 from fleetd.plan.costs import MEASURED_TOKENS
-from fleetd.plan.model_speeds import DECODE_TOKENS, PREFILL_TOKENS, MeasuredSpeed, ModelSpeeds
+from fleetd.plan.model_speeds import (
+    AGED_S,
+    CONFIRMED,
+    DECODE_TOKENS,
+    PREFILL_TOKENS,
+    WEIGHT_AGED,
+    MeasuredSpeed,
+    ModelSpeeds,
+)
 
 RUN = {
     "prompt_tokens": 1000,
@@ -19,13 +27,14 @@ RUN = {
     "completion_tokens": 101,
     "prefill_s": 2.0,
     "decode_s": 4.0,
+    "now_s": 0.0,
 }
 
 
 def after(*runs: dict[str, Any], seed: MeasuredSpeed | None = None) -> MeasuredSpeed:
     book = ModelSpeeds()
     if seed is not None:
-        book.seed("m", *astuple(seed))
+        book.seed("m", *astuple(seed), now_s=0.0)
     for run in runs:
         book.ran("m", **{**RUN, **run})
     return book.of("m")
@@ -47,7 +56,7 @@ def test_a_load_replaces_what_was_known() -> None:
     assert after({}, seed=None) == MeasuredSpeed(500.0, 25.0)
     book = ModelSpeeds()
     book.ran("m", **RUN)
-    book.seed("m", 10.0, 1.0)
+    book.seed("m", 10.0, 1.0, now_s=0.0)
     assert book.of("m") == MeasuredSpeed(10.0, 1.0)
 
 
@@ -145,10 +154,68 @@ def test_the_figure_stays_within_what_was_seen(rates: list[tuple[float, float]])
 def test_models_do_not_mix_and_do_not_pile_up() -> None:
     book = ModelSpeeds()
     for i in range(limits.CARD_MODELS):
-        book.seed(f"m{i}", i + 1.0, 1.0)
+        book.seed(f"m{i}", i + 1.0, 1.0, now_s=0.0)
     assert book.of("m0").prefill_tok_s == 1.0
     book.ran("m0", **RUN)  # used: no longer the oldest
-    book.seed("one more", 1.0, 1.0)
+    book.seed("one more", 1.0, 1.0, now_s=0.0)
     assert book.of("m1") == MeasuredSpeed()
     assert book.of("m0").prefill_tok_s > 1.0
     assert book.of(f"m{limits.CARD_MODELS - 1}").prefill_tok_s == limits.CARD_MODELS
+
+
+# ---- How much a request counts -----------------------------------------------------------------------------
+
+
+def requests_until_right(book: ModelSpeeds, truth: float, now_s: float) -> int:
+    """How many prompts it takes until the figure is within a quarter of the truth."""
+    for count in range(100):
+        if max(truth / book.of("m").prefill_tok_s, book.of("m").prefill_tok_s / truth) <= 1.25:
+            return count
+        book.ran("m", **{**RUN, "prefill_s": 1000 / truth, "now_s": now_s})
+    raise AssertionError("it never got there")
+
+
+@pytest.mark.parametrize(("doubtful", "most"), [(False, 7), (True, 3)])
+def test_a_calibration_beside_other_programs_is_soon_corrected(doubtful: bool, most: int) -> None:
+    book = ModelSpeeds()
+    book.seed("m", 1000.0 / 4.6, 1.0, doubtful=doubtful, now_s=0.0)
+    assert requests_until_right(book, 1000.0, 1.0) <= most
+
+
+def test_too_good_a_figure_in_doubt_falls_as_fast_as_it_would_rise() -> None:
+    doubted, trusted = ModelSpeeds(), ModelSpeeds()
+    doubted.seed("m", 4600.0, 1.0, doubtful=True, now_s=0.0)
+    trusted.seed("m", 4600.0, 1.0, now_s=0.0)
+    for book in (doubted, trusted):
+        book.ran("m", **RUN)
+    assert doubted.of("m").prefill_tok_s < 0.6 * 4600 < trusted.of("m").prefill_tok_s
+
+
+def test_an_old_figure_does_not_rule_for_ever() -> None:
+    """A slow request may have shared the engine, so it hardly moves a new figure; an old one it does."""
+    found = []
+    for age_s in (0.0, AGED_S, 100 * AGED_S):
+        book = ModelSpeeds()
+        book.seed("m", 1000.0, 50.0, now_s=0.0)
+        book.ran("m", **{**RUN, "now_s": age_s})  # 500 and 25
+        found.append((book.of("m").prefill_tok_s, book.of("m").decode_tok_s))
+    assert found[0] == pytest.approx((975.0, 48.75))
+    assert found[1] == pytest.approx((1000 - 500 * WEIGHT_AGED / 2, 50 - 25 * WEIGHT_AGED / 2))
+    assert found[2] == pytest.approx((750.0, 37.5))
+
+
+def test_requests_end_the_doubt_and_a_new_measurement_may_begin_it_again() -> None:
+    book = ModelSpeeds()
+    book.seed("m", 100.0, 1.0, doubtful=True, now_s=0.0)
+    for number in range(CONFIRMED):
+        assert book.of("m").doubtful, number
+        # An answer from the cache and a prompt that others shared measured no prefill here.
+        book.ran("m", **{**RUN, "cached_tokens": 1000})
+        book.ran("m", **{**RUN, "shared": True})
+        assert book.of("m").doubtful, number
+        book.ran("m", **RUN)
+    assert not book.of("m").doubtful
+    book.seed("m", 100.0, 1.0, doubtful=True, now_s=0.0)
+    assert book.of("m").doubtful
+    book.seed("m", 100.0, 1.0, now_s=0.0)
+    assert not book.of("m").doubtful

@@ -141,7 +141,7 @@ class Machines:
             self.traces.append(trace)
             traces.record(trace)
 
-        self.expect, self.connect = dialer.expect, dialer.connect
+        self.expect, self.connect, self.carried = dialer.expect, dialer.connect, dialer.carried
         self.sharing = PrefillSharing(self, home.pool, Members(self.machines, lambda: home.card), metrics)  # type: ignore[arg-type]
         self.sharing.choose = self._choose  # type: ignore[method-assign]
         self.runner = Runner(

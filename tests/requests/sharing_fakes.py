@@ -196,6 +196,7 @@ class HomePartners:
         self.dialer = BulkDialer(node)
         self.expect = self.dialer.expect
         self.connect = self.dialer.connect
+        self.came: list[tuple[str, int, float, bool]] = []
         self.asked: list[tuple[str, str]] = []
 
     @property
@@ -207,6 +208,9 @@ class HomePartners:
             Member(replace(helper.card, node_id=helper.node_id), helper.node.name, **self.fields)
             for helper in self.helpers
         ]
+
+    def carried(self, node_id: str, count: int, seconds: float, *, late: bool = False) -> None:
+        self.came.append((node_id, count, seconds, late))
 
     async def ask(self, node_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
         self.asked.append((node_id, method))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import struct
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,8 +23,10 @@ from fleetd.engine.protocol import (
     Loading,
     Prefill,
     Profile,
+    Ready,
     Score,
     Scored,
+    ScoringState,
     TextPrompt,
     Timings,
     Usage,
@@ -36,6 +38,7 @@ FILLER = [
     for n in range(400)
 ]
 QUESTION = "What is the code of the green safe?"
+SCORER, DIGEST = "smollm2-135m", "d" * 64
 PROFILE = Profile(heads=[(0, 0)], exit_layer=1)
 
 
@@ -116,7 +119,7 @@ class ScoringPool(FakePool):
 
     ``trouble`` happens instead, once per entry: an error, an event to wait for, "nothing", or how the scores
     are ``spoiled``; ``after`` the same by the number of the segment, from 1 on. ``sparse``: why tokens cannot
-    be left out; "" where they can, but for the last ``tail``.
+    be left out; "" where they can, but for the last ``tail``. ``scoring``: of every model that is loaded.
     """
 
     asked: list[Generate] = field(default_factory=list)
@@ -128,7 +131,12 @@ class ScoringPool(FakePool):
     tail: int = 8
     kept: int = 0
     cancelled_scores: int = 0
-    loaded: list[str] = field(default_factory=lambda: ["m", "smollm2-135m"])
+    loads: list[str] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=lambda: ["m", SCORER])
+    room: bool = True
+    facts: Ready = FACTS
+    scoring: ScoringState = FACTS.scoring
+    to_measure: list[str] = field(default_factory=list)
 
     async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Loading | Event, None]:
         self.asked.append(request)
@@ -164,13 +172,21 @@ class ScoringPool(FakePool):
             self.cancelled_scores += 1
             raise
 
-    async def loading(self, folder: Any) -> AsyncGenerator[Loading, None]:
-        return
-        yield Loading("reading")  # what makes it a generator
+    async def loading(self, folder: Any, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
+        assert evict == (folder.name == "m")
+        self.loads.append(folder.name)
+        if folder.name in self.loaded:
+            return
+        yield Loading("reading")
+        if self.room:
+            self.loaded.append(folder.name)
 
     def engine(self, folder: FakeFolder) -> FakeEngine | None:
-        facts = replace(FACTS, sparse=self.sparse, sparse_tail=self.tail)
+        facts = replace(self.facts, sparse=self.sparse, sparse_tail=self.tail, scoring=self.scoring)
         return FakeEngine(facts) if folder.name in self.loaded else None
+
+    def measure_when_idle(self, folder: FakeFolder) -> None:
+        self.to_measure.append(folder.name)
 
 
 def folders(*names: str) -> list[FakeFolder]:
@@ -179,4 +195,14 @@ def folders(*names: str) -> list[FakeFolder]:
 
 def models(*names: str) -> FakeModels:
     """Models of which ``m`` answers; the others may score."""
-    return FakeModels({"m", *names}, folders(*names))
+    return FakeModels({"m", *names}, folders(*names), digests={SCORER: DIGEST})
+
+
+class Profiles:
+    """Knows the profile of ``SCORER``, or of the models with these digests."""
+
+    def __init__(self, found: Mapping[str, Profile] | None = None) -> None:
+        self._found = {DIGEST: PROFILE} if found is None else found
+
+    def find(self, digest: str, device: str = "") -> Profile | None:
+        return self._found.get(digest)

@@ -266,8 +266,9 @@ def test_a_conversation_is_cached_where_it_was_answered_for_whoever_asks() -> No
     assert members.affinity.cached_chars("a", "m", links) == 2 * BLOCK_CHARS
 
 
-def test_what_a_prefill_took_corrects_the_figures_for_scoring_too() -> None:
+def test_what_a_prefill_took_corrects_prefills_and_not_scoring_which_is_other_work() -> None:
     fleet, speed = Fleet(member()), PrefillSpeed(0.001)
     assert fleet.members.correction("studio", DIGEST, speed) == 1
     fleet.members.computed("studio", DIGEST, speed.token_s, expected_s=1.0, took_s=3.0)
     assert fleet.members.correction("studio", DIGEST, speed) == 2
+    assert fleet.members.correction("studio", DIGEST, speed, "score") == 1

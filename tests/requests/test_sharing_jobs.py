@@ -622,3 +622,40 @@ async def test_a_helper_that_takes_longer_than_it_should_is_expected_to_the_next
         factor = home.sharing.members.correction(node_id, DIGEST, PrefillSpeed(1 / 100))
         assert factor > 2
         assert second.kind == "local" or (second.predicted_s or 0) > (first.predicted_s or 0)
+
+
+async def sent(home: Home) -> tuple[str, int, float, bool]:
+    """What a helper's stream was seen to carry, once the answer's accounts are in."""
+    async with asyncio.timeout(WITHIN_S):
+        while not home.partners.came:  # noqa: ASYNC110  (a list of a callback, which announces nothing)
+            await asyncio.sleep(0.01)
+    (came,) = home.partners.came
+    return came
+
+
+@pytest.mark.parametrize(("exposed_s", "late"), [(0.001, False), (600.0, True)])
+async def test_what_a_helper_sent_says_how_fast_its_path_is_at_least(
+    tmp_path: Path, exposed_s: float, late: bool
+) -> None:
+    ending = Shared("r1", [StepTime(step_names.EXPOSED, exposed_s)])
+    async with home_with(tmp_path, ending=ending) as home:
+        home.helpers[0].engine.steps = [
+            StepTime(step_names.WAITED, 0.1, 777),
+            StepTime(step_names.COMPUTED, 1.0, 5_000_000),
+        ]
+        await home.ask()
+        node_id, count, seconds, was_late = await sent(home)
+        assert (node_id, count) == (home.helpers[0].node.identity.node_id, 5_000_000)
+        # From the agreement to the end of the prefill, by this machine's clock: not what the helper says.
+        assert 0 < seconds < WITHIN_S
+        assert was_late is late
+
+
+async def test_this_machines_part_corrects_what_it_tells_of_itself(tmp_path: Path) -> None:
+    """Its own figure says that the part takes far longer: it was measured beside something else."""
+    ending = Shared("r1", [StepTime(step_names.COMPUTED, 0.01)])
+    async with home_with(tmp_path, ending=ending) as home:
+        home.sharing.speeds.seed("m", 100.0, 1.0, now_s=home.sharing.monotonic())
+        await home.ask()
+        await sent(home)
+        assert home.sharing.speeds.of("m").prefill_tok_s > 200

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from smart_fakes import NEEDLE, PROFILE, QUESTION, ScoringPool, chat, haystack, models, scored
+from smart_fakes import NEEDLE, PROFILE, QUESTION, Profiles, ScoringPool, chat, haystack, models, scored
 
 from fleetd import limits
 from fleetd.compression.policy import SmartPrefillPolicy
@@ -31,6 +31,7 @@ from fleetd.errors import (
     Overloaded,
     PeerLost,
     ProtocolError,
+    ScorerNotReady,
 )
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
@@ -47,7 +48,14 @@ from fleetd.requests.smart_prefill import messages
 from fleetd.requests.smart_prefill.client import SmartPrefill
 from fleetd.requests.smart_prefill.compression_job import CompressionService
 from fleetd.requests.smart_prefill.scorers import Scorers
-from fleetd.requests.smart_prefill.segment_scoring import ScoringQuestion, SegmentScoring, cut
+from fleetd.requests.smart_prefill.segment_scoring import (
+    CompressorModel,
+    ScorerRun,
+    ScoringJob,
+    ScoringQuestion,
+    SegmentScoring,
+    cut,
+)
 from fleetd.requests.smart_prefill.server import ScoreServer
 from fleetd.store import Store
 
@@ -99,6 +107,7 @@ def card(node_id: str, tier: str = "tiny", **fields: Any) -> Card:
         context_tokens=100_000,
         state="loaded",
         prefill_tok_s=2000.0,
+        scoring="ready",
     )
     machine = MachineFacts(tier=tier, cores=2, accelerator="cpu")
     return Card(node_id, 1, 1, models=[replace(model, **fields)], machine=machine)
@@ -116,11 +125,13 @@ class Mini:
     silent: bool = False
     draining: bool = False
     context_tokens: int = 100_000
+    scoring: str = "ready"
+    state: Any = "loaded"
     pipes: list[Pipe] = field(default_factory=list)
 
     @property
     def machine(self) -> Member:
-        shown = card(self.name, context_tokens=self.context_tokens)
+        shown = card(self.name, context_tokens=self.context_tokens, scoring=self.scoring, state=self.state)
         return Member(shown, self.name, self.reach, self.sees_prompts, 0.001, 1e9)
 
     @property
@@ -158,6 +169,7 @@ class Home:
     minis: list[Mini]
     store: Store
     speeds: ModelSpeeds
+    warmed: list[str] = field(default_factory=list)
 
     async def told(
         self, policy: SmartPrefillPolicy = ASKED, *, text: str | None = None, **fields: Any
@@ -181,17 +193,30 @@ class Home:
 
 @pytest.fixture
 def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
-    def make(*names: str, compressor_here: bool = False, own: Card | None = None) -> Home:
+    def make(
+        *names: str,
+        compressor_here: bool = False,
+        own: Card | None = None,
+        profiles: Profiles | None = None,
+    ) -> Home:
         minis = [Mini(name, ledger) for name in names]
         pool, speeds = ScoringPool(), ModelSpeeds()
-        speeds.seed("m", 100.0, 100.0)
-        speeds.seed(SMOL, 500.0, 100.0)
+        speeds.seed("m", 100.0, 100.0, now_s=0.0)
+        speeds.seed(SMOL, 500.0, 100.0, now_s=0.0)
         found = models("m", SMOL) if own is not None or compressor_here else models("m")
         others = Neighbours(minis)
         if compressor_here:
             own = Card("me", 1, 1, models=[ModelCard(SMOL, digest=DIGEST)])
         members = Members(others.machines, lambda: own)
-        scorers = Scorers(pool, found, speeds, members)
+        warmed: list[str] = []
+        scorers = Scorers(
+            pool,
+            found,
+            speeds,
+            members,
+            profiles=profiles or Profiles({}),
+            warm=lambda load, _: warmed.append(load.node_id),
+        )
         scoring = SegmentScoring(pool, others.request, monotonic=time.monotonic)
         compressing = CompressionService(scoring, scorers, ledger)
         smart = SmartPrefill(compressing, members, pool, metrics)
@@ -206,7 +231,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
             speeds=speeds,
             members=members,
         )
-        return Home(runner, pool, minis, store, speeds)
+        return Home(runner, pool, minis, store, speeds, warmed)
 
     return make
 
@@ -341,6 +366,54 @@ async def test_a_model_that_cannot_score_is_tried_once(home: Any) -> None:
     assert len(this.pool.scores) + sum(len(mini.pool.scores) for mini in this.minis) == 1
 
 
+async def test_a_machine_whose_card_says_that_it_is_measured_scores(home: Any) -> None:
+    """This one knows no profile, so only machines that have one are asked, and for their own."""
+    this = home("mini", "air")
+    this.minis[0].scoring = "unmeasured"
+    told = await this.told()
+    assert told.nodes == ("air",)
+    assert not this.minis[0].pipes
+    this = home("mini")
+    this.minis[0].scoring = "unmeasured"
+    told = await this.told()
+    assert (told.code, this.warmed) == ("measuring", [])
+    assert "mini does that while it has nothing else to do" in told.reason
+    assert not this.minis[0].pipes
+
+
+@pytest.mark.parametrize("known", ["unmeasured", "", "unable"])
+async def test_a_profile_that_this_machine_knows_holds_for_the_same_files_elsewhere(
+    home: Any, known: str
+) -> None:
+    this = home("mini", profiles=Profiles())
+    this.minis[0].scoring = known
+    assert (await this.told()).nodes == ("mini",)
+    assert [score.profile for score in this.minis[0].pool.scores] == [PROFILE]
+
+
+async def test_a_machine_that_has_not_loaded_an_unmeasured_model_is_asked_to(home: Any) -> None:
+    this = home("mini")
+    this.minis[0].scoring, this.minis[0].state = "", "installed"
+    assert (await this.told()).code == "measuring"
+    assert this.warmed == ["mini"]
+
+
+async def test_a_peers_prompt_does_not_wait_for_a_model_to_be_measured(ledger: Ledger) -> None:
+    mini = Mini("mini", ledger)
+    mini.pool.trouble = [ScorerNotReady("This model has not been measured for scoring yet.")]
+    with pytest.raises(ScorerNotReady):
+        await ask(mini, score())
+    assert mini.pool.to_measure == [SMOL]
+
+
+async def test_a_card_that_is_out_of_date_costs_nobody_an_answer(home: Any) -> None:
+    this = home("mini")
+    this.minis[0].pool.trouble = [ScorerNotReady("This model has not been measured for scoring yet.")]
+    assert (await this.told()).code == "scorer_not_ready"
+    # Nor is it held against the machine.
+    assert (await this.told(text=f"Another log.\n\n{haystack()}")).used
+
+
 async def test_who_is_not_done_in_time_is_left_out_for_a_while(
     home: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -388,7 +461,7 @@ async def test_this_machine_is_taken_for_what_its_card_says(
 ) -> None:
     """Small machines score first, and what computes something else counts for less."""
     this = home("mini", own=Card("me", 1, 1, models=[ModelCard(SMOL, digest=DIGEST)], **own))
-    this.speeds.seed(SMOL, 2200.0, 100.0)
+    this.speeds.seed(SMOL, 2200.0, 100.0, now_s=0.0)
     assert set((await this.told()).nodes) == nodes
 
 
@@ -539,7 +612,7 @@ async def test_attack_scores_without_end() -> None:
         {"seconds": math.nan},
         {"seconds": math.inf},
         {"seconds": -1.0},
-        {"profile_s": 1e300},
+        {"seconds": 1e300},
     ],
 )
 def test_attack_figures_that_cannot_be(change: dict[str, Any]) -> None:
@@ -583,3 +656,23 @@ async def test_a_machine_that_answers_elsewhere_is_priced_by_its_own_account(
     assert scorers.speed_at("mini", "other") is None
     assert scorers.speed_at("air", SMOL) is None
     assert scorers.speed_at("", "m") is None
+
+
+async def test_what_scoring_took_corrects_scoring_by_that_model_there_and_not_its_prefill(
+    ledger: Ledger, store: Store
+) -> None:
+    mini = Mini("mini", ledger)
+    members = Members(Neighbours([mini]).machines)
+    scorers = Scorers(ScoringPool(), models("m"), ModelSpeeds(), members)
+    (model,) = mini.machine.card.models
+    known = scorers.speed_at("mini", SMOL)
+    assert known is not None
+    scorer = Scorer("mini", "mini", known)
+    work = ScoringJob(ScoringQuestion("r1", "text", []), CompressorModel(SMOL, model.digest))
+    work.ran["mini"] = ScorerRun(scorer, tokens=4000, computed_s=3 * scorer.seconds(4000))
+    scorers.learn(work, late=False)
+    assert members.correction("mini", model.digest, known, "score") == pytest.approx(2.0, rel=0.01)
+    assert members.correction("mini", model.digest, known) == 1
+    # The next prompt is priced by it.
+    _, (found,) = await scorers.find(SmartPrefillPolicy(), 1 << 40, False)
+    assert found.correction == pytest.approx(2.0, rel=0.01)

@@ -16,6 +16,7 @@ from fleetd.engine.protocol import (
     Heartbeat,
     LoadFailed,
     Loading,
+    MeasuredAgain,
     Ready,
     Shutdown,
 )
@@ -111,6 +112,9 @@ def main(behaviour: str, fd: int) -> None:
             send(Accepted("nobody", 1), Delta("nobody", "secret"), Accepted(name, 1), Finished(name, "stop"))
             send(Finished(name, "stop"), Finished("nobody", "stop"))
             request()
+        case "measures again":
+            send(Accepted(name, 1), Finished(name, "stop"), MeasuredAgain(500.0, 40.0, 1e-6, 0.01))
+            hang()
         case "deaf to shutdown":
             send(Accepted(name, 1), Finished(name, "stop"))
             hang()

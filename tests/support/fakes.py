@@ -24,6 +24,7 @@ from fleetd.engine.protocol import (
     Prefill,
     PrefillShared,
     Ready,
+    ScoringState,
     StepTime,
     StreamTag,
     Timings,
@@ -61,6 +62,7 @@ FACTS = Ready(
     decode_tok_s=10.0,
     hidden_bytes=256,
     arithmetic=ARITHMETIC,
+    scoring=ScoringState("ready"),
 )
 STEPS = [StepTime("compute", 0.5, 1000)]
 
@@ -141,6 +143,10 @@ class FakeEngine:
     told: asyncio.Task[None] | None = None
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
+    @property
+    def scoring(self) -> ScoringState:
+        return self.facts.scoring if self.facts is not None else ScoringState()
+
     async def assist(self, assist: AssistPrefill) -> AsyncGenerator[Event, None]:
         self.assists.append(assist)
         async with aclosing(self._work(Accepted(assist.id, assist.split.tokens))) as events:
@@ -212,6 +218,7 @@ class FakeModels:
     names: set[str] = field(default_factory=lambda: {"m"})
     found: list[FakeFolder] = field(default_factory=list)
     known: set[str] = field(default_factory=set)
+    digests: dict[str, str] = field(default_factory=dict)
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     pulls: int = 0
     cancelled_pulls: int = 0
@@ -230,6 +237,9 @@ class FakeModels:
 
     def digest(self, folder: FakeFolder) -> str:
         return "d"
+
+    def known_digest(self, folder: FakeFolder) -> str:
+        return self.digests.get(folder.name, "")
 
     async def pull(self, ref: str) -> AsyncGenerator[FakeProgress, None]:
         self.pulls += 1

@@ -4,38 +4,31 @@
 
 A few heads do most of a model's attention up, and good ones often lie in its first half: what comes after the
 last of them need not be computed. They are found with short made-up texts, by how high the sentence that
-answers ranks among all tokens. The same model gives the same profile, whatever it is to be used for.
+answers ranks among all tokens. The same model gives the same profile, whatever it is to be used for. What
+changes what is found here raises ``known_profiles.ALGORITHM``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import msgspec
 import numpy as np
-from msgspec import Meta
 
-from fleetd import __version__, limits
-from fleetd.bounded import Natural
+from fleetd import limits
 from fleetd.compression.token_scores import F32, POOL, log_sum_exp, pooled
-from fleetd.engine.cached_results import CachedResult
 from fleetd.engine.protocol import Profile, Score
 from fleetd.engine.scoring.attention_pass import AttentionPass, AttentionTap, logits_of
 from fleetd.engine.scoring.needles import Needle, needles
 from fleetd.engine.scoring.scoring_layout import lay_out
 
-_FOLDER = "profiles"
 NEEDLES, SENTENCES = 12, 36
 # RoPE prefers what is near, and a made-up text is short: each is asked as it is, and once more with the
 # question rotated as if it stood this much further away, within half of the context.
 FAR_TOKENS = 4096
 # Queries and keys are compared as attention itself compares them.
 ROTATED = True
-# Goes up with whatever makes another profile of the same model.
-PROFILE_VERSION = 1
 # Layers that are tried: what is found in the last third would save little, and costs most to try.
 TRIED = 2 / 3
 # An answer is found if the middle one of its tokens is among this share of all tokens.
@@ -47,27 +40,6 @@ LEAST_FOUND = 0.5
 _FEWER, _WORSE = 0.05, 0.25
 # Heads that are that much worse than the best one, by the same measure, add more noise than they find.
 _MUCH_WORSE = 0.7
-
-
-class _StoredProfile(Profile, frozen=True):
-    """A profile on the disk: without heads where the model looks nothing up."""
-
-    heads: Annotated[list[tuple[Natural, Natural]], Meta(max_length=limits.SCORE_HEADS)]
-
-
-class ProfileKey(msgspec.Struct, frozen=True):
-    """What decides a profile. ``digest`` is the model's; "" if it is unknown, and then nothing is stored."""
-
-    digest: str
-    versions: dict[str, str]
-    fleetd: str = __version__
-    profile: int = PROFILE_VERSION
-
-    def cached(self, cache: Path) -> CachedResult[Profile]:
-        """Where the profile is stored. ``cache``: the home's folder for what can be found out again."""
-        return CachedResult(
-            cache / _FOLDER / f"{self.digest[:32]}.json" if self.digest else None, self, _StoredProfile
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +174,4 @@ class Profiling:
         """The profile, once it is ``finished``. It has no heads if they find too little for scoring."""
         found = settled(self.curve())
         heads = found.heads if found.found >= LEAST_FOUND else []
-        return Profile(heads, found.exit_layer, self.rotated)
+        return Profile(heads, found.exit_layer, self.rotated, self.tap.stage.total)

@@ -6,28 +6,34 @@ Measured as a whole model is, on hidden states where that has tokens.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 
-from fleetd.engine.calibrate import Speeds, calibrate
+from fleetd.engine.calibrate import Calibration, Speeds
 from fleetd.engine.shared_prefill.fingerprint import probe
 from fleetd.engine.shared_prefill.layer_kv import KvLayout
 from fleetd.engine.stage import Stage
 
 
-def part_speeds(stage: Stage, layout: KvLayout, context_tokens: int, budget_s: float) -> Speeds:
-    """Measure within ``budget_s``, as ``calibrate`` does. Decoding is left out: it is not done in parts."""
-    held = calibrate(
-        _PartModel(stage, layout), vocab_size=1, context_tokens=context_tokens, budget_s=budget_s
-    )
-    whole = stage.total / (stage.last - stage.first)
-    return Speeds(
-        prefill_tok_s=held.prefill_tok_s / whole,
-        decode_tok_s=0.0,
-        prefill_context_s=held.prefill_context_s * whole,
-        prefill_fixed_s=held.prefill_fixed_s * whole,
-    )
+class PartCalibration(Calibration):
+    """Measures these layers as a model is measured, and tells what the whole one would take."""
+
+    def __init__(self, stage: Stage, layout: KvLayout, context_tokens: int, budget_s: float) -> None:
+        super().__init__(_PartModel(stage, layout), 1, context_tokens, budget_s)
+        self._whole = stage.total / (stage.last - stage.first)
+
+    def speeds(self) -> Speeds:
+        """Decoding is left out: it is not done in parts."""
+        held, whole = super().speeds(), self._whole
+        return replace(
+            held,
+            prefill_tok_s=held.prefill_tok_s / whole,
+            decode_tok_s=0.0,
+            prefill_context_s=held.prefill_context_s * whole,
+            prefill_fixed_s=held.prefill_fixed_s * whole,
+        )
 
 
 class _PartModel:

@@ -34,13 +34,16 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``digest`` is "" until its files were hashed. Speeds are measured there, of one request alone; 0 means not
     yet. ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
-    ``prefill_fixed_s``: those that each chunk takes however short it is. Two machines with the same
+    ``prefill_fixed_s``: those that each chunk takes however short it is. ``doubtful``: something else ran
+    while they were measured, and too few requests have corrected them since. Two machines with the same
     ``arithmetic`` compute the same bytes; "" where it is not known.
 
     Where it is not loaded, layers [``part_first``, ``part_last``) of it may be, to help others; (0, 0): none.
-    ``kv_budget_bytes``: for keys and values of what is loaded. ``exactness``: the probe's verdict, whether
-    drafts can be verified there without changing a byte (``engine.protocol.Ready.speculation``). ``sparse``:
-    what is loaded helps with prompts of which tokens are left out.
+    ``scoring``: "ready" if prompts can be scored with it at once, "unable" if they never can, "unmeasured" or
+    "" before that is known. ``kv_budget_bytes``: for keys and values of what is loaded. ``exactness``: the
+    probe's verdict, whether drafts can be verified there without changing a byte
+    (``engine.protocol.Ready.speculation``). ``sparse``: what is loaded helps with prompts of which tokens are
+    left out.
     """
 
     name: Annotated[str, Meta(min_length=1, max_length=limits.MODEL_NAME_CHARS)]
@@ -57,6 +60,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     decode_tok_s: Rate = 0.0
     prefill_context_s: Rate = 0.0
     prefill_fixed_s: Rate = 0.0
+    doubtful: bool = False
     kv_budget_bytes: Count = 0
     part_first: Layer = 0
     part_last: Layer = 0
@@ -64,6 +68,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     arithmetic: Text = ""
     exactness: Text = ""
     sparse: bool = False
+    scoring: Text = ""
 
 
 class MachineFacts(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -22,7 +22,7 @@ from fleetd.plan.prefill.schedule import SETUP_ROUND_TRIPS, PrefillSize, Timelin
 from fleetd.plan.prefill.search import Found, Search, cut_bounds
 from fleetd.plan.prefill.split import Part, Split, SplitKind, checked
 from fleetd.plan.refusals import Refusal
-from fleetd.plan.route import ADVANTAGE, CAUTION
+from fleetd.plan.route import ADVANTAGE, CAUTION, DOUBT
 
 __all__ = [
     "HelperSpec",
@@ -196,6 +196,7 @@ def _option(
         reason=reason,
         exact=all(machine.exact for machine in chain),
         modelled=home.modelled or any(machine.modelled for machine in chain),
+        doubtful=home.doubtful or any(machine.doubtful for machine in chain),
         cold=tuple(cold.values()),
         load_s=load_s,
     )
@@ -268,9 +269,8 @@ def choose(found: Sequence[PrefillOption], previous: PrefillOption | None = None
     able = [option for option in found if option.priced and not option.code and option is not local]
 
     def weighed_s(option: PrefillOption) -> float:
-        return (
-            option.predicted_s * (CAUTION if option.modelled else 1.0) * (HYSTERESIS if kept(option) else 1.0)
-        )
+        caution = CAUTION if option.modelled else DOUBT if option.doubtful else 1.0
+        return option.predicted_s * caution * (HYSTERESIS if kept(option) else 1.0)
 
     def kept(option: PrefillOption) -> bool:
         return previous is not None and (option.kind, option.helpers) == (previous.kind, previous.helpers)
@@ -301,6 +301,9 @@ def _rejected(option: PrefillOption, best: PrefillOption, local: PrefillOption) 
         sentence = f"{slower} slower than {_way(best)}."
     elif option.modelled:
         code, sentence = "unmeasured", f"{faster} faster, but by its makers' figures only."
+    elif option.doubtful:
+        code = "doubtful"
+        sentence = f"{faster} faster, by speeds that were measured while something else ran."
     elif best is not local:
         code, sentence = "kept", f"{faster} faster than {_way(best)}, too little to change."
     else:

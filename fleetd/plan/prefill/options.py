@@ -27,9 +27,10 @@ class HelperSpec:
     ``load_s``: how long loading the model takes, if it is not loaded. ``room_bytes``: for this prompt's keys
     and values, and for the weights if they are not loaded. ``running``: its other requests. ``exact``: its
     bytes equal those of the machine that answers. ``modelled``: ``speed`` comes from the chip's published
-    figures. ``sparse``: it helps with prompts of which tokens are left out. ``first_token_s``: how long the
-    machine that answers decodes the prompt's last token. ``held``: the only layers [first, last) that are
-    loaded; None if all are, or none. ``refusal``: why it cannot be asked, whatever it could do.
+    figures. ``doubtful``: it was measured while something else ran. ``sparse``: it helps with prompts of
+    which tokens are left out. ``first_token_s``: how long the machine that answers decodes the prompt's last
+    token. ``held``: the only layers [first, last) that are loaded; None if all are, or none. ``refusal``: why
+    it cannot be asked, whatever it could do.
     """
 
     node_id: str
@@ -42,6 +43,7 @@ class HelperSpec:
     running: int = 0
     exact: bool = True
     modelled: bool = False
+    doubtful: bool = False
     held: Part | None = None
     refusal: Refusal | None = None
     first_token_s: float = 0.0
@@ -77,6 +79,7 @@ class PrefillOption:
     reason: str = ""
     exact: bool = True
     modelled: bool = False
+    doubtful: bool = False
     cold: tuple[Load, ...] = ()
     load_s: float = 0.0
 

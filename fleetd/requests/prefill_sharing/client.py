@@ -32,9 +32,11 @@ from fleetd.models.folder import ModelFolder
 from fleetd.observe import get_logger
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.prefill import step_names
 from fleetd.plan.prefill.options import HelperSpec as PlannedMachine
 from fleetd.plan.prefill.options import Load, PlanChoice, PrefillOption
+from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.concurrency import cancel_all
 from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, THIS_NAME, Job, PlanKind, Planned
 from fleetd.requests.members import Members, eligible
@@ -53,6 +55,8 @@ _SETUP_LEAST_S = 0.5
 # For the helpers' own accounts of what they did; they come with the last bytes or not at all.
 _ACCOUNTS_S = 2.0
 _WARM_WITHIN_S = 5.0
+# A hand-off that takes longer than so many times what was planned, and this, casts doubt on the links.
+_LATE, _LATE_S = 2.0, 0.5
 
 
 class PrefillSharing(PipelineStep):
@@ -60,6 +64,7 @@ class PrefillSharing(PipelineStep):
 
     Args:
         members: the machines that could help, and what was learned of them.
+        speeds: of this machine's own models.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class PrefillSharing(PipelineStep):
         pool: EnginePool,
         members: Members,
         metrics: MetricsPort,
+        speeds: ModelSpeeds | None = None,
         *,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -76,6 +82,7 @@ class PrefillSharing(PipelineStep):
         self.metrics = metrics
         self.monotonic = monotonic
         self.members = members
+        self.speeds = speeds or ModelSpeeds()
         # By model: what its last prompt got, which the next one keeps where two ways are alike.
         self._previous: dict[str, PrefillOption] = {}
         self._warmed: dict[tuple[str, str], float] = {}
@@ -184,20 +191,26 @@ class PrefillSharing(PipelineStep):
     def chose(self, choice: PlanChoice, own: ModelCard) -> None:
         """Remember it, and let helpers load what would have made this one faster."""
         self._previous[own.name] = choice.best
-        now_s = self.monotonic()
         for load in choice.warm:
-            before_s = self._warmed.get((load.node_id, own.digest), float("-inf"))
-            if now_s - before_s >= limits.SHARE_WARM_S:
-                self._warmed[load.node_id, own.digest] = now_s
-                self.later(self._warm(load, own))
+            self.warm(load, own)
 
-    def learn(self, digest: str, parts: Iterable[tuple[PartOfSplit, Sequence[StepTime]]]) -> None:
+    def warm(self, load: Load, own: ModelCard) -> None:
+        """Ask a machine to load a model for later prompts, unless it was asked a short while ago."""
+        now_s = self.monotonic()
+        before_s = self._warmed.get((load.node_id, own.digest), float("-inf"))
+        if now_s - before_s >= limits.SHARE_WARM_S:
+            self._warmed[load.node_id, own.digest] = now_s
+            self.later(self._warm(load, own))
+
+    def learn(self, model: str, digest: str, parts: Iterable[tuple[PartOfSplit, Sequence[StepTime]]]) -> None:
         """What each machine took for its part, in the order of the chain."""
         for part, steps in parts:
             took_s = sum(step.seconds for step in steps if step.name == step_names.COMPUTED)
             self.members.computed(
                 part.node_id, digest, part.token_s, expected_s=part.expected_s, took_s=took_s
             )
+            if part.node_id == THIS_NODE:
+                self.speeds.part_ran(model, expected_s=part.expected_s, took_s=took_s, now_s=self.monotonic())
 
     def later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run something for which no request waits."""
@@ -235,6 +248,8 @@ class SharedPrompt:
         self._agreement: Agreement | None = None
         self._parts: list[PartOfSplit] = []
         self._digest = ""
+        # When the engine began to share it, and how long that took until all had arrived.
+        self._began_s = self._took_s = 0.0
         self._task: asyncio.Task[None] | None = None
         self._planned: asyncio.Future[Planned] = asyncio.get_running_loop().create_future()
 
@@ -291,6 +306,7 @@ class SharedPrompt:
         """Agree, tell the engine, watch the helpers. After a failure the engine goes on alone at once."""
         try:
             exact = await agreed.reach(within_s)
+            self._began_s = self._sharing.monotonic()
             engine.share(PrefillShared(terms.id, terms.split, _left_s(option), exact))
             self._request.agreed_exact = exact
             names = (*option.names, THIS_NAME)
@@ -314,6 +330,7 @@ class SharedPrompt:
         """The shared prefill has ended. The new plan if the engine goes on alone, else None."""
         request = self._request
         request.sharing_ended = shared
+        self._took_s = self._sharing.monotonic() - self._began_s
         if not shared.code:
             request.code = request.reason = ""
         elif not request.code:
@@ -367,7 +384,17 @@ class SharedPrompt:
         self._count()
         if request.shared_well:
             steps = [*(helper.steps or () for helper in agreed.helpers), request.own_steps]
-            self._sharing.learn(self._digest, zip(self._parts, steps, strict=False))
+            self._sharing.learn(self._folder.name, self._digest, zip(self._parts, steps, strict=False))
+            self._carried(agreed)
+
+    def _carried(self, agreed: Agreement) -> None:
+        """What the helpers sent says how fast their paths are at least, and whether one was far slower."""
+        planned = dict(self._request.choice.best.steps) if self._request.choice is not None else {}
+        exposed_s = sum(step.seconds for step in self._request.own_steps if step.name == step_names.EXPOSED)
+        late = exposed_s > _LATE * planned.get(step_names.EXPOSED, 0.0) + _LATE_S
+        for helper in agreed.helpers:
+            count = sum(step.n_bytes for step in helper.steps or () if step.name == step_names.COMPUTED)
+            self._sharing.partners.carried(helper.node_id, count, self._took_s, late=late)
 
     def _count(self) -> None:
         if (choice := self._request.choice) is not None:

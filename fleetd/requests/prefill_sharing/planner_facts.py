@@ -39,6 +39,8 @@ def prompt(tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0) ->
     elif kept:
         unshareable = unshareable or arithmetic.sparse
     prefilled = max(0, (kept or tokens) - 1)
+    # As if all layers were like the largest: a helper must have room for whichever it gets.
+    weights_bytes = facts.outside_bytes + facts.layers * facts.layer_bytes
     return PrefillSize(
         tokens=prefilled,
         cached=min(cached, prefilled),
@@ -49,7 +51,7 @@ def prompt(tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0) ->
         exact_chunks=arithmetic is None or arithmetic.chunks == "same",
         prompt_span=tokens - 1 if kept else 0,
         unshareable=unshareable,
-        weights_bytes=facts.weights_bytes,
+        weights_bytes=max(weights_bytes, facts.weights_bytes),
         outside_bytes=facts.outside_bytes,
         last_layer=LAST_LAYER,
     )
@@ -62,7 +64,13 @@ def home(here: Member, own: ModelCard, facts: Ready) -> HelperSpec:
     first_s = 1 / known.decode_tok_s if known.decode_tok_s > 0 else 0.0
     running = here.card.running
     return HelperSpec(
-        here.node_id, THIS_NAME, speed, running=running, modelled=is_modelled, first_token_s=first_s
+        here.node_id,
+        THIS_NAME,
+        speed,
+        running=running,
+        modelled=is_modelled,
+        doubtful=_doubtful(known),
+        first_token_s=first_s,
     )
 
 
@@ -105,6 +113,7 @@ def helper(member: Member, own: ModelCard, facts: Ready, pace: float = 1.0) -> H
         running=card.running,
         exact=bool(known.arithmetic) and known.arithmetic == own.arithmetic,
         modelled=is_modelled,
+        doubtful=_doubtful(known),
         held=part if known.state != "loaded" else None,
         # A machine that has not loaded the model cannot know yet.
         sparse=known.sparse or not loaded,
@@ -122,6 +131,10 @@ def _room_bytes(card: Card, known: ModelCard, *, loaded: bool) -> int:
 def _known(own: ModelCard, facts: Ready) -> ModelCard | Ready:
     """The source of this machine's speeds: the engine, until the first card after a load has them."""
     return own if own.prefill_tok_s > 0 else facts
+
+
+def _doubtful(known: ModelCard | Ready) -> bool:
+    return known.doubtful if isinstance(known, ModelCard) else bool(known.doubt)
 
 
 def _speed(member: Member, known: ModelCard | Ready, facts: Ready) -> tuple[PrefillSpeed, bool]:

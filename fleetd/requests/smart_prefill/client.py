@@ -1,6 +1,6 @@
 """The step of smart prefill: a small model scores a long prompt, and what does not matter is not prefilled.
 
-    asked? ─► text long enough ─► a scorer, worth it? ─► scored ─► selected ─► text or sparse ─► runs
+    asked? ─► long enough ─► gate ─► a scorer, worth it? ─► scored ─► selected ─► text or sparse ─► runs
        any "no", any failure, any delay ───────────────────────────────────► the whole prompt runs
 
 No failure of smart prefill fails the request: the whole prompt is prefilled, and the client is told why.
@@ -19,9 +19,8 @@ from dataclasses import dataclass, replace
 import msgspec
 
 from fleetd.compression.document import Document
-from fleetd.compression.history import Aged, History, still_serves
+from fleetd.compression.history import History
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.compression.select import select
 from fleetd.compression.selection import Selection
 from fleetd.control.prefill_plan import OptionView, PlanView
 from fleetd.control.smart_prefill_result import Form, SmartPrefillResult
@@ -45,6 +44,7 @@ from fleetd.requests.smart_prefill.compression_job import (
     CompressionJob,
     CompressionPrice,
     CompressionService,
+    decide_unscored,
     kept_share,
 )
 from fleetd.requests.smart_prefill.skip import SkipCompression
@@ -148,26 +148,24 @@ class SmartPrefill(PipelineStep):
         found, tokens = await asyncio.to_thread(_document, job)
         if tokens < policy.min_prompt_tokens:
             raise _short(tokens, policy)
-        if target.choice.node_id == THIS_NODE and target.folder is not None:
-            # It has to be loaded anyway, and only then says which forms it takes; and loaded in this order,
-            # it is the compressor for which there may be no room.
-            async with aclosing(self._pool.loading(target.folder)) as steps:
-                async for progress in steps:
-                    yield progress
-        form = self._form(policy, smart_prompt.turns(found), target, tokens)
-        chosen = msgspec.structs.replace(policy, mode=form)
-        compression = CompressionJob(request.id, found, tokens, chosen, request.bill, not job.shareable)
-        compression.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
-        said = smart_prompt.said(job.request)
-        aged = self._history.find(said, policy)
-        if aged and not await asyncio.to_thread(still_serves, found, aged):
-            aged = Aged()
-        compression.aged = aged
+        compression = CompressionJob(request.id, found, tokens, policy, request.bill, not job.shareable)
+        compression.aged = self._history.find(smart_prompt.said(job.request), policy)
         try:
-            if aged and smart_prompt.fresh_tokens(found, aged) < policy.min_prompt_tokens:
-                await asyncio.to_thread(_go_on, compression, aged)
-            else:
-                async with aclosing(self.compressing.run(compression)) as steps:
+            # What needs no scores comes first: nothing is loaded for a prompt that stays whole.
+            await asyncio.to_thread(decide_unscored, compression)
+            if compression.selection is not None:
+                self._check(job, compression, policy)
+            if target.choice.node_id == THIS_NODE and target.folder is not None:
+                # It has to be loaded anyway, and only then says which forms it takes; and loaded in this
+                # order, it is the compressor for which there may be no room.
+                async with aclosing(self._pool.loading(target.folder)) as steps:
+                    async for progress in steps:
+                        yield progress
+            form = self._form(policy, smart_prompt.turns(found), target, tokens)
+            compression.policy = msgspec.structs.replace(policy, mode=form)
+            compression.price = lambda tokens, ratio: self._price(job, target, form, tokens, ratio)
+            if compression.selection is None:
+                async with aclosing(self.compressing.score(compression)) as steps:
                     async for progress in steps:
                         yield progress
         finally:
@@ -334,16 +332,10 @@ class SmartPrefill(PipelineStep):
         return self._best_s(folder, kept, 0, 0)
 
 
-def _go_on(compression: CompressionJob, aged: Aged) -> None:
-    """The next turn of a conversation: what was decided stays, and what is new is short enough."""
-    whole = msgspec.structs.replace(compression.policy, target_ratio=1.0)
-    compression.selection = select(compression.document, None, whole, aged)
-    compression.compressor = aged.compressor
-
-
 def _note(request: Request, compression: CompressionJob) -> None:
     """What was found out about the prompt, however far that came."""
     request.smart_plan, request.smart_steps = compression.plan, compression.steps
+    request.smart_planned_s = compression.planned_s
     selection = compression.selection
     request.smart = SmartPrefillResult(
         compressor=compression.compressor,

@@ -1,6 +1,6 @@
 """From a document to what is kept of it: who scores, is it worth it, the scores, the selection.
 
-    Passage ──► compressor and machines ──► price ──► scored, or known already ──► selected
+    Passage ──► gate ──► compressor and machines ──► price ──► scored, or known already ──► selected
 
 Scores are remembered by text and question: the choices of one request, and a request that is repeated, are
 scored once.
@@ -11,17 +11,21 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from fleetd import limits
 from fleetd.compression.document import Document
+from fleetd.compression.gate import judge
+from fleetd.compression.history import Aged, still_serves
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.select import select
-from fleetd.compression.selection import Selection
-from fleetd.compression.words import Range
+from fleetd.compression.selection import Selection, everything
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Loading
 from fleetd.errors import ProtocolError
@@ -46,8 +50,6 @@ if TYPE_CHECKING:  # needs numpy, which a daemon does not load before there are 
 
 # A ratio for prices where the scores themselves decide how much is kept.
 USUAL_RATIO = 0.3
-# What a scorer reads to find out which of its heads find what is asked for.
-_PROFILE_TOKENS = 8000
 # How often progress is told while scorers work.
 _TOLD_S = 0.25
 
@@ -65,8 +67,9 @@ class CompressionJob:
     """One document on its way. What is not known yet is empty.
 
     ``tokens``: about how many it has. ``price`` None: it is to be compressed whatever that costs. ``aged``:
-    what earlier turns of a conversation decided (``smart.history``). Seconds are from the beginning to the
-    scores, and from there to the selection; ``scored_tokens`` is what compressors read for it.
+    what earlier turns of a conversation decided (``smart.history``). ``planned_s``: when the plan was made.
+    Other seconds are from the beginning to the scores, and from there to the selection; ``scored_tokens`` is
+    what compressors read for it.
     """
 
     id: str
@@ -76,11 +79,12 @@ class CompressionJob:
     bill: ScoringBill
     local_only: bool = False
     price: Callable[[int, float], CompressionPrice] | None = None
-    aged: Mapping[int, Sequence[Range]] = field(default_factory=dict)
+    aged: Aged = field(default_factory=Aged)
     compressor: str = ""
     plan: SmartPlan | None = None
     names: tuple[str, ...] = ()
     selection: Selection | None = None
+    planned_s: float = 0.0
     scored_tokens: int = 0
     score_s: float = 0.0
     select_s: float = 0.0
@@ -119,16 +123,23 @@ class CompressionService:
 
     async def run(self, compression: CompressionJob) -> AsyncGenerator[Loading, None]:
         """Fill in ``compression``; its bill is left open. Raises SkipCompression, FleetError."""
+        await asyncio.to_thread(decide_unscored, compression)
+        if compression.selection is None:
+            async with aclosing(self.score(compression)) as steps:
+                async for progress in steps:
+                    yield progress
+
+    async def score(self, compression: CompressionJob) -> AsyncGenerator[Loading, None]:
+        """As ``run``, for a prompt whose selection needs scores."""
         began_s = self._monotonic()
         tokens, ratio = compression.tokens, kept_share(compression.policy, compression.tokens)
         price = compression.price(tokens, ratio) if compression.price else None
         target_bytes = price.weights_bytes if price else 0
-        compressor, able = await self.scorers.find(
-            compression.policy, target_bytes, local_only=compression.local_only
-        )
-        compression.compressor = compressor.name
         asked = price.asked if price else SmartPrefillQuestion(tokens, ratio, None)
-        plan = compression.plan = planner.plan(asked, able)
+        find = partial(self.scorers.find, compression.policy, target_bytes, compression.local_only)
+        compressor, able = await find()
+        compression.compressor = compressor.name
+        plan = self._plan(compression, asked, able)
         key = smart_prompt.key(compression.document, compressor.key)
         remembered = self._remember(key)
         async with remembered.lock:
@@ -138,6 +149,15 @@ class CompressionService:
                 if not plan.worth_it:
                     raise SkipCompression(plan.code, plan.reason)
                 try:
+                    if any(part.scorer.here and part.scorer.load_s for part in plan.parts):
+                        # How fast it scores is known only then.
+                        async with aclosing(self.scorers.load(compressor)) as loads:
+                            async for progress in loads:
+                                yield progress
+                        compressor, able = await find()
+                        plan = self._plan(compression, asked, able)
+                        if not plan.worth_it:
+                            raise SkipCompression(plan.code, plan.reason)
                     async with aclosing(
                         self._score(compression, compressor, plan, able, remembered)
                     ) as steps:
@@ -153,6 +173,13 @@ class CompressionService:
         compression.score_s = self._monotonic() - began_s
         compression.selection = await asyncio.to_thread(_selected, compression, remembered.tokens)
         compression.select_s = self._monotonic() - began_s - compression.score_s
+
+    def _plan(
+        self, compression: CompressionJob, asked: SmartPrefillQuestion, able: Sequence[Scorer]
+    ) -> SmartPlan:
+        plan = compression.plan = planner.plan(asked, able)
+        compression.planned_s = self._monotonic()
+        return plan
 
     async def options(self, price: CompressionPrice, policy: SmartPrefillPolicy) -> SmartPlan:
         """What would be done with such a prompt now. Raises SkipCompression."""
@@ -173,9 +200,6 @@ class CompressionService:
         work = ScoringJob(question, compressor, self.scorers.profile(compressor))
         await compression.bill.reserve(compressor.name, [part.scorer for part in plan.parts])
         within_s = limits.SMART_LATE * plan.score_s + limits.SMART_GRACE_S
-        if work.profile is None:
-            # Finding out which heads to ask takes about as long as scoring a prompt of that length.
-            within_s += limits.SMART_LATE * plan.parts[0].scorer.seconds(_PROFILE_TOKENS)
         within_s = min(limits.SMART_SCORE_S, within_s)
         until_s = self._monotonic() + within_s
         task = asyncio.create_task(self._scoring.run(work, plan.parts, able))
@@ -208,6 +232,24 @@ class CompressionService:
         while len(self._remembered) > limits.SMART_REMEMBERED:
             self._remembered.popitem(last=False)
         return found
+
+
+def decide_unscored(compression: CompressionJob) -> None:
+    """Select what needs no scores: all of a prompt whose task needs all of it; what earlier turns decided.
+
+    ``aged`` is emptied where it no longer serves.
+    """
+    found, policy = compression.document, compression.policy
+    if compression.aged and not still_serves(found, compression.aged):
+        compression.aged = Aged()
+    aged, verdict = compression.aged, judge(found)
+    # What was decided stays decided, for the prefix cache, unless the new task plainly needs all of it.
+    if verdict.plainly if aged else verdict.declined:
+        compression.selection = everything(found, compression.tokens, verdict.declined)
+    elif aged and smart_prompt.fresh_tokens(found, aged) < policy.min_prompt_tokens:
+        unchanged = msgspec.structs.replace(policy, target_ratio=1.0)
+        compression.selection = select(found, None, unchanged, aged)
+        compression.compressor = aged.compressor
 
 
 def kept_share(policy: SmartPrefillPolicy, tokens: int) -> float:

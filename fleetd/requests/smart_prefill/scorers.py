@@ -5,18 +5,23 @@ outcome of a prompt ───learn──► machines left out for a while; measu
 
 A compressor that is asked for by name is taken. Otherwise it is the smallest model with the role
 "compressor", or, if no machine has one, the smallest chat model that is clearly smaller than the model that
-answers.
+answers. Only a model whose profile is known scores; one that has none yet is measured once its machine has
+nothing else to do, and the prompt is read whole meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+
+from msgspec import structs
 
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import Profile
+from fleetd.engine.protocol import Loading, Profile
+from fleetd.engine.scoring.known_profiles import SEARCH_TOKENS, ProfileStore
 from fleetd.errors import InvalidValue, ModelUnsupported, OutOfMemory
 from fleetd.models.catalog import find as in_catalog
 from fleetd.models.folder import ModelFolder
@@ -24,8 +29,9 @@ from fleetd.models.model_store import ModelStore
 from fleetd.p2p.membership.cards import ModelCard
 from fleetd.plan import chip_speeds
 from fleetd.plan import scoring as planner
-from fleetd.plan.costs import PrefillSpeed, modelled
-from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed, modelled
+from fleetd.plan.model_speeds import MeasuredSpeed, ModelSpeeds
+from fleetd.plan.prefill.options import Load
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.scoring import Scorer
 from fleetd.requests.members import Member, Members, eligible
@@ -39,11 +45,15 @@ _CLEARLY_LARGER = 4
 _LAYERS, _HIDDEN_BYTES = 30, 2048
 
 
-class ModelHolder(NamedTuple):
-    """A machine, and a model on it."""
+@dataclass(frozen=True, slots=True)
+class ModelHolder:
+    """A machine, and a model on it. ``folder``: here; None on another machine. ``search_tokens``: about how
+    many of them are left of the search for its profile, 0 if that is known."""
 
     member: Member
     model: ModelCard
+    folder: ModelFolder | None = None
+    search_tokens: int = 0
 
     @property
     def key(self) -> str:
@@ -52,7 +62,23 @@ class ModelHolder(NamedTuple):
 
 
 class Scorers:
-    def __init__(self, pool: EnginePool, models: ModelStore, speeds: ModelSpeeds, members: Members) -> None:
+    """Args:
+    profiles: those that this machine knows.
+    warm: asks another machine to load a model.
+    """
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        models: ModelStore,
+        speeds: ModelSpeeds,
+        members: Members,
+        *,
+        profiles: ProfileStore | None = None,
+        warm: Callable[[Load, ModelCard], None] = lambda load, model: None,
+    ) -> None:
+        self._known = profiles or ProfileStore()
+        self._warm = warm
         self._pool = pool
         self._models = models
         self._speeds = speeds
@@ -72,18 +98,69 @@ class Scorers:
 
         Raises SkipCompression.
         """
+        named = policy.compressor_model
         folders = await asyncio.to_thread(self._models.installed)
-        holders = choose(policy.compressor_model, self._holders(folders, local_only), target_bytes)
+        found = await asyncio.to_thread(self._known_of, self._holders(folders, local_only))
+        holders = choose(named, [holder for holder in found if not holder.search_tokens], target_bytes)
+        if not holders and (unmeasured := choose(named, found, target_bytes)):
+            raise self._measured_later(unmeasured)
         if not holders:
-            named = policy.compressor_model
             can = f"can score prompts with {named}" if named else "has a model that can score prompts"
             raise SkipCompression("no_compressor", f"No machine {can} now.")
         here = next((holder for holder in holders if holder.member.here), None)
         model = (here or holders[0]).model
-        folder = next((found for found in folders if here is not None and found.name == model.name), None)
         able = [self._scorer(holder) for holder in holders]
         able.sort(key=lambda scorer: (scorer.seconds(planner.AROUND_TOKENS), scorer.node_id))
-        return CompressorModel(model.name, model.digest, folder), able
+        return CompressorModel(model.name, model.digest, here.folder if here else None), able
+
+    def _known_of(self, holders: Iterable[ModelHolder]) -> list[ModelHolder]:
+        """Those that can score, and what is left to find out about them. Reads files."""
+        found = []
+        for holder in holders:
+            if holder.folder is not None and not holder.model.digest:
+                digest = self._models.known_digest(holder.folder)
+                holder = replace(holder, model=structs.replace(holder.model, digest=digest))
+            profile = self._profiles.get(holder.key) or self._known.find(holder.model.digest)
+            if profile is not None and profile.heads:
+                self._profiles[holder.key] = profile
+                found.append(holder if not holder.search_tokens else replace(holder, search_tokens=0))
+            elif profile is None and holder.model.scoring != "unable":
+                found.append(holder)
+        return found
+
+    def _measured_later(self, holders: Sequence[ModelHolder]) -> SkipCompression:
+        """Have the machines that hold an unmeasured model measure it; the reason to go on without."""
+        for holder in holders:
+            if holder.folder is not None:
+                self._pool.measure_when_idle(holder.folder)
+            elif holder.model.state != "loaded":
+                self._warm(Load(holder.member.node_id), holder.model)
+        first = min(holders, key=self._search_s)
+        return SkipCompression(
+            "measuring",
+            f"{first.model.name} is not measured for scoring yet: {first.member.name} does that while it has "
+            f"nothing else to do, in about {max(1.0, self._search_s(first)):.0f} s.",
+        )
+
+    def _search_s(self, holder: ModelHolder) -> float:
+        """Seconds until a profile is found, if nothing comes between."""
+        scorer = self._scorer(holder)
+        return scorer.load_s + scorer.speed.total(1.0, range(holder.search_tokens), MEASURED_TOKENS)
+
+    async def load(self, compressor: CompressorModel) -> AsyncGenerator[Loading, None]:
+        """Load it here, if nothing has to give way for that: only then is it known how fast it scores.
+
+        Raises FleetError.
+        """
+        if compressor.folder is None:
+            return
+        try:
+            async with aclosing(self._pool.loading(compressor.folder, evict=False)) as steps:
+                async for progress in steps:
+                    yield progress
+        except OutOfMemory as error:
+            self._members.failed(THIS_NODE, "score", error)
+            raise
 
     def profile(self, compressor: CompressorModel) -> Profile | None:
         return self._profiles.get(compressor.key)
@@ -126,13 +203,14 @@ class Scorers:
                     scorer.node_id,
                     key,
                     scorer.speed.token_s / scorer.correction,
-                    expected_s=scorer.seconds(ran.tokens) / scorer.correction,
+                    "score",
+                    expected_s=scorer.seconds(ran.tokens, around=0) / scorer.correction,
                     took_s=ran.computed_s,
                 )
 
     def _holders(self, folders: Iterable[ModelFolder], local_only: bool) -> list[ModelHolder]:
         here = self._members.here()
-        found = [ModelHolder(here, self._own(folder, here.model(folder.name))) for folder in folders]
+        found = [self._own(here, folder) for folder in folders]
         failure = self._members.failure(THIS_NODE, "score")
         if failure == OutOfMemory.code:
             # There was no room to load a compressor, and another attempt would take seconds.
@@ -141,35 +219,47 @@ class Scorers:
             found = []
         for member in [] if local_only else self._members.others("score"):
             if eligible(member) is None:
-                found += [ModelHolder(member, model) for model in member.card.models]
+                found += [
+                    ModelHolder(member, model, search_tokens=0 if model.scoring == "ready" else SEARCH_TOKENS)
+                    for model in member.card.models
+                ]
         return [holder for holder in found if holder.key not in self._unable]
 
-    def _own(self, folder: ModelFolder, told: ModelCard | None) -> ModelCard:
+    def _own(self, here: Member, folder: ModelFolder) -> ModelHolder:
         """A model on this machine, which its card may not show yet."""
         entry = in_catalog(folder.name)
-        speed = self._speeds.of(folder.name)
-        return ModelCard(
+        told, speed = here.model(folder.name), self._speeds.of(folder.name)
+        engine = self._pool.engine(folder)
+        facts = engine.facts if engine is not None else None
+        if facts is not None and not speed.prefill_tok_s:
+            speed = MeasuredSpeed(facts.prefill_tok_s, 0.0, facts.prefill_context_s, facts.prefill_fixed_s)
+        model = ModelCard(
             folder.name,
             digest=told.digest if told is not None else "",
             roles=list(entry.roles) if entry is not None else ["chat"],
             weights_bytes=folder.weights_bytes,
             context_tokens=folder.context_tokens,
-            state="loaded" if self._pool.engine(folder) is not None else "installed",
+            state="loaded" if engine is not None else "installed",
             prefill_tok_s=speed.prefill_tok_s,
             prefill_context_s=speed.prefill_context_s,
             prefill_fixed_s=speed.prefill_fixed_s,
+            scoring=engine.scoring.state if engine is not None else told.scoring if told is not None else "",
         )
+        left = engine.scoring.left if engine is not None else 0 if model.scoring == "ready" else SEARCH_TOKENS
+        return ModelHolder(here, model, folder, left)
 
     def _scorer(self, holder: ModelHolder) -> Scorer:
         """Its price, corrected by what it took for other prompts."""
-        member, model = holder
+        member, model = holder.member, holder.model
         measured = speed_of(model)
         speed = measured or modelled(member.chip, max(1, model.weights_bytes), _LAYERS, _HIDDEN_BYTES)
-        correction = self._members.correction(member.node_id, holder.key, speed)
+        correction = self._members.correction(member.node_id, holder.key, speed, "score")
+        profile = self._profiles.get(holder.key)
         return Scorer(
             member.node_id,
             member.name,
             speed.times(correction),
+            planner.exit_share(profile.exit_layer, profile.layers) if profile else planner.EXIT_SHARE,
             link=member.link,
             tier=member.card.machine.tier,
             load_s=0.0 if model.state == "loaded" else chip_speeds.load_s(model.weights_bytes),

@@ -2,7 +2,8 @@
 
     ScoreQuestion ──► digest on this machine's own card? room? ──► the engine scores a segment ──► Scored
 
-Nothing that is loaded gives way for it. When the machine that asked is gone, the work ends with its stream.
+Nothing that is loaded gives way for it, and no prompt waits for a model to be measured. When the machine that
+asked is gone, the work ends with its stream.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Scored, Timings, Usage
-from fleetd.errors import EngineDied, FleetError
+from fleetd.errors import EngineDied, FleetError, ScorerNotReady
 from fleetd.ledger import SCORE_ROUTE, Ledger, Reservation
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
@@ -72,6 +73,8 @@ class ScoreServer:
                 raise EngineDied("The engine ended its scoring without scores.")
             await drained(stream)
         except BaseException as error:
+            if isinstance(error, ScorerNotReady):
+                self._pool.measure_when_idle(folder)
             code = error.code if isinstance(error, FleetError) else "cancelled"
             self._ledger.refund(row, code)
             raise

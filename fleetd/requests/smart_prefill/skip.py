@@ -12,6 +12,7 @@ Code = Literal[
     "short",
     "cached",
     "no_compressor",
+    "measuring",
     "slower",
     "margin",
     "declined",

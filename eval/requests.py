@@ -1,0 +1,106 @@
+"""Requests of ``data/gate``: how many the gate declines, by language, by voice and by where they stand.
+
+A voice is one kind of evidence by itself: *signs*, what people write for either kind of task, and *places*,
+where the request's words stand in the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from eval.statistics import Share
+from fleetd.compression.document import Document
+from fleetd.compression.gate import PRIOR, evidence, judge
+
+FOLDER = Path(__file__).parent / "data" / "gate"
+LANGUAGES = ("en", "de", "fr", "es", "zh")
+
+
+class AskedRequest(msgspec.Struct, frozen=True):
+    id: str
+    language: str
+    document: str
+    request: str
+    kind: Literal["whole", "part"]
+
+    @property
+    def text(self) -> str:
+        return _text(self.document)
+
+
+class Declined(msgspec.Struct, frozen=True):
+    """Of requests of each kind, how many were declined, as (hits, of)."""
+
+    by: str
+    whole: tuple[int, int]
+    part: tuple[int, int]
+
+
+def requests(name: str) -> list[AskedRequest]:
+    """Those of "tune" or "held_out"."""
+    return msgspec.json.decode((FOLDER / f"{name}.json").read_bytes(), type=list[AskedRequest])
+
+
+def alone(one: AskedRequest) -> bool:
+    """Declined as a message of its own behind the text."""
+    return _declined([one.text, one.request])
+
+
+def behind(one: AskedRequest) -> bool:
+    return _declined([f"{one.text}\n\n{one.request}"])
+
+
+def in_front(one: AskedRequest) -> bool:
+    return _declined([f"{one.request}\n\n{one.text}"])
+
+
+def by_signs(one: AskedRequest) -> bool:
+    """Declined by signs alone, and where there are none."""
+    return evidence(one.request, one.text).by_signs <= 0
+
+
+def by_places(one: AskedRequest) -> bool:
+    return PRIOR + evidence(one.request, one.text).by_places <= 0
+
+
+VOICES: Mapping[str, Callable[[AskedRequest], bool]] = {
+    "signs alone": by_signs,
+    "places alone": by_places,
+    "request behind the text": behind,
+    "request in front of the text": in_front,
+}
+
+
+def measured(found: Sequence[AskedRequest]) -> list[Declined]:
+    """The gate, then its languages, then its voices."""
+    rows = [_row("the gate", found, alone)]
+    rows += [_row(each, [one for one in found if one.language == each], alone) for each in LANGUAGES]
+    return rows + [_row(name, found, declines) for name, declines in VOICES.items()]
+
+
+def _row(by: str, found: Sequence[AskedRequest], declines: Callable[[AskedRequest], bool]) -> Declined:
+    whole, part = ([declines(one) for one in found if one.kind == kind] for kind in ("whole", "part"))
+    return Declined(by, (sum(whole), len(whole)), (sum(part), len(part)))
+
+
+def table(rows: Sequence[Declined]) -> list[str]:
+    head = ["| by | tasks for the whole text declined | questions declined |", "|---|---|---|"]
+    return head + [f"| {row.by} | {Share(*row.whole)} | {Share(*row.part)} |" for row in rows]
+
+
+def as_turns(texts: Sequence[str]) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text} for text in texts]
+
+
+def _declined(texts: Sequence[str]) -> bool:
+    return bool(judge(Document.of_messages(as_turns(texts))).declined)
+
+
+@cache
+def _text(name: str) -> str:
+    return (FOLDER / "documents" / name).read_text(encoding="utf-8")
