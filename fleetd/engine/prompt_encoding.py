@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jinja2
 
 from fleetd import limits
+from fleetd.engine.control_tokens import Rendered, control_tokens
 from fleetd.engine.protocol import ChatPrompt, Generate, TextPrompt, TokenPrompt
 from fleetd.engine.sparse_prefill.kept_tokens import (
     NotSparse,
@@ -74,7 +74,10 @@ def prepare(request: Generate, tokenizer: Any, vocab_size: int) -> PreparedPromp
             prepared = PreparedPrompt(request, list(tokenizer.encode(text)))
             if request.keep is not None:
                 gaps = gaps_of(request.keep.parts.get(0, [(0, len(text))]), len(text))
-                prepared = _follow(prepared, tokenizer, text, lambda: gaps, special=True)
+                tokens = prepared.tokens
+                prepared = _follow(
+                    prepared, lambda: _offsets(tokenizer, text, tokens, special=True), lambda: gaps
+                )
         case ChatPrompt():
             prepared = _chat(request, request.prompt, tokenizer)
     outside = next((t for t in request.sampling.logit_bias if not 0 <= t < vocab_size), None)
@@ -102,15 +105,19 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
             param="tools",
         )
 
-    def render(these: list[dict[str, Any]]) -> str:
+    controls = control_tokens(tokenizer)
+
+    def template(messages: list[dict[str, Any]], tools: Any, options: dict[str, Any]) -> str:
         rendered: str = tokenizer.apply_chat_template(
-            these, tools=tools, tokenize=False, add_generation_prompt=True, **prompt.template_kwargs
+            messages, tools=tools, tokenize=False, add_generation_prompt=True, **options
         )
         return rendered
 
+    def render(messages: Sequence[dict[str, Any]]) -> Rendered:
+        return controls.render(template, messages, tools, prompt.template_kwargs)
+
     try:
-        # Templates may change what they are given; the request must stay as it came.
-        text = render(copy.deepcopy(prompt.messages))
+        rendered = render(prompt.messages)
     except jinja2.TemplateError as error:
         raise BadRequest(
             f"The model's chat template rejects these messages: {error}.",
@@ -123,13 +130,28 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
             hint="Check the content of each message.",
             param="messages",
         ) from error
+    text = rendered.text
     if len(text) > limits.RENDERED_CHARS:
         raise BadRequest(
             f"The rendered prompt has {len(text)} characters; at most {limits.RENDERED_CHARS} are allowed."
         )
     primed = _prime(prompt, tokenizer) if tools else ""
+    if isinstance(prompt.tool_choice, dict) and controls.every.search(prompt.tool_choice["name"]):
+        raise InvalidValue("This name spells a control token of the model.", param="tool_choice")
     # The template has written the special tokens; a BOS added here would be a second one.
-    tokens = list(tokenizer.encode(text + primed, add_special_tokens=False))
+    text += primed
+    tokens = list(tokenizer.encode(text, add_special_tokens=False))
+    offsets = None
+    if rendered.spelled:
+        try:
+            offsets = _offsets(tokenizer, text, tokens, special=False)
+        except NotSparse as reason:
+            raise InvalidValue(
+                "This spells a control token of the model, which would be read as one.",
+                hint=f"Leave it out. {reason}",
+                param=rendered.where,
+            ) from reason
+        tokens, offsets = controls.as_text(tokenizer, rendered, tokens, offsets)
     if primed:
         prepared = PreparedPrompt(
             request, tokens, "tool", primed.removeprefix(tokenizer.tool_call_start), tools
@@ -140,18 +162,17 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
         return prepared
 
     def gaps() -> list[Range]:
-        return dropped_of_messages(text, prompt.messages, keep.parts, lambda m: render(copy.deepcopy(m)))
+        return dropped_of_messages(rendered.text, prompt.messages, keep.parts, lambda m: render(m).text)
 
-    return _follow(prepared, tokenizer, text + primed, gaps, special=False)
+    return _follow(prepared, lambda: offsets or _offsets(tokenizer, text, tokens, special=False), gaps)
 
 
 def _follow(
-    prepared: PreparedPrompt, tokenizer: Any, text: str, gaps: Callable[[], list[Range]], *, special: bool
+    prepared: PreparedPrompt, offsets: Callable[[], list[Range]], gaps: Callable[[], list[Range]]
 ) -> PreparedPrompt:
-    """Which tokens of ``text`` are kept when the ranges ``gaps()`` of it are dropped, or why all are."""
+    """Which tokens are kept when the ranges ``gaps()`` of the text are dropped, or why all are."""
     try:
-        offsets = _offsets(tokenizer, text, prepared.tokens, special=special)
-        kept = kept_tokens(offsets, gaps())
+        kept = kept_tokens(offsets(), gaps())
     except NotSparse as reason:
         return replace(prepared, dense_reason=str(reason))
     except Exception as error:

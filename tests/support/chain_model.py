@@ -61,13 +61,13 @@ def build(folder: Path, *, context: int = 4096, config: dict[str, Any] | None = 
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    pieces = [p for chain in CHAINS.values() for p in chain if p not in vocab]
-    specials = [EOS, *CHAINS]
-    tokenizer.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in specials])
+    # The markers are not special: contents spell them.
+    pieces = [*CHAINS, *(p for chain in CHAINS.values() for p in chain if p not in vocab)]
+    tokenizer.add_special_tokens([AddedToken(EOS, special=True, normalized=False)])
     tokenizer.add_tokens(
         [AddedToken(p, special=False, normalized=False) for p in dict.fromkeys(pieces) if p != EOS]
     )
-    ids = {t: tokenizer.token_to_id(t) for t in [*vocab, *specials, *pieces]}
+    ids = {t: tokenizer.token_to_id(t) for t in [*vocab, EOS, *pieces]}
     assert len(ids) <= HIDDEN, len(ids)
 
     follows = np.full(HIDDEN, ids[EOS])
