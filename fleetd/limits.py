@@ -195,6 +195,13 @@ ATTEMPTS = 3
 # A machine that computes or waits says so this often, and one that has said nothing for so long is given up.
 JOB_ALIVE_S = 2.0
 JOB_SILENCE_S = 8.0
+# What another machine may take over an answer without getting further: until it has accepted it where its
+# card says that it is idle and has the model; where it is busy; and then for each step. A slow core prefills
+# ten tokens of a small model in a second.
+JOB_BEGIN_S = 60.0
+JOB_QUEUE_S = 300.0
+JOB_STALL_S = 60.0
+JOB_LEAST_TOK_S = 10.0
 # A machine that asked for an answer and reads none of it keeps a slot and its KV cache from others.
 JOB_READ_STALL_S = 60.0
 # What an answer from another machine may come to. Tokens: beyond the longest context there is. The longest

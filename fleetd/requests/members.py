@@ -133,10 +133,13 @@ class Members:
             return []
         return [replace(found, left_out=self.left_out(found.node_id, work)) for found in self._listed()]
 
-    def model_at(self, node_id: str, name: str) -> ModelCard | None:
-        """A model as another machine's card has it."""
+    def model_at(self, node_id: str, name: str) -> tuple[ModelCard | None, bool]:
+        """A model as another machine's card has it, and whether a request for it would have to wait there."""
         found = next((member for member in self.others("answer") if member.node_id == node_id), None)
-        return found.model(name) if found is not None else None
+        if found is None or (model := found.model(name)) is None:
+            return None, True
+        card = found.card
+        return model, model.state != "loaded" or card.waiting > 0 or card.running >= card.max_streams
 
     # ---- what was learned --------------------------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
@@ -17,6 +18,7 @@ from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests import messages
 from fleetd.requests.answer_check import AnswerCheck
+from fleetd.requests.answer_deadline import AnswerDeadline
 from fleetd.requests.concurrency import cancel_all, with_heartbeats
 from fleetd.requests.job import Job, Planned
 from fleetd.requests.message_codec import ALIVE
@@ -26,16 +28,27 @@ from fleetd.requests.request import Request
 log = get_logger("fleetd.requests")
 
 
-async def next_message(stream: PeerStream, of: str = "life") -> bytes | None:
+async def next_message(
+    stream: PeerStream, of: str = "life", due_s: Callable[[], float] = lambda: math.inf
+) -> bytes | None:
     """The next message that says more than that the other side is alive; None at the end.
 
-    Raises PeerLost for silence, of what: ``of``.
+    Args:
+        due_s: when it must have come at the latest, whatever signs of life there are; the loop's time.
+
+    Raises PeerLost for silence, of what: ``of``, and once ``due_s`` has passed.
     """
+    loop = asyncio.get_running_loop()
     while True:
+        # Looked at each time: messages that are there already leave no moment in which a timeout could fire.
+        if (left_s := due_s() - loop.time()) <= 0:
+            raise PeerLost("It says that it is alive, and gets no further.")
         try:
-            async with asyncio.timeout(limits.JOB_SILENCE_S):
+            async with asyncio.timeout(min(limits.JOB_SILENCE_S, left_s)):
                 body = await stream.receive()
         except TimeoutError:
+            if left_s <= limits.JOB_SILENCE_S:
+                continue
             raise PeerLost(f"No sign of {of} for {limits.JOB_SILENCE_S:.0f} s.") from None
         if body != ALIVE:
             return body
@@ -49,6 +62,7 @@ class RemoteJob:
         model: its canonical name.
         planned: how it runs, as its client knows.
         context_tokens: of the model there, by that machine's card; 0 if unknown.
+        busy: by its card it has no free stream, or has to load the model.
         unaided: no other machine may help there.
     """
 
@@ -61,9 +75,11 @@ class RemoteJob:
         planned: Planned,
         context_tokens: int = 0,
         *,
+        busy: bool = True,
         unaided: bool = False,
     ) -> None:
         self._request = request
+        self._busy = busy
         self._method = messages.RUN_UNAIDED if unaided else messages.RUN
         self._context_tokens = context_tokens
         self._asked = messages.RunJob(model, job.request, job.route, digest, where=True, trace=True)
@@ -76,23 +92,25 @@ class RemoteJob:
         ``planned`` is yielded anew when that machine says more.
 
         Raises:
-            PeerLost: the machine went away, or said nothing for ``limits.JOB_SILENCE_S``.
+            PeerLost: the machine went away, said nothing for ``limits.JOB_SILENCE_S``, or gets no further.
             ProtocolError: what it sends cannot be the answer to this job.
             FleetError: what the job failed with there.
         """
         planned = self._planned
         stream = self._request(self._method, messages.encode(self._asked))
         check = AnswerCheck(self._asked.request, self._context_tokens)
-        ended = False
+        ended, clock = False, asyncio.get_running_loop().time
+        deadline = AnswerDeadline(clock(), busy=self._busy)
         try:
             stream.end()
             while True:
-                body = await next_message(stream, "the job")
+                body = await next_message(stream, "the job", lambda: deadline.due_s)
                 if body is None:
                     ended = True
                     raise ProtocolError("A peer ended an answer without finishing it.")
                 event = messages.decode_event(body)
                 check(event)
+                deadline.on_event(event, clock())
                 if isinstance(event, messages.RanAt):
                     nodes = (planned.nodes[0], *event.helpers)
                     exactness = planned.exactness if event.exact else "plan"

@@ -240,7 +240,7 @@ class Runner:
         """Where the events of this attempt come from."""
         placement, folder = request.placement, request.folder_here
         if placement.node_id != THIS_NODE and self._placing is not None:
-            there = self._members.model_at(placement.node_id, request.model.name)
+            there, busy = self._members.model_at(placement.node_id, request.model.name)
             request.remote = remote.RemoteJob(
                 partial(self._placing.request, placement.node_id),
                 request.job,
@@ -248,6 +248,7 @@ class Runner:
                 placement.digest,
                 placement.planned,
                 there.context_tokens if there is not None else 0,
+                busy=busy,
                 unaided=self._members.unaided(),
             )
             return request.remote.events()

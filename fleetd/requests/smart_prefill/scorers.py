@@ -170,7 +170,7 @@ class Scorers:
         if node_id == THIS_NODE:
             known = self._speeds.of(model)
             return known.prefill if known.prefill_tok_s > 0 else None
-        card = self._members.model_at(node_id, model)
+        card, _ = self._members.model_at(node_id, model)
         return speed_of(card) if card is not None else None
 
     def learn(self, work: ScoringJob, *, late: bool) -> None:

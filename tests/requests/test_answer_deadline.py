@@ -1,0 +1,93 @@
+"""Signs of life alone do not keep a request with another machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fleetd import limits
+from fleetd.engine.protocol import Accepted, Delta, Generate, Loading, Prefill, TextPrompt, ToolCall
+from fleetd.errors import PeerLost
+from fleetd.requests import messages, remote
+from fleetd.requests.answer_deadline import AnswerDeadline
+from fleetd.requests.job import LOCAL, Job
+from fleetd.requests.message_codec import ALIVE
+from fleetd.requests.messages import RanAt
+
+STALL_S, TOK_S = limits.JOB_STALL_S, limits.JOB_LEAST_TOK_S
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "due_s"),
+    [
+        ([], Loading("reading", 1, 9), limits.ENGINE_LOAD_S),
+        ([], Accepted("r", 800), STALL_S + 800 / TOK_S),
+        ([Accepted("r", 800)], Prefill("r", 300, 800), STALL_S + 500 / TOK_S),
+        ([Prefill("r", 800, 800)], Delta("r", "a"), STALL_S),
+        ([], ToolCall("r", 0, "c", "n", "{}"), STALL_S),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_progress_gives_time_for_the_next_step(before: list[Any], event: Any, due_s: float) -> None:
+    deadline = AnswerDeadline(0.0, busy=False)
+    for earlier in before:
+        deadline.on_event(earlier, 5.0)
+    deadline.on_event(event, 10.0)
+    assert deadline.due_s == 10.0 + due_s
+
+
+@pytest.mark.parametrize(
+    ("before", "event"),
+    [
+        ([Loading("reading", 5, 9)], Loading("reading", 5, 9)),
+        ([Loading("reading", 5, 9)], Loading("reading", 4, 9)),
+        ([Prefill("r", 300, 800)], Prefill("r", 300, 800)),
+        ([Prefill("r", 300, 800)], Prefill("r", 200, 800)),
+        ([Delta("r", "a")], Delta("r", "a", tokens=0)),
+        ([], RanAt(("air",))),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_progress_gives_no_time(before: list[Any], event: Any) -> None:
+    deadline = AnswerDeadline(0.0, busy=False)
+    for earlier in before:
+        deadline.on_event(earlier, 5.0)
+    due_s = deadline.due_s
+    deadline.on_event(event, 10.0)
+    assert deadline.due_s == due_s
+
+
+def test_a_machine_with_a_queue_has_longer_to_begin() -> None:
+    assert AnswerDeadline(1.0, busy=False).due_s == 1.0 + limits.JOB_BEGIN_S
+    assert AnswerDeadline(1.0, busy=True).due_s == 1.0 + limits.JOB_QUEUE_S
+
+
+class OnlyAlive:
+    def __init__(self, *first: Any) -> None:
+        self.bodies = [messages.encode(event) for event in first]
+        self.cancelled = False
+
+    async def receive(self) -> bytes:
+        return self.bodies.pop(0) if self.bodies else ALIVE
+
+    def end(self) -> None: ...
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@pytest.mark.parametrize("first", [(), (Accepted("r", 1), Delta("r", "a"))], ids=["at once", "after a token"])
+async def test_attack_signs_of_life_without_progress(
+    monkeypatch: pytest.MonkeyPatch, first: tuple[Any, ...]
+) -> None:
+    monkeypatch.setattr(limits, "JOB_BEGIN_S", 0.05)
+    monkeypatch.setattr(limits, "JOB_STALL_S", 0.05)
+    monkeypatch.setattr(limits, "JOB_LEAST_TOK_S", 1e9)
+    stream = OnlyAlive(*first)
+    job = Job("m", Generate("r", TextPrompt("x")), "client", "chat")
+    asked = remote.RemoteJob(lambda method, body: stream, job, "m", "", LOCAL, busy=False)
+    with pytest.raises(PeerLost, match="gets no further"):
+        async for _ in asked.events():
+            pass
+    assert stream.cancelled
