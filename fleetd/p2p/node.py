@@ -48,7 +48,7 @@ log = get_logger("fleetd.p2p")
 _ADDRESS = {"*": "0.0.0.0", "localhost": "127.0.0.1"}  # noqa: S104  (names an interface choice, binds nothing)
 _TICK_S, _TICK_SETTLED_S = 0.2, 1.0
 _RENEW_AGAIN_S = 5.0
-_LAST_TURNS = 3
+_LAST_TURNS = 10
 
 
 @dataclass(frozen=True, slots=True)

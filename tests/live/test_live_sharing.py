@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,9 +46,10 @@ def ready(pair: LiveFleet) -> LiveFleet:
         speeds = {name: speed(pair[name]) for name in NAMES}
         if min(speeds.values()) > 0.4 * max(speeds.values()):
             return True
-        # Something else had the processors while it was measured.
+        # Something else had the processors while it was measured, and a load keeps what was found.
         slower, other = sorted(NAMES, key=lambda name: speeds[name])
         pair[slower].control("POST", "/fleet/v1/models/unload", {"model": SMOL})
+        shutil.rmtree(pair[slower].home / "cache" / "loads", ignore_errors=True)
         pair.load(slower, SMOL, seen_by=other)
         return False
 
