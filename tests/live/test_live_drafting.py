@@ -91,14 +91,19 @@ def test_a_peer_drafts_and_the_text_is_the_models_own(pair: LiveFleet) -> None:
 
 def _drafted(daemon: LiveDaemon) -> dict[str, Any]:
     """The trace of an answer for which only a drafter was asked, and came."""
-    before = _last_trace(daemon)
+    found: list[dict[str, Any]] = []
 
     def drafted() -> bool:
+        before = _last_trace(daemon).get("id")
         assert ask(daemon, speculate={"sources": ["drafter"], "draft_model": SMALL}) == (COUNTED, "exact")
-        return _last_trace(daemon) != before
+        # The trace is written after the answer, which on a busy machine may end before its drafter comes.
+        until(lambda: _last_trace(daemon).get("id") != before, WITHIN_S)
+        found.append(_last_trace(daemon))
+        drafter = found[-1]["drafter"]
+        return drafter is not None and any(step["name"] == "drafted" for step in drafter["steps"])
 
     until(drafted, 3 * WITHIN_S)
-    return _last_trace(daemon)
+    return found[-1]
 
 
 def _last_trace(daemon: LiveDaemon) -> dict[str, Any]:
