@@ -403,12 +403,19 @@ async def test_idle_model_is_unloaded(
 ) -> None:
     monkeypatch.setattr("fleetd.engine.pool._CHECK_S", 0.05)
     pool = make_pool(idle_unload_s=0.2)
+    unload, unloaded = pool.unload, asyncio.Event()
+
+    async def noted(name: str) -> None:
+        await unload(name)
+        unloaded.set()
+
+    monkeypatch.setattr(pool, "unload", noted)
     await run(pool, chain, ask("<hello>"))
     watch = asyncio.create_task(pool.run())
     try:
-        async with asyncio.timeout(10):
-            while pool.status():  # noqa: ASYNC110 — what is waited for is the absence of something
-                await asyncio.sleep(0.02)
+        # Until the worker has ended: a watch that is cancelled before leaves its socket open.
+        await asyncio.wait_for(unloaded.wait(), 30)
+        assert not pool.status()
     finally:
         watch.cancel()
     assert (await run(pool, chain, ask("<hello>", "r2"))).text == "Hello there, world!"
