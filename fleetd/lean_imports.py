@@ -2,7 +2,7 @@
 
 structlog imports rich and Pygments, for coloured tracebacks, wherever they are installed. aiohttp reads every
 certificate authority of the system, for the HTTPS of its client; a daemon only serves. Its lists that can be
-frozen come with C++'s library, to be faster by what nobody notices in the handful that an application has.
+frozen come with C++'s library, and save no measurable time with the few lists that an application has.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def load() -> None:
 
 @contextmanager
 def _absent(name: str) -> Iterator[None]:
-    """Meanwhile a module that nobody has imported yet seems not to be installed."""
+    """Meanwhile a module that was not imported yet seems not to be installed."""
     if name in sys.modules:
         yield
         return
@@ -41,7 +41,7 @@ def _absent(name: str) -> Iterator[None]:
 
 @contextmanager
 def _no_authorities() -> Iterator[None]:
-    """Meanwhile default TLS contexts trust nobody, so that a connection made with one is refused."""
+    """Meanwhile default TLS contexts trust no certificate, so that a connection made with one is refused."""
     usual = ssl.create_default_context
     ssl.create_default_context = lambda *_args, **_options: ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:

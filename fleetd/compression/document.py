@@ -83,7 +83,7 @@ class Document:
             asking = _asking(blocks[i].text, document.text)
             if asking:
                 return cls(blocks, tuple(document.flat(i, span) for span in asking))
-        # Whoever pastes a text and says nothing else has said before what is to be done with it.
+        # A user who pastes a text and adds nothing has said in an earlier message what is to be done with it.
         for i, block in enumerate(blocks) if users else ():
             whole = (0, len(block.text))
             short = estimate_tokens(block.text) <= _BLOB_TOKENS

@@ -225,7 +225,7 @@ def load_token(path: Path) -> str:
         if stat.S_IMODE(found.st_mode) & (stat.S_IRWXG | stat.S_IRWXO):
             raise Forbidden(
                 f"Other users may have read the token file {path} (mode {stat.S_IMODE(found.st_mode):03o}).",
-                hint=f"{_NEW_TOKEN} If nobody else can know it, keep it: chmod 600 {path}",
+                hint=f"{_NEW_TOKEN} If no one else has read it, keep it: chmod 600 {path}",
             )
         token = file.read(4096).decode("ascii", "replace").strip()
     if len(token) < TOKEN_LEAST_CHARS:

@@ -12,7 +12,7 @@ _T = TypeVar("_T")
 def gives_way(held: Mapping[_T, str], address: str, *, per_address: int, most: int) -> _T | None:
     """The connection to close before one from ``address`` is added; None while there is room.
 
-    The oldest goes, not the newest, so that nobody keeps others out by holding connections open; and first
+    The oldest goes, not the newest, so that no host keeps others out by holding connections open; and first
     one of an address that has many.
 
     Args:

@@ -4,157 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from fakes import FACTS, FakeFolder, FakeModels
+from fakes import FakeFolder
 from msgspec.structs import replace
 from smart_fakes import (
-    DIGEST,
     NEEDLE,
-    PROFILE,
     QUESTION,
     SCORER,
-    Profiles,
-    ScoringPool,
     chat,
     completion,
     folders,
     haystack,
     messages,
-    models,
 )
+from smart_home import ASKED, WITHIN_S, Home, maker, target, text_of
 
 from fleetd import limits
-from fleetd.compression.document import Document
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.compression.selection import Selection
 from fleetd.compression.words import estimate_tokens
 from fleetd.control.prefill_plan import OptionView, PlanView
-from fleetd.control.prefill_trace import Trace
-from fleetd.control.smart_prefill_result import SmartPrefillResult
 from fleetd.engine.protocol import (
     ChatPrompt,
-    Finished,
     Generate,
     Loading,
-    Profile,
-    Score,
-    Scored,
-    ScoringState,
-    TextPrompt,
     TokenPrompt,
 )
 from fleetd.errors import EngineDied, EngineStalled, OutOfMemory, Overloaded
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
-from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
-from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
-from fleetd.requests.members import Members
-from fleetd.requests.placement import Placement
-from fleetd.requests.runner import Runner
 from fleetd.requests.smart_prefill import compression_job
-from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
 from fleetd.requests.smart_prefill.compression_job import (
     USUAL_RATIO,
-    CompressionJob,
-    CompressionService,
     kept_share,
 )
-from fleetd.requests.smart_prefill.scorers import Scorers
-from fleetd.requests.smart_prefill.segment_scoring import SegmentScoring
 from fleetd.store import Store
-
-WITHIN_S = 20.0
-ASKED = SmartPrefillPolicy(enabled=True, target_ratio=0.2, min_prompt_tokens=500)
-
-
-@dataclass
-class Home:
-    runner: Runner
-    pool: ScoringPool
-    models: FakeModels
-    store: Store
-    metrics: Metrics
-    speeds: ModelSpeeds
-    smart: SmartPrefill
-    traces: list[Trace] = field(default_factory=list)
-
-    async def ask(
-        self, request: Generate, policy: SmartPrefillPolicy | None = ASKED, **fields: Any
-    ) -> list[Any]:
-        job = Job("m", request, **{"origin": "socket", "route": "chat", "smart": policy, **fields})
-        async with asyncio.timeout(WITHIN_S), aclosing(self.runner.run(job)) as events:
-            return [event async for event in events]
-
-    async def told(
-        self, request: Generate, policy: SmartPrefillPolicy | None = ASKED, **fields: Any
-    ) -> SmartPrefillResult:
-        events = await self.ask(request, policy, **fields)
-        assert isinstance(events[-1], Finished)
-        planned = [event for event in events if isinstance(event, Planned)]
-        assert planned[-1].smart is not None
-        assert planned[-1].exactness == ("lossy" if planned[-1].smart.used else "exact")
-        return planned[-1].smart
-
-    def rows(self) -> list[tuple[Any, ...]]:
-        return self.store.call(
-            lambda db: db.execute(
-                "SELECT route, model, state, reason, prompt_tokens > 0 FROM usage ORDER BY route"
-            ).fetchall()
-        )
-
-    def shown(self, line: str) -> bool:
-        return line in self.metrics.render()[0].decode().splitlines()
 
 
 @pytest.fixture
-def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
-    def make(profiles: Profiles | None = None, pool: ScoringPool | None = None, **fields: Any) -> Home:
-        pool, found, speeds = pool or ScoringPool(**fields), models("m", "smollm2-135m"), ModelSpeeds()
-        clock = (lambda: pool.clock) if isinstance(pool, CountedPool) else time.monotonic
-        traces: list[Trace] = []
-        members = Members()
-        scoring = SegmentScoring(pool, None, monotonic=clock)
-        scorers = Scorers(pool, found, speeds, members, profiles=profiles or Profiles())
-        compressing = CompressionService(scoring, scorers, ledger, monotonic=clock)
-        smart = SmartPrefill(compressing, members, pool, metrics, monotonic=clock)
-        runner = Runner(
-            pool=pool,
-            models=found,
-            ledger=ledger,
-            metrics=metrics,
-            default_model="m",
-            embedded=lambda ref: None,
-            smart=smart,
-            speeds=speeds,
-            members=members,
-            record=traces.append,
-            monotonic=clock,
-        )
-        return Home(runner, pool, found, store, metrics, speeds, smart, traces)
-
-    return make
-
-
-def target(this: Home) -> AnsweringModel:
-    """The model of this machine."""
-    return AnsweringModel("m", this.models.resolve("m"), Placement("", LOCAL))
-
-
-def text_of(request: Generate) -> str:
-    match request.prompt:
-        case ChatPrompt(messages=sent):
-            return "\n".join(str(message["content"]) for message in sent)
-        case TextPrompt(text):
-            return text
-        case TokenPrompt():
-            return ""
+def home(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., Home]:
+    return maker(store, ledger, metrics)
 
 
 # ---- Text ------------------------------------------------------------------------------------------------
@@ -588,233 +482,6 @@ async def test_some_prompts_are_not_for_shortening(home: Any, request_: Generate
     this = home()
     assert (await this.told(request_)).code == code
     assert this.pool.asked == [request_]
-    assert not this.pool.scores
-
-
-# ---- The gate --------------------------------------------------------------------------------------------
-
-
-def with_task(task: str, *more: dict[str, str]) -> Generate:
-    told, text, _ = messages()
-    return Generate("r1", ChatPrompt([told, text, {"role": "user", "content": task}, *more]))
-
-
-async def test_what_needs_only_the_question_is_told_before_anything_is_loaded(home: Any) -> None:
-    """The first event is what a stream's headers are made of."""
-    this = home(loaded=[])
-    events = await this.ask(with_task("Boil it down for me."))
-    assert isinstance(events[0], Planned)
-    assert events[0].smart is not None
-    assert events[0].smart.code == "declined"
-    assert "summarise" in events[0].smart.reason
-    assert not this.pool.loads
-    assert not this.pool.scores
-    assert text_of(this.pool.asked[0]) == text_of(with_task("Boil it down for me."))
-    assert this.rows() == [("chat", "m", "settled", "stop", 1)]
-
-
-async def test_a_question_about_a_part_loads_and_scores(home: Any) -> None:
-    this = home(loaded=[])
-    events = await this.ask(chat())
-    # The plan is what a stream's headers say, which leave with the first progress.
-    assert [type(event) for event in events[:2]] == [Planned, Loading]
-    # The scorer too, before it is priced.
-    assert (this.pool.loads, len(this.pool.scores)) == (["m", SCORER], 1)
-
-
-async def test_a_conversation_that_was_shortened_is_read_whole_for_a_task_that_plainly_needs_it(
-    home: Any,
-) -> None:
-    this = home()
-    assert (await this.told(chat())).used
-    said = {"role": "assistant", "content": "4711"}
-    summed = [*messages(), said, {"role": "user", "content": "Now summarise all of it."}]
-    assert (await this.told(Generate("r2", ChatPrompt(summed)))).code == "declined"
-    assert haystack() in text_of(this.pool.asked[1])
-    after = [*summed, said, {"role": "user", "content": QUESTION}]
-    assert (await this.told(Generate("r3", ChatPrompt(after)))).code == "cached"
-    assert len(this.pool.scores) == 1
-
-
-async def test_compression_needs_no_compressor_for_a_task_that_needs_all_of_the_text(home: Any) -> None:
-    this = home()
-    this.models.found = []
-    document = Document.of_messages([*messages()[:2], {"role": "user", "content": "Put it in German."}])
-    service = this.smart.compressing
-    compression = CompressionJob("c", document, document.estimated_tokens, ASKED, service.bill("c"))
-    async with aclosing(service.run(compression)) as steps:
-        assert [step async for step in steps] == []
-    assert compression.selection is not None
-    assert "translate" in compression.selection.declined
-
-
-async def test_a_shortened_prompt_that_cannot_be_answered_is_asked_whole(home: Any) -> None:
-    this = home(answers=[EngineDied("The engine died.")])
-    told = await this.told(chat())
-    assert (told.form, told.code) == ("", "engine_died")
-    assert [len(text_of(sent)) for sent in this.pool.asked][1] == len(text_of(chat()))
-    assert [row[2] for row in this.rows()] == ["settled", "refunded"]
-
-
-async def test_an_error_of_the_whole_prompt_is_the_clients(home: Any) -> None:
-    this = home(answers=[EngineDied("one"), EngineDied("two")])
-    with pytest.raises(EngineDied, match="two"):
-        await this.ask(chat())
-
-
-async def test_it_is_not_done_where_it_would_not_pay(home: Any) -> None:
-    this = home()
-    this.speeds.seed("m", 10_000.0, 100.0, now_s=0.0)
-    this.speeds.seed("smollm2-135m", 100.0, 100.0, now_s=0.0)
-    told = await this.told(chat())
-    assert told.code == "slower"
-    assert " s; all of it takes " in told.reason
-    assert not this.pool.scores
-
-
-async def test_who_leaves_ends_the_scoring(home: Any) -> None:
-    this = home(trouble=[asyncio.Event()])
-    job = Job("m", chat(), "socket", "chat", smart=ASKED)
-    events = this.runner.run(job)
-    while not this.pool.scores:
-        await anext(events)
-    await events.aclose()
-    assert this.pool.cancelled_scores == 1
-    assert not this.pool.asked
-    assert {row[2:4] for row in this.rows() if row[0] == "score"} == {("refunded", "cancelled")}
-
-
-async def test_dense_and_shortened_prompts_do_not_disturb_each_other(home: Any) -> None:
-    this = home(sparse="", kept=20)
-    asked = [this.ask(chat(request_id=f"r{n}"), ASKED if n % 2 else None) for n in range(6)]
-    for n, events in enumerate(await asyncio.gather(*asked)):
-        planned = [event for event in events if isinstance(event, Planned)][-1]
-        assert (planned.smart is not None and planned.smart.used) == bool(n % 2)
-    for sent in this.pool.asked:
-        assert (sent.keep is not None) == bool(int(sent.id[1:]) % 2)
-
-
-async def test_what_was_done_is_written_down(home: Any) -> None:
-    this = home()
-    await this.told(chat())
-    (trace,) = this.traces
-    assert (trace.chosen.kind, trace.outcome, trace.exactness) == ("smart", "smart", "lossy")
-    assert [step.name for step in trace.steps] == ["scored", "queued", "prefilled", "decoded"]
-    assert trace.ttft_s is not None
-
-
-async def test_where_there_was_no_room_it_is_not_tried_again_at_once(home: Any) -> None:
-    this = home(trouble=[OutOfMemory("No room.")], loaded=["m"], room=False)
-    assert (await this.told(chat())).code == "out_of_memory"
-    assert (await this.told(chat())).code == "no_compressor"
-    assert len(this.pool.scores) == 1
-
-
-# ---- A scorer's first prompt -----------------------------------------------------------------------------
-
-UNMEASURED = ScoringState("unmeasured", 3000)
-
-
-@pytest.mark.parametrize("loaded", [["m", SCORER], ["m"]], ids=["loaded", "not loaded"])
-async def test_no_prompt_waits_for_a_scorer_to_be_measured(home: Any, loaded: list[str]) -> None:
-    """It is read whole at once, with the reason; and the scorer is measured once there is time."""
-    this = home(Profiles({}), loaded=loaded, scoring=UNMEASURED)
-    this.speeds.seed(SCORER, 300.0, 100.0, now_s=0.0)
-    told = await this.told(chat())
-    assert (told.form, told.code) == ("", "measuring")
-    assert f"{SCORER} is not measured for scoring yet" in told.reason
-    assert not this.pool.scores
-    assert SCORER not in this.pool.loaded or loaded == ["m", SCORER]
-    assert this.pool.to_measure == [SCORER]
-    if SCORER in loaded:
-        assert "in about 10 s." in told.reason
-    # And as soon as it is measured, the next prompt is scored.
-    this.pool.loaded, this.pool.scoring = ["m", SCORER], ScoringState("ready")
-    assert (await this.told(chat())).used
-
-
-async def test_a_scorer_that_is_measured_goes_before_one_that_is_not(home: Any) -> None:
-    """The smaller one of two would score, if both were known."""
-    this = home(Profiles({"q": PROFILE}), loaded=["m"])
-    this.models.found = [*folders("m"), FakeFolder(SCORER, 100_000, 10), *folders("qwen3-0.6b")]
-    this.models.digests["qwen3-0.6b"] = "q"
-    assert (await this.told(chat())).compressor == "qwen3-0.6b"
-    assert (await this.told(chat(), replace(ASKED, compressor_model=SCORER))).code == "measuring"
-
-
-async def test_a_plan_says_that_the_scorer_is_not_measured(home: Any) -> None:
-    this = home(Profiles({}), scoring=UNMEASURED)
-    view = await this.smart.plan(PlanView("m", 8000, 0, []), 0.0, target(this), ASKED)
-    (option,) = view.options
-    assert (option.code, option.predicted_s, option.chosen) == ("measuring", None, False)
-
-
-async def test_a_model_whose_heads_find_nothing_scores_nothing(home: Any) -> None:
-    this = home(Profiles({DIGEST: Profile([], 1)}))
-    assert (await this.told(chat())).code == "no_compressor"
-    this = home(Profiles({}), scoring=ScoringState("unable"))
-    assert (await this.told(chat())).code == "no_compressor"
-    assert not this.pool.to_measure
-
-
-class CountedPool(ScoringPool):
-    """Costs are counted, not waited for: each step moves ``clock`` by what it takes."""
-
-    clock: float = 100.0
-    load_s = 30.0
-    scorer, target = PrefillSpeed(1 / 300, 1e-6, 0.05), PrefillSpeed(1 / 40, 2e-6, 0.1)
-
-    async def loading(self, folder: Any, *, evict: bool = True) -> AsyncGenerator[Loading, None]:
-        self.clock += 0.0 if folder.name in self.loaded else self.load_s
-        async with aclosing(super().loading(folder, evict=evict)) as steps:
-            async for step in steps:
-                yield step
-
-    async def score(self, folder: Any, score: Score, *, evict: bool) -> AsyncGenerator[Any, None]:
-        assert score.profile == LONG_PROFILE
-        n = estimate_tokens(score.text)
-        self.clock += self.scorer.total(15.4 / 30, range(n), MEASURED_TOKENS)
-        async with aclosing(super().score(folder, score, evict=evict)) as steps:
-            async for step in steps:
-                yield replace(step, profile=score.profile) if isinstance(step, Scored) else step
-
-    async def stream(self, folder: Any, request: Generate) -> AsyncGenerator[Any, None]:
-        self.clock += self.target.total(1.0, range(estimate_tokens(text_of(request))), MEASURED_TOKENS)
-        async with aclosing(super().stream(folder, request)) as steps:
-            async for step in steps:
-                yield step
-
-
-LONG_PROFILE = Profile([(0, 0)], 16, True, 30)
-
-
-async def test_the_first_prompt_of_a_scorer_takes_what_was_planned(home: Any) -> None:
-    """Nothing of the scorer is known but its profile: it is loaded, and priced as its load measured it."""
-    this = home(Profiles({DIGEST: LONG_PROFILE}), pool=CountedPool(loaded=["m"]))
-    pool = this.pool
-    measured = 256 / pool.scorer.total(1.0, range(256), 256), pool.scorer.context_s, pool.scorer.fixed_s
-    pool.facts = replace(
-        FACTS,
-        prefill_tok_s=measured[0],
-        prefill_context_s=measured[1],
-        prefill_fixed_s=measured[2],
-    )
-    target = 256 / pool.target.total(1.0, range(256), 256), 10.0, pool.target.context_s, pool.target.fixed_s
-    this.speeds.seed("m", *target, now_s=0.0)
-    told = await this.told(chat(haystack(400)))
-    assert told.used
-    (trace,) = this.traces
-    assert trace.chosen.kind == "smart"
-    assert trace.prefill_s == pytest.approx(trace.chosen.predicted_s, rel=0.1)
-    # Loading came before the plan, and is in what the client waited for.
-    assert trace.ttft_s == pytest.approx(pool.load_s + trace.prefill_s)
-
-
-async def test_a_scorer_that_proves_slow_when_loaded_is_not_asked(home: Any) -> None:
-    this = home(loaded=["m"])
-    this.speeds.seed("m", 2 * FACTS.prefill_tok_s, 100.0, now_s=0.0)
-    assert (await this.told(chat())).code == "slower"
-    assert this.pool.loaded == ["m", SCORER]
     assert not this.pool.scores
 
 

@@ -3,7 +3,7 @@
     prompt-rules.json    ["node id", ...]: the machines that may not
 
 The roster says who sees prompts for the whole fleet. A machine sees a prompt that is typed here only if both
-allow it. A rule holds until somebody at this machine changes it or unpairs the machine; records that others
+allow it. A rule holds until a person at this machine changes it or unpairs the machine; records that others
 sign, a removal and a new entry too, do not end it.
 """
 
