@@ -30,9 +30,11 @@ HTTP_CONNECTIONS_UNAUTHENTICATED = 32
 SSE_KEEPALIVE_S = 4.0
 # Progress comments faster than this only cost the reader time.
 SSE_PROGRESS_S = 0.1
-# How long a streaming request waits for the worker to accept it, so that an early refusal still gets its own
-# HTTP status. Headers must be out within 50 ms of a request.
-HEADERS_GRACE_S = 0.03
+# Objects that only say that an answer is on its way, for clients that do not count comments.
+STREAM_PROGRESS_S = 1.0
+# How long a streaming request waits for a loaded worker to accept it, so that an early refusal still gets its
+# own HTTP status: a prompt is rendered and tokenized before its length is known.
+HEADERS_GRACE_S = 1.0
 # The same for the plan, which a slow disk may hold up: it is known after LEDGER_WAIT_S at the latest.
 HEADERS_PLAN_S = 0.5
 

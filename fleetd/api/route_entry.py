@@ -40,6 +40,7 @@ class Route:
         item: the type of each object in a stream; None if the route never streams.
         statuses: those besides 200 and the ones of every route (openapi.py).
         open: needs no token.
+        shared: clients of other dialects call here too, and are answered in theirs.
     """
 
     method: str
@@ -53,6 +54,7 @@ class Route:
     item: type | None = None
     statuses: Mapping[int, RouteStatus] = field(default_factory=dict)
     open: bool = False
+    shared: bool = False
 
     @property
     def template(self) -> str:

@@ -30,6 +30,7 @@ from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
 from fleetd.hardware.memory import budget
+from fleetd.models.model_names import ModelNames
 from fleetd.requests.job import LOCAL, Job, Planned
 
 TOKEN = "fleet-test-token"
@@ -349,7 +350,7 @@ def services(runner: Any = None, **changes: Any) -> Services:
         verify=lambda path, full=False: None,
         token=TOKEN,
         version="0.1.0",
-        default_model=MODEL,
+        names=ModelNames(MODEL),
         plan=no_plan,
         compressing=FakeCompressing(),
     )

@@ -39,6 +39,7 @@ from fleetd.errors import (
     Overloaded,
 )
 from fleetd.metrics import Metrics
+from fleetd.models.model_names import ModelNames
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.pipeline import PipelineStep
@@ -231,7 +232,7 @@ async def test_the_embedded_model_is_fetched_with_progress(make_runner: Make, st
     models = FakeModels(names=set())
     models.gate.set()
     pool = FakePool(answer())
-    seen = await collect(make_runner(pool, models, default_model="tiny"), job(""))
+    seen = await collect(make_runner(pool, models, names=ModelNames("tiny")), job(""))
     assert Loading("downloading weights", 2, 2) in seen  # a reader sees the latest, not every step
     assert isinstance(seen[-1], Finished)
     assert models.pulls == 1

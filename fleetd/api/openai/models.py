@@ -44,8 +44,8 @@ async def _all(services: Services) -> list[ModelObject]:
     loaded, others = loaded_models(services), elsewhere(services)
     found = [_describe(folder, loaded, others) for folder in folders]
     here = {model.id for model in found}
-    if services.default_model not in here | set(others):
-        found.insert(0, _absent(services.default_model, []))
+    if services.names.default not in here | set(others):
+        found.insert(0, _absent(services.names.default, []))
     found += [_absent(name, places) for name, places in sorted(others.items()) if name not in here]
     return found
 
