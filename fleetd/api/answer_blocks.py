@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from fleetd.engine.protocol import Delta, Event, Finished, ToolCall
 from fleetd.errors import EngineError
 
@@ -18,7 +20,7 @@ EndReason = Literal["stop", "length", "tool_calls"]
 
 @dataclass(slots=True)
 class AnswerBlock:
-    """A part of an answer. ``call_id`` and ``name`` are a tool call's, whose pieces are JSON."""
+    """A part of an answer. ``call_id`` and ``name`` are a tool call's, whose text is a JSON object."""
 
     index: int
     kind: BlockKind
@@ -71,7 +73,7 @@ class AnswerBlocks:
                 return [*steps, *self._add(text)]
             case ToolCall() if event.index == 0 or self._parallel_tools:
                 steps = self._begin(AnswerBlock(len(self.blocks), "tool", event.call_id, event.name))
-                return [*steps, *self._add(event.arguments), *self.close()]
+                return [*steps, *self._add(_object(event.arguments)), *self.close()]
             case _:
                 return []
 
@@ -92,6 +94,15 @@ class AnswerBlocks:
         assert self._open is not None  # noqa: S101  both callers have opened one
         self._open.pieces.append(text)
         return [BlockText(self._open, text)]
+
+
+def _object(arguments: str) -> str:
+    """Arguments as the text of a JSON object: clients decode it, and models write other things too."""
+    try:
+        msgspec.json.decode(arguments or "{}", type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError:
+        return msgspec.json.encode({"arguments": arguments}).decode()
+    return arguments or "{}"
 
 
 def end_reason(event: Finished) -> EndReason:

@@ -17,6 +17,7 @@ from aiohttp.typedefs import Handler
 
 from fleetd import limits
 from fleetd.api import auth, body, failures
+from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.context import DIALECTS, REQUEST_ID, ROUTES, SERVICES, dialect_of, is_gone
 from fleetd.api.deadlines import make_runner
 from fleetd.api.openai.dialect import OPENAI
@@ -34,7 +35,7 @@ def build_app(services: Services, routes: Sequence[Route] = ALL_ROUTES) -> web.A
     """The application; serve it with ``make_runner``."""
     app = web.Application(middlewares=[_errors, auth.guard], client_max_size=limits.HTTP_BODY_BYTES)
     app[SERVICES] = services
-    app[DIALECTS] = (OPENAI,)
+    app[DIALECTS] = (OPENAI, ANTHROPIC)
     app[ROUTES] = {
         app.router.add_route(route.method, route.path, route.handler, expect_handler=body.expect): route
         for route in routes

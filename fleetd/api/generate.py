@@ -31,7 +31,8 @@ from fleetd.api.progress_comments import ProgressComments
 from fleetd.api.streamer import Collector, Streamer
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.smart_prefill_result import SmartPrefillResult
-from fleetd.engine.protocol import Event, Generate, Loading
+from fleetd.engine.protocol import Accepted, Event, Generate, Loading
+from fleetd.errors import EngineError
 from fleetd.requests.job import Job, Origin, Planned
 
 
@@ -126,6 +127,15 @@ async def whole(request: web.Request, work: GenerationRequest, collector: Collec
             if not isinstance(event, Loading):
                 collector.feed(index, event)
     return json_answer(collector.whole(), headers=plans.headers(work))
+
+
+async def prompt_tokens(request: web.Request, work: GenerationRequest) -> int:
+    """The length of a prompt that is only counted. Raises FleetError."""
+    async with _choices(request, work) as choices:
+        while (item := await choices.next(None)) is not None:
+            if isinstance(item[1], Accepted):
+                return item[1].prompt_tokens
+    raise EngineError("The engine did not count the prompt.", hint="Try again.")
 
 
 async def stream(request: web.Request, work: GenerationRequest, streamer: Streamer) -> web.StreamResponse:

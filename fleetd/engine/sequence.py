@@ -130,7 +130,9 @@ def new_sequence(
     scoring = request.echo and request.max_tokens == 0
     if n + (0 if scoring else 1) > context_tokens:
         raise ContextLengthExceeded(
-            f"The prompt has {n} tokens; this model's context holds {context_tokens}.",
+            # Claude Code compacts a conversation at the first sentence; litellm knows the second.
+            f"The prompt is too long: {n} tokens > {context_tokens} maximum. "
+            f"This model's maximum context length is {context_tokens} tokens.",
             hint="Shorten the prompt or choose a model with a longer context.",
             param="messages",
         )

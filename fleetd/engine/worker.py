@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -186,12 +186,16 @@ class Front:
         except (Exception, SystemExit) as error:
             failure = failed(request.id, error, "The prompt could not be prepared")
             self._link.send(failure)
+        counts = isinstance(request, Generate) and request.count_only
         with self._lock:
             cancelled = self._preparing.pop(request.id)
-            if outcome is not None and not cancelled:
+            if outcome is not None and not cancelled and not counts:
                 self._compute.tell(outcome)
         if cancelled and failure is None:
             self._link.send(protocol.Finished(request.id, "cancelled"))
+        elif counts and outcome is not None:
+            self._link.send(protocol.Accepted(request.id, len(cast("PreparedPrompt", outcome).tokens)))
+            self._link.send(protocol.Finished(request.id, "stop"))
 
     def _prepared(self, request: Generate | Score) -> PreparedPrompt | ScoringLayout:
         from fleetd.engine.prompt_encoding import prepare
