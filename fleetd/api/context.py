@@ -28,8 +28,7 @@ def dialect_of(request: web.Request) -> Dialect:
 
 def is_open(request: web.Request) -> bool:
     """True for an address that needs no token, whatever the method."""
-    path = request.path.rstrip("/") or "/"
-    return any(route.open and route.path == path for route in request.app[ROUTES].values())
+    return any(route.open and route.path == request.path for route in request.app[ROUTES].values())
 
 
 def is_gone(request: web.BaseRequest) -> bool:

@@ -22,6 +22,9 @@ WEATHER = {
 }
 
 
+RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": "4 °C"}
+
+
 def prompt(**fields: Any) -> ChatPrompt:
     body = {"messages": [USER], "max_tokens": 9, **fields}
     return translate.prompt(parse(json.dumps(body).encode(), bodies.MessagesBody))
@@ -84,7 +87,10 @@ def test_the_same_conversation_as_in_openais_dialect() -> None:
                     {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Oslo"}},
                 ],
             },
-            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "4 °C"}]},
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "4 °C"}],
+            },
         ],
         tools=[WEATHER],
         thinking={"type": "adaptive"},
