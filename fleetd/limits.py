@@ -475,6 +475,8 @@ CLIENT_CALL_S = 10.0
 CLIENT_STREAM_STALL_S = 60.0
 # Hashing or reading every byte of the largest model from a slow disk.
 CLIENT_LONG_CALL_S = ENGINE_LOAD_S + 60.0
+# How long a launched agent waits for one answer: a prefill may take 20 minutes, and others go first.
+AGENT_TIMEOUT_S = 3600.0
 
 # ---- Models on disk and on their way ---------------------------------------------------------------------
 MODEL_CONFIG_BYTES = 4 * MIB

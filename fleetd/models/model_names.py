@@ -14,11 +14,19 @@ CLAUDE_PREFIX = "claude-fleet-"
 
 @dataclass(frozen=True, slots=True)
 class ModelNames:
-    """The models that the settings name; "" for ``large`` or ``small`` is the default one."""
+    """The models that the settings name; "" stands for the default one."""
 
     default: str
-    large: str = ""
-    small: str = ""
+    _large: str = ""
+    _small: str = ""
+
+    @property
+    def large(self) -> str:
+        return self._large or self.default
+
+    @property
+    def small(self) -> str:
+        return self._small or self.default
 
     def named(self, asked: str | None) -> str:
         """The name that a request means: the default model's if it names none."""
@@ -30,4 +38,4 @@ class ModelNames:
             return name.removeprefix(CLAUDE_PREFIX) or self.default
         if _VENDOR.match(name) is None:
             return None
-        return (self.small if _SMALL.search(name) else self.large) or self.default
+        return self.small if _SMALL.search(name) else self.large
