@@ -198,7 +198,7 @@ class Front:
             self._link.send(protocol.Finished(request.id, "stop"))
 
     def _prepared(self, request: Generate | Score) -> PreparedPrompt | ScoringLayout:
-        from fleetd.engine.prompt_encoding import prepare
+        from fleetd.engine.prompt_encoding import check_length, prepare
         from fleetd.engine.scoring.scoring_layout import lay_out
 
         if self._loaded is None:
@@ -207,7 +207,11 @@ class Front:
             )
         if isinstance(request, Score):
             return lay_out(request, self._loaded.tokenizer, self._loaded.facts.context_tokens)
-        return prepare(request, self._loaded.tokenizer, self._loaded.facts.vocab_size)
+        prepared = prepare(request, self._loaded.tokenizer, self._loaded.facts.vocab_size)
+        if not request.count_only:
+            # Here and not first where it is scheduled: that waits for the step under way.
+            check_length(prepared, self._loaded.facts.context_tokens)
+        return prepared
 
 
 def main() -> int:

@@ -75,9 +75,7 @@ def test_what_varies_between_requests_costs_no_prefill(
                 {"type": "text", "text": f"x-anthropic-billing-header: cc_version=2.1; cch={number};"},
                 {"type": "text", "text": text, **mark},
             ],
-            messages=[
-                {"role": "user", "content": [{"type": "text", "text": f"Date {number}. Why?", **mark}]}
-            ],
+            messages=[{"role": "user", "content": [question]}],
             max_tokens=1,
         ).usage
 

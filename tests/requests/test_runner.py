@@ -103,6 +103,16 @@ async def test_no_name_means_the_default_model(make_runner: Make, asked: str) ->
     assert pool.streamed == ["m"]
 
 
+async def test_a_vendors_name_stands_for_the_model_that_the_settings_name(make_runner: Make) -> None:
+    pool = FakePool(answer())
+    runner = make_runner(pool, FakeModels(), names=ModelNames("other", "m", "small"))
+    await collect(runner, job("claude-opus-4-8"))
+    assert pool.streamed == ["m"]
+    circle = make_runner(pool, FakeModels(), names=ModelNames("other", "gpt-5-mini", "gpt-5"))
+    with pytest.raises(ModelNotFound):
+        await collect(circle, job("gpt-5"))
+
+
 async def test_the_row_is_reserved_before_the_engine_works(make_runner: Make, store: Store) -> None:
     gate = asyncio.Event()
     runner = make_runner(FakePool([gate, *answer()]), FakeModels())
