@@ -19,6 +19,7 @@ from fleetd.engine import cpu
 from fleetd.engine.loading import (
     Device,
     context_tokens,
+    keep_weights,
     kv_bytes_per_token,
     lazy_model,
     memory_bytes,
@@ -99,6 +100,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
     report(Loading("measuring"))
     context = context_tokens(config)
     speeds = PartCalibration(stage, sharable.layout, context, limits.CALIBRATE_S).measured()
+    keep_weights(device, settings)
     weights = stage.weights_bytes
     return LoadedPart(
         sharable,

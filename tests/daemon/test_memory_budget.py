@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetctl.render.memory import memory_lines
-from fleetd.hardware.memory import budget, metal_limit
+from fleetd.hardware.memory import MemoryReading, budget, metal_limit
 from fleetd.limits import GIB, MIB
 from fleetd.models import catalog
 from fleetd.models.memory_need import estimated_bytes, expanded_bytes
@@ -30,7 +30,7 @@ SIZES = st.integers(0, 1 << 50)
     ],
 )
 def test_what_is_usable_now_and_at_most(limits: dict[str, Any], usable: int, largest: int) -> None:
-    found = budget(16 * GIB, 8 * GIB, **limits)
+    found = budget(MemoryReading(16 * GIB, 8 * GIB), **limits)
     assert (found.usable_bytes, found.largest_bytes) == (usable * GIB, largest * GIB)
 
 
@@ -40,8 +40,7 @@ def test_no_limit_is_ever_passed(
 ) -> None:
     available = min(available, total)
     found = budget(
-        total,
-        available,
+        MemoryReading(total, available),
         device_limit_bytes=device,
         fraction=fraction,
         max_bytes=most,
@@ -78,11 +77,11 @@ def test_a_cpu_computes_in_f32_so_a_quantised_model_needs_seven_times_its_files(
 
 def test_people_see_the_parts_of_the_figure_and_a_warning() -> None:
     limits: dict[str, Any] = {"device_limit_bytes": 16 * GIB, "fraction": 0.85, "max_bytes": 15 * GIB}
-    (line,) = memory_lines(budget(24 * GIB, 20 * GIB, **limits))
+    (line,) = memory_lines(budget(MemoryReading(24 * GIB, 20 * GIB), **limits))
     assert line == (
         "Models may take 14.6 GB now: 21.5 GB free of 25.8 GB, of which the GPU may hold 17.2 GB, "
         "times 0.85 (engine.memory_fraction), at most 16.1 GB (engine.max_memory_bytes)."
     )
-    shown = memory_lines(budget(24 * GIB, GIB, overcommit=True), 2 * GIB)
+    shown = memory_lines(budget(MemoryReading(24 * GIB, GIB), overcommit=True), 2 * GIB)
     assert "2.1 GB" in shown[1]
     assert "may swap" in shown[2]
