@@ -403,8 +403,14 @@ class Daemon:
             api=address,
             version=__version__,
             # Since the process began, imports included: what a person waits for.
-            ready_s=round(time.time() - psutil.Process().create_time(), 2),
+            ready_s=round(self._since_start_s(), 2),
         )
+
+    def _since_start_s(self) -> float:
+        try:
+            return time.time() - psutil.Process().create_time()
+        except Exception:  # psutil meets kernels that it does not know
+            return time.monotonic() - self._started_s
 
     async def _prune_daily(self) -> None:
         while True:

@@ -7,7 +7,7 @@ asks for the fewest that hold what is read, and where the kernel wants another n
 from __future__ import annotations
 
 import ctypes
-import os
+import mmap
 import sys
 from functools import cache
 from typing import Any
@@ -39,8 +39,10 @@ class DarwinKernel:
     def free_bytes(self) -> int | None:
         """Free and inactive pages, as psutil counts what is available; None if the kernel tells no counts."""
         words = self._page_counts()
-        page_bytes = self.integer("vm.pagesize") or os.sysconf("SC_PAGE_SIZE")
-        return None if words is None else (words[_FREE] + words[_INACTIVE]) * page_bytes
+        if words is None:
+            return None
+        # A program that Rosetta translates is told of pages of another size than the kernel counts.
+        return (words[_FREE] + words[_INACTIVE]) * (self.integer("vm.pagesize") or mmap.PAGESIZE)
 
     def _page_counts(self) -> list[int] | None:
         if self._host is None:

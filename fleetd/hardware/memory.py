@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -61,20 +62,17 @@ def _whole_system() -> tuple[int, int | None]:
         memory = psutil.virtual_memory()
         return int(memory.total), int(memory.available)
     except Exception as error:
-        _say_once(f"{type(error).__name__}: {error}")
+        _say_unread(f"{type(error).__name__}: {error}")
     kernel = darwin.kernel()
     if kernel is not None:
         return kernel.integer("hw.memsize") or _pages("SC_PHYS_PAGES"), kernel.free_bytes()
     return _pages("SC_PHYS_PAGES"), _pages("SC_AVPHYS_PAGES") or None
 
 
-_said: set[str] = set()
-
-
-def _say_once(error: str) -> None:
-    if not _said:
-        log.warning("memory.unread", error=error, note="psutil cannot read it; the kernel is asked directly")
-    _said.add(error)
+@cache
+def _say_unread(error: str) -> None:
+    """Once for each error: memory is read several times a second."""
+    log.warning("memory.unread", error=error, note="the kernel is asked without psutil")
 
 
 def _pages(name: str) -> int:

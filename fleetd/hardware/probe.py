@@ -156,7 +156,10 @@ def cores() -> int:
     """Cores that this process may use."""
     # Absent on macOS, which has no CPU affinity.
     affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity else os.cpu_count() or 1
+    try:
+        return len(affinity(0)) if affinity else os.cpu_count() or 1
+    except OSError:
+        return os.cpu_count() or 1
 
 
 def _mac_product() -> str:

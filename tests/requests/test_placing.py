@@ -55,11 +55,22 @@ def machine(name: str, *, faster: float = 1.0, sees: bool = True, reach: str = "
     fields = {f: getattr(MODEL, f) for f in MODEL.__struct_fields__} | model
     fields["prefill_tok_s"] *= faster
     fields["decode_tok_s"] *= faster
-    card = Card(name, 1, 1, name=name, machine=FACTS, models=[ModelCard(**fields)], available_bytes=32 * GIB)
+    card = Card(
+        name,
+        1,
+        1,
+        name=name,
+        machine=FACTS,
+        models=[ModelCard(**fields)],
+        available_bytes=32 * GIB,
+        usable_bytes=32 * GIB,
+    )
     return Member(card, name, reach, sees, 0.001)
 
 
-OWN = Card("me", 1, 1, name="me", machine=FACTS, available_bytes=8 * GIB, max_streams=16)
+OWN = Card(
+    "me", 1, 1, name="me", machine=FACTS, available_bytes=8 * GIB, usable_bytes=8 * GIB, max_streams=16
+)
 
 
 class FakeStream:
