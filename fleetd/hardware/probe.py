@@ -58,6 +58,8 @@ class HardwareProbe:
         self._named: Aside[str] | None = None
         self._product, self._cpu, self._gpu = "", "", ""
         self._fast_cores = self._wired_limit_bytes = 0
+        # What the answer about the device depends on.
+        self._seen = (0, False)
         if sys.platform == "darwin":
             self._look_at_mac()
         else:
@@ -121,13 +123,14 @@ class HardwareProbe:
         guess = self._likely_accelerator()
         if guess == "cpu":
             return DeviceFacts("cpu")
-        if guess == "metal":
-            kernel = darwin.kernel()
-            wired = (kernel.integer("iogpu.wired_limit_mb") or 0) * MIB if kernel is not None else 0
-            if wired != self._wired_limit_bytes:
-                # Metal's own figure follows the owner's.
-                self._wired_limit_bytes = wired
-                self._device.forget()
+        kernel = darwin.kernel()
+        wired_mb = kernel.integer("iogpu.wired_limit_mb") if kernel is not None else None
+        self._wired_limit_bytes = (wired_mb or 0) * MIB
+        # Metal's figure follows its owner's. CUDA finds no GPU before its driver has created the last file.
+        seen = self._wired_limit_bytes, (self._root / "dev/nvidia-uvm").exists()
+        if seen != self._seen:
+            self._seen = seen
+            self._device.forget()
         return self._device.read() or DeviceFacts(guess)
 
     def _read_card(self, device: DeviceFacts) -> tuple[int, int]:
