@@ -22,6 +22,7 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
 
 from fleetd import limits
+from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine import cpu, device_memory
 from fleetd.engine.calibrate import Speeds, calibrate
 from fleetd.engine.failures import over_files
@@ -91,7 +92,7 @@ def pick_device(wanted: str) -> Device:
     return "cpu"
 
 
-def usable_bytes(device: Device, settings: WorkerSettings) -> int:
+def memory_budget(device: Device, settings: WorkerSettings) -> MemoryBudget:
     """Memory this worker may take, by the daemon's own rule and from what MLX says of the device now."""
     facts = DeviceFacts("cpu") if device == "cpu" else mlx_device.describe()
     found = memory.system_memory(memory.cgroup_folders(Path("/")))
@@ -102,7 +103,7 @@ def usable_bytes(device: Device, settings: WorkerSettings) -> int:
         fraction=settings.memory_fraction,
         max_bytes=settings.max_memory_bytes,
         overcommit=settings.overcommit,
-    ).usable_bytes
+    )
 
 
 def keep_weights(device: Device, settings: WorkerSettings) -> None:
@@ -122,11 +123,11 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     begun = time.monotonic()
     path = Path(settings.path)
     config = verified_config(settings, report)
-    usable = usable_bytes(device, settings)
+    room = memory_budget(device, settings)
     # Hub caches hold links; the size that counts is the target's.
     files = sorted(path.glob("model*.safetensors"))
     on_disk = sum(f.stat().st_size for f in files)
-    admit_weights(settings.name, expanded_bytes(on_disk, config, device), usable)
+    admit_weights(settings.name, expanded_bytes(on_disk, config, device), room)
     report(Loading("reading", 0, on_disk))
     with ThreadPoolExecutor(1, "tokenizer") as aside:
         reading = aside.submit(_tokenizer, path, config)
@@ -167,7 +168,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     verdict = _verdict(model, settings, key, vocabulary, context, speeds.decode_tok_s, report)
     keep_weights(device, settings)
     weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
-    left = max(0, usable - weights - WORKING_BYTES)
+    left = max(0, room.usable_bytes - weights - WORKING_BYTES)
     prefix_bytes = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
     search = ProfileSearch(
         model=model,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from darwin import Launchctl
 from fake_daemon import Run
 
 from fleetctl.exits import ClientError, Exit
@@ -311,3 +312,15 @@ def test_the_system_service_keeps_its_own_home(run: Run, short_dir: Path) -> Non
     done = run("service", "install", "--system", "--print", home=short_dir)
     assert done.returncode == Exit.USAGE
     assert "/var/lib/fleetd" in done.stderr
+
+
+def test_launchd_is_waited_for_and_understood(short_dir: Path) -> None:
+    """A job that is booted out stays for a while, and launchd refuses another of its name until then."""
+    launchctl = Launchctl(lingers=2)
+    manager = Launchd("system", root=short_dir, run=launchctl, sleep=lambda seconds: None)
+    for _ in range(2):
+        manager.install("the plist")
+        state = manager.state()
+        assert (state.installed, state.active, state.pid, state.detail) == (True, True, 3318, "running")
+    assert manager.uninstall()[0] == "stopped and unloaded fleetd.daemon"
+    assert (manager.state().detail, launchctl.loaded) == ("not installed", {})

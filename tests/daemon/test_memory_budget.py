@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetctl.render.memory import memory_lines
+from fleetctl.verbs.status import _machine
 from fleetd.hardware.memory import MemoryReading, budget, metal_limit
 from fleetd.limits import GIB, MIB
 from fleetd.models import catalog
@@ -85,3 +86,19 @@ def test_people_see_the_parts_of_the_figure_and_a_warning() -> None:
     shown = memory_lines(budget(MemoryReading(24 * GIB, GIB), overcommit=True), 2 * GIB)
     assert "2.1 GB" in shown[1]
     assert "may swap" in shown[2]
+
+
+def test_people_see_what_is_unknown_short_or_held() -> None:
+    held = budget(MemoryReading(64 * GIB, 30 * GIB), device_limit_bytes=48 * GIB, held_bytes=20 * GIB)
+    assert "of which the GPU may hold 51.5 GB and 21.5 GB is held by models" in memory_lines(held)[0]
+    unknown = memory_lines(budget(MemoryReading(64 * GIB, 64 * GIB, free_unknown=True)))
+    assert unknown[0].startswith("Models may take 68.7 GB now: 68.7 GB of memory, times 1")
+    assert "does not say what is free" in unknown[1]
+    for pressure, words in (("warning", "idle for a minute"), ("critical", "none is loaded")):
+        found = budget(MemoryReading(64 * GIB, 9 * GIB, pressure=pressure))  # type: ignore[arg-type]
+        assert words in memory_lines(found)[1]
+
+
+def test_the_status_line_says_unknown_and_short() -> None:
+    assert "free unknown" in _machine({"machine": {"memory_bytes": GIB, "free_unknown": True}})
+    assert "(pressure: critical)" in _machine({"machine": {"memory_bytes": GIB, "pressure": "critical"}})

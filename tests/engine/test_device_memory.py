@@ -86,11 +86,11 @@ def test_a_part_of_a_model_is_wired_as_a_whole_one(monkeypatch: pytest.MonkeyPat
 @pytest.mark.usefixtures("metal")
 def test_a_worker_may_take_what_the_daemon_says_it_may() -> None:
     """Half of 11 GiB free, and half of what is left of 12 beside the 4 that another worker holds."""
-    assert loading.usable_bytes("metal", SETTINGS) == int(5.5 * GIB)
+    assert loading.memory_budget("metal", SETTINGS).usable_bytes == int(5.5 * GIB)
     beside = WorkerSettings(name="m", path="/m", memory_fraction=0.5, held_bytes=4 * GIB)
-    assert loading.usable_bytes("metal", beside) == 4 * GIB
+    assert loading.memory_budget("metal", beside).usable_bytes == 4 * GIB
     # Of a CPU no GPU is asked.
-    assert loading.usable_bytes("cpu", beside) == int(5.5 * GIB)
+    assert loading.memory_budget("cpu", beside).usable_bytes == int(5.5 * GIB)
 
 
 @pytest.mark.usefixtures("metal")
@@ -100,4 +100,4 @@ def test_a_card_with_memory_of_its_own_is_budgeted_by_it(
 ) -> None:
     told = DeviceFacts("cuda", card_bytes=card_gib * GIB, card_free_bytes=free_gib * GIB)
     monkeypatch.setattr(mlx_device, "describe", lambda: told)
-    assert loading.usable_bytes("cuda", SETTINGS) == int(usable * GIB)
+    assert loading.memory_budget("cuda", SETTINGS).usable_bytes == int(usable * GIB)
