@@ -38,7 +38,7 @@ from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import ConfigError, Draining, PortInUse
 from fleetd.fleet import Fleet, default_name
-from fleetd.hardware.memory import MemoryReading, budget
+from fleetd.hardware.memory import machine_budget
 from fleetd.hardware.probe import HardwareProbe
 from fleetd.home import paths
 from fleetd.home.paths import HomeFolder
@@ -327,12 +327,10 @@ class Daemon:
 
     def _memory_budget(self, machine: HardwareReading, available_bytes: int) -> MemoryBudget:
         engine = self._config.engine
-        return budget(
-            MemoryReading(
-                machine.model_memory_bytes, available_bytes, machine.free_unknown, machine.pressure
-            ),
-            device_limit_bytes=machine.device_limit_bytes,
-            held_bytes=self._pool.held_bytes,
+        return machine_budget(
+            machine,
+            available_bytes,
+            self._pool.held_bytes,
             fraction=engine.memory_fraction,
             max_bytes=engine.max_memory_bytes,
             overcommit=engine.overcommit,

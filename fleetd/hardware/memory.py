@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 
 from fleetd import limits
-from fleetd.control.daemon_status import MemoryBudget, Pressure
+from fleetd.control.daemon_status import HardwareReading, MemoryBudget, Pressure
 from fleetd.hardware import darwin
 from fleetd.hardware.facts import text
 from fleetd.hardware.pressure import DARWIN_LEVEL, of_level, of_stalls
@@ -140,6 +140,26 @@ def budget(
         overcommit=overcommit,
         usable_bytes=largest if overcommit else now,
         largest_bytes=largest,
+    )
+
+
+def machine_budget(
+    machine: HardwareReading,
+    available_bytes: int,
+    held_bytes: int,
+    *,
+    fraction: float,
+    max_bytes: int,
+    overcommit: bool,
+) -> MemoryBudget:
+    """``budget`` of a machine's last reading, with so many bytes free of the memory that models live in."""
+    return budget(
+        MemoryReading(machine.model_memory_bytes, available_bytes, machine.free_unknown, machine.pressure),
+        device_limit_bytes=machine.device_limit_bytes,
+        held_bytes=held_bytes,
+        fraction=fraction,
+        max_bytes=max_bytes,
+        overcommit=overcommit,
     )
 
 

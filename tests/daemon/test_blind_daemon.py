@@ -21,11 +21,11 @@ def test_a_daemon_that_can_read_nothing_serves(tmp_path: Path) -> None:
     with LiveDaemon(tmp_path / "home", tmp_path / "models", **settings) as daemon:
         body = {"model": "chain", "messages": [{"role": "user", "content": "<hello>"}]}
         answer = daemon.control("POST", "/v1/chat/completions", body)
-        assert "choices" in answer, (answer, daemon.log.read_text()[-3000:])
         assert answer["choices"][0]["message"]["content"] == "Hello there, world!"
         status = daemon.status()
         assert status["machine"]["free_unknown"]
         assert status["machine"]["memory_bytes"] <= limits.ASSUMED_MEMORY_BYTES
+        assert status["memory"]["free_unknown"]
         assert status["memory"]["usable_bytes"] > 0
         assert "fleetd_build_info" in daemon.control("GET", "/metrics")
         said = [line["event"] for line in daemon.lines()]

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fleetctl.render.memory import memory_lines
 from fleetctl.verbs.status import _machine
-from fleetd.hardware.memory import MemoryReading, budget, metal_limit
+from fleetd.control.daemon_status import HardwareReading
+from fleetd.hardware.memory import MemoryReading, budget, machine_budget, metal_limit
 from fleetd.limits import GIB, MIB
 from fleetd.models import catalog
 from fleetd.models.memory_need import estimated_bytes, expanded_bytes
@@ -102,3 +103,23 @@ def test_people_see_what_is_unknown_short_or_held() -> None:
 def test_the_status_line_says_unknown_and_short() -> None:
     assert "free unknown" in _machine({"machine": {"memory_bytes": GIB, "free_unknown": True}})
     assert "(pressure: critical)" in _machine({"machine": {"memory_bytes": GIB, "pressure": "critical"}})
+
+
+@pytest.mark.parametrize(
+    ("told", "usable_gib"),
+    [
+        ({}, 10),
+        ({"device_limit_bytes": 16 * GIB}, 8),
+        ({"card_bytes": 12 * GIB, "card_free_bytes": 10 * GIB}, 10),
+        ({"pressure": "critical"}, 0),
+    ],
+)
+def test_a_reading_of_the_machine_has_one_budget(told: dict[str, Any], usable_gib: int) -> None:
+    """10 GiB are free, wherever models live; loaded ones hold 8 of what the GPU may."""
+    machine = HardwareReading(memory_bytes=32 * GIB, available_bytes=10 * GIB, **told)
+    found = machine_budget(
+        machine, machine.model_available_bytes, 8 * GIB, fraction=1.0, max_bytes=0, overcommit=False
+    )
+    assert found.usable_bytes == usable_gib * GIB
+    assert found.total_bytes == told.get("card_bytes", 32 * GIB)
+    assert (found.pressure, found.held_bytes) == (told.get("pressure", ""), 8 * GIB)
