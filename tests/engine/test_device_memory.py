@@ -35,6 +35,7 @@ def metal(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
     monkeypatch.setattr(mx, "set_cache_limit", lambda size: given.update(cache=size))
     monkeypatch.setattr(mx, "set_wired_limit", lambda size: given.update(wired=size))
     monkeypatch.setattr(mx, "get_active_memory", lambda: 5 * GIB)
+    monkeypatch.setattr(mx, "device_info", lambda: {"max_recommended_working_set_size": 12 * GIB})
     monkeypatch.setattr(
         mlx_device, "describe", lambda: DeviceFacts("metal", "Apple M3", limit_bytes=12 * GIB)
     )

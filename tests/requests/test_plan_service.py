@@ -417,7 +417,9 @@ async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path, fa
     home = HomeFolder(tmp_path / "h")
     paths.prepare(home)
     config = Config(http=HttpSettings(listen="127.0.0.1:0"), fleet=FleetSettings(enabled=False))
-    pool = SimpleNamespace(run=asyncio.Event().wait, status=list, facts=lambda name: facts, close=_nothing)
+    pool = SimpleNamespace(
+        run=asyncio.Event().wait, status=list, facts=lambda name: facts, close=_nothing, held_bytes=0
+    )
     pool.engine = lambda folder: None
     models = FakeModels()
     daemon = Daemon(
