@@ -61,7 +61,7 @@ def _claude(settings: ClientSettings, base_url: str, models: AgentModels) -> Map
         "ANTHROPIC_DEFAULT_SONNET_MODEL": models.large,
         "ANTHROPIC_DEFAULT_HAIKU_MODEL": models.small,
         "CLAUDE_CODE_SUBAGENT_MODEL": models.large,
-        # Claude Code compacts by what it believes the context to be: 200,000 tokens for a name it knows not.
+        # Claude Code takes the context of a name that it does not know for 200,000 tokens.
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(models.context_tokens),
         "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(min(32_000, models.context_tokens // 4)),
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",

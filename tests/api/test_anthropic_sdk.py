@@ -6,14 +6,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
-from api_fakes import Target
+from api_fakes import FakeRunner, Step, Target, serve, services
 from message_order import MessageOrder, checked
+
+from fleetd import errors, limits
+from fleetd.engine import protocol as p
+from fleetd.requests.job import Job
 
 ASK: list[Any] = [{"role": "user", "content": "Say something."}]
 WEATHER: Any = {
@@ -190,3 +195,47 @@ def test_an_engine_that_dies_in_the_middle(script_client: anthropic.Anthropic, s
             model=scripted.model, messages=[{"role": "user", "content": "die"}], max_tokens=5
         ) as stream:
             stream.get_final_message()
+
+
+# ---- Silence and time ------------------------------------------------------------------------------------
+
+
+async def test_pings_fill_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients count events, and not comments."""
+    monkeypatch.setattr(limits, "SSE_KEEPALIVE_S", 0.02)
+    monkeypatch.setattr(limits, "STREAM_PROGRESS_S", 0.0)
+    enough = asyncio.Event()
+
+    def slow(job: Job) -> Iterable[Step]:
+        name = job.request.id
+        return [p.Accepted(name, 9), enough, p.Delta(name, "ok"), p.Finished(name, "stop", p.Usage(9, 0, 1))]
+
+    order, pings = MessageOrder(), 0
+    async with serve(services(FakeRunner(slow))) as site, site.client() as session:
+        ask = {"messages": ASK, "max_tokens": 5, "stream": True}
+        async with session.post("/v1/messages", json=ask) as answer:
+            async for event in anthropic._streaming.SSEDecoder().aiter_bytes(answer.content.iter_any()):
+                order.take(event.event or "", event.json())
+                pings += event.event == "ping"
+                if pings == 5:
+                    enough.set()
+    assert order.state == "ended"
+    assert order.usage["input_tokens"] == 9
+
+
+@pytest.mark.one_loop
+async def test_headers_do_not_wait_for_a_worker_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HEADERS_GRACE_S", 0.02)
+    later = asyncio.Event()
+
+    def busy(job: Job) -> Iterable[Step]:
+        return [later, errors.ContextLengthExceeded("prompt is too long: 9 tokens > 8 maximum")]
+
+    async with serve(services(FakeRunner(busy))) as site, site.client() as session:
+        ask = {"messages": ASK, "max_tokens": 5, "stream": True}
+        async with session.post("/v1/messages", json=ask) as answer:
+            assert answer.status == 200
+            later.set()
+            text = await answer.text()
+    assert '"message_start"' in text
+    assert 'event: error\ndata: {"type":"error","error":{"type":"invalid_request_error"' in text

@@ -155,12 +155,22 @@ def test_it_reads_edits_runs_and_finishes(ask: Ask, tmp_path: Path, model: str) 
 
 
 def test_a_prompt_that_is_too_long_makes_it_compact(ask: Ask, tmp_path: Path) -> None:
-    long = tmp_path / "work" / "long.txt"
-    long.write_text("\n".join(f"line {i} of a long file that fills the context" for i in range(900)))
-    script = Scripted([("Read", {"file_path": str(long)})], limit=14_000)
-    found = ask(script, "-p", "Read long.txt", ANTHROPIC_MODEL=MODEL, CLAUDE_CODE_MAX_CONTEXT_TOKENS="200000")
-    assert script.refused
-    assert "prompt is too long" in found["result"].lower() or not found["is_error"]
-    prompts = [job.request.prompt for job in script.jobs]
-    last = [str(prompt.messages[-1]["content"]) for prompt in prompts if isinstance(prompt, p.ChatPrompt)]
-    assert any("summary" in each for each in last[1:]), "it did not try to compact"
+    turns: list[tuple[str, dict[str, Any]]] = []
+    for n in range(5):
+        file = tmp_path / "work" / f"long{n}.txt"
+        file.write_text("\n".join(f"line {i} of long file {n} that fills the context" for i in range(500)))
+        turns.append(("Read", {"file_path": str(file)}))
+
+    class UntilCompacted(Scripted):
+        def __call__(self, job: Job) -> Iterable[Step]:
+            if "continued from a previous" in str(job.request.prompt):
+                self.turns = []
+            return super().__call__(job)
+
+    script = UntilCompacted(turns, limit=25_000)
+    found = ask(
+        script, "-p", "Read the files", ANTHROPIC_MODEL=MODEL, CLAUDE_CODE_MAX_CONTEXT_TOKENS="200000"
+    )
+    assert script.refused == 1
+    assert script.turns == [], "it did not go on with a summary"
+    assert (found["is_error"], found["result"]) == (False, "All done.")

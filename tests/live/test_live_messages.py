@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.model, pytest.mark.one_loop]
 __all__ = ["messages_client"]
 
 for _name, _test in list(vars(test_anthropic_sdk).items()):
-    if _name.startswith("test_") and "script_client" not in inspect.signature(_test).parameters:
+    if _name.startswith("test_") and "messages_client" in inspect.signature(_test).parameters:
         globals()[_name] = _test
 
 
