@@ -178,7 +178,7 @@ def test_what_no_machine_here_can_serve_is_left_out_with_a_word() -> None:
 
 def test_refusals_name_the_field() -> None:
     image = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
-    assert refused(input=[image]).startswith("input[0][0]: content of type 'input_image'")
+    assert refused(input=[image]).startswith("input[0].content[0]: content of type 'input_image'")
     assert "item_reference" in refused(input=[{"type": "item_reference", "id": "m"}])
     assert "whole conversation" in refused(previous_response_id="resp_0")
     assert "web_search" in refused(tool_choice={"type": "web_search"})

@@ -169,9 +169,9 @@ class _Conversation:
             case "message":
                 self._message(item, where)
             case "reasoning":
-                texts = _texts(item.content, where) or [_uncarried(item.encrypted_content)]
+                texts = _texts(item.content, f"{where}.content") or [_uncarried(item.encrypted_content)]
                 if not any(texts):
-                    texts = _texts(item.summary, where)
+                    texts = _texts(item.summary, f"{where}.summary")
                 self._open_turn().reasoning += filter(None, texts)
             case "function_call":
                 self._call(item, item.arguments or "", where)
@@ -196,7 +196,7 @@ class _Conversation:
     def _message(self, item: InputItem, where: str) -> None:
         if item.role is None or item.content is None:
             raise InvalidValue(f"{where}: a message needs role and content.", param=where)
-        text = conversation.joined(_texts(item.content, where))
+        text = conversation.joined(_texts(item.content, f"{where}.content"))
         if item.role == "assistant":
             self._open_turn().texts.append(text)
             return
