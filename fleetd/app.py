@@ -41,6 +41,7 @@ from fleetd.fleet import Fleet, default_name
 from fleetd.hardware.memory import budget, metal_limit
 from fleetd.hardware.probe import HardwareProbe
 from fleetd.home import paths
+from fleetd.home.durable import PRIVATE_FILE
 from fleetd.home.paths import HomeFolder
 from fleetd.host_port import host_port
 from fleetd.ledger import Ledger
@@ -381,7 +382,7 @@ class Daemon:
         await local.setup()
         await web.UnixSite(local, self._home.socket).start()
         stack.callback(self._home.socket.unlink, missing_ok=True)
-        self._home.socket.chmod(paths.PRIVATE_FILE)
+        self._home.socket.chmod(PRIVATE_FILE)
 
         remote = make_runner(app, trusted=False, caps=self._caps)
         stack.push_async_callback(remote.cleanup)
