@@ -56,6 +56,7 @@ from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
 from fleetd.periodic import keep_running
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.power.keep_awake import KeepAwake
 from fleetd.requests import messages, remote
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
@@ -192,6 +193,13 @@ class Daemon:
         )
         self._assists = self._serve_peers(self._node) if self._node else None
         self._card: CardMaker | None = None
+        power = config.power
+        self._awake = KeepAwake(self._working, enabled=power.keep_awake, least_battery=power.least_battery)
+
+    def _working(self) -> bool:
+        """Whether this machine computes, or passes on answers, for anybody."""
+        counts = self._runner.counts
+        return counts.running + counts.waiting > 0 or self._pool.busy
 
     def _sharer(self, fleet: Fleet) -> PrefillSharing:
         return PrefillSharing(fleet, self._pool, self._members, self._metrics, self._speeds)
@@ -249,6 +257,7 @@ class Daemon:
             memory=self._memory_budget(machine, machine.available_bytes),
             engines=self._pool.status(),
             requests=self._runner.counts,
+            power=self._awake.view,
             fleet=self._fleet.view() if self._fleet is not None else DisabledFleet().view(),
         )
 
@@ -271,6 +280,8 @@ class Daemon:
                     group.create_task(keep_running("watchdog", self._notifier.watchdog), name="watchdog"),
                     group.create_task(keep_running("prune", self._prune_daily), name="prune"),
                 ]
+                awake = keep_running("keep awake", self._awake.run)
+                background.append(group.create_task(awake, name="keep awake"))
                 self._card = self._card_maker(self._node)
                 if self._fleet is not None:
                     background.append(group.create_task(self._fleet.run(), name="fleet"))

@@ -92,7 +92,7 @@ def run(home: Path | None, config_file: Path | None, **flags: Any) -> None:
     lean_imports.load()
     from fleetd import app, observe
 
-    observe.configure(settings.log.level, settings.log.format)
+    observe.configure(settings.log.level, settings.log.format, file=place.log)
     app.run(settings, place)
 
 

@@ -407,6 +407,16 @@ CARD_TTL_S = 60.0
 # A machine, a code or an address in a control request; the longest is a host name and a port.
 CONTROL_TEXT_CHARS = 300
 
+# ---- Log -------------------------------------------------------------------------------------------------
+# Where a file is the log, so much of it is kept twice: months of a quiet daemon.
+LOG_FILE_BYTES = 8 * MIB
+
+# ---- Power -----------------------------------------------------------------------------------------------
+# A command that keeps the machine awake ends at once when it is told to.
+POWER_COMMAND_S = 2.0
+# Where the system refuses to be kept awake, it is asked again so often.
+POWER_AGAIN_S = 300.0
+
 # ---- Fleet: sealed streams ------------------------------------------------------------------------------
 # Fits the second-level cache of a core together with its ciphertext: measured a third faster than 1 or 4 MiB
 # on x86, and still few enough tags and calls to cost nothing.

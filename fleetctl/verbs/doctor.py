@@ -96,6 +96,7 @@ def _checks(address: Address, client: Client, status: DaemonStatus | None) -> It
     yield "MLX", checks_machine.mlx
     if status is not None:
         known = status
+        yield "power", lambda: checks_daemon.power(known)
         yield "engines", lambda: checks_daemon.engines(known)
         yield "the fleet", lambda: checks_fleet.check(client)
         yield "the default model", lambda: checks_daemon.default_model(client, known)

@@ -56,6 +56,11 @@ class HomeFolder:
         return self.root / "fleetd.db"
 
     @property
+    def log(self) -> Path:
+        """Where launchd puts the daemon's output; other systems keep it elsewhere."""
+        return self.root / "fleetd.log"
+
+    @property
     def lock(self) -> Path:
         return self.root / "fleetd.lock"
 
