@@ -33,7 +33,7 @@ from fleetd.api.services import Services
 from fleetd.config import DEFAULT_PORT, Config
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading, HttpAddress, MemoryBudget
 from fleetd.control.fleet_view import PeerView
-from fleetd.descriptors import connection_caps, open_limit, raise_limit
+from fleetd.descriptors import UNSCALED, connection_caps, open_limit, raise_limit
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import ConfigError, Draining, PortInUse
@@ -93,6 +93,9 @@ def run(config: Config, home: HomeFolder) -> None:
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     raise_limit()
+    if (caps := connection_caps(open_limit())) != UNSCALED:
+        # In the log of a service nobody sees what a shell was limited to.
+        log.warning("descriptors.few", open_files=open_limit(), connections=caps.http, raise_with="ulimit -n")
     paths.prepare(home)
     with paths.HomeLock(home):
         paths.clear_stale_socket(home.socket)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from fleetctl.doctor.findings import Finding, fail, ok, warn
 from fleetctl.exits import ClientError
+from fleetctl.home import model_folders
+from fleetctl.installation import started_by, troubles
 from fleetctl.managers import Scope, State, manager_for
 from fleetctl.render.text import one_line
 
@@ -87,8 +91,16 @@ def _cpu(*, fast: bool) -> Finding:
     return ok("cpu math", "MKL does not exist for this machine")
 
 
-def services(*, running: bool) -> list[Finding]:
-    """Check that each installed service runs."""
+def installation(program: Path, home: Path, *, installed: bool = True) -> list[Finding]:
+    """Check that a service can reach its program and models, and that they stay where they are."""
+    found = troubles(program, model_folders(home, os.environ), sys.platform, Path.home())
+    return [
+        (fail if each.stops and installed else warn)("service files", each.what, each.fix) for each in found
+    ]
+
+
+def services(home: Path, *, running: bool) -> list[Finding]:
+    """Check that each installed service runs, and will do so after the next update of Python."""
     findings = []
     scopes: tuple[Scope, ...] = ("system", "user")
     for scope in scopes:
@@ -98,7 +110,13 @@ def services(*, running: bool) -> list[Finding]:
             return [ok("service", error.message)]
         if state.installed:
             findings.append(service(state, running=running))
-    return findings or [ok("service", "not installed; `fleetctl service install` starts fleetd by itself")]
+            program = started_by(Path(state.file))
+            findings += [] if program is None else installation(program, home)
+    if findings:
+        return findings
+    absent = ok("service", "not installed; `fleetctl service install` starts fleetd by itself")
+    ours = Path(sys.executable).with_name("fleetd")
+    return [absent, *(installation(ours, home, installed=False) if ours.exists() else [])]
 
 
 def service(state: State, *, running: bool) -> Finding:

@@ -87,7 +87,7 @@ def _checks(address: Address, client: Client, status: DaemonStatus | None) -> It
         yield "port", lambda: checks_local.port_free(checks_local.listen_address(home, os.environ))
     elif http := status.http:
         yield "port", lambda: checks_local.port_answers((http.host, http.port))
-    yield "service", lambda: checks_machine.services(running=running)
+    yield "service", lambda: checks_machine.services(home, running=running)
     yield "disk", lambda: checks_local.disk(home)
     machine = status.machine if status is not None else HardwareReading()
     yield "memory", lambda: checks_local.memory(machine.available_bytes or None, machine.memory_bytes)

@@ -80,6 +80,13 @@ class Mesh:
             peer.paths.add(address, source, now)
         self._dial(now)
 
+    def interfaces_changed(self) -> None:
+        """This machine has other interfaces: a known address may be reached by another path than before."""
+        for path in (path for peer in self.peers.values() for path in peer.paths):
+            path.kind = self._kind_of(path.address[0])
+        for static in self.static.values():
+            static.path.kind = self._kind_of(static.path.address[0])
+
     def dial_failed(self, dial: Dial, error: FleetError, now: float) -> None:
         self.dial_cancelled(dial)
         address = dial.address
