@@ -15,6 +15,7 @@ from fleetctl.home import model_folders
 from fleetctl.installation import started_by, troubles
 from fleetctl.managers import Scope, State, manager_for
 from fleetctl.render.text import one_line
+from fleetd import supported
 
 # A cold import of MLX from a slow disk takes 20 s; a wedged GPU driver never answers.
 MLX_S = 60.0
@@ -33,6 +34,9 @@ print(json.dumps({"blas": blas, "device": device, "version": mx.__version__, "ri
 
 def mlx(program: list[str] | None = None, timeout_s: float = MLX_S) -> list[Finding]:
     """Check that the accelerator computes right, and that a Linux CPU has a fast BLAS."""
+    what, fix = supported.here()
+    if what:
+        return [fail("mlx", what, fix)]
     try:
         done = subprocess.run(
             program or [sys.executable, "-c", _MLX_PROBE],
