@@ -52,6 +52,7 @@ from fleetd.models.verify import verify
 from fleetd.notify import Notifier
 from fleetd.observe import get_logger
 from fleetd.own_card import CardMaker
+from fleetd.p2p import wake_on_lan
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
 from fleetd.periodic import keep_running
@@ -142,7 +143,11 @@ class Daemon:
         self._node = (
             Node(_node_settings(config, home, self._caps.peers_unknown)) if config.fleet.enabled else None
         )
-        self._fleet = Fleet(self._node, local_only=config.fleet.local_only) if self._node else None
+        self._fleet = (
+            Fleet(self._node, local_only=config.fleet.local_only, wakes=config.power.wake)
+            if self._node
+            else None
+        )
         copies = ModelCopies(self._node, self._models, self._own_card) if self._node else None
         self._speeds = ModelSpeeds()
         self._profiles = ProfileStore.in_home(home.cache)
@@ -166,7 +171,8 @@ class Daemon:
         )
         self._sharing = self._sharer(self._fleet) if self._fleet else None
         request = self._fleet.request if self._fleet else DisabledFleet().request
-        placer = Placer(self._members, request, lambda model: self._pool.facts(model))
+        wake = self._fleet.waker.wake if self._fleet else None
+        placer = Placer(self._members, request, lambda model: self._pool.facts(model), wake)
         self._compressing = self._compressor()
         self._smart = SmartPrefill(
             self._compressing,
@@ -334,6 +340,7 @@ class Daemon:
             speeds=self._speeds,
             profiles=self._profiles,
             budget=self._memory_budget,
+            wake=wake_on_lan.own_addresses() if node is not None and self._config.power.wake else (),
         )
 
     def _memory_budget(self, machine: HardwareReading, available_bytes: int) -> MemoryBudget:

@@ -252,6 +252,13 @@ class PowerSettings(msgspec.Struct, frozen=True):
         float,
         Meta(ge=0, le=1, description="On battery below this share it may sleep all the same; 1 is always."),
     ] = 0.3
+    wake: Annotated[
+        bool,
+        Meta(
+            description="Wakes a paired machine that sleeps (Wake on LAN) where its answer still comes "
+            "first, and lets others wake this one."
+        ),
+    ] = True
 
 
 class UsageSettings(msgspec.Struct, frozen=True):

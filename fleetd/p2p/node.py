@@ -267,6 +267,11 @@ class Node:
         self._perform()
         await self.keeper.save()
 
+    def call_again(self, node_id: str) -> None:
+        """Dial a member that may be waking up."""
+        self.mesh.call_again(node_id, asyncio.get_running_loop().time())
+        self._perform()
+
     def reached(self, node_id: str, address: Address) -> None:
         """Add an address at which a member was just reached."""
         self.mesh.address_seen(node_id, [address], "remembered", asyncio.get_running_loop().time())
