@@ -414,6 +414,8 @@ LOG_FILE_BYTES = 8 * MIB
 # ---- Power -----------------------------------------------------------------------------------------------
 # A command that keeps the machine awake ends at once when it is told to.
 POWER_COMMAND_S = 2.0
+# What it says where it is refused.
+POWER_WORDS_BYTES = 512
 # Where the system refuses to be kept awake, it is asked again so often.
 POWER_AGAIN_S = 300.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from fleetctl.doctor.findings import Finding, fail, ok, warn
 from fleetctl.exits import ClientError
 from fleetctl.home import model_folders
 from fleetctl.installation import started_by, troubles
-from fleetctl.managers import Scope, State, manager_for
+from fleetctl.managers import Scope, State, manager_for, run_command
 from fleetctl.render.text import one_line
 from fleetd import supported
 
@@ -101,6 +102,19 @@ def installation(program: Path, home: Path, *, installed: bool = True) -> list[F
     return [
         (fail if each.stops and installed else warn)("service files", each.what, each.fix) for each in found
     ]
+
+
+def wakes(platform: str = sys.platform) -> list[Finding]:
+    """Warn of a Mac that sleeps, and that paired machines cannot wake."""
+    if platform != "darwin":
+        return []
+    shown = run_command(["pmset", "-g"])
+    settings = dict(re.findall(r"^\s*(sleep|womp)\s+(\d+)", shown.output, re.MULTILINE))
+    if shown.code != 0 or settings.get("womp") != "0" or settings.get("sleep", "0") == "0":
+        return []
+    what = f"This Mac sleeps after {settings['sleep']} minutes, and paired machines cannot wake it."
+    fix = "Switch on Wake for network access in System Settings, or run `sudo pmset -a womp 1`."
+    return [warn("sleep", what, fix)]
 
 
 def services(home: Path, *, running: bool) -> list[Finding]:

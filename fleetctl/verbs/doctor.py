@@ -88,6 +88,7 @@ def _checks(address: Address, client: Client, status: DaemonStatus | None) -> It
     elif http := status.http:
         yield "port", lambda: checks_local.port_answers((http.host, http.port))
     yield "service", lambda: checks_machine.services(home, running=running)
+    yield "sleep", checks_machine.wakes
     yield "disk", lambda: checks_local.disk(home)
     machine = status.machine if status is not None else HardwareReading()
     yield "memory", lambda: checks_local.memory(machine.available_bytes or None, machine.memory_bytes)

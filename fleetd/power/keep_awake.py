@@ -12,10 +12,12 @@ import asyncio
 import contextlib
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import time
-from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Callable, Sequence
+from typing import IO
 
 import psutil
 
@@ -30,11 +32,12 @@ log = get_logger("fleetd.power")
 _LOOK_S = 1.0
 
 
-def commands(platform: str, pid: int) -> list[list[str]]:
+def commands(platform: str, pid: int, *, portable: bool) -> list[list[str]]:
     """The commands that hold an assertion for the process ``pid``, the best first; none if none is known."""
     if platform == "darwin":
-        # -s as well would keep a closed laptop running on its charger.
-        return [["caffeinate", "-i", "-w", str(pid)]]
+        # A Mac that was woken over the network sleeps again soon, and -s holds that off too. A laptop would
+        # go on with its lid closed while it is charged.
+        return [["caffeinate", "-i", *([] if portable else ["-s"]), "-w", str(pid)]]
     if platform.startswith("linux"):
         said = ["--who=fleetd", "--why=It computes for a person or a paired machine.", "--mode=block", "cat"]
         # GNOME's timer respects locks on sleep alone, which a service without a session may not take. Locks
@@ -43,11 +46,20 @@ def commands(platform: str, pid: int) -> list[list[str]]:
     return []
 
 
+def own_commands() -> list[list[str]]:
+    """Those of this process; a machine whose battery cannot be read may be a laptop."""
+    try:
+        portable = psutil.sensors_battery() is not None
+    except Exception:  # whatever a platform's probe raises, the machine computes
+        portable = True
+    return commands(sys.platform, os.getpid(), portable=portable)
+
+
 def battery_share() -> float | None:
     """The charge of the battery that the machine runs on, from 0 to 1; None on mains and where unknown."""
     try:
         found = psutil.sensors_battery()
-    except Exception:  # whatever a platform's probe raises, the machine computes
+    except Exception:
         return None
     return None if found is None or found.power_plugged is not False else found.percent / 100
 
@@ -73,18 +85,20 @@ class KeepAwake:
         self._working = working
         self._enabled = enabled
         self._least_battery = least_battery
-        self._candidates = commands(sys.platform, os.getpid()) if candidates is None else candidates
+        self._candidates = own_commands() if candidates is None else candidates
         self._battery = battery
         self._clock = clock or SleepClock()
         self._monotonic = monotonic
-        self._process: Process | None = None
+        # Not of the event loop: the daemon only looks at it, and it may outlast the loop by a moment.
+        self._process: subprocess.Popen[bytes] | None = None
+        self._said: IO[bytes] | None = None
         self._next = 0
         self._again_s = float("-inf")
         self._refused = ""
 
     @property
     def view(self) -> PowerView:
-        return PowerView(self._process is not None and self._process.returncode is None, self._refused)
+        return PowerView(self._process is not None and self._process.poll() is None, self._refused)
 
     async def run(self) -> None:
         """Look every second until cancelled."""
@@ -109,39 +123,45 @@ class KeepAwake:
             self._refuse(f"the battery is at {share:.0%}, less than power.least_battery")
             return
         if self._process is None and self._monotonic() >= self._again_s:
-            await self._take()
-        elif self._process is not None and self._process.returncode is not None:
-            await self._try_next(self._process)
+            self._take()
+        elif self._process is not None and self._process.poll() is not None:
+            await self._try_next(self._process.returncode)
 
-    async def _take(self) -> None:
+    def _take(self) -> None:
         if self._next >= len(self._candidates):
             self._give_up("this system has no command for it")
             return
         command = self._candidates[self._next]
+        # A file: what systemd-inhibit runs may hold a pipe open after it has ended itself.
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         try:
-            self._process = await asyncio.create_subprocess_exec(
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=self._said,
                 # A group of its own: a Ctrl-C in the daemon's terminal must not end it before the answers
                 # that are drained.
-                *command,
-                stdin=PIPE,
-                stdout=DEVNULL,
-                stderr=PIPE,
                 start_new_session=True,
             )
         except OSError as error:
+            self._said.close()
             self._give_up(f"{command[0]}: {(error.strerror or str(error)).lower()}")
         else:
             self._refused = ""
 
-    async def _try_next(self, ended: Process) -> None:
+    async def _try_next(self, code: int) -> None:
         """It has ended by itself: it was refused, or somebody ended it."""
-        said = await ended.stderr.read() if ended.stderr is not None else b""
+        said = b""
+        if self._said is not None:
+            self._said.seek(0)
+            said = self._said.read(limits.POWER_WORDS_BYTES)
         await self._release()
         self._next += 1
         if self._next < len(self._candidates):
-            await self._take()
+            self._take()
         else:
-            words = printable(said.decode(errors="replace").strip()) or f"it ended with {ended.returncode}"
+            words = printable(said.decode(errors="replace").strip()) or f"it ended with {code}"
             self._give_up(f"{self._candidates[-1][0]}: {words}")
 
     def _give_up(self, reason: str) -> None:
@@ -157,15 +177,14 @@ class KeepAwake:
         process, self._process = self._process, None
         if process is None:
             return
+        if self._said is not None:
+            self._said.close()
         if process.stdin is not None:
             process.stdin.close()
         # The group: systemd-inhibit does not end what it runs.
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, number)
-            if process.returncode is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(process.wait, limits.POWER_COMMAND_S)
                 return
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(limits.POWER_COMMAND_S):
-                    await process.wait()
-                    return

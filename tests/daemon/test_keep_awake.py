@@ -19,9 +19,11 @@ from fleetd.power.keep_awake import KeepAwake, battery_share, commands
 from fleetd.power.slept import SleepClock, asleep_s
 
 # What `man caffeinate` promises of -w: it ends when the process with this id does.
-CAFFEINATE = (
-    'echo "$@" >> "$0.log"; [ "$1 $2" = "-i -w" ] || exit 64; while kill -0 "$3"; do sleep 0.05; done\n'
-)
+CAFFEINATE = """
+echo "$@" >> "$0.log"
+[ "$1 $2 $3" = "-i -s -w" ] || exit 64
+while kill -0 "$4"; do sleep 0.05; done
+"""
 # systemd-inhibit runs a command while it holds the lock. Without a session, a lock on sleep is refused in
 # these words (systemd/systemd#18619), and a lock on idleness is not (hgaiser/moonshine#81).
 INHIBIT = """
@@ -53,7 +55,7 @@ class Machine:
         self.now_s = 0.0
         self.awake = KeepAwake(
             lambda: self.working,
-            candidates=commands(platform, os.getpid() if pid is None else pid),
+            candidates=commands(platform, os.getpid() if pid is None else pid, portable=False),
             battery=lambda: self.share,
             monotonic=lambda: self.now_s,
             **settings,  # type: ignore[arg-type]
@@ -84,14 +86,14 @@ async def gone(processes: list[psutil.Process]) -> None:
 async def test_a_mac_is_kept_awake_while_it_works_and_no_longer(fake: Callable[[str, str], Path]) -> None:
     asked, mac = fake("caffeinate", CAFFEINATE), Machine()
     assert not await mac.look(working=False)
-    assert await mac.look(working=True)
+    assert await mac.look(working=True), mac.awake.view
     child = mac.child
     await becomes(lambda: asked.exists() and asked.read_text() != "")
     assert await mac.look(working=True)
     assert mac.child == child
     assert not await mac.look(working=False)
     assert not child.is_running()
-    assert asked.read_text() == f"-i -w {os.getpid()}\n"
+    assert asked.read_text() == f"-i -s -w {os.getpid()}\n"
 
 
 @pytest.mark.one_loop
@@ -109,6 +111,7 @@ async def test_it_does_not_outlive_a_daemon_that_is_killed(fake: Callable[[str, 
     await mac.look(working=False)
 
 
+@pytest.mark.one_loop
 async def test_linux_takes_the_lock_that_it_is_given(fake: Callable[[str, str], Path]) -> None:
     asked, machine = fake("systemd-inhibit", INHIBIT), Machine("linux")
 
@@ -134,7 +137,8 @@ import asyncio, os, sys
 from fleetd.power.keep_awake import KeepAwake, commands
 
 async def main():
-    awake = KeepAwake(lambda: True, candidates=commands("linux", os.getpid())[1:], battery=lambda: None)
+    _, idle = commands("linux", os.getpid(), portable=False)
+    awake = KeepAwake(lambda: True, candidates=[idle], battery=lambda: None)
     await awake.look()
     print("held", flush=True)
     await asyncio.Event().wait()
@@ -203,6 +207,12 @@ async def test_without_the_program_the_machine_computes_all_the_same(
     assert word in machine.awake.view.refused
 
 
+def test_a_laptop_sleeps_when_its_lid_is_closed() -> None:
+    assert commands("darwin", 7, portable=True) == [["caffeinate", "-i", "-w", "7"]]
+    # As in jundot/omlx#1081, where a Mac without a lid is woken for its work.
+    assert commands("darwin", 7, portable=False) == [["caffeinate", "-i", "-s", "-w", "7"]]
+
+
 async def test_it_may_be_switched_off(fake: Callable[[str, str], Path]) -> None:
     fake("caffeinate", CAFFEINATE)
     assert not await Machine(enabled=False).look(working=True)
@@ -229,6 +239,9 @@ def test_a_battery_that_cannot_be_read_is_no_reason_to_sleep(monkeypatch: pytest
 
     monkeypatch.setattr(psutil, "sensors_battery", broken, raising=False)
     assert battery_share() is None
+    monkeypatch.setattr(sys, "platform", "darwin")
+    (command,) = keep_awake.own_commands()
+    assert "-s" not in command
 
 
 # ---- sleep -----------------------------------------------------------------------------------------------
