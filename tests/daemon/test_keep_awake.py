@@ -63,8 +63,8 @@ class Machine:
 
     @property
     def child(self) -> psutil.Process:
-        (found,) = psutil.Process().children()
-        return found
+        assert self.awake._process is not None
+        return psutil.Process(self.awake._process.pid)
 
     async def look(self, *, working: bool) -> bool:
         self.working = working
@@ -104,7 +104,7 @@ async def test_it_does_not_outlive_a_daemon_that_is_killed(fake: Callable[[str, 
     )
     mac = Machine(pid=daemon.pid)
     assert await mac.look(working=True)
-    (child,) = [found for found in psutil.Process().children() if found.pid != daemon.pid]
+    child = mac.child
     daemon.kill()
     await daemon.wait()
     await gone([child])
