@@ -117,6 +117,19 @@ def wakes(platform: str = sys.platform) -> list[Finding]:
     return [warn("sleep", what, fix)]
 
 
+def gpu_files(root: Path = Path("/")) -> list[Finding]:
+    """Check that a loaded NVIDIA driver has created its last file, without which CUDA finds no GPU."""
+    if not (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidia-uvm").exists():
+        return []
+    return [
+        warn(
+            "GPU driver",
+            "The NVIDIA driver is loaded, but /dev/nvidia-uvm is missing, and CUDA finds no GPU without it.",
+            "sudo nvidia-modprobe -c 0 -u; the daemon sees it within a second.",
+        )
+    ]
+
+
 def services(home: Path, *, running: bool) -> list[Finding]:
     """Check that each installed service runs, and will do so after the next update of Python."""
     findings = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import psutil
 
@@ -21,12 +22,21 @@ _PORT = 9
 _ADDRESS = re.compile(r"[0-9a-f]{2}(:[0-9a-f]{2}){5}")
 
 
+def _listed() -> dict[str, list[Any]]:
+    """psutil's addresses by interface; none where it cannot read them."""
+    try:
+        return psutil.net_if_addrs()
+    except Exception as error:  # psutil meets kernels that it does not know
+        log.debug("wake.no_addresses", error=str(error))
+        return {}
+
+
 def own_addresses() -> list[str]:
     """Hardware addresses of the interfaces that lead to other machines; blocks for a millisecond."""
     shared = {found.name for found in interfaces.read() if found.is_shared}
     found = [
         entry.address.lower().replace("-", ":")
-        for name, entries in psutil.net_if_addrs().items()
+        for name, entries in _listed().items()
         for entry in entries
         if name in shared and entry.family == psutil.AF_LINK
     ]
@@ -45,7 +55,7 @@ def packet(address: str) -> bytes:
 
 def targets() -> list[tuple[str, int]]:
     """The broadcast addresses of all local networks: the general one leaves by one interface alone."""
-    networks = [entry.broadcast for entries in psutil.net_if_addrs().values() for entry in entries]
+    networks = [entry.broadcast for entries in _listed().values() for entry in entries]
     found = [host for host in networks if host is not None and re.fullmatch(r"[0-9.]+", host)]
     return [(host, _PORT) for host in dict.fromkeys([*found, "255.255.255.255"])]
 

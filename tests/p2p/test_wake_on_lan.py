@@ -54,3 +54,12 @@ def test_addresses_and_targets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interfaces, "read", lambda: listed)
     assert wake_on_lan.own_addresses() == [MAC]
     assert wake_on_lan.targets() == [("10.0.0.255", 9), ("255.255.255.255", 9)]
+
+
+def test_a_kernel_that_psutil_does_not_know_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise RuntimeError("sysctl failed")
+
+    monkeypatch.setattr(psutil, "net_if_addrs", broken)
+    assert wake_on_lan.own_addresses() == []
+    assert wake_on_lan.targets() == [("255.255.255.255", 9)]

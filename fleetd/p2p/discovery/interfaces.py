@@ -16,12 +16,16 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
 
 from fleetd import limits
+from fleetd.observe import get_logger
 from fleetd.p2p.links import Kind, guess_kind
+
+log = get_logger("fleetd.discovery")
 
 _VIRTUAL = re.compile(
     r"(docker|br-|veth|virbr|vmnet|vboxnet|vnet|vmenet|lxc|lxd|incus|cni|flannel|cali|podman|kube|nerdctl"
@@ -52,10 +56,14 @@ class Interface:
 
 def read() -> list[Interface]:
     """Read the interfaces; blocks for about a millisecond, on macOS for 0.1 s where one came or went."""
-    stats, addresses_of = psutil.net_if_stats(), psutil.net_if_addrs()
-    ports = _hardware_ports(frozenset(addresses_of))
+    try:
+        stats, listed = psutil.net_if_stats(), psutil.net_if_addrs()
+    except Exception as error:  # psutil meets kernels that it does not know
+        _say_unread(f"{type(error).__name__}: {error}")
+        return []
+    ports = _hardware_ports(frozenset(listed))
     found = []
-    for name, entries in addresses_of.items():
+    for name, entries in listed.items():
         inet = [entry for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
         stat = stats.get(name)
         flags = stat.flags.split(",") if stat is not None else []
@@ -123,6 +131,12 @@ def kind_of(host: str, interfaces: Sequence[Interface]) -> Kind:
 def parse_hardware_ports(text: str) -> dict[str, str]:
     """Device to port name, from ``networksetup -listallhardwareports``."""
     return {device: port for port, device in _HARDWARE_PORT.findall(text)}
+
+
+@cache
+def _say_unread(error: str) -> None:
+    """Once for each error: interfaces are read again and again."""
+    log.warning("interfaces.unread", error=error, note="fleetd looks for no machines until they can be read")
 
 
 @functools.lru_cache(maxsize=1)
