@@ -6,8 +6,9 @@
 # PYTHON=...   another interpreter, 3.11 or later
 # EXTRA=...    mac, cuda or cpu, where the choice below is wrong
 
+# Written for make 3.81 as well, which is what Apple ships: it gives a recipe no options of the shell, so a line
+# with a pipe sets pipefail itself.
 SHELL := /bin/bash
-.SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -26,7 +27,7 @@ RUN := .venv/.run-$(EXTRA)
 DEV := .venv/.dev-$(EXTRA)
 
 # pip names every requirement three times; the large downloads are what one waits for.
-PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check --progress-bar off
+PIP := set -o pipefail; $(BIN)/python -m pip install --no-input --disable-pip-version-check --progress-bar off
 BRIEF := awk '/(Downloading|Using cached) .*\([0-9.]+ (MB|GB)\)/ { print "  " $$2 " " $$3 " " $$4; fflush() } \
 	/^Installing collected/ { print "  installing"; fflush() }'
 
@@ -36,6 +37,7 @@ help:
 
 .venv/bin/python:
 	@[ -n "$(PYTHON)" ] || { echo "fleetd needs Python 3.11 or later: install it, or say make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) fleetd/supported.py
 	@echo "creating .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
 		echo "this Python cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }

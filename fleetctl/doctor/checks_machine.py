@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,8 +12,11 @@ from pathlib import Path
 
 from fleetctl.doctor.findings import Finding, fail, ok, warn
 from fleetctl.exits import ClientError
-from fleetctl.managers import Scope, State, manager_for
+from fleetctl.home import model_folders
+from fleetctl.installation import started_by, troubles
+from fleetctl.managers import Scope, State, manager_for, run_command
 from fleetctl.render.text import one_line
+from fleetd import supported
 
 # A cold import of MLX from a slow disk takes 20 s; a wedged GPU driver never answers.
 MLX_S = 60.0
@@ -30,6 +35,9 @@ print(json.dumps({"blas": blas, "device": device, "version": mx.__version__, "ri
 
 def mlx(program: list[str] | None = None, timeout_s: float = MLX_S) -> list[Finding]:
     """Check that the accelerator computes right, and that a Linux CPU has a fast BLAS."""
+    what, fix = supported.here()
+    if what:
+        return [fail("mlx", what, fix)]
     try:
         done = subprocess.run(
             program or [sys.executable, "-c", _MLX_PROBE],
@@ -88,6 +96,27 @@ def _cpu(*, fast: bool) -> Finding:
     return ok("cpu math", "MKL does not exist for this machine")
 
 
+def installation(program: Path, home: Path, *, installed: bool = True) -> list[Finding]:
+    """Check that a service can reach its program and models, and that they stay where they are."""
+    found = troubles(program, model_folders(home, os.environ), sys.platform, Path.home())
+    return [
+        (fail if each.stops and installed else warn)("service files", each.what, each.fix) for each in found
+    ]
+
+
+def wakes(platform: str = sys.platform) -> list[Finding]:
+    """Warn of a Mac that sleeps, and that paired machines cannot wake."""
+    if platform != "darwin":
+        return []
+    shown = run_command(["pmset", "-g"])
+    settings = dict(re.findall(r"^\s*(sleep|womp)\s+(\d+)", shown.output, re.MULTILINE))
+    if shown.code != 0 or settings.get("womp") != "0" or settings.get("sleep", "0") == "0":
+        return []
+    what = f"This Mac sleeps after {settings['sleep']} minutes, and paired machines cannot wake it."
+    fix = "Switch on Wake for network access in System Settings, or run `sudo pmset -a womp 1`."
+    return [warn("sleep", what, fix)]
+
+
 def gpu_files(root: Path = Path("/")) -> list[Finding]:
     """Check that a loaded NVIDIA driver has created its last file, without which CUDA finds no GPU."""
     if not (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidia-uvm").exists():
@@ -101,8 +130,8 @@ def gpu_files(root: Path = Path("/")) -> list[Finding]:
     ]
 
 
-def services(*, running: bool) -> list[Finding]:
-    """Check that each installed service runs."""
+def services(home: Path, *, running: bool) -> list[Finding]:
+    """Check that each installed service runs, and will do so after the next update of Python."""
     findings = []
     scopes: tuple[Scope, ...] = ("system", "user")
     for scope in scopes:
@@ -112,7 +141,13 @@ def services(*, running: bool) -> list[Finding]:
             return [ok("service", error.message)]
         if state.installed:
             findings.append(service(state, running=running))
-    return findings or [ok("service", "not installed; `fleetctl service install` starts fleetd by itself")]
+            program = started_by(Path(state.file))
+            findings += [] if program is None else installation(program, home)
+    if findings:
+        return findings
+    absent = ok("service", "not installed; `fleetctl service install` starts fleetd by itself")
+    ours = Path(sys.executable).with_name("fleetd")
+    return [absent, *(installation(ours, home, installed=False) if ours.exists() else [])]
 
 
 def service(state: State, *, running: bool) -> Finding:

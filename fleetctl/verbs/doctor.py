@@ -87,7 +87,8 @@ def _checks(address: Address, client: Client, status: DaemonStatus | None) -> It
         yield "port", lambda: checks_local.port_free(checks_local.listen_address(home, os.environ))
     elif http := status.http:
         yield "port", lambda: checks_local.port_answers((http.host, http.port))
-    yield "service", lambda: checks_machine.services(running=running)
+    yield "service", lambda: checks_machine.services(home, running=running)
+    yield "sleep", checks_machine.wakes
     yield "disk", lambda: checks_local.disk(home)
     machine = status.machine if status is not None else HardwareReading()
     yield (
@@ -102,6 +103,7 @@ def _checks(address: Address, client: Client, status: DaemonStatus | None) -> It
     yield "MLX", checks_machine.mlx
     if status is not None:
         known = status
+        yield "power", lambda: checks_daemon.power(known)
         yield "engines", lambda: checks_daemon.engines(known)
         yield "the fleet", lambda: checks_fleet.check(client)
         yield "the default model", lambda: checks_daemon.default_model(client, known)

@@ -251,8 +251,21 @@ class Runner:
                 busy=busy,
                 unaided=self._members.unaided(),
             )
-            return request.remote.events()
+            events = request.remote.events()
+            return self._woken(request, events) if placement.asleep else events
         return self._fetched(request) if folder is None else self._pool.stream(folder, request.generate)
+
+    async def _woken(
+        self, request: Request, events: AsyncGenerator[Planned | Loading | Event, None]
+    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        """The events of a machine that is woken first."""
+        placement = request.placement
+        if self._placing is not None and self._placing.wake is not None:
+            yield Loading(f"waking {placement.planned.nodes[0]}")
+            await self._placing.wake(placement.node_id)
+        async with aclosing(events):
+            async for event in events:
+                yield event
 
     async def _fetched(self, request: Request) -> AsyncGenerator[Loading | Event, None]:
         """Events of a model that is downloaded first."""
