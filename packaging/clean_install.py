@@ -1,8 +1,8 @@
-"""``python packaging/clean_install.py WHEEL [--by pip|uv|pipx]``: what somebody who installs fleetd sees, timed.
+"""``python packaging/clean_install.py WHEEL [--by pip|uv|pipx]``: what a user who installs fleetd sees, timed.
 
-Installs the wheel into a new folder with an empty home and no caches, asks `fleetd --version` and
-`fleetctl doctor`, prints both service files, starts a daemon, fetches the default model and asks it a question.
-Nothing of the checkout takes part but the wheel; only what names the package index is kept of the environment.
+Installs the wheel into a new folder with an empty home and no caches, asks `fleetd --version`, prints the
+service's file, starts a daemon, fetches the default model, asks it a question, and then `fleetctl doctor`.
+Nothing of the checkout takes part but the wheel; of the environment only what names the package index is kept.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ class Machine:
             env=self.environ,
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            capture_output=True,
             encoding="utf-8",
             timeout=LIMIT_S,
             check=False,
