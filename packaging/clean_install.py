@@ -1,8 +1,8 @@
-"""``python packaging/clean_install.py WHEEL [--by pip|uv|pipx]``: what a user who installs fleetd sees, timed.
+"""``python packaging/clean_install.py WHEEL [--by pip|uv|pipx]``: what a user of fleetd sees, timed.
 
 Installs the wheel into a new folder with an empty home and no caches, asks `fleetd --version`, prints the
 service's file, starts a daemon, fetches the default model, asks it a question, and then `fleetctl doctor`.
-Nothing of the checkout takes part but the wheel; of the environment only what names the package index is kept.
+Nothing of the checkout takes part but the wheel; the environment keeps only what names the package index.
 """
 
 from __future__ import annotations

@@ -114,14 +114,14 @@ class LinkProof(msgspec.Struct, frozen=True):
 
 class TogetherProof(msgspec.Struct, frozen=True):
     """One made-up prompt of ``tokens``, answered as the daemon plans and by this machine alone.
-    ``plan``: its kind; ``same``: both answers have the same text."""
+    ``plan``: its kind; ``same``: both answers have the same text, None if they could not be compared."""
 
     tokens: int
     plan: str
     exactness: str
     together_s: float
     alone_s: float
-    same: bool
+    same: bool | None = None
 
 
 class HardwareProof(msgspec.Struct, frozen=True):
