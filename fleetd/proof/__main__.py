@@ -34,7 +34,7 @@ from fleetd.proof.local_worker import LocalWorker
 BUDGETS_S = {"widths": 180.0, "chunks": 90.0, "prefill": 90.0, "decode": 90.0, "shared": 60.0}
 
 
-class Proof:
+class ProofLines:
     """Runs steps and writes a line before and after each."""
 
     def __init__(self, out: Any) -> None:
@@ -68,10 +68,10 @@ def main() -> int:
     # Libraries print what they like; the lines have the pipe for themselves.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8") as out:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-        return _measure(Proof(out), arguments.home, arguments.model, arguments.share)
+        return _measure(ProofLines(out), arguments.home, arguments.model, arguments.share)
 
 
-def _measure(proof: Proof, home: Path, model: str, share: float) -> int:
+def _measure(proof: ProofLines, home: Path, model: str, share: float) -> int:
     before = CpuReading.now()
     proof.step("sleep assertion", sleep_assertion.measure)
     workers: list[LocalWorker] = []
