@@ -120,6 +120,6 @@ def _daemon_figures(seen: Samples, how: list[str]) -> list[Figure]:
 _HOW = (
     "One accelerator. First `fleetctl doctor --prove` in a process of its own; then two paired daemons on "
     "loopback, each with half of the memory that models may take, and no prefix cache: the same prompt kept "
-    "to one and as the planner decides, by turns, and a prompt whole and by smart prefill. On one card sharing "
-    "divides the same hardware: the figure shows what it costs, not what two machines would gain."
+    "to one and as the planner decides, by turns, and a prompt whole and by smart prefill. On one card "
+    "sharing divides the same hardware: the figure shows what it costs, not what two machines would gain."
 )
