@@ -130,7 +130,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         machine = Machine(Path(folder))
         machine.install(args.by, wheel)
         check(machine, wheel.name.split("-")[1])
-        size = sum(f.lstat().st_size for f in machine.home.rglob("*") if not f.is_symlink())
+        # uv links files of its cache instead of copying them.
+        stats = [file.lstat() for file in machine.home.rglob("*")]
+        size = sum({stat.st_ino: stat.st_size for stat in stats}.values())
     print(f"{args.by}: {sum(machine.took_s.values()):.0f} s from nothing to an answer, {size / 1e6:.0f} MB")
     if args.json:
         args.json.write_text(json.dumps({"by": args.by, "bytes": size, "seconds": machine.took_s}, indent=2))
