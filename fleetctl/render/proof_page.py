@@ -115,6 +115,10 @@ def _widths(found: Sequence[WidthProof]) -> Iterable[_Row]:
     """A row per context: the widths that are exact, and those that are not."""
     for context in dict.fromkeys(width.context for width in found):
         here = [width for width in found if width.context == context]
-        good = [str(width.width) for width in here if width.same]
-        bad = [str(width.width) for width in here if not width.same]
-        yield [count(context), " ".join(good) + (f"; NOT {' '.join(bad)}" if bad else "")]
+        groups = {
+            "": [w for w in here if w.same and w.rows == 1],
+            "with steps two rows wide ": [w for w in here if w.same and w.rows > 1],
+            "NOT ": [w for w in here if not w.same],
+        }
+        told = [name + " ".join(str(w.width) for w in group) for name, group in groups.items() if group]
+        yield [count(context), "; ".join(told)]

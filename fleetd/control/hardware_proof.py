@@ -62,12 +62,14 @@ class MemoryProof(msgspec.Struct, frozen=True):
 
 class WidthProof(msgspec.Struct, frozen=True):
     """Whether a block of ``width`` tokens gives the bytes of single steps behind ``context`` tokens.
-    ``pass_s``: of such a block."""
+    ``rows``: of a single step, more than one if only wider steps have the same bytes; ``pass_s``: of a
+    block."""
 
     context: int
     width: int
     same: bool
     pass_s: float = 0.0
+    rows: int = 1
 
 
 class ChunkProof(msgspec.Struct, frozen=True):

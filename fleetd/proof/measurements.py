@@ -57,7 +57,8 @@ def widths(worker: LocalWorker, within_s: float) -> Iterator[WidthProof]:
             )
             if not found.seconds:
                 return  # no room for this context, or for any
-            yield WidthProof(context, width, found.exact, found.seconds.get(width, 0.0))
+            rows = int(getattr(found, "rows", 1))
+            yield WidthProof(context, width, found.exact, found.seconds.get(width, 0.0), rows)
 
 
 def chunks(worker: LocalWorker, within_s: float) -> Iterator[ChunkProof]:

@@ -37,7 +37,7 @@ def step(name: str, **found: Any) -> list[str]:
 WIDTHS = [
     {"context": 250, "width": 2, "same": True},
     {"context": 250, "width": 3, "same": False},
-    {"context": 1020, "width": 2, "same": True},
+    {"context": 1020, "width": 2, "same": True, "rows": 2},
 ]
 SPEED = {"mode": "greedy", "tokens": 64, "runs": 3, "fleetd_tok_s": 50.0, "mlx_lm_tok_s": 40.0}
 
@@ -140,6 +140,7 @@ def test_the_page_shows_what_differs() -> None:
     shown = page(msgspec.convert(found, HardwareProof))
     for words in (
         "2; NOT 3",
+        "two rows wide 2",
         "1.25",
         "OTHER BYTES",
         "FAILED: OutOfMemory",
