@@ -26,6 +26,7 @@ from fleetd.engine.settings import WorkerSettings
 from fleetd.hardware.other_load import CpuReading
 from fleetd.hardware.probe import HardwareProbe
 from fleetd.home import paths
+from fleetd.models.memory_need import WORKING_BYTES
 from fleetd.models.model_store import ModelStore
 from fleetd.proof import sleep_assertion
 from fleetd.proof.local_worker import LocalWorker
@@ -79,7 +80,9 @@ def _measure(proof: ProofLines, home: Path, model: str, share: float) -> int:
     def load() -> dict[str, Any]:
         begun = time.monotonic()
         workers.append(LocalWorker(_settings(paths.resolve(home), model)))
-        return _loaded(workers[0], time.monotonic() - begun)
+        loaded = _loaded(workers[0], time.monotonic() - begun)
+        # Again at the end; this much is known whatever ends the process.
+        return loaded | _machine(workers[0], before)
 
     if not proof.step("load", load):
         return 1
@@ -105,8 +108,7 @@ def _measure(proof: ProofLines, home: Path, model: str, share: float) -> int:
             return {field: list(measured(worker, within_s))}
 
         proof.step(name, run)
-    proof.step("memory", lambda: {"memory": _memory(worker)})
-    proof.step("machine", lambda: {"machine": _machine(worker, before)})
+    proof.step("machine", lambda: _machine(worker, before))
     return 0
 
 
@@ -153,25 +155,24 @@ def _loaded(worker: LocalWorker, load_s: float) -> dict[str, Any]:
 def _memory(worker: LocalWorker) -> MemoryProof:
     import mlx.core as mx
 
-    from fleetd.engine import loading
-
-    reading = HardwareProbe().read()
-    device: Any = worker.facts.device
+    reading, facts = HardwareProbe().read(), worker.facts
+    # What the load had before it divided it.
+    usable = facts.weights_bytes + WORKING_BYTES + facts.kv_budget_bytes + worker.loaded.prefix_bytes
     return MemoryProof(
         total_bytes=reading.memory_bytes,
         available_bytes=reading.available_bytes,
         device_limit_bytes=int(mx.device_info().get("max_recommended_working_set_size", 0)),
         wired_limit_bytes=reading.wired_limit_bytes,
-        usable_bytes=loading.usable_bytes(device, worker.settings),
+        usable_bytes=usable,
         peak_bytes=int(mx.get_peak_memory()),
     )
 
 
-def _machine(worker: LocalWorker, before: CpuReading | None) -> MachineProof:
+def _machine(worker: LocalWorker, before: CpuReading | None) -> dict[str, Any]:
     from fleetd.engine.shared_prefill.sharable import accelerator_name
 
     reading, after = HardwareProbe().read(), CpuReading.now()
-    return MachineProof(
+    machine = MachineProof(
         platform=reading.platform,
         python=platform.python_version(),
         product=reading.product,
@@ -182,6 +183,7 @@ def _machine(worker: LocalWorker, before: CpuReading | None) -> MachineProof:
         versions=dict(worker.facts.versions),
         others_share=after.others_share(before) if after is not None and before is not None else None,
     )
+    return {"machine": machine, "memory": _memory(worker)}
 
 
 if __name__ == "__main__":

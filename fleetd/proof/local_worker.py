@@ -46,7 +46,6 @@ class LocalWorker:
     """``compute``, ``loaded`` and ``facts`` as a worker process has them."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        self.settings = settings
         self._reports: list[tuple[float, Report]] = []
         # Streams are put in directly; the channel stays open and silent.
         self._daemon, channel = socket.socketpair()

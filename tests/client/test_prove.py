@@ -198,7 +198,7 @@ def test_every_step_is_measured(measured: tuple[HardwareProof, str]) -> None:
     proof, _ = measured
     assert [s.name for s in proof.steps if s.error] == []
     assert [s.name for s in proof.steps][1:] == [
-        "load", "widths", "chunks", "prefill", "decode", "shared", "memory", "machine",
+        "load", "widths", "chunks", "prefill", "decode", "shared", "machine",
     ]  # fmt: skip
     assert [speed.mode for speed in proof.speeds] == [
         "prefill",
