@@ -155,7 +155,7 @@ def _loaded(worker: LocalWorker, load_s: float) -> dict[str, Any]:
 def _memory(worker: LocalWorker) -> MemoryProof:
     import mlx.core as mx
 
-    reading, facts = HardwareProbe().read(), worker.facts
+    reading, facts = HardwareProbe().settle(), worker.facts
     # What the load had before it divided it.
     usable = facts.weights_bytes + WORKING_BYTES + facts.kv_budget_bytes + worker.loaded.prefix_bytes
     return MemoryProof(
@@ -171,7 +171,7 @@ def _memory(worker: LocalWorker) -> MemoryProof:
 def _machine(worker: LocalWorker, before: CpuReading | None) -> dict[str, Any]:
     from fleetd.engine.shared_prefill.sharable import accelerator_name
 
-    reading, after = HardwareProbe().read(), CpuReading.now()
+    reading, after = HardwareProbe().settle(), CpuReading.now()
     machine = MachineProof(
         platform=reading.platform,
         python=platform.python_version(),
