@@ -4,7 +4,7 @@
 # make test-long, make bench, make eval, make clean
 #
 # PYTHON=...   another interpreter, 3.11 or later
-# EXTRA=...    mac, cuda or cpu, where the choice below is wrong
+# EXTRA=cuda   MLX for NVIDIA, or EXTRA= for the processor, where the choice below is wrong
 
 # Written for make 3.81 as well, which is what Apple ships: it gives a recipe no options of the shell, so a line
 # with a pipe sets pipefail itself.
@@ -16,10 +16,8 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
-# Apple silicon has Metal. MLX's CUDA build needs a driver for CUDA 13. Everything else computes on the CPU.
-EXTRA ?= $(shell if [ "$$(uname -sm)" = "Darwin arm64" ]; then echo mac; \
-	elif nvidia-smi 2>/dev/null | grep -qE 'CUDA[^|]*Version: *(1[3-9]|[2-9][0-9])'; then echo cuda; \
-	else echo cpu; fi)
+# MLX's CUDA build needs a driver for CUDA 13. Markers in pyproject.toml choose every other build.
+EXTRA ?= $(shell if nvidia-smi 2>/dev/null | grep -qE 'CUDA[^|]*Version: *(1[3-9]|[2-9][0-9])'; then echo cuda; fi)
 
 BIN := .venv/bin
 # Stamps carry the extra in their names: choosing another one installs it.
@@ -44,13 +42,13 @@ help:
 	@$(PIP) --quiet --upgrade pip
 
 $(RUN): pyproject.toml | .venv/bin/python
-	@echo "installing fleetd for '$(EXTRA)' into .venv (some 400 MB the first time)"
-	@$(PIP) -e '.[$(EXTRA)]' | $(BRIEF)
+	@echo "installing fleetd$(EXTRA:%= for %) into .venv (some 400 MB the first time)"
+	@$(PIP) -e '.$(EXTRA:%=[%])' | $(BRIEF)
 	@touch $@
 
 $(DEV): pyproject.toml | .venv/bin/python
-	@echo "installing fleetd for '$(EXTRA)' and the tools to develop it into .venv (some 600 MB the first time)"
-	@$(PIP) -e '.[$(EXTRA),dev]' | $(BRIEF)
+	@echo "installing fleetd$(EXTRA:%= for %) and the tools to develop it into .venv (some 600 MB the first time)"
+	@$(PIP) -e '.[dev$(EXTRA:%=,%)]' | $(BRIEF)
 	@touch $@ $(RUN)
 
 demo: $(RUN)
@@ -78,7 +76,7 @@ test-long: $(DEV)
 	FLEETD_API_CASES=4000 $(BIN)/python -m pytest -m long --timeout 1800
 
 bench: $(DEV)
-	@$(PIP) -e '.[$(EXTRA),dev,bench]' | $(BRIEF)
+	@$(PIP) -e '.[dev,bench$(EXTRA:%=,%)]' | $(BRIEF)
 	$(BIN)/python -m bench
 
 # What smart prefill costs in quality: hours on two cores; `python -m eval --share 0.2` asks a fifth as much.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -22,14 +23,22 @@ from fleetd import supported
 MLX_S = 60.0
 # MLX is imported in a child because a broken driver may abort or hang the whole process. The engine's own
 # preloading runs first, so that what is checked is what an engine would do.
+#
+# The CUDA build and the CPU's have a file of the same name: where both are installed, the later one has won.
 _MLX_PROBE = """
-import json
+import importlib.metadata, json
 from fleetd.engine.cpu import preload_blas
 blas = preload_blas()
 import mlx.core as mx
 right = mx.sum(mx.ones((64, 64)) @ mx.ones((64, 64))).item() == 64.0 ** 3
 device = mx.default_device().type.name
-print(json.dumps({"blas": blas, "device": device, "version": mx.__version__, "right": right}))
+covered = [
+    f"{build.name}=={build.version}"
+    for build in importlib.metadata.distributions() if build.name.startswith("mlx-cuda")
+    for file in build.files or () if file.name == "libmlx.so" and file.size != file.locate().stat().st_size
+]
+found = {"blas": blas, "device": device, "version": mx.__version__, "right": right, "covered": covered}
+print(json.dumps(found))
 """
 
 
@@ -65,6 +74,9 @@ def mlx(program: list[str] | None = None, timeout_s: float = MLX_S) -> list[Find
     if not found["right"]:
         return [fail("mlx", "MLX computes a wrong product.", "Update the GPU driver, reinstall mlx.")]
     findings = [ok("mlx", f"mlx {found['version']} on the {found['device']}")]
+    if covered := found["covered"]:
+        fix = shlex.join([sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-deps", *covered])
+        return [fail("mlx", "The CPU's build of MLX lies over its CUDA build.", fix)]
     if found["device"] == "cpu":
         findings.append(_cpu(fast=found["blas"]))
     return findings
@@ -76,10 +88,7 @@ def _broken(done: subprocess.CompletedProcess[str]) -> Finding:
     else:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         reason = one_line(lines[-1]) if lines else f"exit code {done.returncode}"
-    extra = "mac" if sys.platform == "darwin" else "cuda or cpu"
-    return fail(
-        "mlx", f"MLX cannot be used: {reason}", f"Install fleetd with the extra for this machine ({extra})."
-    )
+    return fail("mlx", f"MLX cannot be used: {reason}", "Install fleetd again (docs/install.md says how).")
 
 
 def _cpu(*, fast: bool) -> Finding:
@@ -91,7 +100,7 @@ def _cpu(*, fast: bool) -> Finding:
         return warn(
             "cpu math",
             "There is no MKL: prefill is several times slower than it could be.",
-            "Install the extra: pip install 'fleetd[cpu]'.",
+            "Install it where fleetd is: pip install mkl.",
         )
     return ok("cpu math", "MKL does not exist for this machine")
 

@@ -182,7 +182,7 @@ def child(code: str) -> list[str]:
 
 
 def report(**changes: Any) -> list[str]:
-    found = {"blas": True, "device": "gpu", "version": "9.9", "right": True, **changes}
+    found = {"blas": True, "device": "gpu", "version": "9.9", "right": True, "covered": [], **changes}
     return child(f"print({json.dumps(json.dumps(found))})")
 
 
@@ -192,6 +192,7 @@ def report(**changes: Any) -> list[str]:
         (report(), ["ok"], "mlx 9.9 on the gpu"),
         (report(device="cpu"), ["ok", "ok"], "on the cpu"),
         (report(right=False), ["fail"], "wrong product"),
+        (report(device="cpu", covered=["mlx-cuda-13==9.9"]), ["fail"], "over its CUDA build"),
         (child("raise ImportError('no mlx here')"), ["fail"], "ImportError: no mlx here"),
         (child("import os; os.abort()"), ["fail"], "SIGABRT"),
         (child("print('hello')"), ["fail"], "hello"),
