@@ -204,13 +204,15 @@ def _gate(results: Results) -> Iterator[str]:
     if results.tried:
         yield (
             "Evidence that costs a model, and that the gate does without; *area* is how often a question "
-            "gets a higher value than a task for the whole text (0.5 tells nothing):"
+            "gets a higher value than a task for the whole text (0.5 tells nothing). *The gate's* is that "
+            "of its own evidence, *both* of the two together, at the weight that is best for these requests:"
         )
         yield ""
-        yield "| evidence | requests | area | questions declined with 95 % of the tasks |"
-        yield "|---|---|---|---|"
+        yield "| evidence | requests | area | questions declined with 95 % of the tasks | the gate's | both |"
+        yield "|---|---|---|---|---|---|"
         for voice, told in results.tried.items():
-            yield f"| {voice} | {told.of} | {told.area:.2f} | {100 * told.questions:.0f} % |"
+            figures = f"{told.area:.2f} | {100 * told.questions:.0f} % | {told.gate:.3f} | {told.both:.3f}"
+            yield f"| {voice} | {told.of} | {figures} |"
         yield ""
     yield "By generated tasks:"
     yield ""
