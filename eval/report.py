@@ -191,9 +191,9 @@ def _gate(results: Results) -> Iterator[str]:
     if results.requests:
         yield (
             "Tasks that need all of the text are to be declined, and no questions: by requests that people "
-            "could write, in five languages (`eval/data/gate`). The gate was made with others, but its last "
-            "changes were made after a look at the shares of these (decision 21). Behind the languages are "
-            "shares of the gate; *signs* and *places* are its voices, each by itself."
+            "could write, in five languages (`eval/data/gate`). The gate was made with others, and not "
+            "changed once it was measured with these (decision 35). Behind the languages are shares of the "
+            "gate; *signs* and *places* are its voices, each by itself."
         )
         yield ""
         yield from table(results.requests)
