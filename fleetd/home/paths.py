@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-
 from fleetd import limits
 from fleetd.errors import AlreadyRunning, ConfigError, DiskFull, Forbidden, SocketPathTooLong
 
