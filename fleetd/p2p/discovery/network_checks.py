@@ -7,6 +7,7 @@ functions interpret the facts and are pure. ``None`` means that the system does 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import socket
@@ -204,9 +205,6 @@ def read_clock_synchronised() -> bool | None:
     """Whether this machine's clock is synchronised; None except on Linux."""
     if sys.platform != "linux":
         return None
-    # Imported late: it is asked for by a person.
-    import ctypes
-
     try:
         state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
     except (OSError, AttributeError):
