@@ -82,7 +82,16 @@ class LiveFleet:
         return self.root / f"{name}-models"
 
     def peer_address(self, name: str) -> tuple[str, int]:
+        """Where a machine listens."""
         return LOOPBACK, self._ports[name]
+
+    def way(self, name: str, other: str) -> tuple[str, int]:
+        """Where ``name`` finds ``other``."""
+        return self.peer_address(other)
+
+    def programs(self, name: str) -> Programs | None:
+        """Forks the daemon of this machine."""
+        return self._programs
 
     def __enter__(self) -> LiveFleet:
         try:
@@ -131,10 +140,10 @@ class LiveFleet:
         }
         flags: list[str] = []
         if self._meet == "static":
-            others = [self.peer_address(other) for other in self.names if other != name]
+            others = [self.way(name, other) for other in self.names if other != name]
             flags = [flag for host, port in others for flag in ("--peer", f"{host}:{port}")]
         daemon = LiveDaemon(
-            self.home(name), self.models_dir(name), programs=self._programs, flags=flags, **more
+            self.home(name), self.models_dir(name), programs=self.programs(name), flags=flags, **more
         )
         self._daemons[name] = daemon
         self._all.append(daemon)
@@ -150,7 +159,7 @@ class LiveFleet:
                 roster.admit(self.ids[other].certificate, other, True)
             RosterFile(folder / "roster").save(roster.records())
             if self._meet == "remembered":
-                known = {self.ids[other].node_id: [self.peer_address(other)] for other in others}
+                known = {self.ids[other].node_id: [self.way(name, other)] for other in others}
                 AddressFile(folder / "addresses.json").save(known)
 
     # ---- looking at it -----------------------------------------------------------------------------------
