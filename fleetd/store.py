@@ -134,7 +134,7 @@ class Store:
                     raise
             self._set_aside()
             return self._attempt(work)
-        # SQLite that gets no memory raises MemoryError; a folder that does not let the file be moved, OSError.
+        # SQLite without memory raises MemoryError; a folder that does not let the file be moved, OSError.
         except (sqlite3.Error, MemoryError, OSError) as error:
             self._disconnect()
             raise StoreUnavailable(str(error) or type(error).__name__) from error

@@ -27,7 +27,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="the same seed draws the same tries (1)")
     parser.add_argument("--minutes", type=float, default=60.0, help="stop after so long (60)")
     parser.add_argument("--network", choices=("both", "proxies", "switch"), default="both")
-    parser.add_argument("--kinds", default="", help="only kinds that begin with one of these, with commas between")
+    parser.add_argument("--kinds", default="", help="only kinds that begin so; several with commas")
     parser.add_argument("--json", type=Path, help="where the figures go as JSON")
     given = parser.parse_args()
     networks = ["proxies", "switch"] if given.network == "both" else [given.network]

@@ -1,7 +1,7 @@
 """Three real, paired daemons that may be harmed, one that is not, and the network between them.
 
-Two networks: on loopback every machine sees the others through proxies (``tcp_proxy``); in a lab every machine
-has a network namespace on a switch (``tests/p2p/netns.py``), whose frames can be lost, doubled or late.
+Two networks: on loopback every machine sees the others through proxies (``tcp_proxy``); in a lab every
+machine has a network namespace on a switch (``tests/p2p/netns.py``), which loses, doubles or delays frames.
 """
 
 from __future__ import annotations
@@ -155,7 +155,9 @@ def _whole(response: http.client.HTTPResponse) -> Reply:
     if "error" in body:
         return Reply(code=str(body["error"].get("code")))
     choice = body["choices"][0]
-    return Reply(_essence(choice["message"]["content"], choice["finish_reason"], choice["logprobs"]["content"]))
+    return Reply(
+        _essence(choice["message"]["content"], choice["finish_reason"], choice["logprobs"]["content"])
+    )
 
 
 def _streamed(response: http.client.HTTPResponse) -> Reply:

@@ -1,4 +1,4 @@
-"""The kinds of faults: each is begun and undone from outside the daemon, or by a test's hook in its process."""
+"""The kinds of faults: each is begun and undone from outside the daemon, or by a hook of the tests in it."""
 
 from __future__ import annotations
 
@@ -116,30 +116,36 @@ def kill_machine(harm: Harm) -> Iterator[None]:
     yield
 
 
+@contextmanager
+def _stopped(*pids: int | None) -> Iterator[None]:
+    """Processes that stand still, those of them that there are."""
+    with contextlib.ExitStack() as stack:
+        for pid in pids:
+            if pid is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    stack.enter_context(frozen(pid))
+        yield
+
+
 @kind("stop: worker")
 def stop_worker(harm: Harm) -> Iterator[None]:
-    pid = harm.worker()
-    if pid is None:
-        yield
-        return
-    with contextlib.suppress(ProcessLookupError), frozen(pid):
+    with _stopped(harm.worker()):
         yield
 
 
 @kind("stop: daemon")
 def stop_daemon(harm: Harm) -> Iterator[None]:
-    with contextlib.suppress(ProcessLookupError), frozen(harm.pid):
+    with _stopped(harm.pid):
         yield
 
 
 @kind("clock: suspend")
 def suspend(harm: Harm) -> Iterator[None]:
     """All of a machine stands still, and wakes up hours later by its clock."""
-    with contextlib.ExitStack() as stack:
-        if psutil.pid_exists(harm.pid):
-            for process in harm.fleet[harm.name].processes():
-                with contextlib.suppress(ProcessLookupError):
-                    stack.enter_context(frozen(process.pid))
+    pids = list[int]()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        pids = [process.pid for process in harm.fleet[harm.name].processes()]
+    with _stopped(*pids):
         yield
         process_hooks.tell(harm.home, clock_s=harm.draw.uniform(1, 100) * HOUR_S)
 
@@ -286,13 +292,12 @@ def limited(pid: int, what: int, soft: int) -> Iterator[None]:
 
 @kind("descriptors")
 def descriptors(harm: Harm) -> Iterator[None]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        # No fewer than are open: what is open stays.
-        room = psutil.Process(harm.pid).num_fds() + harm.draw.randint(0, 8)
-        with limited(harm.pid, resource.RLIMIT_NOFILE, room):
-            yield
-            return
-    yield
+    # No fewer than are open: what is open stays.
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            room = psutil.Process(harm.pid).num_fds() + harm.draw.randint(0, 8)
+            stack.enter_context(limited(harm.pid, resource.RLIMIT_NOFILE, room))
+        yield
 
 
 @kind("disk: full")
@@ -318,16 +323,11 @@ def read_only(harm: Harm) -> Iterator[None]:
 
 @kind("memory: address space")
 def address_space(harm: Harm) -> Iterator[None]:
-    pid = harm.worker()
-    if pid is None:
-        yield
-        return
-    try:
-        size = psutil.Process(pid).memory_info().vms
-    except psutil.NoSuchProcess:
-        yield
-        return
-    with limited(pid, resource.RLIMIT_AS, size + harm.draw.randrange(64 << 20)):
+    with contextlib.ExitStack() as stack:
+        if (pid := harm.worker()) is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                size = psutil.Process(pid).memory_info().vms + harm.draw.randrange(64 << 20)
+                stack.enter_context(limited(pid, resource.RLIMIT_AS, size))
         yield
 
 
@@ -383,9 +383,11 @@ def locked(harm: Harm) -> Iterator[None]:
     with contextlib.closing(sqlite3.connect(harm.home / "fleetd.db", timeout=0.5)) as db:
         with contextlib.suppress(sqlite3.Error):
             db.execute("BEGIN EXCLUSIVE")
-        yield
-        with contextlib.suppress(sqlite3.Error):
-            db.rollback()
+        try:
+            yield
+        finally:
+            with contextlib.suppress(sqlite3.Error):
+                db.rollback()
 
 
 @kind("database: damaged")
@@ -397,4 +399,3 @@ def damaged(harm: Harm) -> Iterator[None]:
             file.seek(harm.draw.randrange(max(1, size - 64)))
             file.write(harm.draw.randbytes(64))
     yield
-

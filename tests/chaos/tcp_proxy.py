@@ -1,4 +1,4 @@
-"""A TCP proxy between two machines that can be a bad network: cut, slow, late, silent, half closed, lossy in bits.
+"""A TCP proxy between two machines that can be a bad network: cut, slow, late, silent, half closed, wrong.
 
 Each connection is passed on at its own source address, by which the other side knows where to call back.
 """
@@ -86,9 +86,7 @@ class Proxies:
 
         self._each(name, close, half=True)
 
-    def _each(
-        self, name: str, act: Callable[[asyncio.StreamWriter], None], *, half: bool = False
-    ) -> None:
+    def _each(self, name: str, act: Callable[[asyncio.StreamWriter], None], *, half: bool = False) -> None:
         async def all_of_them() -> None:
             for number, writer in enumerate(list(self._writers[name])):
                 if not half or number % 2 == 0:
@@ -129,7 +127,7 @@ class Proxies:
     async def _pump(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         weather = self.weather[name]
         while piece := await reader.read(_PIECE_BYTES):
-            while weather.silent:
+            while weather.silent:  # noqa: ASYNC110  (set from another thread)
                 await asyncio.sleep(0.02)
             if weather.flips > 0:
                 weather.flips -= 1

@@ -100,7 +100,28 @@ class Try:
     faults: tuple[Fault, ...]
 
 
-_WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "as", "with", "they", "river", "stone", "lamp", "green", "seven"]
+_WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "for",
+    "it",
+    "was",
+    "on",
+    "are",
+    "as",
+    "with",
+    "they",
+    "river",
+    "stone",
+    "lamp",
+    "green",
+    "seven",
+]
 _SHORT = ("Name a colour.", "What is 2 + 2?", "Say hello.", "Where is Paris?", "Count to three.")
 
 
@@ -112,7 +133,7 @@ def schedule(seed: int, kinds: Sequence[str], faults: int, machines: int) -> Ite
     draw = random.Random(seed)
     left, number, bag = faults, 0, list[str]()
     while left > 0:
-        count = draw.choices((1, 2, 3), (2, 4, 4))[0]
+        count = draw.choices((1, 2, 3), (2, 3, 5))[0]
         begins_s = draw.uniform(0.0, 0.5)
         chosen: list[Fault] = []
         for _ in range(count):
@@ -128,7 +149,7 @@ def schedule(seed: int, kinds: Sequence[str], faults: int, machines: int) -> Ite
 
 def _ask(draw: random.Random, number: int, place: int, machines: int) -> Ask:
     machine, stream, after_s = draw.randrange(machines), draw.random() < 0.5, draw.uniform(0.0, 1.0)
-    match draw.choices(("chain", "short", "long"), (3, 5, 2))[0]:
+    match draw.choices(("chain", "short", "long"), (5, 5, 2))[0]:
         case "chain":
             return Ask(machine, "chain", "<count>", draw.choice((10, 40)), stream, after_s)
         case "short":

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -89,6 +89,10 @@ class LiveFleet:
         """Where ``name`` finds ``other``."""
         return self.peer_address(other)
 
+    def enter(self, name: str) -> Sequence[str]:
+        """A command that runs the daemon of this machine somewhere else."""
+        return ()
+
     def programs(self, name: str) -> Programs | None:
         """Forks the daemon of this machine."""
         return self._programs
@@ -143,7 +147,12 @@ class LiveFleet:
             others = [self.way(name, other) for other in self.names if other != name]
             flags = [flag for host, port in others for flag in ("--peer", f"{host}:{port}")]
         daemon = LiveDaemon(
-            self.home(name), self.models_dir(name), programs=self.programs(name), flags=flags, **more
+            self.home(name),
+            self.models_dir(name),
+            programs=self.programs(name),
+            flags=flags,
+            enter=self.enter(name),
+            **more,
         )
         self._daemons[name] = daemon
         self._all.append(daemon)
@@ -337,9 +346,9 @@ def answer(daemon: LiveDaemon, request: dict[str, Any]) -> tuple[int, dict[str, 
 class Verb:
     """`fleetctl pair` or `join`, running while the test goes on, and its events."""
 
-    def __init__(self, daemon: LiveDaemon, *arguments: str) -> None:
+    def __init__(self, daemon: LiveDaemon, *arguments: str, enter: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [*FLEETCTL, "--home", str(daemon.home), *arguments, "--json"],
+            [*enter, *FLEETCTL, "--home", str(daemon.home), *arguments, "--json"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

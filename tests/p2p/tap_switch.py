@@ -1,4 +1,4 @@
-"""An Ethernet switch in user space: frames between TAP devices, lost, late or doubled, and cut cables, on demand.
+"""An Ethernet switch in user space: frames between TAP devices, lost, late or doubled on demand; cut cables.
 
 Run as a program: ``tap_switch.py NAME...`` makes the devices, prints "ready", obeys one JSON command per line
 on stdin, and ends with it. The kernels of CI machines often lack netem; this needs only /dev/net/tun.

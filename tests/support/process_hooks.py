@@ -1,4 +1,4 @@
-"""Hooks into daemons under test: a clock that jumps, a disk that is slow, messages to peers that make no sense.
+"""Hooks into daemons under test: a clock that jumps, a slow disk, messages to peers that make no sense.
 
 A file beside the daemon's home, ``<home>.hooks``, says what holds now, as JSON; without it nothing does:
 
