@@ -11,6 +11,7 @@ _HERE = Path(__file__).parent
 sys.path[:0] = [str(_HERE), *(str(_HERE.parent / name) for name in ("support", "live", "p2p"))]
 
 import faults  # noqa: E402
+import forked_programs  # noqa: E402
 from chaos_run import Run, fleet  # noqa: E402
 from netns import why_not  # noqa: E402
 from tries import Tally  # noqa: E402
@@ -30,6 +31,8 @@ def main() -> int:
     parser.add_argument("--kinds", default="", help="only kinds that begin so; several with commas")
     parser.add_argument("--json", type=Path, help="where the figures go as JSON")
     given = parser.parse_args()
+    if not forked_programs.AVAILABLE:
+        parser.error("only Linux can fork daemons, and has what their faults are made of")
     networks = ["proxies", "switch"] if given.network == "both" else [given.network]
     if "switch" in networks and (reason := why_not()):
         print(f"NO PARTITIONS, LOSS OR REORDERING ARE TRIED: {reason}", flush=True)

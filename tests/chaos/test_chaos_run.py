@@ -10,6 +10,7 @@ import pytest
 
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("live", "p2p")]
 
+import forked_programs
 from chaos_run import Run, fleet
 from netns import why_not
 from tries import Tally
@@ -25,6 +26,8 @@ SEED, FAULTS, MINUTES = 14, 300, 30
 def test_no_answer_is_wrong_hangs_or_leaves_anything_behind(
     network: str, embedded_model: ModelFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    if not forked_programs.AVAILABLE:
+        pytest.skip("NO RANDOM FAULTS ARE TRIED: only Linux can fork daemons")
     if network == "switch" and (reason := why_not()):
         pytest.skip(f"NO PARTITIONS, LOSS OR REORDERING ARE TRIED: {reason}")
     tally, lines = Tally(), list[str]()
