@@ -7,6 +7,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from chaos_fleet import NAMES, ChaosFleet, workers
 from live_daemon import frozen
 
 HOUR_S = 3600.0
+_IDLE = 12
 _ZONES = ("Pacific/Kiritimati", "America/St_Johns", "Asia/Kathmandu", "UTC")
 _CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 
@@ -292,11 +294,16 @@ def limited(pid: int, what: int, soft: int) -> Iterator[None]:
 
 @kind("descriptors")
 def descriptors(harm: Harm) -> Iterator[None]:
-    # No fewer than are open: what is open stays.
+    """The daemon may open none, or few, beside what it has, and others take those."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(psutil.NoSuchProcess):
+        with contextlib.suppress(psutil.NoSuchProcess, OSError):
+            # No fewer than are open: what is open stays.
             room = psutil.Process(harm.pid).num_fds() + harm.draw.randint(0, 8)
             stack.enter_context(limited(harm.pid, resource.RLIMIT_NOFILE, room))
+            for _ in range(_IDLE):
+                idle = stack.enter_context(socket.socket(socket.AF_UNIX))
+                idle.setblocking(False)
+                idle.connect(str(harm.home / "fleetd.sock"))
         yield
 
 
@@ -392,10 +399,23 @@ def locked(harm: Harm) -> Iterator[None]:
 
 @kind("database: damaged")
 def damaged(harm: Harm) -> Iterator[None]:
-    path = harm.home / harm.draw.choice(("fleetd.db", "fleetd.db-wal", "fleetd.db-shm"))
+    _damage(harm)
+    yield
+
+
+@kind("database: damaged at rest")
+def damaged_at_rest(harm: Harm) -> Iterator[None]:
+    """The daemon finds it when it starts."""
+    harm.killed.add(harm.name)
+    harm.fleet[harm.name].kill()
+    _damage(harm)
+    yield
+
+
+def _damage(harm: Harm) -> None:
+    path = harm.home / harm.draw.choice(("fleetd.db", "fleetd.db", "fleetd.db-wal", "fleetd.db-shm"))
     with contextlib.suppress(OSError), path.open("r+b") as file:
         size = path.stat().st_size
         for _ in range(harm.draw.randint(1, 20)):
             file.seek(harm.draw.randrange(max(1, size - 64)))
             file.write(harm.draw.randbytes(64))
-    yield

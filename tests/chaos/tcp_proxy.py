@@ -117,7 +117,7 @@ class Proxies:
         self._writers[name] |= both
         try:
             await asyncio.gather(self._pump(name, reader, thither), self._pump(name, there, writer))
-        except OSError:
+        except (OSError, RuntimeError):  # closed, or half closed, by what is played here
             pass
         finally:
             self._writers[name] -= both
