@@ -54,7 +54,7 @@ class Run:
         """Until so many faults were tried, or that time of ``time.monotonic`` has come."""
         for tried in schedule(seed, faults.possible(self._fleet), count, len(NAMES)):
             if time.monotonic() >= until_s:
-                return
+                break
             begun = time.monotonic()
             outcome, why = self._try(tried)
             self._tally.add(tried, outcome, why)
