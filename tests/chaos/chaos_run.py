@@ -20,6 +20,8 @@ from live_daemon import WAIT_S
 from netns import Lab
 from tries import Ask, Fault, Outcome, Reply, Tally, Try, judged, schedule, worst
 
+from fleetd.engine import openmp_file
+
 #: After the last fault: until every machine answers rightly again, and until nothing is left behind.
 RECOVER_S, CLEAN_S = 120.0, 40.0
 _TRACEBACK = re.compile(r"Traceback|never retrieved|\"bug\"")
@@ -30,6 +32,7 @@ def fleet(models_dir: Path, network: str) -> Iterator[ChaosFleet]:
     """A fleet that is at work. ``network``: "proxies" or "switch"."""
     root = Path(tempfile.mkdtemp(prefix="ch-"))
     with contextlib.ExitStack() as stack:
+        stack.callback(openmp_file.sweep)
         stack.callback(shutil.rmtree, root, ignore_errors=True)
         lab = stack.enter_context(Lab(len(NAMES))) if network == "switch" else None
         small = take_copy(models_dir, root)

@@ -26,7 +26,7 @@ _CGROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))
 
 
 class Harm:
-    """One fault under way: the fleet, its own draws, and which machines it has killed."""
+    """One fault under way: the fleet, its own draws, and which machines cannot answer for it."""
 
     def __init__(self, fleet: ChaosFleet, seed: int, killed: set[str]) -> None:
         self.fleet = fleet
@@ -294,7 +294,11 @@ def limited(pid: int, what: int, soft: int) -> Iterator[None]:
 
 @kind("descriptors")
 def descriptors(harm: Harm) -> Iterator[None]:
-    """The daemon may open none, or few, beside what it has, and others take those."""
+    """The daemon may open none, or few, beside what it has, and others take those.
+
+    Without a descriptor no refusal can be said: the event loop closes a connection as it comes.
+    """
+    harm.killed.add(harm.name)
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(psutil.NoSuchProcess, OSError):
             # No fewer than are open: what is open stays.

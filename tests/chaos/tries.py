@@ -20,7 +20,7 @@ class Outcome(StrEnum):
 
     RIGHT = "right"  # every answer has the bytes of an undisturbed machine
     TYPED = "typed"  # at least one answer is an error of the list in fleetd.errors, said in time
-    GONE = "gone"  # at least one connection broke, to a machine that was itself killed
+    GONE = "gone"  # at least one connection broke, to a machine that was killed or without descriptors
     LEAKED = "leaked"  # afterwards there is more than before: descriptors, processes, memory, files
     HUNG = "hung"  # an answer, or the fleet's recovery, took longer than the bound
     WRONG = "wrong"  # other bytes, an error without a type, a connection that broke for no reason
