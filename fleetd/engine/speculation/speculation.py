@@ -29,8 +29,8 @@ Mode = Literal["auto", "on", "off"]
 
 @dataclass
 class WorkerSpeculation:
-    """``computes_ahead``: the batch computes the next token while this one is looked at (any GPU), which an
-    answer that verifies drafts gives up; then it stays in the batch while it has none."""
+    """``computes_ahead``: the device computes while the host goes on (any GPU), so that an answer without a
+    draft has its next step computed while this one's token is looked at."""
 
     verdict: ExactnessVerdict
     vocab_size: int
@@ -75,8 +75,6 @@ class SequenceDrafts:
     names: list[str] | None
     controller: Controller
     vocab_size: int
-    # Passes in a row without a draft.
-    idle: int = 0
 
     def add(self, source: DraftSource) -> None:
         """Add a source, preferred to those that are there."""
@@ -92,9 +90,7 @@ class SequenceDrafts:
                 proposals[source.name] = self._known(source.propose(tokens, most))
             except Exception:
                 self._drop(source)
-        draft = self.controller.choose(proposals, room)
-        self.idle = 0 if draft.tokens else self.idle + 1
-        return draft
+        return self.controller.choose(proposals, room)
 
     def promise(self, draft: Draft) -> Promise:
         """What the pass over ``draft`` is expected to bring."""
