@@ -132,7 +132,7 @@ class _Sides:
         from fleetd.engine.memory import KvBudget
         from fleetd.engine.prefix_cache import PrefixCache
         from fleetd.engine.prompt_encoding import PreparedPrompt
-        from fleetd.engine.protocol import Delta, Finished, Generate, Report, Sampling, TokenPrompt
+        from fleetd.engine.protocol import Finished, Generate, Report, Sampling, TokenPrompt
         from fleetd.engine.scheduler import Scheduler
         from fleetd.engine.speculation import rollback
         from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
@@ -147,8 +147,6 @@ class _Sides:
         finished: list[Finished] = []
 
         def emit(report: Report) -> None:
-            if isinstance(report, Delta):
-                times.extend([time.perf_counter()] * report.tokens)
             finished.extend([report] if isinstance(report, Finished) else [])
             link.send(report)
 
@@ -177,6 +175,8 @@ class _Sides:
         while len(finished) < len(prompts):
             scheduler.turn()
             scheduler.heartbeat()
+            # Between the first and the last turn of decoding each gives every answer a token.
+            times += [time.perf_counter()] * len(scheduler.decoding)
         scheduler.decoding.close()
         link.flush()
         theirs.shutdown(socket.SHUT_RDWR)

@@ -100,6 +100,8 @@ class Decoding:
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        if self.speculation is not None:
+            self.model = self.speculation.decoded_by(self.model)
         self.batch: dict[int, DecodingSequence] = {}
         self.apart: list[DecodingSequence] = []
         # Steps of the batch since it changed.

@@ -11,11 +11,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from fleetd import limits
 from fleetd.control.prefill_trace import SourceCounts, Speculated
 from fleetd.engine.protocol import Generate
+from fleetd.engine.speculation.canonical_width import WideSteps
 from fleetd.engine.speculation.controller import Controller, Draft
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.local_sources import local_sources
@@ -41,6 +42,10 @@ class WorkerSpeculation:
 
     def __post_init__(self) -> None:
         self.costs = Costs(self.verdict.seconds if 1 in self.verdict.seconds else {1: 1.0})
+
+    def decoded_by(self, model: Any) -> Any:
+        """``model`` as all answers are to be decoded, drafted for or not."""
+        return WideSteps(model, self.verdict.context) if self.verdict.rows > 1 else model
 
     def new_drafts(self, request: Generate) -> SequenceDrafts | None:
         """For a new answer; None if nothing is to be drafted for it."""
