@@ -51,9 +51,7 @@ def render(status: dict[str, Any]) -> str:
         lines += [
             f"{one_line(engine['model'])}: {_load(engine)}" for engine in engines if engine.get("load_steps")
         ]
-        lines += [
-            f"{one_line(engine['model'])}: {told}" for engine in engines if (told := _drafts(engine))
-        ]
+        lines += [f"{one_line(engine['model'])}: {told}" for engine in engines if (told := _drafts(engine))]
     else:
         default = one_line(str(status.get("default_model") or "the default model"))
         lines.append(f"No model is loaded; {default} loads with the first request.")

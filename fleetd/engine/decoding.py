@@ -255,7 +255,9 @@ class Decoding:
         """True if the sequences that are apart should join the batch."""
         if len(self.apart) < 2:
             return False
-        short = any(running.row is None or self._room(running, running.row.cache) < 2 for running in self.apart)
+        short = any(
+            running.row is None or self._room(running, running.row.cache) < 2 for running in self.apart
+        )
         return short or self.rounds.losing
 
     def _better_apart(self) -> bool:
@@ -359,7 +361,9 @@ class Decoding:
         if running.drafts is not None:
             # No draft past the sequence's end, nor past the memory that is promised.
             most = min(sequence.max_tokens - sequence.generated - 1, sequence.promised - sequence.held)
-            draft = running.drafts.choose(running.tokens, max(0, min(most, self._room(running, row.cache) - 1)))
+            draft = running.drafts.choose(
+                running.tokens, max(0, min(most, self._room(running, row.cache) - 1))
+            )
         if draft.tokens and not row.under_way:
             chosen = row.advance(draft.tokens)
         else:

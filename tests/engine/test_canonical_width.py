@@ -1,4 +1,4 @@
-"""A device that multiplies one row by another kernel than several: steps two rows wide, where they cost nothing."""
+"""A device that multiplies one row by another kernel than several: its steps are two rows wide."""
 
 from __future__ import annotations
 

@@ -344,7 +344,9 @@ def test_a_step_that_is_begun_ahead_changes_nothing(
     some = Scripted(lambda text, width: whole[len(text) : len(text) + width] if len(text) % 7 < 3 else [])
     for joined in (0, 9):
         run = Run(llama, tokenizer, spec(computes_ahead=True) if drafted else None)
-        run.submit("r", PROMPT, *([some] if drafted else []), sampling=sampling, max_tokens=60, top_logprobs=1)
+        run.submit(
+            "r", PROMPT, *([some] if drafted else []), sampling=sampling, max_tokens=60, top_logprobs=1
+        )
         ahead = 0
         for turn in range(100):
             run.turn()

@@ -4,9 +4,10 @@ From the M3 on MLX multiplies one row with quantised weights by ``qmv``, and two
 ``qmv_wide``, which adds in another order: a block then never has the bytes of single steps. If single steps
 are two rows wide as well, one family of kernels serves both:
 
-    one row      [ due ]          qmv                   block of n   [ due d1 … ]   qmv_wide     other bytes
-    two rows     [ due due ]      qmv_wide                                                       the same bytes
-                       └─ taken back from the cache, its logits are not used
+    block of n   [ due d1 … ]   qmv_wide
+    one row      [ due ]        qmv          other bytes than the block's first row
+    two rows     [ due due ]    qmv_wide     the same bytes
+                       └─ taken back from the cache; its logits are not used
 
 That reads the weights once, as one row does; what it costs beyond that is measured (``exactness_probe``).
 Answers of a batch share a pass, which has as many rows as there are answers and is not widened.

@@ -120,7 +120,9 @@ def probe(
         wide = _Probing(WideSteps(model, rollback.ANY), vocab_size, plan, clock, narrow=model).all(most)
         also = wide.text.partition(": ")[2]
         verdict = (
-            wide if wide.exact else msgspec.structs.replace(verdict, text=f"{verdict.text}; two rows wide, {also}")
+            wide
+            if wide.exact
+            else msgspec.structs.replace(verdict, text=f"{verdict.text}; two rows wide, {also}")
         )
     mx.clear_cache()
     return verdict

@@ -10,7 +10,8 @@ computes while the host shows the token. The step over the due token is then ``u
 Tokens are chosen row by row exactly as mlx-lm's batch does it (processors on what the answer has so far, log
 probabilities, sampler), and a seeded sampler's noise belongs to the token's index in the answer. So verifying
 is a test of equality for sampled answers as it is for greedy ones, and every token, its log-probabilities
-included, is what plain decoding gives wherever a block's arithmetic is that of single steps (``exactness_probe.py``).
+included, is what plain decoding gives wherever a block's arithmetic is that of single steps
+(``exactness_probe.py``).
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class VerifyRow:
     generated: int = 0
     # Of the step over the due token: the token that it chooses, (1,), and log-probabilities, (1, V).
     _next: tuple[mx.array, mx.array] | None = field(init=False, default=None)
-    _context: TokenBuffer | None = field(init=False, default=None)
+    # The tokens so far, as far as processors have asked for them.
+    _context: TokenBuffer = field(init=False, default_factory=TokenBuffer)
     _in_context: int = field(init=False, default=0)
 
     @property
@@ -98,7 +100,7 @@ class VerifyRow:
             if unread:
                 context = self._context_with(token)
         logprobs, chosen = self._sample(logits, index, context)
-        mx.async_eval(chosen, logprobs)
+        mx.async_eval(chosen, logprobs)  # type: ignore[no-untyped-call]
         return chosen, logprobs
 
     def _choose(self, rows: list[mx.array], drafts: Sequence[int]) -> list[Chosen]:
@@ -138,15 +140,12 @@ class VerifyRow:
 
     def _seen(self) -> mx.array:
         """The tokens so far, int32; only built for processors, which look at them."""
-        if self._context is None:
-            self._context = TokenBuffer()
         if new := self.tokens[self._in_context :]:
             return self._context_with(mx.array(new, dtype=mx.int32))
         seen: mx.array = self._context.tokens
         return seen
 
     def _context_with(self, tokens: mx.array) -> mx.array:
-        assert self._context is not None
         self._in_context += tokens.size
         seen: mx.array = self._context.update_and_fetch(tokens)
         return seen
