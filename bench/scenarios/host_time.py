@@ -84,7 +84,7 @@ _HOW = (
     "One process, a model of 2 layers that are 64 wide, and both programs in turn on the same prompts: "
     "mlx-lm's `stream_generate`, for several answers its `BatchGenerator`, and the engine's scheduler with "
     f"its reports going through a socket. {TOKENS} tokens per answer; each figure is the median step's time "
-    "per token, as a share of mlx-lm's in the same run. MLX computes in a thread of its own, without fleetd's "
-    "CPU path, so the host runs beside it as it does beside a GPU, on two idle cores. Each token "
+    "per token, as a share of mlx-lm's in the same run. MLX computes in a thread of its own, without "
+    "fleetd's CPU path, so the host runs beside it as it does beside a GPU, on two idle cores. Each token "
     "is followed by the next id: the text has no repetition to draft from. No grammar is used."
 )
