@@ -143,9 +143,7 @@ PLAN = ProbePlan((31, 100), (2, 3, 4, 8, 16), 4, every=False)
 
 def ask(model: Any, plan: ProbePlan = PLAN) -> Any:
     readings = itertools.count()  # every pass takes as long as any other
-    return probe(
-        model, vocab_size=VOCAB, context_tokens=2048, plan=plan, clock=lambda: 1e-6 * next(readings)
-    )
+    return probe(model, vocab_size=VOCAB, context_tokens=2048, plan=plan, clock=lambda: 1e-6 * next(readings))
 
 
 def test_exact_arithmetic_is_found_to_be_exact(llama: Any) -> None:
