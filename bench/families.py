@@ -18,8 +18,10 @@ from bench.scenarios import (
     fleet_meeting,
     fleet_sessions,
     fleet_work,
+    host_time,
     modelled,
     never_slower,
+    one_card,
     padding,
     prefill,
     prefill_no_helper,
@@ -155,6 +157,7 @@ FAMILIES = {
         (*_DRAFTED, *_scenario("drafter_beside_local")),
     ),
     "spec": Family("Speculative decoding", 3, 1, speculation.measure, (*_WORKER, *_scenario("speculation"))),
+    "host-time": Family("Host time of a token", 9, 2, host_time.measure, (*_WORKER, *_scenario("host_time"))),
     "modelled": Family(
         "Others' figures, as the planner predicts them",
         1,
@@ -169,6 +172,13 @@ FAMILIES = {
         padding.measure,
         ("fleetd/engine/cpu.py", *_scenario("padding")),
     ),
+    "card": Family(
+        "One machine and its accelerator",
+        3,
+        1,
+        one_card.measure,
+        ("fleetd/proof", ":(glob)fleetd/engine/*.py", *_scenario("one_card")),
+    ),
 }
-# Measured only when named: it downloads everything anew.
-ON_REQUEST = {"demo"}
+# Measured only when named: one downloads everything anew, the other is for a machine with a GPU.
+ON_REQUEST = {"demo", "card"}

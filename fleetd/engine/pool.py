@@ -18,6 +18,7 @@ import structlog
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, Pressure
+from fleetd.engine import openmp_file
 from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Ready, Score, Scored
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
 from fleetd.engine.supervisor import EngineProcess
@@ -71,6 +72,8 @@ class EnginePool:
 
     async def run(self) -> None:
         """Watch for stalls and idleness until cancelled."""
+        # Of workers that were killed together with the daemon before this one.
+        openmp_file.sweep()
         while True:
             await asyncio.sleep(_CHECK_S)
             self.use_idle_time()
@@ -118,8 +121,7 @@ class EnginePool:
 
     def use_idle_time(self) -> None:
         """Called every second or so: while nothing runs, a worker that has no profile may look for it."""
-        engines = list(self._engines.values())
-        if any(engine.busy or engine.state == "loading" for engine in engines) or any(self._claims.values()):
+        if self.busy or any(self._claims.values()):
             return
         if self._to_load and (self._measuring is None or self._measuring.done()):
             name, folder = self._to_load.popitem()
@@ -271,6 +273,11 @@ class EnginePool:
         engines = [engine for n in (name, *parts) if (engine := self._engines.pop(n, None)) is not None]
         await asyncio.gather(*(engine.stop() for engine in engines))
         return bool(engines)
+
+    @property
+    def busy(self) -> bool:
+        """True while a worker loads, or computes for anybody."""
+        return any(engine.busy or engine.state == "loading" for engine in self._engines.values())
 
     def status(self) -> list[EngineStatus]:
         return [engine.status for engine in self._engines.values()]

@@ -5,7 +5,7 @@ A request that must stay runs here, and so does every request without a fleet; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from fleetd import limits
@@ -30,11 +30,15 @@ ANSWER_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """``node_id`` is THIS_NODE or a peer's. ``digest``: of the files that it would run, "" if unknown."""
+    """``node_id`` is THIS_NODE or a peer's. ``digest``: of the files that it would run, "" if unknown.
+
+    ``asleep``: it has to be woken first.
+    """
 
     node_id: str
     planned: Planned
     digest: str = ""
+    asleep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +63,7 @@ class Placer:
     Args:
         request: begins a request at another machine: its id, a method and a body.
         facts: what the engine of a model that is loaded here says of it.
+        wake: returns once a sleeping machine is awake, or raises PeerUnreachable.
     """
 
     def __init__(
@@ -66,8 +71,10 @@ class Placer:
         members: Members,
         request: Callable[[str, str, bytes], PeerStream],
         facts: Callable[[str], Ready | None] = lambda model: None,
+        wake: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self.request = request
+        self.wake = wake
         self._members = members
         self._facts = facts
 
@@ -99,9 +106,11 @@ class Placer:
         best = ways.placements[0]
         if best.node_id == THIS_NODE:
             return staying
-        card = next(member.card for member in others if member.node_id == best.node_id)
+        member = next(member for member in others if member.node_id == best.node_id)
+        card = member.card
         exactness: Exactness = "exact" if alike(self._members.here().card, card, model.name) else "plan"
-        return Placement(best.node_id, Planned("remote", (best.name,), exactness, reason), best.digest)
+        planned = Planned("remote", (best.name,), exactness, reason)
+        return Placement(best.node_id, planned, best.digest, asleep=member.wake_s > 0)
 
     def rank(self, job: Job, model: WantedModel, others: Sequence[Member], *, tried: frozenset[str]) -> Ways:
         """Every way to answer a request, priced or refused."""
@@ -263,7 +272,8 @@ def candidate(
     bare = Candidate(
         node_id=member.node_id,
         name=member.name,
-        refusal=eligible(member, even_left_out=True),
+        refusal=eligible(member, even_left_out=True, even_asleep=True),
+        wake_s=member.wake_s,
         left_out=bool(member.left_out),
         chip=facts.chip,
         accelerator=facts.accelerator,

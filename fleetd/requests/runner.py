@@ -185,9 +185,10 @@ class Runner:
                 async for event in events:
                     if isinstance(event, Planned):
                         reservation = replace(reservation, node=_node_of(event))
-                        if told is None or (told.kind, told.reason) != (event.kind, event.reason):
+                        new = told is None or (told.kind, told.reason) != (event.kind, event.reason)
+                        if new and not request.expecting:
                             self._metrics.plan(event.kind, "fallback" if event.reason else "only")
-                        told = event
+                            told = event
                     if isinstance(event, Finished):
                         self._members.answered(request.placement.node_id, model.name, request.job)
                         # Settled before it is passed on: the client may not read on after the last event.
@@ -253,8 +254,21 @@ class Runner:
                 busy=busy,
                 unaided=self._members.unaided(),
             )
-            return request.remote.events()
+            events = request.remote.events()
+            return self._woken(request, events) if placement.asleep else events
         return self._fetched(request) if folder is None else self._pool.stream(folder, request.generate)
+
+    async def _woken(
+        self, request: Request, events: AsyncGenerator[Planned | Loading | Event, None]
+    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        """The events of a machine that is woken first."""
+        placement = request.placement
+        if self._placing is not None and self._placing.wake is not None:
+            yield Loading(f"waking {placement.planned.nodes[0]}")
+            await self._placing.wake(placement.node_id)
+        async with aclosing(events):
+            async for event in events:
+                yield event
 
     async def _fetched(self, request: Request) -> AsyncGenerator[Loading | Event, None]:
         """Events of a model that is downloaded first."""

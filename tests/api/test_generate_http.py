@@ -269,6 +269,7 @@ async def test_headers_and_a_comment_come_at_once_and_comments_keep_coming(
     site: Site, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "SSE_KEEPALIVE_S", 0.05)
+    monkeypatch.setattr(limits, "HEADERS_GRACE_S", 0.03)
     queued, prefilling = asyncio.Event(), asyncio.Event()
 
     def script(job: Job) -> Iterable[Step]:

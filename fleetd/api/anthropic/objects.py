@@ -68,7 +68,7 @@ class MessageStart(Struct, frozen=True, tag_field="type", tag="message_start"):
     message: MessageReply
 
 
-class Ping(Struct, frozen=True, tag_field="type", tag="ping"):
+class PingEvent(Struct, frozen=True, tag_field="type", tag="ping"):
     pass
 
 
@@ -121,7 +121,7 @@ class MessageStop(Struct, frozen=True, tag_field="type", tag="message_stop"):
 
 MessageEvent = (
     MessageStart
-    | Ping
+    | PingEvent
     | ContentBlockStart
     | ContentBlockDelta
     | ContentBlockStop

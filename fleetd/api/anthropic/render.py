@@ -127,7 +127,7 @@ class MessageStream(_Reply, Streamer):
         return [item for step in self._take(event) for item in _events(step)]
 
     def progress(self) -> Sequence[msgspec.Struct]:
-        return (o.Ping(),)
+        return (o.PingEvent(),)
 
     def closing(self) -> Sequence[msgspec.Struct]:
         if self._end is None:
