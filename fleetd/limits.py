@@ -202,6 +202,17 @@ JOB_BEGIN_S = 60.0
 JOB_QUEUE_S = 300.0
 JOB_STALL_S = 60.0
 JOB_LEAST_TOK_S = 10.0
+# And not longer than this factor times the plan's own figure for the prefill, on top of a step's.
+JOB_LATE = 8.0
+# A request that its client cancelled counts against a machine that had sent nothing for so long, on top of
+# that factor times what was planned.
+JOB_CANCELLED_S = 10.0
+# Requests that a machine gets at once before it has completed the first one, or the first after a failure:
+# whatever it claims, it costs no more than these.
+ANSWERS_ON_TRIAL = 2
+# Seconds of an answer that are not computing, and tokens with which a speed can be told from them.
+ANSWER_OVERHEAD_S = 1.0
+ANSWER_SPEED_TOKENS = 256
 # A machine that asked for an answer and reads none of it keeps a slot and its KV cache from others.
 JOB_READ_STALL_S = 60.0
 # What an answer from another machine may come to. Tokens: beyond the longest context there is. The longest
