@@ -232,6 +232,9 @@ JOB_TRACE_STEPS = 64
 JOB_TRACE_BYTES = 64 * KIB
 # Names and hashes of a model's files are on record where it was installed, or were hashed for the card.
 COPY_OFFER_S = 30.0
+# A copy that is slower than the slowest Wi-Fi, after some time to begin, comes from elsewhere.
+COPY_GRACE_S = 60.0
+COPY_LEAST_BYTES_PER_S = 32 * KIB
 # Copies given to others at once, a process each; more would only make all of them slower.
 COPIES_GIVEN = 8
 # A clock is asked for by `fleetctl doctor`, which is waiting.

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
 
-# How much faster than ``chip_speeds`` estimates an honest machine may be: estimates are of 0.6 of the peak, of
-# 4-bit weights and of the narrower memory of a chip; drafts make decoding faster.
+# How much faster than ``chip_speeds`` estimates an honest machine may be: estimates are of 0.6 of the peak,
+# of 4-bit weights and of the narrower memory of a chip; drafts make decoding faster.
 _ROOM = 4.0
 # A mixture of experts computes with a small part of its weights. The smallest parts there are have a 32nd.
 _SPARSEST = 32.0

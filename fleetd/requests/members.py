@@ -247,7 +247,9 @@ def _on_trial(asked: int) -> str:
     """Why a machine that has not proved itself gets no further request, "" if it may have one."""
     if asked < limits.ANSWERS_ON_TRIAL:
         return ""
-    return f"It has yet to complete its first answer since it was found, and has {asked} requests of this one."
+    return (
+        f"It has yet to complete its first answer since it was found, and has {asked} requests of this one."
+    )
 
 
 @dataclass(slots=True)

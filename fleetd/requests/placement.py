@@ -32,7 +32,7 @@ ANSWER_TOKENS = 256
 @dataclass(frozen=True, slots=True)
 class Placement:
     """``node_id`` is THIS_NODE or a peer's. ``digest``: of the files that it would run, "" if unknown.
-    ``prefill_s``: by the plan, None if it was not priced. ``capped``: which claims of others are not believed.
+    ``prefill_s``: by the plan, None if it was not priced. ``capped``: claims of others that are not believed.
     """
 
     node_id: str
@@ -104,7 +104,7 @@ class Placer:
         others = self._members.others("answer")
         if not others and possible:
             return staying
-        capped = tuple(self._members.capped(model.name))
+        capped = tuple(self.capped(model.name))
         staying = replace(staying, capped=capped)
         ways = self.rank(job, model, others, tried=tried)
         if not ways.placements:
@@ -119,6 +119,10 @@ class Placer:
         exactness: Exactness = "exact" if alike(self._members.here().card, card, model.name) else "plan"
         planned = Planned("remote", (best.name,), exactness, reason)
         return Placement(best.node_id, planned, best.digest, best.price.prefill_s, capped)
+
+    def capped(self, model: str) -> list[str]:
+        """A sentence for each machine that claims a speed which its hardware cannot have."""
+        return self._members.capped(model)
 
     def rank(self, job: Job, model: WantedModel, others: Sequence[Member], *, tried: frozenset[str]) -> Ways:
         """Every way to answer a request, priced or refused."""
@@ -209,7 +213,7 @@ class Placer:
     def answered(
         self, placement: Placement, model: WantedModel, tokens: AnswerTokens, first_s: float, decode_s: float
     ) -> None:
-        """Correct a machine's speeds by what its answer took here, in seconds to the first token and after."""
+        """Correct a machine's speeds by what its answer took: to the first token, and from there on."""
         others = self._members.others("answer")
         member = next((member for member in others if member.node_id == placement.node_id), None)
         found = member.model(model.name) if member is not None else None

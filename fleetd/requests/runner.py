@@ -279,21 +279,19 @@ class Runner:
         """A machine has answered: note what it took there, by this machine's clock."""
         placement, remote_job = request.placement, request.remote
         self._members.answered(placement.node_id, request.model.name, request.job)
-        first_at_s, alone = request.first_token_s, len(request.planned.nodes) == 1 if request.planned else False
+        first_at_s = request.first_token_s
+        alone = request.planned is not None and len(request.planned.nodes) == 1
         if self._placing is None or remote_job is None or first_at_s is None or request.kept_tokens:
             return
         usage = finished.usage
-        read = usage.prompt_tokens - usage.cached_tokens if alone else 0
+        # With helpers, or with a queue there, the time says little about that machine.
+        read = usage.prompt_tokens - usage.cached_tokens if alone and not remote_job.busy else 0
         tokens = AnswerTokens(usage.cached_tokens, read, usage.completion_tokens - 1)
-        # Where it had a queue, what it took before it began is not known.
-        begun_s = request.began_s if not remote_job.busy else request.decided_s
-        now_s = self._monotonic()
-        self._placing.answered(
-            placement, request.model.wanted, tokens, first_at_s - begun_s, now_s - first_at_s
-        )
+        first_s, decode_s = first_at_s - request.began_s, self._monotonic() - first_at_s
+        self._placing.answered(placement, request.model.wanted, tokens, first_s, decode_s)
 
     def _given_up(self, request: Request) -> None:
-        """The client has left: a machine that had sent nothing for long is late, as if it had been waited for."""
+        """The client has left: a machine that had sent nothing for long counts as late."""
         job = request.remote
         if job is None or request.answering or request.placement.node_id == THIS_NODE:
             return
