@@ -276,6 +276,8 @@ LOAD_STAGES = 48
 SPEED_CORRECTIONS = 256
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.
 SHARE_SPOT_TOKENS = 16
+# The part of a prefill's time that the check of later tokens may take, which comes at its end.
+SHARE_LATER_SHARE = 0.01
 # How far such a row may be from ours, as a part of its length, in three tokens of four. bf16 deep in
 # a model is some per cent off, more where near ties send a token to another expert; other weights, all of it.
 SHARE_SPOT_RELATIVE = 0.25
