@@ -61,14 +61,15 @@ class HomeTimes:
 
     def steps(self) -> list[StepTime]:
         end = self._clock() if self._end is None else self._end
-        tail_s = 0.0 if self._own_end is None else end - self._own_end
+        tail_s = 0.0 if self._own_end is None else max(0.0, end - self._own_end - self.later_s)
         sent_s = end - self._begun if self._sent_s is None else self._sent_s
         return [
             StepTime(step_names.PREFIX_SENT, sent_s, self.to_send),
-            StepTime(step_names.SPOT_CHECK, self.checked_s + self.later_s),
+            StepTime(step_names.SPOT_CHECK, self.checked_s),
             StepTime(step_names.WAITED, max(0.0, self.waits.until(end) - tail_s), self.received),
             StepTime(step_names.COMPUTED, self._computed_s),
             StepTime(step_names.EXPOSED, tail_s),
+            StepTime(step_names.LATER_CHECK, self.later_s),
         ]
 
 
