@@ -54,6 +54,9 @@ COMPLETIONS_PER_REQUEST = 64
 # Jinja renders in the worker: a template that has produced nothing for this long never will.
 RENDER_S = 30.0
 RENDERED_CHARS = 64 * MIB
+# Memory beside the model's own that a template may take, and the code that builds a model from its config.
+RENDER_BYTES = GIB
+BUILD_BYTES = 4 * GIB
 
 # ---- Engine protocol -------------------------------------------------------------------------------------
 # One frame carries at most one request; a request is at most one HTTP body.
