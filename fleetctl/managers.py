@@ -123,8 +123,10 @@ class Systemd:
         # restart also starts, and lets an update take effect.
         self._must("restart", self.UNIT)
         did = [f"wrote {self.file}", f"enabled and started {self.UNIT}"]
-        if self.scope == "user":
-            did.append("it stops when you log out, unless you run `loginctl enable-linger` once")
+        if self.scope == "user" and not self._lingers():
+            did.append(
+                "it runs from your login to your logout; `loginctl enable-linger` lets it run from boot on"
+            )
         return did
 
     def uninstall(self) -> list[str]:
@@ -147,8 +149,15 @@ class Systemd:
             detail = f"unknown: {_first_line(shown)}"
         else:
             detail = f"{facts.get('ActiveState')} ({facts.get('SubState')}), {facts.get('UnitFileState')}"
+            if self.scope == "user" and not self._lingers():
+                detail += ", until you log out (`loginctl enable-linger` keeps it)"
         pid = int(facts.get("MainPID") or 0) or None
         return State("systemd", self.scope, str(self.file), self.file.exists(), active, detail, pid)
+
+    def _lingers(self) -> bool:
+        """True if this user's services run while the user is not logged in."""
+        shown = self._run(["loginctl", "show-user", str(os.getuid()), "--property=Linger"])
+        return shown.code == 0 and shown.output.strip() == "Linger=yes"
 
     def _systemctl(self, *arguments: str) -> CommandResult:
         return self._run(["systemctl", *(["--user"] if self.scope == "user" else []), *arguments])

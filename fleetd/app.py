@@ -38,7 +38,7 @@ from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import ConfigError, Draining, PortInUse
 from fleetd.fleet import Fleet, default_name
-from fleetd.hardware.memory import budget, metal_limit
+from fleetd.hardware.memory import machine_budget
 from fleetd.hardware.probe import HardwareProbe
 from fleetd.home import paths
 from fleetd.home.paths import HomeFolder
@@ -132,7 +132,11 @@ class Daemon:
             Path(config.models.dir).expanduser().absolute() if config.models.dir else home.models,
             hub_cache=Path(config.models.hub_cache).expanduser() if config.models.hub_cache else None,
         )
-        self._pool = pool or EnginePool(_pool_options(config, home), record_path=self._models.record_path)
+        self._pool = pool or EnginePool(
+            _pool_options(config, home),
+            record_path=self._models.record_path,
+            pressure=lambda: self._prober.read().pressure,
+        )
         self._metrics = Metrics(__version__, engines=self._pool.status, peers=self._peers)
         self._node = (
             Node(_node_settings(config, home, self._caps.peers_unknown)) if config.fleet.enabled else None
@@ -249,7 +253,7 @@ class Daemon:
             draining=self._runner.draining,
             default_model=self._config.models.default,
             machine=machine,
-            memory=self._memory_budget(machine, machine.available_bytes),
+            memory=self._memory_budget(machine, machine.model_available_bytes),
             engines=self._pool.status(),
             requests=self._runner.counts,
             fleet=self._fleet.view() if self._fleet is not None else DisabledFleet().view(),
@@ -326,12 +330,11 @@ class Daemon:
         )
 
     def _memory_budget(self, machine: HardwareReading, available_bytes: int) -> MemoryBudget:
-        engine, metal = self._config.engine, machine.accelerator == "metal"
-        limit = metal_limit(machine.memory_bytes, machine.wired_limit_bytes) if metal else 0
-        return budget(
-            machine.memory_bytes,
+        engine = self._config.engine
+        return machine_budget(
+            machine,
             available_bytes,
-            device_limit_bytes=limit,
+            self._pool.held_bytes,
             fraction=engine.memory_fraction,
             max_bytes=engine.max_memory_bytes,
             overcommit=engine.overcommit,
@@ -406,8 +409,14 @@ class Daemon:
             api=address,
             version=__version__,
             # Since the process began, imports included: what a person waits for.
-            ready_s=round(time.time() - psutil.Process().create_time(), 2),
+            ready_s=round(self._since_start_s(), 2),
         )
+
+    def _since_start_s(self) -> float:
+        try:
+            return time.time() - psutil.Process().create_time()
+        except Exception:  # psutil meets kernels that it does not know
+            return time.monotonic() - self._started_s
 
     async def _prune_daily(self) -> None:
         while True:
@@ -483,6 +492,7 @@ def _pool_options(config: Config, home: HomeFolder) -> PoolOptions:
         max_memory_bytes=engine.max_memory_bytes,
         memory_fraction=engine.memory_fraction,
         overcommit=engine.overcommit,
+        wire_weights=engine.wire_weights,
         max_streams=engine.max_streams,
         prefill_chunk_tokens=engine.prefill_chunk_tokens,
         prefix_cache_bytes=engine.prefix_cache_bytes,

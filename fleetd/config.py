@@ -111,6 +111,10 @@ class EngineSettings(msgspec.Struct, frozen=True):
             description="Load models as if all memory were free; the machine may swap, or a load fail late."
         ),
     ] = False
+    wire_weights: Annotated[
+        bool,
+        Meta(description="On a Mac, keep weights from being paged out; off if that makes it unstable."),
+    ] = True
     max_streams: Annotated[
         int, Meta(ge=1, le=1024, description="Answers decoded at once per model; more of them wait.")
     ] = 16

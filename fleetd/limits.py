@@ -13,6 +13,24 @@ DESCRIPTORS = 10_240
 # Kept from connections: the database, workers and their streams, model files, listeners, libraries.
 DESCRIPTORS_RESERVED = 96
 
+# ---- Hardware --------------------------------------------------------------------------------------------
+# MLX and a GPU's driver start within seconds, even on a machine that is busy; what failed is asked again
+# after so long: a driver may come up after the daemon, as /dev/nvidia-uvm does.
+DEVICE_ASK_S, DEVICE_RETRY_S = 30.0, 60.0
+# Other programs use a card's memory, too: its free bytes are asked for again after this long.
+CARD_MEMORY_S = 1.0
+# Of a system that does not even tell how much memory it has: the least that Macs with Apple silicon have.
+ASSUMED_MEMORY_BYTES = 8 * GIB
+# Linux is short of memory where programs wait for it this share of the time, and less than this is free.
+STALLED_PERCENT = 10.0
+WARNING_FREE_SHARE, CRITICAL_FREE_SHARE = 0.10, 0.05
+# While the system is short of memory, models that were idle for this long are unloaded; all idle ones where
+# it is critically short, one after the other: freed memory shows after a moment.
+PRESSURE_IDLE_S, PRESSURE_STEP_S = 60.0, 3.0
+# MLX keeps freed buffers for reuse, by default all that the machine has: at most this part of its memory,
+# which is 512 MiB of 8 GiB. One chunk of a prompt needs less; after it they are freed in any case.
+MLX_CACHE_PART = 16
+
 # ---- HTTP ------------------------------------------------------------------------------------------------
 # Agent transcripts with inlined files reach tens of megabytes; above that it is a mistake or an attack.
 HTTP_BODY_BYTES = 64 * MIB

@@ -91,8 +91,8 @@ class CardMaker:
         """The card as of now; ``sequence`` is that of the last card sent."""
         machine = self._machine()
         # The figure stays the same until it has moved by a step: the page cache changes it all the time.
-        if abs(machine.available_bytes - self._available_bytes) >= _MEMORY_STEP_BYTES:
-            self._available_bytes = machine.available_bytes
+        if abs(machine.model_available_bytes - self._available_bytes) >= _MEMORY_STEP_BYTES:
+            self._available_bytes = machine.model_available_bytes
         engines = {engine.model: engine for engine in self._engines()}
         idle = [engine for engine in engines.values() if engine.evictable]
         parts = _parts(engines.values())
@@ -113,7 +113,7 @@ class CardMaker:
             running=counts.running + sum(engine.assisting for engine in engines.values()),
             waiting=counts.waiting,
             draining=self._draining(),
-            load=round(os.getloadavg()[0] / max(1, machine.cores)),
+            load=_load(machine.cores),
         )
 
     def changed(self) -> None:
@@ -240,6 +240,14 @@ class CardMaker:
         )
 
 
+def _load(cores: int) -> int:
+    """Programs that want to run, per core; 0 where the system does not say."""
+    try:
+        return round(os.getloadavg()[0] / max(1, cores))
+    except OSError:
+        return 0
+
+
 def facts(machine: HardwareReading) -> MachineFacts:
     """The part of a reading that stays the same."""
     return MachineFacts(
@@ -247,7 +255,7 @@ def facts(machine: HardwareReading) -> MachineFacts:
         product=machine.product,
         chip=machine.gpu or machine.cpu,
         cores=machine.cores,
-        memory_bytes=machine.memory_bytes,
+        memory_bytes=machine.model_memory_bytes,
         tier=machine.tier,
         accelerator=machine.accelerator,
     )

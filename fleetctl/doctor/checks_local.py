@@ -15,7 +15,7 @@ from pathlib import Path
 
 from fleetctl.doctor.findings import Finding, fail, ok, warn
 from fleetctl.home import Address
-from fleetctl.render.text import size
+from fleetctl.render.text import one_line, size
 from fleetd import limits
 
 DEFAULT_LISTEN = "127.0.0.1:8114"
@@ -155,17 +155,22 @@ def disk(path: Path) -> Finding:
     return warn("disk", what, fix) if free < _DISK_WARN_BYTES else ok("disk", what)
 
 
-def memory(available_bytes: int | None, total_bytes: int | None) -> Finding:
+def memory(available_bytes: int | None, total_bytes: int | None, pressure: str = "") -> Finding:
     """Check the memory that is free for a model. None for a figure reads it on this machine."""
     if available_bytes is None:
         import psutil
 
-        found = psutil.virtual_memory()
+        try:
+            found = psutil.virtual_memory()
+        except Exception as error:  # psutil meets kernels that it does not know
+            return ok("memory", f"unknown while no daemon runs: {one_line(str(error))}")
         available_bytes, total_bytes = found.available, found.total
     what = f"{size(available_bytes)} of {size(total_bytes)} available"
     fix = "Close other programs, or unload a model: `fleetctl models unload NAME`."
     if available_bytes < _MEMORY_FAIL_BYTES:
         return fail("memory", what, fix)
+    if pressure in ("warning", "critical"):
+        return warn("memory", f"{what}, but the system says that it is short (pressure: {pressure})", fix)
     return warn("memory", what, fix) if available_bytes < _MEMORY_WARN_BYTES else ok("memory", what)
 
 

@@ -6,6 +6,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 from fleetctl.doctor.findings import Finding, fail, ok, warn
 from fleetctl.exits import ClientError
@@ -85,6 +86,19 @@ def _cpu(*, fast: bool) -> Finding:
             "Install the extra: pip install 'fleetd[cpu]'.",
         )
     return ok("cpu math", "MKL does not exist for this machine")
+
+
+def gpu_files(root: Path = Path("/")) -> list[Finding]:
+    """Check that a loaded NVIDIA driver has created its last file, without which CUDA finds no GPU."""
+    if not (root / "proc/driver/nvidia/version").exists() or (root / "dev/nvidia-uvm").exists():
+        return []
+    return [
+        warn(
+            "GPU driver",
+            "The NVIDIA driver is loaded, but /dev/nvidia-uvm is missing, and CUDA finds no GPU without it.",
+            "sudo nvidia-modprobe -c 0 -u; the daemon sees it within a second.",
+        )
+    ]
 
 
 def services(*, running: bool) -> list[Finding]:

@@ -90,7 +90,13 @@ def _checks(address: Address, client: Client, status: DaemonStatus | None) -> It
     yield "service", lambda: checks_machine.services(running=running)
     yield "disk", lambda: checks_local.disk(home)
     machine = status.machine if status is not None else HardwareReading()
-    yield "memory", lambda: checks_local.memory(machine.available_bytes or None, machine.memory_bytes)
+    yield (
+        "memory",
+        lambda: checks_local.memory(
+            machine.model_available_bytes or None, machine.model_memory_bytes, machine.pressure
+        ),
+    )
+    yield "GPU driver", checks_machine.gpu_files
     yield "clock", lambda: checks_local.clock(home, time.time())
     yield "python", lambda: checks_local.python((sys.version_info.major, sys.version_info.minor))
     yield "MLX", checks_machine.mlx

@@ -83,8 +83,8 @@ def _machine(status: dict[str, Any]) -> str:
         str(machine.get("platform") or "?"),
         str(machine.get("product") or ""),
         f"{machine.get('cpu') or '?'}, {machine.get('cores', '?')} cores",
-        str(machine.get("gpu") or "") if machine.get("gpu") != machine.get("cpu") else "",
-        f"{size(machine.get('memory_bytes'))} memory, {size(machine.get('available_bytes'))} free",
+        _gpu(machine),
+        f"{size(machine.get('memory_bytes'))} memory, {_free(machine)}",
         f"{size(memory['usable_bytes'])} for models" if memory.get("usable_bytes") else "",
         "engine.overcommit is on: the machine may swap" if memory.get("overcommit") else "",
         f"tier {machine.get('tier', '?')}",
@@ -92,6 +92,24 @@ def _machine(status: dict[str, Any]) -> str:
     if accelerator := machine.get("accelerator"):
         parts.append(str(accelerator))
     return one_line(" · ".join(part for part in parts if part))
+
+
+def _gpu(machine: dict[str, Any]) -> str:
+    """The GPU where it is not the processor's chip, with its own memory if it has some."""
+    if not (name := str(machine.get("gpu") or "")) or name == machine.get("cpu"):
+        return ""
+    others = f", 1 of {machine['gpus']} is used" if machine.get("gpus", 0) > 1 else ""
+    if not (own := machine.get("card_bytes")):
+        return name + others
+    return f"{name} with {size(own)}, {size(machine.get('card_free_bytes'))} free{others}"
+
+
+def _free(machine: dict[str, Any]) -> str:
+    if machine.get("free_unknown"):
+        return "free unknown"
+    pressure = str(machine.get("pressure") or "")
+    short = f" (pressure: {pressure})" if pressure in ("warning", "critical") else ""
+    return f"{size(machine.get('available_bytes'))} free{short}"
 
 
 def _fleet(status: dict[str, Any]) -> list[tuple[str, str]]:

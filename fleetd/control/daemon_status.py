@@ -12,6 +12,8 @@ import msgspec
 from fleetd.control.fleet_view import FleetView
 from fleetd.control.prefill_plan import StepView
 
+#: How short the system is of memory, in its own judgement; "" where it does not say.
+Pressure = Literal["", "normal", "warning", "critical"]
 EngineState = Literal["loading", "ready", "failed", "stopping"]
 
 
@@ -21,11 +23,16 @@ class HttpAddress(msgspec.Struct, frozen=True):
 
 
 class HardwareReading(msgspec.Struct, frozen=True):
-    """One reading of the machine; ``available_bytes`` changes by the second, the rest does not.
+    """One reading of the machine; ``available_bytes``, ``pressure`` and ``card_free_bytes`` change by the
+    second.
 
     ``product`` and ``gpu`` are "" where unknown. ``performance_cores``: those of ``cores`` that are of the
     faster kind. ``wired_limit_bytes``: what a Mac's owner lets the GPU have; 0 is the system's choice.
-    ``tier``: a name of ``fleetd.models.catalog``. ``accelerator``: metal, cuda or cpu.
+    ``tier``: a name of ``fleetd.models.catalog``. ``accelerator``: metal, cuda or cpu. ``free_unknown``:
+    nothing says what is free, and ``available_bytes`` is all memory. ``pressure``: normal, warning or
+    critical, as the system judges it; "" where it does not. ``device_limit_bytes``: what the GPU of a Mac may
+    hold. ``card_bytes``: memory of a GPU that has its own, where models are then; 0 elsewhere. ``gpus``: how
+    many there are, of which one is used.
     """
 
     platform: str = ""
@@ -40,19 +47,40 @@ class HardwareReading(msgspec.Struct, frozen=True):
     wired_limit_bytes: int = 0
     tier: str = ""
     accelerator: str = ""
+    free_unknown: bool = False
+    pressure: Pressure = ""
+    device_limit_bytes: int = 0
+    card_bytes: int = 0
+    card_free_bytes: int = 0
+    gpus: int = 0
+
+    @property
+    def model_memory_bytes(self) -> int:
+        """The memory that models live in: the card's, or the system's."""
+        return self.card_bytes or self.memory_bytes
+
+    @property
+    def model_available_bytes(self) -> int:
+        """What is free of it."""
+        return self.card_free_bytes if self.card_bytes else self.available_bytes
 
 
 class MemoryBudget(msgspec.Struct, frozen=True):
-    """What models may take of this machine's memory.
+    """What models may take of the memory they live in, which is the system's or that of a GPU.
 
-    ``usable_bytes`` is the smaller of ``available_bytes`` and ``device_limit_bytes`` (what the GPU may hold;
-    0 is no limit), times ``fraction``, and at most ``max_bytes`` where that is not 0. ``largest_bytes`` is
+    ``usable_bytes`` is the smaller of ``available_bytes`` and what is left of ``device_limit_bytes`` (what
+    the GPU may hold; 0 is no limit) beside ``held_bytes`` (what loaded models hold), times ``fraction``, and
+    at most ``max_bytes`` where that is not 0; nothing while ``pressure`` is critical. ``largest_bytes`` is
     the same with all memory free. With ``overcommit`` that much is taken to be usable whatever is free.
+    ``free_unknown``: nothing says what is free, and all of it is taken to be.
     """
 
     total_bytes: int = 0
     available_bytes: int = 0
+    free_unknown: bool = False
+    pressure: Pressure = ""
     device_limit_bytes: int = 0
+    held_bytes: int = 0
     fraction: float = 1.0
     max_bytes: int = 0
     overcommit: bool = False

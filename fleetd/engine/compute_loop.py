@@ -20,7 +20,7 @@ from fleetd.engine.guests import Guests
 from fleetd.engine.idle_calibration import IdleCalibration
 from fleetd.engine.inbox import Inbox, Item, Stop
 from fleetd.engine.memory import KvBudget
-from fleetd.engine.protocol import AssistPrefill, Cancel, Heartbeat, Report, StreamTag
+from fleetd.engine.protocol import AssistPrefill, Cancel, FreeMemory, Heartbeat, Report, StreamTag
 from fleetd.engine.shared_prefill.helper_guests import HelperGuests
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.streams.handed_over import HandedOverStreams
@@ -128,8 +128,15 @@ class ComputeLoop(ABC):
                 self._helpers.begin(item)
             case Cancel(task_id):
                 self._cancel_guest(task_id)
+            case FreeMemory(prompts):
+                self._free_memory(prompts)
             case _:
                 pass  # for workers that have the whole model
+
+    def _free_memory(self, prompts: bool) -> None:
+        """Give back what is kept for later only; a loop that keeps prompts overrides it."""
+        mx.clear_cache()
+        self._heartbeat_at = 0.0
 
     def _cancel_guest(self, task_id: str) -> bool:
         """End a guest's task. False if there is none with this id."""

@@ -29,6 +29,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from fleetd.hardware.facts import text
+from fleetd.hardware.probe import cores
+
 if TYPE_CHECKING:
     import mlx.core as mx
     import mlx.nn as nn
@@ -62,7 +65,7 @@ def preload_blas() -> bool:
     # The strict mode exists per instruction set and must be chosen before the first product.
     # Its threads spin for 200 ms after each product by default, which slows whatever comes between products.
     os.environ.setdefault("KMP_BLOCKTIME", "1")
-    flags = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="ignore")
+    flags = text(Path("/proc/cpuinfo"))
     os.environ.setdefault("MKL_CBWR", "AVX512,STRICT" if "avx512vl" in flags else "AVX2,STRICT")
     for folder in (Path(sys.prefix) / "lib", Path("/opt/intel/oneapi/mkl/latest/lib")):
         for library in sorted(folder.glob("libmkl_rt.so*"), reverse=True):
@@ -86,10 +89,10 @@ def exact() -> bool:
 def _start_threads(blas: ctypes.CDLL) -> None:
     """One thread per core for attention's blocks; each multiplies alone, so that they do not crowd."""
     global _threads
-    cores = int(os.environ.get("MKL_NUM_THREADS") or len(os.sched_getaffinity(0)))
-    if cores > 1:
+    threads = int(os.environ.get("MKL_NUM_THREADS") or cores())
+    if threads > 1:
         _threads = ThreadPoolExecutor(
-            cores, "attention", initializer=blas.MKL_Set_Num_Threads_Local, initargs=(ctypes.c_int(1),)
+            threads, "attention", initializer=blas.MKL_Set_Num_Threads_Local, initargs=(ctypes.c_int(1),)
         )
 
 

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fleetd.engine.prompt_encoding import PreparedPrompt
-from fleetd.engine.protocol import AssistPrefill, Cancel, DraftFor, IdleTime, PrefillAlone, PrefillShared
+from fleetd.engine.protocol import (
+    AssistPrefill,
+    Cancel,
+    DraftFor,
+    FreeMemory,
+    IdleTime,
+    PrefillAlone,
+    PrefillShared,
+)
 from fleetd.engine.scoring.scoring_layout import ScoringLayout
 
 
@@ -23,6 +31,7 @@ Item = (
     | PrefillAlone
     | AssistPrefill
     | DraftFor
+    | FreeMemory
     | IdleTime
     | Cancel
     | Stop

@@ -23,7 +23,8 @@ from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
 
 from fleetd import limits
-from fleetd.engine import address_space, cpu
+from fleetd.control.daemon_status import MemoryBudget
+from fleetd.engine import address_space, cpu, device_memory
 from fleetd.engine.calibrate import Speeds, calibrate
 from fleetd.engine.failures import over_files
 from fleetd.engine.load_findings import FindingsKey, LoadFindings
@@ -39,7 +40,8 @@ from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePla
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelCorrupt, ModelUnsupported
-from fleetd.hardware import memory
+from fleetd.hardware import memory, mlx_device
+from fleetd.hardware.device_facts import DeviceFacts
 from fleetd.models import digest as digests
 from fleetd.models.memory_need import WORKING_BYTES, weights_in_memory
 from fleetd.models.verify import verify
@@ -80,7 +82,9 @@ def pick_device(wanted: str) -> Device:
     """Set MLX's default device and name it. Raises ModelUnsupported if a GPU is demanded in vain."""
     if wanted != "cpu" and mx.is_available(mx.gpu):
         mx.set_default_device(mx.gpu)
-        return "metal" if mx.metal.is_available() else "cuda"
+        device: Device = "metal" if mx.metal.is_available() else "cuda"
+        device_memory.prepare(device, memory.system_memory(()).total_bytes)
+        return device
     if wanted == "gpu":
         raise ModelUnsupported(
             "engine.device is gpu, but MLX sees no GPU.", hint="Set engine.device to auto."
@@ -89,16 +93,24 @@ def pick_device(wanted: str) -> Device:
     return "cpu"
 
 
-def usable_bytes(device: Device, settings: WorkerSettings) -> int:
-    """Memory this worker may take, by the daemon's own rule and with what Metal itself says of the device."""
-    limit = int(mx.device_info().get("max_recommended_working_set_size", 0)) if device == "metal" else 0
+def memory_budget(device: Device, settings: WorkerSettings) -> MemoryBudget:
+    """Memory this worker may take, by the daemon's own rule and from what MLX says of the device now."""
+    facts = DeviceFacts("cpu") if device == "cpu" else mlx_device.describe()
+    found = memory.system_memory(memory.cgroup_folders(Path("/")))
     return memory.budget(
-        *memory.system_memory(memory.cgroup_folders(Path("/"))),
-        device_limit_bytes=limit,
+        memory.of_card(found, facts.card_bytes, facts.card_free_bytes),
+        device_limit_bytes=facts.limit_bytes,
+        held_bytes=settings.held_bytes,
         fraction=settings.memory_fraction,
         max_bytes=settings.max_memory_bytes,
         overcommit=settings.overcommit,
-    ).usable_bytes
+    )
+
+
+def keep_weights(device: Device, settings: WorkerSettings) -> None:
+    """Keep a model, or the part of it that was loaded, from being paged out, if the settings want that."""
+    if device == "metal" and settings.wire_weights:
+        device_memory.wire_weights(device, mlx_device.describe().limit_bytes)
 
 
 def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> Loaded:
@@ -112,12 +124,12 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     begun = time.monotonic()
     path = Path(settings.path)
     config = verified_config(settings, report)
-    usable = usable_bytes(device, settings)
+    room = memory_budget(device, settings)
     # Hub caches hold links; the size that counts is the target's.
     files = sorted(path.glob("model*.safetensors"))
     on_disk = sum(f.stat().st_size for f in files)
     expected = weights_in_memory(path, on_disk, config, device)
-    admit_weights(settings.name, expected, usable)
+    admit_weights(settings.name, expected, room)
     report(Loading("reading", 0, on_disk))
     with (
         _little_besides(path, expected, device),
@@ -125,7 +137,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     ):
         reading = aside.submit(_tokenizer, path, config)
         model = lazy_model(path, config)
-        admit_weights(settings.name, memory_bytes(model, device), usable)
+        admit_weights(settings.name, memory_bytes(model, device), room)
         if device == "cpu":
             cpu.to_float32(model)
         mx.eval(model.parameters())
@@ -160,8 +172,9 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
 
     together, speeds = known.together, known.speeds
     verdict = _verdict(model, settings, key, vocabulary, context, speeds.decode_tok_s, report)
+    keep_weights(device, settings)
     weights = sum(int(array.nbytes) for _, array in tree_flatten(model.parameters()))
-    left = max(0, usable - weights - WORKING_BYTES)
+    left = max(0, room.usable_bytes - weights - WORKING_BYTES)
     prefix_bytes = settings.prefix_cache_bytes or int(left * PREFIX_SHARE)
     search = ProfileSearch(
         model=model,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine.failures import require
 from fleetd.errors import OutOfMemory
 from fleetd.limits import GIB, MIB
@@ -22,12 +23,15 @@ def human(n_bytes: float) -> str:
     return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.0f} MiB"
 
 
-def admit_weights(name: str, weights_bytes: int, available_bytes: int) -> None:
-    """Raises OutOfMemory if a model's weights and working room do not fit what is free now."""
+def admit_weights(name: str, weights_bytes: int, room: MemoryBudget) -> None:
+    """Raises OutOfMemory if a model's weights and working room do not fit what may be taken now."""
     need = weights_bytes + WORKING_BYTES
-    if need > available_bytes:
+    if need > room.usable_bytes:
+        free = f"{human(room.usable_bytes)} are free"
+        if room.pressure == "critical":
+            free = "the system is critically short of memory"
         raise OutOfMemory(
-            f"{name} needs {human(need)} to load and {human(available_bytes)} are free.",
+            f"{name} needs {human(need)} to load, and {free}.",
             hint="Close programs, unload other models (fleetctl models unload) or choose a smaller one.",
         )
 

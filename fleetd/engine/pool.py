@@ -17,16 +17,18 @@ from pathlib import Path
 import structlog
 
 from fleetd import limits
-from fleetd.control.daemon_status import EngineStatus
+from fleetd.control.daemon_status import EngineStatus, Pressure
 from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Ready, Score, Scored
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.errors import FleetError, OutOfMemory
+from fleetd.limits import MIB
 from fleetd.models.folder import ModelFolder
 
 log = structlog.get_logger(__name__)
 
 _CHECK_S = 1.0
+_HELD_STEP_BYTES = 256 * MIB
 
 
 class PoolOptions(WorkerOptions, frozen=True, kw_only=True):
@@ -53,6 +55,8 @@ class EnginePool:
     options: PoolOptions = field(default_factory=PoolOptions)
     # Where a folder's recorded checksums are (``ModelStore.record_path``).
     record_path: Callable[[ModelFolder], Path | None] = lambda folder: None
+    # How short the system is of memory.
+    pressure: Callable[[], Pressure] = lambda: ""
     _engines: dict[str, EngineProcess] = field(default_factory=dict, init=False)
     _deaths: dict[str, int] = field(default_factory=dict, init=False)
     _starting: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
@@ -62,18 +66,47 @@ class EnginePool:
     _wanted: set[str] = field(default_factory=set, init=False)
     _to_load: dict[str, ModelFolder] = field(default_factory=dict, init=False)
     _measuring: asyncio.Task[None] | None = field(default=None, init=False)
+    # When memory was given back last because the system was short of it; 0 if it is not.
+    _relieved_at: float = field(default=0.0, init=False)
 
     async def run(self) -> None:
         """Watch for stalls and idleness until cancelled."""
         while True:
             await asyncio.sleep(_CHECK_S)
             self.use_idle_time()
+            await self.relieve(self.pressure())
             for name, engine in list(self._engines.items()):
                 engine.check()
                 limit = self.options.idle_unload_s
                 if limit > 0 and engine.state == "ready" and not self._in_use(name) and engine.idle_s > limit:
                     log.info("engine.unload", model=name, reason="idle", idle_s=round(engine.idle_s))
                     await self.unload(name)
+
+    async def relieve(self, pressure: Pressure) -> None:
+        """Called every second or so: give memory back while the system is short of it.
+
+        Running requests keep theirs. A warning costs only what was idle for a while, and reuse of buffers:
+        small machines live with it for hours.
+        """
+        if pressure not in ("warning", "critical"):
+            self._relieved_at = 0.0
+            return
+        critical, now = pressure == "critical", asyncio.get_running_loop().time()
+        first = not self._relieved_at
+        if not first and now - self._relieved_at < limits.PRESSURE_STEP_S:
+            return
+        self._relieved_at = now
+        if first or critical:
+            for engine in self._engines.values():
+                engine.free_memory(prompts=critical)
+        idle_s = 0.0 if critical else limits.PRESSURE_IDLE_S
+        await self._evict_idle(f"the system is short of memory ({pressure})", idle_s=idle_s)
+
+    @property
+    def held_bytes(self) -> int:
+        """What all workers hold of the device's memory, rounded up: it changes a little with each token."""
+        held = sum(engine.memory_bytes for engine in self._engines.values())
+        return -(-held // _HELD_STEP_BYTES) * _HELD_STEP_BYTES
 
     # ---- idle time -------------------------------------------------------------------------------------
 
@@ -274,7 +307,7 @@ class EnginePool:
                 async for progress in engine.loaded():
                     yield progress
             except OutOfMemory:
-                if not evict or not await self._evict_idle(besides=wanted.name):
+                if not evict or not await self._evict_idle("memory is needed", besides=wanted.name):
                     raise
                 continue
             yield engine
@@ -323,20 +356,21 @@ class EnginePool:
             first_layer=wanted.first,
             last_layer=wanted.last,
             part_of=folder.name if wanted.last else "",
+            held_bytes=self.held_bytes,
             **{name: getattr(self.options, name) for name in WorkerOptions.__struct_fields__},
         )
 
-    async def _evict_idle(self, besides: str) -> bool:
-        """Unload the model that has been idle longest. False if every other one is in use."""
+    async def _evict_idle(self, reason: str, *, besides: str = "", idle_s: float = 0.0) -> bool:
+        """Unload the model that has been idle longest, at least for ``idle_s``. False if there is none."""
         idle = [
             (e.idle_s, n)
             for n, e in self._engines.items()
-            if n != besides and e.state == "ready" and not self._in_use(n)
+            if n != besides and e.state == "ready" and not self._in_use(n) and e.idle_s >= idle_s
         ]
         if not idle:
             return False
         _, name = max(idle)
-        log.info("engine.unload", model=name, reason="memory is needed", for_model=besides)
+        log.info("engine.unload", model=name, reason=reason, for_model=besides)
         return await self.unload(name)
 
     def _in_use(self, name: str) -> bool:

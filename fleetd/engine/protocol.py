@@ -5,7 +5,7 @@ Sans-IO: encode to bytes, feed bytes in, get messages out. One Unix socket per w
 unknown tags are a bug and raise.
 
     daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), AssistPrefill,
-                      Score, DraftFor, Cancel, IdleTime, Shutdown
+                      Score, DraftFor, Cancel, IdleTime, FreeMemory, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
                       Accepted, Prefill*, Shared?, (Delta | ToolCall)*, Finished | Failed
                       for each AssistPrefill: Accepted, Assisted | Failed
@@ -249,6 +249,13 @@ class IdleTime(msgspec.Struct, frozen=True, tag="idle"):
     may find out what it has not found out yet. 0: no longer."""
 
     seconds: Seconds
+
+
+class FreeMemory(msgspec.Struct, frozen=True, tag="free"):
+    """The system is short of memory: give back buffers that are kept for reuse and, if ``prompts``, the keys
+    and values that are kept for later prompts."""
+
+    prompts: bool
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag="shutdown"):
@@ -555,7 +562,16 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
 
 
 Command = (
-    Generate | PrefillShared | PrefillAlone | AssistPrefill | DraftFor | Score | Cancel | IdleTime | Shutdown
+    Generate
+    | PrefillShared
+    | PrefillAlone
+    | AssistPrefill
+    | DraftFor
+    | Score
+    | Cancel
+    | IdleTime
+    | FreeMemory
+    | Shutdown
 )
 Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted | Scored | Followed
 Report = Loading | Ready | MeasuredAgain | LoadFailed | Heartbeat | Event

@@ -202,6 +202,11 @@ class Scheduler(ComputeLoop):
             case _:
                 super()._take(item)
 
+    def _free_memory(self, prompts: bool) -> None:
+        if prompts:
+            self.prefix.trim(0)
+        super()._free_memory(prompts)
+
     def _decide(self, decision: PrefillShared | PrefillAlone) -> None:
         """The daemon says how a waiting prompt is prefilled."""
         sequence = next((s for s in self._prefilling if s.id == decision.id), None)

@@ -12,6 +12,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     ``max_memory_bytes`` bounds weights, KV and prefix cache together; ``memory_fraction`` applies to what the
     device reports as usable where that is smaller. ``overcommit``: as if all memory were free.
+    ``wire_weights``: macOS may not page weights out.
     """
 
     device: Literal["auto", "cpu", "gpu"] = "auto"
@@ -19,6 +20,7 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_memory_bytes: int = 0
     memory_fraction: float = 0.85
     overcommit: bool = False
+    wire_weights: bool = True
     max_streams: int = 16
     prefill_chunk_tokens: int = 0
     prefix_cache_bytes: int = 0
@@ -37,6 +39,8 @@ class WorkerSettings(WorkerOptions, frozen=True):
     path: str
     # Where the model's recorded checksums are, for folders that are not ours to write into.
     record: str = ""
+    # What other workers of this machine hold of the memory that the GPU may.
+    held_bytes: int = 0
     # Layers [first, last) only, for a worker that helps others and answers nothing itself; (0, 0) is all.
     first_layer: int = 0
     last_layer: int = 0

@@ -19,10 +19,11 @@ from fleetd.engine import cpu
 from fleetd.engine.loading import (
     Device,
     context_tokens,
+    keep_weights,
     kv_bytes_per_token,
     lazy_model,
+    memory_budget,
     memory_bytes,
-    usable_bytes,
     verified_config,
     versions,
 )
@@ -75,7 +76,7 @@ def load_stage(
     admit_weights(
         f"{settings.name}, layers {first} to {last} of {stage.total},",
         memory_bytes(stage.weights, device),
-        usable_bytes(device, settings),
+        memory_budget(device, settings),
     )
     report(Loading("reading", 0, on_disk))
     if device == "cpu":
@@ -91,7 +92,7 @@ def load_stage(
 def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loading], None]) -> LoadedPart:
     """The layers that ``settings`` name, for a worker that only helps; raises as ``load_stage``."""
     begun = time.monotonic()
-    usable = usable_bytes(device, settings)
+    usable = memory_budget(device, settings).usable_bytes
     loaded = load_stage(settings, device, report, first=settings.first_layer, last=settings.last_layer)
     stage = loaded.stage
     sharable = Sharable.of(stage, device, versions())
@@ -99,6 +100,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
     report(Loading("measuring"))
     context = context_tokens(config)
     speeds = PartCalibration(stage, sharable.layout, context, limits.CALIBRATE_S).measured()
+    keep_weights(device, settings)
     weights = stage.weights_bytes
     return LoadedPart(
         sharable,

@@ -30,6 +30,7 @@ from fleetd.engine.protocol import (
     Failed,
     Finished,
     Followed,
+    FreeMemory,
     Generate,
     Heartbeat,
     IdleTime,
@@ -251,6 +252,10 @@ class EngineProcess:
         """Let the worker find out what it has not found out yet; 0 stops it."""
         self._tell(IdleTime(seconds))
 
+    def free_memory(self, *, prompts: bool) -> None:
+        """Let the worker give back buffers that it keeps for reuse and, if ``prompts``, kept prompts."""
+        self._tell(FreeMemory(prompts))
+
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         """Hand a connected socket to the worker; it is closed here in any case. Raises EngineDied."""
         if self.state != "ready" or self._socket_sender is None:
@@ -258,7 +263,7 @@ class EngineProcess:
             raise self._not_running()
         await self._socket_sender.give(tag, sock)
 
-    def _tell(self, command: PrefillShared | PrefillAlone | IdleTime | Cancel) -> None:
+    def _tell(self, command: PrefillShared | PrefillAlone | IdleTime | FreeMemory | Cancel) -> None:
         if self.state == "ready" and self._writer is not None:
             # A worker that is gone is noticed where its answers are awaited.
             with contextlib.suppress(ConnectionError, RuntimeError):
@@ -330,6 +335,11 @@ class EngineProcess:
             self.kill(
                 EngineStalled(f"The engine for {name} made no progress for {limits.ENGINE_STALL_S:.0f} s.")
             )
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the worker holds of the device's memory, as it told last."""
+        return self._heartbeat.memory_bytes or (self.facts.weights_bytes if self.facts is not None else 0)
 
     @property
     def idle_s(self) -> float:

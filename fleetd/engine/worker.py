@@ -37,6 +37,7 @@ from fleetd.engine.protocol import (
     Cancel,
     DraftFor,
     Failed,
+    FreeMemory,
     Generate,
     IdleTime,
     LoadFailed,
@@ -171,7 +172,9 @@ class Front:
                                 self._preparing[request_id] = True
                                 continue
                         self._compute.tell(command)
-                    case PrefillShared() | PrefillAlone() | AssistPrefill() | DraftFor() | IdleTime():
+                    case PrefillShared() | PrefillAlone() | AssistPrefill() | DraftFor():
+                        self._compute.tell(command)
+                    case IdleTime() | FreeMemory():
                         self._compute.tell(command)
                     case Shutdown():
                         self._compute.stop()

@@ -1,19 +1,19 @@
 """What a machine is called and made of, from what its kernel and drivers say.
 
-Pure readers of those texts, and nothing that waits for a device: no NVML, whose start takes longer than the
-daemon's, and which on machines with unified memory (GB10) knows nothing of memory anyway.
+Pure readers of those texts, and nothing that waits for a device.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import TypedDict
 
-from fleetd.limits import MIB
-
 #: Asked of sysctl on a Mac, all at once; kernels that lack one of them still tell the others.
-SYSCTLS = ("machdep.cpu.brand_string", "hw.model", "hw.perflevel0.physicalcpu", "iogpu.wired_limit_mb")
+SYSCTLS = ("machdep.cpu.brand_string", "hw.model", "hw.perflevel0.physicalcpu")
+#: Asked of a Mac for what people call it. "mini" leaves out serial numbers; JSON is in no human language.
+SYSTEM_PROFILER = ("/usr/sbin/system_profiler", "-json", "-detailLevel", "mini", "SPHardwareDataType")
 
 # What boards without a name of their own say instead.
 _NAMELESS = {"system product name", "default string", "to be filled by o.e.m.", "not specified", "none"}
@@ -25,19 +25,28 @@ class MacFacts(TypedDict):
     cpu: str
     product: str
     performance_cores: int
-    wired_limit_bytes: int
 
 
 def mac_facts(sysctl: str) -> MacFacts:
     """From ``sysctl`` with SYSCTLS, a line ``name: value`` each; what is missing is "" or 0."""
     found = dict(line.split(": ", 1) for line in sysctl.splitlines() if ": " in line)
-    limit_mb = _count(found.get("iogpu.wired_limit_mb", ""))
     return MacFacts(
         cpu=found.get("machdep.cpu.brand_string", "").strip(),
         product=found.get("hw.model", "").strip(),
         performance_cores=_count(found.get("hw.perflevel0.physicalcpu", "")),
-        wired_limit_bytes=limit_mb * MIB,
     )
+
+
+def mac_product(profile: str) -> str:
+    """From ``SYSTEM_PROFILER``: "Mac Studio (M3 Ultra)", "MacBook Pro" for an Intel Mac, "" from nothing of
+    use.
+    """
+    try:
+        found = json.loads(profile)["SPHardwareDataType"][0]
+        name, chip = str(found["machine_name"]), str(found.get("chip_type", "")).removeprefix("Apple ")
+    except (ValueError, LookupError, TypeError, AttributeError):
+        return ""
+    return f"{name} ({chip})" if chip else name
 
 
 def linux_cpu(cpuinfo: str) -> str:

@@ -1,72 +1,165 @@
 """The memory of this machine, and how much of it models may take.
 
-    kernel, control groups ──system_memory──► total, free ──budget──► MemoryBudget
+    psutil, else the kernel    ──system_memory──► total, free, pressure ─┐
+    control groups             ──┘                                        ├──budget──► MemoryBudget
+    Metal, or a card's own memory ──────────────────────────────────────┘
 
 Admission in the engine, FITS HERE, routing and the card that other machines see use this one budget.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import psutil
 
-from fleetd.control.daemon_status import MemoryBudget
+from fleetd import limits
+from fleetd.control.daemon_status import HardwareReading, MemoryBudget, Pressure
+from fleetd.hardware import darwin
 from fleetd.hardware.facts import text
+from fleetd.hardware.pressure import DARWIN_LEVEL, of_level, of_stalls
 from fleetd.limits import GIB
+from fleetd.observe import get_logger
+
+log = get_logger("fleetd.hardware")
 
 # Above this a cgroup v1 "limit" is the kernel's way to say that there is none.
 _UNLIMITED_BYTES = 1 << 60
-# Metal lets the GPU hold two thirds of a small Mac's memory and three quarters of a large one's.
+# What Metal lets the GPU hold where nothing was asked yet: two thirds of a small Mac's memory, and three
+# quarters of a large one's. Newer versions of macOS give more.
 _LARGE_MAC_BYTES = 36 * GIB
 
 
-def system_memory(groups: Iterable[Path]) -> tuple[int, int]:
-    """Bytes in all and bytes free, as far as these control groups let this process have them."""
-    memory = psutil.virtual_memory()
-    total, available = int(memory.total), int(memory.available)
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """``free_unknown``: nothing says what is free, and ``available_bytes`` is all that there is."""
+
+    total_bytes: int
+    available_bytes: int
+    free_unknown: bool = False
+    pressure: Pressure = ""
+
+
+def system_memory(groups: Iterable[Path], root: Path = Path("/")) -> MemoryReading:
+    """The system's memory, as far as these control groups let this process have it. Never raises."""
+    total, free = _whole_system()
+    # Nobody would have a use for a daemon that believes it has no memory.
+    total = total or limits.ASSUMED_MEMORY_BYTES
+    available = total if free is None else min(free, total)
     for limit, used in _cgroup_memory(groups):
         total = min(total, limit)
         available = min(available, max(0, limit - used))
-    return total, available
+    return MemoryReading(total, available, free is None, _pressure(root, available / total if total else 0.0))
 
 
-def metal_limit(total_bytes: int, wired_limit_bytes: int) -> int:
-    """Bytes that the GPU of a Mac may hold; the owner's ``iogpu.wired_limit_mb`` comes first.
+def _whole_system() -> tuple[int, int | None]:
+    """Bytes in all, 0 if nothing says that, and bytes free, None if nothing says that."""
+    try:
+        memory = psutil.virtual_memory()
+        return int(memory.total), int(memory.available)
+    except Exception as error:
+        _say_unread(f"{type(error).__name__}: {error}")
+    kernel = darwin.kernel()
+    if kernel is not None:
+        return kernel.integer("hw.memsize") or _pages("SC_PHYS_PAGES"), kernel.free_bytes()
+    return _pages("SC_PHYS_PAGES"), _pages("SC_AVPHYS_PAGES") or None
 
-    A worker asks Metal itself; this is for the daemon, which leaves the GPU alone.
+
+@cache
+def _say_unread(error: str) -> None:
+    """Once for each error: memory is read several times a second."""
+    log.warning("memory.unread", error=error, note="the kernel is asked without psutil")
+
+
+def _pages(name: str) -> int:
+    """A count of pages that ``sysconf`` knows, in bytes; 0 if it does not."""
+    try:
+        return max(0, os.sysconf(name)) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
+        return 0
+
+
+def _pressure(root: Path, free_share: float) -> Pressure:
+    kernel = darwin.kernel()
+    if kernel is not None:
+        return of_level(kernel.integer(DARWIN_LEVEL))
+    return of_stalls(text(root / "proc/pressure/memory"), free_share)
+
+
+def metal_limit(total_bytes: int, wired_limit_bytes: int, told_bytes: int = 0) -> int:
+    """Bytes that the GPU of a Mac may hold: the owner's ``iogpu.wired_limit_mb``, else what Metal told, else
+    a guess.
     """
     if wired_limit_bytes:
-        return wired_limit_bytes
-    return total_bytes * 2 // 3 if total_bytes < _LARGE_MAC_BYTES else total_bytes * 3 // 4
+        return min(wired_limit_bytes, total_bytes)
+    return told_bytes or (total_bytes * 2 // 3 if total_bytes < _LARGE_MAC_BYTES else total_bytes * 3 // 4)
+
+
+def of_card(memory: MemoryReading, card_bytes: int, card_free_bytes: int) -> MemoryReading:
+    """The same reading for models that live in a card's own memory; 0 bytes of it is a machine without."""
+    if not card_bytes:
+        return memory
+    return replace(memory, total_bytes=card_bytes, available_bytes=min(card_free_bytes, card_bytes))
 
 
 def budget(
-    total_bytes: int,
-    available_bytes: int,
+    memory: MemoryReading,
     *,
     device_limit_bytes: int = 0,
+    held_bytes: int = 0,
     fraction: float = 1.0,
     max_bytes: int = 0,
     overcommit: bool = False,
 ) -> MemoryBudget:
-    """What models may take; the arguments are the fields of the result, where 0 is no limit."""
+    """What models may take; the arguments are the fields of the result, where 0 is no limit.
 
-    def share(free_bytes: int) -> int:
-        held = min(free_bytes, device_limit_bytes) if device_limit_bytes else free_bytes
-        return min(int(held * fraction), max_bytes) if max_bytes else int(held * fraction)
+    Args:
+        held_bytes: what loaded models hold already of ``device_limit_bytes``.
+    """
 
-    largest = share(total_bytes)
+    def share(free_bytes: int, held_bytes: int) -> int:
+        most = max(0, device_limit_bytes - held_bytes) if device_limit_bytes else free_bytes
+        allowed = int(min(free_bytes, most) * fraction)
+        return min(allowed, max_bytes) if max_bytes else allowed
+
+    largest = share(memory.total_bytes, 0)
+    now = 0 if memory.pressure == "critical" else share(memory.available_bytes, held_bytes)
     return MemoryBudget(
-        total_bytes=total_bytes,
-        available_bytes=available_bytes,
+        total_bytes=memory.total_bytes,
+        available_bytes=memory.available_bytes,
+        free_unknown=memory.free_unknown,
+        pressure=memory.pressure,
         device_limit_bytes=device_limit_bytes,
+        held_bytes=held_bytes,
         fraction=fraction,
         max_bytes=max_bytes,
         overcommit=overcommit,
-        usable_bytes=largest if overcommit else share(available_bytes),
+        usable_bytes=largest if overcommit else now,
         largest_bytes=largest,
+    )
+
+
+def machine_budget(
+    machine: HardwareReading,
+    available_bytes: int,
+    held_bytes: int,
+    *,
+    fraction: float,
+    max_bytes: int,
+    overcommit: bool,
+) -> MemoryBudget:
+    """``budget`` of a machine's last reading, with so many bytes free of the memory that models live in."""
+    return budget(
+        MemoryReading(machine.model_memory_bytes, available_bytes, machine.free_unknown, machine.pressure),
+        device_limit_bytes=machine.device_limit_bytes,
+        held_bytes=held_bytes,
+        fraction=fraction,
+        max_bytes=max_bytes,
+        overcommit=overcommit,
     )
 
 

@@ -26,11 +26,11 @@ class CpuReading:
     def now(cls) -> CpuReading | None:
         """None where the system does not say."""
         try:
-            spent = psutil.cpu_times()._asdict()
-        except (OSError, RuntimeError):
+            spent, cores = psutil.cpu_times()._asdict(), psutil.cpu_count() or 1
+        except Exception:  # psutil meets kernels that it does not know
             return None
         busy_s = sum(seconds for name, seconds in spent.items() if name not in _NOT_BUSY)
-        return cls(busy_s, time.process_time(), time.monotonic(), psutil.cpu_count() or 1)
+        return cls(busy_s, time.process_time(), time.monotonic(), cores)
 
     def others_share(self, since: CpuReading) -> float:
         """The share of all cores that other programs had; 0 if the time since then was too short to tell."""

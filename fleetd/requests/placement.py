@@ -318,7 +318,7 @@ def candidate(
         accelerator=facts.accelerator,
         cores=facts.cores,
         memory_bytes=facts.memory_bytes,
-        available_bytes=card.usable_bytes or card.available_bytes,
+        available_bytes=card.usable_bytes,
         evictable_bytes=card.evictable_bytes,
         rtt_s=member.rtt_s,
         running=card.running,

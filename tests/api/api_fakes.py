@@ -29,7 +29,7 @@ from fleetd.control.prefill_plan import PlanQuestion, PlanView
 from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
-from fleetd.hardware.memory import budget
+from fleetd.hardware.memory import MemoryReading, budget
 from fleetd.requests.job import LOCAL, Job, Planned
 
 TOKEN = "fleet-test-token"
@@ -324,7 +324,7 @@ def status(**changes: Any) -> DaemonStatus:
         default_model=MODEL,
         http=HttpAddress("127.0.0.1", 8114),
         machine=HardwareReading(memory_bytes=16 << 30, accelerator="metal"),
-        memory=budget(16 << 30, 4 << 30),
+        memory=budget(MemoryReading(16 << 30, 4 << 30)),
     )
     return replace_fields(given, **changes)
 

@@ -11,7 +11,9 @@ from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+from darwin import PSUTIL_FAILS, Raises
 from fake_daemon import STATUS, FakeDaemon, Reply, Run
 
 import fleetd
@@ -135,8 +137,28 @@ def test_memory(free_gib: float, expected: str) -> None:
     assert level(checks_local.memory(int(free_gib * limits.GIB), 8 * limits.GIB)) == expected
 
 
-def test_memory_is_measured_here_without_a_daemon() -> None:
+def test_memory_is_measured_here_without_a_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
     assert " of " in checks_local.memory(None, None).what
+    # As psutil 7.2.2 fails on macOS 27 (giampaolo/psutil#2978).
+    monkeypatch.setattr(psutil, "virtual_memory", Raises(RuntimeError(PSUTIL_FAILS)))
+    found = checks_local.memory(None, None)
+    assert (level(found), "unknown" in found.what) == ("ok", True)
+
+
+def test_a_system_that_is_short_of_memory_is_a_remark_whatever_is_free() -> None:
+    found = checks_local.memory(6 * limits.GIB, 8 * limits.GIB, "warning")
+    assert (level(found), "pressure: warning" in found.what) == ("warn", True)
+
+
+def test_a_driver_without_its_last_file_is_told(tmp_path: Path) -> None:
+    assert checks_machine.gpu_files(tmp_path) == []
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").touch()
+    (found,) = checks_machine.gpu_files(tmp_path)
+    assert (level(found), "nvidia-modprobe" in found.fix) == ("warn", True)
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev/nvidia-uvm").touch()
+    assert checks_machine.gpu_files(tmp_path) == []
 
 
 def test_clock(short_dir: Path) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+from darwin import Launchctl
 from fake_daemon import Run
 
 from fleetctl.exits import ClientError, Exit
@@ -63,8 +64,15 @@ def test_systemd_user_install(short_dir: Path, monkeypatch: pytest.MonkeyPatch) 
     manager = Systemd("user", run=script)
     did = manager.install("the unit")
     assert manager.file == short_dir / "config/systemd/user/fleetd.service"
-    assert all(line.startswith("systemctl --user ") for line in script.asked)
+    asked = [line for line in script.asked if not line.startswith("loginctl ")]
+    assert all(line.startswith("systemctl --user ") for line in asked)
     assert any("enable-linger" in line for line in did)
+    script.answers["systemctl --user show fleetd.service"] = CommandResult(0, SHOW)
+    assert "until you log out" in manager.state().detail
+    # A user who lingers need not be told.
+    script.answers["loginctl show-user"] = CommandResult(0, "Linger=yes\n")
+    assert not any("linger" in line for line in manager.install("the unit"))
+    assert manager.state().detail == "active (running), enabled"
 
 
 def test_without_systemd_nothing_is_written(short_dir: Path) -> None:
@@ -255,7 +263,8 @@ def test_install_status_uninstall_as_a_user(
     installed = run("service", "install", "--user", home=home)
     assert (installed.returncode, installed.stdout) == (
         0,
-        "systemd user service: active (running), enabled\n",
+        "systemd user service: active (running), enabled, "
+        "until you log out (`loginctl enable-linger` keeps it)\n",
     )
     assert f"wrote {unit}" in installed.stderr
     assert f'run --home "{home}"' in unit.read_text()
@@ -303,3 +312,15 @@ def test_the_system_service_keeps_its_own_home(run: Run, short_dir: Path) -> Non
     done = run("service", "install", "--system", "--print", home=short_dir)
     assert done.returncode == Exit.USAGE
     assert "/var/lib/fleetd" in done.stderr
+
+
+def test_launchd_is_waited_for_and_understood(short_dir: Path) -> None:
+    """A job that is booted out stays for a while, and launchd refuses another of its name until then."""
+    launchctl = Launchctl(lingers=2)
+    manager = Launchd("system", root=short_dir, run=launchctl, sleep=lambda seconds: None)
+    for _ in range(2):
+        manager.install("the plist")
+        state = manager.state()
+        assert (state.installed, state.active, state.pid, state.detail) == (True, True, 3318, "running")
+    assert manager.uninstall()[0] == "stopped and unloaded fleetd.daemon"
+    assert (manager.state().detail, launchctl.loaded) == ("not installed", {})

@@ -75,6 +75,11 @@ def test_the_system_unit_is_hardened(values: Values, short_dir: Path) -> None:
     assert float(found[1]) <= 2.0
 
 
+def test_the_system_unit_names_gpus_by_their_drivers_and_not_one_by_one(values: Values) -> None:
+    allowed = directives(render(units.SYSTEM_UNIT, values))["DeviceAllow"]
+    assert allowed == ["char-nvidia* rw", "char-drm rw"]
+
+
 def test_the_system_unit_says_what_the_daemon_relies_on(values: Values) -> None:
     text = render(units.SYSTEM_UNIT, values)
     found = directives(text)
@@ -97,6 +102,10 @@ def test_the_system_unit_says_what_the_daemon_relies_on(values: Values) -> None:
         "ProtectSystem": "strict",
         "ProtectHome": "yes",
         "DevicePolicy": "closed",
+        # Every GPU, and files that the driver creates after this unit has started.
+        "After": "network-online.target modprobe@nvidia_uvm.service",
+        "Wants": "network-online.target modprobe@nvidia_uvm.service",
+        "ExecStartPre": "+-/usr/bin/nvidia-modprobe -c 0 -u",
         "SystemCallErrorNumber": "EPERM",
         "WantedBy": "multi-user.target",
     }.items():

@@ -13,7 +13,7 @@ from fleetd.control.daemon_status import EngineStatus, HardwareReading, RequestC
 from fleetd.control.prefill_plan import StepView
 from fleetd.engine.protocol import Profile
 from fleetd.engine.scoring.known_profiles import ProfileStore
-from fleetd.hardware.memory import budget
+from fleetd.hardware.memory import MemoryReading, budget
 from fleetd.models.folder import ModelFolder
 from fleetd.own_card import CardMaker
 from fleetd.p2p.membership.cards import Card, ModelCard
@@ -67,7 +67,7 @@ class Daemon:
             publish=self.published,
             speeds=self.speeds,
             profiles=profiles,
-            budget=lambda machine, free_bytes: budget(machine.memory_bytes, free_bytes, **limits),
+            budget=lambda machine, free: budget(MemoryReading(machine.memory_bytes, free), **limits),
         )
 
     async def listed(self) -> None:

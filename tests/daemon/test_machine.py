@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import platform
-import subprocess
+import ctypes
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
+from fleetctl.verbs.status import _machine
 from fleetd.hardware import facts as hardware_facts
+from fleetd.hardware import mlx_device
+from fleetd.hardware.device_facts import DeviceFacts, ask_card, ask_mlx
 from fleetd.hardware.probe import HardwareProbe
 from fleetd.limits import GIB
+from fleetd.own_card import facts
 
 
 @pytest.fixture
@@ -82,9 +87,112 @@ def test_the_cpu_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("on_linux")
 def test_an_nvidia_device_means_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose driver comes up after the daemon; what MLX says of it counts, once it says something."""
     monkeypatch.setenv("PATH", "")
-    assert HardwareProbe(tmp_path).read().accelerator == "cpu"
-    assert HardwareProbe(write(tmp_path, {"dev/nvidia0": ""})).read().accelerator == "cuda"
+    machine = HardwareProbe(tmp_path, ask_device=lambda: CARD, ask_card=lambda uuid: CARD_MEMORY[uuid])
+    assert machine.settle().accelerator == "cpu"
+    write(tmp_path, {"dev/nvidia0": ""})
+    assert machine.read().accelerator == "cuda"
+    # Under systemd its last file may come after the daemon, and until then MLX finds no GPU.
+    found = DeviceFacts("cpu")
+    late = HardwareProbe(tmp_path, ask_device=lambda: found, ask_card=lambda uuid: CARD_MEMORY[uuid])
+    assert late.settle().accelerator == "cpu"
+    found = CARD
+    assert late.settle().accelerator == "cpu"
+    write(tmp_path, {"dev/nvidia-uvm": ""})
+    assert late.settle().accelerator == "cuda"
+    # An MLX for CPUs computes on no card.
+    assert HardwareProbe(tmp_path, ask_device=lambda: DeviceFacts("cpu")).settle().accelerator == "cpu"
+    assert HardwareProbe(tmp_path, gpu=False, ask_device=lambda: CARD).settle().accelerator == "cpu"
+
+
+@pytest.mark.usefixtures("on_linux")
+def test_a_card_is_budgeted_by_its_own_memory(tmp_path: Path) -> None:
+    """Of two cards it is the one that MLX computes on, whatever NVML's order; other programs' use counts."""
+    card = dict(CARD_MEMORY)
+    root = write(tmp_path, {"dev/nvidia0": "", "dev/nvidia1": ""})
+    machine = HardwareProbe(root, ask_device=lambda: CARD, ask_card=lambda uuid: card[uuid])
+    found = machine.settle()
+    assert (found.card_bytes, found.card_free_bytes, found.gpus) == (24 * GIB, 20 * GIB, 2)
+    assert (found.model_memory_bytes, found.model_available_bytes) == (24 * GIB, 20 * GIB)
+    assert (found.tier, found.gpu) == ("small", "NVIDIA GeForce RTX 4090")
+    assert found.memory_bytes == psutil.virtual_memory().total
+    assert facts(found).memory_bytes == 24 * GIB
+    line = _machine({"machine": msgspec.to_builtins(found)})
+    assert "NVIDIA GeForce RTX 4090 with 25.8 GB, 21.5 GB free, 1 of 2 is used" in line
+
+
+@pytest.mark.usefixtures("on_linux")
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("pynvml"), OSError("libnvidia-ml.so.1"), KeyError("x")]
+)
+def test_a_card_that_nvml_cannot_read_has_what_mlx_saw(tmp_path: Path, error: Exception) -> None:
+    def fails(uuid: str) -> tuple[int, int]:
+        raise error
+
+    found = HardwareProbe(
+        write(tmp_path, {"dev/nvidia0": ""}), ask_device=lambda: CARD, ask_card=fails
+    ).settle()
+    assert (found.card_bytes, found.card_free_bytes) == (24 * GIB, 23 * GIB)
+
+
+def test_nvml_is_asked_for_the_card_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def memory(handle: str) -> SimpleNamespace:
+        asked.append(handle)
+        return SimpleNamespace(total=24 * GIB, free=7 * GIB, used=17 * GIB)
+
+    nvml = SimpleNamespace(
+        nvmlInit=lambda: asked.append("init"),
+        nvmlDeviceGetHandleByUUID=lambda uuid: f"handle of {uuid}",
+        nvmlDeviceGetMemoryInfo=memory,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert ask_card("GPU-1") == (24 * GIB, 7 * GIB)
+    assert asked == ["init", "handle of GPU-1"]
+
+
+def test_a_device_is_described_by_mlx_in_a_process_of_its_own() -> None:
+    """Here that is whatever this machine has; its GPU, if it has one, has a name and a size."""
+    found = ask_mlx()
+    assert found == mlx_device.describe() or found.card_bytes
+    assert found.kind == "cpu" or (found.name and (found.limit_bytes or found.uuid))
+
+
+@pytest.mark.parametrize("integrated", [0, 1])
+def test_cuda_is_described_with_its_memory_or_as_a_part_of_the_system(
+    monkeypatch: pytest.MonkeyPatch, integrated: int
+) -> None:
+    """A GB10 says it has all of the system's memory, and counts the page cache as used (MLX takes it from
+    cudaMemGetInfo, for NVML says nothing there): such a GPU is budgeted as the system is."""
+    told = {"device_name": "NVIDIA GB10", "uuid": "GPU-1", "total_memory": 24 * GIB, "free_memory": 23 * GIB}
+    mlx: Any = SimpleNamespace(
+        gpu="gpu",
+        is_available=lambda device: True,
+        device_count=lambda device: 2,
+        device_info=lambda device: told,
+        metal=SimpleNamespace(is_available=lambda: False),
+    )
+
+    def attribute(value: Any, number: int, device: int) -> int:
+        assert (number, device) == (18, 0)
+        value._obj.value = integrated
+        return 0
+
+    driver = SimpleNamespace(cuInit=lambda flags: 0, cuDeviceGetAttribute=attribute)
+    monkeypatch.setattr(mlx_device, "mx", mlx)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    found = mlx_device.describe()
+    assert (found.kind, found.name, found.count) == ("cuda", "NVIDIA GB10", 2)
+    assert (found.card_bytes, found.card_free_bytes) == ((0, 0) if integrated else (24 * GIB, 23 * GIB))
+
+
+# What MLX told before a second program took 3 GiB, which NVML tells.
+CARD = DeviceFacts(
+    "cuda", "NVIDIA GeForce RTX 4090", count=2, uuid="GPU-1", card_bytes=24 * GIB, card_free_bytes=23 * GIB
+)
+CARD_MEMORY = {"GPU-1": (24 * GIB, 20 * GIB)}
 
 
 # ---- What it is made of ----------------------------------------------------------------------------------
@@ -93,7 +201,6 @@ STUDIO = """\
 machdep.cpu.brand_string: Apple M3 Ultra
 hw.model: Mac15,14
 hw.perflevel0.physicalcpu: 20
-iogpu.wired_limit_mb: 460800
 """
 INTEL_MAC = """\
 machdep.cpu.brand_string: Intel(R) Core(TM) i7-9750H CPU @ 2.60GHz
@@ -115,42 +222,20 @@ def test_a_mac_studio() -> None:
         "cpu": "Apple M3 Ultra",
         "product": "Mac15,14",
         "performance_cores": 20,
-        "wired_limit_bytes": 450 * GIB,
     }
 
 
 def test_a_mac_that_lacks_what_newer_ones_tell() -> None:
     facts = hardware_facts.mac_facts(INTEL_MAC)
     assert facts["cpu"] == "Intel(R) Core(TM) i7-9750H CPU @ 2.60GHz"
-    assert (facts["performance_cores"], facts["wired_limit_bytes"]) == (0, 0)
+    assert facts["performance_cores"] == 0
 
 
 @pytest.mark.parametrize(
-    "said", ["", "hw.model\n", "iogpu.wired_limit_mb: -1\n", "hw.perflevel0.physicalcpu: x\n"]
+    "said", ["", "hw.model\n", "hw.perflevel0.physicalcpu: -1\n", "hw.perflevel0.physicalcpu: x\n"]
 )
 def test_a_mac_that_says_nothing_of_use(said: str) -> None:
     assert set(hardware_facts.mac_facts(said).values()) == {"", 0}
-
-
-def test_a_mac_is_read_with_one_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[list[str]] = []
-
-    def answer(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        asked.append(command)
-        # As sysctl ends where it does not know one of the names.
-        return subprocess.CompletedProcess(command, 1, STUDIO, "sysctl: unknown oid 'x'")
-
-    monkeypatch.setattr(sys, "platform", "darwin")
-    monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(platform, "node", lambda: "studio.local")
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(28)), raising=False)
-    monkeypatch.setattr(subprocess, "run", answer)
-    machine = HardwareProbe().read()
-    assert asked == [["/usr/sbin/sysctl", *hardware_facts.SYSCTLS]]
-    assert (machine.hostname, machine.product, machine.accelerator) == ("studio", "Mac15,14", "metal")
-    assert machine.cpu == machine.gpu == "Apple M3 Ultra"
-    assert (machine.cores, machine.performance_cores) == (28, 20)
-    assert machine.wired_limit_bytes == 450 * GIB
 
 
 @pytest.mark.usefixtures("on_linux")
@@ -166,8 +251,11 @@ def test_a_spark(tmp_path: Path) -> None:
     for core in range(20):
         capacity = (1024, 1000)[core % 2] if core >= 10 else 700
         files[f"sys/devices/system/cpu/cpu{core}/cpu_capacity"] = f"{capacity}\n"
-    machine = HardwareProbe(write(tmp_path, files)).read()
+    spark = DeviceFacts("cuda", "NVIDIA GB10", uuid="GPU-1")
+    machine = HardwareProbe(write(tmp_path, files), ask_device=lambda: spark).settle()
     assert (machine.product, machine.gpu, machine.accelerator) == ("NVIDIA DGX Spark", "NVIDIA GB10", "cuda")
+    assert (machine.card_bytes, machine.gpus) == (0, 1)
+    assert machine.model_memory_bytes == machine.memory_bytes
     assert machine.memory_bytes == psutil.virtual_memory().total
     assert hardware_facts.linux_fast_cores(tmp_path) == 10
     assert machine.performance_cores == min(10, machine.cores)

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fleetctl.render.memory import memory_lines
-from fleetd.hardware.memory import budget, metal_limit
+from fleetctl.verbs.status import _machine
+from fleetd.control.daemon_status import HardwareReading
+from fleetd.hardware.memory import MemoryReading, budget, machine_budget, metal_limit
 from fleetd.limits import GIB, MIB
 from fleetd.models import catalog
 from fleetd.models.memory_need import estimated_bytes, expanded_bytes
@@ -30,7 +32,7 @@ SIZES = st.integers(0, 1 << 50)
     ],
 )
 def test_what_is_usable_now_and_at_most(limits: dict[str, Any], usable: int, largest: int) -> None:
-    found = budget(16 * GIB, 8 * GIB, **limits)
+    found = budget(MemoryReading(16 * GIB, 8 * GIB), **limits)
     assert (found.usable_bytes, found.largest_bytes) == (usable * GIB, largest * GIB)
 
 
@@ -40,8 +42,7 @@ def test_no_limit_is_ever_passed(
 ) -> None:
     available = min(available, total)
     found = budget(
-        total,
-        available,
+        MemoryReading(total, available),
         device_limit_bytes=device,
         fraction=fraction,
         max_bytes=most,
@@ -78,11 +79,47 @@ def test_a_cpu_computes_in_f32_so_a_quantised_model_needs_seven_times_its_files(
 
 def test_people_see_the_parts_of_the_figure_and_a_warning() -> None:
     limits: dict[str, Any] = {"device_limit_bytes": 16 * GIB, "fraction": 0.85, "max_bytes": 15 * GIB}
-    (line,) = memory_lines(budget(24 * GIB, 20 * GIB, **limits))
+    (line,) = memory_lines(budget(MemoryReading(24 * GIB, 20 * GIB), **limits))
     assert line == (
         "Models may take 14.6 GB now: 21.5 GB free of 25.8 GB, of which the GPU may hold 17.2 GB, "
         "times 0.85 (engine.memory_fraction), at most 16.1 GB (engine.max_memory_bytes)."
     )
-    shown = memory_lines(budget(24 * GIB, GIB, overcommit=True), 2 * GIB)
+    shown = memory_lines(budget(MemoryReading(24 * GIB, GIB), overcommit=True), 2 * GIB)
     assert "2.1 GB" in shown[1]
     assert "may swap" in shown[2]
+
+
+def test_people_see_what_is_unknown_short_or_held() -> None:
+    held = budget(MemoryReading(64 * GIB, 30 * GIB), device_limit_bytes=48 * GIB, held_bytes=20 * GIB)
+    assert "of which the GPU may hold 51.5 GB and 21.5 GB is held by models" in memory_lines(held)[0]
+    unknown = memory_lines(budget(MemoryReading(64 * GIB, 64 * GIB, free_unknown=True)))
+    assert unknown[0].startswith("Models may take 68.7 GB now: 68.7 GB of memory, times 1")
+    assert "does not say what is free" in unknown[1]
+    for pressure, words in (("warning", "idle for a minute"), ("critical", "none is loaded")):
+        found = budget(MemoryReading(64 * GIB, 9 * GIB, pressure=pressure))  # type: ignore[arg-type]
+        assert words in memory_lines(found)[1]
+
+
+def test_the_status_line_says_unknown_and_short() -> None:
+    assert "free unknown" in _machine({"machine": {"memory_bytes": GIB, "free_unknown": True}})
+    assert "(pressure: critical)" in _machine({"machine": {"memory_bytes": GIB, "pressure": "critical"}})
+
+
+@pytest.mark.parametrize(
+    ("told", "usable_gib"),
+    [
+        ({}, 10),
+        ({"device_limit_bytes": 16 * GIB}, 8),
+        ({"card_bytes": 12 * GIB, "card_free_bytes": 10 * GIB}, 10),
+        ({"pressure": "critical"}, 0),
+    ],
+)
+def test_a_reading_of_the_machine_has_one_budget(told: dict[str, Any], usable_gib: int) -> None:
+    """10 GiB are free, wherever models live; loaded ones hold 8 of what the GPU may."""
+    machine = HardwareReading(memory_bytes=32 * GIB, available_bytes=10 * GIB, **told)
+    found = machine_budget(
+        machine, machine.model_available_bytes, 8 * GIB, fraction=1.0, max_bytes=0, overcommit=False
+    )
+    assert found.usable_bytes == usable_gib * GIB
+    assert found.total_bytes == told.get("card_bytes", 32 * GIB)
+    assert (found.pressure, found.held_bytes) == (told.get("pressure", ""), 8 * GIB)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine.memory import KvBudget, admit_weights, human
 from fleetd.errors import OutOfMemory
 from fleetd.models.memory_need import WORKING_BYTES
@@ -52,9 +53,11 @@ def test_a_request_alone_at_the_budget_and_one_past_it(tokens: int, fits: bool) 
 
 
 def test_weights_at_what_is_free_and_one_byte_past_it() -> None:
-    admit_weights("m", 1000, 1000 + WORKING_BYTES)
+    admit_weights("m", 1000, MemoryBudget(usable_bytes=1000 + WORKING_BYTES))
     with pytest.raises(OutOfMemory, match="m needs") as caught:
-        admit_weights("m", 1001, 1000 + WORKING_BYTES)
+        admit_weights("m", 1001, MemoryBudget(usable_bytes=1000 + WORKING_BYTES))
+    with pytest.raises(OutOfMemory, match="critically short of memory"):
+        admit_weights("m", 1, MemoryBudget(pressure="critical"))
     assert caught.value.hint
 
 

@@ -28,6 +28,7 @@ from fleetd.engine.protocol import (
     Finished,
     Followed,
     FrameTooLong,
+    FreeMemory,
     Generate,
     Heartbeat,
     IdleTime,
@@ -73,6 +74,7 @@ COMMANDS: list[Any] = [
     AssistPrefill("d", SPLIT, 0),
     Cancel("a"),
     IdleTime(2.5),
+    FreeMemory(True),
     Shutdown(),
 ]
 REPORTS: list[Any] = [

@@ -26,6 +26,7 @@ from fleetd.engine.protocol import (
     Delta,
     Failed,
     Finished,
+    FreeMemory,
     Generate,
     Heartbeat,
     IdleTime,
@@ -452,3 +453,16 @@ def test_a_request_in_the_middle_of_a_measurement_is_answered_as_without_it(
     (found,) = told
     assert isinstance(found, MeasuredAgain)
     assert found.prefill_tok_s > 1
+
+
+@pytest.mark.parametrize(("prompts", "kept"), [(False, 1), (True, 0)])
+def test_kept_prompts_are_given_back_only_where_memory_is_critically_short(
+    parts: tuple[Any, Any], prompts: bool, kept: int
+) -> None:
+    bench = Bench(parts)
+    bench.submit("a", "<hello>")
+    bench.finish()
+    assert len(bench.scheduler.prefix) == 1
+    bench.scheduler.tell(FreeMemory(prompts))
+    bench.turn()
+    assert len(bench.scheduler.prefix) == kept

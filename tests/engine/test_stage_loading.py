@@ -20,6 +20,7 @@ from mlx_lm.utils import quantize_model
 from msgspec.structs import replace
 from tiny_architectures import VOCAB, write
 
+from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine import cpu
 from fleetd.engine.loading import Device, kv_bytes_per_token, lazy_model, memory_bytes
 from fleetd.engine.memory import admit_weights
@@ -130,6 +131,7 @@ def test_says_what_it_does(tmp_path: Path) -> None:
 
 CHILD = """
 import json, sys
+from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine import cpu
 cpu.preload_blas()
 import mlx.core as mx
@@ -306,6 +308,10 @@ def test_the_planner_gives_a_helper_no_more_than_its_admission_takes(tmp_path: P
             if option.kind == "layers" and option.split is not None:
                 layers = option.split.layers_of(0)
                 part = whole.part(layers.start, layers.stop)
-                admit_weights("part", memory_bytes(part.weights, "cuda"), room + WORKING_BYTES)
+                admit_weights(
+                    "part",
+                    memory_bytes(part.weights, "cuda"),
+                    MemoryBudget(usable_bytes=room + WORKING_BYTES),
+                )
                 given.add(len(layers))
     assert len(given) > 1

@@ -340,3 +340,64 @@ async def test_what_a_worker_measured_again_takes_the_place_of_what_it_measured_
         while not (status := watched.status()[0]).prefill_tok_s:  # noqa: ASYNC110  (told a moment later)
             await asyncio.sleep(0.01)
     assert (status.prefill_tok_s, status.decode_tok_s, status.prefill_context_s) == (500.0, 40.0, 1e-6)
+
+
+# ---- A system that is short of memory --------------------------------------------------------------------
+
+
+@pytest.mark.one_loop
+async def test_a_critical_shortage_ends_idle_workers_and_none_that_is_used(
+    pool: EnginePool, behave: Misbehave
+) -> None:
+    behave("answers")
+    await pool.load(FOLDER)
+    with pool._claim("fake"):
+        await pool.relieve("critical")
+        assert pool.engine(FOLDER) is not None
+    # Not twice within a moment: what was given back shows only then.
+    await pool.relieve("critical")
+    assert pool.engine(FOLDER) is not None
+    await pool.relieve("normal")
+    await pool.relieve("critical")
+    assert pool.engine(FOLDER) is None
+
+
+@pytest.mark.one_loop
+async def test_a_warning_ends_what_was_idle_for_a_while(
+    pool: EnginePool, behave: Misbehave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    behave("answers")
+    await pool.load(FOLDER)
+    await pool.relieve("warning")
+    assert pool.engine(FOLDER) is not None
+    monkeypatch.setattr(limits, "PRESSURE_IDLE_S", 0.0)
+    monkeypatch.setattr(limits, "PRESSURE_STEP_S", 0.0)
+    await pool.relieve("warning")
+    assert pool.engine(FOLDER) is None
+
+
+async def test_the_pool_asks_by_itself(make_pool: Callable[..., EnginePool], behave: Misbehave) -> None:
+    behave("answers")
+    pool = make_pool()
+    await pool.load(FOLDER)
+    pool.pressure = lambda: "critical"
+    worker = pool._engines["fake"]._process
+    assert worker is not None
+    watch = asyncio.create_task(pool.run())
+    async with asyncio.timeout(10):
+        await worker.wait()
+    watch.cancel()
+    assert pool.engine(FOLDER) is None
+
+
+@pytest.mark.one_loop
+async def test_workers_are_told_what_others_hold(pool: EnginePool, behave: Misbehave) -> None:
+    behave("answers")
+    await pool.load(FOLDER)
+    first = pool._engines["fake"]
+    assert first.settings.held_bytes == 0
+    held = pool.held_bytes
+    assert held % (256 * limits.MIB) == 0
+    assert held >= first.memory_bytes
+    await pool.load(folder_of(Path("/nowhere"), "second"))
+    assert pool._engines["second"].settings.held_bytes == held

@@ -99,7 +99,9 @@ class Machine:
         model = ModelCard(
             self.folder.name, digest=DIGEST, state="loaded", memory_bytes=1000, prefill_tok_s=100.0
         )
-        return Card(self.node_id, 1, 1, name=self.name, models=[model], available_bytes=1 << 30)
+        return Card(
+            self.node_id, 1, 1, name=self.name, models=[model], available_bytes=1 << 30, usable_bytes=1 << 30
+        )
 
     @property
     def engine(self) -> EngineProcess | None:

@@ -152,7 +152,15 @@ def own_card(name: str, **model: Any) -> Card:
         "prefill_tok_s": 100.0,
         "sparse": True,
     }
-    return Card(name, 1, 1, name=name, models=[ModelCard("m", **fields | model)], available_bytes=1 << 30)
+    return Card(
+        name,
+        1,
+        1,
+        name=name,
+        models=[ModelCard("m", **fields | model)],
+        available_bytes=1 << 30,
+        usable_bytes=1 << 30,
+    )
 
 
 class HelperMachine:

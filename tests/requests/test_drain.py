@@ -34,6 +34,7 @@ class Engines(FakePool):
 
     closed: asyncio.Event = field(default_factory=asyncio.Event)
     hangs: bool = False
+    held_bytes: int = 0
 
     async def run(self) -> None:
         await asyncio.Event().wait()

@@ -34,7 +34,7 @@ from fleetd.requests import messages, remote
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.members import Member, Members
 from fleetd.requests.message_codec import ALIVE
-from fleetd.requests.placement import Placer, alike
+from fleetd.requests.placement import Placer, alike, candidate
 from fleetd.requests.runner import Runner
 from fleetd.store import Store
 
@@ -55,11 +55,22 @@ def machine(name: str, *, faster: float = 1.0, sees: bool = True, reach: str = "
     fields = {f: getattr(MODEL, f) for f in MODEL.__struct_fields__} | model
     fields["prefill_tok_s"] *= faster
     fields["decode_tok_s"] *= faster
-    card = Card(name, 1, 1, name=name, machine=FACTS, models=[ModelCard(**fields)], available_bytes=32 * GIB)
+    card = Card(
+        name,
+        1,
+        1,
+        name=name,
+        machine=FACTS,
+        models=[ModelCard(**fields)],
+        available_bytes=32 * GIB,
+        usable_bytes=32 * GIB,
+    )
     return Member(card, name, reach, sees, 0.001)
 
 
-OWN = Card("me", 1, 1, name="me", machine=FACTS, available_bytes=8 * GIB, max_streams=16)
+OWN = Card(
+    "me", 1, 1, name="me", machine=FACTS, available_bytes=8 * GIB, usable_bytes=8 * GIB, max_streams=16
+)
 
 
 class FakeStream:
@@ -587,3 +598,9 @@ async def test_the_serving_end_tells_its_trace_after_the_last_event(make: Make) 
     assert [step.name for step in told.steps] == ["queued", "computed", "decoded"]
     assert not any(canary.encode() in body for body in stream.sent)
     assert not any(b"Hello" in body for body in stream.sent[-1:])
+
+
+def test_a_machine_whose_memory_is_taken_has_none_to_give() -> None:
+    """Free memory of the system is no room on a GPU that is full, or under critical pressure."""
+    full = replace(OWN, available_bytes=32 * GIB, usable_bytes=0)
+    assert candidate(Member(full, "me", "", True, 0.0), None).available_bytes == 0

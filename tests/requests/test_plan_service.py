@@ -71,7 +71,17 @@ def card(name: str, model: dict[str, Any] | None, **fields: Any) -> Card:
     told = {"digest": "d", "state": "loaded", "prefill_tok_s": 100.0, "decode_tok_s": 20.0, "arithmetic": "a"}
     models = [] if model is None else [ModelCard("m", **SAME | told | model)]
     return replace(
-        Card(name, 1, 1, name=name, machine=chip, models=models, available_bytes=40 * GIB, max_streams=4),
+        Card(
+            name,
+            1,
+            1,
+            name=name,
+            machine=chip,
+            models=models,
+            available_bytes=40 * GIB,
+            usable_bytes=40 * GIB,
+            max_streams=4,
+        ),
         **fields,
     )
 
@@ -359,7 +369,7 @@ def test_what_can_be_served_nowhere_is_an_error_with_each_machines_reason() -> N
     private = OneMachine(card("home", None), other("air", None), other("mini", {}, sees_prompts=False))
     with pytest.raises(NoMachine, match=r"air does not have m\. mini may not see prompts\."):
         private.plan(1000)
-    small = OneMachine(card("home", {"state": "installed"}, available_bytes=GIB))
+    small = OneMachine(card("home", {"state": "installed"}, usable_bytes=GIB))
     with pytest.raises(NoMachine, match=r"this has 1\.0 GiB of memory for models"):
         small.plan(1000)
 
@@ -407,7 +417,9 @@ async def test_a_daemon_that_keeps_to_itself_plans_for_itself(tmp_path: Path, fa
     home = HomeFolder(tmp_path / "h")
     paths.prepare(home)
     config = Config(http=HttpSettings(listen="127.0.0.1:0"), fleet=FleetSettings(enabled=False))
-    pool = SimpleNamespace(run=asyncio.Event().wait, status=list, facts=lambda name: facts, close=_nothing)
+    pool = SimpleNamespace(
+        run=asyncio.Event().wait, status=list, facts=lambda name: facts, close=_nothing, held_bytes=0
+    )
     pool.engine = lambda folder: None
     models = FakeModels()
     daemon = Daemon(

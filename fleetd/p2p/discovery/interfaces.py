@@ -14,12 +14,16 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
 
 from fleetd import limits
+from fleetd.observe import get_logger
 from fleetd.p2p.links import Kind, guess_kind
+
+log = get_logger("fleetd.discovery")
 
 _VIRTUAL = re.compile(
     r"(docker|br-|veth|virbr|vmnet|vboxnet|vnet|vmenet|lxc|lxd|incus|cni|flannel|cali|podman|kube|nerdctl"
@@ -51,9 +55,13 @@ class Interface:
 def read() -> list[Interface]:
     """Read the interfaces; blocks for about a millisecond, on macOS the first time for 0.1 s."""
     ports = _hardware_ports()
-    stats = psutil.net_if_stats()
+    try:
+        stats, listed = psutil.net_if_stats(), psutil.net_if_addrs()
+    except Exception as error:  # psutil meets kernels that it does not know
+        _say_unread(f"{type(error).__name__}: {error}")
+        return []
     found = []
-    for name, entries in psutil.net_if_addrs().items():
+    for name, entries in listed.items():
         inet = [entry for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
         stat = stats.get(name)
         flags = stat.flags.split(",") if stat is not None else []
@@ -121,6 +129,12 @@ def kind_of(host: str, interfaces: Sequence[Interface]) -> Kind:
 def parse_hardware_ports(text: str) -> dict[str, str]:
     """Device to port name, from ``networksetup -listallhardwareports``."""
     return {device: port for port, device in _HARDWARE_PORT.findall(text)}
+
+
+@cache
+def _say_unread(error: str) -> None:
+    """Once for each error: interfaces are read again and again."""
+    log.warning("interfaces.unread", error=error, note="fleetd looks for no machines until they can be read")
 
 
 _ports: Mapping[str, str] | None = None

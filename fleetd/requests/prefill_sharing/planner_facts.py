@@ -195,7 +195,7 @@ def _room_bytes(card: Card, known: ModelCard, *, loaded: bool) -> int:
     """Free memory for keys and values, and for weights if they are not loaded. Nothing is unloaded for it."""
     if loaded:
         return min(card.available_bytes, known.kv_budget_bytes or card.available_bytes)
-    return max(0, (card.usable_bytes or card.available_bytes) - WORKING_BYTES)
+    return max(0, card.usable_bytes - WORKING_BYTES)
 
 
 def _known(own: ModelCard, facts: Ready) -> ModelCard | Ready:

@@ -136,7 +136,7 @@ class AssistServer:
         # What some layers need, only their worker finds out; it takes no more than is free either.
         card = self._host.own_card()
         needed = next((model.memory_bytes for model in card.models if model.digest == asked.digest), 0)
-        if not asked.last and needed > (card.usable_bytes or card.available_bytes):
+        if not asked.last and needed > card.usable_bytes:
             raise Overloaded(f"{asked.model} needs more memory than is free on this machine now.")
 
     async def _load(self, folder: ModelFolder, first: int, last: int) -> None:
