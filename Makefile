@@ -4,10 +4,11 @@
 # make test-long, make bench, make eval, make clean
 #
 # PYTHON=...   another interpreter, 3.11 or later
-# EXTRA=...    mac, cuda or cpu, where the choice below is wrong
+# EXTRA=cuda   MLX for NVIDIA, or EXTRA= for the processor, where the choice below is wrong
 
+# Written for make 3.81 as well, which is what Apple ships: it gives a recipe no options of the shell, so a line
+# with a pipe sets pipefail itself.
 SHELL := /bin/bash
-.SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -15,10 +16,8 @@ SHELL := /bin/bash
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	if "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$$p"; exit; fi; done)
 
-# Apple silicon has Metal. MLX's CUDA build needs a driver for CUDA 13. Everything else computes on the CPU.
-EXTRA ?= $(shell if [ "$$(uname -sm)" = "Darwin arm64" ]; then echo mac; \
-	elif nvidia-smi 2>/dev/null | grep -qE 'CUDA[^|]*Version: *(1[3-9]|[2-9][0-9])'; then echo cuda; \
-	else echo cpu; fi)
+# MLX's CUDA build needs a driver for CUDA 13. Markers in pyproject.toml choose every other build.
+EXTRA ?= $(shell if nvidia-smi 2>/dev/null | grep -qE 'CUDA[^|]*Version: *(1[3-9]|[2-9][0-9])'; then echo cuda; fi)
 
 BIN := .venv/bin
 # Stamps carry the extra in their names: choosing another one installs it.
@@ -26,7 +25,7 @@ RUN := .venv/.run-$(EXTRA)
 DEV := .venv/.dev-$(EXTRA)
 
 # pip names every requirement three times; the large downloads are what one waits for.
-PIP := $(BIN)/python -m pip install --no-input --disable-pip-version-check --progress-bar off
+PIP := set -o pipefail; $(BIN)/python -m pip install --no-input --disable-pip-version-check --progress-bar off
 BRIEF := awk '/(Downloading|Using cached) .*\([0-9.]+ (MB|GB)\)/ { print "  " $$2 " " $$3 " " $$4; fflush() } \
 	/^Installing collected/ { print "  installing"; fflush() }'
 
@@ -36,19 +35,20 @@ help:
 
 .venv/bin/python:
 	@[ -n "$(PYTHON)" ] || { echo "fleetd needs Python 3.11 or later: install it, or say make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) fleetd/supported.py
 	@echo "creating .venv with $$($(PYTHON) --version)"
 	@$(PYTHON) -m venv .venv || { rm -rf .venv; \
 		echo "this Python cannot make virtual environments (on Debian and Ubuntu: apt install python3-venv)" >&2; exit 1; }
 	@$(PIP) --quiet --upgrade pip
 
 $(RUN): pyproject.toml | .venv/bin/python
-	@echo "installing fleetd for '$(EXTRA)' into .venv (some 400 MB the first time)"
-	@$(PIP) -e '.[$(EXTRA)]' | $(BRIEF)
+	@echo "installing fleetd$(EXTRA:%= for %) into .venv (some 400 MB the first time)"
+	@$(PIP) -e '.$(EXTRA:%=[%])' | $(BRIEF)
 	@touch $@
 
 $(DEV): pyproject.toml | .venv/bin/python
-	@echo "installing fleetd for '$(EXTRA)' and the tools to develop it into .venv (some 600 MB the first time)"
-	@$(PIP) -e '.[$(EXTRA),dev]' | $(BRIEF)
+	@echo "installing fleetd$(EXTRA:%= for %) and the tools to develop it into .venv (some 600 MB the first time)"
+	@$(PIP) -e '.[dev$(EXTRA:%=,%)]' | $(BRIEF)
 	@touch $@ $(RUN)
 
 demo: $(RUN)
@@ -76,7 +76,7 @@ test-long: $(DEV)
 	FLEETD_API_CASES=4000 $(BIN)/python -m pytest -m long --timeout 1800
 
 bench: $(DEV)
-	@$(PIP) -e '.[$(EXTRA),dev,bench]' | $(BRIEF)
+	@$(PIP) -e '.[dev,bench$(EXTRA:%=,%)]' | $(BRIEF)
 	$(BIN)/python -m bench
 
 # What smart prefill costs in quality: hours on two cores; `python -m eval --share 0.2` asks a fifth as much.

@@ -20,6 +20,7 @@ from bench.scenarios import (
     fleet_work,
     modelled,
     never_slower,
+    one_card,
     padding,
     prefill,
     prefill_no_helper,
@@ -169,6 +170,13 @@ FAMILIES = {
         padding.measure,
         ("fleetd/engine/cpu.py", *_scenario("padding")),
     ),
+    "card": Family(
+        "One machine and its accelerator",
+        3,
+        1,
+        one_card.measure,
+        ("fleetd/proof", ":(glob)fleetd/engine/*.py", *_scenario("one_card")),
+    ),
 }
-# Measured only when named: it downloads everything anew.
-ON_REQUEST = {"demo"}
+# Measured only when named: one downloads everything anew, the other is for a machine with a GPU.
+ON_REQUEST = {"demo", "card"}

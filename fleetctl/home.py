@@ -7,6 +7,7 @@ state folder of this user.
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,25 @@ def locate(home: Path | None, socket: Path | None, environ: Mapping[str, str] = 
     found = default_home(environ)
     chosen = bool(environ.get("FLEETD_HOME") or environ.get("STATE_DIRECTORY"))
     return Address(home=found, socket=found / SOCKET_NAME, default=not chosen)
+
+
+def settings_file(home: Path) -> dict[str, dict[str, object]]:
+    """What `fleetd.toml` in the home says, section by section; nothing if it cannot be read."""
+    try:
+        found = tomllib.loads((home / "fleetd.toml").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return {name: section for name, section in found.items() if isinstance(section, dict)}
+
+
+def model_folders(home: Path, environ: Mapping[str, str]) -> dict[str, Path]:
+    """The folders that a daemon of this home reads, by what they are called."""
+    said = settings_file(home).get("models", {})
+    folders = {"the home": home}
+    for name, what in (("dir", "the folder of models"), ("hub_cache", "the Hugging Face cache")):
+        if chosen := environ.get(f"FLEETD_MODELS_{name.upper()}") or said.get(name):
+            folders[what] = _absolute(Path(str(chosen)))
+    return folders
 
 
 def _absolute(path: Path) -> Path:

@@ -33,7 +33,7 @@ from fleetd.api.services import Services
 from fleetd.config import DEFAULT_PORT, Config
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading, HttpAddress, MemoryBudget
 from fleetd.control.fleet_view import PeerView
-from fleetd.descriptors import connection_caps, open_limit, raise_limit
+from fleetd.descriptors import UNSCALED, connection_caps, open_limit, raise_limit
 from fleetd.engine.pool import EnginePool, PoolOptions
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.errors import ConfigError, Draining, PortInUse
@@ -41,6 +41,7 @@ from fleetd.fleet import Fleet, default_name
 from fleetd.hardware.memory import machine_budget
 from fleetd.hardware.probe import HardwareProbe
 from fleetd.home import paths
+from fleetd.home.durable import PRIVATE_FILE
 from fleetd.home.paths import HomeFolder
 from fleetd.host_port import host_port
 from fleetd.ledger import Ledger
@@ -51,10 +52,12 @@ from fleetd.models.verify import verify
 from fleetd.notify import Notifier
 from fleetd.observe import get_logger
 from fleetd.own_card import CardMaker
+from fleetd.p2p import wake_on_lan
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node, NodeSettings
 from fleetd.periodic import keep_running
 from fleetd.plan.model_speeds import ModelSpeeds
+from fleetd.power.keep_awake import KeepAwake
 from fleetd.requests import messages, remote
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
@@ -91,6 +94,9 @@ def run(config: Config, home: HomeFolder) -> None:
     os.umask(0o077)
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     raise_limit()
+    if (caps := connection_caps(open_limit())) != UNSCALED:
+        # In the log of a service nobody sees what a shell was limited to.
+        log.warning("descriptors.few", open_files=open_limit(), connections=caps.http, raise_with="ulimit -n")
     paths.prepare(home)
     with paths.HomeLock(home):
         paths.clear_stale_socket(home.socket)
@@ -142,7 +148,12 @@ class Daemon:
             Node(_node_settings(config, home, self._caps.peers_unknown)) if config.fleet.enabled else None
         )
         self._fleet = (
-            Fleet(self._node, local_only=config.fleet.local_only, own_card=self._told_card)
+            Fleet(
+                self._node,
+                local_only=config.fleet.local_only,
+                wakes=config.power.wake,
+                own_card=self._told_card,
+            )
             if self._node
             else None
         )
@@ -169,7 +180,8 @@ class Daemon:
         )
         self._sharing = self._sharer(self._fleet) if self._fleet else None
         request = self._fleet.request if self._fleet else DisabledFleet().request
-        placer = Placer(self._members, request, lambda model: self._pool.facts(model))
+        wake = self._fleet.waker.wake if self._fleet else None
+        placer = Placer(self._members, request, lambda model: self._pool.facts(model), wake)
         self._compressing = self._compressor()
         self._smart = SmartPrefill(
             self._compressing,
@@ -199,6 +211,13 @@ class Daemon:
         )
         self._assists = self._serve_peers(self._node) if self._node else None
         self._card: CardMaker | None = None
+        power = config.power
+        self._awake = KeepAwake(self._working, enabled=power.keep_awake, least_battery=power.least_battery)
+
+    def _working(self) -> bool:
+        """Whether this machine computes, or passes on answers, for anybody."""
+        counts = self._runner.counts
+        return counts.running + counts.waiting > 0 or self._pool.busy
 
     def _sharer(self, fleet: Fleet) -> PrefillSharing:
         return PrefillSharing(fleet, self._pool, self._members, self._metrics, self._speeds)
@@ -256,6 +275,7 @@ class Daemon:
             memory=self._memory_budget(machine, machine.model_available_bytes),
             engines=self._pool.status(),
             requests=self._runner.counts,
+            power=self._awake.view,
             fleet=self._fleet.view() if self._fleet is not None else DisabledFleet().view(),
         )
 
@@ -278,6 +298,8 @@ class Daemon:
                     group.create_task(keep_running("watchdog", self._notifier.watchdog), name="watchdog"),
                     group.create_task(keep_running("prune", self._prune_daily), name="prune"),
                 ]
+                awake = keep_running("keep awake", self._awake.run)
+                background.append(group.create_task(awake, name="keep awake"))
                 self._card = self._card_maker(self._node)
                 if self._fleet is not None:
                     background.append(group.create_task(self._fleet.run(), name="fleet"))
@@ -327,6 +349,7 @@ class Daemon:
             speeds=self._speeds,
             profiles=self._profiles,
             budget=self._memory_budget,
+            wake=wake_on_lan.own_addresses() if node is not None and self._config.power.wake else (),
         )
 
     def _memory_budget(self, machine: HardwareReading, available_bytes: int) -> MemoryBudget:
@@ -392,7 +415,7 @@ class Daemon:
         await local.setup()
         await web.UnixSite(local, self._home.socket).start()
         stack.callback(self._home.socket.unlink, missing_ok=True)
-        self._home.socket.chmod(paths.PRIVATE_FILE)
+        self._home.socket.chmod(PRIVATE_FILE)
 
         remote = make_runner(app, trusted=False, caps=self._caps)
         stack.push_async_callback(remote.cleanup)

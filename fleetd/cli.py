@@ -13,7 +13,7 @@ from typing import Any
 
 import click
 
-from fleetd import __version__, config, lean_imports
+from fleetd import __version__, config, lean_imports, supported
 from fleetd.errors import AlreadyRunning, ConfigError, FleetError, PortInUse, SocketPathTooLong
 from fleetd.home import paths
 from fleetd.terminal_text import json_text, printable
@@ -87,12 +87,15 @@ def cli() -> None:
 @_settings
 def run(home: Path | None, config_file: Path | None, **flags: Any) -> None:
     """Run the daemon in the foreground until SIGTERM or Ctrl-C."""
+    what, fix = supported.here()
+    if what:
+        raise FleetError(what, hint=fix)
     place, settings = _load(home, config_file, **flags)
     # Imported late: `fleetd version`, `config show` and refusals need none of the server.
     lean_imports.load()
     from fleetd import app, observe
 
-    observe.configure(settings.log.level, settings.log.format)
+    observe.configure(settings.log.level, settings.log.format, file=place.log)
     app.run(settings, place)
 
 

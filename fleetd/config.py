@@ -247,6 +247,24 @@ class SpeculationSettings(msgspec.Struct, frozen=True):
     ] = "auto"
 
 
+class PowerSettings(msgspec.Struct, frozen=True):
+    keep_awake: Annotated[
+        bool,
+        Meta(description="While this machine computes for anybody, it does not sleep for lack of use."),
+    ] = True
+    least_battery: Annotated[
+        float,
+        Meta(ge=0, le=1, description="On battery below this share it may sleep all the same; 1 is always."),
+    ] = 0.3
+    wake: Annotated[
+        bool,
+        Meta(
+            description="Wakes a paired machine that sleeps (Wake on LAN) where its answer still comes "
+            "first, and lets others wake this one."
+        ),
+    ] = True
+
+
 class UsageSettings(msgspec.Struct, frozen=True):
     keep_days: Annotated[
         int, Meta(ge=1, le=36500, description="Usage rows older than this are deleted; they hold no text.")
@@ -261,6 +279,7 @@ class Config(msgspec.Struct, frozen=True):
     engine: EngineSettings = EngineSettings()
     fleet: FleetSettings = FleetSettings()
     log: LogSettings = LogSettings()
+    power: PowerSettings = PowerSettings()
     usage: UsageSettings = UsageSettings()
     smart_prefill: SmartPrefillSettings = SmartPrefillSettings()
     speculation: SpeculationSettings = SpeculationSettings()
@@ -300,6 +319,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "engine": EngineSettings,
     "fleet": FleetSettings,
     "log": LogSettings,
+    "power": PowerSettings,
     "usage": UsageSettings,
     "smart_prefill": SmartPrefillSettings,
     "speculation": SpeculationSettings,

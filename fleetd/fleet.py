@@ -35,6 +35,7 @@ from fleetd.requests import claims
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.members import Member
+from fleetd.requests.waking import Waker
 
 CLOCK = "node.clock"
 
@@ -49,9 +50,15 @@ class Fleet:
     """What fleetctl asks of this machine's fleet, and what requests need of other machines."""
 
     def __init__(
-        self, node: Node, *, local_only: bool, own_card: Callable[[], Card | None] = lambda: None
+        self,
+        node: Node,
+        *,
+        local_only: bool,
+        wakes: bool = True,
+        own_card: Callable[[], Card | None] = lambda: None,
     ) -> None:
         self.node = node
+        self.waker = Waker(node, enabled=wakes)
         self._own_card = own_card
         self.pairing = PairingService(node)
         self.dialer = BulkDialer(node)
@@ -68,7 +75,7 @@ class Fleet:
     # ---- for requests --------------------------------------------------------------------------------------
 
     def machines(self) -> Iterable[Member]:
-        """Members that have sent a card."""
+        """Members that have sent a card, and those that sleep and can be woken."""
         now = asyncio.get_running_loop().time()
         names = distinct_names(self.node.roster.members)
         for card in self.node.mesh.cards:
@@ -85,6 +92,20 @@ class Fleet:
                     (connection.rtt_s or 0.0) if connection is not None else 0.0,
                     path.expected_bytes_per_s if path is not None else 0.0,
                 )
+        for node_id in self.node.mesh.peers:
+            if wake_s := self.waker.seconds(node_id):
+                yield self._asleep(self.node.roster.members[node_id], names[node_id], wake_s)
+
+    def _asleep(self, member: RosterMember, name: str, wake_s: float) -> Member:
+        """A machine as it was before it slept: what it had loaded is still in its memory."""
+        card = self.node.mesh.asleep(member.node_id) or Card(member.node_id, 0, 0)
+        return Member(
+            msgspec.structs.replace(card, running=0, waiting=0),
+            name,
+            "It is probably asleep.",
+            member.sees_prompts and self.node.prompt_rules.allows(member.node_id),
+            wake_s=wake_s,
+        )
 
     def unaided(self) -> bool:
         """True if a machine that answers for this one must not let others help.

@@ -444,6 +444,31 @@ CARD_TTL_S = 60.0
 # A machine, a code or an address in a control request; the longest is a host name and a port.
 CONTROL_TEXT_CHARS = 300
 
+# ---- Log -------------------------------------------------------------------------------------------------
+# Where a file is the log, so much of it is kept twice: months of a quiet daemon.
+LOG_FILE_BYTES = 8 * MIB
+
+# ---- Power -----------------------------------------------------------------------------------------------
+# A command that keeps the machine awake ends at once when it is told to.
+POWER_COMMAND_S = 2.0
+# What it says where it is refused.
+POWER_WORDS_BYTES = 512
+# Where the system refuses to be kept awake, it is asked again so often.
+POWER_AGAIN_S = 300.0
+
+# ---- Waking other machines -------------------------------------------------------------------------------
+# Hardware addresses on a card: a desktop has Ethernet twice and Wi-Fi.
+WAKE_ADDRESSES = 4
+# What waking takes until it was seen: a Mac or a PC that sleeps needs 5 to 20 s until its network answers.
+WAKE_S = 20.0
+# A machine is waited for no longer than this factor times what it took before, and a figure is no larger than
+# this.
+WAKE_LATE, WAKE_MOST_S = 2.0, 120.0
+# The packet is sent again so often meanwhile: broadcasts get lost.
+WAKE_REPEAT_S = 1.0
+# After a machine was woken, and after it did not wake: twice as long after each further failure.
+WAKE_AGAIN_S, WAKE_FAILED_S, WAKE_FAILED_MOST_S = 60.0, 300.0, 86_400.0
+
 # ---- Fleet: sealed streams ------------------------------------------------------------------------------
 # Fits the second-level cache of a core together with its ciphertext: measured a third faster than 1 or 4 MiB
 # on x86, and still few enough tags and calls to cost nothing.

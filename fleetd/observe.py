@@ -10,12 +10,14 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, MutableMapping
+from pathlib import Path
 from typing import Any, Literal, TextIO
 
 import structlog
 from structlog.stdlib import BoundLogger
 from structlog.typing import Processor
 
+from fleetd.log_file import RotatingOutput
 from fleetd.terminal_text import printable
 
 LogFormat = Literal["auto", "json", "console"]
@@ -35,9 +37,13 @@ def configure(
     log_format: LogFormat = "auto",
     *,
     stream: TextIO | None = None,
+    file: Path | None = None,
     environ: Mapping[str, str] = os.environ,
 ) -> None:
-    """Set up logging for the whole process; may be called again (the last call wins)."""
+    """Set up logging for the whole process; may be called again (the last call wins).
+
+    ``file``: begun anew when it is long, if it is what standard error goes to.
+    """
     out = stream or sys.stderr
     json = log_format == "json" or (log_format == "auto" and not _for_people(out, environ))
     shared: list[Processor] = [
@@ -67,7 +73,7 @@ def configure(
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(out)
+    handler = logging.StreamHandler(out) if file is None else RotatingOutput(file)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,

@@ -40,6 +40,7 @@ class CardMaker:
     """Args:
     publish: sends a new card to all peers; None without a fleet, and then no file is hashed for it.
     budget: what models may take of a machine, with so many bytes free.
+    wake: hardware addresses at which others may wake this machine.
     """
 
     def __init__(
@@ -59,9 +60,12 @@ class CardMaker:
         speeds: ModelSpeeds,
         budget: Callable[[HardwareReading, int], MemoryBudget],
         profiles: ProfileStore | None = None,
+        wake: Sequence[str] = (),
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._bare = Card(node_id, epoch, 0, name=name, software=software, max_streams=max_streams)
+        self._bare = Card(
+            node_id, epoch, 0, name=name, software=software, max_streams=max_streams, wake=list(wake)
+        )
         self._models = models
         self._engines = engines
         self._machine = machine

@@ -152,6 +152,9 @@ class Store:
             db.execute("PRAGMA journal_mode = WAL")
             # NORMAL may lose the last rows on power loss, never the file; these rows are statistics.
             db.execute("PRAGMA synchronous = NORMAL")
+            # What is brought to the disk is brought past the drive's cache, where macOS leaves it.
+            db.execute("PRAGMA fullfsync = ON")
+            db.execute("PRAGMA checkpoint_fullfsync = ON")
             (version,) = db.execute("PRAGMA user_version").fetchone()
             if version > len(MIGRATIONS):
                 raise ConfigError(

@@ -33,7 +33,7 @@ def main(mode: str, model_path: Path) -> None:
         if mode == "loose":
             os.environ["MKL_CBWR"] = "AUTO"
         if not cpu.preload_blas() and sys.platform == "linux":
-            raise SystemExit("no BLAS to preload: install the extra `cpu`")
+            raise SystemExit("no BLAS to preload: install mkl")
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
     from fleetd.engine import loading
 

@@ -28,7 +28,7 @@ BLOCK, PADDING, LONGEST_GRAM = 4, 0, 4
 
 def main(model_path: Path) -> None:
     if not cpu.preload_blas() and sys.platform == "linux":
-        raise SystemExit("no BLAS to preload: install the extra `cpu`")
+        raise SystemExit("no BLAS to preload: install mkl")
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
     from fleetd.engine import loading
     from fleetd.engine.settings import WorkerSettings

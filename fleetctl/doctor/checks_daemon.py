@@ -35,6 +35,14 @@ def daemon(status: DaemonStatus) -> Finding:
     return ok("daemon", f"fleetd {version}, pid {status.pid}, up {duration(status.uptime_s)}")
 
 
+def power(status: DaemonStatus) -> list[Finding]:
+    """Warn of a machine that may sleep while it computes."""
+    if not status.power.refused:
+        return []
+    what = f"This machine may sleep while it computes: {one_line(status.power.refused)}."
+    return [warn("power", what, "Plug it in, or let it sleep later in the system's settings.")]
+
+
 def engines(status: DaemonStatus) -> list[Finding]:
     """Check that each loaded model makes progress."""
     found = [_engine(engine) for engine in status.engines]

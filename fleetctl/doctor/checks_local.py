@@ -9,12 +9,11 @@ import socket
 import stat
 import sys
 import time
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
 from fleetctl.doctor.findings import Finding, fail, ok, warn
-from fleetctl.home import Address
+from fleetctl.home import Address, settings_file
 from fleetctl.render.text import one_line, size
 from fleetd import limits
 
@@ -100,11 +99,7 @@ def listen_address(home_path: Path, environ: Mapping[str, str]) -> tuple[str, in
     """The address at which a daemon of this home would listen; None if that is off or unknown."""
     value = environ.get("FLEETD_HTTP_LISTEN")
     if value is None:
-        try:
-            config = tomllib.loads((home_path / "fleetd.toml").read_text(encoding="utf-8"))
-            value = str(config.get("http", {}).get("listen", DEFAULT_LISTEN))
-        except (OSError, ValueError, AttributeError):
-            value = DEFAULT_LISTEN
+        value = str(settings_file(home_path).get("http", {}).get("listen", DEFAULT_LISTEN))
     host, _, port = value.rpartition(":")
     if not host or not port.isdigit() or port == "0":
         return None

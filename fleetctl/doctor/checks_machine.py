@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -10,26 +13,40 @@ from pathlib import Path
 
 from fleetctl.doctor.findings import Finding, fail, ok, warn
 from fleetctl.exits import ClientError
-from fleetctl.managers import Scope, State, manager_for
+from fleetctl.home import model_folders
+from fleetctl.installation import started_by, troubles
+from fleetctl.managers import Scope, State, manager_for, run_command
 from fleetctl.render.text import one_line
+from fleetd import supported
 
 # A cold import of MLX from a slow disk takes 20 s; a wedged GPU driver never answers.
 MLX_S = 60.0
 # MLX is imported in a child because a broken driver may abort or hang the whole process. The engine's own
 # preloading runs first, so that what is checked is what an engine would do.
+#
+# The CUDA build and the CPU's have a file of the same name: where both are installed, the later one has won.
 _MLX_PROBE = """
-import json
+import importlib.metadata, json
 from fleetd.engine.cpu import preload_blas
 blas = preload_blas()
 import mlx.core as mx
 right = mx.sum(mx.ones((64, 64)) @ mx.ones((64, 64))).item() == 64.0 ** 3
 device = mx.default_device().type.name
-print(json.dumps({"blas": blas, "device": device, "version": mx.__version__, "right": right}))
+covered = [
+    f"{build.name}=={build.version}"
+    for build in importlib.metadata.distributions() if build.name.startswith("mlx-cuda")
+    for file in build.files or () if file.name == "libmlx.so" and file.size != file.locate().stat().st_size
+]
+found = {"blas": blas, "device": device, "version": mx.__version__, "right": right, "covered": covered}
+print(json.dumps(found))
 """
 
 
 def mlx(program: list[str] | None = None, timeout_s: float = MLX_S) -> list[Finding]:
     """Check that the accelerator computes right, and that a Linux CPU has a fast BLAS."""
+    what, fix = supported.here()
+    if what:
+        return [fail("mlx", what, fix)]
     try:
         done = subprocess.run(
             program or [sys.executable, "-c", _MLX_PROBE],
@@ -57,6 +74,9 @@ def mlx(program: list[str] | None = None, timeout_s: float = MLX_S) -> list[Find
     if not found["right"]:
         return [fail("mlx", "MLX computes a wrong product.", "Update the GPU driver, reinstall mlx.")]
     findings = [ok("mlx", f"mlx {found['version']} on the {found['device']}")]
+    if covered := found["covered"]:
+        fix = shlex.join([sys.executable, "-m", "pip", "install", "--force-reinstall", "--no-deps", *covered])
+        return [fail("mlx", "The CPU's build of MLX lies over its CUDA build.", fix)]
     if found["device"] == "cpu":
         findings.append(_cpu(fast=found["blas"]))
     return findings
@@ -68,10 +88,7 @@ def _broken(done: subprocess.CompletedProcess[str]) -> Finding:
     else:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         reason = one_line(lines[-1]) if lines else f"exit code {done.returncode}"
-    extra = "mac" if sys.platform == "darwin" else "cuda or cpu"
-    return fail(
-        "mlx", f"MLX cannot be used: {reason}", f"Install fleetd with the extra for this machine ({extra})."
-    )
+    return fail("mlx", f"MLX cannot be used: {reason}", "Install fleetd again (docs/install.md says how).")
 
 
 def _cpu(*, fast: bool) -> Finding:
@@ -83,9 +100,30 @@ def _cpu(*, fast: bool) -> Finding:
         return warn(
             "cpu math",
             "There is no MKL: prefill is several times slower than it could be.",
-            "Install the extra: pip install 'fleetd[cpu]'.",
+            "Install it where fleetd is: pip install mkl.",
         )
     return ok("cpu math", "MKL does not exist for this machine")
+
+
+def installation(program: Path, home: Path, *, installed: bool = True) -> list[Finding]:
+    """Check that a service can reach its program and models, and that they stay where they are."""
+    found = troubles(program, model_folders(home, os.environ), sys.platform, Path.home())
+    return [
+        (fail if each.stops and installed else warn)("service files", each.what, each.fix) for each in found
+    ]
+
+
+def wakes(platform: str = sys.platform) -> list[Finding]:
+    """Warn of a Mac that sleeps, and that paired machines cannot wake."""
+    if platform != "darwin":
+        return []
+    shown = run_command(["pmset", "-g"])
+    settings = dict(re.findall(r"^\s*(sleep|womp)\s+(\d+)", shown.output, re.MULTILINE))
+    if shown.code != 0 or settings.get("womp") != "0" or settings.get("sleep", "0") == "0":
+        return []
+    what = f"This Mac sleeps after {settings['sleep']} minutes, and paired machines cannot wake it."
+    fix = "Switch on Wake for network access in System Settings, or run `sudo pmset -a womp 1`."
+    return [warn("sleep", what, fix)]
 
 
 def gpu_files(root: Path = Path("/")) -> list[Finding]:
@@ -101,8 +139,8 @@ def gpu_files(root: Path = Path("/")) -> list[Finding]:
     ]
 
 
-def services(*, running: bool) -> list[Finding]:
-    """Check that each installed service runs."""
+def services(home: Path, *, running: bool) -> list[Finding]:
+    """Check that each installed service runs, and will do so after the next update of Python."""
     findings = []
     scopes: tuple[Scope, ...] = ("system", "user")
     for scope in scopes:
@@ -112,7 +150,13 @@ def services(*, running: bool) -> list[Finding]:
             return [ok("service", error.message)]
         if state.installed:
             findings.append(service(state, running=running))
-    return findings or [ok("service", "not installed; `fleetctl service install` starts fleetd by itself")]
+            program = started_by(Path(state.file))
+            findings += [] if program is None else installation(program, home)
+    if findings:
+        return findings
+    absent = ok("service", "not installed; `fleetctl service install` starts fleetd by itself")
+    ours = Path(sys.executable).with_name("fleetd")
+    return [absent, *(installation(ours, home, installed=False) if ours.exists() else [])]
 
 
 def service(state: State, *, running: bool) -> Finding:

@@ -10,8 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+import msgspec
 
-from fleetctl.cli import CliSession, json_option, pass_session
+from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.client import Client
 from fleetctl.doctor import checks_daemon, checks_fleet, checks_local, checks_machine
 from fleetctl.doctor.findings import Finding, Level, fail
@@ -28,10 +29,26 @@ _COLOURS: dict[Level, str] = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 @click.command("doctor")
+@click.option("--prove", is_flag=True, help="Measure this machine instead, for some ten minutes.")
+@click.option("-m", "--model", metavar="NAME", default="", help="With --prove: not the default model.")
+@click.option(
+    "--report",
+    metavar="FILE",
+    type=click.Path(dir_okay=False, path_type=Path),
+    default=Path("fleetd-proof.json"),
+    show_default=True,
+    help="With --prove: where the report is written.",
+)
 @json_option
 @pass_session
-def command(session: CliSession) -> int:
-    """Check the daemon, its files, the machine and the models; exits 1 when something fails."""
+def command(session: CliSession, prove: bool, model: str, report: Path) -> int:
+    """Check the daemon, its files, the machine and the models; exits 1 when something fails.
+
+    With --prove, measure exactness, speeds, memory and links on the machine as it is, best while it does
+    nothing else. The report has no names, addresses or prompts in it: attach it to what you report.
+    """
+    if prove:
+        return _prove(session, model, report)
     address = session.address
     client = session.client()
     findings: list[Finding] = []
@@ -53,6 +70,28 @@ def command(session: CliSession) -> int:
     else:
         click.echo(_summary(findings))
     return Exit.ERROR if failed else Exit.OK
+
+
+def _prove(session: CliSession, model: str, report: Path) -> int:
+    from fleetctl.doctor import prove
+    from fleetctl.render.proof_page import page
+
+    client, home = session.client(), session.address.home
+    status, missing = _status(client)
+    if status is not None:
+        home, model = Path(status.home or home), model or status.default_model
+    with Progress() as progress:
+        proof, errors = prove.prove(
+            home, None if missing else client, model, lambda name: progress.update(f"measuring {name}")
+        )
+    for error in errors:
+        note(error)
+    if session.json:
+        click.echo(msgspec.json.encode(proof))
+    else:
+        report.write_bytes(msgspec.json.format(msgspec.json.encode(proof)) + b"\n")
+        click.echo(f"{page(proof)}\n\nwritten: {report}")
+    return Exit.ERROR if any(step.error for step in proof.steps) else Exit.OK
 
 
 def _status(client: Client) -> tuple[DaemonStatus | None, Finding | None]:
@@ -87,7 +126,8 @@ def _checks(address: Address, client: Client, status: DaemonStatus | None) -> It
         yield "port", lambda: checks_local.port_free(checks_local.listen_address(home, os.environ))
     elif http := status.http:
         yield "port", lambda: checks_local.port_answers((http.host, http.port))
-    yield "service", lambda: checks_machine.services(running=running)
+    yield "service", lambda: checks_machine.services(home, running=running)
+    yield "sleep", checks_machine.wakes
     yield "disk", lambda: checks_local.disk(home)
     machine = status.machine if status is not None else HardwareReading()
     yield (
@@ -102,6 +142,7 @@ def _checks(address: Address, client: Client, status: DaemonStatus | None) -> It
     yield "MLX", checks_machine.mlx
     if status is not None:
         known = status
+        yield "power", lambda: checks_daemon.power(known)
         yield "engines", lambda: checks_daemon.engines(known)
         yield "the fleet", lambda: checks_fleet.check(client)
         yield "the default model", lambda: checks_daemon.default_model(client, known)

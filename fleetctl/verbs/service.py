@@ -14,7 +14,8 @@ import fleetd
 from fleetctl import units
 from fleetctl.cli import CliSession, json_option, note, pass_session
 from fleetctl.exits import ClientError, Exit
-from fleetctl.home import SYSTEM_HOME
+from fleetctl.home import SYSTEM_HOME, model_folders
+from fleetctl.installation import interpreter, stable, troubles
 from fleetctl.managers import Manager, Runner, Scope, manager_for, run_command
 
 SYSTEM_USER = "fleetd"
@@ -46,10 +47,16 @@ def command() -> None:
     "--fleetd", "program", type=click.Path(path_type=Path), metavar="PATH", help="Which fleetd to run."
 )
 @click.option("--run-as", metavar="USER", help="The user of a --system service.")
+@click.option("--anyway", is_flag=True, help="Also where the system may keep the service from its files.")
 @json_option
 @pass_session
 def install(
-    session: CliSession, scope: Scope | None, only_print: bool, program: Path | None, run_as: str | None
+    session: CliSession,
+    scope: Scope | None,
+    only_print: bool,
+    program: Path | None,
+    run_as: str | None,
+    anyway: bool,
 ) -> None:
     """Install, enable and start the service; installing again updates it."""
     scope = scope or _default_scope()
@@ -64,6 +71,7 @@ def install(
     _need_root(scope)
     if scope == "system" and sys.platform != "darwin":
         check_reachable(values.fleetd)
+    check_lasting(values, anyway=anyway)
     did = prepare(scope, values)
     did += manager.install(text)
     _report(session, manager, did)
@@ -142,7 +150,8 @@ def find_fleetd(program: Path | None) -> Path:
                 "There is no fleetd program beside fleetctl or on the PATH.", hint="Name it: --fleetd."
             )
         path = Path(found)
-    path = Path(os.path.abspath(path.expanduser()))
+    # Homebrew deletes the folder of a version with the next one.
+    path = stable(Path(os.path.abspath(path.expanduser())))
     if not os.access(path, os.X_OK) or not path.is_file():
         raise ClientError(f"{path} is not a program.", hint="Name the right one with --fleetd.")
     return path
@@ -159,13 +168,8 @@ def existing_groups(names: tuple[str, ...]) -> tuple[str, ...]:
 def check_reachable(program: Path) -> None:
     """Raise ClientError for a program in a home folder, which the system service cannot see."""
     parts = {program.resolve()}
-    try:
-        with program.open("rb") as file:
-            first = file.readline(4096)
-    except OSError:
-        first = b""
-    if first.startswith(b"#!"):
-        parts.add(Path(os.fsdecode(first[2:].split()[0])).resolve())
+    if (python := interpreter(program)) is not None:
+        parts.add(python.resolve())
     if program.parent == Path(sys.executable).parent:
         parts.add(Path(fleetd.__file__).resolve())
     for part in sorted(parts):
@@ -177,6 +181,16 @@ def check_reachable(program: Path) -> None:
                     "/opt/fleetd/bin/pip install fleetd) and run /opt/fleetd/bin/fleetctl service install "
                     "--system; or install it with --user.",
                 )
+
+
+def check_lasting(values: units.Values, *, anyway: bool) -> None:
+    """Tell what may fail in the background; raise ClientError for what keeps the service from starting."""
+    user_home = values.user_home if values.user else Path.home()
+    models = model_folders(values.home, os.environ)
+    for found in troubles(values.fleetd, models, sys.platform, user_home):
+        if found.stops and not anyway:
+            raise ClientError(found.what, hint=f"{found.fix} Or add --anyway.")
+        note(f"{found.what} {found.fix}")
 
 
 def prepare(scope: Scope, values: units.Values, run: Runner = run_command) -> list[str]:

@@ -175,6 +175,16 @@ class ClientSettings(msgspec.Struct, frozen=True):
     api_key: str = ""
 
 
+class PowerView(msgspec.Struct, frozen=True):
+    """``held``: the system is kept from sleeping for lack of use, because this machine computes for somebody.
+
+    ``refused``: why that could not be done when it was last wanted, as a part of a sentence; "" if it could.
+    """
+
+    held: bool = False
+    refused: str = ""
+
+
 class DaemonStatus(msgspec.Struct, frozen=True):
     """The whole body. ``http`` is None where the daemon listens on its socket alone."""
 
@@ -191,4 +201,5 @@ class DaemonStatus(msgspec.Struct, frozen=True):
     memory: MemoryBudget = MemoryBudget()
     engines: list[EngineStatus] = []
     requests: RequestCounts = RequestCounts()
+    power: PowerView = PowerView()
     fleet: FleetView = FleetView()

@@ -118,8 +118,7 @@ class EnginePool:
 
     def use_idle_time(self) -> None:
         """Called every second or so: while nothing runs, a worker that has no profile may look for it."""
-        engines = list(self._engines.values())
-        if any(engine.busy or engine.state == "loading" for engine in engines) or any(self._claims.values()):
+        if self.busy or any(self._claims.values()):
             return
         if self._to_load and (self._measuring is None or self._measuring.done()):
             name, folder = self._to_load.popitem()
@@ -271,6 +270,11 @@ class EnginePool:
         engines = [engine for n in (name, *parts) if (engine := self._engines.pop(n, None)) is not None]
         await asyncio.gather(*(engine.stop() for engine in engines))
         return bool(engines)
+
+    @property
+    def busy(self) -> bool:
+        """True while a worker loads, or computes for anybody."""
+        return any(engine.busy or engine.state == "loading" for engine in self._engines.values())
 
     def status(self) -> list[EngineStatus]:
         return [engine.status for engine in self._engines.values()]

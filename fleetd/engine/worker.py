@@ -20,7 +20,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -226,7 +226,7 @@ def main() -> int:
     link = DaemonSocket(arguments.fd)
     try:
         with link.watched():
-            compute, loaded, facts = _start(settings, link, socket.socket(fileno=arguments.streams_fd))
+            compute, loaded, facts = start(settings, link.send, socket.socket(fileno=arguments.streams_fd))
     except (Exception, SystemExit) as error:
         known = typed(error, f"{settings.name} could not be loaded: {error}")
         link.send(LoadFailed(known.code, known.message, known.hint))
@@ -245,15 +245,15 @@ def main() -> int:
     return EXIT_OK
 
 
-def _start(
-    settings: WorkerSettings, link: DaemonSocket, channel: socket.socket
+def start(
+    settings: WorkerSettings, emit: Callable[[Report], None], channel: socket.socket
 ) -> tuple[Scheduler | HelperLoop, Loaded | None, Ready]:
-    """Load. Returns the loop, the model if it is whole, and Ready. The heavy imports are here, so that a
-    refusal to start is quick."""
+    """Load into this process. Returns the loop, the model if it is whole, and Ready. The heavy imports are
+    here, so that a refusal to start is quick."""
     if settings.threads:
         os.environ["OMP_NUM_THREADS"] = os.environ["MKL_NUM_THREADS"] = str(settings.threads)
         os.environ["OPENBLAS_NUM_THREADS"] = str(settings.threads)
-    link.send(protocol.Loading("starting"))
+    emit(protocol.Loading("starting"))
     cpu.preload_blas()
 
     quiet_libraries()
@@ -272,23 +272,23 @@ def _start(
         cpu.install()
     compute: Scheduler | HelperLoop
     if settings.last_layer:
-        part = stage_loading.load_part(settings, device, link.send)
+        part = stage_loading.load_part(settings, device, emit)
         loaded, facts = None, part.facts
         compute = HelperLoop(
             sharable=part.sharable,
             context_tokens=facts.context_tokens,
             budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
-            emit=link.send,
+            emit=emit,
             idle=IdleCalibration(
                 lambda: PartCalibration(
                     part.sharable.stage, part.sharable.layout, facts.context_tokens, limits.CALIBRATE_S
                 ),
                 facts,
-                link.send,
+                emit,
             ),
         )
     else:
-        loaded = loading.load(settings, device, link.send)
+        loaded = loading.load(settings, device, emit)
         facts = loaded.facts
         compute = Scheduler(
             model=loaded.model,
@@ -298,11 +298,11 @@ def _start(
             max_streams=settings.max_streams if loaded.together else 1,
             budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
             prefix=PrefixCache(loaded.prefix_bytes),
-            emit=link.send,
+            emit=emit,
             idle=IdleCalibration(
                 lambda: Calibration(loaded.model, facts.vocab_size, facts.context_tokens, limits.CALIBRATE_S),
                 facts,
-                link.send,
+                emit,
                 keep=loaded.keep_speeds,
             ),
             defaults=loaded.defaults,

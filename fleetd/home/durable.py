@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import stat
 from pathlib import Path
 
 from fleetd.errors import ConfigError, DiskFull, Forbidden
-from fleetd.home.paths import PRIVATE_DIR, PRIVATE_FILE
+
+PRIVATE_DIR = 0o700
+PRIVATE_FILE = 0o600
 
 
 def private_folder(path: Path) -> None:
@@ -121,7 +124,7 @@ def _draft(path: Path, data: bytes) -> Path:
         view = memoryview(data)
         while view:
             view = view[os.write(fd, view) :]
-        os.fsync(fd)
+        flush(fd)
     except BaseException:
         draft.unlink(missing_ok=True)
         raise
@@ -133,9 +136,19 @@ def _draft(path: Path, data: bytes) -> Path:
 def _sync(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        flush(fd)
     finally:
         os.close(fd)
+
+
+def flush(fd: int) -> None:
+    """Bring a file, or a folder's names, to the disk itself: macOS's fsync stops at the drive's cache."""
+    if (whole := getattr(fcntl, "F_FULLFSYNC", None)) is not None:
+        # Network and some external drives cannot; there fsync must do, as in SQLite.
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(fd, whole)
+            return
+    os.fsync(fd)
 
 
 def _failed(path: Path, error: OSError) -> DiskFull | ConfigError:

@@ -22,9 +22,9 @@ import platformdirs
 
 from fleetd import limits
 from fleetd.errors import AlreadyRunning, ConfigError, DiskFull, Forbidden, SocketPathTooLong
+from fleetd.home import durable
+from fleetd.home.durable import PRIVATE_DIR, PRIVATE_FILE
 
-PRIVATE_DIR = 0o700
-PRIVATE_FILE = 0o600
 # A token is a guess-proof secret, not a password: 32 random bytes are out of reach of any search.
 TOKEN_BYTES = 32
 TOKEN_PREFIX = "fleet-"  # noqa: S105  (what makes a leaked token recognisable to a scanner)
@@ -54,6 +54,11 @@ class HomeFolder:
     @property
     def db(self) -> Path:
         return self.root / "fleetd.db"
+
+    @property
+    def log(self) -> Path:
+        """Where launchd puts the daemon's output; other systems keep it elsewhere."""
+        return self.root / "fleetd.log"
 
     @property
     def lock(self) -> Path:
@@ -237,23 +242,6 @@ def load_token(path: Path) -> str:
 
 
 def _create_token(path: Path) -> str:
-    """Write a fresh token so that no reader ever sees half of it, and no planted file is ever followed."""
     token = TOKEN_PREFIX + secrets.token_urlsafe(TOKEN_BYTES)
-    draft = path.with_name(f"{path.name}.{os.getpid()}.new")
-    draft.unlink(missing_ok=True)
-    try:
-        fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, PRIVATE_FILE)
-        try:
-            os.write(fd, f"{token}\n".encode("ascii"))
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        # A link fails where a rename would overwrite: the first token stays the token.
-        os.link(draft, path, follow_symlinks=False)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(f"The token file {path} cannot be written.", hint="Free some space.") from error
-        raise ConfigError(f"The token file {path} cannot be written: {error.strerror}.") from error
-    finally:
-        draft.unlink(missing_ok=True)
-    return token
+    # False: another process was first, and its token stays the token.
+    return token if durable.create(path, f"{token}\n".encode("ascii")) else load_token(path)

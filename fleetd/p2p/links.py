@@ -25,6 +25,8 @@ Kind = Literal["loopback", "thunderbolt", "wired", "wifi", "tailscale", "virtual
 _SOURCES: Sequence[Source] = ("static", "remembered", "mdns", "told")
 _HINTS: Sequence[Source] = ("mdns", "told")
 _TAILSCALE = (ipaddress.ip_network("100.64.0.0/10"), ipaddress.ip_network("fd7a:115c:a1e0::/48"))
+#: In the reason of a path where a system answered and no daemon listened.
+REFUSED = "refused the connection"
 # Usual figures of a kind, until it is measured: round trip in seconds, bytes per second.
 _USUAL: dict[str, tuple[float, float]] = {
     "loopback": (0.0001, 2e9),
@@ -167,6 +169,11 @@ class PeerPaths:
         if source == "mdns" and path.tried_s is not None:
             # The machine has just announced itself. Repeated announcements do not shorten the least interval.
             path.due_s = min(path.due_s, max(now, path.tried_s + limits.DIAL_AGAIN_S))
+
+    @property
+    def refused(self) -> bool:
+        """True if a system answered at an address, and its daemon did not: the machine is awake."""
+        return any(REFUSED in path.reason for path in self)
 
     def succeeded(self, address: Address, now: float) -> None:
         if (path := self._paths.get(address)) is not None:

@@ -80,6 +80,13 @@ class Mesh:
             peer.paths.add(address, source, now)
         self._dial(now)
 
+    def interfaces_changed(self) -> None:
+        """This machine has other interfaces: a known address may be reached by another path than before."""
+        for path in (path for peer in self.peers.values() for path in peer.paths):
+            path.kind = self._kind_of(path.address[0])
+        for static in self.static.values():
+            static.path.kind = self._kind_of(static.path.address[0])
+
     def dial_failed(self, dial: Dial, error: FleetError, now: float) -> None:
         self.dial_cancelled(dial)
         address = dial.address
@@ -177,6 +184,8 @@ class Mesh:
             return
         if self._choose(peer, now) is not None:
             return
+        # Who sleeps says no good-bye.
+        peer.last_card = self.cards.get(link.node_id) if error is not None else None
         self.cards.drop(link.node_id)
         address = link.address
         if isinstance(error, NotPaired | VersionMismatch | ProtocolError):
@@ -193,6 +202,20 @@ class Mesh:
         elif address is not None:
             peer.paths.retry(address, now)
         self._dial(now)
+
+    def asleep(self, node_id: str) -> Card | None:
+        """The last card of a machine that went without a word, and for which nothing answers; else None."""
+        peer = self.peers.get(node_id)
+        if peer is None or peer.link is not None or peer.trouble is not None or peer.paths.refused:
+            return None
+        return peer.last_card
+
+    def call_again(self, node_id: str, now: float) -> None:
+        """Dial a machine soon, whatever its last failures: it may be waking up."""
+        if (peer := self.peers.get(node_id)) is not None:
+            for path in peer.paths:
+                path.due_s = min(path.due_s, max(now, (path.tried_s or now) + limits.DIAL_AGAIN_S))
+            self._dial(now)
 
     def measured(self, number: int, rtt_s: float, now: float) -> None:
         link = self.links.get(number)

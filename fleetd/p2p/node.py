@@ -91,7 +91,6 @@ class Node:
         # By number, from the start of the handshake until the socket is closed. The mesh knows the open ones.
         self._connections: dict[int, PeerConnection] = {}
         self._numbers = itertools.count(1)
-        # Read once at the start: the kind of an interface seldom changes.
         self._interfaces: list[interfaces.Interface] = []
         self._contexts: TlsContexts
         self._group: asyncio.TaskGroup
@@ -145,6 +144,7 @@ class Node:
                 save = partial(self.keeper.save_when_due, self.mesh.remembered)
                 group.create_task(self._peer_port.serve(), name="peer port")
                 group.create_task(keep_running("save roster", save), name="save roster")
+                group.create_task(keep_running("interfaces", self._watch_interfaces), name="interfaces")
                 if self.discovery is not None:
                     group.create_task(self.discovery.run(), name="discovery")
                 await keep_running("mesh", self._tick_for_ever)
@@ -173,6 +173,15 @@ class Node:
                     await connection.gone.wait()
         for connection in connections:
             connection.abort(Draining("This machine stops."))
+
+    async def _watch_interfaces(self) -> None:
+        """Look for cables that were plugged in: an address that was there may now be Thunderbolt's."""
+        while True:
+            await asyncio.sleep(limits.DISCOVERY_REFRESH_S)
+            found = await asyncio.to_thread(interfaces.read)
+            if found != self._interfaces:
+                self._interfaces = found
+                self.mesh.interfaces_changed()
 
     async def _tick_for_ever(self) -> None:
         loop = asyncio.get_running_loop()
@@ -257,6 +266,11 @@ class Node:
         self.mesh.roster_changed(asyncio.get_running_loop().time())
         self._perform()
         await self.keeper.save()
+
+    def call_again(self, node_id: str) -> None:
+        """Dial a member that may be waking up."""
+        self.mesh.call_again(node_id, asyncio.get_running_loop().time())
+        self._perform()
 
     def reached(self, node_id: str, address: Address) -> None:
         """Add an address at which a member was just reached."""

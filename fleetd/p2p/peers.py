@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fleetd import limits
 from fleetd.errors import FleetError
 from fleetd.p2p.links import Address, PeerPath, PeerPaths
+from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.token_bucket import TokenBucket
 
 
@@ -58,6 +59,8 @@ class Peer:
     heard_s: float | None = None
     #: Consecutive sessions that ended in NotPaired, VersionMismatch or ProtocolError.
     faults: int = 0
+    #: The last card of a machine that went without a good-bye; None of one that said it.
+    last_card: Card | None = None
     #: Not dialled before this time.
     due_s: float = 0.0
 

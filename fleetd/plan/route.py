@@ -1,6 +1,6 @@
 """Where a request runs: every machine is priced in seconds, or rejected with a reason.
 
-    price = waiting for a turn + loading the model + prefill + decode + network
+    price = waking + waiting for a turn + loading the model + prefill + decode + network
 
 Pure. A digest stands for a model's files: machines compete only with the same files. This machine wins unless
 another one is clearly faster.
@@ -49,7 +49,7 @@ class Candidate:
     there; 0 if unknown. ``helped_s``: how long the prefill takes with the helpers that it would get; None
     until they are priced. ``evictable_bytes``: memory that idle models would give back. ``context_tokens``:
     the longest prompt that the model takes; 0 if unknown. ``cached_tokens``: how much of this prompt is
-    probably in its prefix cache.
+    probably in its prefix cache. ``wake_s``: it sleeps, and waking it takes so long.
     """
 
     node_id: str
@@ -82,6 +82,7 @@ class Candidate:
     context_tokens: int = 0
     can_pull: bool = False
     cached_tokens: int = 0
+    wake_s: float = 0.0
 
     @property
     def here(self) -> bool:
@@ -128,10 +129,11 @@ class RoutePrice:
     decode_s: float
     network_s: float
     modelled: bool = False
+    wake_s: float = 0.0
 
     @property
     def total_s(self) -> float:
-        return self.queue_s + self.load_s + self.prefill_s + self.decode_s + self.network_s
+        return self.wake_s + self.queue_s + self.load_s + self.prefill_s + self.decode_s + self.network_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +213,7 @@ def price(ask: RouteQuestion, c: Candidate) -> RoutePrice:
         decode_s=decode_s,
         network_s=network_s,
         modelled=not (c.prefill_tok_s and c.decode_tok_s),
+        wake_s=c.wake_s,
     )
 
 

@@ -1,6 +1,6 @@
 """All ways to answer a prompt: which machine answers, and which others help it with the prefill.
 
-    seconds to the first token = waiting for a turn + loading + prefill + the first token + network
+    seconds to the first token = waking + waiting for a turn + loading + prefill + the first token + network
 
 One planner for requests and for people. Each machine that has the model is priced with the help that it would
 get itself: here that of the other machines, elsewhere that of its own helpers. The machine whose answer would
@@ -77,14 +77,18 @@ class Way:
         """What ``first_token_s`` consists of."""
         price, first = self.price, self.prefill
         loaded = step_names.FETCHED if first is None else step_names.LOADED
-        before = ((step_names.QUEUED, price.queue_s), (loaded, price.load_s))
+        before = (
+            (step_names.WOKEN, price.wake_s),
+            (step_names.QUEUED, price.queue_s),
+            (loaded, price.load_s),
+        )
         steps = (*before, *(first.steps if first is not None else ()), (step_names.NETWORK, price.network_s))
-        passing = (step_names.QUEUED, step_names.LOADED, step_names.NETWORK)
+        passing = (step_names.WOKEN, step_names.QUEUED, step_names.LOADED, step_names.NETWORK)
         return tuple((name, seconds) for name, seconds in steps if seconds or name not in passing)
 
     @property
     def _around_s(self) -> float:
-        return self.price.queue_s + self.price.load_s + self.price.network_s
+        return self.price.wake_s + self.price.queue_s + self.price.load_s + self.price.network_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class Member:
     ``unusable``: why it cannot be reached, "" if it can. ``bytes_per_s``: what the path that a stream would
     take carries at least. ``left_out``: why it is not asked for a while after a failure, "" if it may be.
     ``capped``: by model, the speeds that its own card claims and ``card`` does not have, as a clause.
+    ``wake_s``: what waking it probably takes; 0 for a machine that is awake or not to be woken.
     """
 
     card: Card
@@ -53,6 +54,7 @@ class Member:
     here: bool = False
     left_out: str = ""
     capped: Mapping[str, str] = field(default_factory=dict)
+    wake_s: float = 0.0
 
     @property
     def node_id(self) -> str:
@@ -76,18 +78,21 @@ class Member:
         return next((model for model in self.card.models if digest and model.digest == digest), None)
 
 
-def eligible(member: Member, model: str = "", *, even_left_out: bool = False) -> Refusal | None:
+def eligible(
+    member: Member, model: str = "", *, even_left_out: bool = False, even_asleep: bool = False
+) -> Refusal | None:
     """Why a machine must not be asked for work on a prompt; None if it may be. The most lasting reason first.
 
     Args:
         model: a digest; the machine needs these files. "": it needs none.
         even_left_out: also ask a machine that failed a short while ago.
+        even_asleep: also ask one that can be woken.
     """
     name = member.name
     if not member.here:
         if not member.sees_prompts:
             return Refusal("private", f"{name} may not see prompts.")
-        if member.unusable:
+        if member.unusable and not (even_asleep and member.wake_s):
             return Refusal("unusable", f"{name} cannot be used: {member.unusable.rstrip('.')}.")
     if member.card.draining:
         return Refusal("draining", f"{name} is stopping.")

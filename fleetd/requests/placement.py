@@ -5,7 +5,7 @@ A request that must stay runs here, and so does every request without a fleet; t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -33,12 +33,14 @@ ANSWER_TOKENS = 256
 class Placement:
     """``node_id`` is THIS_NODE or a peer's. ``digest``: of the files that it would run, "" if unknown.
     ``prefill_s``: by the plan, None if it was not priced. ``capped``: claims of others that are not believed.
+    ``asleep``: it has to be woken first.
     """
 
     node_id: str
     planned: Planned
     digest: str = ""
     prefill_s: float | None = None
+    asleep: bool = False
     capped: tuple[str, ...] = ()
 
 
@@ -73,6 +75,7 @@ class Placer:
     Args:
         request: begins a request at another machine: its id, a method and a body.
         facts: what the engine of a model that is loaded here says of it.
+        wake: returns once a sleeping machine is awake, or raises PeerUnreachable.
     """
 
     def __init__(
@@ -80,8 +83,10 @@ class Placer:
         members: Members,
         request: Callable[[str, str, bytes], PeerStream],
         facts: Callable[[str], Ready | None] = lambda model: None,
+        wake: Callable[[str], Awaitable[None]] | None = None,
     ) -> None:
         self.request = request
+        self.wake = wake
         self._members = members
         self._facts = facts
 
@@ -115,10 +120,11 @@ class Placer:
         best = ways.placements[0]
         if best.node_id == THIS_NODE:
             return staying
-        card = next(member.card for member in others if member.node_id == best.node_id)
+        member = next(member for member in others if member.node_id == best.node_id)
+        card = member.card
         exactness: Exactness = "exact" if alike(self._members.here().card, card, model.name) else "plan"
         planned = Planned("remote", (best.name,), exactness, reason)
-        return Placement(best.node_id, planned, best.digest, best.price.prefill_s, capped)
+        return Placement(best.node_id, planned, best.digest, best.price.prefill_s, member.wake_s > 0, capped)
 
     def capped(self, model: str) -> list[str]:
         """A sentence for each machine that claims a speed which its hardware cannot have."""
@@ -312,7 +318,8 @@ def candidate(
     bare = Candidate(
         node_id=member.node_id,
         name=member.name,
-        refusal=eligible(member, even_left_out=True),
+        refusal=eligible(member, even_left_out=True, even_asleep=True),
+        wake_s=member.wake_s,
         left_out=bool(member.left_out),
         chip=facts.chip,
         accelerator=facts.accelerator,

@@ -255,8 +255,21 @@ class Runner:
                 prefill_s=placement.prefill_s,
                 unaided=self._members.unaided(),
             )
-            return request.remote.events()
+            events = request.remote.events()
+            return self._woken(request, events) if placement.asleep else events
         return self._fetched(request) if folder is None else self._pool.stream(folder, request.generate)
+
+    async def _woken(
+        self, request: Request, events: AsyncGenerator[Planned | Loading | Event, None]
+    ) -> AsyncGenerator[Planned | Loading | Event, None]:
+        """The events of a machine that is woken first."""
+        placement = request.placement
+        if self._placing is not None and self._placing.wake is not None:
+            yield Loading(f"waking {placement.planned.nodes[0]}")
+            await self._placing.wake(placement.node_id)
+        async with aclosing(events):
+            async for event in events:
+                yield event
 
     async def _fetched(self, request: Request) -> AsyncGenerator[Loading | Event, None]:
         """Events of a model that is downloaded first."""
@@ -283,6 +296,8 @@ class Runner:
         alone = request.planned is not None and len(request.planned.nodes) == 1
         if self._placing is None or remote_job is None or first_at_s is None or request.kept_tokens:
             return
+        if placement.asleep:
+            return  # the time until it was awake says nothing of its speed
         usage = finished.usage
         # With helpers, or with a queue there, the time says little about that machine.
         read = usage.prompt_tokens - usage.cached_tokens if alone and not remote_job.busy else 0
@@ -293,11 +308,12 @@ class Runner:
     def _given_up(self, request: Request) -> None:
         """The client has left: a machine that had sent nothing for long counts as late."""
         job = request.remote
-        if job is None or request.answering or request.placement.node_id == THIS_NODE:
+        placement = request.placement
+        if job is None or request.answering or placement.asleep or placement.node_id == THIS_NODE:
             return
         allowed_s = limits.JOB_CANCELLED_S + limits.JOB_LATE * (job.prefill_s or 0.0)
         if not job.busy and self._monotonic() - request.began_s > allowed_s:
-            self._members.late(request.placement.node_id, "answer")
+            self._members.late(placement.node_id, "answer")
 
     # ---- where, and what is tried next -------------------------------------------------------------------
 

@@ -182,7 +182,7 @@ def child(code: str) -> list[str]:
 
 
 def report(**changes: Any) -> list[str]:
-    found = {"blas": True, "device": "gpu", "version": "9.9", "right": True, **changes}
+    found = {"blas": True, "device": "gpu", "version": "9.9", "right": True, "covered": [], **changes}
     return child(f"print({json.dumps(json.dumps(found))})")
 
 
@@ -192,6 +192,7 @@ def report(**changes: Any) -> list[str]:
         (report(), ["ok"], "mlx 9.9 on the gpu"),
         (report(device="cpu"), ["ok", "ok"], "on the cpu"),
         (report(right=False), ["fail"], "wrong product"),
+        (report(device="cpu", covered=["mlx-cuda-13==9.9"]), ["fail"], "over its CUDA build"),
         (child("raise ImportError('no mlx here')"), ["fail"], "ImportError: no mlx here"),
         (child("import os; os.abort()"), ["fail"], "SIGABRT"),
         (child("print('hello')"), ["fail"], "hello"),
@@ -398,3 +399,40 @@ def test_socket_mode_of_a_live_socket(daemon: FakeDaemon) -> None:
             level(checks_local.private_file("socket", daemon.socket, kind="socket", expected=True))
             == expected
         )
+
+
+# ---- Sleep -----------------------------------------------------------------------------------------------
+
+# Of `pmset -g` in 5T33Z0/Gigabyte-Z490-Vision-G-Hackintosh-OpenCore#31, shortened.
+PMSET = """System-wide power settings:
+Currently in use:
+ standby              1
+ womp                 {womp}
+ networkoversleep     0
+ disksleep            10
+ sleep                {sleep}
+ displaysleep         20
+"""
+
+
+@pytest.mark.parametrize(
+    ("womp", "sleep", "levels"),
+    [("1", "1 (sleep prevented by sharingd, coreaudiod)", []), ("0", "0", []), ("0", "1", ["warn"])],
+)
+def test_a_mac_that_nobody_can_wake(
+    short_dir: Path, monkeypatch: pytest.MonkeyPatch, womp: str, sleep: str, levels: list[str]
+) -> None:
+    program = short_dir / "pmset"
+    program.write_text(f"#!/bin/sh\ncat <<'end'\n{PMSET.format(womp=womp, sleep=sleep)}end\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{short_dir}:{os.environ['PATH']}")
+    assert checks_machine.wakes("linux") == []
+    assert [level(finding) for finding in checks_machine.wakes("darwin")] == levels
+
+
+def test_a_machine_that_may_sleep_while_it_computes() -> None:
+    assert checks_daemon.power(DaemonStatus()) == []
+    refused = read(STATUS | {"power": {"held": False, "refused": "the battery is at 20%"}}, DaemonStatus)
+    (finding,) = checks_daemon.power(refused)
+    assert level(finding) == "warn"
+    assert "battery is at 20%" in finding.what

@@ -40,6 +40,11 @@ def test_a_new_file_is_migrated_and_sound(store: Store) -> None:
     assert store.check() == []
 
 
+@pytest.mark.parametrize("pragma", ["fullfsync", "checkpoint_fullfsync"])
+def test_macos_is_asked_to_flush_the_drives_cache_too(store: Store, pragma: str) -> None:
+    assert store.call(lambda db: db.execute(f"PRAGMA {pragma}").fetchone()[0]) == 1
+
+
 def test_rows_survive_reopening(tmp_path: Path) -> None:
     for name in ("a", "b"):
         opened = Store(tmp_path / "db")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import resource
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +45,29 @@ def test_the_soft_limit_is_raised() -> None:
         assert open_limit() == min(before[1], limits.DESCRIPTORS)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+TOLD = """
+import resource, sys
+from pathlib import Path
+from fleetd import app, observe
+from fleetd.config import Config
+from fleetd.home.paths import HomeFolder
+hard = int(sys.argv[2])
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+observe.configure("info", "json")
+app.Daemon.serve = lambda self: app.asyncio.sleep(0)
+app.run(Config(), HomeFolder(Path(sys.argv[1])))
+"""
+
+
+def test_a_limit_that_cannot_be_raised_is_told(tmp_path: Path) -> None:
+    """256: what a Mac gives a terminal, if it were the hard limit too."""
+    command = [sys.executable, "-c", TOLD, str(tmp_path / "home"), "256"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = [json.loads(line) for line in done.stderr.splitlines()]
+    few = [(line["open_files"], line["connections"]) for line in lines if line["event"] == "descriptors.few"]
+    assert few == [(256, connection_caps(256).http)]
 
 
 # ---- tasks that outlive their errors ---------------------------------------------------------------------

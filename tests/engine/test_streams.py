@@ -130,10 +130,12 @@ def test_a_flood_of_streams_is_bounded(pair: Pair) -> None:
 def test_what_is_no_stream_is_refused(pair: Pair, with_socket: bool) -> None:
     channel, theirs = pair()
     given, given_end = pair()
-    handoff.send(theirs, b"rubbish", given if with_socket else None)
-    given.close()
+    sender = threading.Thread(target=handoff.send, args=(theirs, b"rubbish", given if with_socket else None))
+    sender.start()
     with pytest.raises(ProtocolError):
         receive_sockets(channel, lambda tag, sock: None)
+    sender.join(10)
+    given.close()
     assert not is_open(given_end)
 
 

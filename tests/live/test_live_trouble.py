@@ -39,16 +39,23 @@ def counted(chunks: Iterable[dict[str, Any]]) -> list[int]:
 # ---- The worker ------------------------------------------------------------------------------------------
 
 
-def test_a_worker_killed_in_mid_answer(make_daemon: Callable[..., LiveDaemon]) -> None:
-    daemon = make_daemon()
+def test_a_worker_killed_in_mid_answer(make_daemon: Callable[..., LiveDaemon], tmp_path: Path) -> None:
+    """The machine is kept awake until then, by stand-ins for the commands of macOS and Linux."""
+    for name in ("caffeinate", "systemd-inhibit"):
+        (tmp_path / name).write_text("#!/bin/sh\nexec cat\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    daemon = make_daemon(PATH=path, FLEETD_POWER_KEEP_AWAKE="on")
     with daemon.stream("chain", "<count>") as events:
         for chunk in events:
             if text_of(chunk):
                 break
+        until(lambda: daemon.status()["power"]["held"])
         pid = daemon.engine_pid("chain")
         os.kill(pid, signal.SIGKILL)
         last = list(events)[-1]
     assert last["error"]["code"] == "engine_died"
+    until(lambda: not daemon.status()["power"]["held"])
     assert ask(daemon, "chain", "<hello>") == "Hello there, world!"
     assert daemon.engine_pid("chain") != pid
     assert daemon.running == 0

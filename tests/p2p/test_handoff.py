@@ -8,7 +8,9 @@ import socket
 import struct
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,59 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
     return near, far
 
 
+@contextlib.contextmanager
+def sending(channel: socket.socket, body: bytes, sock: socket.socket) -> Iterator[Future[None]]:
+    """Send in a thread, because it waits until the socket was taken; on the way out it has been sent."""
+    with ThreadPoolExecutor(1) as thread:
+        sent = thread.submit(handoff.send, channel, body, sock)
+        yield sent
+        sent.result(10)
+
+
+class Tapped(socket.socket):
+    """A socket that tells when somebody waits for what comes on it."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__(fileno=sock.detach())
+        self.settimeout(10)
+        self.awaited = threading.Event()
+
+    def recv(self, *arguments: int) -> bytes:
+        self.awaited.set()
+        return super().recv(*arguments)
+
+
+def test_the_sender_keeps_its_copy_until_the_other_process_has_one(
+    channel: tuple[socket.socket, socket.socket], spare: socket.socket
+) -> None:
+    """Even if an acknowledgement comes late that an earlier message was given up for."""
+    there = channel[1]
+    with Tapped(channel[0]) as here:
+        here.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            handoff.send(here, b"given up", spare)
+        here.settimeout(10)
+        here.awaited.clear()
+        with sending(here, b"kept", spare) as sent:
+            assert here.awaited.wait(10)
+            late, given_up = handoff.receive(there)
+            assert (late, sent.done()) == (b"given up", False)
+            body, sock = handoff.receive(there)
+            assert body == b"kept"
+        for got in (given_up, sock):
+            assert got is not None
+            got.close()
+
+
+def test_a_process_that_ends_before_it_took_the_socket_is_an_error(
+    channel: tuple[socket.socket, socket.socket], spare: socket.socket
+) -> None:
+    here, there = channel
+    there.shutdown(socket.SHUT_WR)
+    with pytest.raises(ConnectionResetError, match="ended before"):
+        handoff.send(here, b"", spare)
+
+
 def test_another_process_speaks_on_the_sockets_it_is_given(
     channel: tuple[socket.socket, socket.socket],
 ) -> None:
@@ -97,10 +152,11 @@ def test_messages_with_and_without_sockets_keep_their_order(
 ) -> None:
     here, there = channel
     handoff.send(here, b"first")
-    handoff.send(here, b"second", spare)
+    with sending(here, b"second", spare):
+        found = [handoff.receive(there) for _ in range(2)]
     handoff.send(here, b"")
-    handoff.send(here, b"fourth", spare)
-    found = [handoff.receive(there) for _ in range(4)]
+    with sending(here, b"fourth", spare):
+        found += [handoff.receive(there) for _ in range(2)]
     assert [body for body, _ in found] == [b"first", b"second", b"", b"fourth"]
     assert [sock is not None for _, sock in found] == [False, True, False, True]
     for _, sock in found:
@@ -116,10 +172,11 @@ def test_a_message_is_read_byte_by_byte_as_well(
 ) -> None:
     here, there = channel
     socket.send_fds(here, [b"\0"], [spare.fileno()])
-    for byte in b"\0\0\3abc":
+    for byte in b"\0\0\3\7abc":
         here.sendall(bytes([byte]))
     body, sock = handoff.receive(there)
     assert body == b"abc"
+    assert here.recv(1) == b"\7"
     assert sock is not None
     sock.close()
 
@@ -154,7 +211,7 @@ def test_a_claimed_length_over_the_bound_is_refused_unread(
     channel: tuple[socket.socket, socket.socket], spare: socket.socket
 ) -> None:
     here, there = channel
-    socket.send_fds(here, [struct.pack(">I", limits.HANDOFF_BYTES + 1)], [spare.fileno()])
+    socket.send_fds(here, [struct.pack(">IB", limits.HANDOFF_BYTES + 1, 0)], [spare.fileno()])
     with pytest.raises(ProtocolError, match="claims"):
         handoff.receive(there)
 
@@ -165,7 +222,7 @@ def test_more_sockets_than_one_are_closed_and_refused(
     channel: tuple[socket.socket, socket.socket], spare: socket.socket, count: int
 ) -> None:
     here, there = channel
-    socket.send_fds(here, [struct.pack(">I", 0)], [spare.fileno()] * count)
+    socket.send_fds(here, [struct.pack(">IB", 0, 0)], [spare.fileno()] * count)
     with pytest.raises(ProtocolError, match="more than one"):
         handoff.receive(there)
 
@@ -174,13 +231,13 @@ def test_more_sockets_than_one_are_closed_and_refused(
 def test_a_file_is_no_socket(channel: tuple[socket.socket, socket.socket], tmp_path: Path) -> None:
     here, there = channel
     with (tmp_path / "file").open("wb") as file:
-        socket.send_fds(here, [struct.pack(">I", 0)], [file.fileno()])
+        socket.send_fds(here, [struct.pack(">IB", 0, 0)], [file.fileno()])
     with pytest.raises(ProtocolError, match="no socket"):
         handoff.receive(there)
 
 
 @pytest.mark.usefixtures("no_leak")
-@pytest.mark.parametrize("sent", [b"", b"\0", b"\0\0\0\5", b"\0\0\0\5abcd"])
+@pytest.mark.parametrize("sent", [b"", b"\0", b"\0\0\0\5\0", b"\0\0\0\5\0abcd"])
 def test_a_process_that_ends_in_the_middle_leaves_nothing_open(
     channel: tuple[socket.socket, socket.socket], spare: socket.socket, sent: bytes
 ) -> None:
@@ -198,7 +255,7 @@ def test_a_process_that_stops_in_the_middle_leaves_nothing_open(
 ) -> None:
     here, there = channel
     there.settimeout(0.05)
-    socket.send_fds(here, [b"\0\0\0\5abcd"], [spare.fileno()])
+    socket.send_fds(here, [b"\0\0\0\5\0abcd"], [spare.fileno()])
     with pytest.raises(TimeoutError):
         handoff.receive(there)
 
@@ -207,8 +264,8 @@ def test_a_received_socket_is_not_inherited_by_the_next_program(
     channel: tuple[socket.socket, socket.socket], spare: socket.socket
 ) -> None:
     here, there = channel
-    handoff.send(here, b"", spare)
-    _, sock = handoff.receive(there)
+    with sending(here, b"", spare):
+        _, sock = handoff.receive(there)
     assert sock is not None
     with contextlib.closing(sock):
         probe = f"import os; os.fstat({sock.fileno()})"

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
+from machines import machine
 
 from fleetd.p2p.discovery import interfaces
 from fleetd.p2p.discovery.interfaces import Interface, kind_of, kind_of_interface, parse_hardware_ports
+from fleetd.p2p.membership.roster import Roster
+from fleetd.p2p.mesh import Mesh
 
 HARDWARE_PORTS = """
 Hardware Port: Ethernet
@@ -65,6 +75,55 @@ def test_what_macos_calls_its_ports_is_read() -> None:
         "bridge0": "Thunderbolt Bridge",
     }
     assert parse_hardware_ports("") == parse_hardware_ports("You need administrator access.") == {}
+
+
+@pytest.fixture
+def mac(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., None]]:
+    """A Mac with these ports, each with an address; networksetup is a fake on the PATH."""
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    program = tmp_path / "networksetup"
+
+    def plug(**ports: str) -> None:
+        listed = "".join(f"Hardware Port: {port}\nDevice: {name}\n\n" for name, port in ports.items())
+        program.write_text(f"#!/bin/sh\ncat <<'end'\n{listed}end\n")
+        program.chmod(0o755)
+        addresses = {
+            name: [
+                SimpleNamespace(family=socket.AF_INET, address=f"10.0.{number}.1", netmask="255.255.255.0")
+            ]
+            for number, name in enumerate(ports)
+        }
+        stats = dict.fromkeys(ports, SimpleNamespace(isup=True, mtu=1500, flags="up,broadcast,multicast"))
+        monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
+        monkeypatch.setattr(psutil, "net_if_stats", lambda: stats)
+
+    yield plug
+    interfaces._hardware_ports.cache_clear()
+
+
+def test_a_port_that_is_plugged_in_later_is_looked_at(mac: Callable[..., None]) -> None:
+    mac(en0="Ethernet", en1="Wi-Fi")
+    assert {found.name: found.kind for found in interfaces.read()} == {"en0": "wired", "en1": "wifi"}
+    mac(en0="Ethernet", en1="Wi-Fi", en5="Thunderbolt Ethernet Slot 1", bridge0="Thunderbolt Bridge")
+    found = {found.name: found.kind for found in interfaces.read()}
+    assert (found["en5"], found["bridge0"], found["en1"]) == ("thunderbolt", "thunderbolt", "wifi")
+
+
+def test_a_known_address_is_of_the_kind_of_the_new_path(mac: Callable[..., None]) -> None:
+    mac(en0="Ethernet")
+    roster, other = Roster(machine(0)), machine(1).node_id
+    roster.admit(machine(1).certificate, "studio", True)
+    known = [interfaces.read()]
+    mesh = Mesh(
+        machine(0).node_id, roster, random=lambda: 0.5, now=0.0, kind_of=lambda host: kind_of(host, known[0])
+    )
+    mesh.address_seen(other, [("10.0.1.7", 8115)], "mdns", 0.0)
+    assert [path.kind for path in mesh.peers[other].paths] == [""]
+    mac(en0="Ethernet", en5="Thunderbolt Ethernet Slot 1")
+    known[0] = interfaces.read()
+    mesh.interfaces_changed()
+    assert [path.kind for path in mesh.peers[other].paths] == ["thunderbolt"]
 
 
 def test_the_kind_of_a_way_is_that_of_the_narrowest_network_around_the_address() -> None:

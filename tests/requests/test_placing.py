@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from typing import Any
@@ -14,7 +15,7 @@ from msgspec.structs import replace
 from fleetd import limits
 from fleetd.control.prefill_plan import OptionView, StepView
 from fleetd.control.prefill_trace import Trace
-from fleetd.engine.protocol import Delta, Finished, Generate, TextPrompt
+from fleetd.engine.protocol import Delta, Finished, Generate, Loading, TextPrompt
 from fleetd.errors import (
     FleetError,
     InvalidValue,
@@ -112,6 +113,13 @@ class FakeOthers:
         self.asked: list[tuple[str, messages.RunJob]] = []
         self.streams: list[FakeStream] = []
         self.methods: list[str] = []
+        self.woken: list[str] = []
+        self.deaf: FleetError | None = None
+
+    async def wake(self, node_id: str) -> None:
+        self.woken.append(node_id)
+        if self.deaf is not None:
+            raise self.deaf
 
     def machines(self) -> list[Member]:
         return self.found
@@ -167,7 +175,7 @@ def make(store: Store) -> Make:
             metrics=Metrics("0"),
             default_model="big",
             embedded=lambda ref: None,
-            placing=Placer(members, others.request),
+            placing=Placer(members, others.request, wake=others.wake),
             members=members,
             record=record,
         )
@@ -221,6 +229,48 @@ async def test_the_machine_that_finishes_first_gets_it(make: Make) -> None:
     others = FakeOthers(machine("slow"), machine("fast", faster=3.0), fast=[WHOLE])
     await collect(make(others).run(job()))
     assert others.order == ["fast"]
+
+
+def asleep(name: str, wake_s: float, faster: float = 10.0) -> Member:
+    return dataclasses.replace(machine(name, faster=faster, reach="It is probably asleep."), wake_s=wake_s)
+
+
+def reading(tokens: int) -> Job:
+    return Job("big", Generate("r1", TextPrompt("x" * 4 * tokens), max_tokens=10), "http", "chat")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wake_s", "wakes"), [(10_000, 20.0, True), (1_000, 20.0, False), (1_000, 2.0, True)]
+)
+async def test_a_machine_is_woken_where_its_answer_still_comes_first(
+    make: Make, tokens: int, wake_s: float, wakes: bool
+) -> None:
+    """Here the prompts take 100 s and 10 s, there a tenth of that."""
+    others = FakeOthers(asleep("studio", wake_s), studio=[WHOLE])
+    own = replace(OWN, models=[MODEL])
+    runner = make(others, own=own, models=FakeModels(names={"big"}))
+    seen = await collect(runner.run(reading(tokens)))
+    assert others.woken == others.order == (["studio"] if wakes else [])
+    if wakes:
+        assert seen[:2] == [Planned("remote", ("studio",), "plan"), Loading("waking studio")]
+    assert isinstance(seen[-1], Finished)
+
+
+async def test_a_machine_that_does_not_wake_costs_no_answer(make: Make) -> None:
+    others = FakeOthers(asleep("studio", 20.0), studio=[WHOLE])
+    others.deaf = PeerUnreachable("studio did not wake within 40 s.")
+    runner = make(others, own=replace(OWN, models=[MODEL]), models=FakeModels(names={"big"}))
+    seen = await collect(runner.run(reading(10_000)))
+    assert (others.woken, others.order) == (["studio"], [])
+    assert isinstance(seen[-1], Finished)
+    assert any("did not wake" in event.reason for event in seen if isinstance(event, Planned))
+
+
+async def test_a_machine_that_is_asleep_and_not_to_be_woken_is_not_asked(make: Make) -> None:
+    others = FakeOthers(machine("studio", faster=10, reach="It is probably asleep."), studio=[WHOLE])
+    runner = make(others, own=replace(OWN, models=[MODEL]), models=FakeModels(names={"big"}))
+    await collect(runner.run(reading(10_000)))
+    assert others.woken == others.order == []
 
 
 async def test_a_peer_that_may_not_see_prompts_never_gets_one(make: Make) -> None:

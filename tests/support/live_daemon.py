@@ -87,6 +87,9 @@ class LiveDaemon:
             "FLEETD_MODELS_HUB_CACHE": str(home.parent / "no-hub"),
             "FLEETD_FLEET_LISTEN": "127.0.0.1:0",
             "FLEETD_FLEET_MDNS": "off",
+            # Tests change nothing of this machine, and send nothing to its network.
+            "FLEETD_POWER_KEEP_AWAKE": "off",
+            "FLEETD_POWER_WAKE": "off",
         }
         command = [
             sys.executable,

@@ -7,6 +7,8 @@ address means another machine.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import ipaddress
 import re
 import socket
@@ -53,13 +55,13 @@ class Interface:
 
 
 def read() -> list[Interface]:
-    """Read the interfaces; blocks for about a millisecond, on macOS the first time for 0.1 s."""
-    ports = _hardware_ports()
+    """Read the interfaces; blocks for about a millisecond, on macOS for 0.1 s where one came or went."""
     try:
         stats, listed = psutil.net_if_stats(), psutil.net_if_addrs()
     except Exception as error:  # psutil meets kernels that it does not know
         _say_unread(f"{type(error).__name__}: {error}")
         return []
+    ports = _hardware_ports(frozenset(listed))
     found = []
     for name, entries in listed.items():
         inet = [entry for entry in entries if entry.family in (socket.AF_INET, socket.AF_INET6)]
@@ -137,27 +139,20 @@ def _say_unread(error: str) -> None:
     log.warning("interfaces.unread", error=error, note="fleetd looks for no machines until they can be read")
 
 
-_ports: Mapping[str, str] | None = None
-
-
-def _hardware_ports() -> Mapping[str, str]:
-    """Read once: names of ports do not change, and a port that is plugged in later counts as wired."""
-    global _ports
-    if _ports is None:
-        _ports = {}
-        if sys.platform == "darwin":
-            try:
-                listed = subprocess.run(
-                    ["/usr/sbin/networksetup", "-listallhardwareports"],
-                    capture_output=True,
-                    text=True,
-                    timeout=limits.PROBE_S,
-                    check=False,
-                )
-                _ports = parse_hardware_ports(listed.stdout)
-            except (OSError, subprocess.SubprocessError):
-                pass
-    return _ports
+@functools.lru_cache(maxsize=1)
+def _hardware_ports(_interfaces: frozenset[str]) -> Mapping[str, str]:
+    """Device to port name. Read again when an interface came or went: a dock or a Thunderbolt cable."""
+    if sys.platform == "darwin":
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            listed = subprocess.run(
+                ["networksetup", "-listallhardwareports"],  # noqa: S607  (a Mac's own; tests put theirs first)
+                capture_output=True,
+                text=True,
+                timeout=limits.PROBE_S,
+                check=False,
+            )
+            return parse_hardware_ports(listed.stdout)
+    return {}
 
 
 def _is_wireless(name: str) -> bool:

@@ -7,6 +7,7 @@ import ipaddress
 import socket
 
 from fleetd.host_port import host_port
+from fleetd.p2p.links import REFUSED
 
 # The numbers differ between systems. Both sets are explained on either system, so that tests cover all.
 _DARWIN = {
@@ -50,7 +51,7 @@ def explain(error: BaseException | None, host: str, port: int, platform: str) ->
         )
     if name == "ECONNREFUSED":
         return (
-            f"{place} refused the connection: the machine is there, and nothing listens on that port.",
+            f"{place} {REFUSED}: the machine is there, and nothing listens on that port.",
             "Start fleetd there, or correct the port; fleetctl status on that machine tells it.",
         )
     if name == "EHOSTUNREACH" and platform == "darwin" and _is_local(host):

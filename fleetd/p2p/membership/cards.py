@@ -97,7 +97,8 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
 
     ``usable_bytes``: what is free and a model may take, weights and all, by the machine's settings.
     ``evictable_bytes``: memory of idle loaded models, which may be unloaded for another one. ``load``: the
-    operating system's load average over its cores.
+    operating system's load average over its cores. ``wake``: hardware addresses that Wake on LAN may be sent
+    to while it sleeps; none if it is not to be woken.
     """
 
     node_id: Annotated[str, Meta(min_length=1, max_length=64)]
@@ -116,6 +117,7 @@ class Card(msgspec.Struct, frozen=True, omit_defaults=True):
     max_streams: Count = 0
     draining: bool = False
     load: Rate = 0.0
+    wake: Annotated[list[Text], Meta(max_length=limits.WAKE_ADDRESSES)] = []
 
     @property
     def version(self) -> tuple[int, int]:

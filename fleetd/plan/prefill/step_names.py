@@ -9,6 +9,8 @@ PREFIX_SENT: Final = "prefix sent"
 WAITED: Final = "waited"
 COMPUTED: Final = "computed"
 EXPOSED: Final = "exposed hand-off"
+# Predicted only: another machine sleeps, and is woken.
+WOKEN: Final = "woken"
 # Predicted of another machine, measured of every answer: it waits for a turn.
 QUEUED: Final = "queued"
 # Predicted only: the machine that answers fetches the model.

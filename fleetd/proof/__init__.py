@@ -1,0 +1,1 @@
+"""Measurements that a machine's owner takes with `fleetctl doctor --prove`, in a process of their own."""
