@@ -18,6 +18,7 @@ from bench.scenarios import (
     fleet_meeting,
     fleet_sessions,
     fleet_work,
+    host_time,
     modelled,
     never_slower,
     one_card,
@@ -156,6 +157,7 @@ FAMILIES = {
         (*_DRAFTED, *_scenario("drafter_beside_local")),
     ),
     "spec": Family("Speculative decoding", 3, 1, speculation.measure, (*_WORKER, *_scenario("speculation"))),
+    "host-time": Family("Host time of a token", 9, 2, host_time.measure, (*_WORKER, *_scenario("host_time"))),
     "modelled": Family(
         "Others' figures, as the planner predicts them",
         1,

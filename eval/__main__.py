@@ -53,7 +53,7 @@ PLAN: tuple[tuple[str, int, tuple[float, ...], int, int], ...] = (
 )
 GATE_KINDS = ("aggregate", "verbatim", "single", "hop", "code", "json", "table")
 GATE_SEEDS, QUICK_GATE_SEEDS = 120, 30
-PEAKS_REQUESTS, QUICK_REQUESTS = 100, 8
+QUICK_REQUESTS = 8
 # Of selection alone.
 SCORER_TASKS, QUICK_SCORER_TASKS, SCORER_TOKENS, SCORER_RATIO = 30, 4, 1500, 0.1
 SEGMENTS = (1, 2, 4)
@@ -130,14 +130,14 @@ async def _measure(results: Results, names: Sequence[str], part: float, folder: 
         if engine.profile is not None:
             heads, layers = len(engine.profile.heads), engine.profile.exit_layer
             results.profile = f"{heads} heads of the model are asked, in its first {layers} layers."
-        asked = requests.requests("tune")
+        asked = requests.requests("held_out")
+        # They stand in the order of their documents: some of each.
+        some = asked[:: len(asked) // (QUICK_REQUESTS if results.quick else max(1, round(part * len(asked))))]
         if "verdict" in names:
-            few = asked[: QUICK_REQUESTS if results.quick else round(part * len(asked))]
-            results.tried["the small model's own verdict"] = await tried_voices.verdict(engine, few)
+            results.tried["the small model's own verdict"] = await tried_voices.verdict(engine, some)
             step()
         if "peaks" in names and results.scored:
-            few = asked[: QUICK_REQUESTS if results.quick else round(part * PEAKS_REQUESTS)]
-            results.tried["peaks of the scores"] = await tried_voices.peaks(engine, few)
+            results.tried["peaks of the scores"] = await tried_voices.peaks(engine, some)
             step()
         runner = Runner(engines, print, sparse=results.sparse, scored=results.scored)
         for kind, tokens, ratios, full, few in PLAN:

@@ -1,4 +1,4 @@
-"""Two more kinds of evidence for the gate, which cost a model: what they tell of the requests of "tune".
+"""Two more kinds of evidence for the gate, which cost a model: what they tell of the requests of "held_out".
 
 *verdict*: a few-shot prompt asks the small model which kind a request is; log-odds of its two labels.
 *peaks*: how much of all attention the twentieth of tokens with the most of it has; a question has peaks.
@@ -10,10 +10,14 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from eval.engine import Engine
 from eval.requests import AskedRequest, as_turns
 from fleetd.compression.document import Document
+from fleetd.compression.gate import evidence
+
+F64 = npt.NDArray[np.float64]
 
 _SHOTS = """A text is given. Does the request need one place of it, or the whole of it?
 
@@ -45,15 +49,21 @@ Request: {}
 Needs:"""
 _LABELS = (" part", " whole")
 _TOP_SHARE = 20
+# What a deviation of such a value may be worth beside the gate's own log-odds.
+_WORTHS = np.linspace(0, 4, 41)
 
 
 class Told(msgspec.Struct, frozen=True):
     """``area``: how often a question gets a higher value than a task for the whole text (0.5 tells nothing);
-    ``questions``: of these, how many are lost where 95 % of the tasks are declined."""
+    ``questions``: of these, how many are lost where 95 % of the tasks are declined. ``gate``: the area of the
+    gate's own log-odds; ``both``: of these and the value together, weighted as is best for these requests,
+    so that it is the most that the value may add."""
 
     area: float
     questions: float
     of: int
+    gate: float = 0.0
+    both: float = 0.0
 
 
 async def verdict(engine: Engine, found: Sequence[AskedRequest]) -> Told:
@@ -76,9 +86,14 @@ async def peaks(engine: Engine, found: Sequence[AskedRequest]) -> Told:
 
 
 def _told(found: Sequence[AskedRequest], values: Sequence[float]) -> Told:
-    pairs = list(zip(found, values, strict=True))
-    part = np.array([value for one, value in pairs if one.kind == "part"])
-    whole = np.array([value for one, value in pairs if one.kind == "whole"])
-    area = float(np.mean(part[:, None] > whole[None, :]))
-    lost = float(np.mean(part <= np.quantile(whole, 0.95)))
-    return Told(area, lost, len(found))
+    part = np.array([one.kind == "part" for one in found])
+    value = np.array(values)
+    gate = np.array([evidence(one.request, one.text).log_odds for one in found])
+    deviation = (value - value.mean()) / (value.std() or 1.0)
+    lost = float(np.mean(value[part] <= np.quantile(value[~part], 0.95)))
+    both = max(_area(gate + worth * deviation, part) for worth in _WORTHS)
+    return Told(_area(value, part), lost, len(found), _area(gate, part), both)
+
+
+def _area(values: F64, part: npt.NDArray[np.bool_]) -> float:
+    return float(np.mean(values[part][:, None] > values[~part][None, :]))

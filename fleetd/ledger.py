@@ -141,10 +141,18 @@ class Ledger:
         )
 
     def prune(self, keep_days: int) -> int:
-        """Delete rows older than ``keep_days``; returns how many."""
-        oldest_s = self._now() - keep_days * _DAY_S
+        """Delete rows that are ``keep_days`` older than now and than the newest row; returns how many.
+
+        A clock that has jumped ahead would otherwise make all of them old.
+        """
+        now_s, kept_s = self._now(), keep_days * _DAY_S
         return self._store.call(
-            lambda db: db.execute("DELETE FROM usage WHERE started_s < ?", (oldest_s,)).rowcount
+            lambda db: (
+                db.execute(
+                    "DELETE FROM usage WHERE started_s < min(?, (SELECT max(started_s) FROM usage)) - ?",
+                    (now_s, kept_s),
+                ).rowcount
+            )
         )
 
     def usage(self, days: int) -> UsageReport:

@@ -90,6 +90,9 @@ ENGINE_STOP_S = 5.0
 # Measuring a model's speed at load, which every load pays for: cuts between machines are only as good as
 # this, and a slow core needs as long to see its largest chunk twice.
 CALIBRATE_S = 3.0
+# The same on a GPU, where it also decides how prompts are cut: a large model needs seconds for its large
+# chunks. It is kept for later loads.
+CALIBRATE_GPU_S = 10.0
 # A worker whose figures are in doubt and that was idle for so long is measured again; after each attempt that
 # was in doubt too, it waits twice as long.
 CALIBRATE_AGAIN_S = 20.0

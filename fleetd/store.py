@@ -127,17 +127,17 @@ class Store:
 
     def _run(self, work: Work[T]) -> T:
         try:
+            try:
+                return self._attempt(work)
+            except sqlite3.DatabaseError as error:
+                if not _is_damage(error):
+                    raise
+            self._set_aside()
             return self._attempt(work)
-        except sqlite3.DatabaseError as error:
-            if not _is_damage(error):
-                self._disconnect()
-                raise StoreUnavailable(str(error)) from error
-        self._set_aside()
-        try:
-            return self._attempt(work)
-        except sqlite3.DatabaseError as error:
+        # SQLite without memory raises MemoryError; a folder that does not let the file be moved, OSError.
+        except (sqlite3.Error, MemoryError, OSError) as error:
             self._disconnect()
-            raise StoreUnavailable(str(error)) from error
+            raise StoreUnavailable(str(error) or type(error).__name__) from error
 
     def _attempt(self, work: Work[T]) -> T:
         if self._connection is None:

@@ -51,15 +51,19 @@ def render(status: dict[str, Any]) -> str:
         lines += [
             f"{one_line(engine['model'])}: {_load(engine)}" for engine in engines if engine.get("load_steps")
         ]
-        lines += [
-            f"{one_line(engine['model'])}: decoded without drafts, {one_line(engine['speculation'])}"
-            for engine in engines
-            if str(engine.get("speculation") or "exact").partition(":")[0] == "declined"
-        ]
+        lines += [f"{one_line(engine['model'])}: {told}" for engine in engines if (told := _drafts(engine))]
     else:
         default = one_line(str(status.get("default_model") or "the default model"))
         lines.append(f"No model is loaded; {default} loads with the first request.")
     return "\n".join(lines)
+
+
+def _drafts(engine: dict[str, Any]) -> str:
+    """What is out of the ordinary about the drafts of a model's answers; "" if nothing is."""
+    verdict = one_line(str(engine.get("speculation") or ""))
+    if verdict.startswith("declined"):
+        return f"decoded without drafts, {verdict}"
+    return f"drafts are {verdict}" if verdict.startswith("exact") and ";" in verdict else ""
 
 
 def _headline(status: dict[str, Any]) -> str:

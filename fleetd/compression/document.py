@@ -31,14 +31,17 @@ _HEAD_CHARS, _TAIL_CHARS = 240, 480
 _FENCE_LINE = re.compile(r"[ \t]*(?:```|~~~)")
 # Signs per token that show that a short text asks for something; texts themselves have fewer.
 _SIGNS = 0.05
-# So does how a sentence begins, or a question mark at the very end.
+# So does how a sentence begins, or a question mark or what stands for it at the very end.
 _ASKS = re.compile(
     r"[\s\"'(*_#>-]*(?:please|question|task|instructions?|query|answer|find|list|tell|give|name|what|which|who|when"
     r"|where|why|how|explain|describe|summari[sz]e|count|compare|translate|rewrite|quote|extract|identify"
-    r"|return|write|use|using|read|based on|according to|given|frage|aufgabe|bitte|nenne|pregunta|domanda)\b",
+    r"|return|write|use|using|read|based on|according to|given|frage|aufgabe|bitte|nenne|pregunta|domanda"
+    r"|wer|wann|wo|warum|welche[rnms]?|erklär\w*|sag|such\w*|quand|où|comment|pourquoi|combien|quel(?:le)?s?"
+    r"|expliqu\w*|dis|cherche|quién(?:es)?|qué|cuándo|dónde|cómo|cuál(?:es)?|cuánt\w+|expl[ií]ca\w*|dime)\b"
+    r"|.{0,20}(?:是不是|有没有|能不能|是否)",
     re.IGNORECASE,
 )
-_QUESTION_MARKS = ("?", "\uff1f")
+_QUESTION_MARKS = ("?", "\uff1f", "吗", "呢")
 
 
 @dataclass(frozen=True, slots=True)

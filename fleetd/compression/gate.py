@@ -19,17 +19,17 @@ from fleetd.compression.gate_places import Pointing, pointing
 from fleetd.compression.gate_signs import ONE, WHOLE, SignCounts, count_signs
 
 # Log-odds that a part is enough: of a sign for the whole text; of one that the text itself has; of signs for
-# a part; of a word that stands in one place only; of all words in one place. And how many of each count. By a
-# logistic regression over requests of which every sign was left out at times, as people write what no list
-# has (decision 21).
-_WHOLE, _WHOLE_SIGNS = -3.4, 3
-_OWN, _OWN_SIGNS = -1.5, 2
-_PART = 1.4
-_WORD, _WORDS = 1.1, 3.6
-_SHARE = 1.3
-PRIOR = -0.7
+# a part; of a word that stands in one place only; of a text in another script, in which no word can stand.
+# And how many of each count. By a logistic regression over requests of which every sign was left out at
+# times, as people write what no list has (decisions 21 and 35).
+_WHOLE, _WHOLE_SIGNS = -5.0, 3
+_OWN, _OWN_SIGNS = -1.1, 2
+_PART = 2.0
+_WORD, _WORDS = 2.2, 3.6
+_FOREIGN = 4.1
+PRIOR = -1.45
 # From here on a task plainly needs all of the text.
-_PLAINLY = -2.5
+_PLAINLY = -3.7
 
 # Attention is spread when its entropy is this close to that of a uniform one …
 _SPREAD = 0.95
@@ -63,7 +63,7 @@ class Evidence:
 
     @property
     def by_places(self) -> float:
-        return _WORD * min(self.points.words, _WORDS) + _SHARE * self.points.share
+        return _WORD * min(self.points.words, _WORDS) + _FOREIGN * self.points.foreign
 
     @property
     def log_odds(self) -> float:

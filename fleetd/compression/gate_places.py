@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+import unicodedata
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 
 # Places overlap by half, so that two words side by side have one in common. Of a long text they are longer.
@@ -23,17 +24,18 @@ _LEAST_CHARS = 3
 _JOINED = r"\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"
 _WORD = re.compile(rf"[^\W_{_JOINED}]+(?:[.'\u2019_/-][^\W_{_JOINED}]+)*|[{_JOINED}]+")
 _IS_JOINED = re.compile(rf"[{_JOINED}]")
+# A text has a script if so many of its letters are of it, of those that are looked at.
+_SCRIPT_SHARE, _SCRIPT_LETTERS = 0.1, 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Pointing:
-    """What the best place has of the question's words: how many, and which share of them.
-
-    A word that stands in one place only counts 1, one that stands everywhere 0.
-    """
+    """``words``: how many of the question's words the best place has. A word that stands in one place only
+    counts 1, one that stands everywhere 0. ``foreign``: the text is in another script, and no word can be
+    in it."""
 
     words: float = 0.0
-    share: float = 0.0
+    foreign: bool = False
 
 
 def pointing(question: str, text: str) -> Pointing:
@@ -41,15 +43,25 @@ def pointing(question: str, text: str) -> Pointing:
     step = max(_PLACE_CHARS, len(low) // _PLACES)
     places = len(low) // step + 1
     found: defaultdict[int, float] = defaultdict(float)
-    everything = 0.0
     for pattern in _patterns(question.lower()):
         at = {match.start() // step for match in re.finditer(pattern, low)}
         worth = max(0.0, 1 - math.log(len(at) + 0.5) / math.log(places + 1))
-        everything += worth
         for place in at | {place - 1 for place in at}:
             found[place] += worth
-    best = max(found.values(), default=0.0)
-    return Pointing(best, best / everything if everything else 0.0)
+    return Pointing(max(found.values(), default=0.0), _foreign(question, text))
+
+
+def _foreign(question: str, text: str) -> bool:
+    asked, has = _scripts(question), _scripts(text)
+    if not asked:
+        return False
+    return has[asked.most_common(1)[0][0]] < _SCRIPT_SHARE * has.total()
+
+
+def _scripts(text: str) -> Counter[str]:
+    """How many letters are of each script, by their Unicode names: LATIN, CJK, CYRILLIC."""
+    letters = [c for c in text[:_SCRIPT_LETTERS] if c.isalpha()]
+    return Counter(unicodedata.name(c, "").partition(" ")[0] for c in letters)
 
 
 def _patterns(question: str) -> list[str]:

@@ -27,7 +27,8 @@ _ANSWER = "answer"
 _KIND = re.compile(r"^\[(\w+)\].*$", re.MULTILINE)
 # What a pattern in the file writes, and what it means.
 _SHORTHAND = (("_", r"\s"), ("~", r".{0,40}?"), ("$", r"(?!\w)"))
-_CHINESE = re.compile(r"[(\[]*[\u3400-\u9fff]")
+# Chinese is written without spaces: its signs begin anywhere.
+_ANYWHERE = re.compile(r"[(\[?<!^|]*[\u3400-\u9fff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +51,18 @@ def count_signs(task: str, text: str) -> SignCounts:
     counts, own, rest = {}, 0, list(said)
     for kind in (*WHOLE, ONE):
         found = [match.span() for match in _signs()[kind].finditer(said)]
-        theirs = sum(kind in WHOLE and said[start:end].strip() in low for start, end in found)
+        theirs = sum(kind in WHOLE and _has(low, said[start:end].strip()) for start, end in found)
         counts[kind] = len(found) - theirs
         own += theirs
         for start, end in found:
             rest[start:end] = " " * (end - start)
     return SignCounts(counts, own, "".join(rest))
+
+
+def _has(text: str, sign: str) -> bool:
+    """Whether a word of the text begins with the sign; in Chinese, whether it stands anywhere."""
+    begins = "" if _ANYWHERE.match(sign) else r"(?<!\w)"
+    return re.search(begins + re.escape(sign), text) is not None
 
 
 @cache
@@ -66,8 +73,8 @@ def _signs() -> Mapping[str, re.Pattern[str]]:
 
 
 def _compiled(patterns: str) -> re.Pattern[str]:
-    anywhere = [pattern for pattern in patterns.split() if _CHINESE.match(pattern)]
-    at_words = [pattern for pattern in patterns.split() if not _CHINESE.match(pattern)]
+    anywhere = [pattern for pattern in patterns.split() if _ANYWHERE.match(pattern)]
+    at_words = [pattern for pattern in patterns.split() if not _ANYWHERE.match(pattern)]
     joined = "|".join([rf"(?<!\w)(?:{'|'.join(at_words)})", *anywhere])
     for written, meant in _SHORTHAND:
         joined = joined.replace(written, meant)

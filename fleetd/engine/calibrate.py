@@ -10,25 +10,32 @@ agree; if they never do, or if other programs had much of the processor, the fig
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from fleetd.engine.chunk_size import ALONE_GPU_S
 from fleetd.hardware.other_load import CpuReading
 from fleetd.limits import MIB
 
 DECODE_STEPS = 5
 # Share of the time that single tokens may use; chunks have the rest.
 DECODE_SHARE = 0.25
-# Small ones are slower by the token, large ones take their time: each is expected to take GROWTH times as
-# long as the one before, and the first FIRST times as long as a single token, which reads the same weights.
+# Small ones are slower by the token, large ones take their time: each is expected to take as much longer than
+# the one before as it has more tokens, and the first FIRST times as long as a single token, which reads the
+# same weights.
 CHUNKS = (16, 64, 256)
-FIRST, GROWTH = 2, 4
+FIRST = 2
+# Of a GPU, which gains from larger chunks until there is work for all of it; a mixture of experts gains until
+# there is for each expert. How prompts are cut there is chosen from these. None is measured that would take
+# too long to be used.
+GPU_CHUNKS = (*CHUNKS, 512, 1024, 2048)
 # Contexts to measure behind, the second one only where the first one hardly showed: attention is a small part
 # of a large model's work. A chunk behind one is expected to take so many times as long as without.
 CONTEXTS = (2048, 8192)
@@ -49,10 +56,10 @@ CONTEXT_BYTES = 256 * MIB
 class Speeds:
     """Speeds of one request alone; 0 if there was no time to measure.
 
-    Tokens per second on a short context, of prefill in chunks of the largest size: where there was no time
-    for one, on the line through those that were measured. Seconds that each token of context adds to each
-    token's prefill, and that each chunk takes however short it is. ``doubt``: why they may be wrong, as a
-    part of a sentence; "" if they can be believed.
+    Tokens per second on a short context, of prefill in chunks of ``CHUNKS[-1]``, on the line through the
+    largest two that were measured. Seconds that each token of context adds to each token's prefill, and that
+    each chunk takes however short it is. ``doubt``: why they may be wrong, as a part of a sentence; "" if
+    they can be believed. ``chunk_s``: of a chunk on an empty context, by its tokens.
     """
 
     prefill_tok_s: float
@@ -60,6 +67,7 @@ class Speeds:
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
     doubt: str = ""
+    chunk_s: dict[int, float] = field(default_factory=dict)
 
 
 def calibrate(
@@ -68,14 +76,16 @@ def calibrate(
     vocab_size: int,
     context_tokens: int,
     budget_s: float,
+    sizes: Sequence[int] = CHUNKS,
     clock: Callable[[], float] = time.monotonic,
     load: Callable[[], CpuReading | None] = CpuReading.now,
 ) -> Speeds:
-    """Measure. Only the first token is computed without knowing that it fits ``budget_s``.
+    """Measure, with chunks of ``sizes``. Only the first token is computed without knowing that it fits
+    ``budget_s``.
 
     The model's kernels have to be compiled: one prefill and one token must have been computed before.
     """
-    return Calibration(model, vocab_size, context_tokens, budget_s, clock, load).measured()
+    return Calibration(model, vocab_size, context_tokens, budget_s, sizes, clock, load).measured()
 
 
 class Calibration:
@@ -87,9 +97,11 @@ class Calibration:
         vocab_size: int,
         context_tokens: int,
         budget_s: float,
+        sizes: Sequence[int] = CHUNKS,
         clock: Callable[[], float] = time.monotonic,
         load: Callable[[], CpuReading | None] = CpuReading.now,
     ) -> None:
+        self._sizes = sizes
         self._model, self._vocab_size, self._context_tokens = model, vocab_size, context_tokens
         self._budget_s, self._clock, self._load = budget_s, clock, load
         self._begun_s, self._load_before = clock(), load()
@@ -108,16 +120,17 @@ class Calibration:
             self._steps.append(self._run(1, self._short))
             yield
         next_s = FIRST * self._step_s
-        for n in CHUNKS:
-            if n > self._context_tokens or not self._fits(next_s):
+        for n, after in itertools.pairwise((*self._sizes, 2 * self._sizes[-1])):
+            too_long = n > CHUNKS[-1] and next_s > ALONE_GPU_S
+            if too_long or n > self._context_tokens or not self._fits(next_s):
                 break
-            next_s = GROWTH * self._chunk(n)
+            next_s = self._chunk(n) * after / n
             yield
             # Before the next size: where it would take all the time, contexts say more about long prompts.
-            if n >= BEHIND_TOKENS:
+            if BEHIND_TOKENS <= n <= CHUNKS[-1]:
                 yield from self._behind_contexts(n)
         # The first run of a size also finds its memory.
-        for n in sorted(self._chunks, reverse=True)[:2]:
+        for n in sorted(self._chunks, reverse=True)[: len(self._sizes) - 1]:
             while self._unsure(n) and self._fits(self._best_s(n)):
                 self._chunk(n)
                 yield
@@ -131,6 +144,7 @@ class Calibration:
             prefill_context_s=self._context_s,
             prefill_fixed_s=fixed_s,
             doubt=self._doubt(),
+            chunk_s={n: min(runs) for n, runs in self._chunks.items()},
         )
 
     def measured(self) -> Speeds:

@@ -1,13 +1,16 @@
 """Sequences that are being decoded: apart, each with drafts, or in one batch, a token per step.
 
-    begin(sequence) ──► apart: a pass each, of several   ◄──►   the batch           ──► finish | fail | leave
-                        tokens, on caches of their own          (mlx-lm's BatchGenerator)
-                        (``VerifyRow``)
+    begin(sequence) ──► apart: a pass each, of one or     ◄──►   the batch           ──► finish | fail | leave
+                        several tokens, on caches of             (mlx-lm's BatchGenerator)
+                        their own (``VerifyRow``)
 
-Sequences are decoded apart only if blocks of tokens give the bytes that the batch gives
-(``exactness_probe``), so the place never changes an answer. A sequence that begins alone may begin apart;
-else it joins the batch, and so do those that are apart. All move apart again when each has good drafts and
-each gains (``rounds``). What a sequence has computed goes to the prefix cache when it leaves.
+Drafts are verified only if blocks of tokens give the bytes that the batch gives (``exactness_probe``), so the
+place never changes an answer. A sequence that begins alone begins apart; else it joins the batch, and so do
+those that are apart. All move apart again when each has good drafts and each gains (``rounds``). What a
+sequence has computed goes to the prefix cache when it leaves.
+
+A sequence that is alone and has no draft begins its next step before the token of this one is read, so that
+the device does not wait for the host. A step that has begun ends before its sequence moves into the batch.
 
 Everything runs on the compute thread. What goes wrong in one sequence's text fails that sequence.
 """
@@ -46,8 +49,8 @@ from fleetd.engine.speculation.speculation import SequenceDrafts, WorkerSpeculat
 from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
 
 # Moving costs a copy of the KV. Sequences leave the batch only after so many steps in which it did not
-# change, and join it for want of drafts only after so many passes without any.
-SETTLED_TOKENS, IDLE_PASSES = 8, 32
+# change.
+SETTLED_TOKENS = 8
 LEAST_DRAFTS = 2
 # Passes after which memory that MLX keeps for reuse is given back; as BatchGenerator has it.
 CLEAR_PASSES = 512
@@ -71,7 +74,6 @@ class _BatchedPass:
     """What one sequence's pass gave, in ``seconds``."""
 
     running: DecodingSequence
-    drafts: SequenceDrafts
     draft: Draft
     chosen: list[Chosen]
     seconds: float
@@ -98,6 +100,8 @@ class Decoding:
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
+        if self.speculation is not None:
+            self.model = self.speculation.decoded_by(self.model)
         self.batch: dict[int, DecodingSequence] = {}
         self.apart: list[DecodingSequence] = []
         # Steps of the batch since it changed.
@@ -137,7 +141,7 @@ class Decoding:
             row = running.row
             require(row is not None and row.tokens is running.tokens, f"{running.sequence.id} has no row")
             if row is not None:
-                require(rollback.held(row.cache) == len(row.tokens) - 1, "a row's cache has other tokens")
+                require(rollback.held(row.cache) == row.held, "a row's cache has other tokens")
         for running in self._all:
             sequence = running.sequence
             tokens = len(sequence.prepared.tokens) + sequence.generated
@@ -188,14 +192,20 @@ class Decoding:
         if running.drafts is not None:
             for source in self._sources.get(sequence.id, []):
                 running.drafts.add(source)
-        if not len(self) and running.drafts is not None and self._room(running, cache) > 1:
+        if not len(self) and sequence.kept is None:
             self._begin_apart(running, copy_on_write(cache))
         else:
             self._insert(running, cache)
 
     def turn(self) -> None:
         """A token for every sequence, or several."""
-        self._arrange()
+        if self.apart and (self.batch or self._better_together()):
+            if any(running.row is not None and running.row.under_way for running in self.apart):
+                self._turn_apart(moving=True)
+                return
+            self._join()
+        elif self.batch and self._settled >= SETTLED_TOKENS and self._better_apart():
+            self._take_apart()
         if self.apart:
             self._turn_apart()
         elif self.batch:
@@ -224,31 +234,31 @@ class Decoding:
 
     # ---- apart or in the batch -------------------------------------------------------------------------
 
-    def _arrange(self) -> None:
-        """Put all sequences apart, or all into the batch."""
-        if self.apart and (self.batch or self._better_together()):
-            self.rounds.ended()
-            rows = [(running, running.row.cache) for running in self.apart if running.row is not None]
-            self.apart = []
-            for running, cache in rows:
-                running.row = None
-                self._insert(running, cache)
-        elif self.batch and self._settled >= SETTLED_TOKENS and self._better_apart():
-            for running in list(self.batch.values()):
-                _, cache = self._out_of_batch(running)
-                # The batch has computed the last token; here that is what the next pass begins with.
-                rollback.take_back(cache, 1)
-                self._begin_apart(running, cache)
+    def _join(self) -> None:
+        """Put all sequences that are apart into the batch."""
+        self.rounds.ended()
+        rows = [(running, running.row.cache) for running in self.apart if running.row is not None]
+        self.apart = []
+        for running, cache in rows:
+            running.row = None
+            self._insert(running, cache)
+
+    def _take_apart(self) -> None:
+        """Put all sequences of the batch apart."""
+        for running in list(self.batch.values()):
+            _, cache = self._out_of_batch(running)
+            # The batch has computed the last token; here that is what the next pass begins with.
+            rollback.take_back(cache, 1)
+            self._begin_apart(running, cache)
 
     def _better_together(self) -> bool:
         """True if the sequences that are apart should join the batch."""
-        if any(running.row is None or self._room(running, running.row.cache) < 2 for running in self.apart):
-            return True
-        if len(self.apart) > 1:
-            return self.rounds.losing
-        (alone,) = self.apart
-        without = self.speculation is not None and self.speculation.computes_ahead
-        return without and alone.drafts is not None and alone.drafts.idle >= IDLE_PASSES
+        if len(self.apart) < 2:
+            return False
+        short = any(
+            running.row is None or self._room(running, running.row.cache) < 2 for running in self.apart
+        )
+        return short or self.rounds.losing
 
     def _better_apart(self) -> bool:
         """True if the batch should be taken apart: the drafts of every sequence must be worth the move."""
@@ -323,13 +333,16 @@ class Decoding:
             return 0
         return min(rollback.room(cache), self.speculation.verdict.context - len(running.tokens))
 
-    def _turn_apart(self) -> None:
-        """A pass for each. Their tokens are shown when all have had theirs, as in a batch."""
+    def _turn_apart(self, *, moving: bool = False) -> None:
+        """A pass for each; before they move into the batch, only for those whose step is under way.
+
+        Their tokens are shown when all have had theirs, as in a batch.
+        """
         begun = time.monotonic()
         passes = [
-            self._pass(running, running.row, running.drafts)
+            self._pass(running, running.row, moving=moving)
             for running in self.apart
-            if running.row is not None and running.drafts is not None
+            if running.row is not None and (running.row.under_way or not moving)
         ]
         now = time.monotonic()
         step_s = None
@@ -337,21 +350,36 @@ class Decoding:
             self.rounds.took({p.running.sequence.id: len(p.chosen) for p in passes}, now - begun)
             step_s = self.rounds.step_s(len(passes))
         for p in passes:
-            saved_s = None if step_s is None else len(p.chosen) * step_s - (now - begun)
-            p.drafts.verified(p.draft, [c.token for c in p.chosen], p.seconds, saved_s)
+            if p.running.drafts is not None:
+                saved_s = None if step_s is None else len(p.chosen) * step_s - (now - begun)
+                p.running.drafts.verified(p.draft, [c.token for c in p.chosen], p.seconds, saved_s)
             self._on_tokens(p.running.sequence, p.chosen, now)
 
-    def _pass(self, running: DecodingSequence, row: VerifyRow, drafts: SequenceDrafts) -> _BatchedPass:
+    def _pass(self, running: DecodingSequence, row: VerifyRow, *, moving: bool) -> _BatchedPass:
         begun = time.monotonic()
-        sequence = running.sequence
-        # No draft past the sequence's end, nor past the memory that is promised.
-        most = min(sequence.max_tokens - sequence.generated - 1, sequence.promised - sequence.held)
-        draft = drafts.choose(running.tokens, min(most, self._room(running, row.cache) - 1))
-        chosen = row.advance(draft.tokens)
+        sequence, draft = running.sequence, Draft()
+        if running.drafts is not None:
+            # No draft past the sequence's end, nor past the memory that is promised.
+            most = min(sequence.max_tokens - sequence.generated - 1, sequence.promised - sequence.held)
+            draft = running.drafts.choose(
+                running.tokens, max(0, min(most, self._room(running, row.cache) - 1))
+            )
+        if draft.tokens and not row.under_way:
+            chosen = row.advance(draft.tokens)
+        else:
+            # A draft that comes while a step is under way is verified after it, from the next token on.
+            last = moving or len(self.apart) > 1 or sequence.generated + 1 >= sequence.max_tokens
+            chosen = [row.step(ahead=self._ahead(running) and not draft.tokens and not last)]
+            draft = Draft()
         self.steps += 1
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
-        return _BatchedPass(running, drafts, draft, chosen, time.monotonic() - begun)
+        return _BatchedPass(running, draft, chosen, time.monotonic() - begun)
+
+    def _ahead(self, running: DecodingSequence) -> bool:
+        """True if steps are begun ahead. Not where there may be drafts and a pass computes while it is being
+        built, as on a CPU: nothing is gained, and a draft is used a token later."""
+        return running.drafts is None or (self.speculation is not None and self.speculation.computes_ahead)
 
     def _on_tokens(self, sequence: ScheduledSequence, chosen: Sequence[Chosen], now: float) -> None:
         for one in chosen:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from fleetd import limits
 from fleetd.engine.protocol import Failed
-from fleetd.errors import EngineError, FleetError, ModelCorrupt, ModelUnsupported
+from fleetd.errors import EngineError, FleetError, ModelCorrupt, ModelUnsupported, OutOfMemory
 
 
 @contextmanager
@@ -46,9 +46,16 @@ def _text(error: BaseException) -> str:
 
 
 def typed(error: BaseException, message: str) -> FleetError:
-    """The error itself if it is a FleetError; else an EngineError with ``message``. Prints the latter."""
+    """The error itself if it is a FleetError, OutOfMemory if there is no memory; else an EngineError with
+    ``message``, and prints it."""
     if isinstance(error, FleetError):
         return error
+    # In words of Python, and in those of mlx: "[malloc] Unable to allocate", "[metal::malloc] …".
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "malloc]" in str(error)):
+        return OutOfMemory(
+            f"{message.rstrip(': ')} (this machine has no memory left).",
+            hint="Close other programs, or choose a smaller model.",
+        )
     traceback.print_exception(error)
     return EngineError(f"{message} ({type(error).__name__}).")
 

@@ -66,7 +66,9 @@ class IdleCalibration:
         self._end(self._clock())
         if not found.doubt or found.prefill_tok_s > self._prefill_tok_s:
             self._prefill_tok_s = found.prefill_tok_s
-            self._emit(MeasuredAgain(**asdict(found)))
+            told = asdict(found)
+            del told["chunk_s"]  # chunks stay as they were chosen at load
+            self._emit(MeasuredAgain(**told))
             self._keep(found)
         if not found.doubt:
             self._due_s = None

@@ -21,7 +21,7 @@ from fleetd.engine.speculation.verdicts import VerdictKey
 
 _FOLDER = "loads"
 # Raised when what was found before would be found otherwise: other checks, other fingerprints.
-FINDINGS_VERSION = 1
+FINDINGS_VERSION = 2
 # Libraries that compute beside MLX on a CPU.
 _BESIDE = ("numpy", "mkl")
 

@@ -25,7 +25,7 @@ from mlx_lm.utils import load_config, load_model
 from fleetd import limits
 from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine import address_space, cpu, device_memory
-from fleetd.engine.calibrate import Speeds, calibrate
+from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Speeds, calibrate
 from fleetd.engine.failures import over_files
 from fleetd.engine.load_findings import FindingsKey, LoadFindings
 from fleetd.engine.memory import admit_weights, human
@@ -76,6 +76,8 @@ class Loaded:
     search: ProfileSearch
     # Stores speeds that were measured after the load, for the next one.
     keep_speeds: Callable[[Speeds], None]
+    # Seconds of a chunk of prompt, by its tokens.
+    chunk_s: dict[int, float]
 
 
 def pick_device(wanted: str) -> Device:
@@ -160,7 +162,11 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
             dense_reason=dense_reason,
             arithmetic=sharable.arithmetic if sharable else None,
             speeds=calibrate(
-                model, vocab_size=vocabulary, context_tokens=context, budget_s=limits.CALIBRATE_S
+                model,
+                vocab_size=vocabulary,
+                context_tokens=context,
+                budget_s=limits.CALIBRATE_S if device == "cpu" else limits.CALIBRATE_GPU_S,
+                sizes=CHUNKS if device == "cpu" else GPU_CHUNKS,
             ),
             vocabulary=_vocabulary_hash(tokenizer),
         )
@@ -230,6 +236,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         sparse,
         search,
         keep_speeds,
+        speeds.chunk_s,
     )
 
 

@@ -10,7 +10,18 @@ import contextlib
 import os
 from pathlib import Path
 
+import psutil
+
 FOLDER = Path("/dev/shm")  # noqa: S108  (the library chooses it)
+
+
+def sweep() -> None:
+    """Remove the files of this user's processes that have ended with nobody left to call ``remove``."""
+    user = os.getuid()
+    for path in FOLDER.glob(f"__KMP_REGISTERED_LIB_*_{user}"):
+        pid = path.name.split("_")[-2]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            remove(int(pid))
 
 
 def remove(pid: int) -> None:

@@ -18,6 +18,7 @@ import structlog
 
 from fleetd import limits
 from fleetd.control.daemon_status import EngineStatus, Pressure
+from fleetd.engine import openmp_file
 from fleetd.engine.protocol import Event, Generate, Loading, Prefill, Ready, Score, Scored
 from fleetd.engine.settings import WorkerOptions, WorkerSettings
 from fleetd.engine.supervisor import EngineProcess
@@ -71,6 +72,8 @@ class EnginePool:
 
     async def run(self) -> None:
         """Watch for stalls and idleness until cancelled."""
+        # Of workers that were killed together with the daemon before this one.
+        openmp_file.sweep()
         while True:
             await asyncio.sleep(_CHECK_S)
             self.use_idle_time()

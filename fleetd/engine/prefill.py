@@ -12,8 +12,13 @@ from typing import Any
 
 import mlx.core as mx
 
+from fleetd.models.memory_need import WORKING_BYTES
+
 # Tokens per step while the prompt's own probabilities are wanted: each is a row of the whole vocabulary.
 SCORED_TOKENS = 64
+# What MLX may keep of a chunk's memory for the next one: asking the device for all of it anew costs time in
+# each. A growing KV cache leaves arrays behind that nothing fits into, so it cannot keep everything.
+KEPT_BYTES = WORKING_BYTES // 2
 
 
 @dataclass(slots=True)
@@ -47,6 +52,12 @@ class Prefiller:
             logits = logits[0].astype(mx.float32)
             self.score(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.eval([layer.state for layer in self.cache])
-        mx.clear_cache()
         self.done += n
+        give_back(done=not self.remaining)
         return n
+
+
+def give_back(*, done: bool) -> None:
+    """Free memory that MLX keeps for reuse, if it is much or the prefill is ``done``."""
+    if done or mx.get_cache_memory() > KEPT_BYTES:
+        mx.clear_cache()

@@ -97,7 +97,9 @@ class SeededSampler:
         s = self._choice
         if s.temperature != 1.0:
             logprobs = logprobs * (1.0 / s.temperature)
-            logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
+            # Only top_p asks for shares of the whole; for the others it is enough which is how much likelier.
+            if s.top_p < 1.0:
+                logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
         if 0 < s.top_k < logprobs.shape[-1]:
             logprobs = apply_top_k(logprobs, s.top_k)
         if s.top_p < 1.0:

@@ -285,7 +285,8 @@ class Scheduler(ComputeLoop):
         prefiller = sequence.prefiller
         begun = time.monotonic()
         try:
-            tokens = prefiller.step(self.chunks.size(shared=bool(self.decoding)))
+            context = sequence.slots - sequence.left
+            tokens = prefiller.step(self.chunks.size(shared=bool(self.decoding), context=context))
         except Exception as error:
             if not isinstance(prefiller, SharedPrefill):
                 raise

@@ -30,7 +30,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.engine import address_space, cpu, import_index, openmp_file, protocol
-from fleetd.engine.chunk_size import Chunks, FixedChunks, PacedChunks
+from fleetd.engine.chunk_size import Chunks, FixedChunks, MeasuredChunks, PacedChunks
 from fleetd.engine.failures import failed, typed
 from fleetd.engine.protocol import (
     AssistPrefill,
@@ -259,7 +259,7 @@ def start(
     quiet_libraries()
     with import_index.stored(Path(settings.cache)) if settings.cache else nullcontext():
         from fleetd.engine import loading, stage_loading
-        from fleetd.engine.calibrate import Calibration
+        from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Calibration
         from fleetd.engine.helper_loop import HelperLoop
         from fleetd.engine.idle_calibration import IdleCalibration
         from fleetd.engine.memory import KvBudget
@@ -300,7 +300,13 @@ def start(
             prefix=PrefixCache(loaded.prefix_bytes),
             emit=emit,
             idle=IdleCalibration(
-                lambda: Calibration(loaded.model, facts.vocab_size, facts.context_tokens, limits.CALIBRATE_S),
+                lambda: Calibration(
+                    loaded.model,
+                    facts.vocab_size,
+                    facts.context_tokens,
+                    limits.CALIBRATE_S if device == "cpu" else limits.CALIBRATE_GPU_S,
+                    CHUNKS if device == "cpu" else GPU_CHUNKS,
+                ),
                 facts,
                 emit,
                 keep=loaded.keep_speeds,
@@ -348,7 +354,7 @@ def _chunks(settings: WorkerSettings, loaded: Loaded) -> Chunks:
         return FixedChunks(settings.prefill_chunk_tokens, max(1, settings.prefill_chunk_tokens // 4))
     if loaded.facts.device == "cpu":
         return PacedChunks()
-    return FixedChunks.of_rate(loaded.facts.prefill_tok_s)
+    return MeasuredChunks(loaded.chunk_s, loaded.facts.prefill_context_s)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-import platformdirs
-
 from fleetd import limits
 from fleetd.errors import AlreadyRunning, ConfigError, DiskFull, Forbidden, SocketPathTooLong
 from fleetd.home import durable
@@ -81,8 +79,15 @@ def resolve(flag: str | os.PathLike[str] | None, environ: Mapping[str, str] = os
     """The home folder asked for: --home, else FLEETD_HOME, else systemd's state folder, else the user's."""
     # systemd lists several state directories separated by colons; the unit declares one.
     systemd = environ.get("STATE_DIRECTORY", "").partition(":")[0]
-    chosen = flag or environ.get("FLEETD_HOME") or systemd or platformdirs.user_state_dir("fleetd", False)
+    chosen = flag or environ.get("FLEETD_HOME") or systemd or _user_state()
     return HomeFolder(Path(chosen).expanduser().absolute())
+
+
+def _user_state() -> str:
+    # Imported late: who says where the home is pays nothing for the rules of each platform.
+    import platformdirs
+
+    return platformdirs.user_state_dir("fleetd", False)
 
 
 def prepare(home: HomeFolder) -> None:

@@ -89,6 +89,8 @@ class Pipeline:
         if isinstance(event, Planned):
             request.announce(event)
             return [*request.take_announced()]
+        if isinstance(event, Loading) and request.planned is None and request.asked.origin != "peer":
+            return [request.expected(), event]
         for step in self._steps:
             passed = await step.on_event(request, event)
             if passed is None:

@@ -99,6 +99,8 @@ class Request:
         self.first_token_s: float | None = None
         # How it runs, as it was announced last; and whether other machines ever had a part in its prefill.
         self.planned: Planned | None = None
+        # The last plan that was told is what was expected, and not yet decided.
+        self.expecting = False
         self.shared = False
         # Smart prefill: the result is None where it was not asked for. The bill is open until the end:
         # scores that were of no use are not paid for.
@@ -243,7 +245,7 @@ class Request:
         planned = planned or self.planned
         if planned is None:
             return
-        self.planned = planned
+        self.planned, self.expecting = planned, False
         self.shared = self.shared or planned.shared
         if self.smart is not None:
             exactness = "lossy" if self.smart.used else planned.exactness
@@ -251,10 +253,13 @@ class Request:
         self._announced.append(planned)
 
     def expected(self) -> Planned:
-        """Where it will run, as far as that is known while its prompt is scored, of which parts may be left
-        out."""
-        self.planned = self.placement.planned
-        return msgspec.structs.replace(self.planned, exactness="lossy")
+        """Where it will run, as far as that is known before its prompt is tokenized, for headers that leave
+        with the first progress. "exact" is not promised: parts may yet be left out, or others may help."""
+        self.planned, self.expecting = self.placement.planned, True
+        decided = self.smart if self.smart is not None and (self.smart.used or self.smart.code) else None
+        whole = self.asked.smart is None or (decided is not None and not decided.used)
+        exactness: Exactness = "plan" if whole else "lossy"
+        return msgspec.structs.replace(self.planned, exactness=exactness, smart=decided)
 
     def take_announced(self) -> list[Planned]:
         """What has been announced since the last call."""

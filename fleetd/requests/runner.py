@@ -184,9 +184,10 @@ class Runner:
                 async for event in events:
                     if isinstance(event, Planned):
                         reservation = replace(reservation, node=_node_of(event))
-                        if told is None or (told.kind, told.reason) != (event.kind, event.reason):
+                        new = told is None or (told.kind, told.reason) != (event.kind, event.reason)
+                        if new and not request.expecting:
                             self._metrics.plan(event.kind, "fallback" if event.reason else "only")
-                        told = event
+                            told = event
                     if isinstance(event, Finished):
                         self._answered(request, event)
                         # Settled before it is passed on: the client may not read on after the last event.

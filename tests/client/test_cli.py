@@ -218,6 +218,10 @@ def engine(**changes: Any) -> Reply:
             {"speculation": "declined: other bytes at width 2"},
             "smollm2-135m: decoded without drafts, declined: other bytes at width 2",
         ),
+        (
+            {"speculation": "exact: blocks of up to 9 tokens; single tokens are computed as 2 rows"},
+            "smollm2-135m: drafts are exact: blocks of up to 9 tokens; single tokens are computed as 2 rows",
+        ),
     ],
 )
 def test_status_of_an_engine(run: Run, daemon: FakeDaemon, changes: dict[str, Any], shown: str) -> None:

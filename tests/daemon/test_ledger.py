@@ -122,6 +122,13 @@ async def test_old_rows_are_pruned(store: Store) -> None:
     assert set(raw(store)) == {"0", "9"}
 
 
+async def test_a_clock_that_has_jumped_ahead_makes_no_row_old(store: Store) -> None:
+    for days_ago in (0, 9):
+        await Ledger(store).reserve(row(str(days_ago), NOON_S - days_ago * DAY_S))
+    assert Ledger(store, now=lambda: NOON_S + 1000 * DAY_S).prune(10) == 0
+    assert set(raw(store)) == {"0", "9"}
+
+
 async def test_a_full_disk_costs_one_line_a_minute_and_no_answer(tmp_path: Path) -> None:
     clock_s = [0.0]
     store = Store(tmp_path / "missing" / "db")

@@ -23,6 +23,7 @@ from fleetd.engine.calibrate import (
     DECODE_SHARE,
     DECODE_STEPS,
     FIRST,
+    GPU_CHUNKS,
     OTHERS,
     REPEATS,
     Calibration,
@@ -58,7 +59,9 @@ class Paced:
         self.now += self.seconds(tokens.shape[1])
         return mx.zeros((1, tokens.shape[1], 4))
 
-    def measure(self, budget_s: float = limits.CALIBRATE_S, context_tokens: int = 4096) -> Speeds:
+    def measure(
+        self, budget_s: float = limits.CALIBRATE_S, context_tokens: int = 4096, **options: Any
+    ) -> Speeds:
         return calibrate(
             self,
             vocab_size=50,
@@ -66,6 +69,7 @@ class Paced:
             budget_s=budget_s,
             clock=lambda: self.now,
             load=self.load,
+            **options,
         )
 
     def load(self) -> CpuReading | None:
@@ -79,6 +83,18 @@ def test_a_fast_device_is_measured_with_the_largest_chunks_twice() -> None:
     assert len(model.caches) == 1 + len(CHUNKS) + 2, "every chunk begins a context of its own"
     assert speeds.prefill_tok_s == pytest.approx(1000)
     assert speeds.decode_tok_s == pytest.approx(100)
+
+
+def test_a_gpu_is_measured_with_what_it_may_be_given() -> None:
+    """Each size that may be chosen twice; none that would take longer than a chunk may."""
+    model = Paced(lambda n: 0.01 if n == 1 else 0.1 + n / 4000)
+    speeds = model.measure(limits.CALIBRATE_GPU_S, sizes=GPU_CHUNKS)
+    assert {n: model.sizes.count(n) >= 2 for n in GPU_CHUNKS if n > 16} == dict.fromkeys(GPU_CHUNKS[1:], True)
+    assert speeds.chunk_s == pytest.approx({n: 0.1 + n / 4000 for n in GPU_CHUNKS})
+    # The rate is still that of the size that plans take it for.
+    assert speeds.prefill_tok_s == pytest.approx(256 / (0.1 + 256 / 4000))
+    slow = Paced(lambda n: 0.01 if n == 1 else n / 400)
+    assert max(slow.measure(limits.CALIBRATE_GPU_S, sizes=GPU_CHUNKS).chunk_s) == 512
 
 
 def test_the_best_runs_count_and_one_slow_token_does_not() -> None:

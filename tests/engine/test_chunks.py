@@ -4,24 +4,71 @@ from __future__ import annotations
 
 import pytest
 
-from fleetd.engine.chunk_size import ALONE_S, CPU_LARGEST, FIXED, SHARED_S, STEP, FixedChunks, PacedChunks
+from fleetd.engine.chunk_size import (
+    ALONE_GPU_S,
+    ALONE_S,
+    CPU_LARGEST,
+    FLAT,
+    KNEE,
+    SHARED_S,
+    SMALLEST,
+    STEP,
+    MeasuredChunks,
+    PacedChunks,
+)
+
+SIZES = (16, 64, 256, 512, 1024, 2048)
+
+
+def line(fixed_s: float, tokens_per_s: float) -> dict[int, float]:
+    return {n: fixed_s + n / tokens_per_s for n in SIZES}
 
 
 @pytest.mark.parametrize(
-    ("rate", "alone", "shared"), [(10.0, 64, 64), (500.0, 128, 64), (3000.0, 1024, 256), (1e6, 2048, 2048)]
+    ("seconds", "alone", "shared"),
+    [
+        # All weights are read for each chunk, as a mixture of experts does: far to the right.
+        (line(0.3, 4000.0), 2048, 512),
+        # A chunk of 64 is nearly as fast as any.
+        (line(0.001, 3000.0), 64, 64),
+        (line(0.01, 3000.0), 512, 256),
+        # Slow, and 512 would gain too little.
+        (line(0.05, 300.0), 256, 64),
+        # Slow, and larger chunks would take longer than two seconds.
+        (line(0.5, 500.0), 512, 64),
+        # Only the small sizes were measured.
+        ({16: 0.1, 64: 0.3}, 64, 64),
+        ({}, SMALLEST, SMALLEST),
+    ],
 )
-def test_fixed_sizes_keep_to_the_bounds_where_they_can(rate: float, alone: int, shared: int) -> None:
-    chunks = FixedChunks.of_rate(rate)
+def test_sizes_are_at_the_knee_of_what_was_measured(
+    seconds: dict[int, float], alone: int, shared: int
+) -> None:
+    chunks = MeasuredChunks(seconds)
     assert (chunks.size(shared=False), chunks.size(shared=True)) == (alone, shared)
-    for size, bound in ((alone, ALONE_S), (shared, SHARED_S)):
-        assert size / rate <= bound or size == FIXED[0]
 
 
-def test_fixed_sizes_never_move() -> None:
-    chunks = FixedChunks.of_rate(3000.0)
-    before = chunks.size(shared=False)
+@pytest.mark.parametrize("fixed_s", [0.0, 0.01, 0.1, 1.0])
+@pytest.mark.parametrize("rate", [10.0, 300.0, 3000.0, 1e6])
+@pytest.mark.parametrize("shared", [False, True])
+def test_measured_sizes_keep_to_the_bounds_and_are_nearly_the_best(
+    fixed_s: float, rate: float, *, shared: bool
+) -> None:
+    seconds = line(fixed_s, rate)
+    size = MeasuredChunks(seconds).size(shared=shared)
+    bound = max(SHARED_S, FLAT * seconds[SMALLEST]) if shared else ALONE_GPU_S
+    assert seconds[size] <= bound or size == SMALLEST
+    allowed = [n for n in SIZES if n >= SMALLEST and seconds[n] <= bound]
+    assert all(size / seconds[size] >= KNEE * n / seconds[n] for n in allowed)
+
+
+def test_sizes_fall_with_the_place_in_the_prompt_and_with_nothing_else() -> None:
+    chunks = MeasuredChunks(line(0.1, 4000.0), context_s=1e-8)
+    sizes = [chunks.size(shared=False, context=context) for context in range(0, 200_000, 10_000)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] > sizes[-1]
     chunks.took(1024, 60.0)
-    assert chunks.size(shared=False) == before
+    assert [chunks.size(shared=False, context=context) for context in range(0, 200_000, 10_000)] == sizes
 
 
 def test_paced_sizes_follow_a_speed_that_falls_with_the_context() -> None:

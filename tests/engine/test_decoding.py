@@ -22,6 +22,7 @@ from fleetd.engine.protocol import Cancel, Failed, Sampling, Speculate
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.rounds import Promise, Rounds
 from fleetd.engine.speculation.suffix import PastAnswers
+from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
 from fleetd.models.folder import ModelFolder
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")
@@ -143,7 +144,8 @@ def test_ends_and_stop_strings_inside_a_block(
     plain = Run(chain, tokenizer)
     plain.submit("r", prompt, stop=stop, top_logprobs=1)
     plain.finish()
-    for source in (perfect(plain.tokens["r"] + [0] * 20), right_for(plain.tokens["r"], 2)):
+    whole = plain.tokens.get("r", prompt)  # not seen where the first token ends it
+    for source in (perfect(whole + [0] * 20), right_for(whole, 2)):
         run = Run(chain, tokenizer, speculating.speculation(512))
         run.submit("r", prompt, source, stop=stop, top_logprobs=1)
         run.finish()
@@ -190,7 +192,6 @@ def test_answers_that_come_and_go_are_what_they_are_alone(
 ) -> None:
     """In and out of the batch at any moment, with good and bad sources, greedy and sampled."""
     monkeypatch.setattr(decoding, "SETTLED_TOKENS", 2)
-    monkeypatch.setattr(decoding, "IDLE_PASSES", 3)
     dice = random.Random(seed)
     asked: dict[str, tuple[list[int], dict[str, Any]]] = {}
     run = Run(llama, tokenizer, spec(mode, computes_ahead=seed % 2 == 0))
@@ -290,43 +291,82 @@ def test_cancelled_between_blocks_and_what_was_computed_is_right(llama: Any, tok
         assert [e[:3] for e in run.said("again")[:-1]] == [e[:3] for e in plain.said("r")[:-1]]
 
 
-def test_a_window_that_fills_up_moves_the_answer_into_the_batch(tokenizer: Any) -> None:
+def test_a_window_that_fills_up_ends_the_drafts(tokenizer: Any, blocks: list[int]) -> None:
     model = tiny_architectures.tiny("gemma3_text")
     plain, run = Run(model, tokenizer), Run(model, tokenizer, spec())
-    for side in (plain, run):
-        side.submit("r", PROMPT[:10], max_tokens=60)
+    plain.submit("r", PROMPT[:10], max_tokens=60)
     plain.finish()
-    while not run.decoding.apart:
-        run.turn()
-    while run.decoding.apart:
-        run.turn()
-    assert run.decoding.batch
+    run.submit("r", PROMPT[:10], perfect(plain.tokens["r"]), max_tokens=60)
     run.finish()
     assert [e[0] for e in run.said("r")] == [e[0] for e in plain.said("r")]
+    assert blocks
+    assert max(blocks) <= tiny_architectures.WINDOW
 
 
-def test_no_further_than_the_probe_went(llama: Any, tokenizer: Any) -> None:
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each block with drafts: the tokens before its end."""
+    seen: list[int] = []
+    advance = VerifyRow.advance
+
+    def noted(row: VerifyRow, drafts: Sequence[int]) -> list[Chosen]:
+        seen.append(len(row.tokens) + len(drafts))
+        return advance(row, drafts)
+
+    monkeypatch.setattr(VerifyRow, "advance", noted)
+    return seen
+
+
+def test_no_further_than_the_probe_went(llama: Any, tokenizer: Any, blocks: list[int]) -> None:
     plain = one(llama, tokenizer, None).tokens["r"]
     verdict = ExactnessVerdict(8, len(PROMPT) + 20, "exact: for the test", {1: 1.0})
     run = Run(llama, tokenizer, spec(verdict=verdict))
     run.submit("r", PROMPT, perfect(plain), max_tokens=60)
-    while not run.decoding.apart:
-        run.turn()
-    (running,) = run.decoding.apart
-    row = running.row
     run.finish()
-    assert row is not None
-    assert len(row.tokens) <= len(PROMPT) + 20 + 60
-    assert rows_alone(run) <= len(PROMPT) + 20
+    assert blocks
+    assert max(blocks) <= len(PROMPT) + 20
     report = run.finished("r").speculation
     assert report is not None
     assert report.width == 8
 
 
-def rows_alone(run: Run) -> int:
-    report = run.finished("r").speculation
-    assert report is not None
-    return len(PROMPT) + report.tokens
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED, PENALISED], ids=["greedy", "sampled", "penalised"])
+@pytest.mark.parametrize("drafted", [False, True], ids=["plain", "drafted now and then"])
+def test_a_step_that_is_begun_ahead_changes_nothing(
+    llama: Any, tokenizer: Any, sampling: Sampling, *, drafted: bool
+) -> None:
+    """Alone, cancelled, joined by another answer, and with drafts that come while a step is under way."""
+    batch = Run(llama, tokenizer)
+    for name in ("r", "beside"):
+        batch.submit(name, PROMPT, sampling=sampling, max_tokens=60, top_logprobs=1)
+    batch.finish()
+    whole = batch.tokens["r"]
+    some = Scripted(lambda text, width: whole[len(text) : len(text) + width] if len(text) % 7 < 3 else [])
+    for joined in (0, 9):
+        run = Run(llama, tokenizer, spec(computes_ahead=True) if drafted else None)
+        run.submit(
+            "r", PROMPT, *([some] if drafted else []), sampling=sampling, max_tokens=60, top_logprobs=1
+        )
+        ahead = 0
+        for turn in range(100):
+            run.turn()
+            ahead += any(one.row is not None and one.row.under_way for one in run.decoding.apart)
+            if joined and turn == joined:
+                run.submit("b", PROMPT[:30], sampling=sampling, max_tokens=20)
+        run.finish()
+        assert ahead > 5
+        assert run.said("r")[:-1] == batch.said("r")[:-1]
+        report = run.finished("r").speculation
+        assert (report is not None and report.accepted > 0) == drafted
+    run = Run(llama, tokenizer, spec(computes_ahead=True) if drafted else None)
+    run.submit("r", PROMPT, sampling=sampling, max_tokens=60)
+    while not any(one.row is not None and one.row.under_way for one in run.decoding.apart):
+        run.turn()
+    run.scheduler.tell(Cancel("r"))
+    run.finish()
+    run.submit("again", PROMPT, sampling=sampling, max_tokens=60, top_logprobs=1)
+    run.finish()
+    assert run.said("again")[:-1] == batch.said("r")[:-1]
 
 
 def test_an_answer_that_cannot_grow_fails_where_the_plain_one_does(

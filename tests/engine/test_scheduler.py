@@ -63,7 +63,7 @@ class Turns:
     alone: int
     shared: int
 
-    def size(self, *, shared: bool) -> int:
+    def size(self, *, shared: bool, context: int = 0) -> int:
         return self.shared if shared else self.alone
 
     def took(self, tokens: int, seconds: float) -> None:

@@ -38,7 +38,7 @@ SPLIT = Split("layers", (0, 2, 4), 4, 0, 399, sharing.CHUNK)
 
 
 class Turns:
-    def size(self, *, shared: bool) -> int:
+    def size(self, *, shared: bool, context: int = 0) -> int:
         return sharing.CHUNK
 
     def took(self, tokens: int, seconds: float) -> None:

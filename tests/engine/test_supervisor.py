@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import sys
@@ -239,6 +240,23 @@ async def test_what_openmp_keeps_of_a_worker_is_removed_with_it(
     else:
         await watched.unload("fake")
     assert [file.exists() for file in files] == [False, True]
+
+
+@pytest.mark.one_loop
+async def test_what_openmp_keeps_of_workers_killed_with_their_daemon_is_removed_by_the_next(
+    watched: EnginePool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(openmp_file, "FOLDER", tmp_path)
+    ended = await asyncio.create_subprocess_exec("true")
+    await ended.wait()
+    mine = [tmp_path / f"__KMP_REGISTERED_LIB_{pid}_{os.getuid()}" for pid in (ended.pid, os.getpid())]
+    others = [tmp_path / f"__KMP_REGISTERED_LIB_{ended.pid}_{os.getuid() + 1}", tmp_path / "other"]
+    for file in [*mine, *others]:
+        file.touch()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0):
+            await watched.run()
+    assert [file.exists() for file in [*mine, *others]] == [False, True, True, True]
 
 
 @pytest.mark.one_loop

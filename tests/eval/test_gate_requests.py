@@ -12,9 +12,9 @@ from eval.statistics import Share
 @pytest.mark.parametrize(
     ("where", "whole", "part"),
     [
-        pytest.param(requests.alone, 0.95, 0.08, id="alone"),
-        pytest.param(requests.behind, 0.95, 0.12, id="behind", marks=pytest.mark.long),
-        pytest.param(requests.in_front, 0.95, 0.11, id="in front", marks=pytest.mark.long),
+        pytest.param(requests.alone, 0.915, 0.055, id="alone"),
+        pytest.param(requests.behind, 0.935, 0.11, id="behind", marks=pytest.mark.long),
+        pytest.param(requests.in_front, 0.935, 0.1, id="in front", marks=pytest.mark.long),
     ],
 )
 def test_the_gate_keeps_its_measured_level(where: object, whole: float, part: float) -> None:
@@ -26,8 +26,25 @@ def test_the_gate_keeps_its_measured_level(where: object, whole: float, part: fl
     assert sum(declined["part"]) <= part * 200
 
 
+@pytest.mark.parametrize(
+    ("where", "whole", "part"),
+    [
+        pytest.param(requests.alone, 0.99, 0.03, id="alone"),
+        pytest.param(requests.behind, 0.99, 0.12, id="behind", marks=pytest.mark.long),
+        pytest.param(requests.in_front, 0.99, 0.11, id="in front", marks=pytest.mark.long),
+    ],
+)
+def test_the_gate_still_knows_what_was_once_held_out(where: object, whole: float, part: float) -> None:
+    assert callable(where)
+    found = [one for one in requests.requests("tune") if one.id.startswith("h")]
+    declined = {kind: [where(one) for one in found if one.kind == kind] for kind in ("whole", "part")}
+    assert [len(each) for each in declined.values()] == [200, 200]
+    assert sum(declined["whole"]) >= whole * 200
+    assert sum(declined["part"]) <= part * 200
+
+
 def test_requests_are_about_documents_that_are_there() -> None:
-    for name, count in (("tune", 200), ("held_out", 400)):
+    for name, count in (("tune", 1244), ("held_out", 400)):
         found = requests.requests(name)
         assert len({one.id for one in found}) == count
         assert {one.language for one in found} == set(LANGUAGES)

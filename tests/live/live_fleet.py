@@ -11,7 +11,7 @@ import socket
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -82,7 +82,20 @@ class LiveFleet:
         return self.root / f"{name}-models"
 
     def peer_address(self, name: str) -> tuple[str, int]:
+        """Where a machine listens."""
         return LOOPBACK, self._ports[name]
+
+    def way(self, name: str, other: str) -> tuple[str, int]:
+        """Where ``name`` finds ``other``."""
+        return self.peer_address(other)
+
+    def enter(self, name: str) -> Sequence[str]:
+        """A command that runs the daemon of this machine somewhere else."""
+        return ()
+
+    def programs(self, name: str) -> Programs | None:
+        """Forks the daemon of this machine."""
+        return self._programs
 
     def __enter__(self) -> LiveFleet:
         try:
@@ -131,10 +144,15 @@ class LiveFleet:
         }
         flags: list[str] = []
         if self._meet == "static":
-            others = [self.peer_address(other) for other in self.names if other != name]
+            others = [self.way(name, other) for other in self.names if other != name]
             flags = [flag for host, port in others for flag in ("--peer", f"{host}:{port}")]
         daemon = LiveDaemon(
-            self.home(name), self.models_dir(name), programs=self._programs, flags=flags, **more
+            self.home(name),
+            self.models_dir(name),
+            programs=self.programs(name),
+            flags=flags,
+            enter=self.enter(name),
+            **more,
         )
         self._daemons[name] = daemon
         self._all.append(daemon)
@@ -150,7 +168,7 @@ class LiveFleet:
                 roster.admit(self.ids[other].certificate, other, True)
             RosterFile(folder / "roster").save(roster.records())
             if self._meet == "remembered":
-                known = {self.ids[other].node_id: [self.peer_address(other)] for other in others}
+                known = {self.ids[other].node_id: [self.way(name, other)] for other in others}
                 AddressFile(folder / "addresses.json").save(known)
 
     # ---- looking at it -----------------------------------------------------------------------------------
@@ -328,9 +346,9 @@ def answer(daemon: LiveDaemon, request: dict[str, Any]) -> tuple[int, dict[str, 
 class Verb:
     """`fleetctl pair` or `join`, running while the test goes on, and its events."""
 
-    def __init__(self, daemon: LiveDaemon, *arguments: str) -> None:
+    def __init__(self, daemon: LiveDaemon, *arguments: str, enter: Sequence[str] = ()) -> None:
         self.process = subprocess.Popen(
-            [*FLEETCTL, "--home", str(daemon.home), *arguments, "--json"],
+            [*enter, *FLEETCTL, "--home", str(daemon.home), *arguments, "--json"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

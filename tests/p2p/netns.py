@@ -98,9 +98,9 @@ class Lab:
     ) -> None:
         self.close()
 
-    def loss(self, share: float) -> None:
-        """Drop this share of all frames from now on."""
-        self._tell({"loss": share})
+    def tell(self, **shares: float) -> None:
+        """From now on lose, double or delay these shares of all frames, in the words of the switch."""
+        self._tell({**shares})
 
     def cut(self, host: Host) -> None:
         """Lose everything from and to a machine, which sees nothing of it: a Wi-Fi out of reach."""

@@ -97,7 +97,7 @@ def test_a_cut_off_machine_is_found_once_packets_pass_again(lab: Lab) -> None:
 
 @pytest.mark.long
 def test_machines_find_each_other_though_a_third_of_all_packets_is_lost(lab: Lab) -> None:
-    lab.loss(0.33)
+    lab.tell(loss=0.33)
     first, second, third = (Machine(host, letter) for host, letter in zip(lab.hosts, "abc", strict=True))
     for machine, others in ((first, (second, third)), (second, (third,)), (third, (first,))):
         for other in others:

@@ -139,7 +139,7 @@ def test_a_pulled_cable_and_a_killed_machine(fleet: LabFleet) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("loss", [0.05, 0.2])
 def test_lost_packets_make_no_false_deaths_and_keep_nobody_out(fleet: LabFleet, loss: float) -> None:
-    fleet.lab.loss(loss)
+    fleet.lab.tell(loss=loss)
     fleet.pair_all()
     began = time.monotonic()
     # A packet that is lost three times in a row is silence for some moments, and no death.

@@ -318,7 +318,7 @@ async def machines(folder: Path) -> AsyncIterator[Machines]:
         patch.setattr(sharing_module, "_ACCOUNTS_S", 0.3)
         patch.setattr(sharing_module, "_SETUP_LEAST_S", DECIDE_S)
         if forked_programs.AVAILABLE:
-            programs = Programs(folder / "workers.log", limits=_WORKERS, scarce_memory=True)
+            programs = Programs(folder / "workers.log", limits=_WORKERS, install=["scarce_memory"])
             stack.callback(programs.close)
             patch.setattr(asyncio, "create_subprocess_exec", programs.exec)
         found = await _made(folder, patch, stack)

@@ -106,6 +106,8 @@ class HomePool:
     tokens: int = 4096
     kept: int = 0
     text: str = "hello"
+    # Of a model that has to be loaded first.
+    loading: Sequence[Loading] = ()
     requests: list[Generate] = field(default_factory=list)
     left: int = 0
     begun: asyncio.Event = field(default_factory=asyncio.Event)
@@ -118,6 +120,8 @@ class HomePool:
         self.requests.append(request)
         done = False
         try:
+            for stage in self.loading:
+                yield stage
             waits = self.waits and request.shared
             yield Accepted(request.id, self.tokens, self.cached, 256, waits, self.exact, self.kept)
             if waits:

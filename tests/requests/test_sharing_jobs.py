@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,7 @@ from msgspec.structs import replace
 from requests_driver import answered, request_of
 from sharing_fakes import DIGEST, HelperMachine, HomePartners, HomePool, machines, own_card
 
+from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.prefill_plan import StepView
 from fleetd.control.prefill_trace import DrafterView, Trace
 from fleetd.control.smart_prefill_result import SmartPrefillResult
@@ -25,6 +27,7 @@ from fleetd.engine.protocol import (
     Event,
     Finished,
     Generate,
+    Loading,
     Prefill,
     Shared,
     StepTime,
@@ -304,6 +307,38 @@ async def test_a_shared_prompt_says_so_before_anything_else(tmp_path: Path, help
         assert home.shown(f'fleetd_share_total{{kind="{planned.kind}",outcome="shared"}} 1.0')
         n_bytes = 500.0 + 1000.0 * share.split.helpers
         assert home.shown(f"fleetd_share_bytes_total {n_bytes}")
+
+
+async def test_a_prompt_that_stays_whole_says_so_before_its_model_is_loaded(tmp_path: Path) -> None:
+    """The headers of a stream leave with the first progress of loading; helpers are known after it."""
+    async with home_with(tmp_path) as home:
+        home.pool.loading = [Loading("reading", 1, 2), Loading("reading", 2, 2)]
+        request = request_of(job(), FakeFolder())
+        request.smart = SmartPrefillResult(code="declined", reason="the task is about the whole text")
+        expected, *events = await home.ask(request=request)
+        assert (str(expected), expected.exactness) == ("local; nodes=this", "plan")
+        assert expected.smart == request.smart
+        assert [type(event) for event in events[:3]] == [Loading, Loading, Planned]
+        assert events[2].shared
+        assert (events[2].exactness, events[2].smart) == ("exact", request.smart)
+
+
+@pytest.mark.parametrize(
+    ("smart", "exactness", "told"),
+    [
+        (SmartPrefillResult(), "lossy", False),
+        (SmartPrefillResult("text", "small", ("mini",), 20_000, 4096), "lossy", True),
+        (SmartPrefillResult(code="short", reason="too short"), "plan", True),
+    ],
+)
+async def test_headers_promise_the_least_that_a_prompt_may_come_to(
+    smart: SmartPrefillResult, exactness: str, told: bool
+) -> None:
+    asked = dataclasses.replace(job(), smart=SmartPrefillPolicy(enabled=True))
+    request = request_of(asked, FakeFolder())
+    request.smart = smart
+    expected = request.expected()
+    assert (expected.exactness, expected.smart) == (exactness, smart if told else None)
 
 
 async def test_other_arithmetic_is_no_exact_answer(tmp_path: Path) -> None:

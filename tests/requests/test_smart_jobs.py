@@ -163,6 +163,8 @@ async def test_where_it_runs_is_told_before_the_prompt_is_scored(home: Any) -> N
         rest = [event async for event in events]
     (told,) = [event for event in rest if isinstance(event, Planned)]
     assert (str(told), told.smart.used) == (str(LOCAL), True)
+    # What was expected is no plan that ran.
+    assert this.shown('fleetd_plan_total{kind="local",reason="only"} 1.0')
 
 
 async def test_marks_of_a_user_never_reach_a_model(home: Any) -> None:

@@ -68,14 +68,21 @@ class Programs:
     Args:
         log: where the server's own stderr goes.
         limits: figures of ``fleetd.limits`` that its programs have instead.
-        scarce_memory: its workers run out of memory where a request's id says so.
+        install: modules beside this one whose ``install()`` changes its programs before they begin.
+        enter: a command that runs the server, and with it all its programs, somewhere else.
     """
 
     def __init__(
-        self, log: Path, *, limits: Mapping[str, float] | None = None, scarce_memory: bool = False
+        self,
+        log: Path,
+        *,
+        limits: Mapping[str, float] | None = None,
+        install: Sequence[str] = (),
+        enter: Sequence[str] = (),
     ) -> None:
         self._log = log
-        self._options = json.dumps({"limits": limits or {}, "scarce_memory": scarce_memory})
+        self._enter = enter
+        self._options = json.dumps({"limits": limits or {}, "install": list(install)})
         self._server: subprocess.Popen[bytes] | None = None
 
     @cached_property
@@ -84,7 +91,7 @@ class Programs:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, self._log.open("ab") as stderr:
             self._server = subprocess.Popen(
-                [sys.executable, __file__, str(theirs.fileno()), self._options],
+                [*self._enter, sys.executable, __file__, str(theirs.fileno()), self._options],
                 pass_fds=[theirs.fileno()],
                 # Read when the libraries are loaded, which is long before a worker sets them.
                 env=os.environ | dict.fromkeys(_THREADS, "1"),
@@ -382,10 +389,8 @@ def main(channel: socket.socket, options: dict[str, Any]) -> int:
         importlib.import_module(module)
 
     _found.update((name, os.environ[name]) for name in _LIBRARIES if name in os.environ)
-    if options["scarce_memory"]:
-        import scarce_memory
-
-        scarce_memory.install()
+    for module in options["install"]:
+        importlib.import_module(module).install()
     # It lives through all tests: what is there now need not be looked at again by a collector in each fork.
     import gc
 

@@ -8,7 +8,6 @@ Neither imports MLX, so the daemon knows before it loads a model whether that mo
 
 from __future__ import annotations
 
-import importlib.metadata
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -114,7 +113,10 @@ class ProfileStore:
 
 @cache
 def _versions() -> dict[str, str]:
-    return {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    # Imported late: with zip files and mail headers it is half a megabyte, and a daemon may never score.
+    from importlib.metadata import version
+
+    return {name: version(name) for name in _LIBRARIES}
 
 
 @cache

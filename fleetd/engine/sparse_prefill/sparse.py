@@ -19,6 +19,7 @@ from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from fleetd.engine.architectures import CUT
 from fleetd.engine.kv_caches import beginning
+from fleetd.engine.prefill import give_back
 from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
 from fleetd.errors import ModelUnsupported
@@ -80,8 +81,8 @@ class SparsePrefiller:
             layer.expect(where)
         self.model(mx.array([[self.tokens[i] for i in where]]), cache=self.cache)
         mx.eval([layer.state for layer in self.cache])
-        mx.clear_cache()
         self.done += n
+        give_back(done=not self.remaining)
         self._land()
         return n
 

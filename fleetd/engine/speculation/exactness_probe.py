@@ -8,11 +8,15 @@ kernels are chosen by the number of rows, so there every width is tried, and the
 to the largest one that was probed. Where the arithmetic is exact by construction (``cpu.py``, with MKL) a few
 widths stand for all, and so do the contexts at which its own sums are cut.
 
+If even blocks of two tokens have other bytes, single steps are tried two rows wide (``canonical_width``): if
+blocks have the bytes of those, and they cost next to nothing, answers are decoded so.
+
 The passes are timed as well: they are the first points of the cost curve.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +33,7 @@ from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.speculation import rollback
+from fleetd.engine.speculation.canonical_width import DEAREST, ROWS, WideSteps, can_widen
 
 # So that two steps lie on both sides of where sums over keys change their shape in cpu.py: fewer than COLUMNS
 # keys, and more than PIECE.
@@ -45,8 +50,10 @@ KERNEL_STEPS = 16
 # take minutes, and what it says does not matter.
 COMPUTED, COMPUTED_MOST = 32, 256
 MADE_UP_BYTES = 512 * limits.MIB
+# Steps of one row and of two that are timed in turn; the quickest of each are held against each other.
+PRICED_STEPS = 16
 # Raised when a verdict of before would not be one any more: other comparisons, other arithmetic.
-PROBE_VERSION = 1
+PROBE_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +79,15 @@ class ProbePlan:
 class ExactnessVerdict(msgspec.Struct, frozen=True):
     """``width``: tokens of one pass that are exact, 1 where none are; ``context``: up to so many tokens.
 
-    ``seconds``: of a pass by its width, where it was probed.
+    ``rows``: of a single step up to there, more than one if that is what makes blocks exact. ``seconds``: of
+    a pass by its width, where it was probed.
     """
 
     width: Annotated[int, Meta(ge=1, le=limits.SPEC_WIDTH)] = 1
     context: Annotated[int, Meta(ge=0)] = 0
     text: str = ""
     seconds: dict[Annotated[int, Meta(ge=1)], Annotated[float, Meta(gt=0)]] = {}
+    rows: Annotated[int, Meta(ge=1, le=ROWS)] = 1
 
     @property
     def exact(self) -> bool:
@@ -105,14 +114,35 @@ def probe(
     empty = make_prompt_cache(model)
     if why := rollback.declined(empty):
         return ExactnessVerdict(text=f"declined: {why}")
-    verdict = _Probing(model, vocab_size, plan, clock).all(min(context_tokens, rollback.room(empty)))
+    most = min(context_tokens, rollback.room(empty))
+    verdict = _Probing(model, vocab_size, plan, clock).all(most)
+    if not verdict.exact and can_widen(empty):
+        wide = _Probing(WideSteps(model, rollback.ANY), vocab_size, plan, clock, narrow=model).all(most)
+        also = wide.text.partition(": ")[2]
+        verdict = (
+            wide
+            if wide.exact
+            else msgspec.structs.replace(verdict, text=f"{verdict.text}; two rows wide, {also}")
+        )
     mx.clear_cache()
     return verdict
 
 
 class _Probing:
-    def __init__(self, model: Any, vocab_size: int, plan: ProbePlan, clock: Callable[[], float]) -> None:
+    """``narrow``: the model whose steps are one row wide, if ``model``'s are wider: those are priced."""
+
+    def __init__(
+        self,
+        model: Any,
+        vocab_size: int,
+        plan: ProbePlan,
+        clock: Callable[[], float],
+        narrow: Any = None,
+    ) -> None:
         self._model, self._vocab_size, self._plan, self._clock = model, vocab_size, plan, clock
+        self._narrow = narrow
+        # The highest price that was accepted.
+        self._price = 0.0
         self._width = max(plan.widths)
         self._context = 0
         self._seconds: dict[int, float] = {}
@@ -127,6 +157,11 @@ class _Probing:
             context = max(1, min(context, most - self._width))
             if (base := self._base(context)) is None:
                 break
+            if dear := self._too_dear(context, base):
+                self._why = dear
+                if self._context:
+                    break
+                return ExactnessVerdict(text=f"declined: {dear}", seconds=self._seconds)
             self._at(context, base)
             if self._width < 2:
                 return ExactnessVerdict(text=f"declined: {self._why}", seconds=self._seconds)
@@ -136,16 +171,41 @@ class _Probing:
         text = f"exact: blocks of up to {self._width} tokens"
         if not self._plan.every:
             text += f", contexts of up to {self._context}"
+        if self._narrow is not None:
+            text += f"; single tokens are computed as {ROWS} rows, {self._price:.2f} times as long as one"
         if self._why:
             text += f"; {self._why}"
         until = rollback.ANY if self._plan.every else self._context + self._plan.steps
-        return ExactnessVerdict(self._width, until, text, self._seconds)
+        rows = 1 if self._narrow is None else ROWS
+        return ExactnessVerdict(self._width, until, text, self._seconds, rows)
+
+    def _too_dear(self, context: int, base: list[Any]) -> str:
+        """What a wide step costs behind ``base``, if it is more than it may cost; else ""."""
+        if self._narrow is None:
+            return ""
+        sides = [(self._narrow, copy_on_write(base)), (self._model, copy_on_write(base))]
+        took_s = [math.inf, math.inf]
+        for n in range(1 + PRICED_STEPS):
+            for side, (model, cache) in enumerate(sides):
+                token = mx.array([[n % self._vocab_size]])
+                begun = self._clock()
+                mx.eval(model(token, cache=cache), [layer.state for layer in cache])
+                # The first step makes room in the cache.
+                if n:
+                    took_s[side] = min(took_s[side], self._clock() - begun)
+                rollback.take_back(cache, 1)
+        price = took_s[1] / max(took_s[0], 1e-9)
+        if price > DEAREST:
+            return f"a step takes {price:.2f} times as long as one row at {context} tokens of context"
+        self._price = max(self._price, price)
+        return ""
 
     def _at(self, context: int, base: list[Any]) -> None:
         tokens = [(7919 * i + 3) % self._vocab_size for i in range(max(self._width, self._plan.steps))]
         logits, rows = self._single_steps(base, tokens[: self._plan.steps])
         exact = [1]
-        for width in sorted(w for w in self._plan.widths if w <= self._width):
+        # A single step outside of a batch, too: answers without drafts are decoded so while they are alone.
+        for width in (1, *sorted(w for w in self._plan.widths if w <= self._width)):
             found, found_rows = self._blocks(base, tokens, width)
             count = min(len(found), len(logits))
             if not _same(found[:count], logits[:count]):

@@ -11,11 +11,12 @@ from __future__ import annotations
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from fleetd import limits
 from fleetd.control.prefill_trace import SourceCounts, Speculated
 from fleetd.engine.protocol import Generate
+from fleetd.engine.speculation.canonical_width import WideSteps
 from fleetd.engine.speculation.controller import Controller, Draft
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.local_sources import local_sources
@@ -29,8 +30,8 @@ Mode = Literal["auto", "on", "off"]
 
 @dataclass
 class WorkerSpeculation:
-    """``computes_ahead``: the batch computes the next token while this one is looked at (any GPU), which an
-    answer that verifies drafts gives up; then it stays in the batch while it has none."""
+    """``computes_ahead``: the device computes while the host goes on (any GPU), so that an answer without a
+    draft has its next step computed while this one's token is looked at."""
 
     verdict: ExactnessVerdict
     vocab_size: int
@@ -41,6 +42,10 @@ class WorkerSpeculation:
 
     def __post_init__(self) -> None:
         self.costs = Costs(self.verdict.seconds if 1 in self.verdict.seconds else {1: 1.0})
+
+    def decoded_by(self, model: Any) -> Any:
+        """``model`` as all answers are to be decoded, drafted for or not."""
+        return WideSteps(model, self.verdict.context) if self.verdict.rows > 1 else model
 
     def new_drafts(self, request: Generate) -> SequenceDrafts | None:
         """For a new answer; None if nothing is to be drafted for it."""
@@ -75,8 +80,6 @@ class SequenceDrafts:
     names: list[str] | None
     controller: Controller
     vocab_size: int
-    # Passes in a row without a draft.
-    idle: int = 0
 
     def add(self, source: DraftSource) -> None:
         """Add a source, preferred to those that are there."""
@@ -92,9 +95,7 @@ class SequenceDrafts:
                 proposals[source.name] = self._known(source.propose(tokens, most))
             except Exception:
                 self._drop(source)
-        draft = self.controller.choose(proposals, room)
-        self.idle = 0 if draft.tokens else self.idle + 1
-        return draft
+        return self.controller.choose(proposals, room)
 
     def promise(self, draft: Draft) -> Promise:
         """What the pass over ``draft`` is expected to bring."""

@@ -4,10 +4,14 @@
     out     x1 | x2 x3 x4           what follows each of them; x2 counts only if x1 = d1, x3 only if x2 = d2 …
     x1 = d1, x2 ≠ d2: x1 and x2 are the answer's next tokens, x2 is due in the next pass, d2 and d3 are undone
 
+Without drafts a pass is a single step, and the next one can be begun before its token is read: the device
+computes while the host shows the token. The step over the due token is then ``under_way``.
+
 Tokens are chosen row by row exactly as mlx-lm's batch does it (processors on what the answer has so far, log
 probabilities, sampler), and a seeded sampler's noise belongs to the token's index in the answer. So verifying
 is a test of equality for sampled answers as it is for greedy ones, and every token, its log-probabilities
-included, is what plain decoding gives wherever a block's arithmetic is that of single steps (``probe.py``).
+included, is what plain decoding gives wherever a block's arithmetic is that of single steps
+(``exactness_probe.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +39,8 @@ class Chosen:
 
 @dataclass(slots=True)
 class VerifyRow:
-    """``tokens``: prompt and answer; all but the last, which is due, have their rows in ``cache``.
+    """``tokens``: prompt and answer. All but the last, which is due, have their rows in ``cache``; the last
+    has one too while its step is under way.
 
     ``generated``: how many of them are the answer's. Both lists belong to this object.
     """
@@ -46,13 +51,29 @@ class VerifyRow:
     sampler: Sampler
     processors: Sequence[LogitsProcessor] = ()
     generated: int = 0
-    _context: TokenBuffer | None = field(init=False, default=None)
+    # Of the step over the due token: the token that it chooses, (1,), and log-probabilities, (1, V).
+    _next: tuple[mx.array, mx.array] | None = field(init=False, default=None)
+    # The tokens so far, as far as processors have asked for them.
+    _context: TokenBuffer = field(init=False, default_factory=TokenBuffer)
+    _in_context: int = field(init=False, default=0)
+
+    @property
+    def under_way(self) -> bool:
+        """True if the step over the due token has begun; then the next pass can only be ``step``."""
+        return self._next is not None
+
+    @property
+    def held(self) -> int:
+        """Tokens whose rows are in the cache."""
+        return len(self.tokens) - 1 + self.under_way
 
     def advance(self, drafts: Sequence[int]) -> list[Chosen]:
         """One pass; at least one token, at most one more than ``drafts``.
 
         ``drafts`` must fit in ``rollback.room(cache)``, with one more for the token that is due.
         """
+        if not drafts:
+            return [self.step()]
         logits = self.model(mx.array([[self.tokens[-1], *drafts]]), cache=self.cache)  # (1, n, V)
         rows = [logits[:, i, :] for i in range(len(drafts) + 1)]
         chosen = self._choose(rows, drafts)
@@ -60,6 +81,27 @@ class VerifyRow:
         rollback.take_back(self.cache, len(rows) - len(chosen))
         self._commit([c.token for c in chosen])
         return chosen
+
+    def step(self, *, ahead: bool = False) -> Chosen:
+        """A single step. ``ahead``: begin the step after it before this one's token is read."""
+        token, logprobs = self._next or self._begin(mx.array([self.tokens[-1]]), self.generated)
+        self._next = self._begin(token, self.generated + 1, unread=True) if ahead else None
+        mx.eval(token, logprobs)
+        chosen = Chosen(int(np.array(token)[0]), logprobs[0])
+        self._commit([chosen.token])
+        return chosen
+
+    def _begin(self, token: mx.array, index: int, *, unread: bool = False) -> tuple[mx.array, mx.array]:
+        """The step over ``token``, which chooses the answer's token ``index``; computed in the background."""
+        logits = self.model(token[None], cache=self.cache)[:, -1, :]
+        context = None
+        if self.processors:
+            context = self._seen()
+            if unread:
+                context = self._context_with(token)
+        logprobs, chosen = self._sample(logits, index, context)
+        mx.async_eval(chosen, logprobs)  # type: ignore[no-untyped-call]
+        return chosen, logprobs
 
     def _choose(self, rows: list[mx.array], drafts: Sequence[int]) -> list[Chosen]:
         if self.sampler is greedy_sampler and not self.processors:
@@ -74,44 +116,49 @@ class VerifyRow:
             return [Chosen(tokens[i], found[i][0]) for i in range(right + 1)]
         out: list[Chosen] = []
         for i, row in enumerate(rows):
-            logprobs, token = self._sample(row, drafts[:i])
-            out.append(Chosen(token, logprobs[0]))
-            if i < len(drafts) and token != drafts[i]:
+            context = self._seen() if self.processors else None
+            if context is not None and i:
+                context = mx.concatenate([context, mx.array(list(drafts[:i]), dtype=mx.int32)])
+            logprobs, token = self._sample(row, self.generated + i, context)
+            mx.eval(token, logprobs)
+            out.append(Chosen(int(np.array(token)[0]), logprobs[0]))
+            if i < len(drafts) and out[i].token != drafts[i]:
                 break
         return out
 
-    def _sample(self, logits: mx.array, accepted: Sequence[int]) -> tuple[mx.array, int]:
-        """The token after the ``accepted`` ones, as ``GenerationBatch._step`` chooses it."""
-        if self.processors:
-            context = self._seen()
-            if accepted:
-                context = mx.concatenate([context, mx.array(list(accepted), dtype=mx.int32)])
+    def _sample(self, logits: mx.array, index: int, context: mx.array | None) -> tuple[mx.array, mx.array]:
+        """Log-probabilities and the answer's token ``index``, as ``GenerationBatch._step`` chooses it.
+
+        ``context``: the tokens before it, int32, if there are processors."""
+        if context is not None:
             for processor in self.processors:
                 logits = processor(context, logits)
         logprobs = _normalised(logits)
         if isinstance(self.sampler, SeededSampler):
-            self.sampler.index = self.generated + len(accepted)
-        token = self.sampler(logprobs)
-        mx.eval(token, logprobs)
-        return logprobs, int(np.array(token)[0])
+            self.sampler.index = index
+        return logprobs, self.sampler(logprobs)
 
     def _seen(self) -> mx.array:
         """The tokens so far, int32; only built for processors, which look at them."""
-        if self._context is None:
-            self._context = TokenBuffer(self.tokens)
+        if new := self.tokens[self._in_context :]:
+            return self._context_with(mx.array(new, dtype=mx.int32))
         seen: mx.array = self._context.tokens
+        return seen
+
+    def _context_with(self, tokens: mx.array) -> mx.array:
+        self._in_context += tokens.size
+        seen: mx.array = self._context.update_and_fetch(tokens)
         return seen
 
     def _commit(self, tokens: list[int]) -> None:
         self.tokens += tokens
         self.generated += len(tokens)
-        if self._context is not None:
-            self._context.update_and_fetch(mx.array(tokens, dtype=mx.int32))
 
     def taken(self, tokens: int) -> tuple[list[int], list[Any]]:
         """The text's first ``tokens`` tokens, as far as their rows are known, and those rows; ends this."""
-        kept = min(tokens, rollback.held(self.cache))
-        rollback.take_back(self.cache, rollback.held(self.cache) - kept)
+        kept = min(tokens, self.held)
+        rollback.take_back(self.cache, self.held - kept)
+        self._next = None
         return self.tokens[:kept], rollback.compact(self.cache)
 
 

@@ -1,0 +1,207 @@
+"""Decoding with a model whose compute is next to nothing: what is left is the host's time for each token.
+
+mlx-lm     its own ``stream_generate``, for several answers its ``BatchGenerator``
+fleetd     the engine's scheduler, whose reports go through a socket as a worker's do
+
+On a CPU the model runs as MLX is installed, without ``fleetd/engine/cpu.py``: then MLX's own thread computes
+while Python goes on, as a GPU does. ``cured`` measures the CPU path that fleetd ships, which computes within
+the graph's construction.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from bench.harness.child import serve
+from fleetd.engine import cpu
+
+LAYERS, WIDTH, HEADS = 2, 64, 2
+STREAMS = 4
+SEED = 1
+# When a step was over, and the tokens that it gave.
+Step = tuple[float, int]
+
+
+def main(mode: str, model_path: Path, vocabulary: int) -> None:
+    cpu.preload_blas()
+    # mlx binds to the BLAS that is loaded first, so it is imported only now.
+    from fleetd.engine import loading
+    from fleetd.engine.worker import quiet_libraries
+
+    quiet_libraries()
+    import mlx.core as mx
+    from mlx_lm.tokenizer_utils import load as load_tokenizer
+
+    device = loading.pick_device("auto")
+    if device == "cpu":
+        cpu.install() if mode == "cured" else mx.disable_compile()
+    sides = _Sides(_model(vocabulary), load_tokenizer(model_path), vocabulary, ahead=mode != "cured")
+    serve(sides.answer)
+
+
+def _model(vocabulary: int) -> Any:
+    import mlx.core as mx
+    from mlx_lm.models import llama
+
+    mx.random.seed(SEED)
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=WIDTH,
+            num_hidden_layers=LAYERS,
+            intermediate_size=2 * WIDTH,
+            num_attention_heads=HEADS,
+            num_key_value_heads=HEADS,
+            rms_norm_eps=1e-5,
+            vocab_size=vocabulary,
+            tie_word_embeddings=False,
+        )
+    )
+    # Each token is followed by the next id, nearly always when sampled, too: nothing repeats, so nothing can
+    # be drafted.
+    model.lm_head.weight = 4 * mx.roll(model.model.embed_tokens.weight, 1, axis=0)
+    for layer in model.layers:
+        for last in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            last.weight = last.weight * 0
+    mx.eval(model.parameters())
+    return model
+
+
+class _Sides:
+    """Both programs over one model. No answer ends by itself: the tokenizer's end tokens are taken away."""
+
+    def __init__(self, model: Any, tokenizer: Any, vocabulary: int, *, ahead: bool) -> None:
+        self._model, self._tokenizer, self._vocabulary, self._ahead = model, tokenizer, vocabulary, ahead
+        tokenizer.eos_token_ids = set()
+        self._drafted = 0
+
+    def answer(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Seconds per token of the median step: one that was held up says more about the machine."""
+        prompts: list[list[int]] = question["prompts"]
+        tokens, temperature = question["max_tokens"], question["temperature"]
+        self._drafted = 0
+        begun = time.process_time()
+        if question["side"] == "fleetd":
+            steps = self._fleetd(prompts, tokens, temperature, drafts=question["drafts"])
+        elif len(prompts) == 1:
+            steps = self._stream_generate(prompts[0], tokens, temperature)
+        else:
+            steps = self._batch_generator(prompts, tokens, temperature)
+        cpu_s = time.process_time() - begun
+        gaps = [
+            (now - before) / count
+            for (before, _), (now, count) in itertools.pairwise(steps)
+            if count == len(prompts)
+        ]
+        return {
+            "each_s": statistics.median(gaps),
+            "cpu_s": cpu_s / sum(count for _, count in steps),
+            "drafted": self._drafted,
+        }
+
+    def _stream_generate(self, prompt: list[int], tokens: int, temperature: float) -> list[Step]:
+        from mlx_lm import stream_generate
+        from mlx_lm.sample_utils import make_sampler
+
+        sampler = make_sampler(temp=temperature)
+        found = stream_generate(self._model, self._tokenizer, prompt, max_tokens=tokens, sampler=sampler)
+        return [(time.perf_counter(), 1) for _ in found]
+
+    def _batch_generator(self, prompts: list[list[int]], tokens: int, temperature: float) -> list[Step]:
+        import mlx.core as mx
+        from mlx_lm.generate import BatchGenerator
+        from mlx_lm.sample_utils import make_sampler
+
+        sampler = make_sampler(temp=temperature)
+        generator = BatchGenerator(
+            self._model, sampler=sampler, stream=mx.default_stream(mx.default_device())
+        )
+        texts = {}
+        for uid in generator.insert(prompts, [tokens] * len(prompts)):
+            texts[uid] = self._tokenizer.detokenizer
+        steps: list[Step] = []
+        for _ in range(tokens):
+            # The first one also computes the prompts.
+            responses = generator.next()[1] or generator.next()[1]
+            for response in responses:
+                texts[response.uid].add_token(response.token)
+                _ = texts[response.uid].last_segment
+            steps.append((time.perf_counter(), len(responses)))
+        generator.close()
+        return steps
+
+    def _fleetd(
+        self, prompts: list[list[int]], tokens: int, temperature: float, *, drafts: bool
+    ) -> list[Step]:
+        from fleetd.engine.chunk_size import FixedChunks
+        from fleetd.engine.memory import KvBudget
+        from fleetd.engine.prefix_cache import PrefixCache
+        from fleetd.engine.prompt_encoding import PreparedPrompt
+        from fleetd.engine.protocol import Finished, Generate, Report, Sampling, TokenPrompt
+        from fleetd.engine.scheduler import Scheduler
+        from fleetd.engine.speculation import rollback
+        from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
+        from fleetd.engine.speculation.speculation import WorkerSpeculation
+        from fleetd.engine.worker import DaemonSocket
+
+        ours, theirs = socket.socketpair()
+        reader = threading.Thread(target=_drain, args=(theirs,))
+        reader.start()
+        link = DaemonSocket(ours.detach())
+        steps: list[Step] = []
+        finished: list[Finished] = []
+
+        def emit(report: Report) -> None:
+            finished.extend([report] if isinstance(report, Finished) else [])
+            link.send(report)
+
+        verdict = ExactnessVerdict(16, rollback.ANY, "exact: to be measured", {1: 1.0, 16: 1.5})
+        scheduler = Scheduler(
+            model=self._model,
+            tokenizer=self._tokenizer,
+            context_tokens=8192,
+            chunks=FixedChunks(2048, 2048),
+            max_streams=STREAMS,
+            budget=KvBudget.of(4 << 30, 1024),
+            prefix=PrefixCache(0),
+            emit=emit,
+            speculation=WorkerSpeculation(verdict, self._vocabulary, computes_ahead=self._ahead)
+            if drafts
+            else None,
+        )
+        for i, prompt in enumerate(prompts):
+            request = Generate(
+                str(i),
+                TokenPrompt(prompt),
+                Sampling(temperature=temperature, seed=SEED + i),
+                max_tokens=tokens,
+            )
+            scheduler.inbox.put(PreparedPrompt(request, prompt))
+        while len(finished) < len(prompts):
+            scheduler.turn()
+            scheduler.heartbeat()
+            # In the turns before the last one each answer gets a token.
+            steps.append((time.perf_counter(), len(scheduler.decoding)))
+        scheduler.decoding.close()
+        link.flush()
+        theirs.shutdown(socket.SHUT_RDWR)
+        reader.join()
+        self._drafted = sum(one.speculation.drafted for one in finished if one.speculation)
+        return steps
+
+
+def _drain(sock: socket.socket) -> None:
+    with sock:
+        while sock.recv(1 << 16):
+            pass
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

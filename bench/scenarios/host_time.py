@@ -1,0 +1,90 @@
+"""What decoding costs the host for each token, beside mlx-lm's own loop, in every way to decode."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from bench.figures import Figure, Measured, alternated, at_most
+from bench.harness.child import Child
+from bench.harness.daemon import MODEL
+from bench.harness.samples import Samples
+
+TOKENS, PROMPT = 256, 40
+STREAMS = 4
+# Next to no compute, and the vocabulary of the default model, whose logits are most of the compute.
+VOCABULARIES = (512, 49_152)
+_SIDES = ("mlx-lm", "fleetd")
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """One way to decode; ``bar``: how many times as long as mlx-lm a token may take."""
+
+    title: str
+    bar: float
+    streams: int = 1
+    temperature: float = 0.0
+    drafts: bool = False
+
+
+MODES = (
+    Mode("alone, greedy", 1.0),
+    Mode("alone, greedy, drafts on but none found", 1.1, drafts=True),
+    Mode("alone, temperature 0.8", 1.1, temperature=0.8),
+    Mode("alone, temperature 0.8, drafts on but none found", 1.1, temperature=0.8, drafts=True),
+    Mode(f"{STREAMS} answers, greedy", 1.1, streams=STREAMS),
+    Mode(f"{STREAMS} answers, temperature 0.8", 1.1, streams=STREAMS, temperature=0.8),
+)
+
+
+def measure(runs: int) -> Measured:
+    seen, figures = Samples(), list[Figure]()
+    for vocabulary in VOCABULARIES:
+        with Child("host_time", "async", str(MODEL), str(vocabulary)) as child:
+            _warm(child)
+            for mode in MODES:
+                for run in range(runs):
+                    _ask(child, mode, run, vocabulary, seen)
+                key = f"{mode.title}, vocabulary of {vocabulary}"
+                found = sum(seen[key, "drafted"])
+                each = sorted(seen[key, "fleetd"])[runs // 2]
+                figures.append(
+                    Figure(
+                        f"A token, {key}",
+                        "x",
+                        seen.ratios((key, "fleetd"), (key, "mlx-lm")),
+                        at_most(mode.bar),
+                        note=f"{1e3 * each:.2f} ms"
+                        + (f"; {found:.0f} tokens were drafted" if mode.drafts and found else ""),
+                    )
+                )
+    return Measured(figures, _HOW)
+
+
+def _warm(child: Child) -> None:
+    for side in _SIDES:
+        child.ask(prompts=[[1, 2, 3]], max_tokens=8, temperature=0.0, side=side, drafts=False)
+
+
+def _ask(child: Child, mode: Mode, run: int, vocabulary: int, seen: Samples) -> None:
+    dice = random.Random(run)
+    prompts = [[dice.randrange(vocabulary) for _ in range(PROMPT)] for _ in range(mode.streams)]
+    key = f"{mode.title}, vocabulary of {vocabulary}"
+    for side in alternated(run, _SIDES):
+        said = child.ask(
+            prompts=prompts, max_tokens=TOKENS, temperature=mode.temperature, side=side, drafts=mode.drafts
+        )
+        seen[key, side].append(said["each_s"])
+        if side == "fleetd":
+            seen[key, "drafted"].append(said["drafted"])
+
+
+_HOW = (
+    "One process, a model of 2 layers that are 64 wide, and both programs in turn on the same prompts: "
+    "mlx-lm's `stream_generate`, for several answers its `BatchGenerator`, and the engine's scheduler with "
+    f"its reports going through a socket. {TOKENS} tokens per answer; each figure is the median step's time "
+    "per token, as a share of mlx-lm's in the same run. MLX computes in a thread of its own, without "
+    "fleetd's CPU path, so the host runs beside it as it does beside a GPU, on two idle cores. Each token "
+    "is followed by the next id: the text has no repetition to draft from. No grammar is used."
+)

@@ -1,0 +1,186 @@
+"""Three real, paired daemons that may be harmed, one that is not, and the network between them.
+
+Two networks: on loopback every machine sees the others through proxies (``tcp_proxy``); in a lab every
+machine has a network namespace on a switch (``tests/p2p/netns.py``), which loses, doubles or delays frames.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import chain_model
+from forked_programs import Programs
+from live_daemon import LiveDaemon, OverUnixSocket
+from live_fleet import LiveFleet, free_port, give_model
+from netns import Lab
+from tcp_proxy import Address, Proxies
+from tries import Ask, Reply
+
+NAMES = ("alpha", "beta", "gamma")
+ORACLE = "oracle"
+SMALL = "smollm2-135m"
+#: A request without an answer by then hangs: more than the longest silence that the daemon allows others.
+HANG_S = 100.0
+_AT_ONCE_S = 0.5
+# A machine that failed is left out for so long only, or few faults would find a fleet that works together.
+_LIMITS = {"BACKOFF_S": 0.5, "BACKOFF_MOST_S": 2.0}
+
+
+class ChaosFleet(LiveFleet):
+    """alpha has no model of its own but the chain; beta and gamma share the prompts of the small model.
+
+    Args:
+        lab: the machines' networks; None for proxies on loopback.
+    """
+
+    def __init__(self, root: Path, small: Path, stack: contextlib.ExitStack, lab: Lab | None) -> None:
+        self.lab = lab
+        self.proxies = None if lab is not None else stack.enter_context(Proxies())
+        self._port = free_port()
+        forkers: dict[str, Programs] = {}
+        for number, name in enumerate(NAMES):
+            if lab is not None or not forkers:
+                enter = lab.hosts[number].command([]) if lab is not None else []
+                made = Programs(
+                    root.with_name(f"{root.name}-{name}.programs"),
+                    limits=_LIMITS,
+                    install=["process_hooks"],
+                    enter=enter,
+                )
+                stack.callback(made.close)
+            forkers[name] = made
+        self._forkers = forkers
+        chain = chain_model.build(root.with_name(f"{root.name}-chain") / "chain")
+        super().__init__(root, {"alpha": [chain], "beta": [chain, small], "gamma": [chain, small]})
+        give_model(self.models_dir(ORACLE), chain)
+        give_model(self.models_dir(ORACLE), small)
+        if self.proxies is not None:
+            for name in NAMES:
+                for other in NAMES:
+                    if other != name:
+                        self.proxies.add(
+                            f"{name}>{other}",
+                            self.way(name, other),
+                            self.peer_address(other),
+                            self.way(other, name)[0],
+                        )
+        undisturbed = LiveDaemon(
+            self.home(ORACLE), self.models_dir(ORACLE), programs=forkers["alpha"], FLEETD_FLEET_NAME=ORACLE
+        )
+        self._all.append(undisturbed)
+        self.oracle = undisturbed
+        self._answers: dict[tuple[str, str, int], Any] = {}
+
+    def peer_address(self, name: str) -> Address:
+        number = NAMES.index(name)
+        return (self.lab.hosts[number].address if self.lab else f"127.0.0.{number + 2}"), self._port
+
+    def way(self, name: str, other: str) -> Address:
+        if self.lab is not None:
+            return self.peer_address(other)
+        return f"127.1.{NAMES.index(name)}.{NAMES.index(other) + 1}", self._port
+
+    def programs(self, name: str) -> Programs | None:
+        return self._forkers[name]
+
+    def __enter__(self) -> ChaosFleet:
+        super().__enter__()
+        self.oracle.__enter__()
+        return self
+
+    def expected(self, ask: Ask) -> Any:
+        """What the undisturbed machine answers."""
+        if ask.question not in self._answers:
+            reply = asked(self.oracle, ask)
+            assert reply.answer is not None, reply
+            self._answers[ask.question] = reply.answer
+        return self._answers[ask.question]
+
+    def load(self, name: str = "", model: str = "", *, seen_by: str = "") -> None:
+        """Every model where it is, as a fleet is that has been at work."""
+        for machine, model in (("alpha", "chain"), ("beta", SMALL), ("gamma", SMALL)):
+            assert self[machine].control("POST", "/fleet/v1/models/load", {"model": model}) == {"ok": True}
+
+
+def workers(daemon: LiveDaemon) -> list[int]:
+    """Process ids of a daemon's workers; none if it does not say so at once."""
+    connection = OverUnixSocket(daemon.home / "fleetd.sock")
+    connection.timeout = _AT_ONCE_S
+    with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException, ValueError):
+        connection.request("GET", "/fleet/v1/status")
+        return [engine["pid"] for engine in json.load(connection.getresponse())["engines"] if engine["pid"]]
+    return []
+
+
+def asked(daemon: LiveDaemon, ask: Ask) -> Reply:
+    """Ask over the Unix socket of a daemon; never raises."""
+    body = {
+        "model": SMALL if ask.model == "small" else ask.model,
+        "messages": [{"role": "user", "content": ask.prompt}],
+        "temperature": 0,
+        "max_tokens": ask.tokens,
+        "logprobs": True,
+        "stream": ask.stream,
+    }
+    connection = OverUnixSocket(daemon.home / "fleetd.sock")
+    connection.timeout = HANG_S
+    try:
+        with contextlib.closing(connection):
+            connection.request(
+                "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+            )
+            with connection.getresponse() as response:
+                reply = _streamed(response) if ask.stream and response.status == 200 else _whole(response)
+                plan = (response.headers["X-Fleet-Plan"] or "").partition(";")[0]
+                return replace(reply, plan=plan)
+    except TimeoutError:
+        return Reply(late=True)
+    except (OSError, http.client.HTTPException) as error:
+        return Reply(broken=f"{type(error).__name__}: {error}")
+
+
+def _whole(response: http.client.HTTPResponse) -> Reply:
+    text = response.read()
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return Reply(broken=f"status {response.status}, {text[:200]!r}")
+    if "error" in body:
+        return Reply(code=str(body["error"].get("code")))
+    choice = body["choices"][0]
+    return Reply(
+        _essence(choice["message"]["content"], choice["finish_reason"], choice["logprobs"]["content"])
+    )
+
+
+def _streamed(response: http.client.HTTPResponse) -> Reply:
+    text, finish, logprobs = "", None, list[Mapping[str, Any]]()
+    for line in iter(response.readline, b""):
+        if not line.startswith(b"data: "):
+            continue
+        if line.strip() == b"data: [DONE]":
+            return Reply(_essence(text, finish, logprobs))
+        event = json.loads(line.removeprefix(b"data: "))
+        if "error" in event:
+            return Reply(code=str(event["error"].get("code")))
+        for choice in event["choices"]:
+            text += choice["delta"].get("content") or ""
+            finish = choice["finish_reason"] or finish
+            logprobs += (choice.get("logprobs") or {}).get("content") or []
+    return Reply(broken="the stream ended without its end")
+
+
+def _essence(text: str, finish: Any, logprobs: list[Any]) -> Any:
+    return text, finish, [(each["token"], each["logprob"]) for each in logprobs]
+
+
+def take_copy(models_dir: Path, target: Path) -> Path:
+    """The small model in a folder of its own."""
+    return Path(shutil.copytree(models_dir / SMALL, target / SMALL))

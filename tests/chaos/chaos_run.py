@@ -1,0 +1,155 @@
+"""Runs a schedule of faults against a fleet, and says what came of each try."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import faults
+import process_hooks
+from chaos_fleet import NAMES, ChaosFleet, asked, take_copy
+from leaks import Leaks
+from live_daemon import WAIT_S
+from netns import Lab
+from tries import Ask, Fault, Outcome, Reply, Tally, Try, judged, schedule, worst
+
+from fleetd.engine import openmp_file
+
+#: After the last fault: until every machine answers rightly again, and until nothing is left behind.
+RECOVER_S, CLEAN_S = 120.0, 40.0
+_TRACEBACK = re.compile(r"Traceback|never retrieved|\"bug\"")
+
+
+@contextlib.contextmanager
+def fleet(models_dir: Path, network: str) -> Iterator[ChaosFleet]:
+    """A fleet that is at work. ``network``: "proxies" or "switch"."""
+    root = Path(tempfile.mkdtemp(prefix="ch-"))
+    with contextlib.ExitStack() as stack:
+        stack.callback(openmp_file.sweep)
+        stack.callback(shutil.rmtree, root, ignore_errors=True)
+        lab = stack.enter_context(Lab(len(NAMES))) if network == "switch" else None
+        small = take_copy(models_dir, root)
+        made = stack.enter_context(ChaosFleet(root / "f", small, stack, lab))
+        made.load()
+        made.until_usable(limit_s=WAIT_S)
+        yield made
+
+
+class Run:
+    """Tries one after another. ``told`` gets a line for each."""
+
+    def __init__(self, fleet: ChaosFleet, tally: Tally, told: Callable[[str], None]) -> None:
+        self._fleet, self._tally, self._told = fleet, tally, told
+        self._leaks = Leaks(fleet)
+        self._read = dict[Path, int]()
+        self._check_number = 0
+        self._phases: list[float] = []
+        self._untold_trouble()
+
+    def through(self, seed: int, count: int, until_s: float) -> None:
+        """Until so many faults were tried, or that time of ``time.monotonic`` has come."""
+        for tried in schedule(seed, faults.possible(self._fleet), count, len(NAMES)):
+            if time.monotonic() >= until_s:
+                break
+            begun = time.monotonic()
+            outcome, why = self._try(tried)
+            self._tally.add(tried, outcome, why)
+            kinds = ", ".join(fault.kind for fault in tried.faults)
+            seconds = time.monotonic() - begun
+            phases = "+".join(f"{each:.1f}" for each in self._phases)
+            self._told(f"{tried.number:>4} {outcome:<7} {seconds:5.1f} s ({phases})  {kinds}  {why[:300]}")
+        self._told(f"MiB more than at the beginning: {self._leaks.memory_grown()}")
+
+    def _try(self, tried: Try) -> tuple[Outcome, str]:
+        self._leaks.look()
+        killed: set[str] = set()
+        expected = {ask.question: self._fleet.expected(ask) for ask in tried.asks}
+        begun = time.monotonic()
+        with ThreadPoolExecutor(len(tried.asks) + len(tried.faults)) as pool:
+            replies = [pool.submit(self._ask, ask, begun) for ask in tried.asks]
+            harms = [pool.submit(self._harm, fault, begun, killed) for fault in tried.faults]
+            for harm in harms:
+                harm.result()
+            found = [
+                judged(reply.result(), expected[ask.question], killed=NAMES[ask.machine] in killed)
+                for ask, reply in zip(tried.asks, replies, strict=True)
+            ]
+        for reply in replies:
+            if plan := reply.result().plan:
+                self._tally.plans[plan] = self._tally.plans.get(plan, 0) + 1
+        times = [begun, time.monotonic()]
+        for after in (self._recovered, self._clean):
+            found.append(after())
+            times.append(time.monotonic())
+        self._phases = [later - earlier for earlier, later in pairwise(times)]
+        found.append(self._untold_trouble())
+        outcome = worst(each for each, _ in found)
+        return outcome, "; ".join(why for each, why in found if each is outcome and why)
+
+    def _ask(self, ask: Ask, begun: float) -> Reply:
+        time.sleep(max(0.0, begun + ask.after_s - time.monotonic()))
+        return asked(self._fleet[NAMES[ask.machine]], ask)
+
+    def _harm(self, fault: Fault, begun: float, killed: set[str]) -> None:
+        time.sleep(max(0.0, begun + fault.begins_s - time.monotonic()))
+        with faults.KINDS[fault.kind](faults.Harm(self._fleet, fault.seed, killed)):
+            time.sleep(fault.lasts_s)
+
+    def _recovered(self) -> tuple[Outcome, str]:
+        """Whether every machine runs, meets the others and answers rightly, within the bound."""
+        end = time.monotonic() + RECOVER_S
+        for name in NAMES:
+            process_hooks.tell(self._fleet.home(name))
+        self._fleet.revive()
+        said = ""
+        for number, name in enumerate(NAMES):
+            self._check_number += 1
+            prompt = f"Say {self._check_number % 7}."
+            ask = Ask(number, "small", prompt, 3, stream=False, after_s=0)
+            while (verdict := judged(asked(self._fleet[name], ask), self._fleet.expected(ask), killed=False))[
+                0
+            ] is not Outcome.RIGHT:
+                outcome, why = verdict
+                said = f"afterwards {name}: {why}"
+                if outcome is Outcome.WRONG:
+                    return outcome, said
+                if time.monotonic() > end:
+                    return Outcome.HUNG, said
+                time.sleep(0.2)
+        try:
+            self._fleet.until_usable(limit_s=max(1.0, end - time.monotonic()))
+        except AssertionError:
+            return Outcome.HUNG, f"afterwards machines do not meet: {[self._fleet.states(n) for n in NAMES]}"
+        return Outcome.RIGHT, ""
+
+    def _clean(self) -> tuple[Outcome, str]:
+        end = time.monotonic() + CLEAN_S
+        while left := self._leaks.found():
+            if time.monotonic() > end:
+                self._leaks.forgive(left)
+                return Outcome.LEAKED, "; ".join(left)
+            time.sleep(0.2)
+        return Outcome.RIGHT, ""
+
+    def _untold_trouble(self) -> tuple[Outcome, str]:
+        """Whether a daemon has logged a bug since the last look."""
+        found: list[str] = []
+        for name in NAMES:
+            path = self._fleet[name].log
+            with path.open("rb") as file:
+                file.seek(self._read.get(path, 0))
+                text = file.read()
+            self._read[path] = self._read.get(path, 0) + len(text)
+            lines = text.decode("utf-8", "replace").splitlines()
+            for number, line in enumerate(lines):
+                if _TRACEBACK.search(line):
+                    found.append(f"{name} logged: {' | '.join(lines[number : number + 40])[:4000]}")
+                    break
+        return (Outcome.WRONG, "; ".join(found)) if found else (Outcome.RIGHT, "")

@@ -1,0 +1,64 @@
+"""What a run of faults tries, and how it judges what came of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tries import Fault, Outcome, Reply, Tally, Try, judged, schedule, worst
+
+KINDS = [f"kind {number}" for number in range(7)]
+
+
+def test_a_seed_is_a_run() -> None:
+    first, again, other = (list(schedule(seed, KINDS, 50, 3)) for seed in (1, 1, 2))
+    assert first == again
+    assert first != other
+
+
+def test_every_kind_is_tried_about_as_often() -> None:
+    kinds = [fault.kind for tried in schedule(3, KINDS, 70, 3) for fault in tried.faults]
+    assert len(kinds) >= 70
+    counts = [kinds.count(kind) for kind in KINDS]
+    assert max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "killed", "outcome"),
+    [
+        (Reply("text"), False, Outcome.RIGHT),
+        (Reply("texts"), True, Outcome.WRONG),
+        (Reply(code="peer_lost"), False, Outcome.TYPED),
+        (Reply(code="internal_error"), True, Outcome.WRONG),
+        (Reply(code="what?"), False, Outcome.WRONG),
+        (Reply(broken="reset"), True, Outcome.GONE),
+        (Reply(broken="reset"), False, Outcome.WRONG),
+        (Reply(late=True), True, Outcome.HUNG),
+    ],
+)
+def test_what_a_client_gets_is_judged(reply: Reply, killed: bool, outcome: Outcome) -> None:
+    assert judged(reply, "text", killed=killed)[0] is outcome
+
+
+def test_a_try_is_as_bad_as_its_worst_request() -> None:
+    assert worst([]) is Outcome.RIGHT
+    assert worst([Outcome.TYPED, Outcome.RIGHT]) is Outcome.TYPED
+    assert worst([Outcome.HUNG, Outcome.GONE]) is Outcome.HUNG
+
+
+def test_the_tally_counts_by_kind_and_fails_for_what_must_not_be() -> None:
+    tally = Tally()
+    one, two = Fault("one", 0, 1, 0), Fault("two", 0, 1, 0)
+    tally.add(Try(0, (), (one, two)), Outcome.RIGHT, "")
+    tally.add(Try(1, (), (one,)), Outcome.TYPED, "")
+    assert tally.exit_code == 0
+    tally.add(Try(2, (), (two,)), Outcome.LEAKED, "3 descriptors")
+    assert tally.exit_code == 1
+    told = json.loads(tally.as_json(seed=5))
+    assert told["seed"] == 5
+    assert told["kinds"]["one"] == {
+        "tries": 2, "right": 1, "typed": 1, "gone": 0, "leaked": 0, "hung": 0, "wrong": 0
+    }  # fmt: skip
+    assert told["all"]["tries"] == 4
+    assert told["failures"] == [{"try": 2, "kinds": ["two"], "outcome": "leaked", "why": "3 descriptors"}]
+    assert [line.split()[0] for line in tally.table().splitlines()] == ["fault", "one", "two", "all"]

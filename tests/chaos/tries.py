@@ -1,0 +1,218 @@
+"""A run of random faults without its machines: what is tried, by a seed, and what came of it. Pure."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from fleetd.errors import BY_CODE
+
+#: Codes that say that the program is wrong, not what happened.
+_BUGS = {"internal_error"}
+
+
+class Outcome(StrEnum):
+    """What came of a try, worse ones later."""
+
+    RIGHT = "right"  # every answer has the bytes of an undisturbed machine
+    TYPED = "typed"  # at least one answer is an error of the list in fleetd.errors, said in time
+    GONE = "gone"  # at least one connection broke, to a machine that was killed or without descriptors
+    LEAKED = "leaked"  # afterwards there is more than before: descriptors, processes, memory, files
+    HUNG = "hung"  # an answer, or the fleet's recovery, took longer than the bound
+    WRONG = "wrong"  # other bytes, an error without a type, a connection that broke for no reason
+
+    @property
+    def fails(self) -> bool:
+        return self in (Outcome.LEAKED, Outcome.HUNG, Outcome.WRONG)
+
+
+_ORDER = list(Outcome)
+
+
+def worst(outcomes: Iterable[Outcome]) -> Outcome:
+    return max(outcomes, key=_ORDER.index, default=Outcome.RIGHT)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a client got: a whole answer, an error, or neither.
+
+    ``answer`` is everything that must be equal: text, finish reason, log probabilities.
+    """
+
+    answer: Any = None
+    code: str = ""
+    broken: str = ""
+    late: bool = False
+    #: Where and how it was computed, as the answer's header says.
+    plan: str = ""
+
+
+def judged(reply: Reply, expected: Any, *, killed: bool) -> tuple[Outcome, str]:
+    """The outcome of one request, and why where it is not right. ``killed``: the machine asked was."""
+    if reply.late:
+        return Outcome.HUNG, "no answer and no error in time"
+    if reply.broken:
+        return (Outcome.GONE if killed else Outcome.WRONG), f"the connection broke: {reply.broken}"
+    if reply.code:
+        typed = reply.code in BY_CODE and reply.code not in _BUGS
+        return (Outcome.TYPED if typed else Outcome.WRONG), reply.code
+    if reply.answer != expected:
+        return Outcome.WRONG, f"got {reply.answer!r}, not {expected!r}"
+    return Outcome.RIGHT, ""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request: whom, what, how; ``after_s`` from the beginning of the try."""
+
+    machine: int
+    model: str
+    prompt: str
+    tokens: int
+    stream: bool
+    after_s: float
+
+    @property
+    def question(self) -> tuple[str, str, int]:
+        """What decides the answer."""
+        return self.model, self.prompt, self.tokens
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault: its kind, when it begins, for how long, and a seed for what else it draws."""
+
+    kind: str
+    begins_s: float
+    lasts_s: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Try:
+    number: int
+    asks: tuple[Ask, ...]
+    faults: tuple[Fault, ...]
+
+
+_WORDS = [
+    "the",
+    "of",
+    "and",
+    "to",
+    "in",
+    "is",
+    "that",
+    "for",
+    "it",
+    "was",
+    "on",
+    "are",
+    "as",
+    "with",
+    "they",
+    "river",
+    "stone",
+    "lamp",
+    "green",
+    "seven",
+]
+_SHORT = ("Name a colour.", "What is 2 + 2?", "Say hello.", "Where is Paris?", "Count to three.")
+
+
+def schedule(seed: int, kinds: Sequence[str], faults: int, machines: int) -> Iterator[Try]:
+    """Tries with at least ``faults`` faults in all, each kind about as often as any other.
+
+    The same for a seed.
+    """
+    draw = random.Random(seed)
+    left, number, bag = faults, 0, list[str]()
+    while left > 0:
+        count = draw.choices((1, 2, 3), (2, 3, 5))[0]
+        begins_s = draw.uniform(0.0, 0.5)
+        chosen: list[Fault] = []
+        for _ in range(count):
+            if not bag:
+                bag = draw.sample(list(kinds), len(kinds))
+            lasts_s = draw.choice((draw.uniform(0.05, 0.5), draw.uniform(0.5, 4.0)))
+            chosen.append(Fault(bag.pop(), begins_s, lasts_s, draw.getrandbits(32)))
+            begins_s += draw.uniform(0.0, 0.5)
+        asks = tuple(_ask(draw, number, place, machines) for place in range(draw.randint(1, 3)))
+        yield Try(number, asks, tuple(chosen))
+        number, left = number + 1, left - count
+
+
+def _ask(draw: random.Random, number: int, place: int, machines: int) -> Ask:
+    machine, stream, after_s = draw.randrange(machines), draw.random() < 0.5, draw.uniform(0.0, 1.0)
+    match draw.choices(("chain", "short", "long"), (5, 5, 2))[0]:
+        case "chain":
+            return Ask(machine, "chain", "<count>", draw.choice((10, 40)), stream, after_s)
+        case "short":
+            return Ask(machine, "small", draw.choice(_SHORT), draw.choice((6, 12)), stream, after_s)
+        case _:
+            # Its beginning is its own, so that no cache has it.
+            words = draw.choices(_WORDS, k=draw.randint(230, 330))
+            return Ask(machine, "small", f"{number}.{place}: {' '.join(words)}", 6, stream, after_s)
+
+
+@dataclass
+class Row:
+    """What came of the faults of one kind; a try with several faults counts for the kind of each."""
+
+    tries: int = 0
+    right: int = 0
+    typed: int = 0
+    gone: int = 0
+    leaked: int = 0
+    hung: int = 0
+    wrong: int = 0
+
+
+@dataclass
+class Tally:
+    """What came of a run, by kind of fault."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    #: What failed: the number of the try, its kinds, the outcome, why.
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    #: How many right answers were computed how: by the kind of plan.
+    plans: dict[str, int] = field(default_factory=dict)
+
+    def add(self, tried: Try, outcome: Outcome, why: str) -> None:
+        kinds = [fault.kind for fault in tried.faults]
+        for kind in kinds:
+            row = self.rows.setdefault(kind, Row())
+            row.tries += 1
+            setattr(row, outcome.value, getattr(row, outcome.value) + 1)
+        if outcome.fails:
+            self.failures.append({"try": tried.number, "kinds": kinds, "outcome": outcome, "why": why})
+
+    @property
+    def total(self) -> Row:
+        """Of all kinds."""
+        found = Row()
+        for row in self.rows.values():
+            for name, value in asdict(row).items():
+                setattr(found, name, getattr(found, name) + value)
+        return found
+
+    @property
+    def exit_code(self) -> int:
+        return 1 if self.failures else 0
+
+    def table(self) -> str:
+        names = list(asdict(Row()))
+        lines = [f"{'fault':<24}" + "".join(f"{name:>8}" for name in names)]
+        for kind, row in [*sorted(self.rows.items()), ("all", self.total)]:
+            lines.append(f"{kind:<24}" + "".join(f"{value:>8}" for value in asdict(row).values()))
+        return "\n".join(lines)
+
+    def as_json(self, **about: Any) -> str:
+        rows: Mapping[str, Any] = {kind: asdict(row) for kind, row in sorted(self.rows.items())}
+        found = {"kinds": rows, "all": asdict(self.total), "plans": self.plans, "failures": self.failures}
+        return json.dumps({**about, **found}, indent=1)

@@ -1,0 +1,147 @@
+"""A database that fails at one statement, at each of them in turn, in every way that SQLite can say."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fleetd.control.prefill_plan import OptionView
+from fleetd.control.prefill_trace import Trace
+from fleetd.engine.protocol import Timings, Usage
+from fleetd.ledger import Ledger, Reservation
+from fleetd.requests.traces import Traces
+from fleetd.store import Store, StoreUnavailable
+
+FAULTS = {
+    "locked": (sqlite3.OperationalError, sqlite3.SQLITE_BUSY),
+    "full": (sqlite3.OperationalError, sqlite3.SQLITE_FULL),
+    "cannot be read or written": (sqlite3.OperationalError, sqlite3.SQLITE_IOERR),
+    "read-only": (sqlite3.OperationalError, sqlite3.SQLITE_READONLY),
+    "out of memory": (MemoryError, None),
+    "damaged": (sqlite3.DatabaseError, sqlite3.SQLITE_CORRUPT),
+}
+WHOLE = {"settled": "settled", "refunded": "refunded", "open": "reserved"}
+AT_S = 1_790_000_000.0
+CHOSEN = OptionView("local", ["this"], 1.0)
+
+
+class Disk:
+    """Counts what is asked of the database, and fails once."""
+
+    def __init__(self, fails_at: int, fault: str) -> None:
+        self.asked = 0
+        self._fails_at = fails_at
+        self._fault = FAULTS[fault]
+
+    def ask(self) -> None:
+        self.asked += 1
+        if self.asked - 1 == self._fails_at:
+            kind, code = self._fault
+            error = kind("injected")
+            if code is not None:
+                error.sqlite_errorcode = code  # type: ignore[attr-defined]
+            raise error
+
+    def connecting(self) -> Callable[..., sqlite3.Connection]:
+        disk, connect = self, sqlite3.connect
+
+        class Failing(sqlite3.Connection):
+            def execute(self, *arguments: Any) -> sqlite3.Cursor:
+                disk.ask()
+                return super().execute(*arguments)
+
+            def executescript(self, *arguments: Any) -> sqlite3.Cursor:
+                disk.ask()
+                return super().executescript(*arguments)
+
+            def __exit__(self, kind: Any, error: Any, trace: Any) -> Any:
+                try:
+                    if kind is None and self.in_transaction:
+                        disk.ask()  # the commit
+                except BaseException:
+                    self.rollback()
+                    raise
+                return super().__exit__(kind, error, trace)
+
+        return lambda *arguments, **options: connect(*arguments, factory=Failing, **options)
+
+
+async def day(path: Path) -> None:
+    """All that a daemon asks of its database; only where it says so may anything be raised."""
+    store = Store(path)
+    ledger, traces = Ledger(store, now=lambda: AT_S), Traces(store)
+
+    def allowed(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except StoreUnavailable:
+            pass
+
+    allowed(ledger.recover)
+    for name in ("settled", "refunded", "open"):
+        row = Reservation(name, "m", "this", "chat", AT_S)
+        await ledger.reserve(row)
+        if name == "settled":
+            ledger.settle(row, Usage(prompt_tokens=1), Timings(), "stop")
+        elif name == "refunded":
+            ledger.refund(row, "engine_died")
+    traces.record(Trace("settled", AT_S, "m", 1, 0, CHOSEN, [], [], "local", "exact", 1.0, 1.0))
+    allowed(lambda: ledger.prune(3))
+    assert len(ledger.usage(1).rows) <= 1
+    assert len(traces.newest(5).traces) <= 1
+    allowed(store.check)
+    await asyncio.to_thread(store.close)
+
+
+@pytest.mark.one_loop
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_database_that_fails_at_any_statement_costs_no_more_than_that(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, fault: str
+) -> None:
+    statement = 0
+    while True:
+        path, disk = tmp_path / f"{statement}.db", Disk(statement, fault)
+        with monkeypatch.context() as patch:
+            patch.setattr(sqlite3, "connect", disk.connecting())
+            await day(path)
+        # The next day is a usual one, on the same file.
+        store = Store(path)
+        await Ledger(store).reserve(Reservation("after", "m", "this", "chat", AT_S))
+        states = store.call(lambda db: dict(db.execute("SELECT request_id, state FROM usage").fetchall()))
+        assert states.pop("after") == "reserved"
+        wrong = [name for name, state in states.items() if state not in (WHOLE[name], "reserved")]
+        assert wrong == []
+        if fault != "damaged":  # then the file is moved aside, and a new one is begun
+            # One write is lost at most: a row, or what closes it, which the next start refunds.
+            assert len(WHOLE.items() - states.items()) <= 1
+        assert store.check() == []
+        store.close()
+        if disk.asked <= statement:
+            assert statement > 20
+            assert states == WHOLE
+            return
+        statement += 1
+
+
+def test_a_damaged_file_that_cannot_be_moved_is_an_unusable_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "fleetd.db"
+    path.write_bytes(b"not a database at all\n" * 100)
+    store = Store(path)
+
+    def refuse(self: Path, target: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", refuse)
+        with pytest.raises(StoreUnavailable, match="Read-only"):
+            Ledger(store).recover()
+    assert Ledger(store).recover() == 0
+    store.close()

@@ -1,0 +1,130 @@
+"""A device that multiplies one row by another kernel than several: its steps are two rows wide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import msgspec
+import pytest
+import speculating
+import tiny_architectures
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from speculating import Run, perfect, right_for
+
+from fleetd.engine.protocol import Sampling, Speculate
+from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
+from fleetd.engine.speculation.speculation import WorkerSpeculation
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+VOCAB = tiny_architectures.VOCAB
+PROMPT = [(7 * i + 3) % VOCAB for i in range(40)]
+PLAN = ProbePlan((31, 100), tuple(range(2, 17)), 4, every=False)
+# Rows from which on products go by a third kernel.
+LIMIT = 10
+
+
+class Device:
+    """Products of one row, of some rows and of many rows differ in their last bits, and in what they take."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.one_row_s, self.some_rows_s = 1e-6, 1.01e-6
+
+    def clock(self) -> float:
+        return self.now
+
+    def product(self, rows: int, out: mx.array) -> mx.array:
+        self.now += self.one_row_s if rows == 1 else self.some_rows_s
+        flipped = 1 if rows == 1 else 2 if rows >= LIMIT else 0
+        return (out.view(mx.uint32) ^ mx.array(flipped, dtype=mx.uint32)).view(mx.float32)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch, cpu_installed: None) -> Device:
+    device, exact = Device(), nn.Linear.__call__
+    monkeypatch.setattr(
+        nn.Linear, "__call__", lambda self, x: device.product(x.size // x.shape[-1], exact(self, x))
+    )
+    return device
+
+
+@pytest.fixture
+def llama() -> Any:
+    return tiny_architectures.tiny("llama", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chain_path: Any) -> Any:
+    return load_tokenizer(chain_path)
+
+
+def ask(model: Any, device: Device, plan: ProbePlan = PLAN) -> ExactnessVerdict:
+    return probe(model, vocab_size=VOCAB, context_tokens=2048, plan=plan, clock=device.clock)
+
+
+def test_steps_are_widened_where_that_is_what_makes_blocks_exact(llama: Any, device: Device) -> None:
+    verdict = ask(llama, device)
+    assert (verdict.rows, verdict.width, verdict.context) == (2, LIMIT - 1, 104)
+    assert verdict.text.startswith(
+        "exact: blocks of up to 9 tokens, contexts of up to 100; single tokens are computed as 2 rows, "
+        "1.01 times as long as one; blocks of 10 tokens give other"
+    )
+
+
+def test_a_device_that_needs_no_second_row_gets_none(llama: Any) -> None:
+    verdict = ask(llama, Device())
+    assert (verdict.rows, verdict.width) == (1, 16)
+
+
+def test_steps_that_would_cost_too_much_stay_one_row_wide(llama: Any, device: Device) -> None:
+    device.some_rows_s = 1.2e-6
+    verdict = ask(llama, device)
+    assert (verdict.rows, verdict.width) == (1, 1)
+    assert verdict.text.startswith("declined: blocks of 2 tokens give other")
+    assert verdict.text.endswith(
+        "two rows wide, a step takes 1.20 times as long as one row at 31 tokens of context"
+    )
+
+
+def test_a_window_cannot_take_the_second_row_back(device: Device) -> None:
+    verdict = ask(tiny_architectures.tiny("gemma3_text"), device, ProbePlan((10,), (2, 4), 4, every=False))
+    assert not verdict.exact
+    assert "two rows" not in verdict.text
+
+
+@pytest.mark.parametrize(
+    ("sampling", "ahead"), [(speculating.GREEDY, False), (Sampling(temperature=0.8, seed=3, top_p=0.9), True)]
+)
+@pytest.mark.usefixtures("device")
+def test_answers_have_the_same_bytes_with_and_without_drafts(
+    llama: Any, tokenizer: Any, sampling: Sampling, *, ahead: bool
+) -> None:
+    """Alone, drafted for, in and out of a batch, and past the context that the verdict holds for."""
+    verdict = ExactnessVerdict(LIMIT - 1, len(PROMPT) + 50, "exact: for the test", {1: 1.0, 9: 1.5}, 2)
+
+    def answered(verdict: ExactnessVerdict, kind: str) -> Run:
+        run = Run(llama, tokenizer, WorkerSpeculation(verdict, VOCAB, "on", computes_ahead=ahead))
+        sources = {"perfect": perfect(whole), "wrong": right_for(whole, 2)}
+        source = [sources[kind]] if kind in sources else []
+        refused = Speculate(enabled=kind in sources)
+        run.submit("r", PROMPT, *source, sampling=sampling, max_tokens=70, top_logprobs=1, speculate=refused)
+        for _ in range(8):
+            run.turn()
+        if kind == "joined":
+            run.submit("b", PROMPT[:9], max_tokens=20, speculate=refused)
+        run.finish()
+        return run
+
+    whole: list[int] = []
+    plain = answered(verdict, "plain")
+    whole = plain.tokens["r"]
+    for kind in ("perfect", "wrong", "joined"):
+        run = answered(verdict, kind)
+        # A source that is right ends sooner: only the figures of the answer's end may differ.
+        assert run.said("r") == plain.said("r"), kind
+        assert (run.finished("r").speculation is not None) == (kind != "joined")
+    narrow = msgspec.structs.replace(verdict, rows=1)
+    whole = answered(narrow, "plain").tokens["r"]
+    assert answered(narrow, "wrong").said("r") != answered(narrow, "plain").said("r")
