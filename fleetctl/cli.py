@@ -25,6 +25,7 @@ VERBS = (
     "doctor",
     "env",
     "join",
+    "launch",
     "models",
     "pair",
     "peers",

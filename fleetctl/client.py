@@ -210,6 +210,8 @@ def daemon_error(value: Any, status: int) -> errors.FleetError:
     code = str(fields.get("code") or "")
     message = str(fields.get("message") or f"The daemon answered HTTP {status}.")
     hint = str(fields.get("hint") or "")
+    if hint:  # the message ends in it
+        message = message.removesuffix(f" {hint}")
     param = fields.get("param")
     if code in errors.BY_CODE:
         return errors.from_code(code, message, hint=hint, param=str(param) if param else None)

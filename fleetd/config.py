@@ -28,6 +28,7 @@ from msgspec import Meta
 from fleetd.compression.policy import MIN_PROMPT_TOKENS, SmartPrefillPolicy
 from fleetd.errors import ConfigError
 from fleetd.limits import GIB, KIB, MEMBERS_CONFIGURED, MIB
+from fleetd.models.model_names import ModelNames
 
 DEFAULT_PORT = 8114
 DEFAULT_PEER_PORT = 8115
@@ -76,10 +77,30 @@ class ModelSettings(msgspec.Struct, frozen=True):
     default: Annotated[
         str, Meta(description="The model of requests that name none (or `default`).", min_length=1)
     ] = "smollm2-135m"
+    large: Annotated[
+        str,
+        Meta(
+            max_length=200,
+            description="The model behind the names of other vendors' larger models, which agents ask for "
+            '(`claude-opus-…`, `gpt-5…`); "" is the default model.',
+        ),
+    ] = ""
+    small: Annotated[
+        str,
+        Meta(
+            max_length=200,
+            description="The same for their smaller models (`claude-haiku-…`, `gpt-5-mini`), which agents "
+            'ask for titles and searches; "" is the default model.',
+        ),
+    ] = ""
     hub_cache: Annotated[
         str,
         Meta(description='Hugging Face cache whose weights are used where they lie; "" is its usual place.'),
     ] = ""
+
+    @property
+    def names(self) -> ModelNames:
+        return ModelNames(self.default, self.large, self.small)
 
 
 class EngineSettings(msgspec.Struct, frozen=True):

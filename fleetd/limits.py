@@ -48,9 +48,11 @@ HTTP_CONNECTIONS_UNAUTHENTICATED = 32
 SSE_KEEPALIVE_S = 4.0
 # Progress comments faster than this only cost the reader time.
 SSE_PROGRESS_S = 0.1
-# How long a streaming request waits for the worker to accept it, so that an early refusal still gets its own
-# HTTP status. Headers must be out within 50 ms of a request.
-HEADERS_GRACE_S = 0.03
+# Objects that only say that an answer is on its way, for clients that do not count comments.
+STREAM_PROGRESS_S = 1.0
+# How long a streaming request waits for a loaded worker to accept it, so that an early refusal still gets its
+# own HTTP status: a prompt is rendered and tokenized before its length is known.
+HEADERS_GRACE_S = 1.0
 # The same for the plan, which a slow disk may hold up: it is known after LEDGER_WAIT_S at the latest.
 HEADERS_PLAN_S = 0.5
 
@@ -538,6 +540,8 @@ CLIENT_CALL_S = 10.0
 CLIENT_STREAM_STALL_S = 60.0
 # Hashing or reading every byte of the largest model from a slow disk.
 CLIENT_LONG_CALL_S = ENGINE_LOAD_S + 60.0
+# How long a launched agent waits for one answer: a prefill may take 20 minutes, and others go first.
+AGENT_TIMEOUT_S = 3600.0
 
 # ---- Models on disk and on their way ---------------------------------------------------------------------
 MODEL_CONFIG_BYTES = 4 * MIB

@@ -11,17 +11,20 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Sequence
+from http import HTTPStatus
 
 from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from fleetd import limits
 from fleetd.api import auth, body, failures
-from fleetd.api.context import DEFAULT_DIALECT, REQUEST_ID, ROUTES, SERVICES, dialect_of, is_gone
+from fleetd.api.anthropic.dialect import ANTHROPIC
+from fleetd.api.context import DIALECTS, REQUEST_ID, ROUTES, SERVICES, dialect_of, is_gone
 from fleetd.api.deadlines import make_runner
 from fleetd.api.openai.dialect import OPENAI
 from fleetd.api.route_entry import Route
 from fleetd.api.routes import ALL_ROUTES
+from fleetd.api.served_paths import advice
 from fleetd.api.services import Services
 from fleetd.errors import FleetError
 
@@ -34,13 +37,20 @@ def build_app(services: Services, routes: Sequence[Route] = ALL_ROUTES) -> web.A
     """The application; serve it with ``make_runner``."""
     app = web.Application(middlewares=[_errors, auth.guard], client_max_size=limits.HTTP_BODY_BYTES)
     app[SERVICES] = services
-    app[DEFAULT_DIALECT] = OPENAI
+    app[DIALECTS] = (OPENAI, ANTHROPIC)
     app[ROUTES] = {
-        app.router.add_route(route.method, route.path, route.handler, expect_handler=body.expect): route
+        app.router.add_route(method, path, route.handler, expect_handler=body.expect): route
         for route in routes
+        for method in _methods(route)
+        for path in dict.fromkeys((route.path, route.path.rstrip("/") + "/"))
     }
     app.on_response_prepare.append(_on_prepare)
     return app
+
+
+def _methods(route: Route) -> Sequence[str]:
+    # aiohttp leaves the body of an answer to HEAD out.
+    return (hdrs.METH_GET, hdrs.METH_HEAD) if route.method == hdrs.METH_GET else (route.method,)
 
 
 @web.middleware
@@ -59,8 +69,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         answer.headers[hdrs.ALLOW] = ", ".join(sorted(exc.allowed_methods))
         return answer
     except web.HTTPException as exc:
-        message = "There is nothing at this address." if exc.status == 404 else exc.reason
-        return failures.response(failures.HttpFailure(exc.status, f"{message}"), dialect)
+        message, hint = f"{exc.reason}", ""
+        if exc.status == HTTPStatus.NOT_FOUND:
+            message = f"There is nothing at {request.method} {request.path[:200]}."
+            hint = advice(request.path, [route.path for route in request.app[ROUTES].values()])
+        return failures.response(failures.HttpFailure(exc.status, message, hint), dialect)
     except Exception as exc:  # the request's boundary
         if isinstance(exc, ConnectionError) and is_gone(request):
             raise  # the client has left

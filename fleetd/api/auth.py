@@ -43,7 +43,8 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
             made.authenticated()
         if request.path.startswith(CONTROL_PREFIX):
             raise NotFound("The control API is served on the Unix socket only.", hint="Use fleetctl.")
-        _check_content_type(request)
+        if request.match_info.http_exception is None:  # a wrong address is what there is to say first
+            _check_content_type(request)
     return await handler(request)
 
 
@@ -99,7 +100,9 @@ def _check_token(request: web.Request, services: Services) -> None:
     if not services.token:
         return
     scheme, _, credentials = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
-    given = credentials.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+    given = credentials.strip() if scheme.lower() == "bearer" else ""
+    # Anthropic's clients, then Azure's.
+    given = given or request.headers.get("x-api-key", "") or request.headers.get("api-key", "")
     if not hmac.compare_digest(given.encode("utf-8", "surrogateescape"), services.token.encode()):
         services.metrics.auth_failure("token")
         what = "The token is wrong." if given else "A token is needed: Authorization: Bearer TOKEN."

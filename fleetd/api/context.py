@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from aiohttp import web
 
 from fleetd.api.dialect import Dialect
@@ -10,14 +12,18 @@ from fleetd.api.services import Services
 
 SERVICES: web.AppKey[Services] = web.AppKey("services", Services)
 ROUTES: web.AppKey[dict[web.AbstractRoute, Route]] = web.AppKey("routes", dict)
-DEFAULT_DIALECT: web.AppKey[Dialect] = web.AppKey("default_dialect", Dialect)
+# The first one is for clients that do not say which they speak.
+DIALECTS: web.AppKey[Sequence[Dialect]] = web.AppKey("dialects", Sequence)
 REQUEST_ID: web.RequestKey[str] = web.RequestKey("request_id", str)
 
 
 def dialect_of(request: web.Request) -> Dialect:
-    """The dialect of the matched route; the default one where no route matches."""
+    """The dialect of the matched route; the client's own where routes are shared, or none matches."""
     route = request.app[ROUTES].get(request.match_info.route)
-    return route.dialect if route is not None else request.app[DEFAULT_DIALECT]
+    if route is not None and not route.shared:
+        return route.dialect
+    known = request.app[DIALECTS]
+    return next((dialect for dialect in known if dialect.asked_by(request.headers)), known[0])
 
 
 def is_open(request: web.Request) -> bool:

@@ -20,7 +20,7 @@ from aiohttp import web
 
 from fleetd import limits
 from fleetd.api import failures
-from fleetd.api.context import DEFAULT_DIALECT
+from fleetd.api.context import DIALECTS
 from fleetd.api.dialect import Dialect
 from fleetd.descriptors import UNSCALED, ConnectionCaps
 from fleetd.errors import BadRequest, FleetError
@@ -190,7 +190,7 @@ class BoundedRunner(web.AppRunner):
         return BoundedServer(
             await super()._make_server(),
             trusted=self._trusted,
-            dialect=self.app[DEFAULT_DIALECT],
+            dialect=self.app[DIALECTS][0],
             caps=self._caps,
             access_log=None,
             keepalive_timeout=limits.HTTP_KEEPALIVE_IDLE_S,

@@ -112,6 +112,11 @@ class Dialect(ABC):
         """Headers of every answer."""
         return {"X-Request-Id": request_id}
 
+    def asked_by(self, headers: Mapping[str, str]) -> bool:
+        """True if only clients of this dialect send such headers: at addresses that several dialects share,
+        and where there is nothing, they are answered in it."""
+        return False
+
     @abstractmethod
     def stream(self) -> StreamFormat:
         """A format for one new stream."""

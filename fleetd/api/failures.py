@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 class HttpFailure(FleetError):
     """A refusal by the HTTP library itself: no such route, or a wrong method."""
 
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
+    def __init__(self, status: int, message: str, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
         phrase = HTTPStatus(status).phrase
         self.code = phrase.lower().replace(" ", "_").replace("-", "_")  # type: ignore[misc]
         self.status = status  # type: ignore[misc]

@@ -3,9 +3,10 @@
 An endpoint brings a ``Streamer`` or a ``Collector``, which turns events into its objects; the dialect of the
 route turns objects into bytes.
 
-A streamed request waits ``limits.HEADERS_GRACE_S`` for a first event, so that an early refusal (unknown
-model, prompt too long) gets its own status. After that the headers go out, and a failure is a frame. The
-headers name the plan as it stands then; if the job moves to another machine later, a comment says so.
+A streamed request waits up to ``limits.HEADERS_GRACE_S`` for a first event, which comes at once from a model
+that is loaded or that has to be: so an early refusal (unknown model, prompt too long) gets its own status.
+After that the headers go out, and a failure is a frame. The headers name the plan as it stands then; if the
+job moves to another machine later, a comment says so.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 from urllib.parse import quote
 
 import msgspec
@@ -28,28 +28,12 @@ from fleetd.api.context import SERVICES
 from fleetd.api.deadlines import is_trusted
 from fleetd.api.http_stream import HttpStream
 from fleetd.api.progress_comments import ProgressComments
+from fleetd.api.streamer import Collector, Streamer
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.smart_prefill_result import SmartPrefillResult
-from fleetd.engine.protocol import Event, Generate, Loading
+from fleetd.engine.protocol import Accepted, Event, Generate, Loading
+from fleetd.errors import EngineError
 from fleetd.requests.job import Job, Origin, Planned
-
-
-class Streamer(Protocol):
-    """Makes the objects of a stream. ``feed`` raises FleetError for an answer that was cut short."""
-
-    def feed(self, index: int, event: Planned | Event) -> Sequence[msgspec.Struct]:
-        """The objects that one event of one choice adds."""
-
-    def closing(self) -> Sequence[msgspec.Struct]:
-        """The objects after the last event of all choices."""
-
-
-class Collector(Protocol):
-    """Folds events into one whole answer."""
-
-    def feed(self, index: int, event: Planned | Event) -> None: ...
-    def whole(self) -> msgspec.Struct:
-        """The answer, once every choice has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +129,15 @@ async def whole(request: web.Request, work: GenerationRequest, collector: Collec
     return json_answer(collector.whole(), headers=plans.headers(work))
 
 
+async def prompt_tokens(request: web.Request, work: GenerationRequest) -> int:
+    """The length of a prompt that is only counted. Raises FleetError."""
+    async with _choices(request, work) as choices:
+        while (item := await choices.next(None)) is not None:
+            if isinstance(item[1], Accepted):
+                return item[1].prompt_tokens
+    raise EngineError("The engine did not count the prompt.", hint="Try again.")
+
+
 async def stream(request: web.Request, work: GenerationRequest, streamer: Streamer) -> web.StreamResponse:
     """Answer with a stream of objects. Raises FleetError only while the headers have not gone out."""
     async with _choices(request, work) as choices:
@@ -153,7 +146,7 @@ async def stream(request: web.Request, work: GenerationRequest, streamer: Stream
         out = HttpStream(request, plans.headers(work))
         sender = _Sender(out, streamer, plans)
         await sender.open(first)
-        return await out.finish(sender.relay(first, choices))
+        return await out.finish(sender.relay(first, choices), streamer.failure)
 
 
 Item = tuple[int, Loading | Event] | None
@@ -190,7 +183,7 @@ class _Sender:
         self._plans = plans
         self._streamer = streamer
         self._progress = ProgressComments()
-        self._sent_s = 0.0
+        self._sent_s = self._object_s = 0.0
         self._smart = plans.smart
 
     async def open(self, first: Item) -> None:
@@ -200,8 +193,9 @@ class _Sender:
         self._sent_s = time.monotonic()
 
     async def relay(self, first: Item, choices: Choices) -> None:
-        if first is not None:
-            await self._chunks(first)
+        # An opening may tell what the first event has told.
+        objects = self._objects(first) if first is not None else ()
+        await self._send([*self._streamer.opening(), *self._streamer.progress(), *objects])
         while True:
             try:
                 item = await choices.next(max(0.0, self._sent_s + limits.SSE_KEEPALIVE_S - time.monotonic()))
@@ -222,21 +216,23 @@ class _Sender:
                 continue
             if self._progress.feed(index, event) and time.monotonic() - self._sent_s >= limits.SSE_PROGRESS_S:
                 await self._comment()
-            await self._chunks((index, event))
-        for chunk in self._streamer.closing():
-            await self._out.send(chunk)
+            await self._send(self._objects((index, event)))
+        await self._send(self._streamer.closing())
 
     async def _comment(self) -> None:
         await self._say(self._progress.comment())
+        if time.monotonic() - self._object_s >= limits.STREAM_PROGRESS_S:
+            await self._send(self._streamer.progress())
 
     async def _say(self, comment: str) -> None:
         await self._out.comment(" ".join(comment.split()))
         self._sent_s = time.monotonic()
 
-    async def _chunks(self, item: tuple[int, Loading | Event]) -> None:
+    def _objects(self, item: tuple[int, Loading | Event]) -> Sequence[msgspec.Struct]:
         index, event = item
-        if isinstance(event, Loading):
-            return
-        for chunk in self._streamer.feed(index, event):
-            await self._out.send(chunk)
-            self._sent_s = time.monotonic()
+        return () if isinstance(event, Loading) else self._streamer.feed(index, event)
+
+    async def _send(self, objects: Sequence[msgspec.Struct]) -> None:
+        for each in objects:
+            await self._out.send(each)
+            self._sent_s = self._object_s = time.monotonic()

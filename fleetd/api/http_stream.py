@@ -8,7 +8,7 @@ A stream ends in one of two ways, and a client can tell them apart:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 
 from aiohttp import web
 
@@ -49,8 +49,12 @@ class HttpStream:
         """Send one frame."""
         await self._write(self._format.frame(item))
 
-    async def finish(self, sending: Awaitable[None]) -> web.StreamResponse:
+    async def finish(
+        self, sending: Awaitable[None], failure: Callable[[FleetError], object | None] = lambda error: None
+    ) -> web.StreamResponse:
         """Await ``sending``, which sends the frames, then end the stream: complete, or with its error.
+
+        ``failure`` makes the last object of a stream that failed; None is the dialect's own.
 
         Raises:
             ConnectionError: the client has left.
@@ -58,19 +62,20 @@ class HttpStream:
         try:
             await sending
         except FleetError as exc:
-            await self._fail(exc)
+            await self._fail(exc, failure)
         except Exception as exc:  # the request's boundary, when its status is already out
             if isinstance(exc, ConnectionError) and is_gone(self._request):
                 raise
-            await self._fail(failures.unexpected(exc, self._request[REQUEST_ID]))
+            await self._fail(failures.unexpected(exc, self._request[REQUEST_ID]), failure)
         else:
             await self._write(self._format.end())
             await self._bounded(self._response.write_eof())
         return self._response
 
-    async def _fail(self, error: FleetError) -> None:
+    async def _fail(self, error: FleetError, failure: Callable[[FleetError], object | None]) -> None:
         self._response.force_close()
-        await self._write(self._format.error(error))
+        item = failure(error)
+        await self._write(self._format.error(error) if item is None else self._format.frame(item))
         await self._bounded(self._response.write_eof())
 
     async def _write(self, data: bytes) -> None:

@@ -37,9 +37,10 @@ class Route:
         name: the operation's id on the OpenAPI page; "" leaves the route off the page.
         body: the type of the request's body; None if it takes none.
         reply: the type of the answer, or a schema per media type where it is not a struct.
-        item: the type of each object in a stream; None if the route never streams.
+        item: the type of each object in a stream, or their union; None if the route never streams.
         statuses: those besides 200 and the ones of every route (openapi.py).
         open: needs no token.
+        shared: clients of other dialects call here too, and are answered in theirs.
     """
 
     method: str
@@ -50,9 +51,10 @@ class Route:
     summary: str = ""
     body: type | None = None
     reply: type | Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    item: type | None = None
+    item: Any = None
     statuses: Mapping[int, RouteStatus] = field(default_factory=dict)
     open: bool = False
+    shared: bool = False
 
     @property
     def template(self) -> str:

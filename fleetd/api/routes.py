@@ -10,6 +10,10 @@ from functools import partial
 from aiohttp import hdrs
 
 from fleetd.api import compress, health, openapi
+from fleetd.api.anthropic import handlers as messages
+from fleetd.api.anthropic.bodies import CountBody, MessagesBody
+from fleetd.api.anthropic.dialect import ANTHROPIC
+from fleetd.api.anthropic.objects import MessageEvent, MessageReply, TokenCount
 from fleetd.api.control import daemon, peers, plan
 from fleetd.api.openai import bodies, handlers, models, objects
 from fleetd.api.openai.dialect import CONTROL, OPENAI
@@ -28,6 +32,7 @@ _ENGINE = {
     504: RouteStatus("The engine stalled."),
     507: RouteStatus("The disk is full."),
 }
+_BUSY = {529: RouteStatus("The queue is full, the memory short, or the daemon stopping; see Retry-After.")}
 _NOT_NOW = {503: RouteStatus("Not now, and why.", objects.Health)}
 _METRICS = {
     "text/plain": {"schema": {"type": "string"}},
@@ -71,13 +76,35 @@ PUBLIC: tuple[Route, ...] = (
         reply=Compression,
         statuses={**_BODY, **_MODEL, **_ENGINE},
     ),
+    _post(
+        "/v1/messages",
+        messages.messages,
+        ANTHROPIC,
+        name="message",
+        summary="Generate, as Anthropic's clients ask; `stream` asks for events.",
+        body=MessagesBody,
+        reply=MessageReply,
+        item=MessageEvent,
+        statuses={**_BODY, **_MODEL, **_ENGINE, **_BUSY},
+    ),
+    _post(
+        "/v1/messages/count_tokens",
+        messages.count_tokens,
+        ANTHROPIC,
+        name="countTokens",
+        summary="How many tokens a prompt has.",
+        body=CountBody,
+        reply=TokenCount,
+        statuses={**_BODY, **_MODEL, **_ENGINE, **_BUSY},
+    ),
     _get(
         "/v1/models",
         models.index,
         OPENAI,
         name="listModels",
-        summary="Models of all machines of the fleet.",
+        summary="Models of all machines of the fleet; in Anthropic's form with an anthropic-version header.",
         reply=objects.ModelList,
+        shared=True,
     ),
     _get(
         "/v1/models/{id:.+}",
@@ -87,7 +114,9 @@ PUBLIC: tuple[Route, ...] = (
         summary="One model.",
         reply=objects.ModelObject,
         statuses=_MODEL,
+        shared=True,
     ),
+    _get("/", health.live, OPENAI, open=True, shared=True),
     _get(
         "/health",
         health.ready,

@@ -15,6 +15,7 @@ from fleetd.fleet import Fleet
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.models.catalog import CatalogEntry
+from fleetd.models.model_names import ModelNames
 from fleetd.models.model_store import ModelStore
 from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.requests.runner import Runner
@@ -31,6 +32,7 @@ class Services:
         pull: starts or joins the download of a model and yields its progress.
         status: the body of ``/fleet/v1/status``; ``/health`` reads it too.
         verify: ``fleetd.models.verify.verify(path, full=bool)``.
+        names: the models of requests that name none, or name one by an alias.
         token: what TCP clients must show; "" turns the check off.
         hosts: Host values accepted besides 127.0.0.1, localhost and [::1] at the port of the connection.
         origins: web origins that may call from a browser. Without any there are no CORS headers.
@@ -50,7 +52,7 @@ class Services:
     verify: Callable[..., None]
     token: str
     version: str
-    default_model: str
+    names: ModelNames
     plan: Callable[[PlanQuestion], Awaitable[PlanView]]
     catalog: Sequence[CatalogEntry] = ()
     hosts: frozenset[str] = field(default_factory=frozenset)

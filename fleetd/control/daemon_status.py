@@ -166,13 +166,16 @@ class RequestCounts(msgspec.Struct, frozen=True):
 
 
 class ClientSettings(msgspec.Struct, frozen=True):
-    """The body of GET /fleet/v1/env: what an OpenAI client on this machine needs.
+    """The body of GET /fleet/v1/env: what a client on this machine needs.
 
-    ``base_url`` is None where the daemon listens on its socket alone.
+    ``base_url`` is OpenAI's, and None where the daemon listens on its socket alone. ``large`` and ``small``:
+    the models behind other vendors' names.
     """
 
     base_url: str | None = None
     api_key: str = ""
+    large: str = ""
+    small: str = ""
 
 
 class PowerView(msgspec.Struct, frozen=True):

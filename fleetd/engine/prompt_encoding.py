@@ -19,7 +19,7 @@ from fleetd.engine.sparse_prefill.kept_tokens import (
     gaps_of,
     kept_tokens,
 )
-from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
+from fleetd.errors import BadRequest, ContextLengthExceeded, InvalidValue, UnsupportedParameter
 
 # What a publisher's template raises where it meets what its author did not think of.
 _TEMPLATE_ERRORS = (
@@ -88,6 +88,20 @@ def prepare(request: Generate, tokenizer: Any, vocab_size: int) -> PreparedPromp
     if not prepared.tokens:
         raise BadRequest("The prompt is empty.", hint="Send at least one token.", param="prompt")
     return prepared
+
+
+def check_length(prepared: PreparedPrompt, context_tokens: int) -> None:
+    """Raises ContextLengthExceeded for a prompt that leaves no room for an answer."""
+    request, n = prepared.request, len(prepared.tokens)
+    scoring = request.echo and request.max_tokens == 0
+    if n + (0 if scoring else 1) > context_tokens:
+        raise ContextLengthExceeded(
+            # Claude Code compacts a conversation at the first sentence; litellm knows the second.
+            f"The prompt is too long: {n} tokens > {context_tokens} maximum. "
+            f"This model's maximum context length is {context_tokens} tokens.",
+            hint="Shorten the prompt or choose a model with a longer context.",
+            param="messages",
+        )
 
 
 def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedPrompt:

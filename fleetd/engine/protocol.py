@@ -133,6 +133,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
     ``shared``: once it is Accepted, the prompt waits for PrefillShared or PrefillAlone.
     ``keep``: prefill only this of it, where the worker can.
+    ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
@@ -146,6 +147,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     keep: Keep | None = None
     # None: as the settings have it.
     speculate: Speculate | None = None
+    count_only: bool = False
 
 
 class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):

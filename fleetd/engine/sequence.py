@@ -15,12 +15,11 @@ from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.output_text import AnswerText
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, Hit
-from fleetd.engine.prompt_encoding import PreparedPrompt
+from fleetd.engine.prompt_encoding import PreparedPrompt, check_length
 from fleetd.engine.protocol import ChatPrompt, Finished, FinishReason, PrefillShared, Timings, Usage
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller
-from fleetd.errors import ContextLengthExceeded
 
 
 @dataclass(slots=True)
@@ -127,13 +126,7 @@ def new_sequence(
         ContextLengthExceeded, OutOfMemory: it would not fit even with nothing else running.
     """
     request, n = prepared.request, len(prepared.tokens)
-    scoring = request.echo and request.max_tokens == 0
-    if n + (0 if scoring else 1) > context_tokens:
-        raise ContextLengthExceeded(
-            f"The prompt has {n} tokens; this model's context holds {context_tokens}.",
-            hint="Shorten the prompt or choose a model with a longer context.",
-            param="messages",
-        )
+    check_length(prepared, context_tokens)
     kept, dense_reason = _kept(prepared, sparse)
     slots = n if kept is None else len(kept)
     wanted = context_tokens if request.max_tokens is None else request.max_tokens

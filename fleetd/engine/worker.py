@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
@@ -190,15 +190,19 @@ class Front:
         except (Exception, SystemExit) as error:
             failure = failed(request.id, error, "The prompt could not be prepared")
             self._link.send(failure)
+        counts = isinstance(request, Generate) and request.count_only
         with self._lock:
             cancelled = self._preparing.pop(request.id)
-            if outcome is not None and not cancelled:
+            if outcome is not None and not cancelled and not counts:
                 self._compute.tell(outcome)
         if cancelled and failure is None:
             self._link.send(protocol.Finished(request.id, "cancelled"))
+        elif counts and outcome is not None:
+            self._link.send(protocol.Accepted(request.id, len(cast("PreparedPrompt", outcome).tokens)))
+            self._link.send(protocol.Finished(request.id, "stop"))
 
     def _prepared(self, request: Generate | Score) -> PreparedPrompt | ScoringLayout:
-        from fleetd.engine.prompt_encoding import prepare
+        from fleetd.engine.prompt_encoding import check_length, prepare
         from fleetd.engine.scoring.scoring_layout import lay_out
 
         if self._loaded is None:
@@ -211,7 +215,11 @@ class Front:
         # Meanwhile the compute thread may fill what the model has for keys and values.
         meanwhile = facts.kv_budget_bytes + WORKING_BYTES
         with address_space.at_most(meanwhile + limits.RENDER_BYTES, facts.device):
-            return prepare(request, self._loaded.tokenizer, facts.vocab_size)
+            prepared = prepare(request, self._loaded.tokenizer, facts.vocab_size)
+        if not request.count_only:
+            # Here and not first where it is scheduled: that waits for the step under way.
+            check_length(prepared, facts.context_tokens)
+        return prepared
 
 
 def main() -> int:

@@ -41,6 +41,7 @@ from fleetd.errors import (
 )
 from fleetd.ledger import Ledger, Reservation
 from fleetd.models.catalog import check_served
+from fleetd.models.model_names import ModelNames
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -73,6 +74,7 @@ class Runner:
     """All requests of one daemon.
 
     Args:
+        names: what names that are no model's stand for.
         embedded: model reference → its canonical name if it is one that travels with fleetd; these, and only
             these, are fetched by a request itself.
         source: where downloads come from; ``models`` itself if not given.
@@ -92,7 +94,7 @@ class Runner:
         models: ModelStore,
         ledger: Ledger,
         metrics: MetricsPort,
-        default_model: str,
+        names: ModelNames,
         embedded: Callable[[str], str | None],
         source: ModelSource | None = None,
         placing: Placer | None = None,
@@ -110,7 +112,7 @@ class Runner:
         self._models = models
         self._ledger = ledger
         self._metrics = metrics
-        self._default_model = default_model
+        self._names = names
         self._embedded = embedded
         self._placing = placing
         self._smart = smart
@@ -373,11 +375,15 @@ class Runner:
 
         Raises ModelUnsupported, ModelCorrupt, InvalidValue.
         """
-        ref = self._default_model if named in ("", "default") else named
+        ref = self._names.named(named)
         check_served(ref)
         try:
             folder = self._models.resolve(ref)
         except ModelNotFound as error:
+            real = self._names.alias(ref)
+            # What an alias stands for is not looked up as an alias again: settings could name a circle.
+            if real is not None and self._names.alias(real) is None:
+                return self.locate(real, digest)
             if (name := self._embedded(ref)) is not None:
                 return LocatedModel(ref, name, None, can_pull=True, missing=error)
             missing = error

@@ -30,6 +30,7 @@ from fleetd.control.usage_report import UsageReport, UsageRow, UsageTotals
 from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
 from fleetd.hardware.memory import MemoryReading, budget
+from fleetd.models.model_names import ModelNames
 from fleetd.requests.job import LOCAL, Job, Planned
 
 TOKEN = "fleet-test-token"
@@ -60,6 +61,9 @@ def speak(job: Job) -> Iterable[Step]:
     r = job.request
     total = prompt_tokens(r)
     yield p.Accepted(r.id, total)
+    if r.count_only:
+        yield p.Finished(r.id, "stop")
+        return
     yield p.Prefill(r.id, total, total, cached=1)
     yield p.Prefill(r.id, total, total)
     usage = p.Usage(total, 1, 0, 0)
@@ -349,7 +353,7 @@ def services(runner: Any = None, **changes: Any) -> Services:
         verify=lambda path, full=False: None,
         token=TOKEN,
         version="0.1.0",
-        default_model=MODEL,
+        names=ModelNames(MODEL),
         plan=no_plan,
         compressing=FakeCompressing(),
     )
@@ -476,8 +480,10 @@ class Target:
 
 def scripts(job: Job) -> list[Step]:
     """A word in the prompt asks for what a healthy model would not do."""
-    text = str(job.request.prompt)
+    text = str(getattr(job.request.prompt, "messages", job.request.prompt))
     start: list[Step] = [p.Accepted(job.request.id, 3), p.Delta(job.request.id, "half")]
+    if job.model == "no-such-model-here":
+        return [ModelNotFound("No such model.")]
     if "too long" in text:
         return [errors.ContextLengthExceeded("9000 tokens do not fit 8192.", param="messages")]
     if "busy" in text:

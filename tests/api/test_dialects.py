@@ -23,6 +23,7 @@ from fleetd.api.dialect import Dialect, ServerSentEvents, StreamFormat
 from fleetd.api.openapi import document
 from fleetd.api.route_entry import Route
 from fleetd.api.routes import ALL_ROUTES
+from fleetd.api.streamer import Collector, Streamer
 from fleetd.engine import protocol as p
 from fleetd.requests.job import Job, Planned
 
@@ -95,7 +96,7 @@ class EventsDialect(LinesDialect):
         return ServerSentEvents(self.error, event=lambda item: str(item.kind))  # type: ignore[attr-defined]
 
 
-class Talk:
+class Talk(Streamer, Collector):
     """Streamer and Collector of the new endpoint."""
 
     def __init__(self) -> None:
@@ -112,9 +113,6 @@ class Talk:
                 return [Last(event.reason, event.usage.completion_tokens)]
             case _:
                 return []
-
-    def closing(self) -> list[msgspec.Struct]:
-        return []
 
     def whole(self) -> Said:
         return Said(self._text, self._reason)

@@ -22,6 +22,7 @@ CHAT = "/v1/chat/completions"
 def silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """That the client is gone has to be noticed by itself, not because something could not be sent to it."""
     monkeypatch.setattr(limits, "SSE_KEEPALIVE_S", 100.0)
+    monkeypatch.setattr(limits, "HEADERS_GRACE_S", 0.03)
 
 
 def request(site: Site, *, stream: bool, n: int = 1) -> bytes:

@@ -194,7 +194,8 @@ async def test_usage(daemon: Daemon, days: str, expected: int) -> None:
 )
 async def test_env(daemon: Daemon, http: HttpAddress | None, url: str | None) -> None:
     daemon.status = status(http=http)
-    assert await daemon.get("/fleet/v1/env") == {"base_url": url, "api_key": TOKEN}
+    settings = {"base_url": url, "api_key": TOKEN, "large": MODEL, "small": MODEL}
+    assert await daemon.get("/fleet/v1/env") == settings
 
 
 async def test_one_application_serves_both_sites_and_trusts_only_the_socket(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ async def test_an_early_refusal_keeps_its_status_even_when_streaming(
         assert response.headers["Content-Type"].startswith("application/json")
         given = (await response.json())["error"]
         assert given["code"] == code
-        assert (given["message"], given["hint"], given["param"]) == (error.message, error.hint, error.param)
+        assert (given["message"], given["hint"], given["param"]) == (str(error), error.hint, error.param)
         retry = error.retry_after_s
         assert response.headers.get("Retry-After") == (
             None if retry is None else "3" if retry == 2.5 else "1"
@@ -269,6 +269,7 @@ async def test_headers_and_a_comment_come_at_once_and_comments_keep_coming(
     site: Site, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "SSE_KEEPALIVE_S", 0.05)
+    monkeypatch.setattr(limits, "HEADERS_GRACE_S", 0.03)
     queued, prefilling = asyncio.Event(), asyncio.Event()
 
     def script(job: Job) -> Iterable[Step]:

@@ -74,6 +74,8 @@ async def test_models_in_openais_shape() -> None:
             "object": "model",
             "created": 1_700_000_000,
             "owned_by": "fleetd",
+            "context_length": 8192,
+            "max_model_len": 8192,
             "fleet": {
                 "source": "embedded",
                 "architecture": "llama",

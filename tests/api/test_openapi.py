@@ -36,8 +36,8 @@ OPERATIONS: dict[str, Any] = {
     operation.label: operation
     for operation in (result.ok() for result in SCHEMA.get_all_operations())  # type: ignore[union-attr]
 }
-# The two that take a body have almost all the ways to go wrong.
-WEIGHTS = {"POST /v1/chat/completions": 0.4, "POST /v1/completions": 0.3}
+# Those that generate have almost all the ways to go wrong.
+WEIGHTS = {"POST /v1/chat/completions": 0.4, "POST /v1/completions": 0.3, "POST /v1/messages": 0.05}
 LONG_CASES = int(os.environ.get("FLEETD_API_CASES", "2000"))
 
 

@@ -83,7 +83,7 @@ async def test_pairing_that_fails_ends_with_the_reason(
     assert last["error"] == {
         "code": "pairing_closed",
         "hint": "Start again.",
-        "message": "Three wrong codes.",
+        "message": "Three wrong codes. Start again.",
         "param": None,
         "type": "permission_error",
     }

@@ -16,6 +16,11 @@ from fleetd.requests.job import LOCAL, Job, Planned
 REMOTE = Planned("remote", ("studio",), "plan")
 
 
+@pytest.fixture(autouse=True)
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HEADERS_GRACE_S", 0.03)
+
+
 class Planner:
     """Says its plans, each after a wait, then answers."""
 
@@ -50,7 +55,7 @@ async def test_a_plan_that_takes_longer_than_the_headers_grace_is_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(limits, "HEADERS_PLAN_S", 20.0)
-    plan, exactness, _ = await asked(Planner((3 * limits.HEADERS_GRACE_S, REMOTE)), stream=True)
+    plan, exactness, _ = await asked(Planner((0.09, REMOTE)), stream=True)
     assert (plan, exactness) == ("remote; nodes=studio", "plan")
 
 

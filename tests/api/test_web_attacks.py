@@ -211,7 +211,7 @@ async def test_both_ways_to_show_the_token_work(site: Site, headers: dict[str, s
 
 
 async def test_only_liveness_is_open(site: Site) -> None:
-    for path in ("/health/live", "/live"):
+    for path in ("/health/live", "/live", "/"):
         assert (await ask(site, {}, method="GET", path=path))[0] == 200
     for path in ("/health", "/ready", "/health/ready", "/nowhere", "/health/live/", "/LIVE", "/live/x"):
         assert (await ask(site, {}, method="GET", path=path))[0] == 401

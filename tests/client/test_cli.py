@@ -51,8 +51,8 @@ def test_help_lists_verbs_and_exit_codes(run: Run) -> None:
 
 def test_only_verbs_that_work_exist() -> None:
     assert set(VERBS) == {
-        "chat", "compress", "doctor", "env", "join", "models", "pair", "peers", "plan", "service", "status",
-        "trace", "unpair", "usage",
+        "chat", "compress", "doctor", "env", "join", "launch", "models", "pair", "peers", "plan", "service",
+        "status", "trace", "unpair", "usage",
     }  # fmt: skip
 
 
@@ -434,6 +434,13 @@ def test_env_survives_eval(daemon: FakeDaemon, run: Run, env: dict[str, str]) ->
     ).stdout
     assert evaluated == f"http://127.0.0.1:8114/v1|{key}"
     assert json.loads(run("env", "--json", home=daemon.home).stdout)["api_key"] == key
+
+
+def test_env_for_anthropics_clients(daemon: FakeDaemon, run: Run) -> None:
+    daemon.on("GET", "/fleet/v1/env", Reply({"base_url": "http://127.0.0.1:8114/v1", "api_key": "k"}))
+    assert run("env", "--anthropic", home=daemon.home).stdout == (
+        "export ANTHROPIC_BASE_URL=http://127.0.0.1:8114\nexport ANTHROPIC_AUTH_TOKEN=k\n"
+    )
 
 
 def test_env_without_http(daemon: FakeDaemon, run: Run) -> None:

@@ -65,6 +65,20 @@ async def test_answers_and_counts(pool: EnginePool, chain: ModelFolder) -> None:
 
 
 @pytest.mark.one_loop
+async def test_a_prompt_that_is_only_counted_is_not_read(pool: EnginePool, chain: ModelFolder) -> None:
+    for text in ("<hello>", "x" * 5000):  # longer than the context
+        asked = msgspec.structs.replace(ask(text), count_only=True, max_tokens=0)
+        answer = await run(pool, chain, asked)
+        accepted, finished = [event for event in answer.events if not isinstance(event, Loading)]
+        assert (finished, type(accepted)) == (answer.finished, Accepted)
+        # The marker is one token.
+        counted = len("user: ") + (1 if text == "<hello>" else len(text))
+        assert isinstance(accepted, Accepted)
+        assert accepted.prompt_tokens == counted
+        assert answer.finished.usage.prompt_tokens == 0
+
+
+@pytest.mark.one_loop
 async def test_never_splits_a_code_point(pool: EnginePool, chain: ModelFolder) -> None:
     answer = await run(pool, chain, ask("<utf8>"))
     assert answer.text == "aé€😀z"

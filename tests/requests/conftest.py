@@ -10,6 +10,7 @@ from fakes import FakeModels, FakePool
 
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
+from fleetd.models.model_names import ModelNames
 from fleetd.requests.runner import Runner
 
 
@@ -21,7 +22,7 @@ def make_runner(ledger: Ledger, metrics: Metrics) -> Callable[..., Runner]:
         def embedded(ref: str) -> str | None:
             return "tiny" if ref in ("tiny", "tiny-alias") else None
 
-        options: dict[str, Any] = {"default_model": "m", "embedded": embedded} | changes
+        options: dict[str, Any] = {"names": ModelNames("m"), "embedded": embedded} | changes
         return Runner(pool=pool, models=models, ledger=ledger, metrics=metrics, **options)
 
     return make

@@ -53,6 +53,7 @@ from fleetd.engine.protocol import Generate, PrefillShared, StreamTag
 from fleetd.engine.supervisor import EngineProcess
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
+from fleetd.models.model_names import ModelNames
 from fleetd.p2p import node as node_module
 from fleetd.p2p.node import Node
 from fleetd.plan.prefill.choice import PlanChoice, PrefillOption
@@ -149,7 +150,7 @@ class Machines:
             models=home,
             ledger=Ledger(self.store),
             metrics=metrics,
-            default_model="m",
+            names=ModelNames("m"),
             embedded=lambda ref: None,
             sharing=self.sharing,
             record=record,

@@ -28,6 +28,7 @@ from fleetd.engine.protocol import (
 )
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
+from fleetd.models.model_names import ModelNames
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.members import Members
@@ -105,7 +106,7 @@ def maker(store: Store, ledger: Ledger, metrics: Metrics) -> Callable[..., Home]
             models=found,
             ledger=ledger,
             metrics=metrics,
-            default_model="m",
+            names=ModelNames("m"),
             embedded=lambda ref: None,
             smart=smart,
             speeds=speeds,

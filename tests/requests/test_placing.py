@@ -30,6 +30,7 @@ from fleetd.errors import (
 from fleetd.ledger import Ledger
 from fleetd.limits import GIB
 from fleetd.metrics import Metrics
+from fleetd.models.model_names import ModelNames
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.requests import messages, remote
 from fleetd.requests.job import LOCAL, Job, Planned
@@ -173,7 +174,7 @@ def make(store: Store) -> Make:
             models=models or FakeModels(names=set()),
             ledger=Ledger(store),
             metrics=Metrics("0"),
-            default_model="big",
+            names=ModelNames("big"),
             embedded=lambda ref: None,
             placing=Placer(members, others.request, wake=others.wake),
             members=members,

@@ -39,6 +39,7 @@ from fleetd.errors import (
     Overloaded,
 )
 from fleetd.metrics import Metrics
+from fleetd.models.model_names import ModelNames
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.requests.job import LOCAL, Job, Planned
 from fleetd.requests.pipeline import PipelineStep
@@ -100,6 +101,16 @@ async def test_no_name_means_the_default_model(make_runner: Make, asked: str) ->
     pool = FakePool(answer())
     await collect(make_runner(pool, FakeModels()), job(asked))
     assert pool.streamed == ["m"]
+
+
+async def test_a_vendors_name_stands_for_the_model_that_the_settings_name(make_runner: Make) -> None:
+    pool = FakePool(answer())
+    runner = make_runner(pool, FakeModels(), names=ModelNames("other", "m", "small"))
+    await collect(runner, job("claude-opus-4-8"))
+    assert pool.streamed == ["m"]
+    circle = make_runner(pool, FakeModels(), names=ModelNames("other", "gpt-5-mini", "gpt-5"))
+    with pytest.raises(ModelNotFound):
+        await collect(circle, job("gpt-5"))
 
 
 async def test_the_row_is_reserved_before_the_engine_works(make_runner: Make, store: Store) -> None:
@@ -231,7 +242,7 @@ async def test_the_embedded_model_is_fetched_with_progress(make_runner: Make, st
     models = FakeModels(names=set())
     models.gate.set()
     pool = FakePool(answer())
-    seen = await collect(make_runner(pool, models, default_model="tiny"), job(""))
+    seen = await collect(make_runner(pool, models, names=ModelNames("tiny")), job(""))
     assert Loading("downloading weights", 2, 2) in seen  # a reader sees the latest, not every step
     assert isinstance(seen[-1], Finished)
     assert models.pulls == 1

@@ -36,6 +36,7 @@ from fleetd.errors import (
 )
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
+from fleetd.models.model_names import ModelNames
 from fleetd.p2p.membership.cards import Card, MachineFacts, ModelCard
 from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -227,7 +228,7 @@ def home(store: Store, ledger: Ledger, metrics: Metrics) -> Any:
             models=found,
             ledger=ledger,
             metrics=metrics,
-            default_model="m",
+            names=ModelNames("m"),
             embedded=lambda ref: None,
             smart=smart,
             speeds=speeds,

@@ -105,14 +105,14 @@ async def usage(request: web.Request) -> web.StreamResponse:
 
 
 async def env(request: web.Request) -> web.StreamResponse:
-    """What to put into OPENAI_BASE_URL and OPENAI_API_KEY."""
+    """What programs on this machine need to call the API."""
     services = request.app[SERVICES]
     http = services.status().http
     base_url = None
     if http is not None:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)  # noqa: S104  an address to call, not to bind
         base_url = f"http://[{host}]:{http.port}/v1" if ":" in host else f"http://{host}:{http.port}/v1"
-    return json_answer(ClientSettings(base_url, services.token))
+    return json_answer(ClientSettings(base_url, services.token, services.names.large, services.names.small))
 
 
 # ---- Acting ----------------------------------------------------------------------------------------------

@@ -11,7 +11,8 @@ from fleetd.errors import BadRequest, FleetError, NotFound, Unauthorized
 
 
 class ErrorBody(msgspec.Struct, frozen=True, rename={"kind": "type"}):
-    """``code`` is stable; ``hint`` says what to do and may be empty."""
+    """``code`` is stable; ``hint`` says what to do and may be empty. ``message`` ends in the
+    hint: OpenAI's libraries show people nothing else."""
 
     message: str
     kind: str
@@ -49,7 +50,7 @@ class OpenAIDialect(Dialect):
 
     def error(self, error: FleetError) -> ErrorReply:
         return ErrorReply(
-            ErrorBody(error.message, kind_of(error), error.param, error.code, error.hint),
+            ErrorBody(str(error), kind_of(error), error.param, error.code, error.hint),
         )
 
     def stream(self) -> ServerSentEvents:

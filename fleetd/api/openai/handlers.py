@@ -60,7 +60,7 @@ def _options(request: web.Request, prefix: str, body: bodies.Common) -> ReplyOpt
     return ReplyOptions(
         id=f"{prefix}-{uuid.uuid4().hex}",
         created=int(time.time()),
-        model=services.default_model if body.model in (None, "", "default") else body.model,
+        model=services.names.named(body.model),
         fingerprint=f"fleetd-{services.version}",
         include_usage=bool(body.stream_options and body.stream_options.include_usage),
         smart=resolve(body.smart_prefill, services.smart_defaults),

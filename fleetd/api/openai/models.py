@@ -9,8 +9,10 @@ from typing import cast
 import msgspec
 from aiohttp import web
 
+from fleetd.api.anthropic.dialect import ANTHROPIC
+from fleetd.api.anthropic.models import info, page
 from fleetd.api.body import json_answer
-from fleetd.api.context import SERVICES
+from fleetd.api.context import SERVICES, dialect_of
 from fleetd.api.openai.objects import ModelDetails, ModelList, ModelObject, ModelPlace, ModelState
 from fleetd.api.services import Services
 from fleetd.errors import ModelNotFound
@@ -21,22 +23,32 @@ from fleetd.requests.job import THIS_NAME
 
 async def index(request: web.Request) -> web.StreamResponse:
     """The fleet's models, each once, and the default model even before its first use fetches it."""
-    return json_answer(ModelList(data=await _all(request.app[SERVICES])))
+    found = await _all(request.app[SERVICES])
+    if dialect_of(request) is ANTHROPIC:
+        return json_answer(page(found))
+    return json_answer(ModelList(data=found))
 
 
 async def show(request: web.Request) -> web.StreamResponse:
     """Raises ModelNotFound with the nearest names."""
-    services = request.app[SERVICES]
-    name = request.match_info["id"]
+    name = request.match_info["id"].rstrip("/")
+    found = await _one(request.app[SERVICES], name)
+    if dialect_of(request) is ANTHROPIC:
+        return json_answer(info(found, name))
+    return json_answer(found)
+
+
+async def _one(services: Services, name: str) -> ModelObject:
     try:
         folder = await asyncio.to_thread(services.models.resolve, name)
     except ModelNotFound:
-        canonical = entry.name if (entry := find(name)) is not None else name
+        real = services.names.alias(name)
+        canonical = entry.name if (entry := find(real or name)) is not None else real or name
         found = [model for model in await _all(services) if model.id in (name, canonical)]
         if not found:
             raise
-        return json_answer(msgspec.structs.replace(found[0], id=name))
-    return json_answer(_describe(folder, loaded_models(services), elsewhere(services)))
+        return msgspec.structs.replace(found[0], id=name)
+    return _describe(folder, loaded_models(services), elsewhere(services))
 
 
 async def _all(services: Services) -> list[ModelObject]:
@@ -44,8 +56,8 @@ async def _all(services: Services) -> list[ModelObject]:
     loaded, others = loaded_models(services), elsewhere(services)
     found = [_describe(folder, loaded, others) for folder in folders]
     here = {model.id for model in found}
-    if services.default_model not in here | set(others):
-        found.insert(0, _absent(services.default_model, []))
+    if services.names.default not in here | set(others):
+        found.insert(0, _absent(services.names.default, []))
     found += [_absent(name, places) for name, places in sorted(others.items()) if name not in here]
     return found
 
@@ -75,6 +87,8 @@ def _describe(
         id=folder.name,
         created=int(folder.created_s),
         owned_by=owner if slash and owner else "fleetd",
+        context_length=folder.context_tokens,
+        max_model_len=folder.context_tokens,
         fleet=ModelDetails(
             source=folder.source,
             architecture=folder.architecture,

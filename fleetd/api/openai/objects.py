@@ -232,6 +232,9 @@ class ModelObject(Struct, frozen=True, kw_only=True):
     object: Literal["model"] = "model"
     created: int
     owned_by: str
+    # As OpenRouter's and vLLM's clients read it; absent where no machine here knows it.
+    context_length: int | UnsetType = UNSET
+    max_model_len: int | UnsetType = UNSET
     fleet: ModelDetails
 
 

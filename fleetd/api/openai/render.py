@@ -7,7 +7,7 @@ For each endpoint one class makes the chunks of a stream and one folds the whole
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar
@@ -15,12 +15,13 @@ from typing import Any, ClassVar, Generic, TypeVar
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from fleetd.api.answer_blocks import end_reason
 from fleetd.api.openai import objects as o
 from fleetd.api.openai.reports import smart_report, timing_report, usage_object
+from fleetd.api.streamer import Collector, Streamer
 from fleetd.api.usage_tally import EngineWork, UsageTally
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.engine.protocol import Delta, Event, Finished, TokenLogprob, ToolCall
-from fleetd.errors import EngineError
 from fleetd.requests.job import Planned
 
 # JSON has no minus infinity; this is what OpenAI sends for "practically impossible".
@@ -49,15 +50,6 @@ class ReplyOptions:
     parallel_tools: bool = True
     echo: bool = False
     smart: SmartPrefillPolicy | None = None
-
-
-def finish_reason(event: Finished) -> o.FinishReason:
-    """Raises EngineError for an answer that the engine cut short: it must not look complete."""
-    if event.reason == "cancelled":
-        raise EngineError(
-            "The answer was cut short: its request was cancelled in the engine.", hint="Try again."
-        )
-    return event.reason
 
 
 # ---- Logprobs --------------------------------------------------------------------------------------------
@@ -120,7 +112,7 @@ def _fields(
     }
 
 
-class _ReplyStream(ABC, Generic[Choice]):
+class _ReplyStream(Streamer, Generic[Choice]):
     """Chunks of a streamed reply.
 
     Per choice: its pieces, the last with the finish reason and the timings. After all choices, only if asked,
@@ -140,7 +132,7 @@ class _ReplyStream(ABC, Generic[Choice]):
         if not isinstance(event, Finished):
             return [self._chunk([piece]) for piece in self._pieces(index, event)]
         self._tally.add(index, event)
-        *before, last = self._last(index, finish_reason(event))
+        *before, last = self._last(index, end_reason(event))
         return [*(self._chunk([piece]) for piece in before), self._chunk([last], self._tally.work_of(index))]
 
     def closing(self) -> list[msgspec.Struct]:
@@ -175,7 +167,7 @@ class _ChoiceText:
     reason: o.FinishReason = "stop"
 
 
-class _WholeReply(ABC):
+class _WholeReply(Collector):
     """Folds a reply that is not streamed."""
 
     def __init__(self, reply: ReplyOptions) -> None:
@@ -194,7 +186,7 @@ class _WholeReply(ABC):
                 function = o.FunctionCall(event.name, event.arguments)
                 answer.tool_calls.append(o.MessageToolCall(event.call_id, "function", function))
             case Finished():
-                answer.reason = finish_reason(event)
+                answer.reason = end_reason(event)
                 self._tally.add(index, event)
             case _:
                 pass
@@ -202,10 +194,6 @@ class _WholeReply(ABC):
     def _add_text(self, answer: _ChoiceText, event: Delta) -> None:
         answer.text.append(event.text)
         answer.logprobs += event.logprobs or ()
-
-    @abstractmethod
-    def whole(self) -> msgspec.Struct:
-        """The reply, once every choice has ended."""
 
     def _fields(self) -> dict[str, Any]:
         return _fields(self._reply, self._tally, usage_object(self._tally.billed()), self._tally.work())

@@ -6,13 +6,11 @@ gives the same reply; without one, the engine draws the seed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from fleetd import limits
-from fleetd.api.body import parse
+from fleetd.api import conversation
 from fleetd.api.openai.bodies import (
     AssistantMessage,
     ChatBody,
@@ -25,19 +23,8 @@ from fleetd.api.openai.bodies import (
     ToolMessage,
     UserMessage,
 )
-from fleetd.engine.protocol import (
-    RESERVED_TEMPLATE_KWARGS,
-    ChatPrompt,
-    Generate,
-    Prompt,
-    Sampling,
-    Speculate,
-    TextPrompt,
-    TokenPrompt,
-)
-from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
-
-_SEED_MASK = 2**63 - 1
+from fleetd.engine.protocol import Generate, Prompt, Sampling, Speculate, TextPrompt, TokenPrompt
+from fleetd.errors import InvalidValue, UnsupportedParameter
 
 
 def chat(body: ChatBody, request_id: str) -> list[Generate]:
@@ -54,11 +41,17 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
         )
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidValue("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
-    prompt = ChatPrompt(
-        messages=[message(item, i) for i, item in enumerate(body.messages)],
-        tools=_tools(body),
-        tool_choice=_tool_choice(body),
-        template_kwargs=_template_kwargs(body),
+    tools = [
+        conversation.tool(
+            each.function.name, each.function.description, each.function.parameters, f"tools[{i}]"
+        )
+        for i, each in enumerate(body.tools or ())
+    ]
+    prompt = conversation.prompt(
+        [message(item, i) for i, item in enumerate(body.messages)],
+        tools,
+        _tool_choice(body, tools),
+        conversation.template_kwargs(effort=body.reasoning_effort, own=body.chat_template_kwargs),
     )
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return [
@@ -114,19 +107,17 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
 
 
 def _sampling(body: Common, choice: int) -> Sampling:
-    given: dict[str, Any] = {
-        "temperature": body.temperature,
-        "top_p": body.top_p,
-        "top_k": None if body.top_k is None else max(body.top_k, 0),  # -1 means "off" to vLLM's clients
-        "min_p": body.min_p,
-        "repetition_penalty": body.repetition_penalty,
-        "presence_penalty": body.presence_penalty,
-        "frequency_penalty": body.frequency_penalty,
-    }
-    return Sampling(
-        **{name: value for name, value in given.items() if value is not None},
-        seed=None if body.seed is None else (body.seed + choice) & _SEED_MASK,
-        logit_bias={int(token): bias for token, bias in (body.logit_bias or {}).items()},
+    return conversation.sampling(
+        body.seed,
+        choice,
+        body.logit_bias,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        min_p=body.min_p,
+        repetition_penalty=body.repetition_penalty,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
     )
 
 
@@ -166,35 +157,33 @@ def _prompts(prompt: str | Sequence[str | int | list[int]]) -> list[Prompt]:
 
 
 def message(message: Message, index: int) -> dict[str, Any]:
-    """A message as chat templates read it: text content, arguments as an object, no absent keys."""
+    """A message as chat templates read it. Raises InvalidValue, UnsupportedParameter."""
     where = f"messages[{index}]"
-    plain: dict[str, Any] = {"content": _text(message.content, f"{where}.content")}
+    text = _text(message.content, f"{where}.content")
     match message:
         case AssistantMessage():
-            plain["role"] = "assistant"
-            if plain["content"] is None and not (message.tool_calls and message.refusal is None):
-                plain["content"] = message.refusal or ""
-            plain["reasoning_content"] = message.reasoning_content
-            plain["tool_calls"] = _tool_calls(message) or None
+            if text is None and not (message.tool_calls and message.refusal is None):
+                text = message.refusal or ""
+            calls = [
+                conversation.tool_call(call.id, call.function.name, call.function.arguments)
+                for call in message.tool_calls or ()
+            ]
+            return conversation.message(
+                "assistant",
+                text,
+                where,
+                reasoning_content=message.reasoning_content,
+                tool_calls=calls or None,
+                name=message.name,
+            )
         case ToolMessage():
-            plain |= {"role": "tool", "tool_call_id": message.tool_call_id}
+            return conversation.message(
+                "tool", text, where, tool_call_id=message.tool_call_id, name=message.name
+            )
         case UserMessage():
-            plain["role"] = "user"
+            return conversation.message("user", text, where, name=message.name)
         case SystemMessage():  # and developer, which is its newer name
-            plain["role"] = "system"
-    plain["name"] = message.name
-    return _checked({k: v for k, v in plain.items() if v is not None or k == "content"}, where)
-
-
-def _tool_calls(message: AssistantMessage) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
-        }
-        for call in message.tool_calls or ()
-    ]
+            return conversation.message("system", text, where, name=message.name)
 
 
 def _text(content: str | list[ContentPart] | None, where: str) -> str | None:
@@ -212,72 +201,12 @@ def _text(content: str | list[ContentPart] | None, where: str) -> str | None:
         if text is None:
             raise InvalidValue(f"{where}[{i}]: a {part.kind} part needs {part.kind!r}.", param=where)
         texts.append(text)
-    return "\n".join(texts)
+    return conversation.joined(texts)
 
 
-def _arguments(arguments: str | dict[str, Any]) -> Any:
-    """Templates iterate over arguments, clients send JSON text; text that is not JSON stays as it is."""
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return parse(arguments.encode(), dict[str, Any]) if arguments.strip() else {}
-    except BadRequest:
-        return arguments
-
-
-def _tools(body: ChatBody) -> list[dict[str, Any]] | None:
-    if not body.tools:
-        return None
-    return [_checked(msgspec.to_builtins(tool), f"tools[{i}]") for i, tool in enumerate(body.tools)]
-
-
-def _tool_choice(body: ChatBody) -> Any:
+def _tool_choice(body: ChatBody, tools: Sequence[dict[str, Any]]) -> Any:
     choice = body.tool_choice
     if choice is None or choice in ("auto", "none"):
         return choice or "auto"
-    names = [tool.function.name for tool in body.tools or ()]
-    if not names:
-        raise InvalidValue("tool_choice asks for a tool, but there are no tools.", param="tool_choice")
-    if isinstance(choice, ToolChoice):
-        if choice.function.name not in names:
-            raise InvalidValue(
-                f"tool_choice names {choice.function.name[:64]!r}, which is not among the tools.",
-                hint=f"The tools are: {', '.join(names[:10])}.",
-                param="tool_choice",
-            )
-        return {"name": choice.function.name}
-    return choice
-
-
-def _template_kwargs(body: ChatBody) -> dict[str, Any]:
-    kwargs: dict[str, Any] = {}
-    if body.reasoning_effort is not None:
-        kwargs["reasoning_effort"] = body.reasoning_effort
-        if body.reasoning_effort == "none":
-            kwargs["enable_thinking"] = False
-    own: Mapping[str, Any] = body.chat_template_kwargs or {}
-    if reserved := sorted(RESERVED_TEMPLATE_KWARGS & own.keys()):
-        raise InvalidValue(f"chat_template_kwargs may not set {reserved[0]!r}.", param="chat_template_kwargs")
-    return _checked({**kwargs, **own}, "chat_template_kwargs")
-
-
-def _checked(value: dict[str, Any], where: str) -> dict[str, Any]:
-    """Free-form JSON as it came, or a refusal where templates or the engine's MessagePack cannot carry it."""
-    level: list[Any] = [value]
-    for _ in range(limits.JSON_DEPTH):
-        level = [inner for outer in level for inner in _inside(outer)]
-        if not level:
-            break
-    else:
-        raise InvalidValue(f"{where} is nested more than {limits.JSON_DEPTH} deep.", param=where)
-    try:
-        msgspec.msgpack.encode(value)
-    except OverflowError:
-        raise InvalidValue(f"{where}: a number is over 64 bits.", param=where) from None
-    return value
-
-
-def _inside(value: Any) -> Iterable[Any]:
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, list) else ()
+    name = choice.function.name if isinstance(choice, ToolChoice) else None
+    return conversation.forced_tool(name, tools, "tool_choice")

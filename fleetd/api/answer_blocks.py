@@ -1,0 +1,114 @@
+"""One answer as blocks in order: reasoning, text and tool calls. Pure.
+
+Dialects whose streams open and close each part of an answer are made from these steps; whole answers from
+``blocks``. One block is open at a time, and a change of kind closes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from fleetd.engine.protocol import Delta, Event, Finished, ToolCall
+from fleetd.errors import EngineError
+
+BlockKind = Literal["reasoning", "text", "tool"]
+EndReason = Literal["stop", "length", "tool_calls"]
+
+
+@dataclass(slots=True)
+class AnswerBlock:
+    """A part of an answer. ``call_id`` and ``name`` are a tool call's, whose text is a JSON object."""
+
+    index: int
+    kind: BlockKind
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockOpened:
+    block: AnswerBlock
+
+
+@dataclass(frozen=True, slots=True)
+class BlockText:
+    block: AnswerBlock
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BlockClosed:
+    block: AnswerBlock
+
+
+BlockStep = BlockOpened | BlockText | BlockClosed
+
+
+class AnswerBlocks:
+    """Args:
+    parallel_tools: False keeps the first tool call only.
+    """
+
+    def __init__(self, *, parallel_tools: bool = True) -> None:
+        self.blocks: list[AnswerBlock] = []
+        self._parallel_tools = parallel_tools
+        self._open: AnswerBlock | None = None
+
+    def feed(self, event: Event) -> list[BlockStep]:
+        """What an event adds; nothing for events that are no part of the answer."""
+        match event:
+            case Delta(text=text) if text:
+                kind: BlockKind = "reasoning" if event.channel == "reasoning" else "text"
+                steps: list[BlockStep] = []
+                if self._open is None or self._open.kind != kind:
+                    steps = self._begin(AnswerBlock(len(self.blocks), kind))
+                return [*steps, *self._add(text)]
+            case ToolCall() if event.index == 0 or self._parallel_tools:
+                steps = self._begin(AnswerBlock(len(self.blocks), "tool", event.call_id, event.name))
+                return [*steps, *self._add(_object(event.arguments)), *self.close()]
+            case _:
+                return []
+
+    def close(self) -> list[BlockStep]:
+        """Close what is open; for the end of an answer."""
+        if self._open is None:
+            return []
+        block, self._open = self._open, None
+        return [BlockClosed(block)]
+
+    def _begin(self, block: AnswerBlock) -> list[BlockStep]:
+        steps = self.close()
+        self.blocks.append(block)
+        self._open = block
+        return [*steps, BlockOpened(block)]
+
+    def _add(self, text: str) -> list[BlockStep]:
+        assert self._open is not None  # noqa: S101  both callers have opened one
+        self._open.pieces.append(text)
+        return [BlockText(self._open, text)]
+
+
+def _object(arguments: str) -> str:
+    """Arguments as the text of a JSON object: clients decode it, and models write other things too."""
+    try:
+        msgspec.json.decode(arguments or "{}", type=dict[str, msgspec.Raw])
+    except msgspec.MsgspecError:
+        return msgspec.json.encode({"arguments": arguments}).decode()
+    return arguments or "{}"
+
+
+def end_reason(event: Finished) -> EndReason:
+    """Why an answer ended. Raises EngineError for one that was cut short: it must not look complete."""
+    if event.reason == "cancelled":
+        raise EngineError(
+            "The answer was cut short: its request was cancelled in the engine.", hint="Try again."
+        )
+    return event.reason

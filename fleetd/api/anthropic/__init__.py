@@ -1,0 +1,1 @@
+"""Anthropic's Messages dialect, as Claude Code and Anthropic's libraries speak it."""

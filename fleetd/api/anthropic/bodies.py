@@ -1,0 +1,111 @@
+"""Request bodies of /v1/messages and /v1/messages/count_tokens.
+
+Clients add fields every month, so unknown ones are ignored. Fields that would change the answer are here,
+also where ``translate.py`` only refuses them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.api.openai.bodies import Positive
+from fleetd.compression.policy import SmartPrefillBody
+from fleetd.engine.protocol import Seed, StopList, Temperature, TopP
+
+ToolName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class ContentBlock(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    """A part of a message, of any type: which fields it has depends on that."""
+
+    kind: Annotated[
+        str,
+        Meta(extra_json_schema={"enum": ["text", "thinking", "tool_use", "tool_result", "document"]}),
+    ]
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: ToolName | None = None
+    input: dict[str, Any] | None = None
+    tool_use_id: str | None = None
+    content: str | list[ContentBlock] | None = None
+    is_error: bool | None = None
+    source: dict[str, Any] | None = None
+    title: str | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class InputMessage(msgspec.Struct, frozen=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[ContentBlock]
+
+
+class ToolDefinition(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    """A tool of the client's. Types of Anthropic's own tools are read only to be refused by name."""
+
+    name: ToolName
+    kind: Annotated[str | None, Meta(extra_json_schema={"enum": [None, "custom"]})] = None
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
+    cache_control: dict[str, Any] | None = None
+
+
+class ToolSelection(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    kind: Literal["auto", "any", "tool", "none"]
+    name: ToolName | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class ThinkingConfig(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    """``budget_tokens`` is taken and not kept to: a model ends its reasoning by itself."""
+
+    kind: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = None
+
+
+class OutputConfig(msgspec.Struct, frozen=True):
+    effort: str | None = None
+    format: Any = None
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """What both endpoints read. Without ``model`` the default model answers."""
+
+    messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=limits.MESSAGES)]
+    model: str | None = None
+    system: str | list[ContentBlock] | None = None
+    tools: Annotated[list[ToolDefinition], Meta(max_length=limits.TOOLS)] | None = None
+    tool_choice: ToolSelection | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    output_format: Any = None
+    cache_control: dict[str, Any] | None = None
+    mcp_servers: list[Any] | None = None
+    local_only: Annotated[
+        bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
+    ] = None
+
+
+class MessagesBody(Conversation, frozen=True, kw_only=True):
+    """Without ``max_tokens`` an answer may fill the context."""
+
+    max_tokens: Positive | None = None
+    stream: bool | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    stop_sequences: StopList | None = None
+    seed: Annotated[Seed | None, Meta(description="The same seed gives the same answer.")] = None
+    smart_prefill: Annotated[
+        bool | SmartPrefillBody | None,
+        Meta(description="Leaves out what a small model finds does not matter. Lossy, and labelled so."),
+    ] = None
+
+
+class CountBody(Conversation, frozen=True, kw_only=True):
+    pass

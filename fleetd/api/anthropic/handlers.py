@@ -1,0 +1,54 @@
+"""POST /v1/messages and /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import uuid
+
+from aiohttp import web
+
+from fleetd.api import generate
+from fleetd.api.anthropic import translate
+from fleetd.api.anthropic.bodies import CountBody, MessagesBody
+from fleetd.api.anthropic.objects import TokenCount
+from fleetd.api.anthropic.render import MessageOptions, MessageStream, MessageWhole
+from fleetd.api.body import json_answer, parse, read
+from fleetd.api.context import SERVICES
+from fleetd.compression.policy import resolve
+from fleetd.engine.protocol import Generate
+
+
+async def messages(request: web.Request) -> web.StreamResponse:
+    """Raises FleetError."""
+    body = parse(await read(request), MessagesBody)
+    services = request.app[SERVICES]
+    options = MessageOptions(
+        id=f"msg_{uuid.uuid4().hex}",
+        model=services.names.named(body.model),
+        max_tokens=body.max_tokens,
+        parallel_tools=translate.parallel_tools(body),
+        marked=translate.marks_cache(body),
+        smart=resolve(body.smart_prefill, services.smart_defaults),
+    )
+    work = generate.GenerationRequest(
+        options.id,
+        body.model or "",
+        "messages",
+        [translate.generate(body, options.id)],
+        bool(body.local_only),
+        options.smart,
+    )
+    if body.stream:
+        return await generate.stream(request, work, MessageStream(options))
+    return await generate.whole(request, work, MessageWhole(options))
+
+
+async def count_tokens(request: web.Request) -> web.StreamResponse:
+    """How many tokens a prompt has, as the model's own template and tokenizer make them."""
+    body = parse(await read(request), CountBody)
+    name = f"count_{uuid.uuid4().hex}"
+    # A machine that does not know ``count_only`` reads the prompt and answers nothing.
+    counted = Generate(id=name, prompt=translate.prompt(body), max_tokens=0, count_only=True)
+    work = generate.GenerationRequest(
+        name, body.model or "", "count_tokens", [counted], bool(body.local_only)
+    )
+    return json_answer(TokenCount(await generate.prompt_tokens(request, work)))

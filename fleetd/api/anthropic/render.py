@@ -1,0 +1,180 @@
+"""Engine events → Anthropic objects. Pure: no clock, no socket.
+
+A stream is ``message_start``, per block ``content_block_start``, deltas and ``content_block_stop``, then
+``message_delta`` with the stop reason and the usage, and ``message_stop``. A ``ping`` may come anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from fleetd.api.answer_blocks import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockClosed,
+    BlockOpened,
+    BlockStep,
+    BlockText,
+    end_reason,
+)
+from fleetd.api.anthropic import objects as o
+from fleetd.api.streamer import Collector, Streamer
+from fleetd.api.usage_tally import UsageTally
+from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.engine.protocol import Accepted, Event, Finished, Prefill, Usage
+from fleetd.requests.job import Planned
+
+# Clients send a thinking block back only with a signature.
+SIGNATURE = "ZmxlZXRk"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageOptions:
+    """Args:
+    marked: the client marks what is to be cached, so what is read anew counts as put into the cache.
+    smart: how the prompt is shortened; None reads it whole.
+    """
+
+    id: str
+    model: str
+    max_tokens: int | None = None
+    parallel_tools: bool = True
+    marked: bool = False
+    smart: SmartPrefillPolicy | None = None
+
+
+class _Reply:
+    """What is known of an answer so far."""
+
+    def __init__(self, options: MessageOptions) -> None:
+        self._options = options
+        self._answer = AnswerBlocks(parallel_tools=options.parallel_tools)
+        self._tally = UsageTally(1, options.smart)
+        self._usage = Usage()
+        self._end: o.MessageEnd | None = None
+
+    def _take(self, event: Planned | Event) -> list[BlockStep]:
+        """Raises EngineError for an answer that was cut short."""
+        match event:
+            case Planned():
+                self._tally.smart.add(0, event.smart)
+                return []
+            case Accepted():
+                self._usage = Usage(prompt_tokens=event.prompt_tokens)
+            case Prefill():
+                cached = max(self._usage.cached_tokens, event.cached)
+                self._usage = Usage(prompt_tokens=self._usage.prompt_tokens, cached_tokens=cached)
+            case Finished():
+                self._end = self._ended(event)
+                self._tally.add(0, event)
+                self._usage = self._tally.billed()
+                return self._answer.close()
+            case _:
+                pass
+        return [] if isinstance(event, Planned) else self._answer.feed(event)
+
+    def _ended(self, event: Finished) -> o.MessageEnd:
+        match end_reason(event):
+            case "tool_calls":
+                return o.MessageEnd("tool_use", None)
+            case "length":
+                wanted = self._options.max_tokens
+                full = wanted is None or event.usage.completion_tokens < wanted
+                return o.MessageEnd("model_context_window_exceeded" if full else "max_tokens", None)
+            case "stop":
+                return o.MessageEnd("end_turn" if event.stop is None else "stop_sequence", event.stop)
+
+    def _counted(self) -> o.MessageUsage:
+        usage = self._usage
+        anew = max(0, usage.prompt_tokens - usage.cached_tokens)
+        created = anew if self._options.marked else 0
+        return o.MessageUsage(
+            input_tokens=anew - created,
+            cache_creation_input_tokens=created,
+            cache_read_input_tokens=usage.cached_tokens,
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=o.ThinkingTokens(usage.reasoning_tokens),
+        )
+
+    def _message(self, content: list[o.AnswerContent]) -> o.MessageReply:
+        return o.MessageReply(
+            id=self._options.id,
+            model=self._options.model,
+            content=content,
+            stop_reason=None if self._end is None else self._end.stop_reason,
+            stop_sequence=None if self._end is None else self._end.stop_sequence,
+            usage=self._counted(),
+        )
+
+
+class MessageWhole(_Reply, Collector):
+    def feed(self, index: int, event: Planned | Event) -> None:
+        self._take(event)
+
+    def whole(self) -> o.MessageReply:
+        return self._message([_content(block) for block in self._answer.blocks])
+
+
+class MessageStream(_Reply, Streamer):
+    def opening(self) -> Sequence[msgspec.Struct]:
+        return (o.MessageStart(self._message([])),)
+
+    def feed(self, index: int, event: Planned | Event) -> Sequence[msgspec.Struct]:
+        return [item for step in self._take(event) for item in _events(step)]
+
+    def progress(self) -> Sequence[msgspec.Struct]:
+        return (o.PingEvent(),)
+
+    def closing(self) -> Sequence[msgspec.Struct]:
+        if self._end is None:
+            return ()
+        return (o.MessageDelta(self._end, self._counted()), o.MessageStop())
+
+
+def _events(step: BlockStep) -> list[msgspec.Struct]:
+    block = step.block
+    match step:
+        case BlockOpened():
+            return [o.ContentBlockStart(block.index, _empty(block))]
+        case BlockText(text=text):
+            return [o.ContentBlockDelta(block.index, _piece(block, text))]
+        case BlockClosed():
+            stop = o.ContentBlockStop(block.index)
+            if block.kind == "reasoning":
+                return [o.ContentBlockDelta(block.index, o.SignaturePiece(SIGNATURE)), stop]
+            return [stop]
+
+
+def _piece(block: AnswerBlock, text: str) -> o.AnswerPiece:
+    match block.kind:
+        case "text":
+            return o.TextPiece(text)
+        case "reasoning":
+            return o.ThinkingPiece(text)
+        case "tool":
+            return o.InputPiece(text)
+
+
+def _empty(block: AnswerBlock) -> o.AnswerContent:
+    match block.kind:
+        case "text":
+            return o.TextContent("")
+        case "reasoning":
+            return o.ThinkingContent("", "")
+        case "tool":
+            return o.ToolUseContent(block.call_id, block.name, {})
+
+
+def _content(block: AnswerBlock) -> o.AnswerContent:
+    match block.kind:
+        case "text":
+            return o.TextContent(block.text)
+        case "reasoning":
+            return o.ThinkingContent(block.text, SIGNATURE)
+        case "tool":
+            fields: dict[str, Any] = msgspec.json.decode(block.text)
+            return o.ToolUseContent(block.call_id, block.name, fields)

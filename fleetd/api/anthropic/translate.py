@@ -1,0 +1,235 @@
+"""A Messages body → the conversation that the model's template renders. Pure.
+
+What Anthropic's API knows and templates do not becomes text: system messages in the middle, documents, the
+mark of a tool result that is an error. What varies between requests and says nothing to a model is dropped,
+so that it costs no prefill: the billing block, cache_control, signatures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from fleetd.api import conversation
+from fleetd.api.anthropic.bodies import (
+    ContentBlock,
+    Conversation,
+    InputMessage,
+    MessagesBody,
+    ToolDefinition,
+)
+from fleetd.api.conversation import Plain
+from fleetd.engine.protocol import ChatPrompt, Generate
+from fleetd.errors import InvalidValue, UnsupportedParameter
+
+# Claude Code's first system block, with a number that differs between versions and even requests.
+_BILLING = "x-anthropic-billing-header:"
+_LEFT_OUT_IMAGE = "[An image was left out here: this model reads text only.]"
+# Read by people who looked the model's steps up elsewhere; their text is not for this one.
+_SKIPPED = frozenset({"redacted_thinking", "fallback"})
+_EFFORTS = {"max": "high", "xhigh": "high"}
+
+
+def generate(body: MessagesBody, request_id: str) -> Generate:
+    """The one answer of a request. Raises InvalidValue, UnsupportedParameter."""
+    return Generate(
+        id=request_id,
+        prompt=prompt(body),
+        sampling=conversation.sampling(
+            body.seed, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k
+        ),
+        max_tokens=body.max_tokens,
+        stop=list(body.stop_sequences or ()),
+    )
+
+
+def prompt(body: Conversation) -> ChatPrompt:
+    """Raises InvalidValue, UnsupportedParameter."""
+    if body.messages[-1].role == "assistant":
+        raise UnsupportedParameter(
+            "This model does not support assistant message prefill. The conversation must end with a user "
+            "message.",
+            param="messages",
+        )
+    _refuse_formats(body)
+    tools = [_tool(each, f"tools.{i}") for i, each in enumerate(body.tools or ())]
+    thinking = body.thinking is not None and body.thinking.kind != "disabled"
+    effort = body.output_config.effort if body.output_config is not None else None
+    return conversation.prompt(
+        _messages(body),
+        tools,
+        _tool_choice(body, tools),
+        conversation.template_kwargs(thinking=thinking, effort=_EFFORTS.get(effort or "", effort)),
+    )
+
+
+def parallel_tools(body: Conversation) -> bool:
+    return not (body.tool_choice and body.tool_choice.disable_parallel_tool_use)
+
+
+def marks_cache(body: Conversation) -> bool:
+    """True if the client marks what of the prompt is to be cached."""
+    blocks = [block for each in body.messages if not isinstance(each.content, str) for block in each.content]
+    if isinstance(body.system, list):
+        blocks += body.system
+    marked = [*blocks, *(body.tools or ()), body]
+    return any(each.cache_control is not None for each in marked)
+
+
+def _refuse_formats(body: Conversation) -> None:
+    if body.output_format is not None or (body.output_config is not None and body.output_config.format):
+        raise UnsupportedParameter(
+            "output_config.format: answers cannot be held to a schema yet.",
+            hint="Ask for JSON in the prompt, or use a tool whose input has the wanted shape.",
+            param="output_config",
+        )
+    if body.mcp_servers:
+        raise UnsupportedParameter(
+            "mcp_servers: this server calls no tools itself.", hint="Leave it out.", param="mcp_servers"
+        )
+
+
+# ---- Tools -----------------------------------------------------------------------------------------------
+
+
+def _tool(tool: ToolDefinition, where: str) -> Plain:
+    if tool.kind not in (None, "custom"):
+        raise UnsupportedParameter(
+            f"{where}: tools of type {tool.kind[:64]!r} are not supported: this server runs none itself.",
+            hint="Leave it out, or define it with a name, a description and an input_schema.",
+            param=where,
+        )
+    if tool.strict:
+        raise UnsupportedParameter(
+            f"{where}.strict: arguments cannot be held to a schema yet.", hint="Leave it out.", param=where
+        )
+    return conversation.tool(tool.name, tool.description, tool.input_schema or {"type": "object"}, where)
+
+
+def _tool_choice(body: Conversation, tools: Sequence[Plain]) -> Any:
+    choice = body.tool_choice
+    if choice is None or choice.kind in ("auto", "none"):
+        return "auto" if choice is None else choice.kind
+    if choice.kind == "tool" and choice.name is None:
+        raise InvalidValue("tool_choice of type 'tool' needs a name.", param="tool_choice")
+    return conversation.forced_tool(choice.name if choice.kind == "tool" else None, tools, "tool_choice")
+
+
+# ---- Messages --------------------------------------------------------------------------------------------
+
+
+def _messages(body: Conversation) -> list[Plain]:
+    system = _system(body.system)
+    found: list[Plain] = []
+    for i, message in enumerate(body.messages):
+        where = f"messages.{i}"
+        if message.role != "system":
+            found += _assistant(message, where) if message.role == "assistant" else _user(message, where)
+            continue
+        text = conversation.joined(list(_texts(message.content, f"{where}.content")))
+        if not found:
+            system.append(text)
+        else:
+            # Many templates take a system message in the first place only.
+            _append_text(found, f"<system-reminder>\n{text}\n</system-reminder>", where)
+    if system:
+        found.insert(0, conversation.message("system", conversation.joined(system), "system"))
+    return found
+
+
+def _system(system: str | list[ContentBlock] | None) -> list[str]:
+    texts = list(_texts(system or "", "system"))
+    kept = [_without_billing(text) for text in texts]
+    return [text for text in kept if text]
+
+
+def _without_billing(text: str) -> str:
+    first, _, rest = text.partition("\n")
+    return rest.lstrip("\n") if first.startswith(_BILLING) else text
+
+
+def _append_text(found: list[Plain], text: str, where: str) -> None:
+    """Add to the user's message at the end, or begin one: templates want roles to alternate."""
+    if found and found[-1]["role"] == "user":
+        found[-1] = conversation.message("user", conversation.joined([found[-1]["content"], text]), where)
+    else:
+        found.append(conversation.message("user", text, where))
+
+
+def _user(message: InputMessage, where: str) -> list[Plain]:
+    """A user's message, after the results of tools that it brings."""
+    if isinstance(message.content, str):
+        return [conversation.message("user", message.content, where)]
+    found: list[Plain] = []
+    for i, block in enumerate(message.content):
+        place = f"{where}.content.{i}"
+        if block.kind == "tool_result":
+            found.append(_tool_result(block, place))
+        else:
+            _append_text(found, _text(block, place), where)
+    return found or [conversation.message("user", "", where)]
+
+
+def _tool_result(block: ContentBlock, where: str) -> Plain:
+    text = conversation.joined(list(_texts(block.content or "", f"{where}.content", images=_LEFT_OUT_IMAGE)))
+    if block.is_error and "error" not in text[:64].lower():
+        text = f"Error: {text}"
+    return conversation.message("tool", text, where, tool_call_id=block.tool_use_id)
+
+
+def _assistant(message: InputMessage, where: str) -> list[Plain]:
+    if isinstance(message.content, str):
+        return [conversation.message("assistant", message.content, where)]
+    texts, reasoning, calls = [], [], []
+    for i, block in enumerate(message.content):
+        place = f"{where}.content.{i}"
+        match block.kind:
+            case "thinking":
+                reasoning.append(block.thinking or "")
+            case "tool_use":
+                if block.name is None:
+                    raise InvalidValue(f"{place}: a tool_use block needs a name.", param=place)
+                calls.append(conversation.tool_call(block.id or "", block.name, block.input or {}))
+            case kind if kind not in _SKIPPED:
+                texts.append(_text(block, place))
+    text = conversation.joined(texts)
+    return [
+        conversation.message(
+            "assistant",
+            None if calls and not text else text,
+            where,
+            reasoning_content=conversation.joined(reasoning) or None,
+            tool_calls=calls or None,
+        )
+    ]
+
+
+# ---- Text ------------------------------------------------------------------------------------------------
+
+
+def _texts(content: str | list[ContentBlock], where: str, images: str | None = None) -> Iterator[str]:
+    """The texts of some content; ``images``: what stands for an image, which is refused if that is None."""
+    if isinstance(content, str):
+        if content:
+            yield content
+        return
+    for i, block in enumerate(content):
+        yield images if block.kind == "image" and images else _text(block, f"{where}.{i}")
+
+
+def _text(block: ContentBlock, where: str) -> str:
+    match block.kind:
+        case "text":
+            if block.text is None:
+                raise InvalidValue(f"{where}: a text block needs its text.", param=where)
+            return block.text
+        case "document" if block.source is not None and block.source.get("type") == "text":
+            return conversation.joined([*filter(None, [block.title]), str(block.source.get("data", ""))])
+        case "image":
+            raise UnsupportedParameter(
+                f"{where}: image input is not supported by this model.", hint="Send text.", param=where
+            )
+        case kind:
+            raise UnsupportedParameter(
+                f"{where}: content of type {kind[:64]!r} is not supported.", hint="Send text.", param=where
+            )

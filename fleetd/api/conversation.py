@@ -1,0 +1,154 @@
+"""Parts of a conversation as chat templates read them, whatever dialect it came in. Pure.
+
+Templates know one form, which every dialect is turned into: messages with a role and text, tool calls with
+their arguments as an object, tools as ``{"type": "function", "function": {...}}``. The same conversation then
+renders to the same tokens in every dialect, and finds the same prefix in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from fleetd import limits
+from fleetd.api.body import parse
+from fleetd.engine.protocol import RESERVED_TEMPLATE_KWARGS, ChatPrompt, Sampling
+from fleetd.errors import BadRequest, InvalidValue
+
+Plain = dict[str, Any]
+
+_SEED_MASK = 2**63 - 1
+
+
+def message(role: str, content: str | None, where: str, **more: Any) -> Plain:
+    """A message. Keys of ``more`` whose value is None are left out; ``where`` names it in errors."""
+    plain = {"content": content, "role": role}
+    return checked(plain | {name: value for name, value in more.items() if value is not None}, where)
+
+
+def joined(texts: Sequence[str]) -> str:
+    """The texts of one message as one."""
+    return "\n".join(texts)
+
+
+def tool_call(call_id: str, name: str, arguments: str | Plain) -> Plain:
+    """A call that the model made, for an assistant's ``tool_calls``.
+
+    Templates iterate over the arguments, and some clients send them as JSON text; text that is no JSON object
+    stays as it is.
+    """
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": name, "arguments": _decoded(arguments)},
+    }
+
+
+def _decoded(arguments: str | Plain) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return parse(arguments.encode(), dict[str, Any]) if arguments.strip() else {}
+    except BadRequest:
+        return arguments
+
+
+def tool(name: str, description: str | None, parameters: Plain | None, where: str) -> Plain:
+    """A tool that the model may call; ``parameters``: a JSON schema."""
+    function: Plain = {"name": name}
+    if description is not None:
+        function["description"] = description
+    if parameters is not None:
+        function["parameters"] = parameters
+    return checked({"type": "function", "function": function}, where)
+
+
+def forced_tool(name: str | None, tools: Sequence[Plain] | None, where: str) -> Any:
+    """``ChatPrompt.tool_choice`` for an answer that has to call the named tool, or any where it is None."""
+    names = [each["function"]["name"] for each in tools or ()]
+    if not names:
+        raise InvalidValue("tool_choice asks for a tool, but there are no tools.", param=where)
+    if name is None:
+        return "required"
+    if name not in names:
+        raise InvalidValue(
+            f"tool_choice names {name[:64]!r}, which is not among the tools.",
+            hint=f"The tools are: {', '.join(names[:10])}.",
+            param=where,
+        )
+    return {"name": name}
+
+
+def template_kwargs(
+    *, thinking: bool | None = None, effort: str | None = None, own: Mapping[str, Any] | None = None
+) -> Plain:
+    """Arguments of the chat template.
+
+    Args:
+        thinking: whether the model reasons before it answers; None leaves it to the template.
+        effort: how much, where a template knows such a word; "none" also turns thinking off.
+        own: the client's, which come last.
+    """
+    kwargs: Plain = {}
+    if effort is not None:
+        kwargs["reasoning_effort"] = effort
+        if effort == "none":
+            thinking = False
+    if thinking is not None:
+        kwargs["enable_thinking"] = thinking
+    if reserved := sorted(RESERVED_TEMPLATE_KWARGS & (own or {}).keys()):
+        raise InvalidValue(f"chat_template_kwargs may not set {reserved[0]!r}.", param="chat_template_kwargs")
+    return checked({**kwargs, **(own or {})}, "chat_template_kwargs")
+
+
+def prompt(
+    messages: list[Plain], tools: list[Plain] | None, tool_choice: Any, kwargs: Plain | None = None
+) -> ChatPrompt:
+    """The whole conversation. Raises InvalidValue if there are too many messages."""
+    if len(messages) > limits.MESSAGES:
+        raise InvalidValue(f"There are more than {limits.MESSAGES} messages.", param="messages")
+    return ChatPrompt(messages, tools or None, tool_choice, kwargs or {})
+
+
+def sampling(
+    seed: int | None = None, choice: int = 0, logit_bias: Mapping[str, float] | None = None, **given: Any
+) -> Sampling:
+    """How tokens are chosen. Of ``given``, what is None is left to the model.
+
+    Choice i of a request gets ``seed + i``.
+    """
+    if given.get("top_k") is not None:
+        given["top_k"] = max(given["top_k"], 0)  # -1 means "off" to vLLM's clients
+    return Sampling(
+        **{name: value for name, value in given.items() if value is not None},
+        seed=None if seed is None else (seed + choice) & _SEED_MASK,
+        logit_bias={int(token): bias for token, bias in (logit_bias or {}).items()},
+    )
+
+
+def checked(value: Plain, where: str) -> Plain:
+    """Free-form JSON as it came.
+
+    Raises:
+        InvalidValue: templates or the engine's MessagePack cannot carry it.
+    """
+    level: list[Any] = [value]
+    for _ in range(limits.JSON_DEPTH):
+        level = [inner for outer in level for inner in _inside(outer)]
+        if not level:
+            break
+    else:
+        raise InvalidValue(f"{where} is nested more than {limits.JSON_DEPTH} deep.", param=where)
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError:
+        raise InvalidValue(f"{where}: a number is over 64 bits.", param=where) from None
+    return value
+
+
+def _inside(value: Any) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, list) else ()

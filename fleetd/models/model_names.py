@@ -1,0 +1,41 @@
+"""Names that stand for a model of this machine: "default", and those that agents insist on. Pure."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# Claude Code and Codex ask for their vendors' models whatever the address. gpt-oss is a model of its own.
+_VENDOR = re.compile(r"claude-|gpt-\d|codex-|o\d(-|$)")
+_SMALL = re.compile(r"haiku|-mini\b|-nano\b")
+# Claude Code lists only models whose names begin so.
+CLAUDE_PREFIX = "claude-fleet-"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """The models that the settings name; "" stands for the default one."""
+
+    default: str
+    _large: str = ""
+    _small: str = ""
+
+    @property
+    def large(self) -> str:
+        return self._large or self.default
+
+    @property
+    def small(self) -> str:
+        return self._small or self.default
+
+    def named(self, asked: str | None) -> str:
+        """The name that a request means: the default model's if it names none."""
+        return self.default if asked in (None, "", "default") else asked
+
+    def alias(self, name: str) -> str | None:
+        """What a name stands for if no model is called so; None if it is nobody's alias."""
+        if name.startswith(CLAUDE_PREFIX):
+            return name.removeprefix(CLAUDE_PREFIX) or self.default
+        if _VENDOR.match(name) is None:
+            return None
+        return self.small if _SMALL.search(name) else self.large

@@ -1,0 +1,233 @@
+"""What a Messages body becomes before a template renders it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from fleetd.api.anthropic import bodies, translate
+from fleetd.api.body import parse
+from fleetd.api.openai import bodies as openai_bodies
+from fleetd.api.openai import translate as openai_translate
+from fleetd.engine.protocol import ChatPrompt
+from fleetd.errors import InvalidValue, UnsupportedParameter
+
+USER = {"role": "user", "content": "hi"}
+WEATHER = {
+    "name": "weather",
+    "description": "The weather.",
+    "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
+}
+
+
+RESULT = {"type": "tool_result", "tool_use_id": "call_1", "content": "4 °C"}
+
+
+def prompt(**fields: Any) -> ChatPrompt:
+    body = {"messages": [USER], "max_tokens": 9, **fields}
+    return translate.prompt(parse(json.dumps(body).encode(), bodies.MessagesBody))
+
+
+def refused(kind: type[Exception] = UnsupportedParameter, **fields: Any) -> str:
+    with pytest.raises(kind) as caught:
+        prompt(**fields)
+    return str(caught.value)
+
+
+def text(value: str, **more: Any) -> dict[str, Any]:
+    return {"type": "text", "text": value, **more}
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1.1; cc_entrypoint=cli; cch={};"
+
+
+def test_the_billing_block_and_marks_of_the_cache_leave_the_prompt_as_it_is() -> None:
+    plain = prompt(system="Be brief.", tools=[WEATHER], messages=[{"role": "user", "content": [text("hi")]}])
+    mark = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    for number in ("00000", "a1b2c"):
+        noisy = prompt(
+            system=[text(BILLING.format(number)), text("Be brief.", **mark)],
+            tools=[{**WEATHER, **mark, "defer_loading": False, "eager_input_streaming": True}],
+            messages=[{"role": "user", "content": [text("hi", **mark)]}],
+            cache_control={"type": "ephemeral"},
+            metadata={"user_id": number},
+            context_management={"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+            service_tier="auto",
+        )
+        assert noisy == plain
+    assert prompt(system=f"{BILLING.format('1')}\nBe brief.").messages == prompt(system="Be brief.").messages
+
+
+def test_marks_are_seen_wherever_they_are() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+
+    def marked(**fields: Any) -> bool:
+        body = {"messages": [USER], **fields}
+        return translate.marks_cache(parse(json.dumps(body).encode(), bodies.MessagesBody))
+
+    assert not marked()
+    assert marked(**mark)
+    assert marked(system=[text("a", **mark)])
+    assert marked(tools=[{**WEATHER, **mark}])
+    assert marked(messages=[{"role": "user", "content": [text("a", **mark)]}])
+
+
+def test_the_same_conversation_as_in_openais_dialect() -> None:
+    ours = prompt(
+        system=[text("Be brief."), text("Be kind.")],
+        messages=[
+            {"role": "user", "content": [text("one"), text("two")]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": "x"},
+                    text("Let me look."),
+                    {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"city": "Oslo"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "4 °C"}],
+            },
+        ],
+        tools=[WEATHER],
+        thinking={"type": "adaptive"},
+    )
+    theirs = {
+        "messages": [
+            {"role": "system", "content": "Be brief.\nBe kind."},
+            {"role": "user", "content": "one\ntwo"},
+            {
+                "role": "assistant",
+                "content": "Let me look.",
+                "reasoning_content": "hm",
+                "tool_calls": [
+                    {
+                        "id": "call_1",
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "call_1", "content": "4 °C"},
+        ],
+        "tools": [
+            {
+                "type": "function",
+                "function": {
+                    "name": "weather",
+                    "description": "The weather.",
+                    "parameters": WEATHER["input_schema"],
+                },
+            }
+        ],
+        "chat_template_kwargs": {"enable_thinking": True},
+    }
+    body = openai_bodies.decode(json.dumps(theirs).encode(), openai_bodies.ChatBody)
+    assert ours == openai_translate.chat(body, "r")[0].prompt
+
+
+def test_several_results_an_error_among_them_come_before_what_the_user_says() -> None:
+    found = prompt(
+        messages=[
+            USER,
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "tool_use", "id": "a", "name": "weather", "input": {}},
+                    {"type": "tool_use", "id": "b", "name": "weather", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [
+                    {"type": "tool_result", "tool_use_id": "a", "content": [text("4"), {"type": "image"}]},
+                    {"type": "tool_result", "tool_use_id": "b", "content": "gone", "is_error": True},
+                    text("And now?"),
+                ],
+            },
+        ]
+    ).messages
+    assert found[1]["content"] is None
+    assert [call["id"] for call in found[1]["tool_calls"]] == ["a", "b"]
+    assert [(each["role"], each.get("tool_call_id"), each["content"]) for each in found[2:]] == [
+        ("tool", "a", "4\n[An image was left out here: this model reads text only.]"),
+        ("tool", "b", "Error: gone"),
+        ("user", None, "And now?"),
+    ]
+
+
+def test_system_messages_in_the_middle_become_the_users_text() -> None:
+    found = prompt(
+        system="Top.",
+        messages=[
+            {"role": "system", "content": "First."},
+            USER,
+            {"role": "system", "content": "Tools changed."},
+            {"role": "assistant", "content": "ok"},
+            {"role": "system", "content": [text("Again.")]},
+        ],
+    ).messages
+    reminder = "<system-reminder>\n{}\n</system-reminder>"
+    assert [(each["role"], each["content"]) for each in found] == [
+        ("system", "Top.\nFirst."),
+        ("user", "hi\n" + reminder.format("Tools changed.")),
+        ("assistant", "ok"),
+        ("user", reminder.format("Again.")),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kwargs"),
+    [
+        ({}, {"enable_thinking": False}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, {"enable_thinking": True}),
+        (
+            {"thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "max"}},
+            {"enable_thinking": True, "reasoning_effort": "high"},
+        ),
+    ],
+)
+def test_thinking_is_what_the_template_calls_it(fields: dict[str, Any], kwargs: dict[str, Any]) -> None:
+    assert prompt(**fields).template_kwargs == kwargs
+
+
+@pytest.mark.parametrize(
+    ("choice", "expected"),
+    [
+        ({"type": "auto"}, "auto"),
+        ({"type": "none"}, "none"),
+        ({"type": "any", "disable_parallel_tool_use": True}, "required"),
+        ({"type": "tool", "name": "weather"}, {"name": "weather"}),
+    ],
+)
+def test_tool_choice(choice: dict[str, Any], expected: Any) -> None:
+    assert prompt(tools=[WEATHER], tool_choice=choice).tool_choice == expected
+
+
+def test_what_would_change_the_answer_is_refused_by_name() -> None:
+    image = {"role": "user", "content": [text("see"), {"type": "image", "source": {"type": "base64"}}]}
+    assert "messages.0.content.1: image input is not supported" in refused(messages=[image])
+    assert "prefill" in refused(messages=[USER, {"role": "assistant", "content": "The"}])
+    assert "'web_search_20250305'" in refused(tools=[{"type": "web_search_20250305", "name": "web_search"}])
+    assert "tools.0.strict" in refused(tools=[{**WEATHER, "strict": True}])
+    schema = {"format": {"type": "json_schema", "schema": {}}}
+    assert "output_config.format" in refused(output_config=schema)
+    assert "mcp_servers" in refused(mcp_servers=[{"type": "url", "url": "x"}])
+    assert "'server_tool_use'" in refused(
+        messages=[{"role": "assistant", "content": [{"type": "server_tool_use", "id": "a"}]}, USER]
+    )
+    assert "among the tools" in refused(
+        InvalidValue, tools=[WEATHER], tool_choice={"type": "tool", "name": "wether"}
+    )
+    assert "no tools" in refused(InvalidValue, tool_choice={"type": "any"})
+
+
+def test_documents_of_text_are_text() -> None:
+    source = {"type": "text", "media_type": "text/plain", "data": "The sea."}
+    block = {"type": "document", "source": source, "title": "Notes", "citations": {"enabled": False}}
+    (message,) = prompt(messages=[{"role": "user", "content": [block, text("Sum up.")]}]).messages
+    assert message["content"] == "Notes\nThe sea.\nSum up."

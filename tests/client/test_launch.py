@@ -1,0 +1,95 @@
+"""`fleetctl launch`: what an agent is started with, and which models it is not started with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_daemon import FakeDaemon, Reply, Run
+
+from fleetctl.exits import Exit
+
+AGENT = """#!/bin/sh
+printf '%s\\n' "$*"
+env | grep -E '^(ANTHROPIC|CLAUDE|API_TIMEOUT)' | sort
+exit 5
+"""
+
+
+@pytest.fixture
+def path(env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that comes first on the PATH, with a program called claude."""
+    program = tmp_path / "claude"
+    program.write_text(AGENT)
+    program.chmod(0o755)
+    env["PATH"] = f"{tmp_path}:{env['PATH']}"
+    env["ANTHROPIC_API_KEY"] = "sk-of-the-users"
+    return tmp_path
+
+
+@pytest.fixture
+def served(daemon: FakeDaemon) -> FakeDaemon:
+    settings = {
+        "base_url": "http://127.0.0.1:8114/v1",
+        "api_key": "k",
+        "large": "org/big",
+        "small": "tiny",
+    }
+    daemon.on("GET", "/fleet/v1/env", Reply(settings))
+    daemon.on("GET", "/v1/models/org/big", Reply({"id": "org/big", "context_length": 65536}))
+    daemon.on("GET", "/v1/models/short", Reply({"id": "short", "context_length": 8192}))
+    daemon.on("POST", "/v1/messages/count_tokens", Reply({"input_tokens": 99}))
+    return daemon
+
+
+def test_claude_gets_its_models_in_its_environment(path: Path, served: FakeDaemon, run: Run) -> None:
+    done = run("launch", "claude", "-p", "--model-like flag", "fix it", home=served.home)
+    first, *variables = done.stdout.splitlines()
+    assert (done.returncode, first) == (5, "-p --model-like flag fix it")
+    assert dict(line.split("=", 1) for line in variables) == {
+        "ANTHROPIC_BASE_URL": "http://127.0.0.1:8114",
+        "ANTHROPIC_AUTH_TOKEN": "k",
+        "ANTHROPIC_MODEL": "org/big",
+        "ANTHROPIC_DEFAULT_OPUS_MODEL": "org/big",
+        "ANTHROPIC_DEFAULT_SONNET_MODEL": "org/big",
+        "ANTHROPIC_DEFAULT_HAIKU_MODEL": "tiny",
+        "CLAUDE_CODE_SUBAGENT_MODEL": "org/big",
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "65536",
+        "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "16384",
+        "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+        "API_TIMEOUT_MS": "3600000",
+    }
+    assert served.seen[-1].body["model"] == "org/big"
+
+
+def refusal(daemon: FakeDaemon, run: Run, *arguments: str) -> str:
+    done = run("launch", *arguments, "claude", home=daemon.home)
+    assert (done.returncode, done.stdout) == (Exit.REFUSED, "")
+    return done.stderr
+
+
+def test_a_model_that_cannot_is_refused(path: Path, served: FakeDaemon, run: Run) -> None:
+    assert "a context of 8192 tokens; claude needs 32768" in refusal(served, run, "-m", "short")
+    error: Any = {"type": "invalid_request_error", "message": "None.", "code": "unsupported_parameter"}
+    served.on("POST", "/v1/messages/count_tokens", Reply({"type": "error", "error": error}, 400))
+    assert "org/big knows no tool calls" in refusal(served, run)
+    missing = {"error": {"message": "No model.", "code": "model_not_found", "hint": "Try another."}}
+    served.on("GET", "/v1/models/nothing", Reply(missing, 404))
+    assert "No model." in refusal(served, run, "-m", "nothing")
+
+
+def test_json_shows_what_would_be_started(path: Path, served: FakeDaemon, run: Run) -> None:
+    shown = json.loads(run("launch", "--json", "-m", "org/big", "claude", "-p", home=served.home).stdout)
+    assert shown["command"] == [str(path / "claude"), "-p"]
+    assert shown["environment"]["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == "org/big"
+
+
+def test_an_agent_that_is_not_installed(
+    served: FakeDaemon, run: Run, env: dict[str, str], tmp_path: Path
+) -> None:
+    env["PATH"] = str(tmp_path)
+    done = run("launch", "claude", home=served.home)
+    assert done.returncode == Exit.ERROR
+    assert "npm install -g @anthropic-ai/claude-code" in done.stderr
