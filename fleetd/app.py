@@ -148,7 +148,12 @@ class Daemon:
             Node(_node_settings(config, home, self._caps.peers_unknown)) if config.fleet.enabled else None
         )
         self._fleet = (
-            Fleet(self._node, local_only=config.fleet.local_only, wakes=config.power.wake)
+            Fleet(
+                self._node,
+                local_only=config.fleet.local_only,
+                wakes=config.power.wake,
+                own_card=self._told_card,
+            )
             if self._node
             else None
         )
@@ -158,7 +163,7 @@ class Daemon:
         # One for all services: a machine that failed one of them is left out of the others, too.
         self._members = Members(
             self._fleet.machines if self._fleet else tuple,
-            lambda: self._card.card() if self._card is not None else None,
+            self._told_card,
             unaided=self._fleet.unaided if self._fleet else lambda: False,
             local_only=config.fleet.local_only,
         )
@@ -367,6 +372,10 @@ class Daemon:
                 yield step
         if self._card is not None:
             self._card.changed()
+
+    def _told_card(self) -> Card | None:
+        """What this machine tells others of itself; None while it starts."""
+        return self._card.card() if self._card is not None else None
 
     def _own_card(self) -> Card:
         if self._card is None:

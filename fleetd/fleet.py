@@ -10,7 +10,7 @@ import asyncio
 import socket
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 
 import msgspec
@@ -31,6 +31,7 @@ from fleetd.p2p.overview import fleet_view, peer_view, reach
 from fleetd.p2p.pairing.service import PairingService
 from fleetd.p2p.session.transport import PeerStream
 from fleetd.periodic import keep_running
+from fleetd.requests import claims
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.job import THIS_NAME
 from fleetd.requests.members import Member
@@ -48,9 +49,17 @@ class ClockReading(msgspec.Struct, frozen=True):
 class Fleet:
     """What fleetctl asks of this machine's fleet, and what requests need of other machines."""
 
-    def __init__(self, node: Node, *, local_only: bool, wakes: bool = True) -> None:
+    def __init__(
+        self,
+        node: Node,
+        *,
+        local_only: bool,
+        wakes: bool = True,
+        own_card: Callable[[], Card | None] = lambda: None,
+    ) -> None:
         self.node = node
         self.waker = Waker(node, enabled=wakes)
+        self._own_card = own_card
         self.pairing = PairingService(node)
         self.dialer = BulkDialer(node)
         self._prober = LinkProber(node)
@@ -129,7 +138,26 @@ class Fleet:
 
     def view(self) -> FleetView:
         now = asyncio.get_running_loop().time()
-        return fleet_view(self.node, local_only=self._local_only, pairing=self.pairing.is_open, now=now)
+        view = fleet_view(self.node, local_only=self._local_only, pairing=self.pairing.is_open, now=now)
+        return msgspec.structs.replace(view, peers=[self._believed(peer) for peer in view.peers])
+
+    def _believed(self, peer: PeerView) -> PeerView:
+        """A peer with the speeds that requests are placed by."""
+        told = self.node.mesh.cards.get(peer.node_id)
+        card = claims.believed(told, self._own_card()) if told is not None else None
+        if told is None or card is None or card is told:
+            return peer
+        capped = claims.capped(told, card)
+        models = [
+            msgspec.structs.replace(
+                shown,
+                prefill_tok_s=model.prefill_tok_s,
+                decode_tok_s=model.decode_tok_s,
+                capped=model.name in capped,
+            )
+            for shown, model in zip(peer.models, card.models, strict=True)
+        ]
+        return msgspec.structs.replace(peer, models=models)
 
     def pair(self) -> AsyncGenerator[PairingEvent, None]:
         return self.pairing.pair()

@@ -74,6 +74,9 @@ COMPLETIONS_PER_REQUEST = 64
 # Jinja renders in the worker: a template that has produced nothing for this long never will.
 RENDER_S = 30.0
 RENDERED_CHARS = 64 * MIB
+# Memory beside the model's own that a template may take, and the code that builds a model from its config.
+RENDER_BYTES = GIB
+BUILD_BYTES = 4 * GIB
 
 # ---- Engine protocol -------------------------------------------------------------------------------------
 # One frame carries at most one request; a request is at most one HTTP body.
@@ -225,6 +228,17 @@ JOB_BEGIN_S = 60.0
 JOB_QUEUE_S = 300.0
 JOB_STALL_S = 60.0
 JOB_LEAST_TOK_S = 10.0
+# And not longer than this factor times the plan's own figure for the prefill, on top of a step's.
+JOB_LATE = 8.0
+# A request that its client cancelled counts against a machine that had sent nothing for so long, on top of
+# that factor times what was planned.
+JOB_CANCELLED_S = 10.0
+# Requests that a machine gets at once before it has completed the first one, or the first after a failure:
+# whatever it claims, it costs no more than these.
+ANSWERS_ON_TRIAL = 2
+# Seconds of an answer that are not computing, and tokens with which a speed can be told from them.
+ANSWER_OVERHEAD_S = 1.0
+ANSWER_SPEED_TOKENS = 256
 # A machine that asked for an answer and reads none of it keeps a slot and its KV cache from others.
 JOB_READ_STALL_S = 60.0
 # What an answer from another machine may come to. Tokens: beyond the longest context there is. The longest
@@ -244,6 +258,9 @@ JOB_TRACE_STEPS = 64
 JOB_TRACE_BYTES = 64 * KIB
 # Names and hashes of a model's files are on record where it was installed, or were hashed for the card.
 COPY_OFFER_S = 30.0
+# A copy that is slower than the slowest Wi-Fi, after some time to begin, comes from elsewhere.
+COPY_GRACE_S = 60.0
+COPY_LEAST_BYTES_PER_S = 32 * KIB
 # Copies given to others at once, a process each; more would only make all of them slower.
 COPIES_GIVEN = 8
 # A clock is asked for by `fleetctl doctor`, which is waiting.
@@ -285,6 +302,8 @@ LOAD_STAGES = 48
 SPEED_CORRECTIONS = 256
 # New tokens that are computed here as well, while waiting, to see that a helper computes the same.
 SHARE_SPOT_TOKENS = 16
+# The part of a prefill's time that the check of later tokens may take, which comes at its end.
+SHARE_LATER_SHARE = 0.01
 # How far such a row may be from ours, as a part of its length, in three tokens of four. bf16 deep in
 # a model is some per cent off, more where near ties send a token to another expert; other weights, all of it.
 SHARE_SPOT_RELATIVE = 0.25

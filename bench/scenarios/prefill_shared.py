@@ -11,7 +11,9 @@ from bench.harness import prompts
 from bench.harness.daemon import MODEL
 from bench.harness.machines import HELPER, HOME, Machines
 from bench.harness.samples import Samples
-from bench.scenarios.prefill_ceiling import ceiling, handed_off_s
+from bench.scenarios.prefill_ceiling import HOME as HOME_NAME
+from bench.scenarios.prefill_ceiling import ceiling, handed_off_s, step_s
+from fleetd.plan.prefill import step_names
 
 LENGTHS = (2000, 4000)
 _BARS = {2000: at_least(1.6), 4000: at_least(1.7)}
@@ -50,6 +52,7 @@ def _one(machines: Machines, run: int, length: int, seen: Samples) -> str:
         seen[length, "of_ceiling"].append(gained / ceiling(trace, model_layers()))
     if shared.shared and trace is not None:
         seen[length, "handed_off"].append(handed_off_s(trace, model_layers()) / shared.ttft_s)
+        seen[length, "checked"].append(step_s(trace, step_names.LATER_CHECK, HOME_NAME) / shared.ttft_s)
         seen.add(decode=shared.heard.steady_rate / alone.heard.steady_rate)
         seen.add(decode_whole=shared.heard.rate / alone.heard.rate)
     return shared.how
@@ -75,8 +78,8 @@ def _figures(seen: Samples, how: dict[int, list[str]]) -> list[Figure]:
         if not seen[length, "of_ceiling"] or not seen[length, "handed_off"]:
             raise RuntimeError(f"no prompt of {title} was shared: {'; '.join(how[length])}")
         chosen = "; ".join(f"{how[length].count(one)} x {one}" for one in dict.fromkeys(how[length]))
-        names = ("gained", "of_ceiling", "handed_off")
-        gained, of_ceiling, handed_off = (seen[length, name] for name in names)
+        names = ("gained", "of_ceiling", "handed_off", "checked")
+        gained, of_ceiling, handed_off, checked = (seen[length, name] for name in names)
         figures += [
             Figure(
                 f"Two machines over one, TTFT at {title}",
@@ -88,6 +91,9 @@ def _figures(seen: Samples, how: dict[int, list[str]]) -> list[Figure]:
             Figure(f"Share of that split's ceiling, {title}", "%", of_ceiling, at_least(0.92)),
             Figure(
                 f"Idle while rows are on their way, share of TTFT, {title}", "%", handed_off, at_most(0.03)
+            ),
+            Figure(
+                f"Check of later tokens of the helper, share of TTFT, {title}", "%", checked, at_most(0.01)
             ),
             Figure(f"TTFT of one machine, {title}", "s", seen[length, "alone_s"]),
             Figure(f"TTFT of two machines, {title}", "s", seen[length, "shared_s"]),

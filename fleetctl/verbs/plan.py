@@ -76,6 +76,7 @@ def render(plan: PlanView, width: int | None, *, estimated: bool = False) -> str
     chosen = next((option for option in plan.options if option.chosen), None)
     if chosen is not None and chosen.steps:
         parts.append("\n".join([wrapped(f"* {division(chosen)}", width), *_steps(chosen.steps, width)]))
+    parts += [wrapped(one_line(sentence), width) for sentence in plan.capped]
     if plan.drafts is not None:
         parts.append(wrapped(drafts_line(plan.drafts), width))
     return "\n\n".join(parts)

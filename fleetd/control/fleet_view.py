@@ -26,7 +26,8 @@ class PeerModel(msgspec.Struct, frozen=True):
     """A model of a peer. ``state``: installed, loading or loaded.
 
     Of a model that is not loaded whole, the layers [``part_first``, ``part_last``) may be loaded to help
-    other machines. ``doubtful``: its speeds were measured while something else ran.
+    other machines. ``doubtful``: its speeds were measured while something else ran. ``capped``: its card
+    claims more than its hardware can do; the speeds here are those that are believed.
     """
 
     name: str = ""
@@ -38,6 +39,7 @@ class PeerModel(msgspec.Struct, frozen=True):
     part_first: int = 0
     part_last: int = 0
     doubtful: bool = False
+    capped: bool = False
 
 
 class PeerView(msgspec.Struct, frozen=True):

@@ -80,10 +80,14 @@ class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class PlanView(msgspec.Struct, frozen=True):
-    """The answer: the chosen option first, then the others, cheapest first."""
+    """The answer: the chosen option first, then the others, cheapest first.
+
+    ``capped``: sentences about speeds that other machines claim and that are not believed.
+    """
 
     model: str = ""
     prompt_tokens: int = 0
     cached_tokens: int = 0
     options: list[OptionView] = []
     drafts: DraftsView | None = None
+    capped: list[str] = []

@@ -7,8 +7,9 @@ import importlib.metadata
 import json
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -23,11 +24,11 @@ from mlx_lm.utils import load_config, load_model
 
 from fleetd import limits
 from fleetd.control.daemon_status import MemoryBudget
-from fleetd.engine import cpu, device_memory
+from fleetd.engine import address_space, cpu, device_memory
 from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Speeds, calibrate
 from fleetd.engine.failures import over_files
 from fleetd.engine.load_findings import FindingsKey, LoadFindings
-from fleetd.engine.memory import admit_weights
+from fleetd.engine.memory import admit_weights, human
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
@@ -38,11 +39,11 @@ from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.engine.stage import Stage
-from fleetd.errors import ModelUnsupported
+from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
 from fleetd.models import digest as digests
-from fleetd.models.memory_need import WORKING_BYTES, expanded_bytes
+from fleetd.models.memory_need import WORKING_BYTES, weights_in_memory
 from fleetd.models.verify import verify
 
 Device = Literal["cpu", "metal", "cuda"]
@@ -129,11 +130,16 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     # Hub caches hold links; the size that counts is the target's.
     files = sorted(path.glob("model*.safetensors"))
     on_disk = sum(f.stat().st_size for f in files)
-    admit_weights(settings.name, expanded_bytes(on_disk, config, device), room)
+    expected = weights_in_memory(path, on_disk, config, device)
+    admit_weights(settings.name, expected, room)
     report(Loading("reading", 0, on_disk))
-    with ThreadPoolExecutor(1, "tokenizer") as aside:
+    with (
+        _little_besides(path, expected, device),
+        ThreadPoolExecutor(1, "tokenizer") as aside,
+    ):
         reading = aside.submit(_tokenizer, path, config)
         model = lazy_model(path, config)
+        admit_weights(settings.name, memory_bytes(model, device), room)
         if device == "cpu":
             cpu.to_float32(model)
         mx.eval(model.parameters())
@@ -281,6 +287,21 @@ def _verdict(
     found = probe(model, vocab_size=vocabulary, context_tokens=context, plan=plan)
     cached.keep(found)
     return found
+
+
+@contextmanager
+def _little_besides(path: Path, weights_bytes: int, device: Device) -> Iterator[None]:
+    """Bound what a load takes besides the weights. Raises ModelCorrupt for files that make it more."""
+    # While they are converted, weights are there twice.
+    more = 2 * weights_bytes + WORKING_BYTES + limits.BUILD_BYTES
+    try:
+        with address_space.at_most(more, device):
+            yield
+    except MemoryError as error:
+        raise ModelCorrupt(
+            f"Building {path.name} takes {human(more)} and more; its weights take {human(weights_bytes)}.",
+            hint="Its config does not fit its weights; choose another copy of the model.",
+        ) from error
 
 
 def _digest(settings: WorkerSettings) -> str:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, cast
 import msgspec
 
 from fleetd import limits
-from fleetd.engine import cpu, import_index, openmp_file, protocol
+from fleetd.engine import address_space, cpu, import_index, openmp_file, protocol
 from fleetd.engine.chunk_size import Chunks, FixedChunks, MeasuredChunks, PacedChunks
 from fleetd.engine.failures import failed, typed
 from fleetd.engine.protocol import (
@@ -51,6 +51,7 @@ from fleetd.engine.protocol import (
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.streams.channel import receive_sockets
 from fleetd.errors import EngineError
+from fleetd.models.memory_need import WORKING_BYTES
 
 if TYPE_CHECKING:
     from fleetd.engine.helper_loop import HelperLoop
@@ -210,10 +211,14 @@ class Front:
             )
         if isinstance(request, Score):
             return lay_out(request, self._loaded.tokenizer, self._loaded.facts.context_tokens)
-        prepared = prepare(request, self._loaded.tokenizer, self._loaded.facts.vocab_size)
+        facts = self._loaded.facts
+        # Meanwhile the compute thread may fill what the model has for keys and values.
+        meanwhile = facts.kv_budget_bytes + WORKING_BYTES
+        with address_space.at_most(meanwhile + limits.RENDER_BYTES, facts.device):
+            prepared = prepare(request, self._loaded.tokenizer, facts.vocab_size)
         if not request.count_only:
             # Here and not first where it is scheduled: that waits for the step under way.
-            check_length(prepared, self._loaded.facts.context_tokens)
+            check_length(prepared, facts.context_tokens)
         return prepared
 
 

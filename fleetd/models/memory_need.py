@@ -1,18 +1,26 @@
-"""How much memory a model needs to load: the figure of admission, of routing and of FITS HERE. Pure."""
+"""How much memory a model needs to load: the figure of admission, of routing and of FITS HERE."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+from fleetd.errors import ModelCorrupt
 from fleetd.limits import MIB
 from fleetd.models.catalog import CatalogEntry
-from fleetd.models.folder import ModelFolder
+from fleetd.models.folder import ModelFolder, weight_files
+from fleetd.models.safetensors_header import TensorInfo, read_header
 
 # What a forward pass needs besides weights and KV: activations of one chunk, logits, allocator slack.
 WORKING_BYTES = 512 * MIB
 # Most models of the catalog are quantised so.
 _CATALOG_BITS = {"quantization": {"bits": 4}}
+_FLOATING = frozenset({"F8_E4M3", "F8_E5M2", "F8_E8M0", "F16", "BF16", "F32", "F64"})
+# MLX packs no more weights than this with one scale.
+_GROUP_MOST = 128
 
 
 def needed_bytes(folder: ModelFolder, accelerator: str) -> int:
@@ -21,7 +29,56 @@ def needed_bytes(folder: ModelFolder, accelerator: str) -> int:
     Args:
         accelerator: metal, cuda or cpu.
     """
-    return expanded_bytes(folder.weights_bytes, folder.config, accelerator) + WORKING_BYTES
+    return weights_in_memory(folder.path, folder.weights_bytes, folder.config, accelerator) + WORKING_BYTES
+
+
+def weights_in_memory(path: Path, on_disk: int, config: Mapping[str, Any], accelerator: str) -> int:
+    """Bytes of a folder's weights in memory, by its tensors' own headers.
+
+    By its config where they cannot be read; such a model is refused when it is loaded.
+    """
+    if accelerator != "cpu":
+        return on_disk
+    try:
+        states = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in weight_files(path))
+        found = _float32_bytes(states, _largest_group(config))
+    except (ModelCorrupt, OSError):
+        return expanded_bytes(on_disk, config, accelerator)
+    return max(on_disk, found)
+
+
+@lru_cache(maxsize=256)
+def _float32_bytes(states: tuple[tuple[Path, int, int], ...], group: int) -> int:
+    """Cached by the files' times and sizes. Raises ModelCorrupt."""
+    return sum(float32_bytes(read_header(file), group) for file, _, _ in states)
+
+
+def float32_bytes(tensors: Mapping[str, TensorInfo], group: int) -> int:
+    """Bytes of tensors of which all floating ones become f32, and packed ones are unpacked.
+
+    Args:
+        group: packed weights that share a scale.
+    """
+    total = 0
+    for name, info in tensors.items():
+        layer, _, part = name.rpartition(".")
+        packed, scales = tensors.get(f"{layer}.weight"), tensors.get(f"{layer}.scales")
+        is_packed = packed is not None and packed.dtype == "U32" and scales is not None
+        count = math.prod(info.shape)
+        if is_packed and scales is not None and part == "weight":
+            # At least a bit each, whatever the scales say.
+            total += 4 * min(math.prod(scales.shape) * group, 32 * count)
+        elif is_packed and part in ("scales", "biases"):
+            continue
+        else:
+            total += 4 * count if info.dtype in _FLOATING else info.end - info.begin
+    return total
+
+
+def _largest_group(config: Mapping[str, Any]) -> int:
+    """The most weights with one scale that the quantisation names; the format's most if it names none."""
+    sizes = [section.get("group_size") for section in _quantizations(config)]
+    return max((size for size in sizes if type(size) is int and 0 < size <= _GROUP_MOST), default=_GROUP_MOST)
 
 
 def estimated_bytes(entry: CatalogEntry, accelerator: str) -> int:
@@ -44,9 +101,13 @@ def expanded_bytes(on_disk: int, config: Mapping[str, Any], accelerator: str) ->
 
 def _least_bits(config: Mapping[str, Any]) -> int:
     """The fewest bits per weight that the quantisation names, for all weights or for some; 0 for none."""
+    widths = [section.get("bits") for section in _quantizations(config)]
+    return min((bits for bits in widths if type(bits) is int and 0 < bits <= 32), default=0)
+
+
+def _quantizations(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """How all weights are packed, and how some are; nothing if they are not."""
     found = config.get("quantization") or config.get("quantization_config")
     if not isinstance(found, Mapping):
-        return 0
-    sections = [found, *(section for section in found.values() if isinstance(section, Mapping))]
-    widths = [section.get("bits") for section in sections]
-    return min((bits for bits in widths if type(bits) is int and 0 < bits <= 32), default=0)
+        return []
+    return [found, *(section for section in found.values() if isinstance(section, Mapping))]

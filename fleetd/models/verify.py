@@ -40,9 +40,11 @@ _RANGES: dict[str, tuple[int, int]] = {
     "max_position_embeddings": (1, 1 << 40),
 }
 # Whatever a family calls them, a model is built in as many steps as such a number says.
-_COUNTED = re.compile(r"layers?$|^n_layer|blocks?$|experts?$|depth$|heads?$|stages?$", re.IGNORECASE)
+_COUNTED = re.compile(r"layers?$|^n_layer|blocks?$|experts?$|depth$|heads?$|stages?$|groups?$", re.IGNORECASE)
 _MOST_COUNTED = 1 << 16
 _BITS = range(1, 33)
+# No number of a config is larger: what some architecture multiplies stays within 64 bits.
+_MOST = 1 << 53
 # Of a value in a message.
 _SHOWN_CHARS = 80
 _TAKE_SAFE = "Use a safetensors copy of the model: fleetctl models pull mlx-community/NAME."
@@ -154,15 +156,18 @@ def check_configs(path: Path) -> None:
 
 def _check_counts(file: Path, config: dict[str, Any]) -> None:
     """Bound every integer that says how much is built, and the width that decides what memory it takes."""
-    pending: list[Any] = [config]
+    pending: list[tuple[str, Any]] = [("", config)]
     while pending:
-        for key, value in pending.pop().items():
-            if isinstance(value, dict):
-                pending.append(value)
-            if type(value) is not int:
-                continue
-            if _COUNTED.search(key) and value > (limits.LAYERS if "layer" in key else _MOST_COUNTED):
-                raise ModelCorrupt(f"{file}: {key} is {value}, more than any model has.", hint=PULL_AGAIN)
+        key, value = pending.pop()
+        if isinstance(value, dict):
+            pending += value.items()
+        elif isinstance(value, list):
+            pending += [(key, item) for item in value]
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            most = (limits.LAYERS if "layer" in key else _MOST_COUNTED) if _COUNTED.search(key) else _MOST
+            if value > most and (most < _MOST or isinstance(value, int)):
+                shown = repr(value)[:_SHOWN_CHARS]
+                raise ModelCorrupt(f"{file}: {key} is {shown}, more than any model has.", hint=PULL_AGAIN)
             if key == "bits" and value not in _BITS:
                 raise ModelCorrupt(f"{file}: weights of {value} bits do not exist.", hint=PULL_AGAIN)
 

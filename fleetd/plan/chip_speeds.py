@@ -87,6 +87,14 @@ CPU_BYTES_PER_S = 10e9
 CPU_FLOPS_PER_CORE = 50e9
 CPU_CORES = 16
 
+# The fastest machines of each kind that are sold, or will be within some years: twice an M5 Ultra; a B200;
+# a server with twelve channels of memory and matrix units.
+ANY_METAL = _of(2000, 250)
+ANY_CUDA = _of(8000, 2500)
+ANY_CPU_BYTES_PER_S = 400e9
+ANY_CPU_FLOPS_PER_CORE = 200e9
+ANY_CPU_CORES = 256
+
 _APPLE_CHIP = re.compile(r"\bM([1-9]\d?)(?: (Pro|Max|Ultra))?\b")
 
 
@@ -97,6 +105,19 @@ def hardware_of(chip: str, accelerator: str, cores: int) -> Hardware:
     if accelerator == "cuda":
         return GB10 if "GB10" in chip else CUDA
     return Hardware(CPU_BYTES_PER_S, CPU_FLOPS_PER_CORE * min(max(1, cores), CPU_CORES))
+
+
+def most_of(chip: str, accelerator: str, cores: int) -> Hardware:
+    """What such hardware can do at most. A chip that is not in the table: the fastest one of its kind."""
+    if accelerator == "metal":
+        found = _APPLE_CHIP.search(chip)
+        known = found is not None and (int(found[1]), found[2] or "") in APPLE
+        return _apple(chip) if known else ANY_METAL
+    if accelerator == "cuda" and "GB10" in chip:
+        return GB10
+    if accelerator == "cpu":
+        return Hardware(ANY_CPU_BYTES_PER_S, ANY_CPU_FLOPS_PER_CORE * min(max(1, cores), ANY_CPU_CORES))
+    return ANY_CUDA
 
 
 def _apple(chip: str) -> Hardware:

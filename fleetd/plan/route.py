@@ -221,7 +221,7 @@ def prefill_speed(c: Candidate) -> PrefillSpeed:
     """The machine's speed alone and idle: as measured and corrected, or with caution from its chip."""
     if not c.prefill_tok_s:
         tok_s = c.hardware.prefill_tok_s(c.weights_bytes) / CAUTION
-        return PrefillSpeed.measured(tok_s, c.prefill_context_s)
+        return PrefillSpeed.measured(tok_s, c.prefill_context_s).times(c.correction)
     return PrefillSpeed.measured(c.prefill_tok_s, c.prefill_context_s, c.prefill_fixed_s).times(c.correction)
 
 

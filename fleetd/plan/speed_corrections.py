@@ -16,13 +16,15 @@ from fleetd import limits
 
 # Scoring stops after some of the layers and keeps attention that prefill throws away: one says little of the
 # other.
-PromptWork = Literal["prefill", "score"]
+PromptWork = Literal["prefill", "score", "decode"]
 
 # Weight of the newest measurement in the moving average: the next prompt should already be cut better.
 WEIGHT = 0.5
 # Bound of a factor, whatever a machine reports. A calibration beside other programs was seen to be 4.6 times
 # too slow.
 MOST = 8.0
+# The same for answers, whose time was taken here: a machine that claims too much really is so much slower.
+MOST_SEEN = 1024.0
 # Shorter work measures overhead more than speed.
 LEAST_S = 0.1
 # A factor's distance from 1 halves in this time.
@@ -41,11 +43,19 @@ class CorrectedWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _LearnedSpeed:
-    """``figure_s``: the machine's own figure then. ``token_s``: the same by what was measured."""
+    """``figure_s``: the machine's own figure then. ``token_s``: the same by what was measured.
+
+    ``seen_here``: this machine took the time.
+    """
 
     figure_s: float
     token_s: float
     at_s: float
+    seen_here: bool = False
+
+    def holds(self, token_s: float) -> bool:
+        """False if the machine was measured again. It cannot undo what was seen here by a faster figure."""
+        return token_s / self.figure_s <= CHANGED and (self.seen_here or self.figure_s / token_s <= CHANGED)
 
 
 class SpeedCorrections:
@@ -59,21 +69,33 @@ class SpeedCorrections:
 
     def factor(self, of: CorrectedWork, token_s: float, now_s: float) -> float:
         learned = self._learned.get(of)
-        if learned is None or not 1 / CHANGED <= token_s / learned.figure_s <= CHANGED:
+        if learned is None or not learned.holds(token_s):
             return 1.0
         # Not by the figure of then: a machine that corrects its own must not be corrected twice.
         return 1.0 + (learned.token_s / token_s - 1.0) * math.exp2((learned.at_s - now_s) / HALF_S)
 
     def ran(
-        self, of: CorrectedWork, token_s: float, now_s: float, *, expected_s: float, took_s: float
+        self,
+        of: CorrectedWork,
+        token_s: float,
+        now_s: float,
+        *,
+        expected_s: float,
+        took_s: float,
+        seen_here: bool = False,
     ) -> None:
-        """Record one measurement; ``expected_s`` is by the machine's own figures."""
-        if expected_s < LEAST_S or took_s <= 0 or token_s <= 0:
+        """Record one measurement; ``expected_s`` is by the machine's own figures.
+
+        Args:
+            seen_here: this machine took the time, of an answer from there; otherwise that machine did.
+        """
+        # What should have taken no time at all tells nothing, unless it did.
+        if max(expected_s, took_s if seen_here else 0.0) < LEAST_S or min(took_s, token_s, expected_s) <= 0:
             return
         known = self.factor(of, token_s, now_s)
-        seen = min(MOST, max(1 / MOST, took_s / expected_s))
+        seen = min(MOST_SEEN if seen_here else MOST, max(1 / MOST, took_s / expected_s))
         factor = known + WEIGHT * (seen - known)
         self._learned.pop(of, None)
-        self._learned[of] = _LearnedSpeed(token_s, token_s * factor, now_s)
+        self._learned[of] = _LearnedSpeed(token_s, token_s * factor, now_s, seen_here)
         if len(self._learned) > limits.SPEED_CORRECTIONS:
             del self._learned[next(iter(self._learned))]

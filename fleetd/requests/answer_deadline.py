@@ -16,9 +16,11 @@ class AnswerDeadline:
 
     Args:
         busy: by its card the machine has a queue or no free stream, or it has to load the model.
+        prefill_s: how long the whole prefill takes by the plan; None if it was not priced.
     """
 
-    def __init__(self, now_s: float, *, busy: bool) -> None:
+    def __init__(self, now_s: float, *, busy: bool, prefill_s: float | None = None) -> None:
+        self._planned_s = prefill_s
         self.due_s = now_s + (limits.JOB_QUEUE_S if busy else limits.JOB_BEGIN_S)
         self._prompt_tokens = 0
         self._prefilled = -1
@@ -46,4 +48,9 @@ class AnswerDeadline:
 
     def _prefill_s(self, done: int) -> float:
         """Helpers may have most of a prompt, and then nothing is told until they have sent it."""
-        return limits.JOB_STALL_S + max(0, self._prompt_tokens - done) / limits.JOB_LEAST_TOK_S
+        left = max(0, self._prompt_tokens - done)
+        slowest_s = left / limits.JOB_LEAST_TOK_S
+        if self._planned_s is None:
+            return limits.JOB_STALL_S + slowest_s
+        late_s = limits.JOB_LATE * self._planned_s * left / max(1, self._prompt_tokens)
+        return limits.JOB_STALL_S + min(slowest_s, late_s)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
+
+from msgspec import structs
 
 from fleetd import limits
 from fleetd.errors import EngineError, FleetError, Incompatible, OutOfMemory, PeerError
@@ -21,6 +23,7 @@ from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import PrefillOption
 from fleetd.plan.refusals import THIS_NODE, Refusal
 from fleetd.plan.speed_corrections import CorrectedWork, PromptWork, SpeedCorrections
+from fleetd.requests import claims
 from fleetd.requests.job import THIS_NAME, Job
 
 Work = Literal["answer", "prefill", "score", "draft"]
@@ -38,6 +41,7 @@ class Member:
 
     ``unusable``: why it cannot be reached, "" if it can. ``bytes_per_s``: what the path that a stream would
     take carries at least. ``left_out``: why it is not asked for a while after a failure, "" if it may be.
+    ``capped``: by model, the speeds that its own card claims and ``card`` does not have, as a clause.
     ``wake_s``: what waking it probably takes; 0 for a machine that is awake or not to be woken.
     """
 
@@ -49,6 +53,7 @@ class Member:
     bytes_per_s: float = 0.0
     here: bool = False
     left_out: str = ""
+    capped: Mapping[str, str] = field(default_factory=dict)
     wake_s: float = 0.0
 
     @property
@@ -124,6 +129,10 @@ class Members:
         # By model: how its last prompt here was prefilled, which the next one keeps where two ways are alike.
         self.last_prefill: dict[str, PrefillOption] = {}
         self.local_only = local_only
+        # How many requests of this machine are with another one now.
+        self.requests_at: Callable[[str], int] = lambda node_id: 0
+        # Machines that have done what they were asked for, and have not failed since.
+        self._proven: set[str] = set()
         self._listed = listed
         self._own_card = own_card
         self._monotonic = monotonic
@@ -133,10 +142,33 @@ class Members:
         return Member(self._own_card() or Card(THIS_NAME, 0, 0), THIS_NAME, here=True)
 
     def others(self, work: Work) -> list[Member]:
-        """The other machines; ``left_out`` is set for those that are not to do ``work`` after a failure."""
+        """The other machines, with such speeds as they can have, and at least as busy as this one makes them.
+
+        ``left_out`` is set for those that are not to do ``work`` after a failure, or on trial.
+        """
         if self.local_only:
             return []
-        return [replace(found, left_out=self.left_out(found.node_id, work)) for found in self._listed()]
+        own = self._own_card()
+        return [self._seen(found, own, work) for found in self._listed()]
+
+    def _seen(self, found: Member, own: Card | None, work: Work) -> Member:
+        told, asked = found.card, self.requests_at(found.node_id)
+        card = claims.believed(told, own)
+        capped = claims.capped(told, card) if card is not told else {}
+        if asked > card.running + card.waiting:
+            card = structs.replace(card, running=asked - card.waiting)
+        left_out = self.left_out(found.node_id, work)
+        if work == "answer" and not left_out and found.node_id not in self._proven:
+            left_out = _on_trial(asked)
+        return replace(found, card=card, left_out=left_out, capped=capped)
+
+    def capped(self, model: str) -> list[str]:
+        """For each machine that claims an impossible speed for a model, a sentence that says so."""
+        return [
+            f"{found.name} claims {found.capped[model]}: its hardware can do no more."
+            for found in self.others("answer")
+            if model in found.capped
+        ]
 
     def model_at(self, node_id: str, name: str) -> tuple[ModelCard | None, bool]:
         """A model as another machine's card has it, and whether a request for it would have to wait there."""
@@ -165,13 +197,16 @@ class Members:
         if isinstance(error, PeerError | EngineError | OutOfMemory):
             alone = isinstance(error, Incompatible | OutOfMemory)
             self.backoff.failed(node_id, work, error.code, self._monotonic(), this_work_only=alone)
+            self._proven.discard(node_id)
 
     def late(self, node_id: str, work: Work) -> None:
         """Leave a machine out of this kind of work for a while: it took too long."""
         self.backoff.failed(node_id, work, "timeout", self._monotonic(), this_work_only=True)
+        self._proven.discard(node_id)
 
     def succeeded(self, node_id: str, work: Work) -> None:
         self.backoff.succeeded(node_id, work)
+        self._proven.add(node_id)
 
     def answered(self, node_id: str, model: str, job: Job) -> None:
         """A machine has answered a whole request, so its prefix cache holds the conversation."""
@@ -200,6 +235,26 @@ class Members:
         """What a part of a prompt took; ``expected_s`` and ``token_s`` by the machine's own figures."""
         of = CorrectedWork(node_id, model, work)
         self.corrections.ran(of, token_s, self._monotonic(), expected_s=expected_s, took_s=took_s)
+
+    def waited(
+        self, node_id: str, model: str, token_s: float, work: PromptWork, *, expected_s: float, took_s: float
+    ) -> None:
+        """The same of an answer from there, by this machine's clock; only a later one than expected counts.
+
+        What a request takes besides, on both machines and between them, counts for nobody.
+        """
+        took_s = max(expected_s, took_s - limits.ANSWER_OVERHEAD_S)
+        of, now_s = CorrectedWork(node_id, model, work), self._monotonic()
+        self.corrections.ran(of, token_s, now_s, expected_s=expected_s, took_s=took_s, seen_here=True)
+
+
+def _on_trial(asked: int) -> str:
+    """Why a machine that has not proved itself gets no further request, "" if it may have one."""
+    if asked < limits.ANSWERS_ON_TRIAL:
+        return ""
+    return (
+        f"It has yet to complete its first answer since it was found, and has {asked} requests of this one."
+    )
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from fleetd.errors import (
     DiskFull,
     FleetError,
     Overloaded,
+    PeerLate,
     PeerUnreachable,
     ProtocolError,
 )
@@ -67,7 +68,7 @@ _read_order: Callable[[bytes], Order] = reader(Order, "A peer's order of a model
 _read_offer: Callable[[bytes], CopyOffer] = reader(CopyOffer, "A peer's offer of a model")
 
 
-class _CopyTimes:
+class CopyTimes:
     """Bytes and seconds from the first to the last news of a copy that is on its way."""
 
     def __init__(self) -> None:
@@ -75,9 +76,13 @@ class _CopyTimes:
         self._begun: tuple[int, float] | None = None
 
     def seen(self, step: PullProgress, now: float) -> None:
+        """Raises PeerLate for a copy that a machine keeps going byte by byte, and that would never end."""
         if step.stage == "copying":
             begun, begun_s = self._begun = self._begun or (step.done_bytes, now)
             self.count, self.seconds = step.done_bytes - begun, now - begun_s
+            due = (self.seconds - limits.COPY_GRACE_S) * limits.COPY_LEAST_BYTES_PER_S
+            if self.count < due:
+                raise PeerLate(f"{self.count} bytes of the copy came in {self.seconds:.0f} s.")
 
 
 class ModelCopies:
@@ -171,7 +176,7 @@ class ModelCopies:
             steps = client.receive(
                 offer, self._models.models_dir, connect, name=model.name, digest=model.digest
             )
-            copied = _CopyTimes()
+            copied = CopyTimes()
             async with aclosing(steps):
                 async for step in steps:
                     copied.seen(step, asyncio.get_running_loop().time())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from fleetd import limits
 from fleetd.engine.protocol import Ready
@@ -16,7 +17,7 @@ from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import needed_bytes
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.p2p.session.transport import PeerStream
-from fleetd.plan.costs import MEASURED_TOKENS
+from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import Candidate, RouteQuestion
 from fleetd.plan.ways import Home, Ways, plan
@@ -31,14 +32,25 @@ ANSWER_TOKENS = 256
 @dataclass(frozen=True, slots=True)
 class Placement:
     """``node_id`` is THIS_NODE or a peer's. ``digest``: of the files that it would run, "" if unknown.
-
+    ``prefill_s``: by the plan, None if it was not priced. ``capped``: claims of others that are not believed.
     ``asleep``: it has to be woken first.
     """
 
     node_id: str
     planned: Planned
     digest: str = ""
+    prefill_s: float | None = None
     asleep: bool = False
+    capped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerTokens:
+    """Tokens of one answer: read before in its prompt, read for it, and decoded after the first one."""
+
+    cached: int
+    prefilled: int
+    decoded: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +109,8 @@ class Placer:
         others = self._members.others("answer")
         if not others and possible:
             return staying
+        capped = tuple(self.capped(model.name))
+        staying = replace(staying, capped=capped)
         ways = self.rank(job, model, others, tried=tried)
         if not ways.placements:
             if possible:
@@ -110,7 +124,11 @@ class Placer:
         card = member.card
         exactness: Exactness = "exact" if alike(self._members.here().card, card, model.name) else "plan"
         planned = Planned("remote", (best.name,), exactness, reason)
-        return Placement(best.node_id, planned, best.digest, asleep=member.wake_s > 0)
+        return Placement(best.node_id, planned, best.digest, best.price.prefill_s, member.wake_s > 0, capped)
+
+    def capped(self, model: str) -> list[str]:
+        """A sentence for each machine that claims a speed which its hardware cannot have."""
+        return self._members.capped(model)
 
     def rank(self, job: Job, model: WantedModel, others: Sequence[Member], *, tried: frozenset[str]) -> Ways:
         """Every way to answer a request, priced or refused."""
@@ -181,6 +199,7 @@ class Placer:
         return Home(
             replace(
                 able,
+                decode_tok_s=able.decode_tok_s / self._decode_correction(member, found),
                 prefill_context_s=speed.context_s,
                 correction=spec.speed.token_s / speed.token_s,
             ),
@@ -189,6 +208,33 @@ class Placer:
             tuple(helpers),
             self._members.last_prefill.get(model.name) if member.here else None,
         )
+
+    def _decode_correction(self, member: Member, found: ModelCard) -> float:
+        """How many times as long a token of an answer takes there as its card says."""
+        if member.here or found.decode_tok_s <= 0:
+            return 1.0
+        speed = PrefillSpeed(1 / found.decode_tok_s)
+        return self._members.correction(member.node_id, found.digest, speed, "decode")
+
+    def answered(
+        self, placement: Placement, model: WantedModel, tokens: AnswerTokens, first_s: float, decode_s: float
+    ) -> None:
+        """Correct a machine's speeds by what its answer took: to the first token, and from there on."""
+        others = self._members.others("answer")
+        member = next((member for member in others if member.node_id == placement.node_id), None)
+        found = member.model(model.name) if member is not None else None
+        if member is None or found is None or found.digest != placement.digest:
+            return
+        learn = partial(self._members.waited, member.node_id, found.digest)
+        if tokens.prefilled >= limits.ANSWER_SPEED_TOKENS:
+            facts = planner_facts.told_facts(_divided(found, [self._members.here(), *others]))
+            speed = planner_facts.home(member, found, facts).speed
+            new = range(tokens.cached, tokens.cached + tokens.prefilled)
+            expected_s = speed.total(1.0, new, MEASURED_TOKENS)
+            learn(speed.token_s, "prefill", expected_s=expected_s, took_s=first_s)
+        if tokens.decoded >= limits.ANSWER_SPEED_TOKENS // 8 and found.decode_tok_s > 0:
+            token_s = 1 / found.decode_tok_s
+            learn(token_s, "decode", expected_s=tokens.decoded * token_s, took_s=decode_s)
 
     def _model(self, model: WantedModel, member: Member) -> ModelCard | None:
         """The model on a machine; on this one by its files, which its card may show too late."""

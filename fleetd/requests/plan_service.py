@@ -55,7 +55,8 @@ class PlanService:
         ask = RouteQuestion(model.name, tokens, ANSWER_TOKENS, counted=True)
         wanted = model.wanted
         whole = ways = self._placer.ways(ask, wanted, lambda member: cached if member.here else 0)
-        view = PlanView(model.name, tokens, cached, way_views(ways))
+        capped = self._placer.capped(model.name)
+        view = PlanView(model.name, tokens, cached, way_views(ways), capped=capped)
         if question.smart is not None:
             # Only the engine refuses a request whose prompt is too long, once that is shortened.
             if ways.chosen is None:

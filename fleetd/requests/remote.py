@@ -63,6 +63,7 @@ class RemoteJob:
         planned: how it runs, as its client knows.
         context_tokens: of the model there, by that machine's card; 0 if unknown.
         busy: by its card it has no free stream, or has to load the model.
+        prefill_s: how long its prefill takes by the plan; None if it was not priced.
         unaided: no other machine may help there.
     """
 
@@ -76,10 +77,12 @@ class RemoteJob:
         context_tokens: int = 0,
         *,
         busy: bool = True,
+        prefill_s: float | None = None,
         unaided: bool = False,
     ) -> None:
         self._request = request
-        self._busy = busy
+        self.busy = busy
+        self.prefill_s = prefill_s
         self._method = messages.RUN_UNAIDED if unaided else messages.RUN
         self._context_tokens = context_tokens
         self._asked = messages.RunJob(model, job.request, job.route, digest, where=True, trace=True)
@@ -100,7 +103,7 @@ class RemoteJob:
         stream = self._request(self._method, messages.encode(self._asked))
         check = AnswerCheck(self._asked.request, self._context_tokens)
         ended, clock = False, asyncio.get_running_loop().time
-        deadline = AnswerDeadline(clock(), busy=self._busy)
+        deadline = AnswerDeadline(clock(), busy=self.busy, prefill_s=self.prefill_s)
         try:
             stream.end()
             while True:

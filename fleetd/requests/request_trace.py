@@ -59,6 +59,7 @@ def trace_of(request: Request) -> Trace:
         answered_by=request.answered_by,
         there=request.there,
         earlier=list(request.earlier),
+        capped=list(request.placement.capped),
     )
 
 

@@ -51,7 +51,7 @@ from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import Pipeline
-from fleetd.requests.placement import Placement, Placer, canonical
+from fleetd.requests.placement import AnswerTokens, Placement, Placer, canonical
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.pulls import ModelSource, Pulls
@@ -126,6 +126,7 @@ class Runner:
         self._now = now
         self._open = 0
         self._requests: set[Request] = set()
+        self._members.requests_at = self._requests_at
         self._completed = 0
         self._failed = 0
         self._request_s: float | None = None
@@ -190,13 +191,15 @@ class Runner:
                             self._metrics.plan(event.kind, "fallback" if event.reason else "only")
                             told = event
                     if isinstance(event, Finished):
-                        self._members.answered(request.placement.node_id, model.name, request.job)
+                        self._answered(request, event)
                         # Settled before it is passed on: the client may not read on after the last event.
                         break
                     yield event
             if request.finished is None:
                 raise EngineDied("The engine ended the answer without finishing it.", hint="Try again.")
         except (asyncio.CancelledError, GeneratorExit):
+            if request is not None:
+                self._given_up(request)
             self._settle(request, reservation, "cancelled")
             raise
         except Exception as error:
@@ -252,6 +255,7 @@ class Runner:
                 placement.planned,
                 there.context_tokens if there is not None else 0,
                 busy=busy,
+                prefill_s=placement.prefill_s,
                 unaided=self._members.unaided(),
             )
             events = request.remote.events()
@@ -281,6 +285,38 @@ class Runner:
         async with aclosing(self._pool.stream(folder, request.generate)) as events:
             async for event in events:
                 yield event
+
+    # ---- what is learned of machines -----------------------------------------------------------------------
+
+    def _requests_at(self, node_id: str) -> int:
+        return sum(request.placement.node_id == node_id for request in self._requests)
+
+    def _answered(self, request: Request, finished: Finished) -> None:
+        """A machine has answered: note what it took there, by this machine's clock."""
+        placement, remote_job = request.placement, request.remote
+        self._members.answered(placement.node_id, request.model.name, request.job)
+        first_at_s = request.first_token_s
+        alone = request.planned is not None and len(request.planned.nodes) == 1
+        if self._placing is None or remote_job is None or first_at_s is None or request.kept_tokens:
+            return
+        if placement.asleep:
+            return  # the time until it was awake says nothing of its speed
+        usage = finished.usage
+        # With helpers, or with a queue there, the time says little about that machine.
+        read = usage.prompt_tokens - usage.cached_tokens if alone and not remote_job.busy else 0
+        tokens = AnswerTokens(usage.cached_tokens, read, usage.completion_tokens - 1)
+        first_s, decode_s = first_at_s - request.began_s, self._monotonic() - first_at_s
+        self._placing.answered(placement, request.model.wanted, tokens, first_s, decode_s)
+
+    def _given_up(self, request: Request) -> None:
+        """The client has left: a machine that had sent nothing for long counts as late."""
+        job = request.remote
+        placement = request.placement
+        if job is None or request.answering or placement.asleep or placement.node_id == THIS_NODE:
+            return
+        allowed_s = limits.JOB_CANCELLED_S + limits.JOB_LATE * (job.prefill_s or 0.0)
+        if not job.busy and self._monotonic() - request.began_s > allowed_s:
+            self._members.late(placement.node_id, "answer")
 
     # ---- where, and what is tried next -------------------------------------------------------------------
 

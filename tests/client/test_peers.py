@@ -78,6 +78,13 @@ def test_speeds_and_links_measured_beside_other_work_are_marked() -> None:
     assert "~" not in page(FLEET, None)
 
 
+def test_speeds_that_are_not_believed_are_marked() -> None:
+    lines = page(changed(peers=[peer(models=[{"name": "m", "capped": True}])]), None).splitlines()
+    assert lines[3].endswith(" m!")
+    assert lines[4].endswith("· ! claims speeds that its hardware cannot have; they are not believed")
+    assert "!" not in page(FLEET, None)
+
+
 def test_columns_go_by_importance_when_there_is_no_room() -> None:
     headers = {}
     for width in range(200, 20, -1):

@@ -53,6 +53,13 @@ def test_candidates_with_their_prices_and_why_not() -> None:
     )
 
 
+CAPPED = "liar claims prefill of 1e+12 tok/s, of which 32,000 are believed: its hardware can do no more."
+
+
+def test_claims_that_are_not_believed_are_told() -> None:
+    assert page({**PLAN, "capped": [CAPPED]}, None) == page(PLAN, None) + f"\n\n{CAPPED}"
+
+
 def test_another_machine_that_answers_with_helpers_of_its_own_and_what_cannot() -> None:
     options = [
         {

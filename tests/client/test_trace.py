@@ -95,6 +95,11 @@ def test_one_request_step_by_step() -> None:
     assert "tokens  studio + this       1.12 s  1.71x\n     6 % slower" in losers
 
 
+def test_claims_that_were_not_believed_are_told() -> None:
+    said = "liar claims any speed: its hardware can do no more."
+    assert f"not believed  {said}" in shown({**SHARED, "capped": [said]}, None)
+
+
 def test_a_step_that_comes_twice_is_paired_twice() -> None:
     twice = [{"name": "waited", "seconds": s, "machine": "this"} for s in (1.0, 2.0)]
     steps = shown({**SHARED, "chosen": {**SHARED["chosen"], "steps": twice}, "steps": twice}).split("\n\n")[1]

@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from model_files import CONFIG
+from msgspec.structs import replace
 from two_machines import (
     KEY,
     SHARDS,
@@ -31,12 +32,15 @@ from fleetd.errors import (
     FleetError,
     ModelCorrupt,
     ModelRefused,
+    PeerLate,
     PeerLost,
     ProtocolError,
 )
 from fleetd.models.copy import client
 from fleetd.models.copy.messages import CopyNeed, CopyOffer, OfferedFile, check, digest_of, offer_of
 from fleetd.models.model_store import ModelStore
+from fleetd.models.pull.pull_lines import PullProgress
+from fleetd.requests.model_copies import CopyTimes
 from fleetd.sealed.stream import SealedReceiver
 
 # The work is other processes'.
@@ -248,3 +252,15 @@ async def test_more_needs_than_files_are_refused(there: ModelStore) -> None:
 
 def received_bytes(sock: socket.socket) -> int:
     return sum(len(view) for view in SealedReceiver(sock, KEY, "connector").chunks())
+
+
+def test_attack_a_copy_that_trickles_is_fetched_elsewhere() -> None:
+    """A byte now and then is a sign of life for the stream, and no copy."""
+    times = CopyTimes()
+    copying = PullProgress("w", 0, 1 << 30, "copying")
+    times.seen(copying, 100.0)
+    enough = int(limits.COPY_LEAST_BYTES_PER_S)
+    times.seen(replace(copying, done_bytes=enough), 101.0 + limits.COPY_GRACE_S)
+    times.seen(replace(copying, stage="checking"), 1e9)
+    with pytest.raises(PeerLate, match="bytes of the copy came in"):
+        times.seen(replace(copying, done_bytes=enough + 1), 103.0 + limits.COPY_GRACE_S)

@@ -7,6 +7,7 @@ import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from fleetd.engine.protocol import (
     Accepted,
@@ -73,6 +74,7 @@ class FakeFolder:
     context_tokens: int = 8192
     weights_bytes: int = 1000
     config: dict[str, object] = field(default_factory=dict, compare=False)
+    path: Path = field(default=Path("nowhere"), compare=False)
 
 
 @dataclass(frozen=True)

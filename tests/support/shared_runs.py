@@ -99,6 +99,8 @@ class Run:
     device: str = "cpu"
     # Every helper has the weights of its own layers only.
     stages: bool = False
+    # Of the tokens that are checked later; by itself the same ones in every run.
+    draw: random.Random = field(default_factory=lambda: random.Random(1))
 
     def __post_init__(self) -> None:
         split = self.split
@@ -116,6 +118,7 @@ class Run:
             self.streams.of(-1),
             kept=self.kept,
             any_chunks=any_chunks(stage, layout, self.device),
+            draw=self.draw,
             clock=self.clock,
         )
         self.helpers = [self._helper(place) for place in range(split.helpers)]

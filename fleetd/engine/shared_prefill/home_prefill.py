@@ -11,6 +11,7 @@ from ``done`` tokens on, with the bytes that it would have had without any helpe
 
 from __future__ import annotations
 
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,18 +19,20 @@ from typing import Any
 
 from fleetd import limits
 from fleetd.engine.protocol import PrefillShared, StepTime
-from fleetd.engine.shared_prefill import frame_schedule
+from fleetd.engine.shared_prefill import frame_schedule, layer_kv
 from fleetd.engine.shared_prefill.frame_schedule import Incoming
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.home_work import home_work
 from fleetd.engine.shared_prefill.layer_kv import KvLayout
 from fleetd.engine.shared_prefill.slots import Slots
-from fleetd.engine.shared_prefill.spot_check import SpotCheck
+from fleetd.engine.shared_prefill.spot_check import WHAT_TO_SUSPECT, SpotCheck
 from fleetd.engine.shared_prefill.step_times import HomeTimes
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Connect, FrameHeader, FramePipe
-from fleetd.errors import FleetError, InvalidValue, PeerLate, from_code
+from fleetd.errors import FleetError, InvalidValue, PeerLate, PeerWrong, from_code
 from fleetd.plan.prefill.split import checked
+
+_UNFORESEEN = random.SystemRandom()
 
 
 class SharedPrefill:
@@ -41,6 +44,7 @@ class SharedPrefill:
         kept: indices of the tokens that are computed, ascending, the last one included; None for all. From
             here on only these are counted, as ``sparse.SparsePrefiller`` does.
         connect: opens this share's streams. Its pipes wake the scheduler, which then asks ``ready`` again.
+        draw: which later tokens are checked; no helper must be able to foresee it.
         any_chunks: whether this machine's bytes are the same wherever a prompt is cut into chunks
             (``Arithmetic.chunks``).
         clock: monotonic seconds.
@@ -60,6 +64,7 @@ class SharedPrefill:
         *,
         kept: Sequence[int] | None = None,
         any_chunks: bool = False,
+        draw: random.Random = _UNFORESEEN,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         split = checked(share.split)
@@ -84,7 +89,10 @@ class SharedPrefill:
         self._allocated = threading.Event()
         self._pipes: dict[str, FramePipe] = {}
         self._incoming: dict[str, Incoming] = {}
-        self._check = SpotCheck(self._work.probes(), self._work, exact=share.exact and any_chunks)
+        self._exact, self._layout, self._draw = share.exact and any_chunks, layout, draw
+        self._check = SpotCheck(self._work.probes(), self._work, exact=self._exact)
+        # Leading tokens from which later ones were drawn and checked; None once they were found wrong.
+        self._drawn_of: int | None = split.cached
         try:
             self._open(connect, layout, slots, prefix)
             self._work.allocate()
@@ -97,8 +105,18 @@ class SharedPrefill:
 
     @property
     def done(self) -> int:
-        """Leading tokens that ``cache`` holds: of helpers' numbers only such as are complete and checked."""
-        return self._work.done if self._check.passed else self._split.cached
+        """Leading tokens that ``cache`` holds: of helpers' numbers only such as are complete and checked.
+
+        All of them count only after the check of later ones.
+        """
+        done = self._complete
+        return done if self._drawn_of == done or done < self._split.tokens else self._split.cached
+
+    @property
+    def _complete(self) -> int:
+        """Leading tokens that are here, and that nothing speaks against so far."""
+        wrong = not self._check.passed or self._drawn_of is None
+        return self._split.cached if wrong else self._work.done
 
     @property
     def cache(self) -> list[Any]:
@@ -110,7 +128,8 @@ class SharedPrefill:
 
     @property
     def verified(self) -> tuple[int, list[Any]]:
-        """``done`` and ``cache``: what to go on from alone."""
+        """``done`` and ``cache``: what to go on from alone, after a check of later tokens."""
+        self._check_later()
         return self.done, self.cache
 
     @property
@@ -132,7 +151,8 @@ class SharedPrefill:
     def ready(self) -> bool:
         """True if ``step`` can do something or has an error to raise; takes in what has arrived."""
         self._receive()
-        idle = not (self._error or self._work.computable or self._check.ready or self.remaining == 0)
+        waits = not (self._error or self._work.computable or self._check.ready)
+        idle = waits and self._complete < self._split.tokens
         self._times.waits.idle(idle)
         return not idle
 
@@ -168,6 +188,8 @@ class SharedPrefill:
             self._receive()
             if self._clock() - begun >= limits.SHARE_STEP_S:
                 break
+        if self._error is not None or self._complete == self._split.tokens:
+            self._check_later()
         if self._error is not None:
             raise self._error
         if self.remaining == 0:
@@ -190,6 +212,29 @@ class SharedPrefill:
         else:
             return False
         return True
+
+    def _check_later(self) -> None:
+        """Check a few tokens of those that are here, drawn only now; if they are wrong, nothing counts.
+
+        It takes about as long as the first check did. Where that is more than a hundredth of the prefill, it
+        is left out in as many cases as make it a hundredth on average.
+        """
+        done = self._complete
+        if self._drawn_of in (None, done):
+            return
+        begun, share_s = self._clock(), limits.SHARE_LATER_SHARE * self._predicted_s
+        if self._times.checked_s * self._draw.random() <= share_s:
+            try:
+                for probe, rows in self._work.later_probes(done, self._draw):
+                    check = SpotCheck([probe], rows, exact=self._exact)
+                    while check.ready:
+                        check.step()
+                    check.settle()
+            except FleetError as error:
+                self._error, self._drawn_of = error, None
+                return
+        self._times.later_s += self._clock() - begun
+        self._drawn_of = done
 
     def _finish(self) -> None:
         """All has arrived: end the streams. Until now, open streams showed helpers that home is alive."""
@@ -220,6 +265,8 @@ class SharedPrefill:
             while incoming.left and (frame := pipe.receive()) is not None:
                 incoming.taken(frame, self._hashes)
                 self._times.received += frame.head.nbytes
+                if not layer_kv.finite(frame, self._layout):
+                    raise PeerWrong("It sent numbers that are none (NaN or infinite).", hint=WHAT_TO_SUSPECT)
                 self._work.take(place, frame)
         except FleetError as error:
             raise from_code(error.code, f"helper{place}: {error.message}", hint=error.hint) from error

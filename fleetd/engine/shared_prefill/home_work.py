@@ -9,6 +9,7 @@ No streams, no clock: ``sharing.SharedPrefill`` has them.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.shared_prefill import layer_kv, passes
 from fleetd.engine.shared_prefill.layer_kv import KvLayout, RingState, RingStates, RowBuffer
 from fleetd.engine.shared_prefill.slots import Slots
-from fleetd.engine.shared_prefill.spot_check import Pair, Probe
+from fleetd.engine.shared_prefill.spot_check import LaterRows, Pair, Probe, drawn
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.plan.prefill.split import Split, SplitKind
@@ -37,6 +38,7 @@ class _HomeWork:
     ``fraction``: how much of the whole prefill is behind us; ``next_fraction``: how much will be when that is
     here which is waited for; ``behind()``: from which helper.
     ``checked_first``: whether ``done`` grows before the end, so that the spot check comes before other work.
+    ``later_probes(done, draw)``: of tokens drawn from the first ``done``, one for each helper at most.
     What ``spot_check.ReceivedRows`` asks for.
     """
 
@@ -97,12 +99,27 @@ class _HomeWork:
             for layer, cache in enumerate(self.caches)
         ]
 
+    def owner(self, place: int, layer: int) -> int:
+        """The helper that computes a layer of the tokens of helper ``place``."""
+        return place
+
     def probe(self, place: int, tokens: range, layers: range) -> Probe:
         # No more than the first chunk, which is the first thing that arrives.
         count = min(len(tokens), self.split.chunk, limits.SHARE_SPOT_TOKENS)
-        first = range(tokens.start, tokens.start + count)
+        return self._through(place, range(tokens.start, tokens.start + count), layers)
+
+    def _through(self, place: int, tokens: range, layers: range) -> Probe:
         parts = [self.stage.part(layer, layer + 1) for layer in layers]
-        return Probe.of(place, parts, self.slots, first)
+        return Probe.of(place, parts, self.slots, tokens)
+
+    def later_probe(
+        self, place: int, tokens: range, layers: range, draw: random.Random
+    ) -> tuple[Probe, LaterRows] | None:
+        """A few of ``tokens``, drawn; None where a layer's cache rotates and has no row for each token."""
+        if not tokens or not layers or self.layout.rotates(layers):
+            return None
+        found = drawn(tokens, min(self.split.chunk, limits.SHARE_SPOT_TOKENS), draw)
+        return self._through(place, found, layers), LaterRows(self, found)
 
     def rows(self, cache: Any, start: int, count: int) -> Pair | None:
         """Keys and values of tokens [start, start + count), where the cache still has them."""
@@ -218,8 +235,16 @@ class LayersAtHome(_HomeWork):
     def probes(self) -> list[Probe]:
         return [self.probe(0, self.split.tokens_of(0), range(self._own.start))]
 
+    def later_probes(self, done: int, draw: random.Random) -> list[tuple[Probe, LaterRows]]:
+        # What this machine's first layer made of the tokens shows the hidden states that it was sent.
+        layers = range(min(self._own.start + 1, self.split.layers))
+        found = self.later_probe(0, range(self.split.cached, done), layers, draw)
+        return [found] if found is not None else []
+
     def owner(self, place: int, layer: int) -> int:
-        return next(i for i in range(self.split.helpers) if layer in self.split.layers_of(i))
+        # The first layer here rests on what the last helper sent.
+        places = (i for i in range(self.split.helpers) if layer in self.split.layers_of(i))
+        return next(places, self.split.helpers - 1)
 
     def context(self, place: int, layer: int) -> Any:
         if self.layout.layer(layer).window:
@@ -323,8 +348,12 @@ class TokensAtHome(_HomeWork):
         layers = range(self.split.layers)
         return [self.probe(i, self.split.tokens_of(i), layers) for i in range(self.split.helpers)]
 
-    def owner(self, place: int, layer: int) -> int:
-        return place
+    def later_probes(self, done: int, draw: random.Random) -> list[tuple[Probe, LaterRows]]:
+        layers, found = range(self.split.layers), []
+        for i in range(self.split.helpers):
+            tokens = self.split.tokens_of(i)
+            found.append(self.later_probe(i, range(tokens.start, min(tokens.stop, done)), layers, draw))
+        return [probe for probe in found if probe is not None]
 
     def context(self, place: int, layer: int) -> Any | None:
         if min(self._arrived[:place], default=self.split.layers) <= layer:

@@ -295,6 +295,31 @@ def buffers(head: FrameHeader, layout: KvLayout, row_buffers: Mapping[int, RowBu
             return [memoryview(empty_bytes(head.nbytes))] if head.nbytes else []
 
 
+# Where the exponent of a number has all its bits set, it is NaN or infinite.
+_EXPONENTS: dict[mx.Dtype, tuple[Any, int]] = {
+    mx.float32: (np.uint32, 0x7F800000),
+    mx.float16: (np.uint16, 0x7C00),
+    mx.bfloat16: (np.uint16, 0x7F80),
+}
+
+
+def finite(frame: Frame, layout: KvLayout) -> bool:
+    """False if a frame of rows or hidden states holds a NaN or an infinite number."""
+    match frame.head.kind:
+        case Kind.ROWS | Kind.STATE:
+            dtype = layout.layer(frame.head.layer).dtype
+        case Kind.HIDDEN:
+            dtype = layout.dtype
+        case _:
+            return True
+    if dtype not in _EXPONENTS:
+        return True
+    word, mask = _EXPONENTS[dtype]
+    return all(
+        int((np.frombuffer(buffer, word) & word(mask)).max(initial=0)) != mask for buffer in frame.buffers
+    )
+
+
 # ---- Hidden states ---------------------------------------------------------------------------------------
 
 

@@ -3,11 +3,16 @@
 While the home worker waits for its helpers, it runs the first few tokens of each helper's slice
 through the layers itself, on copies of what comes before them, and compares the keys, values and hidden
 states with those that arrive. It finds a helper with other weights, another model or another
-accelerator than it claims, and one that sends garbage or NaN; not one that is wrong about later tokens only.
+accelerator than it claims, and one that sends garbage.
+
+Once all has arrived, it draws a few later tokens and does the same with these: no helper can know before
+which they will be. A helper that is wrong about a share of its tokens is found at least in that share of
+prompts, and more often where the drawn tokens attend to wrong ones.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -22,6 +27,7 @@ from fleetd.engine.stage import Stage
 from fleetd.errors import PeerWrong
 
 Pair = tuple[mx.array, mx.array]
+WHAT_TO_SUSPECT = "Its model, its accelerator or its memory is not what it says."
 
 
 class ReceivedRows(Protocol):
@@ -43,9 +49,24 @@ class ReceivedRows(Protocol):
         """What was sent of them on the way into ``layer``, (1, count, width); None if nothing was."""
 
 
+class HomeRows(Protocol):
+    """The caches that a shared prefill fills: ``home_work``."""
+
+    caches: list[Any]
+
+    def owner(self, place: int, layer: int) -> int:
+        """As ``ReceivedRows``."""
+
+    def before(self, layer: int, tokens: int) -> Any:
+        """A cache, to be added to, of the first ``tokens``."""
+
+    def rows(self, cache: Any, start: int, count: int) -> Pair | None:
+        """Keys and values of these tokens."""
+
+
 @dataclass
 class Probe:
-    """The first tokens of one helper's slice through the single layers ``parts``; ``hidden`` is (1, n, D)."""
+    """A few tokens of one helper's slice through the single layers ``parts``; ``hidden`` is (1, n, D)."""
 
     place: int
     parts: Sequence[Stage]
@@ -78,6 +99,35 @@ class Probe:
         self.rows.append(rows)
         if out is not None:
             self.hidden = out
+
+
+def drawn(tokens: range, count: int, draw: random.Random) -> range:
+    """``count`` tokens in a row, or fewer if there are no more; not the first ones where there are others."""
+    count = min(count, len(tokens))
+    start = draw.randint(min(tokens.start + count, tokens.stop - count), tokens.stop - count)
+    return range(start, start + count)
+
+
+class LaterRows:
+    """``ReceivedRows`` of tokens that are all here, with all before them."""
+
+    def __init__(self, work: HomeRows, tokens: range) -> None:
+        self._work, self._tokens = work, tokens
+
+    def owner(self, place: int, layer: int) -> int:
+        return self._work.owner(place, layer)
+
+    def context(self, place: int, layer: int) -> Any:
+        return self._work.before(layer, self._tokens.start)
+
+    def arrived(self, place: int, layer: int) -> bool:
+        return True
+
+    def compared(self, place: int, layer: int, count: int) -> Pair | None:
+        return self._work.rows(self._work.caches[layer], self._tokens.start, count)
+
+    def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
+        return None
 
 
 class SpotCheck:
@@ -136,7 +186,7 @@ class SpotCheck:
         if not (same(ours, theirs) if self._exact else alike(ours, theirs)):
             raise PeerWrong(
                 f"helper{owner}: it computes other {what} than this machine does.",
-                hint="Its model, its accelerator or its memory is not what it says.",
+                hint=WHAT_TO_SUSPECT,
             )
 
 

@@ -40,7 +40,8 @@ class HomeTimes:
         # When nothing was left to compute here, and when all had arrived.
         self._own_end: float | None = None
         self._end: float | None = None
-        self.checked_s = 0.0
+        # Of the first tokens, and of later ones.
+        self.checked_s = self.later_s = 0.0
         self.to_send = 0
         self.received = 0
 
@@ -60,7 +61,7 @@ class HomeTimes:
 
     def steps(self) -> list[StepTime]:
         end = self._clock() if self._end is None else self._end
-        tail_s = 0.0 if self._own_end is None else end - self._own_end
+        tail_s = 0.0 if self._own_end is None else max(0.0, end - self._own_end - self.later_s)
         sent_s = end - self._begun if self._sent_s is None else self._sent_s
         return [
             StepTime(step_names.PREFIX_SENT, sent_s, self.to_send),
@@ -68,6 +69,7 @@ class HomeTimes:
             StepTime(step_names.WAITED, max(0.0, self.waits.until(end) - tail_s), self.received),
             StepTime(step_names.COMPUTED, self._computed_s),
             StepTime(step_names.EXPOSED, tail_s),
+            StepTime(step_names.LATER_CHECK, self.later_s),
         ]
 
 

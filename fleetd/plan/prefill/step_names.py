@@ -22,6 +22,7 @@ AGREED: Final = "agreed"
 DECODED: Final = "first token"
 # Measured only: the machine that answers computes some of a helper's rows to compare them.
 SPOT_CHECK: Final = "spot check"
+LATER_CHECK: Final = "check of later tokens"
 # Smart prefill: a compressor scores the prompt, then what is kept is prefilled.
 SCORED: Final = "scored"
 PREFILLED: Final = "prefilled"

@@ -1,0 +1,83 @@
+"""What is believed of another machine's card: no speed that its hardware cannot have. Pure.
+
+A card is written by the machine that it describes. Without a bound, one that claims any speed would be sent
+every request of the fleet. What its work really takes is measured here and corrects the rest
+(``Members.correction``).
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from fleetd.p2p.membership.cards import Card, ModelCard
+from fleetd.plan import chip_speeds
+
+# How much faster than ``chip_speeds`` estimates an honest machine may be: estimates are of 0.6 of the peak,
+# of 4-bit weights and of the narrower memory of a chip; drafts make decoding faster.
+_ROOM = 4.0
+# A mixture of experts computes with a small part of its weights. The smallest parts there are have a 32nd.
+_SPARSEST = 32.0
+# A model is read from the disk, and no disk is faster.
+_DISK_BYTES_PER_S = 20e9
+# No model is smaller, whatever a card says.
+_WEIGHTS_BYTES = 1 << 20
+
+
+def believed(card: Card, own: Card | None = None) -> Card:
+    """The card with the speeds that its hardware may have; the same object where nothing is bounded.
+
+    Args:
+        own: this machine's card. It knows the size of the models that are here too, and their measured
+            speeds tell how much of its weights a model computes with.
+    """
+    known = {model.digest: model for model in own.models if model.digest} if own is not None else {}
+    models = [_believed(card, model, own, known.get(model.digest)) for model in card.models]
+    if all(model is told for model, told in zip(models, card.models, strict=True)):
+        return card
+    return replace(card, models=models)
+
+
+def _believed(card: Card, model: ModelCard, own: Card | None, same: ModelCard | None) -> ModelCard:
+    facts, told_bytes = card.machine, same.weights_bytes if same is not None else model.weights_bytes
+    weights_bytes = max(_WEIGHTS_BYTES, told_bytes)
+    most = chip_speeds.most_of(facts.chip, facts.accelerator, facts.cores)
+    prefill_gain = decode_gain = _SPARSEST
+    if own is not None and same is not None:
+        mine = chip_speeds.hardware_of(own.machine.chip, own.machine.accelerator, own.machine.cores)
+        prefill_gain = _gain(same.prefill_tok_s, mine.prefill_tok_s(weights_bytes))
+        decode_gain = _gain(same.decode_tok_s, mine.decode_tok_s(weights_bytes))
+    prefill_tok_s = min(model.prefill_tok_s, _ROOM * prefill_gain * most.prefill_tok_s(weights_bytes))
+    decode_tok_s = min(model.decode_tok_s, _ROOM * decode_gain * most.decode_tok_s(weights_bytes))
+    # 0: it does not know, and the planner estimates it.
+    load_s = max(model.load_s, weights_bytes / _DISK_BYTES_PER_S) if model.load_s else 0.0
+    if (prefill_tok_s, decode_tok_s, load_s) == (model.prefill_tok_s, model.decode_tok_s, model.load_s):
+        return model
+    return replace(model, prefill_tok_s=prefill_tok_s, decode_tok_s=decode_tok_s, load_s=load_s)
+
+
+def _gain(measured: float, estimated: float) -> float:
+    """How many times as fast as its chip's figures say a model runs; as much as possible if not measured."""
+    return min(_SPARSEST, max(1.0, measured / estimated)) if measured > 0 else _SPARSEST
+
+
+def capped(told: Card, seen: Card) -> dict[str, str]:
+    """By model: what a card claims and what is believed instead, as a clause; those that are bounded only."""
+    found = {}
+    for claimed, model in zip(told.models, seen.models, strict=True):
+        parts = [
+            f"{of} of {_rate(claim)} tok/s, of which {_rate(believes)} are believed"
+            for of, claim, believes in (
+                ("prefill", claimed.prefill_tok_s, model.prefill_tok_s),
+                ("decoding", claimed.decode_tok_s, model.decode_tok_s),
+            )
+            if believes < claim
+        ]
+        if claimed.load_s < model.load_s:
+            parts.append(f"a load in {claimed.load_s:.2g} s, and {model.load_s:.2g} s are expected")
+        if parts:
+            found[model.name] = ", ".join(parts)
+    return found
+
+
+def _rate(tok_s: float) -> str:
+    return f"{tok_s:.3g}" if tok_s >= 1e6 else f"{tok_s:,.0f}"

@@ -1,0 +1,257 @@
+"""The memory that a publisher's files can take: their templates, their configs, their headers."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import resource
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import chain_model
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
+from tiny_architectures import tiny
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from fleetd import limits
+from fleetd.engine import address_space, cpu, loading
+from fleetd.engine.settings import WorkerSettings
+from fleetd.errors import FleetError, ModelCorrupt, OutOfMemory
+from fleetd.limits import GIB, MIB
+from fleetd.models.memory_need import float32_bytes, weights_in_memory
+from fleetd.models.safetensors_header import DTYPE_BYTES, TensorInfo, parse, read_header
+from fleetd.models.verify import _COUNTED, check_configs
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="macOS ignores address-space limits")
+
+# ---- Templates -------------------------------------------------------------------------------------------
+
+_TIMES = "{% set ns = namespace(x='x') %}{% for i in range(50) %}"
+EXPLOSIONS = {
+    "doubled": _TIMES + "{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
+    "added": _TIMES + "{% set ns.x = ns.x + ns.x %}{% endfor %}",
+    "multiplied": "{{ 'x' * 10 ** 12 }}",
+    "a list multiplied": "{{ ([0] * 10 ** 11) | length }}",
+    "joined": _TIMES + "{% set ns.x = [ns.x, ns.x] | join %}{% endfor %}",
+    "formatted": _TIMES + "{% set ns.x = '%s%s' | format(ns.x, ns.x) %}{% endfor %}",
+    "padded": "{{ '%0*d' % (10 ** 12, 1) }}",
+    "centred": "{{ 'x' | center(10 ** 12) }}",
+    "replaced": "{% set ns = namespace(x='xx') %}{% for i in range(50) %}"
+    "{% set ns.x = ns.x | replace('x', 'xx') %}{% endfor %}",
+    "a number": "{{ ('9' * 10 ** 12) | int }}",
+}
+
+MESSAGES: list[Any] = [[{"role": "user", "content": "hi"}]]
+
+
+def rendered(templates: list[str], telling: Any) -> None:
+    """Runs in a process of its own, whose memory is measured."""
+    before, outcomes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
+    for template in templates:
+        try:
+            with address_space.at_most(64 * MIB):
+                render_jinja_template(MESSAGES, chat_template=template)
+            outcomes.append("rendered")
+        except Exception as error:
+            outcomes.append(type(error).__name__)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    telling.send(((after - before) * 1024, outcomes))
+
+
+@linux
+def test_attack_templates_that_grow_without_end_stop_at_the_bound() -> None:
+    fork = multiprocessing.get_context("fork")
+    told, telling = fork.Pipe(duplex=False)
+    child = fork.Process(target=rendered, args=(["{{ messages[0].content }}", *EXPLOSIONS.values()], telling))
+    child.start()
+    telling.close()
+    grown, outcomes = told.recv()
+    child.join()
+    assert outcomes[0] == "rendered"
+    by_kind = dict(zip(EXPLOSIONS, outcomes[1:], strict=True))
+    assert set(by_kind.values()) <= {"MemoryError", "OverflowError"}, by_kind
+    # What one leaves behind, the next one finds mapped.
+    assert grown < 4 * 64 * MIB
+
+
+@linux
+def test_bounds_that_overlap_end_with_the_last_one() -> None:
+    def soft() -> int:
+        return resource.getrlimit(resource.RLIMIT_AS)[0]
+
+    free = soft()
+    with address_space.at_most(64 * GIB):
+        wide = soft()
+        with address_space.at_most(GIB):
+            assert soft() == wide, "the other's work must not fail"
+        assert soft() == wide
+        with pytest.raises(MemoryError):
+            bytearray(100 * GIB)
+    assert soft() == free
+    with address_space.at_most(GIB, "cuda"):
+        assert soft() == free
+
+
+# ---- Sizes from headers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bits", "group"), [(4, 64), (8, 32), (3, 128), (0, 0)])
+def test_headers_tell_what_a_model_takes_in_memory(tmp_path: Path, bits: int, group: int) -> None:
+    """As the model itself says it once it is built."""
+    model = tiny("llama")
+    if bits:
+        nn.quantize(model, group if group <= 128 else 64, bits)
+    else:
+        model.set_dtype(mx.bfloat16)
+    weights = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), weights, {"format": "mlx"})
+    found = float32_bytes(read_header(tmp_path / "model.safetensors"), group or 128)
+    assert found == cpu.float32_bytes(model)
+    # Whatever the config says of the unpacked model or of bits.
+    for config in ({"torch_dtype": "float32"}, {"quantization": {"bits": 32, "group_size": group}}):
+        on_disk = (tmp_path / "model.safetensors").stat().st_size
+        assert weights_in_memory(tmp_path, on_disk, config, "cpu") >= cpu.float32_bytes(model)
+        assert weights_in_memory(tmp_path, on_disk, config, "metal") == on_disk
+
+
+names = st.sampled_from(["a.weight", "a.scales", "a.biases", "b.weight", "b.scales", "weight", "c"])
+tensors = st.dictionaries(
+    names,
+    st.builds(
+        lambda dtype, shape: TensorInfo(dtype, tuple(shape), 0, int(np.prod(shape)) * DTYPE_BYTES[dtype]),
+        st.sampled_from(sorted(DTYPE_BYTES)),
+        st.lists(st.integers(0, 1 << 16), max_size=3),
+    ),
+)
+
+
+@settings(max_examples=50)
+@given(tensors, st.integers(1, 128))
+def test_any_header_has_a_size(found: dict[str, TensorInfo], group: int) -> None:
+    """At most a bit for each weight, so it is bounded by the size of the file."""
+    total = float32_bytes(found, group)
+    assert 0 <= total <= sum(128 * max(1, info.end) for info in found.values())
+
+
+@given(st.binary(max_size=60), st.integers(0, 1 << 20))
+def test_attack_headers_of_any_bytes(raw: bytes, size: int) -> None:
+    try:
+        parse(raw, size, "file")
+    except ModelCorrupt:
+        pass
+
+
+numbers = st.integers(-(1 << 70), 1 << 70)
+entries = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from([*sorted(DTYPE_BYTES), "X", ""]),
+        "shape": st.lists(numbers, max_size=3),
+        "data_offsets": st.lists(numbers, max_size=3),
+    }
+)
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.text(max_size=3), entries, max_size=4), st.integers(0, 1 << 40))
+def test_attack_headers_that_lie_about_offsets(header: dict[str, Any], size: int) -> None:
+    """Either every byte belongs to one tensor, or the file is corrupt."""
+    raw = json.dumps(header).encode()
+    try:
+        found = parse(raw, size, "file")
+    except ModelCorrupt:
+        return
+    assert sum(info.end - info.begin for info in found.values()) == size - 8 - len(raw)
+
+
+# ---- Configs ---------------------------------------------------------------------------------------------
+
+
+def test_every_count_that_an_architecture_builds_by_is_bounded() -> None:
+    """By the library's own code: whatever it makes a list of so many parts of."""
+    code = Path(mlx_lm.__file__).parent / "models"
+    built = re.compile(r"range\((?:self\.)?(?:args|config)(?:\.\w+)*\.(\w+)\)")
+    found = {name for file in code.glob("*.py") for name in built.findall(file.read_text())}
+    assert len(found) >= 8
+    assert [name for name in sorted(found) if not _COUNTED.search(name)] == []
+
+
+json_values: st.SearchStrategy[Any] = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**30), 10**30)
+    | st.floats(allow_nan=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+KEYS = st.sampled_from(
+    ["num_hidden_layers", "n_layer", "vocab_size", "quantization", "bits", "text_config", "rope_scaling", "x"]
+)
+
+
+@settings(max_examples=40)
+@given(st.dictionaries(KEYS, json_values, max_size=5))
+def test_attack_configs_of_any_values(tmp_path_factory: pytest.TempPathFactory, odd: dict[str, Any]) -> None:
+    folder = tmp_path_factory.getbasetemp() / "odd-config"
+    folder.mkdir(exist_ok=True)
+    config = {"model_type": "llama", **odd}
+    (folder / "config.json").write_text(json.dumps(config))
+    try:
+        check_configs(folder)
+    except FleetError:
+        return
+    for key, value in config.items():
+        if _COUNTED.search(key) and isinstance(value, int | float):
+            assert value <= limits.LAYERS if "layer" in key else 1 << 16
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., WorkerSettings]:
+    path = chain_model.build(tmp_path_factory.mktemp("odd") / "odd")
+    text = (path / "config.json").read_text()
+
+    def change(**values: Any) -> WorkerSettings:
+        (path / "config.json").write_text(json.dumps({**json.loads(text), **values}))
+        return WorkerSettings(name="odd", path=str(path), speculation="off")
+
+    return change
+
+
+@pytest.mark.usefixtures("cpu_installed")
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"hidden_size": 1 << 20, "intermediate_size": 1 << 24},
+        {"vocab_size": 1 << 24},
+        {"n_groups": 1 << 40},
+    ],
+    ids=str,
+)
+def test_attack_a_config_that_builds_more_than_the_weights(
+    odd: Callable[..., WorkerSettings], values: dict[str, Any]
+) -> None:
+    with pytest.raises((ModelCorrupt, OutOfMemory)):
+        loading.load(odd(**values), "cpu", lambda _: None)
+
+
+@linux
+@pytest.mark.usefixtures("cpu_installed")
+def test_attack_what_a_build_takes_beyond_its_weights_is_corrupt(
+    odd: Callable[..., WorkerSettings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def greedy(path: Path, config: dict[str, Any]) -> Any:
+        return bytearray(limits.BUILD_BYTES + 8 * GIB)
+
+    monkeypatch.setattr(loading, "lazy_model", greedy)
+    with pytest.raises(ModelCorrupt, match="its weights take"):
+        loading.load(odd(), "cpu", lambda _: None)

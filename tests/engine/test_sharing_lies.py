@@ -1,0 +1,296 @@
+"""A helper whose first tokens are right and whose later ones are not: found, given up, and answered here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pipes import Clock
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from shared_runs import LAYERS, Run
+from tiny_architectures import tiny
+
+from fleetd import limits
+from fleetd.engine.shared_prefill import layer_kv
+from fleetd.engine.shared_prefill.spot_check import drawn
+from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
+from fleetd.errors import FleetError, PeerWrong
+from fleetd.plan.prefill.split import Split
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+
+HALF = Split("layers", (0, 2, 4), LAYERS, 0, 97, 40)
+CHAIN = Split("layers", (0, 1, 3, 4), LAYERS, 17, 97, 40)
+ELSEWHERE = Split("layers", (0, 4, 4), LAYERS, 17, 97, 40)
+TOKENS = Split("tokens", (0, 64, 97), LAYERS, 0, 97, 32)
+TOKEN_CHAIN = Split("tokens", (17, 49, 81, 97), LAYERS, 17, 97, 32)
+SPLITS = {
+    "layers": HALF,
+    "a chain by layers": CHAIN,
+    "all elsewhere": ELSEWHERE,
+    "tokens": TOKENS,
+    "a chain by tokens": TOKEN_CHAIN,
+}
+FIRST = limits.SHARE_SPOT_TOKENS
+
+Frames = list[tuple[FrameHeader, bytes]]
+Lie = Callable[[FrameHeader, np.ndarray[Any, Any], np.ndarray[Any, Any]], None]
+
+
+class Fixed(random.Random):
+    """Draws as late a token as there is, and checks it whatever that takes."""
+
+    def randint(self, a: int, b: int) -> int:
+        return b
+
+    def random(self) -> float:
+        return 0.0
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    return tiny("llama")
+
+
+def later(lie: Lie, *, layers: tuple[int, ...] = (0, 1, 2, 3)) -> Callable[[FrameHeader, bytes], Frames]:
+    """Of some layers, change the rows of tokens after those that the first check compares."""
+    begun: dict[int, int] = {}
+
+    def tamper(head: FrameHeader, data: bytes) -> Frames:
+        if head.kind is not Kind.ROWS or head.layer not in layers:
+            return [(head, data)]
+        right = max(0, begun.setdefault(head.layer, head.start) + FIRST - head.start)
+        if right >= head.count:
+            return [(head, data)]
+        numbers = np.frombuffer(data, np.float32).copy()
+        keys, values = np.split(numbers, [head.sizes[0] // 4])
+        # (heads, count, width), of heads of 32 numbers in the tiny model.
+        shape = (-1, head.count, 32)
+        keys, values = keys.reshape(shape), values.reshape(shape)
+        lie(head, keys[:, right:], values[:, right:])
+        return [(head, keys.tobytes() + values.tobytes())]
+
+    return tamper
+
+
+def noise(head: FrameHeader, keys: Any, values: Any) -> None:
+    rng = np.random.default_rng(head.start + head.layer)
+    keys[...], values[...] = rng.standard_normal(keys.shape), rng.standard_normal(values.shape)
+
+
+def wrong_values(head: FrameHeader, keys: Any, values: Any) -> None:
+    values[...] = values[:, ::-1].copy() * 2
+
+
+def other_tokens(head: FrameHeader, keys: Any, values: Any) -> None:
+    """As an honest machine has them, of the tokens in another order."""
+    for rows in (keys, values):
+        rows[...] = np.roll(rows, 1, axis=1).copy()
+
+
+def a_little(head: FrameHeader, keys: Any, values: Any) -> None:
+    """Found only where bytes have to be the same."""
+    values[...] *= np.float32(1.0001)
+
+
+LIES: dict[str, Lie] = {"noise": noise, "wrong values": wrong_values, "rows of other tokens": other_tokens}
+
+
+def given_up(run: Run) -> FleetError:
+    """The error with which sharing ends; home goes on alone, to the local bytes, with nothing of the lie."""
+    with pytest.raises(FleetError) as ended:
+        run.finish()
+    run.home.close()
+    done, caches = run.home.verified
+    assert done == run.split.cached
+    run.check(run.local(caches, done).cache)
+    return ended.value
+
+
+@pytest.mark.parametrize("lie", LIES.values(), ids=LIES)
+@pytest.mark.parametrize("split", SPLITS.values(), ids=SPLITS)
+def test_attack_right_at_first_and_wrong_later(llama: Any, split: Split, lie: Lie) -> None:
+    """Even where rows need only be alike."""
+    last = split.helpers - 1
+    run = Run(llama, split, exact=False, tampers={(last, "home"): later(lie)}, draw=Fixed())
+    error = given_up(run)
+    assert isinstance(error, PeerWrong)
+    assert str(error).startswith(f"helper{last}: it computes other ")
+
+
+@pytest.mark.parametrize("layer", range(2))
+def test_attack_one_layer_is_wrong(llama: Any, layer: int) -> None:
+    tampers = {(0, "home"): later(wrong_values, layers=(layer,))}
+    error = given_up(Run(llama, HALF, exact=False, tampers=tampers, draw=Fixed()))
+    assert f"values of layer {layer}" in str(error)
+
+
+def test_attack_a_last_bit_is_wrong_where_bytes_must_be_equal(llama: Any) -> None:
+    tampers = {(0, "home"): later(a_little, layers=(1,))}
+    assert isinstance(given_up(Run(llama, HALF, tampers=tampers, draw=Fixed())), PeerWrong)
+
+
+def test_attack_tokens_that_are_not_drawn_show_in_those_that_attend_to_them(llama: Any) -> None:
+    """Bytes must be equal, and everything after a wrong row attends to it."""
+
+    def one_row(head: FrameHeader, keys: Any, values: Any) -> None:
+        if head.start <= 20 < head.end:
+            values[:, 20 - head.start - FIRST] *= 3
+
+    run = Run(llama, HALF, tampers={(0, "home"): later(one_row, layers=(0,))}, draw=Fixed())
+    assert "of layer 1" in str(given_up(run)), "where the lie was about layer 0"
+
+
+@pytest.mark.parametrize("split", [HALF, CHAIN])
+def test_attack_hidden_states_are_wrong_later(llama: Any, split: Split) -> None:
+    """Home computes its own layers from them: their rows give it away."""
+
+    def tamper(head: FrameHeader, data: bytes) -> Frames:
+        if head.kind is not Kind.HIDDEN or head.start == split.cached:
+            return [(head, data)]
+        rng = np.random.default_rng(head.start)
+        return [(head, rng.standard_normal(len(data) // 4).astype(np.float32).tobytes())]
+
+    last = split.helpers - 1
+    error = given_up(Run(llama, split, exact=False, tampers={(last, "out"): tamper}, draw=Fixed()))
+    assert isinstance(error, PeerWrong)
+    assert str(error).startswith(f"helper{last}: ")
+
+
+@pytest.mark.parametrize(
+    ("split", "value"), [(HALF, np.nan), (CHAIN, np.inf), (TOKENS, -np.inf), (TOKEN_CHAIN, np.nan)]
+)
+def test_attack_a_later_number_is_none(llama: Any, split: Split, value: float) -> None:
+    """Refused on receipt, before anything is computed from it."""
+
+    def spoil(head: FrameHeader, keys: Any, values: Any) -> None:
+        values[-1, -1, -1] = value
+
+    last = split.helpers - 1
+    run = Run(llama, split, exact=False, tampers={(last, "home"): later(spoil)})
+    with pytest.raises(PeerWrong, match=f"helper{last}: It sent numbers that are none"):
+        run.finish()
+    run.home.close()
+    done, caches = run.home.verified
+    run.check(run.local(caches, done).cache)
+
+
+def test_attack_a_hidden_state_is_not_a_number(llama: Any) -> None:
+    def tamper(head: FrameHeader, data: bytes) -> Frames:
+        if head.kind is not Kind.HIDDEN or not head.start:
+            return [(head, data)]
+        return [(head, data[:-4] + np.float32(np.nan).tobytes())]
+
+    run = Run(llama, HALF, exact=False, tampers={(0, "out"): tamper})
+    with pytest.raises(PeerWrong, match="helper0: It sent numbers that are none"):
+        run.finish()
+
+
+@pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
+def test_numbers_are_told_from_what_is_none_in_every_dtype(llama: Any, dtype: mx.Dtype) -> None:
+    shape = layer_kv.LayerShape(1, 4, 4, dtype, 0)
+    layout = layer_kv.KvLayout(0, (shape,), 4, dtype)
+    largest = mx.finfo(dtype).max
+    for kind in (Kind.ROWS, Kind.STATE, Kind.HIDDEN):
+        for spoilt in (None, float("nan"), float("inf"), float("-inf")):
+            numbers = mx.array([0.0, -1.0, largest, -largest, 1e-40, 1.0, 2.0, 3.0]).astype(dtype)
+            if spoilt is not None:
+                numbers[7] = spoilt
+            data = np.array(numbers.view(mx.uint8)).tobytes()
+            parts = [memoryview(data[: len(data) // 2]), memoryview(data[len(data) // 2 :])]
+            frame = Frame(FrameHeader(kind, 0, 0, 1, (len(data), 0)), parts)
+            assert layer_kv.finite(frame, layout) is (spoilt is None)
+    tokens = Frame(FrameHeader(Kind.TOKENS), [memoryview(b"\xff" * 8)])
+    assert layer_kv.finite(tokens, layout)
+
+
+def test_attack_lies_and_then_breaks_off(llama: Any) -> None:
+    """What home would go on from is checked, too."""
+    run = Run(llama, HALF, exact=False, tampers={(0, "home"): later(noise)}, draw=Fixed())
+    run.clock.tick = 1.0
+    turns = run.turns()
+    while run.home.done < 40:
+        next(turns)
+    # The daemon gives the helper up: home was not asked.
+    done, caches = run.home.verified
+    assert done == 0
+    run.home.close()
+    run.check(run.local(caches, done).cache)
+
+
+def test_a_helper_that_was_right_until_it_broke_off_is_not_computed_again(llama: Any) -> None:
+    run = Run(llama, HALF, exact=True, draw=Fixed(), clock=Clock(tick=1.0))
+    turns = run.turns()
+    while run.home.done < 40:
+        next(turns)
+    done, caches = run.home.verified
+    assert done >= 40
+    run.home.close()
+    run.check(run.local(caches, done).cache)
+
+
+# ---- Chance and cost -------------------------------------------------------------------------------------
+
+
+def test_which_tokens_are_checked_is_not_to_be_foreseen() -> None:
+    """Each of the later ones may be, and about as often as the others."""
+    draw, seen = random.Random(3), [0] * 200
+    for _ in range(4000):
+        found = drawn(range(100, 200), FIRST, draw)
+        assert len(found) == FIRST
+        for token in found:
+            seen[token] += 1
+    assert sum(seen[: 100 + FIRST]) == 0, "the first ones are checked already"
+    assert min(seen[100 + FIRST :]) > 0
+    assert drawn(range(5, 9), FIRST, draw) == range(5, 9)
+    assert drawn(range(20), FIRST, draw) == range(4, 20)
+
+
+@pytest.mark.parametrize(("start", "is_found"), [(16, False), (31, False), (37, True), (81, True)])
+def test_a_lie_about_the_second_half_is_found_where_tokens_of_it_are_drawn(
+    llama: Any, start: int, is_found: bool
+) -> None:
+    """Where rows need only be alike, a quarter of the drawn tokens have to be wrong."""
+
+    class At(Fixed):
+        def randint(self, a: int, b: int) -> int:
+            assert a <= start <= b
+            return start
+
+    def second_half(head: FrameHeader, keys: Any, values: Any) -> None:
+        first = max(0, 48 - (head.end - keys.shape[1]))
+        noise(head, keys[:, first:], values[:, first:])
+
+    run = Run(llama, HALF, exact=False, tampers={(0, "home"): later(second_half)}, draw=At())
+    if is_found:
+        assert isinstance(given_up(run), PeerWrong)
+    else:
+        run.finish()
+
+
+class Unlucky(Fixed):
+    def random(self) -> float:
+        return 1.0
+
+
+@pytest.mark.parametrize(("predicted_s", "is_checked"), [(100 * 16.0, True), (1.0, False)])
+def test_a_check_that_takes_more_than_a_hundredth_is_made_less_often(
+    llama: Any, predicted_s: float, is_checked: bool
+) -> None:
+    """By a clock on which each step of the first check takes a second."""
+
+    tampers = {(0, "home"): later(a_little, layers=(1,))}
+    run = Run(llama, HALF, tampers=tampers, draw=Unlucky(), clock=Clock(tick=1.0), predicted_s=predicted_s)
+    if is_checked:
+        assert isinstance(given_up(run), PeerWrong)
+    else:
+        run.finish()
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
+def test_where_caches_rotate_only_the_first_tokens_are_checked(name: str) -> None:
+    run = Run(tiny(name), HALF, draw=Fixed())
+    assert run.finish().done == HALF.tokens
