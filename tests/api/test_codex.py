@@ -8,15 +8,16 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from api_fakes import MODEL, TOKEN, FakeRunner, serve_in_thread, services
+from api_fakes import MODEL, TOKEN, FakeRunner, Step, serve_in_thread, services
 from scripted_agents import Scripted, extended, hello_folder, npm_install
 
 from fleetd.engine import protocol as p
+from fleetd.requests.job import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.one_loop, pytest.mark.timeout(600)]
 
@@ -36,10 +37,10 @@ def ask(codex: str, tmp_path: Path) -> Ask:
     home, work = hello_folder(tmp_path)
     (home / ".codex").mkdir()
 
-    def run(script: Scripted, prompt: str) -> list[dict[str, Any]]:
+    def run(script: Scripted, prompt: str, *more: str) -> list[dict[str, Any]]:
         with serve_in_thread(lambda: services(FakeRunner(script))) as site:
             provider = f'{{name="fleetd", base_url="{site.url}/v1", env_key="KEY", wire_api="responses"}}'
-            settings = ['model_provider="fleetd"', f"model_providers.fleetd={provider}"]
+            settings = ['model_provider="fleetd"', f"model_providers.fleetd={provider}", *more]
             options = [each for setting in settings for each in ("-c", setting)]
             # Its sandbox needs rights that test machines do not give; the folder is the test's own.
             options += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
@@ -84,3 +85,19 @@ def test_a_prompt_that_is_too_long_is_said_in_its_own_words(ask: Ask) -> None:
     assert script.refused == 1
     assert found[-1]["type"] == "turn.failed"
     assert "context window" in found[-1]["error"]["message"]
+
+
+def test_it_compacts_before_the_context_is_full(ask: Ask) -> None:
+    class UntilCompacted(Scripted):
+        def __call__(self, job: Job) -> Iterable[Step]:
+            assert isinstance(job.request.prompt, p.ChatPrompt)
+            if "checkpoint" in job.request.prompt.messages[-1]["content"].lower():
+                self.turns = []
+            return super().__call__(job)
+
+    script = UntilCompacted([("exec_command", {"cmd": "seq 1 2500"})] * 8, limit=100_000)
+    found = ask(script, "Count", "model_context_window=16000")
+    assert script.turns == [], "it did not compact"
+    assert found[-1]["type"] == "turn.completed"
+    prompts = [len(str(job.request.prompt)) for job in script.jobs]
+    assert prompts[-1] < prompts[-2], "it did not go on with a summary"

@@ -14,32 +14,32 @@ from openai._streaming import SSEDecoder
 from response_order import ResponseOrder, checked
 
 from fleetd import errors
-from fleetd.api.responses.bodies import ToolDefinition
+from fleetd.api.responses.bodies import ResponseTool
 from fleetd.api.responses.dialect import RESPONSES
 from fleetd.api.responses.objects import Response
-from fleetd.api.responses.render import ReplyOptions, ResponseStream, ResponseWhole
+from fleetd.api.responses.render import ResponseOptions, ResponseStream, ResponseWhole
 from fleetd.api.responses.tools import ToolTable
 from fleetd.api.responses.translate import carried
 from fleetd.engine import protocol as p
 
 
-def options(*, parallel: bool = True, carry: bool = False) -> ReplyOptions:
+def options(*, parallel: bool = True, carry: bool = False) -> ResponseOptions:
     tools = ToolTable()
     tools.add(
         [
-            ToolDefinition("function", "look"),
-            ToolDefinition("custom", "patch"),
-            ToolDefinition("namespace", "fleet", tools=[ToolDefinition("function", "send")]),
+            ResponseTool("function", "look"),
+            ResponseTool("custom", "patch"),
+            ResponseTool("namespace", "fleet", tools=[ResponseTool("function", "send")]),
         ]
     )
     begun = Response(id="resp_1", created_at=1, model="m", parallel_tool_calls=parallel)
-    return ReplyOptions(response=begun, tools=tools, carry=carry)
+    return ResponseOptions(response=begun, tools=tools, carry=carry)
 
 
 class Sent:
     """The bytes of one stream."""
 
-    def __init__(self, asked: ReplyOptions) -> None:
+    def __init__(self, asked: ResponseOptions) -> None:
         self.streamer, self.form = ResponseStream(asked), RESPONSES.stream()
         self.pieces: list[bytes] = []
 
@@ -74,7 +74,7 @@ def read(pieces: Iterator[bytes]) -> ResponseOrder:
     return checked((event.event or "", event.json()) for event in SSEDecoder().iter_bytes(pieces))
 
 
-def agrees(events: list[Any], asked: ReplyOptions, opened_at: int, progress_every: int) -> None:
+def agrees(events: list[Any], asked: ResponseOptions, opened_at: int, progress_every: int) -> None:
     """The stream is in order and says what the whole answer says; cut short, it ends in a failure."""
     sent = Sent(asked)
     sent.play(events, opened_at, progress_every)
@@ -95,7 +95,7 @@ def agrees(events: list[Any], asked: ReplyOptions, opened_at: int, progress_ever
     assert usage["input_tokens_details"]["cached_tokens"] == tokens.cached_tokens
 
 
-def fails(events: list[Any], asked: ReplyOptions, at: int) -> None:
+def fails(events: list[Any], asked: ResponseOptions, at: int) -> None:
     sent = Sent(asked)
     sent.play(events[:at], 0, 2)
     sent.add([sent.streamer.failure(errors.EngineDied("It died.", hint="Try again."))])
@@ -116,7 +116,7 @@ ASKED = st.builds(
 @settings(max_examples=100, deadline=None)
 @given(answers(), ASKED, st.integers(0, 3), st.integers(0, 3), st.integers(1, 12))
 def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
-    events: list[Any], asked: ReplyOptions, opened_at: int, progress_every: int, cut_at: int
+    events: list[Any], asked: ResponseOptions, opened_at: int, progress_every: int, cut_at: int
 ) -> None:
     agrees(events, asked, opened_at, progress_every)
     fails(events, asked, min(cut_at, len(events) - 1))
@@ -126,7 +126,7 @@ def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
 @settings(max_examples=10_000, deadline=None)
 @given(answers(), ASKED, st.integers(0, 3), st.integers(0, 3), st.integers(1, 12))
 def test_ten_thousand_streams_keep_the_order(
-    events: list[Any], asked: ReplyOptions, opened_at: int, progress_every: int, cut_at: int
+    events: list[Any], asked: ResponseOptions, opened_at: int, progress_every: int, cut_at: int
 ) -> None:
     agrees(events, asked, opened_at, progress_every)
     fails(events, asked, min(cut_at, len(events) - 1))

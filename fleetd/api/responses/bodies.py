@@ -66,7 +66,7 @@ class InputItem(msgspec.Struct, frozen=True, rename={"kind": "type"}):
     encrypted_content: str | None = None
 
 
-class ToolDefinition(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kind": "type"}):
+class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kind": "type"}):
     """A tool of the client's, or with ``tools`` a namespace of them. Other types are left out."""
 
     kind: str
@@ -75,10 +75,10 @@ class ToolDefinition(msgspec.Struct, frozen=True, omit_defaults=True, rename={"k
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: dict[str, Any] | None = None
-    tools: Annotated[list[ToolDefinition], Meta(max_length=limits.TOOLS)] | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=limits.TOOLS)] | None = None
 
 
-class ToolSelection(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kind": "type"}):
+class ResponseToolChoice(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kind": "type"}):
     kind: Annotated[str, Meta(extra_json_schema={"enum": ["function", "custom"]})]
     name: Name | None = None
     namespace: str | None = None
@@ -105,8 +105,8 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=limits.MESSAGES)]
     model: str | None = None
     instructions: str | None = None
-    tools: Annotated[list[ToolDefinition], Meta(max_length=limits.TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolSelection | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=limits.TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None

@@ -14,7 +14,7 @@ from fleetd.api.context import SERVICES
 from fleetd.api.openai import bodies
 from fleetd.api.responses.bodies import ReasoningConfig, ResponsesBody
 from fleetd.api.responses.objects import Response
-from fleetd.api.responses.render import ReplyOptions, ResponseStream, ResponseWhole
+from fleetd.api.responses.render import ResponseOptions, ResponseStream, ResponseWhole
 from fleetd.api.responses.translate import Translated, translate
 from fleetd.compression.policy import resolve
 
@@ -25,7 +25,7 @@ async def responses(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     name = f"resp_{uuid.uuid4().hex}"
     asked = translate(body, name)
-    options = ReplyOptions(
+    options = ResponseOptions(
         response=_begun(body, asked, name, services.names.named(body.model)),
         tools=asked.tools,
         carry=asked.carry,

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType, field
 
 from fleetd.api.openai.bodies import ResponseFormat
-from fleetd.api.responses.bodies import ReasoningConfig, ToolDefinition, ToolSelection
+from fleetd.api.responses.bodies import ReasoningConfig, ResponseTool, ResponseToolChoice
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -122,8 +122,8 @@ class Response(Struct, frozen=True, kw_only=True):
     store: Literal[False] = False
     temperature: float | None = None
     text: ResponseText = ResponseText()
-    tool_choice: str | ToolSelection = "auto"
-    tools: list[ToolDefinition] = field(default_factory=list)
+    tool_choice: str | ResponseToolChoice = "auto"
+    tools: list[ResponseTool] = field(default_factory=list)
     top_p: float | None = None
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None

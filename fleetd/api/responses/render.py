@@ -37,7 +37,7 @@ from fleetd.requests.job import Planned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReplyOptions:
+class ResponseOptions:
     """Args:
     response: the answer before anything of it is known.
     carry: give the reasoning a second time, as ``encrypted_content``.
@@ -50,10 +50,10 @@ class ReplyOptions:
     smart: SmartPrefillPolicy | None = None
 
 
-class _Reply:
+class _ResponseSoFar:
     """What is known of an answer so far."""
 
-    def __init__(self, options: ReplyOptions) -> None:
+    def __init__(self, options: ResponseOptions) -> None:
         self._options = options
         self._answer = AnswerBlocks(parallel_tools=options.response.parallel_tool_calls)
         self._tally = UsageTally(1, options.smart)
@@ -140,7 +140,7 @@ class _Reply:
                 return o.FunctionCallItem(arguments=text, **common)
 
 
-class ResponseWhole(_Reply, Collector):
+class ResponseWhole(_ResponseSoFar, Collector):
     def feed(self, index: int, event: Planned | Event) -> None:
         self._take(event)
 
@@ -148,7 +148,7 @@ class ResponseWhole(_Reply, Collector):
         return self._with_output()
 
 
-class ResponseStream(_Reply, Streamer):
+class ResponseStream(_ResponseSoFar, Streamer):
     def opening(self) -> Sequence[msgspec.Struct]:
         return (o.ResponseCreated(response=self._options.response),)
 

@@ -13,7 +13,7 @@ import msgspec
 
 from fleetd.api import conversation
 from fleetd.api.conversation import Plain
-from fleetd.api.responses.bodies import ToolDefinition
+from fleetd.api.responses.bodies import ResponseTool
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
 # The one argument of a custom tool.
@@ -38,7 +38,7 @@ class ToolTable:
     """
 
     definitions: list[Plain] = field(default_factory=list)
-    served: list[ToolDefinition] = field(default_factory=list)
+    served: list[ResponseTool] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     _known: dict[str, ClientTool] = field(default_factory=dict)
 
@@ -46,9 +46,7 @@ class ToolTable:
         """The tool that a model means; one of its own invention is taken for a function."""
         return self._known.get(name) or ClientTool(name)
 
-    def add(
-        self, tools: Sequence[ToolDefinition], where: str = "tools", namespace: str | None = None
-    ) -> None:
+    def add(self, tools: Sequence[ResponseTool], where: str = "tools", namespace: str | None = None) -> None:
         """Raises InvalidValue, UnsupportedParameter."""
         for i, tool in enumerate(tools):
             place = f"{where}[{i}]"
@@ -64,7 +62,7 @@ class ToolTable:
             if namespace is None:
                 self.served.append(tool)
 
-    def _add(self, tool: ToolDefinition, where: str, namespace: str | None) -> None:
+    def _add(self, tool: ResponseTool, where: str, namespace: str | None) -> None:
         if tool.strict:
             raise UnsupportedParameter(
                 f"{where}.strict: arguments cannot be held to a schema yet.",
@@ -101,7 +99,7 @@ def free_text(arguments: str) -> str:
 _FREE_TEXT: Plain = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
 
 
-def _named(tool: ToolDefinition, where: str) -> str:
+def _named(tool: ResponseTool, where: str) -> str:
     if tool.name is None:
         raise InvalidValue(
             f"{where}: a tool of type {tool.kind!r} needs a name.",
@@ -111,7 +109,7 @@ def _named(tool: ToolDefinition, where: str) -> str:
     return tool.name
 
 
-def _described(tool: ToolDefinition) -> str | None:
+def _described(tool: ResponseTool) -> str | None:
     """A description that has the grammar of the input, which the model has to keep by itself."""
     form = tool.format or {}
     if not form.get("definition"):

@@ -17,7 +17,13 @@ import msgspec
 from fleetd.api import conversation
 from fleetd.api.conversation import Plain
 from fleetd.api.openai.translate import speculate
-from fleetd.api.responses.bodies import LEFT_OUT_ITEMS, InputItem, InputPart, ResponsesBody, ToolSelection
+from fleetd.api.responses.bodies import (
+    LEFT_OUT_ITEMS,
+    InputItem,
+    InputPart,
+    ResponsesBody,
+    ResponseToolChoice,
+)
 from fleetd.api.responses.tools import ToolTable, as_arguments, full_name
 from fleetd.engine.protocol import ChatPrompt, Generate
 from fleetd.errors import InvalidValue, UnsupportedParameter
@@ -45,7 +51,7 @@ def translate(body: ResponsesBody, request_id: str) -> Translated:
     _refuse(body)
     tools = ToolTable()
     tools.add(body.tools or ())
-    talk = _Conversation()
+    talk = _Items()
     if body.instructions:
         talk.system.append(body.instructions)
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
@@ -124,7 +130,7 @@ def _tool_choice(body: ResponsesBody, tools: ToolTable) -> Any:
     choice = body.tool_choice
     if choice is None or choice in ("auto", "none"):
         return choice or "auto"
-    if not isinstance(choice, ToolSelection):
+    if not isinstance(choice, ResponseToolChoice):
         return conversation.forced_tool(None, tools.definitions, "tool_choice")
     if choice.kind not in ("function", "custom"):
         raise UnsupportedParameter(
@@ -150,7 +156,7 @@ class _Turn:
     calls: list[Plain] = field(default_factory=list)
 
 
-class _Conversation:
+class _Items:
     """Folds items into messages."""
 
     def __init__(self) -> None:
