@@ -15,9 +15,12 @@ import msgspec
 from fleetd import limits
 from fleetd.api.body import parse
 from fleetd.engine.protocol import RESERVED_TEMPLATE_KWARGS, ChatPrompt, Sampling
-from fleetd.errors import BadRequest, InvalidValue
+from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
 
 Plain = dict[str, Any]
+
+# For an image that a tool returned: a refusal would end the session for good.
+LEFT_OUT_IMAGE = "[An image was left out here: this model reads text only.]"
 
 _SEED_MASK = 2**63 - 1
 
@@ -31,6 +34,46 @@ def message(role: str, content: str | None, where: str, **more: Any) -> Plain:
 def joined(texts: Sequence[str]) -> str:
     """The texts of one message as one."""
     return "\n".join(texts)
+
+
+def assistant(texts: Sequence[str], reasoning: Sequence[str], calls: Sequence[Plain], where: str) -> Plain:
+    """What the model said in one turn."""
+    text = joined(texts)
+    return message(
+        "assistant",
+        None if calls and not text else text,
+        where,
+        reasoning_content=joined(reasoning) or None,
+        tool_calls=list(calls) or None,
+    )
+
+
+def append_user(messages: list[Plain], text: str, where: str) -> None:
+    """Add to the user's message at the end, or begin one: templates want roles to alternate."""
+    if messages and messages[-1]["role"] == "user":
+        messages[-1] = message("user", joined([messages[-1]["content"], text]), where)
+    else:
+        messages.append(message("user", text, where))
+
+
+def reminder(text: str) -> str:
+    """A system message in the middle as text of the user's: many templates take one only at first."""
+    return f"<system-reminder>\n{text}\n</system-reminder>"
+
+
+def with_system(messages: list[Plain], texts: Sequence[str], where: str) -> list[Plain]:
+    """The conversation behind one system message of these texts, if there are any."""
+    return [message("system", joined(texts), where), *messages] if texts else messages
+
+
+def refuse_format(kind: str, where: str) -> None:
+    """Raises UnsupportedParameter for an answer that is not to be plain text."""
+    if kind != "text":
+        raise UnsupportedParameter(
+            f"{where} {kind!r} is not supported.",
+            hint="Ask for JSON in the prompt, or use a tool whose parameters have the wanted shape.",
+            param=where,
+        )
 
 
 def tool_call(call_id: str, name: str, arguments: str | Plain) -> Plain:

@@ -16,7 +16,10 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from fleetd.errors import FleetError
+from fleetd.errors import Draining, FleetError, OutOfMemory, Overloaded
+
+# Errors that pass by themselves: clients ask again later.
+BUSY = (Overloaded, OutOfMemory, Draining)
 
 
 class StreamFormat(ABC):
@@ -92,6 +95,11 @@ class ServerSentEvents(StreamFormat):
         if self._end:
             data = {"anyOf": [{"const": self._end}, data]}
         return {"type": "object", "required": ["data"], "properties": {"data": data}}
+
+
+def tag_of(item: object) -> str:
+    """The tag of a struct, for streams whose events are named after their types; "" for other objects."""
+    return str(item.__struct_config__.tag) if isinstance(item, msgspec.Struct) else ""
 
 
 class Dialect(ABC):

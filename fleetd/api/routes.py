@@ -17,6 +17,10 @@ from fleetd.api.anthropic.objects import MessageEvent, MessageReply, TokenCount
 from fleetd.api.control import daemon, peers, plan
 from fleetd.api.openai import bodies, handlers, models, objects
 from fleetd.api.openai.dialect import CONTROL, OPENAI
+from fleetd.api.responses import handlers as responses
+from fleetd.api.responses.bodies import ResponsesBody
+from fleetd.api.responses.dialect import RESPONSES
+from fleetd.api.responses.objects import Response, ResponseEvent
 from fleetd.api.route_entry import Route, RouteStatus
 from fleetd.control.compression_reply import Compression
 
@@ -74,6 +78,17 @@ PUBLIC: tuple[Route, ...] = (
         summary="What smart prefill would keep of a prompt; lossy.",
         body=compress.CompressBody,
         reply=Compression,
+        statuses={**_BODY, **_MODEL, **_ENGINE},
+    ),
+    _post(
+        "/v1/responses",
+        responses.responses,
+        RESPONSES,
+        name="response",
+        summary="Generate, as Codex asks; `stream` asks for events. No answer is kept.",
+        body=ResponsesBody,
+        reply=Response,
+        item=ResponseEvent,
         statuses={**_BODY, **_MODEL, **_ENGINE},
     ),
     _post(

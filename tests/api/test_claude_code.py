@@ -5,10 +5,8 @@ It is fetched from npm, so these tests are long ones; without npm or its registr
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -16,75 +14,22 @@ from typing import Any
 
 import pytest
 from api_fakes import MODEL, TOKEN, FakeRunner, Step, serve_in_thread, services
+from scripted_agents import Scripted, extended, hello_folder, npm_install
 
-from fleetd import errors
 from fleetd.engine import protocol as p
 from fleetd.requests.job import Job
 
 pytestmark = [pytest.mark.long, pytest.mark.one_loop, pytest.mark.timeout(600)]
 
-NPM = shutil.which("npm")
-
 
 @pytest.fixture(scope="module")
 def claude(tmp_path_factory: pytest.TempPathFactory) -> str:
-    if NPM is None:
-        pytest.skip("npm is not installed: Claude Code was NOT tried")
     folder = tmp_path_factory.mktemp("claude-code")
-    command = [
-        NPM,
-        "install",
-        "--no-audit",
-        "--no-fund",
-        "--prefix",
-        str(folder),
-        "@anthropic-ai/claude-code",
-    ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"npm could not fetch it: Claude Code was NOT tried. {done.stderr[-300:]}")
+    npm_install(folder, "@anthropic-ai/claude-code")
     package = folder / "node_modules" / "@anthropic-ai" / "claude-code"
     # npm may leave a package's own installer to the user.
     subprocess.run(["node", "install.cjs"], cwd=package, check=True, timeout=120)  # noqa: S607
     return str(folder / "node_modules" / ".bin" / "claude")
-
-
-class Scripted:
-    """Plays one turn per tool result that a conversation has, then says that it is done."""
-
-    def __init__(self, turns: list[tuple[str, dict[str, Any]]], limit: int = 10_000_000) -> None:
-        self.turns = turns
-        self.limit = limit
-        self.jobs: list[Job] = []
-        self.refused = 0
-
-    def __call__(self, job: Job) -> Iterable[Step]:
-        self.jobs.append(job)
-        r = job.request
-        assert isinstance(r.prompt, p.ChatPrompt)
-        tokens = len(str(r.prompt.messages)) // 4
-        if r.count_only:
-            return [p.Accepted(r.id, tokens), p.Finished(r.id, "stop")]
-        if tokens > self.limit:
-            self.refused += 1
-            return [
-                errors.ContextLengthExceeded(
-                    f"The prompt is too long: {tokens} tokens > {self.limit} maximum. "
-                    f"This model's maximum context length is {self.limit} tokens."
-                )
-            ]
-        begin: list[Step] = [p.Accepted(r.id, tokens), p.Prefill(r.id, tokens, tokens)]
-        done = sum(message["role"] == "tool" for message in r.prompt.messages)
-        if not r.prompt.tools or done >= len(self.turns):
-            return [*begin, p.Delta(r.id, "All done."), p.Finished(r.id, "stop", p.Usage(tokens, 0, 3))]
-        name, arguments = self.turns[done]
-        return [
-            *begin,
-            p.Delta(r.id, "What is next?", "reasoning"),
-            p.Delta(r.id, f"Now {name}."),
-            p.ToolCall(r.id, 0, f"call_{done}", name, json.dumps(arguments)),
-            p.Finished(r.id, "tool_calls", p.Usage(tokens, 0, 20, 4)),
-        ]
 
 
 Ask = Callable[..., dict[str, Any]]
@@ -93,10 +38,7 @@ Ask = Callable[..., dict[str, Any]]
 @pytest.fixture
 def ask(claude: str, tmp_path: Path) -> Ask:
     """Run Claude Code in an empty home on a folder with one file; returns what it says of its run."""
-    home, work = tmp_path / "home", tmp_path / "work"
-    home.mkdir()
-    work.mkdir()
-    (work / "hello.py").write_text('print("hello")\n')
+    home, work = hello_folder(tmp_path)
 
     def run(script: Scripted, *arguments: str, **variables: str) -> dict[str, Any]:
         with serve_in_thread(lambda: services(FakeRunner(script))) as site:
@@ -145,13 +87,7 @@ def test_it_reads_edits_runs_and_finishes(ask: Ask, tmp_path: Path, model: str) 
     last = script.jobs[-1].request.prompt
     assert isinstance(last, p.ChatPrompt)
     assert last.messages[-1]["content"].endswith("goodbye")
-    # Each turn goes on from what was there: nothing of a prompt varies between requests.
-    prompts = [job.request.prompt for job in script.jobs if job.route == "messages"]
-    for before, after in itertools.pairwise(prompts):
-        assert isinstance(before, p.ChatPrompt)
-        assert isinstance(after, p.ChatPrompt)
-        assert after.messages[: len(before.messages)] == before.messages
-        assert after.tools == before.tools
+    assert extended(job for job in script.jobs if job.route == "messages")
 
 
 def test_a_prompt_that_is_too_long_makes_it_compact(ask: Ask, tmp_path: Path) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
 import pytest
 from anthropic._streaming import SSEDecoder
+from generated_answers import SAMPLE_ANSWER as SAMPLE
+from generated_answers import answers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from message_order import MessageOrder, checked
@@ -17,40 +18,11 @@ from fleetd import errors
 from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.anthropic.render import MessageOptions, MessageStream, MessageWhole
 from fleetd.engine import protocol as p
-from fleetd.requests.job import LOCAL
-
-TEXTS = st.text(max_size=12)
-ARGUMENTS = st.one_of(
-    st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=6), max_size=3).map(json.dumps),
-    st.sampled_from(["", "not JSON", "[1]", '"text"', '{"cut": ', "{}"]),
-)
-
-
-def deltas() -> st.SearchStrategy[p.Event]:
-    return st.builds(
-        lambda text, channel: p.Delta("r", text, channel), TEXTS, st.sampled_from(["content", "reasoning"])
-    )
 
 
 @st.composite
-def answers(draw: st.DrawFn) -> tuple[list[Any], MessageOptions]:
-    """Events of one answer in an order that an engine may send, and what its request asked for."""
-    body: list[Any] = draw(st.lists(st.one_of(deltas(), ARGUMENTS), max_size=8))
-    calls, events = 0, list[Any]([LOCAL])
-    if draw(st.booleans()):
-        events += [p.Loading("reading", 1, 2)]
-    total = draw(st.integers(1, 99))
-    events += [p.Accepted("r", total), p.Prefill("r", 0, total, cached=draw(st.integers(0, total)))]
-    for item in body:
-        if isinstance(item, str):
-            events.append(p.ToolCall("r", calls, f"call_{calls}", "look", item))
-            calls += 1
-        else:
-            events.append(item)
-    reason = draw(st.sampled_from(["stop", "length", "tool_calls"]))
-    usage = p.Usage(total, draw(st.integers(0, total)), draw(st.integers(0, 50)))
-    stop = draw(st.none() | st.just("END")) if reason == "stop" else None
-    events.append(p.Finished("r", reason, usage, stop=stop))
+def asked(draw: st.DrawFn) -> tuple[list[Any], MessageOptions]:
+    """Events of one answer, and what its request asked for."""
     options = MessageOptions(
         id="msg_1",
         model="m",
@@ -58,7 +30,7 @@ def answers(draw: st.DrawFn) -> tuple[list[Any], MessageOptions]:
         parallel_tools=draw(st.booleans()),
         marked=draw(st.booleans()),
     )
-    return events, options
+    return draw(answers()), options
 
 
 def frames(events: Sequence[Any], options: MessageOptions, *, opened_at: int, ping_every: int) -> bytes:
@@ -106,7 +78,7 @@ def agrees(events: list[Any], options: MessageOptions, opened_at: int, ping_ever
 
 
 @settings(max_examples=120, deadline=None)
-@given(answers(), st.integers(0, 3), st.integers(0, 3))
+@given(asked(), st.integers(0, 3), st.integers(0, 3))
 def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
     made: tuple[list[Any], MessageOptions], opened_at: int, ping_every: int
 ) -> None:
@@ -115,23 +87,11 @@ def test_a_stream_keeps_the_order_and_says_what_the_whole_answer_says(
 
 @pytest.mark.long
 @settings(max_examples=10_000, deadline=None)
-@given(answers(), st.integers(0, 3), st.integers(0, 3))
+@given(asked(), st.integers(0, 3), st.integers(0, 3))
 def test_ten_thousand_streams_keep_the_order(
     made: tuple[list[Any], MessageOptions], opened_at: int, ping_every: int
 ) -> None:
     agrees(*made, opened_at, ping_every)
-
-
-SAMPLE: list[Any] = [
-    LOCAL,
-    p.Accepted("r", 5),
-    p.Prefill("r", 0, 5, cached=2),
-    p.Delta("r", "I wonder…", "reasoning"),
-    p.Delta("r", "aé€😀z\n\nevent: ping\ndata: {}"),
-    p.ToolCall("r", 0, "call_0", "look", '{"path": "ü"}'),
-    p.ToolCall("r", 1, "call_1", "look", '{"path": "b"}'),
-    p.Finished("r", "tool_calls", p.Usage(5, 2, 9, 3)),
-]
 
 
 def test_a_stream_may_be_cut_at_every_byte() -> None:

@@ -37,7 +37,12 @@ OPERATIONS: dict[str, Any] = {
     for operation in (result.ok() for result in SCHEMA.get_all_operations())  # type: ignore[union-attr]
 }
 # Those that generate have almost all the ways to go wrong.
-WEIGHTS = {"POST /v1/chat/completions": 0.4, "POST /v1/completions": 0.3, "POST /v1/messages": 0.05}
+WEIGHTS = {
+    "POST /v1/chat/completions": 0.4,
+    "POST /v1/completions": 0.3,
+    "POST /v1/messages": 0.05,
+    "POST /v1/responses": 0.05,
+}
 LONG_CASES = int(os.environ.get("FLEETD_API_CASES", "2000"))
 
 

@@ -8,12 +8,11 @@ from typing import ClassVar
 
 import msgspec
 
-from fleetd.api.dialect import Dialect, ServerSentEvents
-from fleetd.errors import Draining, FleetError, OutOfMemory, Overloaded
+from fleetd.api.dialect import BUSY, Dialect, ServerSentEvents, tag_of
+from fleetd.errors import FleetError
 
 # Anthropic's own status for "busy, try again".
 _OVERLOADED = 529
-_BUSY = (Overloaded, OutOfMemory, Draining)
 
 
 class AnthropicErrorBody(msgspec.Struct, frozen=True, rename={"kind": "type"}):
@@ -48,7 +47,7 @@ class AnthropicDialect(Dialect):
         return AnthropicError(AnthropicErrorBody(self._kinds.get(status, below), str(error), error.code))
 
     def status(self, error: FleetError) -> int:
-        return _OVERLOADED if isinstance(error, _BUSY) else error.status
+        return _OVERLOADED if isinstance(error, BUSY) else error.status
 
     def headers(self, request_id: str) -> Mapping[str, str]:
         return {"request-id": request_id, **super().headers(request_id)}
@@ -57,11 +56,7 @@ class AnthropicDialect(Dialect):
         return "anthropic-version" in headers
 
     def stream(self) -> ServerSentEvents:
-        return ServerSentEvents(self.error, event=_event_name)
-
-
-def _event_name(item: object) -> str:
-    return str(item.__struct_config__.tag) if isinstance(item, msgspec.Struct) else ""
+        return ServerSentEvents(self.error, event=tag_of)
 
 
 ANTHROPIC = AnthropicDialect()

@@ -24,7 +24,6 @@ from fleetd.errors import InvalidValue, UnsupportedParameter
 
 # Claude Code's first system block, with a number that differs between versions and even requests.
 _BILLING = "x-anthropic-billing-header:"
-_LEFT_OUT_IMAGE = "[An image was left out here: this model reads text only.]"
 # Read by people who looked the model's steps up elsewhere; their text is not for this one.
 _SKIPPED = frozenset({"redacted_thinking", "fallback"})
 _EFFORTS = {"max": "high", "xhigh": "high"}
@@ -130,11 +129,8 @@ def _messages(body: Conversation) -> list[Plain]:
         if not found:
             system.append(text)
         else:
-            # Many templates take a system message in the first place only.
-            _append_text(found, f"<system-reminder>\n{text}\n</system-reminder>", where)
-    if system:
-        found.insert(0, conversation.message("system", conversation.joined(system), "system"))
-    return found
+            conversation.append_user(found, conversation.reminder(text), where)
+    return conversation.with_system(found, system, "system")
 
 
 def _system(system: str | list[ContentBlock] | None) -> list[str]:
@@ -148,14 +144,6 @@ def _without_billing(text: str) -> str:
     return rest.lstrip("\n") if first.startswith(_BILLING) else text
 
 
-def _append_text(found: list[Plain], text: str, where: str) -> None:
-    """Add to the user's message at the end, or begin one: templates want roles to alternate."""
-    if found and found[-1]["role"] == "user":
-        found[-1] = conversation.message("user", conversation.joined([found[-1]["content"], text]), where)
-    else:
-        found.append(conversation.message("user", text, where))
-
-
 def _user(message: InputMessage, where: str) -> list[Plain]:
     """A user's message, after the results of tools that it brings."""
     if isinstance(message.content, str):
@@ -166,12 +154,14 @@ def _user(message: InputMessage, where: str) -> list[Plain]:
         if block.kind == "tool_result":
             found.append(_tool_result(block, place))
         else:
-            _append_text(found, _text(block, place), where)
+            conversation.append_user(found, _text(block, place), where)
     return found or [conversation.message("user", "", where)]
 
 
 def _tool_result(block: ContentBlock, where: str) -> Plain:
-    text = conversation.joined(list(_texts(block.content or "", f"{where}.content", images=_LEFT_OUT_IMAGE)))
+    text = conversation.joined(
+        list(_texts(block.content or "", f"{where}.content", images=conversation.LEFT_OUT_IMAGE))
+    )
     if block.is_error and "error" not in text[:64].lower():
         text = f"Error: {text}"
     return conversation.message("tool", text, where, tool_call_id=block.tool_use_id)
@@ -192,16 +182,7 @@ def _assistant(message: InputMessage, where: str) -> list[Plain]:
                 calls.append(conversation.tool_call(block.id or "", block.name, block.input or {}))
             case kind if kind not in _SKIPPED:
                 texts.append(_text(block, place))
-    text = conversation.joined(texts)
-    return [
-        conversation.message(
-            "assistant",
-            None if calls and not text else text,
-            where,
-            reasoning_content=conversation.joined(reasoning) or None,
-            tool_calls=calls or None,
-        )
-    ]
+    return [conversation.assistant(texts, reasoning, calls, where)]
 
 
 # ---- Text ------------------------------------------------------------------------------------------------

@@ -40,6 +40,7 @@ from fleetd.errors import InvalidValue, UnsupportedParameter
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 # Without the look-ahead, Python lets a newline follow; \\Z is unknown to JSON Schema.
 TokenKey = Annotated[str, Meta(pattern=r"^[0-9]{1,9}(?!\n)$")]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Choices = Annotated[int, Meta(ge=1, le=limits.CHOICES)]
 
 
@@ -200,7 +201,7 @@ class ChatBody(Common, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
@@ -246,6 +247,12 @@ _ELSEWHERE: Mapping[str, str] = {
     "repeat_penalty": "repetition_penalty",
     "enable_thinking": "chat_template_kwargs",
     "streaming": "stream",
+    # Those of the two APIs of OpenAI's for each other's.
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text",
+    "reasoning_effort": "reasoning",
 }
 
 Body = TypeVar("Body", bound=msgspec.Struct)

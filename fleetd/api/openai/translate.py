@@ -18,6 +18,7 @@ from fleetd.api.openai.bodies import (
     CompletionBody,
     ContentPart,
     Message,
+    SpeculateBody,
     SystemMessage,
     ToolChoice,
     ToolMessage,
@@ -33,12 +34,8 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
     Raises:
         InvalidValue, UnsupportedParameter: what the types of ``ChatBody`` cannot say.
     """
-    if body.response_format is not None and body.response_format.kind != "text":
-        raise UnsupportedParameter(
-            f"response_format {body.response_format.kind!r} is not supported.",
-            hint="Ask for JSON in the prompt, or use a tool whose parameters have the wanted shape.",
-            param="response_format",
-        )
+    if body.response_format is not None:
+        conversation.refuse_format(body.response_format.kind, "response_format")
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidValue("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
     tools = [
@@ -62,7 +59,7 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
             max_tokens=limit,
             stop=_stop(body),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            speculate=_speculate(body),
+            speculate=speculate(body.speculate),
         )
         for i in range(body.n or 1)
     ]
@@ -96,7 +93,7 @@ def completion(body: CompletionBody, request_id: str) -> list[Generate]:
             stop=_stop(body),
             top_logprobs=body.logprobs,
             echo=bool(body.echo),
-            speculate=_speculate(body),
+            speculate=speculate(body.speculate),
         )
         for p, prompt in enumerate(prompts)
         for i in range(n)
@@ -121,14 +118,14 @@ def _sampling(body: Common, choice: int) -> Sampling:
     )
 
 
-def _speculate(body: Common) -> Speculate | None:
+def speculate(asked: bool | SpeculateBody | None) -> Speculate | None:
     """None leaves speculation to the settings."""
-    match body.speculate:
+    match asked:
         case None:
             return None
         case bool(enabled):
             return Speculate(enabled)
-        case asked:
+        case _:
             sources = None if asked.sources is None else list[str](asked.sources)
             return Speculate(asked.enabled, sources, asked.width, asked.key, asked.draft_model or "")
 

@@ -1,0 +1,140 @@
+"""The request body of /v1/responses.
+
+What a server that keeps nothing and runs no tools cannot do is here too, so that ``translate.py`` refuses it
+by name or leaves it out with a warning.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.api.openai.bodies import Effort, Positive, ResponseFormat, SpeculateBody, StreamOptions
+from fleetd.compression.policy import SmartPrefillBody
+from fleetd.engine.protocol import Logprobs, Seed, Temperature, TopP
+
+# Items that other servers' own tools leave in a conversation: nothing here can read them.
+LEFT_OUT_ITEMS = frozenset(
+    {
+        "apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "compaction",
+        "computer_call", "computer_call_output", "file_search_call", "image_generation_call",
+        "local_shell_call", "local_shell_call_output", "mcp_approval_request", "mcp_approval_response",
+        "mcp_call", "mcp_list_tools", "shell_call", "shell_call_output", "tool_search_call",
+        "tool_search_output", "web_search_call",
+    }
+)  # fmt: skip
+_ITEMS = (
+    "message", "reasoning", "function_call", "function_call_output", "custom_tool_call",
+    "custom_tool_call_output", *sorted(LEFT_OUT_ITEMS),
+)  # fmt: skip
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class InputPart(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    """A part of an item's content. Only text is understood; the others are read to be refused by name."""
+
+    kind: Annotated[
+        str,
+        Meta(
+            extra_json_schema={
+                "enum": ["input_text", "output_text", "refusal", "reasoning_text", "summary_text", "text"]
+            }
+        ),
+    ]
+    text: str | None = None
+    refusal: str | None = None
+
+
+class InputItem(msgspec.Struct, frozen=True, rename={"kind": "type"}):
+    """A part of the conversation, of any type: which fields it has depends on that."""
+
+    kind: Annotated[str, Meta(extra_json_schema={"enum": list(_ITEMS)})] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[InputPart] | None = None
+    call_id: str | None = None
+    name: Name | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    # A text or parts; items of other servers' tools have other things here.
+    output: Any = None
+    summary: list[InputPart] | None = None
+    encrypted_content: str | None = None
+
+
+class ResponseTool(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kind": "type"}):
+    """A tool of the client's, or with ``tools`` a namespace of them. Other types are left out."""
+
+    kind: str
+    name: Name | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    format: dict[str, Any] | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=limits.TOOLS)] | None = None
+
+
+class ResponseToolChoice(msgspec.Struct, frozen=True, omit_defaults=True, rename={"kind": "type"}):
+    kind: Annotated[str, Meta(extra_json_schema={"enum": ["function", "custom"]})]
+    name: Name | None = None
+    namespace: str | None = None
+
+
+class TextConfig(msgspec.Struct, frozen=True):
+    """``verbosity`` is taken and changes nothing: no template knows it."""
+
+    format: ResponseFormat | None = None
+    verbosity: str | None = None
+
+
+class ReasoningConfig(msgspec.Struct, frozen=True):
+    """Reasoning is given whole: ``summary`` is taken and changes nothing."""
+
+    effort: Effort | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
+    """Without ``model`` the default model answers; without ``max_output_tokens`` an answer may fill the
+    context."""
+
+    input: str | Annotated[list[InputItem], Meta(min_length=1, max_length=limits.MESSAGES)]
+    model: str | None = None
+    instructions: str | None = None
+    tools: Annotated[list[ResponseTool], Meta(max_length=limits.TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    max_output_tokens: Positive | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    seed: Annotated[Seed | None, Meta(description="The same seed gives the same answer.")] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    store: Annotated[bool | None, Meta(description="Nothing is stored, whatever this says.")] = None
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    user: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    top_logprobs: Logprobs | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    local_only: Annotated[
+        bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
+    ] = None
+    smart_prefill: Annotated[
+        bool | SmartPrefillBody | None,
+        Meta(description="Leaves out what a small model finds does not matter. Lossy, and labelled so."),
+    ] = None
+    speculate: Annotated[
+        bool | SpeculateBody | None,
+        Meta(description="How tokens are guessed ahead and verified. The answer is the same without it."),
+    ] = None

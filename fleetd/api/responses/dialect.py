@@ -1,0 +1,29 @@
+"""OpenAI's errors before a stream; in it, events that carry their names and are numbered from 0."""
+
+from __future__ import annotations
+
+import msgspec
+
+from fleetd.api.dialect import ServerSentEvents, tag_of
+from fleetd.api.openai.dialect import OpenAIDialect
+from fleetd.api.responses.objects import Event
+
+
+class _NumberedEvents(ServerSentEvents):
+    """One stream. Events get their number when they are sent: they may be made in another order."""
+
+    _sent = 0
+
+    def frame(self, item: object) -> bytes:
+        if isinstance(item, Event):
+            item = msgspec.structs.replace(item, sequence_number=self._sent)
+            self._sent += 1
+        return super().frame(item)
+
+
+class ResponsesDialect(OpenAIDialect):
+    def stream(self) -> ServerSentEvents:
+        return _NumberedEvents(self.error, event=tag_of)
+
+
+RESPONSES = ResponsesDialect()

@@ -1,0 +1,59 @@
+"""POST /v1/responses."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from aiohttp import web
+from msgspec import UNSET
+
+from fleetd.api import generate
+from fleetd.api.body import read
+from fleetd.api.context import SERVICES
+from fleetd.api.openai import bodies
+from fleetd.api.responses.bodies import ReasoningConfig, ResponsesBody
+from fleetd.api.responses.objects import Response
+from fleetd.api.responses.render import ResponseOptions, ResponseStream, ResponseWhole
+from fleetd.api.responses.translate import Translated, translate
+from fleetd.compression.policy import resolve
+
+
+async def responses(request: web.Request) -> web.StreamResponse:
+    """Raises FleetError."""
+    body = bodies.decode(await read(request), ResponsesBody)
+    services = request.app[SERVICES]
+    name = f"resp_{uuid.uuid4().hex}"
+    asked = translate(body, name)
+    options = ResponseOptions(
+        response=_begun(body, asked, name, services.names.named(body.model)),
+        tools=asked.tools,
+        carry=asked.carry,
+        smart=resolve(body.smart_prefill, services.smart_defaults),
+    )
+    work = generate.GenerationRequest(
+        name, body.model or "", "responses", [asked.generate], bool(body.local_only), options.smart
+    )
+    if body.stream:
+        return await generate.stream(request, work, ResponseStream(options))
+    return await generate.whole(request, work, ResponseWhole(options))
+
+
+def _begun(body: ResponsesBody, asked: Translated, name: str, model: str) -> Response:
+    """The answer before anything of it is known: what was asked for."""
+    return Response(
+        id=name,
+        created_at=int(time.time()),
+        model=model,
+        instructions=body.instructions,
+        max_output_tokens=body.max_output_tokens,
+        metadata=body.metadata or {},
+        parallel_tool_calls=body.parallel_tool_calls is not False,
+        reasoning=body.reasoning or ReasoningConfig(),
+        temperature=body.temperature,
+        tool_choice=body.tool_choice or "auto",
+        tools=asked.tools.served,
+        top_p=body.top_p,
+        user=body.user,
+        warnings=asked.warnings or UNSET,
+    )

@@ -1,0 +1,235 @@
+"""Engine events → objects of the Responses dialect. Pure: no clock, no socket.
+
+A stream is ``response.created``, ``response.in_progress``, per item its events from ``output_item.added`` to
+``output_item.done``, and ``response.completed``, ``incomplete`` or ``failed``. Another ``in_progress`` may
+come anywhere between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import msgspec
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from fleetd.api.answer_blocks import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockClosed,
+    BlockOpened,
+    BlockStep,
+    BlockText,
+    end_reason,
+)
+from fleetd.api.dialect import BUSY
+from fleetd.api.responses import objects as o
+from fleetd.api.responses.tools import ToolTable, free_text
+from fleetd.api.responses.translate import carried
+from fleetd.api.streamer import Collector, Streamer
+from fleetd.api.usage_tally import UsageTally
+from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.engine.protocol import Event, Finished
+from fleetd.errors import FleetError
+from fleetd.requests.job import Planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResponseOptions:
+    """Args:
+    response: the answer before anything of it is known.
+    carry: give the reasoning a second time, as ``encrypted_content``.
+    smart: how the prompt is shortened; None reads it whole.
+    """
+
+    response: o.Response
+    tools: ToolTable
+    carry: bool = False
+    smart: SmartPrefillPolicy | None = None
+
+
+class _ResponseSoFar:
+    """What is known of an answer so far."""
+
+    def __init__(self, options: ResponseOptions) -> None:
+        self._options = options
+        self._answer = AnswerBlocks(parallel_tools=options.response.parallel_tool_calls)
+        self._tally = UsageTally(1, options.smart)
+        self._response = options.response
+        # Of items that are closed from here on.
+        self._status: o.ItemStatus = "completed"
+        # The item that the answer ended in before it was whole.
+        self._cut: AnswerBlock | None = None
+
+    def _take(self, event: Planned | Event) -> list[BlockStep]:
+        """Raises EngineError for an answer that was cut short."""
+        match event:
+            case Planned():
+                self._tally.smart.add(0, event.smart)
+                return []
+            case Finished():
+                full = end_reason(event) == "length"
+                self._tally.add(0, event)
+                steps = self._close(cut=full)
+                details = o.IncompleteDetails("max_output_tokens") if full else None
+                self._response = replace(
+                    self._response,
+                    status="incomplete" if full else "completed",
+                    incomplete_details=details,
+                    usage=self._usage(),
+                )
+                return steps
+            case _:
+                return self._answer.feed(event)
+
+    def _close(self, *, cut: bool) -> list[BlockStep]:
+        steps = self._answer.close()
+        if cut and steps:
+            self._status, self._cut = "incomplete", steps[-1].block
+        return steps
+
+    def _usage(self) -> o.ResponseUsage:
+        billed = self._tally.billed()
+        return o.ResponseUsage(
+            input_tokens=billed.prompt_tokens,
+            input_tokens_details=o.InputDetails(billed.cached_tokens),
+            output_tokens=billed.completion_tokens,
+            output_tokens_details=o.OutputDetails(billed.reasoning_tokens),
+            total_tokens=billed.prompt_tokens + billed.completion_tokens,
+        )
+
+    def _with_output(self) -> o.Response:
+        items = [
+            self._item(block, "incomplete" if block is self._cut else "completed")
+            for block in self._answer.blocks
+        ]
+        return replace(self._response, output=items)
+
+    def _id(self, block: AnswerBlock) -> str:
+        prefix = {"text": "msg", "reasoning": "rs", "tool": "fc"}[block.kind]
+        return f"{prefix}_{self._response.id.removeprefix('resp_')}_{block.index}"
+
+    def _item(self, block: AnswerBlock, status: o.ItemStatus) -> o.Item:
+        """An item; one that is in progress has no content yet."""
+        begun = status == "in_progress"
+        text, name = "" if begun else block.text, self._id(block)
+        match block.kind:
+            case "text":
+                content = [] if begun else [o.OutputText(text)]
+                return o.MessageItem(id=name, status=status, content=content)
+            case "reasoning":
+                return o.ReasoningItem(
+                    id=name,
+                    status=status,
+                    content=[] if begun else [o.ReasoningText(text)],
+                    encrypted_content=carried(text) if self._options.carry and not begun else None,
+                )
+            case "tool":
+                tool = self._options.tools.called(block.name)
+                common: dict[str, Any] = {
+                    "id": name,
+                    "status": status,
+                    "call_id": block.call_id,
+                    "name": tool.name,
+                    "namespace": tool.namespace or UNSET,
+                }
+                if tool.custom:
+                    return o.CustomCallItem(input="" if begun else free_text(text), **common)
+                return o.FunctionCallItem(arguments=text, **common)
+
+
+class ResponseWhole(_ResponseSoFar, Collector):
+    def feed(self, index: int, event: Planned | Event) -> None:
+        self._take(event)
+
+    def whole(self) -> o.Response:
+        return self._with_output()
+
+
+class ResponseStream(_ResponseSoFar, Streamer):
+    def opening(self) -> Sequence[msgspec.Struct]:
+        return (o.ResponseCreated(response=self._options.response),)
+
+    def feed(self, index: int, event: Planned | Event) -> Sequence[msgspec.Struct]:
+        return [item for step in self._take(event) for item in self._events(step)]
+
+    def progress(self) -> Sequence[msgspec.Struct]:
+        return (o.ResponseInProgress(response=self._options.response),)
+
+    def closing(self) -> Sequence[msgspec.Struct]:
+        match self._response.status:
+            case "completed":
+                return (o.ResponseCompleted(response=self._with_output()),)
+            case "incomplete":
+                return (o.ResponseIncomplete(response=self._with_output()),)
+            case _:
+                return ()
+
+    def failure(self, error: FleetError) -> o.ResponseFailed:
+        self._close(cut=True)
+        return o.ResponseFailed(response=replace(self._with_output(), status="failed", error=_error(error)))
+
+    def _events(self, step: BlockStep) -> list[o.Event]:
+        match step:
+            case BlockOpened(block=block):
+                return self._opened(block)
+            case BlockText(block=block, text=text):
+                return self._delta(block, text)
+            case BlockClosed(block=block):
+                return self._closed(block)
+
+    def _opened(self, block: AnswerBlock) -> list[o.Event]:
+        added = o.ItemAdded(output_index=block.index, item=self._item(block, "in_progress"))
+        if block.kind == "tool":
+            return [added]
+        return [added, o.PartAdded(part=_part(block, ""), **self._at(block))]
+
+    def _delta(self, block: AnswerBlock, text: str) -> list[o.Event]:
+        match block.kind:
+            case "text":
+                return [o.TextDelta(delta=text, **self._at(block))]
+            case "reasoning":
+                return [o.ReasoningDelta(delta=text, **self._at(block))]
+            case "tool" if self._options.tools.called(block.name).custom:
+                return []  # the input is known once the arguments around it are whole
+            case "tool":
+                return [o.ArgumentsDelta(delta=text, **self._at(block))]
+
+    def _closed(self, block: AnswerBlock) -> list[o.Event]:
+        item = self._item(block, self._status)
+        done = o.ItemDone(output_index=block.index, item=item)
+        at = self._at(block)
+        match item:
+            case o.MessageItem():
+                text: o.Event = o.TextDone(text=block.text, **at)
+                return [text, o.PartDone(part=_part(block, block.text), **at), done]
+            case o.ReasoningItem():
+                text = o.ReasoningDone(text=block.text, **at)
+                return [text, o.PartDone(part=_part(block, block.text), **at), done]
+            case o.FunctionCallItem():
+                return [o.ArgumentsDone(name=item.name, arguments=block.text, **at), done]
+            case o.CustomCallItem():
+                delta = o.CustomInputDelta(delta=item.input, **at)
+                return [delta, o.CustomInputDone(input=item.input, **at), done]
+
+    def _at(self, block: AnswerBlock) -> _Place:
+        return {"item_id": self._id(block), "output_index": block.index}
+
+
+class _Place(TypedDict):
+    item_id: str
+    output_index: int
+
+
+def _part(block: AnswerBlock, text: str) -> o.Part:
+    return o.OutputText(text) if block.kind == "text" else o.ReasoningText(text)
+
+
+def _error(error: FleetError) -> o.ResponseError:
+    """An error in a stream. Codex waits as long as it reads that it should."""
+    if not isinstance(error, BUSY):
+        return o.ResponseError(error.code, str(error))
+    wait_s = max(1.0, error.retry_after_s or 0)
+    return o.ResponseError("rate_limit_exceeded", f"{error} Please try again in {wait_s:.0f}s.")

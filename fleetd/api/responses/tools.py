@@ -1,0 +1,118 @@
+"""The tools of a Responses request, as templates know them, and back. Pure.
+
+Templates know functions only. A custom tool, which takes free text, becomes a function with one text; a
+namespace becomes a prefix of its tools' names. ``ToolTable`` turns the model's calls into the client's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from fleetd.api import conversation
+from fleetd.api.conversation import Plain
+from fleetd.api.responses.bodies import ResponseTool
+from fleetd.errors import InvalidValue, UnsupportedParameter
+
+# The one argument of a custom tool.
+_INPUT = "input"
+
+
+@dataclass(frozen=True, slots=True)
+class ClientTool:
+    """What the client calls a tool by."""
+
+    name: str
+    namespace: str | None = None
+    custom: bool = False
+
+
+@dataclass(slots=True)
+class ToolTable:
+    """Args:
+    definitions: as templates read them.
+    served: as the client sent them.
+    warnings: what was left out.
+    """
+
+    definitions: list[Plain] = field(default_factory=list)
+    served: list[ResponseTool] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    _known: dict[str, ClientTool] = field(default_factory=dict)
+
+    def called(self, name: str) -> ClientTool:
+        """The tool that a model means; one of its own invention is taken for a function."""
+        return self._known.get(name) or ClientTool(name)
+
+    def add(self, tools: Sequence[ResponseTool], where: str = "tools", namespace: str | None = None) -> None:
+        """Raises InvalidValue, UnsupportedParameter."""
+        for i, tool in enumerate(tools):
+            place = f"{where}[{i}]"
+            if tool.kind in ("function", "custom"):
+                self._add(tool, place, namespace)
+            elif tool.kind == "namespace" and namespace is None:
+                self.add(tool.tools or (), f"{place}.tools", _named(tool, place))
+            else:
+                self.warnings.append(
+                    f"{place}: a tool of type {tool.kind[:64]!r} was left out: this server runs none itself."
+                )
+                continue
+            if namespace is None:
+                self.served.append(tool)
+
+    def _add(self, tool: ResponseTool, where: str, namespace: str | None) -> None:
+        if tool.strict:
+            raise UnsupportedParameter(
+                f"{where}.strict: arguments cannot be held to a schema yet.",
+                hint="Leave it out.",
+                param=where,
+            )
+        name, custom = _named(tool, where), tool.kind == "custom"
+        known = full_name(name, namespace)
+        self._known[known] = ClientTool(name, namespace, custom)
+        description = _described(tool) if custom else tool.description
+        parameters = _FREE_TEXT if custom else tool.parameters
+        self.definitions.append(conversation.tool(known, description, parameters, where))
+
+
+def full_name(name: str, namespace: str | None) -> str:
+    """The name by which a model knows a tool."""
+    return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
+def as_arguments(text: str) -> Plain:
+    """A custom tool's input as arguments of the function that stands for it."""
+    return {_INPUT: text}
+
+
+def free_text(arguments: str) -> str:
+    """A custom tool's input from the arguments that a model wrote: its one text, under whatever name."""
+    try:
+        fields = msgspec.json.decode(arguments, type=dict[str, str])
+    except msgspec.MsgspecError:
+        return arguments
+    return fields.get(_INPUT, next(iter(fields.values()), "") if len(fields) <= 1 else arguments)
+
+
+_FREE_TEXT: Plain = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
+
+
+def _named(tool: ResponseTool, where: str) -> str:
+    if tool.name is None:
+        raise InvalidValue(
+            f"{where}: a tool of type {tool.kind!r} needs a name.",
+            hint="In this API name, description and parameters stand beside type.",
+            param=where,
+        )
+    return tool.name
+
+
+def _described(tool: ResponseTool) -> str | None:
+    """A description that has the grammar of the input, which the model has to keep by itself."""
+    form = tool.format or {}
+    if not form.get("definition"):
+        return tool.description
+    grammar = f"The input has this grammar ({form.get('syntax', 'lark')}):\n{form['definition']}"
+    return "\n\n".join(filter(None, [tool.description, grammar]))

@@ -1,0 +1,262 @@
+"""A Responses body → the conversation that the model's template renders. Pure.
+
+Items are flat; templates read turns. What the model said in one turn (reasoning, text, calls) becomes one
+message. Items of other servers' tools are left out, and ``Translated.warnings`` says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from fleetd.api import conversation
+from fleetd.api.conversation import Plain
+from fleetd.api.openai.translate import speculate
+from fleetd.api.responses.bodies import (
+    LEFT_OUT_ITEMS,
+    InputItem,
+    InputPart,
+    ResponsesBody,
+    ResponseToolChoice,
+)
+from fleetd.api.responses.tools import ToolTable, as_arguments, full_name
+from fleetd.engine.protocol import ChatPrompt, Generate
+from fleetd.errors import InvalidValue, UnsupportedParameter
+
+# The reasoning of an answer, for clients that send back nothing else of it.
+_CARRIED = "fleetd:"
+_CARRY = "reasoning.encrypted_content"
+_TEXTS = ("input_text", "output_text", "reasoning_text", "summary_text", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class Translated:
+    """Args:
+    carry: the answer's reasoning is to come a second time, as ``encrypted_content``.
+    """
+
+    generate: Generate
+    tools: ToolTable
+    warnings: list[str]
+    carry: bool
+
+
+def translate(body: ResponsesBody, request_id: str) -> Translated:
+    """Raises InvalidValue, UnsupportedParameter."""
+    _refuse(body)
+    tools = ToolTable()
+    tools.add(body.tools or ())
+    talk = _Items()
+    if body.instructions:
+        talk.system.append(body.instructions)
+    items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
+    for i, item in enumerate(items):
+        talk.add(item, f"input[{i}]")
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    prompt = conversation.prompt(
+        talk.messages(),
+        tools.definitions,
+        _tool_choice(body, tools),
+        conversation.template_kwargs(effort=effort),
+    )
+    return Translated(
+        _generate(body, request_id, prompt),
+        tools,
+        [*tools.warnings, *talk.warnings],
+        _CARRY in (body.include or ()),
+    )
+
+
+def _generate(body: ResponsesBody, request_id: str, prompt: ChatPrompt) -> Generate:
+    return Generate(
+        id=request_id,
+        prompt=prompt,
+        sampling=conversation.sampling(
+            body.seed, temperature=body.temperature, top_p=body.top_p, top_k=body.top_k
+        ),
+        max_tokens=body.max_output_tokens,
+        speculate=speculate(body.speculate),
+    )
+
+
+def carried(reasoning: str) -> str:
+    """Reasoning in a form that clients pass on unread."""
+    return _CARRIED + base64.b64encode(reasoning.encode()).decode()
+
+
+def _uncarried(content: str | None) -> str:
+    """What ``carried`` made; "" for what another server made."""
+    if content is None or not content.startswith(_CARRIED):
+        return ""
+    try:
+        return base64.b64decode(content.removeprefix(_CARRIED), validate=True).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+# ---- What is not served ----------------------------------------------------------------------------------
+
+
+def _refuse(body: ResponsesBody) -> None:
+    if body.previous_response_id is not None or body.conversation is not None:
+        name = "conversation" if body.previous_response_id is None else "previous_response_id"
+        raise UnsupportedParameter(
+            f"{name}: this server keeps no answers.",
+            hint="Send the whole conversation in input; reading it again is cheap, as its prefix is cached.",
+            param=name,
+        )
+    if body.background:
+        raise UnsupportedParameter(
+            "background: this server keeps no answers.", hint="Use stream.", param="background"
+        )
+    if body.prompt is not None:
+        raise UnsupportedParameter(
+            "prompt: this server keeps no prompts.", hint="Use instructions.", param="prompt"
+        )
+    if body.top_logprobs or "message.output_text.logprobs" in (body.include or ()):
+        raise UnsupportedParameter(
+            "Logprobs are not supported here.", hint="Use /v1/chat/completions.", param="top_logprobs"
+        )
+    if body.text is not None and body.text.format is not None:
+        conversation.refuse_format(body.text.format.kind, "text.format")
+
+
+def _tool_choice(body: ResponsesBody, tools: ToolTable) -> Any:
+    choice = body.tool_choice
+    if choice is None or choice in ("auto", "none"):
+        return choice or "auto"
+    if not isinstance(choice, ResponseToolChoice):
+        return conversation.forced_tool(None, tools.definitions, "tool_choice")
+    if choice.kind not in ("function", "custom"):
+        raise UnsupportedParameter(
+            f"tool_choice of type {choice.kind[:64]!r} is not supported.",
+            hint="Choose a function or a custom tool by its name.",
+            param="tool_choice",
+        )
+    if choice.name is None:
+        raise InvalidValue(f"tool_choice of type {choice.kind!r} needs a name.", param="tool_choice")
+    name = full_name(choice.name, choice.namespace)
+    return conversation.forced_tool(name, tools.definitions, "tool_choice")
+
+
+# ---- Items -----------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Turn:
+    """What the model said in one turn so far."""
+
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[Plain] = field(default_factory=list)
+
+
+class _Items:
+    """Folds items into messages."""
+
+    def __init__(self) -> None:
+        self.system: list[str] = []
+        self.warnings: list[str] = []
+        self._found: list[Plain] = []
+        self._turn: _Turn | None = None
+
+    def messages(self) -> list[Plain]:
+        self._end_turn("input")
+        return conversation.with_system(self._found, self.system, "instructions")
+
+    def add(self, item: InputItem, where: str) -> None:
+        """Raises InvalidValue, UnsupportedParameter."""
+        match item.kind:
+            case "message":
+                self._message(item, where)
+            case "reasoning":
+                texts = _texts(item.content, f"{where}.content") or [_uncarried(item.encrypted_content)]
+                if not any(texts):
+                    texts = _texts(item.summary, f"{where}.summary")
+                self._open_turn().reasoning += filter(None, texts)
+            case "function_call":
+                self._call(item, item.arguments or "", where)
+            case "custom_tool_call":
+                self._call(item, as_arguments(item.input or ""), where)
+            case "function_call_output" | "custom_tool_call_output":
+                self._end_turn(where)
+                self._found.append(
+                    conversation.message("tool", _output(item, where), where, tool_call_id=item.call_id)
+                )
+            case kind if kind in LEFT_OUT_ITEMS:
+                self.warnings.append(
+                    f"{where}: an item of type {kind!r} was left out: nothing here reads it."
+                )
+            case kind:
+                raise UnsupportedParameter(
+                    f"{where}: items of type {kind[:64]!r} are not supported.",
+                    hint="Send messages, reasoning, and calls of tools with their outputs.",
+                    param=where,
+                )
+
+    def _message(self, item: InputItem, where: str) -> None:
+        if item.role is None or item.content is None:
+            raise InvalidValue(f"{where}: a message needs role and content.", param=where)
+        text = conversation.joined(_texts(item.content, f"{where}.content"))
+        if item.role == "assistant":
+            self._open_turn().texts.append(text)
+            return
+        self._end_turn(where)
+        if item.role == "user":
+            conversation.append_user(self._found, text, where)
+        elif not self._found:
+            self.system.append(text)
+        else:
+            conversation.append_user(self._found, conversation.reminder(text), where)
+
+    def _call(self, item: InputItem, arguments: str | Plain, where: str) -> None:
+        if item.name is None:
+            raise InvalidValue(f"{where}: a call needs a name.", param=where)
+        name = full_name(item.name, item.namespace)
+        self._open_turn().calls.append(conversation.tool_call(item.call_id or "", name, arguments))
+
+    def _open_turn(self) -> _Turn:
+        if self._turn is None:
+            self._turn = _Turn()
+        return self._turn
+
+    def _end_turn(self, where: str) -> None:
+        turn, self._turn = self._turn, None
+        if turn is not None:
+            self._found.append(conversation.assistant(turn.texts, turn.reasoning, turn.calls, where))
+
+
+def _output(item: InputItem, where: str) -> str:
+    """What a tool gave back; an image that it returned is left out, with a note to the model."""
+    try:
+        content = msgspec.convert(item.output, str | list[InputPart] | None)
+    except msgspec.ValidationError:
+        raise InvalidValue(f"{where}.output has to be a text or parts.", param=where) from None
+    return conversation.joined(_texts(content, f"{where}.output", images=conversation.LEFT_OUT_IMAGE))
+
+
+def _texts(content: str | Sequence[InputPart] | None, where: str, images: str | None = None) -> list[str]:
+    """The texts of some content; ``images``: what stands for an image, which is refused if that is None."""
+    if content is None or isinstance(content, str):
+        return [content] if content else []
+    return [_text(part, f"{where}[{i}]", images) for i, part in enumerate(content)]
+
+
+def _text(part: InputPart, where: str, images: str | None) -> str:
+    if part.kind == "input_image" and images is not None:
+        return images
+    if part.kind not in (*_TEXTS, "refusal"):
+        raise UnsupportedParameter(
+            f"{where}: content of type {part.kind[:64]!r} is not supported by this model.",
+            hint="Send text.",
+            param=where,
+        )
+    text = part.refusal if part.kind == "refusal" else part.text
+    if text is None:
+        raise InvalidValue(f"{where}: a part of type {part.kind!r} needs its text.", param=where)
+    return text

@@ -1,0 +1,86 @@
+"""What the tests with real coding agents share: fetching one from npm, and an engine that plays the model."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_fakes import Step
+
+from fleetd import errors
+from fleetd.engine import protocol as p
+from fleetd.requests.job import Job
+
+NPM = shutil.which("npm")
+
+
+def npm_install(folder: Path, package: str) -> None:
+    """Install into ``folder``; skips the test where npm or its registry is missing."""
+    if NPM is None:
+        pytest.skip(f"npm is not installed: {package} was NOT tried")
+    command = [NPM, "install", "--no-audit", "--no-fund", "--prefix", str(folder), package]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"npm could not fetch {package}: it was NOT tried. {done.stderr[-300:]}")
+
+
+def hello_folder(root: Path) -> tuple[Path, Path]:
+    """An empty home, and a folder to work in with one file."""
+    home, work = root / "home", root / "work"
+    home.mkdir()
+    work.mkdir()
+    (work / "hello.py").write_text('print("hello")\n')
+    return home, work
+
+
+class Scripted:
+    """Plays one turn per tool result that a conversation has, then says that it is done."""
+
+    def __init__(self, turns: list[tuple[str, dict[str, Any]]], limit: int = 10_000_000) -> None:
+        self.turns = turns
+        self.limit = limit
+        self.jobs: list[Job] = []
+        self.refused = 0
+
+    def __call__(self, job: Job) -> Iterable[Step]:
+        self.jobs.append(job)
+        r = job.request
+        assert isinstance(r.prompt, p.ChatPrompt)
+        tokens = len(str(r.prompt.messages)) // 4
+        if r.count_only:
+            return [p.Accepted(r.id, tokens), p.Finished(r.id, "stop")]
+        if tokens > self.limit:
+            self.refused += 1
+            return [
+                errors.ContextLengthExceeded(
+                    f"The prompt is too long: {tokens} tokens > {self.limit} maximum. "
+                    f"This model's maximum context length is {self.limit} tokens."
+                )
+            ]
+        begin: list[Step] = [p.Accepted(r.id, tokens), p.Prefill(r.id, tokens, tokens)]
+        done = sum(message["role"] == "tool" for message in r.prompt.messages)
+        if not r.prompt.tools or done >= len(self.turns):
+            return [*begin, p.Delta(r.id, "All done."), p.Finished(r.id, "stop", p.Usage(tokens, 0, 3))]
+        name, arguments = self.turns[done]
+        return [
+            *begin,
+            p.Delta(r.id, "What is next?", "reasoning"),
+            p.Delta(r.id, f"Now {name}."),
+            p.ToolCall(r.id, 0, f"call_{done}", name, json.dumps(arguments)),
+            p.Finished(r.id, "tool_calls", p.Usage(tokens, 0, 20, 4)),
+        ]
+
+
+def extended(jobs: Iterable[Job]) -> bool:
+    """True if each turn goes on from what was there: nothing of a prompt varies between requests."""
+    prompts = [job.request.prompt for job in jobs if isinstance(job.request.prompt, p.ChatPrompt)]
+    return all(
+        after.messages[: len(before.messages)] == before.messages and after.tools == before.tools
+        for before, after in itertools.pairwise(prompts)
+    )
