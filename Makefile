@@ -61,7 +61,7 @@ lint: $(DEV)
 	$(BIN)/lint-imports --no-logo
 
 # Two halves of about the same work, each in a process of its own; what fails in lint ends both.
-LIVE = tests/live tests/p2p tests/models
+LIVE = tests/live tests/p2p tests/models tests/client
 test: $(DEV)
 	@trap 'kill $$live 2>/dev/null || true' EXIT; \
 	$(BIN)/python -m pytest -q -p no:cacheprovider $(LIVE) > .live-tests.log 2>&1 & live=$$!; \

@@ -38,6 +38,8 @@ PREFILL_S = 8.0
 SHARE_CHUNK, SHARE_CHUNKS = 128, 4
 # Fewer say nothing of a speed.
 LEAST_TOKENS = 16
+# How many texts are tried for an answer of so many.
+TEXTS = 8
 
 
 def widths(worker: LocalWorker, within_s: float) -> Iterator[WidthProof]:
@@ -105,10 +107,12 @@ def decode(worker: LocalWorker, within_s: float) -> Iterator[SpeedProof]:
     for mode, temperature, drafts in modes:
 
         def ours(temperature: float = temperature, drafts: bool = drafts) -> float:
-            return _rate(worker.ask(_counting(worker), tokens, temperature=temperature, drafts=drafts))
+            return _rate(
+                lambda: worker.ask(_counting(worker), tokens, temperature=temperature, drafts=drafts)
+            )
 
         def theirs(temperature: float = temperature) -> float:
-            return _rate(_mlx_lm(worker, _counting(worker), tokens, temperature))
+            return _rate(lambda: _mlx_lm(worker, _counting(worker), tokens, temperature))
 
         yield _by_turns(mode, tokens, ours, theirs, each_s)
 
@@ -143,10 +147,12 @@ def _mlx_lm(worker: LocalWorker, tokens: list[int], max_tokens: int, temperature
     return TimedAnswer(times[0] - begun, count, rate)
 
 
-def _rate(answer: TimedAnswer) -> float:
-    if answer.tokens < LEAST_TOKENS:
-        raise EngineError(f"The model ended its answer after {answer.tokens} tokens.")
-    return answer.tok_s
+def _rate(ask: Callable[[], TimedAnswer]) -> float:
+    """Tokens per second of an answer that is long enough: a model may end one early, whatever the text."""
+    for _ in range(TEXTS):
+        if (answer := ask()).tokens >= LEAST_TOKENS:
+            return answer.tok_s
+    raise EngineError(f"The model ended each of {TEXTS} answers before {LEAST_TOKENS} tokens.")
 
 
 def shared(worker: LocalWorker, within_s: float) -> Iterator[SharedProof]:

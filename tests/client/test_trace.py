@@ -97,7 +97,7 @@ def test_one_request_step_by_step() -> None:
 
 def test_claims_that_were_not_believed_are_told() -> None:
     said = "liar claims any speed: its hardware can do no more."
-    assert f"not believed  {said}" in shown({**SHARED, "capped": [said]}, None)
+    assert f"not believed {said}" in shown({**SHARED, "capped": [said]}, None)
 
 
 def test_a_step_that_comes_twice_is_paired_twice() -> None:

@@ -60,7 +60,9 @@ def test_it_says_where_its_time_went_and_what_crossed_its_links(llama: Any, spli
     sent = sum({s.name: s for s in h.steps}["computed"].n_bytes for h in run.helpers)
     received = sum({s.name: s for s in h.steps}["waited"].n_bytes for h in run.helpers)
     home = {step.name: step for step in run.home.steps}
-    assert list(home) == ["prefix sent", "spot check", "waited", "computed", "exposed hand-off"]
+    assert list(home) == [
+        "prefix sent", "spot check", "waited", "computed", "exposed hand-off", "check of later tokens",
+    ]  # fmt: skip
     assert all(step.seconds >= 0 for step in home.values())
     assert sent + home["prefix sent"].n_bytes == received + home["waited"].n_bytes
     # Keys and values of a token: 2 heads of 32 numbers each.
