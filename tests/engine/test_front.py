@@ -93,12 +93,12 @@ def test_cancelled_while_the_prompt_is_prepared_ends_once(
     cancelled = threading.Event()
     asked = threading.Event()
 
-    def prepare(*_: Any) -> str:
+    def prepare(request: Generate, *_: Any) -> prompt_encoding.PreparedPrompt:
         asked.set()
         assert cancelled.wait(10)
         if fails:
             raise BadRequest("no")
-        return "prepared"
+        return prompt_encoding.PreparedPrompt(request, [1])
 
     monkeypatch.setattr("fleetd.engine.prompt_encoding.prepare", prepare)
     ends.daemon.sendall(protocol.encode(Generate("r", TextPrompt("x"))))

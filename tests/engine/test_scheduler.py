@@ -364,7 +364,7 @@ def test_prompts_at_the_context_and_one_past_it(parts: tuple[Any, Any]) -> None:
     assert kinds == {18: "Finished", 19: "Finished", 20: "Failed"}
     failed = bench.of("n20")[-1]
     assert isinstance(failed, Failed)
-    assert "has 20 tokens; this model's context holds 20" in failed.message
+    assert "20 tokens > 20 maximum" in failed.message
     last = bench.of("n18")[-1]
     assert isinstance(last, Finished)
     assert last.usage.completion_tokens <= 2

@@ -18,6 +18,7 @@ from fleetd import limits
 from fleetd.engine.protocol import Accepted, Generate, Prefill, TextPrompt
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
+from fleetd.models.model_names import ModelNames
 from fleetd.p2p.membership.cards import Card, MachineFacts
 from fleetd.plan import chip_speeds
 from fleetd.plan.costs import PrefillSpeed
@@ -226,7 +227,7 @@ def make(store: Store) -> Make:
             models=FakeModels(names={"big"}),
             ledger=Ledger(store),
             metrics=Metrics("0"),
-            default_model="big",
+            names=ModelNames("big"),
             embedded=lambda ref: None,
             placing=Placer(members, others.request),
             members=members,
