@@ -116,10 +116,10 @@ def _price(folder: Path) -> None:
 
 def _loaded(folder: Path) -> Loaded:
     cpu.preload_blas()
-    from fleetd.engine import loading
+    from fleetd.engine import loading, worker
     from fleetd.engine.settings import WorkerSettings
 
-    loading.quiet_libraries()
+    worker.quiet_libraries()
     device = loading.pick_device("auto")
     if device == "cpu":
         cpu.install()

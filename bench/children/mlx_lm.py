@@ -35,9 +35,9 @@ def main(mode: str, model_path: Path) -> None:
         if not cpu.preload_blas() and sys.platform == "linux":
             raise SystemExit("no BLAS to preload: install mkl")
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
-    from fleetd.engine import loading
+    from fleetd.engine import loading, worker
 
-    loading.quiet_libraries()
+    worker.quiet_libraries()
     import mlx.core as mx
     from mlx_lm import load, stream_generate
 

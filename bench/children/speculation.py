@@ -30,10 +30,10 @@ def main(model_path: Path) -> None:
     if not cpu.preload_blas() and sys.platform == "linux":
         raise SystemExit("no BLAS to preload: install mkl")
     # mlx binds to the BLAS that is loaded first, so it is imported only now.
-    from fleetd.engine import loading
+    from fleetd.engine import loading, worker
     from fleetd.engine.settings import WorkerSettings
 
-    loading.quiet_libraries()
+    worker.quiet_libraries()
     device = loading.pick_device("auto")
     if device == "cpu":
         cpu.install()
