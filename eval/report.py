@@ -218,8 +218,8 @@ def _gate(results: Results) -> Iterator[str]:
     yield ""
     yield "| task | declined |"
     yield "|---|---|"
-    for kind, (hits, of) in results.declined.items():
-        yield f"| {_NAMES[kind]} | {Share(hits, of)} |"
+    for kind, (hits, asked) in results.declined.items():
+        yield f"| {_NAMES[kind]} | {Share(hits, asked)} |"
 
 
 def _scorer(results: Results) -> Iterator[str]:

@@ -95,7 +95,7 @@ def run(config: Config, home: HomeFolder) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     raise_limit()
     if (caps := connection_caps(open_limit())) != UNSCALED:
-        # In the log of a service nobody sees what a shell was limited to.
+        # The log of a service does not show what a shell was limited to.
         log.warning("descriptors.few", open_files=open_limit(), connections=caps.http, raise_with="ulimit -n")
     paths.prepare(home)
     with paths.HomeLock(home):

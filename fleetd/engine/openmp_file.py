@@ -16,7 +16,7 @@ FOLDER = Path("/dev/shm")  # noqa: S108  (the library chooses it)
 
 
 def sweep() -> None:
-    """Remove the files of this user's processes that have ended with nobody left to call ``remove``."""
+    """Remove the files of this user's processes that ended before ``remove`` was called."""
     user = os.getuid()
     for path in FOLDER.glob(f"__KMP_REGISTERED_LIB_*_{user}"):
         pid = path.name.split("_")[-2]

@@ -47,7 +47,7 @@ class MemoryReading:
 def system_memory(groups: Iterable[Path], root: Path = Path("/")) -> MemoryReading:
     """The system's memory, as far as these control groups let this process have it. Never raises."""
     total, free = _whole_system()
-    # Nobody would have a use for a daemon that believes it has no memory.
+    # A daemon that believes it has no memory would load no model.
     total = total or limits.ASSUMED_MEMORY_BYTES
     available = total if free is None else min(free, total)
     for limit, used in _cgroup_memory(groups):

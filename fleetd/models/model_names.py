@@ -33,7 +33,7 @@ class ModelNames:
         return self.default if asked in (None, "", "default") else asked
 
     def alias(self, name: str) -> str | None:
-        """What a name stands for if no model is called so; None if it is nobody's alias."""
+        """What a name stands for if no model is called so; None if it is no alias."""
         if name.startswith(CLAUDE_PREFIX):
             return name.removeprefix(CLAUDE_PREFIX) or self.default
         if _VENDOR.match(name) is None:

@@ -176,7 +176,7 @@ def _burst(sock: socket.socket, key: bytes, bursts: Sequence[int]) -> tuple[floa
         sender.send(_ECHO)
         receiver.receive_into(echo)
         trips.append(time.perf_counter() - began)
-    # Imported late, as a daemon alone probes nobody.
+    # Imported late: a daemon without peers probes no link.
     from statistics import median
 
     rtt_s = median(trips)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
-# Two readings are some microseconds apart; nobody sleeps for less than this.
+# Two readings are some microseconds apart; a machine does not sleep for less than this.
 _LEAST_S = 1.0
 
 

@@ -241,7 +241,7 @@ class Members:
     ) -> None:
         """The same of an answer from there, by this machine's clock; only a later one than expected counts.
 
-        What a request takes besides, on both machines and between them, counts for nobody.
+        What a request takes besides, on both machines and between them, is counted on neither.
         """
         took_s = max(expected_s, took_s - limits.ANSWER_OVERHEAD_S)
         of, now_s = CorrectedWork(node_id, model, work), self._monotonic()

@@ -159,7 +159,23 @@ Message = SystemMessage | DeveloperMessage | UserMessage | ToolMessage | Assista
 # ---- Bodies ----------------------------------------------------------------------------------------------
 
 
-class Common(msgspec.Struct, frozen=True, kw_only=True):
+class FleetFields(msgspec.Struct, frozen=True, kw_only=True):
+    """What fleetd adds to OpenAI's bodies."""
+
+    local_only: Annotated[
+        bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
+    ] = None
+    smart_prefill: Annotated[
+        bool | SmartPrefillBody | None,
+        Meta(description="Leaves out what a small model finds does not matter. Lossy, and labelled so."),
+    ] = None
+    speculate: Annotated[
+        bool | SpeculateBody | None,
+        Meta(description="How tokens are guessed ahead and verified. The answer is the same without it."),
+    ] = None
+
+
+class Common(FleetFields, frozen=True, kw_only=True):
     """Fields of both endpoints. Without ``model`` the default model answers."""
 
     model: str | None = None
@@ -178,17 +194,6 @@ class Common(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    local_only: Annotated[
-        bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
-    ] = None
-    smart_prefill: Annotated[
-        bool | SmartPrefillBody | None,
-        Meta(description="Leaves out what a small model finds does not matter. Lossy, and labelled so."),
-    ] = None
-    speculate: Annotated[
-        bool | SpeculateBody | None,
-        Meta(description="How tokens are guessed ahead and verified. The answer is the same without it."),
-    ] = None
 
 
 class ChatBody(Common, frozen=True, kw_only=True):

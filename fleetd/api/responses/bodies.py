@@ -12,8 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.api.openai.bodies import Effort, Positive, ResponseFormat, SpeculateBody, StreamOptions
-from fleetd.compression.policy import SmartPrefillBody
+from fleetd.api.openai.bodies import Effort, FleetFields, Positive, ResponseFormat, StreamOptions
 from fleetd.engine.protocol import Logprobs, Seed, Temperature, TopP
 
 # Items that other servers' own tools leave in a conversation: nothing here can read them.
@@ -98,7 +97,7 @@ class ReasoningConfig(msgspec.Struct, frozen=True):
     summary: str | None = None
 
 
-class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
+class ResponsesBody(FleetFields, frozen=True, kw_only=True):
     """Without ``model`` the default model answers; without ``max_output_tokens`` an answer may fill the
     context."""
 
@@ -127,14 +126,3 @@ class ResponsesBody(msgspec.Struct, frozen=True, kw_only=True):
     conversation: Any = None
     background: bool | None = None
     prompt: Any = None
-    local_only: Annotated[
-        bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
-    ] = None
-    smart_prefill: Annotated[
-        bool | SmartPrefillBody | None,
-        Meta(description="Leaves out what a small model finds does not matter. Lossy, and labelled so."),
-    ] = None
-    speculate: Annotated[
-        bool | SpeculateBody | None,
-        Meta(description="How tokens are guessed ahead and verified. The answer is the same without it."),
-    ] = None
