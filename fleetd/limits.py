@@ -533,6 +533,36 @@ MULTICAST_ECHO_S = 0.5
 # A question of doctor to the system or to a port, while a person waits.
 PROBE_S = 2.0
 
+# ---- Keys and values on the disk --------------------------------------------------------------------------
+# Tokens of one block: few enough that an edited prompt keeps nearly all before the edit, and a megabyte or more
+# even with a small model, which a disk reads as fast as it can.
+CACHE_BLOCK_TOKENS = 256
+# Most blocks in the index, at some 250 bytes each: 32 GiB in blocks of half a megabyte.
+CACHE_BLOCKS = 65_536
+# Of the disk that is free, unless the settings say otherwise.
+CACHE_QUOTA_SHARE, CACHE_QUOTA_BYTES = 0.1, 32 * GIB
+# Bounds of one block's header, of its payload, and of the buffers in that: keys and values of each head of
+# the deepest model, and a state of a layer in half a gigabyte.
+CACHE_HEADER_BYTES, CACHE_BLOCK_BYTES, CACHE_BLOCK_PARTS = MIB, 512 * MIB, 65_536
+CACHE_LAYOUT_CHARS = 128
+# A block that is being written for longer than this has lost its writer.
+CACHE_WRITING_S = 600.0
+# A disk that refused a block is not asked again within this time.
+CACHE_AGAIN_S = 60.0
+# The part of the writer's thread's time that it works while the worker computes: it shares memory, and on a
+# CPU the cores, with the computation.
+CACHE_WRITE_SHARE = 0.1
+# What is queued is written until a worker must end; less than ENGINE_STOP_S, after which it is killed.
+CACHE_FLUSH_S = 3.0
+# A prompt waits this long to hear what the disk has of it, and this long for each block.
+CACHE_LOOKUP_S, CACHE_BLOCK_S = 0.25, 5.0
+# Assumed before they are measured: a slow disk, and a slow prefill.
+CACHE_READ_BYTES_PER_S, CACHE_TOKEN_S = 200 * MIB, 0.005
+# What a restore takes besides its bytes.
+CACHE_RESTORE_FIXED_S = 0.01
+# Less than this measures how a file is opened, not how fast a disk is.
+CACHE_SPEED_BYTES = MIB
+
 # ---- fleetctl --------------------------------------------------------------------------------------------
 # A healthy daemon answers control calls in milliseconds; a swapped-out one may need seconds.
 CLIENT_CALL_S = 10.0

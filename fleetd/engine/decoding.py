@@ -26,6 +26,7 @@ import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.failures import require
 from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
@@ -96,6 +97,7 @@ class Decoding:
     fail: Callable[[ScheduledSequence, Exception], None]
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speculation: WorkerSpeculation | None = None
+    disk: DiskTier | None = None
     rounds: Rounds = field(default_factory=Rounds)
     steps: int = field(default=0, init=False)
 
@@ -226,8 +228,15 @@ class Decoding:
         """Keep the KV of ``tokens`` for later prompts that begin with them, unless some are missing."""
         if sequence.kept is not None:
             return
+        self.keep(sequence, tokens, cache)
+
+    def keep(self, sequence: ScheduledSequence, tokens: list[int], cache: list[Any]) -> None:
+        """Keep the KV of ``tokens``, none missing, in memory and on the disk."""
         mx.eval([layer.state for layer in cache])
         self.prefix.store(tokens, cache, sequence.namespace)
+        if self.disk is not None:
+            local_only = sequence.prepared.request.local_only
+            self.disk.store(tokens, cache, sequence.namespace, local_only=local_only)
 
     def _running(self, request_id: str) -> DecodingSequence | None:
         return next((running for running in self._all if running.sequence.id == request_id), None)

@@ -78,6 +78,8 @@ class Loaded:
     keep_speeds: Callable[[Speeds], None]
     # Seconds of a chunk of prompt, by its tokens.
     chunk_s: dict[int, float]
+    # What decides the bytes of keys and values besides the tokens; b"" if the model's digest is unknown.
+    basis: bytes
 
 
 def pick_device(wanted: str) -> Device:
@@ -150,7 +152,8 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
     per_token = _warm_up(model)
     vocabulary, context = _vocabulary(config, tokenizer), context_tokens(config)
     key = VerdictKey.now(_digest(settings), device, accelerator_name(device), versions())
-    cached = FindingsKey.now(key).cached(Path(settings.cache))
+    findings = FindingsKey.now(key)
+    cached = findings.cached(Path(settings.cache))
     known = cached.find()
     if known is None:
         report(Loading("measuring"))
@@ -237,6 +240,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         search,
         keep_speeds,
         speeds.chunk_s,
+        msgspec.json.encode(findings, order="sorted") if key.digest else b"",
     )
 
 

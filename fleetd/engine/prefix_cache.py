@@ -67,13 +67,7 @@ class PrefixCache:
         Of two as long, the one in the namespace that is named first.
         """
         self.queries += 1
-        head = np.array(prompt[:-1], dtype=np.int32)
-        best, length = None, 0
-        for namespace in namespaces or (DENSE,):
-            for key, entry in self._entries.items():
-                shared = _shared(entry.tokens, head) if entry.namespace == namespace else 0
-                if shared > length and (entry.trimmable or shared == len(entry.tokens)):
-                    best, length = key, shared
+        best, length = self._find(prompt, namespaces)
         if best is None:
             return Hit(0, None)
         self.hits += 1
@@ -81,6 +75,20 @@ class PrefixCache:
         entry = self._entries[best]
         rows = [_copy(layer, length, len(entry.tokens)) for layer in entry.cache]
         return Hit(length, rows, entry.namespace)
+
+    def longest(self, prompt: list[int], *namespaces: str) -> int:
+        """How many tokens ``fetch`` would give. Nothing is copied or counted."""
+        return self._find(prompt, namespaces)[1]
+
+    def _find(self, prompt: list[int], namespaces: tuple[str, ...]) -> tuple[int | None, int]:
+        head = np.array(prompt[:-1], dtype=np.int32)
+        best, length = None, 0
+        for namespace in namespaces or (DENSE,):
+            for key, entry in self._entries.items():
+                shared = _shared(entry.tokens, head) if entry.namespace == namespace else 0
+                if shared > length and (entry.trimmable or shared == len(entry.tokens)):
+                    best, length = key, shared
+        return best, length
 
     def store(self, tokens: list[int], cache: list[Any], namespace: str = DENSE) -> None:
         """Keep ``cache``, which holds exactly the KV of ``tokens``. The caller must not write to it again."""

@@ -133,6 +133,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``echo`` returns the prompt's text (and logprobs, if asked) before the answer, as /v1/completions has it.
     ``shared``: once it is Accepted, the prompt waits for PrefillShared or PrefillAlone.
     ``keep``: prefill only this of it, where the worker can.
+    ``local_only``: no other machine may learn anything of the prompt, now or later.
     ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
     """
 
@@ -148,6 +149,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     # None: as the settings have it.
     speculate: Speculate | None = None
     count_only: bool = False
+    local_only: bool = False
 
 
 class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
@@ -509,11 +511,17 @@ class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Seconds, measured in the worker: waiting for a turn, prefill, and first to last token."""
+    """Seconds, measured in the worker: waiting for a turn, prefill, and first to last token.
+
+    ``restored_tokens``: of the cached ones, those whose keys and values were read from the disk, in
+    ``restore_s``, before the prefill.
+    """
 
     queue_s: Seconds = 0.0
     prefill_s: Seconds = 0.0
     decode_s: Seconds = 0.0
+    restored_tokens: Natural = 0
+    restore_s: Seconds = 0.0
 
 
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
@@ -546,6 +554,8 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
 
     ``blocked``: there is work, and all of it waits for other machines or for a decision of the daemon.
     ``scoring``: None if this worker scores nothing.
+    ``disk_queued_bytes``: keys and values that wait to be written to the disk; ``disk_dropped``: prompts of
+    which nothing was written, or not all; ``disk_note``: why nothing is at the moment.
     """
 
     steps: int
@@ -561,6 +571,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     prefix_hits: int = 0
     memory_bytes: int = 0
     scoring: ScoringState | None = None
+    disk_queued_bytes: int = 0
+    disk_dropped: int = 0
+    disk_note: Text = ""
 
 
 Command = (

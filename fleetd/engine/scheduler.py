@@ -20,14 +20,16 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
+from fleetd.cache.write_behind import WriterFigures
 from fleetd.engine.chunk_size import Chunks
 from fleetd.engine.compute_loop import ComputeLoop
 from fleetd.engine.decoding import Decoding
+from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.failures import failed, require
 from fleetd.engine.inbox import Item
 from fleetd.engine.logprobs import PromptLogprobs
 from fleetd.engine.prefill import Prefiller
-from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.prefix_cache import DENSE, PLAN, PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import (
     Accepted,
@@ -79,6 +81,7 @@ class Scheduler(ComputeLoop):
     speculation: WorkerSpeculation | None = None
     vocab_size: int = 0
     search: ProfileSearch | None = None
+    disk: DiskTier | None = None
     steps: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -102,6 +105,8 @@ class Scheduler(ComputeLoop):
             emit=self.emit,
         )
         self.guests += [self._scores, self._drafts]
+        if self.disk is not None:
+            self.disk.wake = self.inbox.wake
         self._waiting: list[ScheduledSequence] = []
         self._prefilling: list[ScheduledSequence] = []
         self.decoding = Decoding(
@@ -115,6 +120,7 @@ class Scheduler(ComputeLoop):
             fail=self._fail,
             defaults=self.defaults,
             speculation=self.speculation,
+            disk=self.disk,
         )
 
     def put_stream(self, tag: StreamTag, sock: socket.socket) -> None:
@@ -144,10 +150,13 @@ class Scheduler(ComputeLoop):
         self._admit()
         self._attach_drafts()
         for sequence in list(self._prefilling):
+            self._restore(sequence)
             self._shared.poll(sequence)
         self._prefill_turn()
         self._turn_guests(self._chunk_tokens)
         self.decoding.turn()
+        if self.disk is not None:
+            self.disk.writer.paced = self._occupied
 
     @property
     def _chunk_tokens(self) -> int:
@@ -160,6 +169,8 @@ class Scheduler(ComputeLoop):
         super()._close()
         self._draft_streams.close()
         self.decoding.close()
+        if self.disk is not None:
+            self.disk.close()
 
     @property
     def _idles(self) -> bool:
@@ -182,7 +193,9 @@ class Scheduler(ComputeLoop):
         return bool(self._prefilling or self.decoding) or super()._occupied
 
     def _deadlines(self) -> list[float | None]:
-        return [*(self._shared.due_s(sequence) for sequence in self._prefilling), *super()._deadlines()]
+        restores = [s.restoring.due_s for s in self._prefilling if s.restoring is not None]
+        shared = [self._shared.due_s(sequence) for sequence in self._prefilling]
+        return [*restores, *shared, *super()._deadlines()]
 
     def _take(self, item: Item) -> None:
         match item:
@@ -205,6 +218,8 @@ class Scheduler(ComputeLoop):
     def _free_memory(self, prompts: bool) -> None:
         if prompts:
             self.prefix.trim(0)
+            if self.disk is not None:
+                self.disk.free_memory()
         super()._free_memory(prompts)
 
     def _decide(self, decision: PrefillShared | PrefillAlone) -> None:
@@ -240,14 +255,25 @@ class Scheduler(ComputeLoop):
         # A prompt that must wait for memory is not offered to other machines.
         if request.shared and not self._waiting and self._fits(sequence):
             self._prefilling.append(sequence)
-            if self._shared.accept(sequence, self.chunks.size(shared=False)):
-                return
-        else:
-            self._waiting.append(sequence)
+            # How it is shared depends on what the disk has of it.
+            self._begin_restore(sequence)
+            if sequence.restoring is None:
+                self._accept(sequence)
+            return
+        self._waiting.append(sequence)
+        self._emit_accepted(sequence)
+
+    def _accept(self, sequence: ScheduledSequence) -> None:
+        """Offer an admitted prompt to other machines, or report that it is computed here."""
+        if not self._shared.accept(sequence, self.chunks.size(shared=False)):
+            self._emit_accepted(sequence)
+
+    def _emit_accepted(self, sequence: ScheduledSequence) -> None:
+        sequence.accepted = True
         self.emit(
             Accepted(
-                request.id,
-                len(prepared.tokens),
+                sequence.id,
+                len(sequence.prepared.tokens),
                 kept=len(sequence.kept or ()),
                 dense_reason=sequence.dense_reason,
             )
@@ -256,7 +282,32 @@ class Scheduler(ComputeLoop):
     def _admit(self) -> None:
         """Move waiting requests to prefill while memory and streams allow, first come first served."""
         while self._waiting and self._fits(self._waiting[0]):
-            self._prefilling.append(self._waiting.pop(0))
+            sequence = self._waiting.pop(0)
+            self._prefilling.append(sequence)
+            self._begin_restore(sequence)
+
+    def _begin_restore(self, sequence: ScheduledSequence) -> None:
+        """Look for an admitted prompt's beginning on the disk."""
+        request = sequence.prepared.request
+        if self.disk is None or (request.echo and sequence.logprobs is not None):
+            return
+        offered = request.shared and self.sharable is not None and not sequence.accepted
+        arithmetics = (DENSE, PLAN) if offered else (DENSE,)
+        sequence.restoring = self.disk.begin(
+            sequence.dense_tokens, self.prefix, arithmetics, local_only=request.local_only
+        )
+
+    def _restore(self, sequence: ScheduledSequence) -> None:
+        """Take what has come from the disk, and go on once nothing more comes."""
+        restoring = sequence.restoring
+        if restoring is None or (hit := restoring.step()) is None:
+            return
+        sequence.restoring = None
+        if hit.tokens:
+            sequence.hit = hit
+            sequence.restored, sequence.restore_s = restoring.tokens, restoring.seconds
+        if not sequence.accepted:
+            self._accept(sequence)
 
     def _fits(self, sequence: ScheduledSequence) -> bool:
         """Reserve a stream and memory. False, and nothing is reserved, if either is short."""
@@ -329,8 +380,7 @@ class Scheduler(ComputeLoop):
         if sequence.prepared.request.echo and sequence.logprobs is not None:
             sequence.scored = PromptLogprobs(sequence.logprobs, tokens)
             return Prefiller(self.model, tokens, make_prompt_cache(self.model), score=sequence.scored.add)
-        # The KV of a token rests on all tokens before it: what follows a gap is in no dense cache.
-        hit = self.prefix.fetch(tokens if kept is None else tokens[: leading(kept) + 1])
+        hit, sequence.hit = sequence.hit or self.prefix.fetch(sequence.dense_tokens), None
         sequence.cached = hit.tokens
         return begin_prefill(self.model, tokens, kept, hit)
 
@@ -357,8 +407,7 @@ class Scheduler(ComputeLoop):
         """Keep the part that a sparse prompt shares with a dense one: the system prompt, as a rule."""
         dense = leading_cache(kept, cache)
         if dense is not None:
-            mx.eval([layer.state for layer in dense])
-            self.prefix.store(sequence.prepared.tokens[: leading(kept)], dense, sequence.namespace)
+            self.decoding.keep(sequence, sequence.prepared.tokens[: leading(kept)], dense)
 
     def _echo(self, sequence: ScheduledSequence) -> None:
         text = self.tokenizer.decode(sequence.prepared.tokens)
@@ -384,6 +433,7 @@ class Scheduler(ComputeLoop):
         """End a prefill half way; what it computed stays useful."""
         prefiller = sequence.prefiller
         done, cache = (0, []) if prefiller is None else (prefiller.done, prefiller.cache)
+        self._end_restore(sequence)
         self._shared.end(sequence)
         if done > sequence.cached:
             self.decoding.remember(sequence, sequence.prepared.tokens[:done], cache)
@@ -402,6 +452,11 @@ class Scheduler(ComputeLoop):
         self._ended(sequence)
         self._heartbeat_at = 0.0  # tell at once that there is less to do
         self.emit(sequence.finished(reason))
+
+    def _end_restore(self, sequence: ScheduledSequence) -> None:
+        if sequence.restoring is not None:
+            sequence.restoring.close()
+            sequence.restoring = None
 
     def _fail(self, sequence: ScheduledSequence, error: Exception) -> None:
         self._shared.end(sequence)
@@ -426,6 +481,7 @@ class Scheduler(ComputeLoop):
             if not sequence.ready:
                 self._show_prefill(sequence, again=True)
         guests = super()._figures()
+        disk = self.disk.figures if self.disk is not None else WriterFigures()
         return msgspec.structs.replace(
             guests,
             steps=guests.steps + self.steps + self.decoding.steps,
@@ -437,4 +493,7 @@ class Scheduler(ComputeLoop):
             prefix_queries=self.prefix.queries,
             prefix_hits=self.prefix.hits,
             scoring=self._search.state,
+            disk_queued_bytes=disk.queued_bytes,
+            disk_dropped=disk.dropped,
+            disk_note=disk.note,
         )

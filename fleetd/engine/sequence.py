@@ -9,6 +9,7 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.control.prefill_trace import Speculated
+from fleetd.engine.disk_tier import Restoring
 from fleetd.engine.guests import can_step
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
@@ -19,7 +20,7 @@ from fleetd.engine.prompt_encoding import PreparedPrompt, check_length
 from fleetd.engine.protocol import ChatPrompt, Finished, FinishReason, PrefillShared, Timings, Usage
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller
+from fleetd.engine.sparse_prefill.sparse import Sparse, SparsePrefiller, leading
 
 
 @dataclass(slots=True)
@@ -49,9 +50,15 @@ class ScheduledSequence:
     arrived_s: float
     logprobs: Logprobs | None
     scored: PromptLogprobs | None = None
-    # What the prefix cache had when the prompt was accepted, if that was reported.
+    # Whether it was reported that it is computed here, unless others are asked.
+    accepted: bool = False
+    # What the prefix cache had when the prompt was accepted, if that was reported; or what the disk had.
     hit: Hit | None = None
     undecided: Undecided | None = None
+    # While its beginning comes from the disk; then the tokens that came, and the seconds that it took.
+    restoring: Restoring | None = None
+    restored: int = 0
+    restore_s: float = 0.0
     prefiller: Prefiller | SharedPrefill | SparsePrefiller | None = None
     # Indices of the prompt tokens that are prefilled, ascending; None: all of them. Or why not only those.
     kept: list[int] | None = None
@@ -74,6 +81,13 @@ class ScheduledSequence:
         return self.prepared.request.id
 
     @property
+    def dense_tokens(self) -> list[int]:
+        """The prompt, or as much of it as is prefilled without a gap and one token more. The KV of a token
+        rests on all tokens before it, so what follows a gap is in no dense cache."""
+        tokens, kept = self.prepared.tokens, self.kept
+        return tokens if kept is None else tokens[: leading(kept) + 1]
+
+    @property
     def slots(self) -> int:
         """Tokens of KV that the prompt takes."""
         return len(self.prepared.tokens) if self.kept is None else len(self.kept)
@@ -91,7 +105,7 @@ class ScheduledSequence:
     @property
     def ready(self) -> bool:
         """True if a step of its prefill can be taken now."""
-        if self.undecided is not None:
+        if self.undecided is not None or self.restoring is not None:
             return False
         return can_step(self.prefiller) if isinstance(self.prefiller, SharedPrefill) else True
 
@@ -107,10 +121,12 @@ class ScheduledSequence:
                 reasoning_tokens=self.text.reasoning_tokens,
             ),
             Timings(
-                queue_s=started - self.arrived_s,
+                queue_s=started - self.arrived_s - self.restore_s,
                 # The last prompt token is computed by the first decode step.
                 prefill_s=first - started if first else self.prefill_s,
                 decode_s=self.last_s - first if first else 0.0,
+                restored_tokens=self.restored,
+                restore_s=self.restore_s,
             ),
             self.text.stopped_by,
             self.speculated,

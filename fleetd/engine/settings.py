@@ -6,6 +6,8 @@ from typing import Literal
 
 import msgspec
 
+from fleetd.cache.settings import DiskCacheSettings
+
 
 class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How every worker of this machine runs. 0 means: choose for the device.
@@ -28,6 +30,8 @@ class WorkerOptions(msgspec.Struct, frozen=True, kw_only=True):
     speculation: Literal["auto", "on", "off"] = "auto"
     # The home's cache folder, for what need not be found out at every load; "" stores nothing.
     cache: str = ""
+    # Where keys and values of prompts are kept on the disk; None keeps none.
+    blocks: DiskCacheSettings | None = None
     # Past answers are kept as token ids, to draft from.
     remember_answers: bool = False
 

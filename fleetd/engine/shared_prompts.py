@@ -24,7 +24,7 @@ from fleetd.engine.sequence import ScheduledSequence, Undecided, begin_prefill
 from fleetd.engine.shared_prefill.frame_schedule import home_streams
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable
-from fleetd.engine.sparse_prefill.sparse import SparsePrefiller, leading
+from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
 from fleetd.engine.streams.handed_over import HandedOverStreams
 from fleetd.errors import InvalidValue, PeerUnreachable
 
@@ -46,9 +46,7 @@ class SharedPrompts:
         scored = request.echo and sequence.logprobs is not None
         if not request.shared or self.sharable is None or scored:
             return False
-        # The KV of a token rests on all tokens before it: what follows a gap is in no dense cache.
-        whole = tokens if sequence.kept is None else tokens[: leading(sequence.kept) + 1]
-        hit = self.prefix.fetch(whole, DENSE, PLAN)
+        hit = sequence.hit or self.prefix.fetch(sequence.dense_tokens, DENSE, PLAN)
         short = sequence.slots - 1 - hit.tokens < limits.SHARE_LEAST_TOKENS
         # A short prompt with another machine's numbers in its prefix is offered too: it is not exact.
         if short and hit.namespace == DENSE:

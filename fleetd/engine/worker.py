@@ -54,6 +54,7 @@ from fleetd.errors import EngineError
 from fleetd.models.memory_need import WORKING_BYTES
 
 if TYPE_CHECKING:
+    from fleetd.engine.disk_tier import DiskTier
     from fleetd.engine.helper_loop import HelperLoop
     from fleetd.engine.loading import Loaded
     from fleetd.engine.prompt_encoding import PreparedPrompt
@@ -325,6 +326,7 @@ def start(
             sparse=loaded.sparse,
             vocab_size=facts.vocab_size,
             search=loaded.search,
+            disk=_disk(settings, loaded),
         )
     threading.Thread(
         target=receive_sockets, args=(channel, compute.put_stream), name="channel", daemon=True
@@ -354,6 +356,26 @@ def _speculation(settings: WorkerSettings, loaded: Loaded) -> WorkerSpeculation:
         settings.speculation,
         PastAnswers(limits.SPEC_PAST_BYTES) if settings.remember_answers else None,
         computes_ahead=loaded.facts.device != "cpu",
+    )
+
+
+def _disk(settings: WorkerSettings, loaded: Loaded) -> DiskTier | None:
+    """What keeps prompts on the disk; None if nothing does, or the model's caches are of other kinds."""
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from fleetd.cache.pricing import PrefillCost
+    from fleetd.engine.disk_tier import DiskTier
+
+    if settings.blocks is None or not loaded.basis or not DiskTier.suits(make_prompt_cache(loaded.model)):
+        return None
+    return DiskTier(
+        settings=settings.blocks,
+        model=loaded.model,
+        model_name=settings.name,
+        basis=loaded.basis,
+        cost=PrefillCost.of(loaded.facts.prefill_tok_s, loaded.facts.prefill_context_s),
+        # No more than the prefix cache may hold: it is the same memory as a rule.
+        most_queued_bytes=loaded.prefix_bytes,
     )
 
 

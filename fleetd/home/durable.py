@@ -84,7 +84,7 @@ def replace(path: Path, data: bytes) -> None:
         except OSError:
             draft.unlink(missing_ok=True)
             raise
-        _sync(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise _failed(path, error) from error
 
@@ -104,7 +104,7 @@ def create(path: Path, data: bytes) -> bool:
             return False
         finally:
             draft.unlink(missing_ok=True)
-        _sync(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         raise _failed(path, error) from error
     return True
@@ -133,7 +133,8 @@ def _draft(path: Path, data: bytes) -> Path:
     return draft
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to the disk. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         flush(fd)

@@ -1,0 +1,39 @@
+"""What a block of keys and values is called: a hash over everything that decides its bytes.
+
+Each name covers the one before it, so a name stands for all tokens from the prompt's first to the block's
+last. Names are the same on every machine that would compute the same bytes; what lies on a disk is called
+otherwise (``MachineKey.file_name``), or a reader of the disk could try which prompts were asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Sequence
+
+from fleetd import limits
+
+_LENGTH = struct.Struct("<Q")
+_TOKENS = struct.Struct(f"<{limits.CACHE_BLOCK_TOKENS}i")
+
+
+def names(basis: bytes, namespace: str, tokens: Sequence[int]) -> list[bytes]:
+    """The name of each whole block of ``tokens``, 32 bytes each, the first one first.
+
+    Args:
+        basis: the model's digest, the device, the libraries: equal where the same tokens give the same bytes.
+        namespace: kept apart from others, whatever the tokens.
+    """
+    head = namespace.encode()
+    before = hashlib.sha256(b"fleetd kv 1" + _LENGTH.pack(len(basis)) + basis + head).digest()
+    found: list[bytes] = []
+    for start in range(0, whole_blocks(len(tokens)) * limits.CACHE_BLOCK_TOKENS, limits.CACHE_BLOCK_TOKENS):
+        packed = _TOKENS.pack(*tokens[start : start + limits.CACHE_BLOCK_TOKENS])
+        before = hashlib.sha256(before + packed).digest()
+        found.append(before)
+    return found
+
+
+def whole_blocks(tokens: int) -> int:
+    """Blocks that so many tokens fill."""
+    return tokens // limits.CACHE_BLOCK_TOKENS

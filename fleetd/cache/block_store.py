@@ -1,0 +1,328 @@
+"""Sealed blocks in a folder, under an index with a quota. Every method blocks; one thread at a time.
+
+    FOLDER/index.db     the index; any number of processes have it open
+    FOLDER/blocks/      a file for each block, named by the machine's key
+    KEY FILE            in the identity folder; without it the rest is noise
+
+A block is entered, written, then declared ready; nothing is brought to the disk at once, because a file that
+a power cut took back does not open, and is a miss like any other. Whatever is wrong with the index or a file,
+the answer is a miss.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from fleetd import limits
+from fleetd.cache import block_file, machine_key
+from fleetd.cache.block_file import BlockDamaged, BlockHeader
+from fleetd.cache.index import Found, Index, KeyReplaced, NewBlock, NoRoom
+from fleetd.cache.machine_key import MachineKey
+from fleetd.cache.settings import DiskCacheSettings
+from fleetd.control.cache_report import CacheReport
+from fleetd.errors import FleetError
+from fleetd.home import durable
+
+_INDEX = "index.db"
+_SIDE_FILES = ("", "-wal", "-shm", "-journal")
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class CacheUnavailable(Exception):
+    """The disk cannot be used now; the sentence says why. It may be later."""
+
+
+def _no_fault(_place: str) -> None:
+    """Where tests end the process."""
+
+
+class BlockStore:
+    """See the module. ``at`` is called at every step between which a process may die."""
+
+    def __init__(
+        self,
+        settings: DiskCacheSettings,
+        *,
+        most_blocks: int = limits.CACHE_BLOCKS,
+        clock: Callable[[], float] = time.time,
+        at: Callable[[str], None] = _no_fault,
+    ) -> None:
+        self._settings = settings
+        self._folder = Path(settings.folder)
+        self._blocks = self._folder / "blocks"
+        self._key_file = Path(settings.key_file)
+        self._most_blocks = most_blocks
+        self._clock = clock
+        self._at = at
+        self._index: Index | None = None
+        self._key: MachineKey | None = None
+
+    def close(self) -> None:
+        """Close the index; the next call opens it again."""
+        if self._index is not None:
+            self._index.close()
+        self._index = self._key = None
+
+    # ---- reading -----------------------------------------------------------------------------------------
+
+    def find(self, names: Sequence[bytes]) -> Found:
+        """How many of these blocks, from the first on, are here. Raises CacheUnavailable."""
+        with self._open() as (index, key):
+            # Most prompts have nothing here: one name tells.
+            if not names or not index.find(key.id, [key.file_name(names[0])]).blocks:
+                return Found(0, 0, 0.0)
+            return index.find(key.id, [key.file_name(name) for name in names])
+
+    def read(self, name: bytes, targets: Callable[[BlockHeader], Sequence[memoryview]]) -> BlockHeader | None:
+        """Put a block's payload into ``targets``, as ``block_file.unseal``. None if it is not here, or not
+        what it should be: then it is forgotten, and the targets hold rubbish.
+
+        Raises CacheUnavailable.
+        """
+        with self._open() as (index, key):
+            file_name = key.file_name(name)
+            try:
+                with open(self._blocks / file_name, "rb", buffering=0) as file:
+                    return block_file.unseal(key, name, _filler(file), targets)
+            except (OSError, BlockDamaged):
+                self._delete_file(file_name)
+                index.forget(file_name)
+                return None
+
+    # ---- writing -----------------------------------------------------------------------------------------
+
+    def price(self, names: Sequence[bytes], worth: float) -> float:
+        """The priority of a prompt's blocks, which are used or written now; see ``Index.price``."""
+        with self._open() as (index, key):
+            return index.price([key.file_name(name) for name in names], worth)
+
+    def write(
+        self,
+        name: bytes,
+        model: str,
+        depth: int,
+        priority: float,
+        header: BlockHeader,
+        buffers: Callable[[], Sequence[memoryview]],
+        pause: Callable[[float], None] = lambda seconds: None,
+    ) -> int:
+        """Keep a block; returns the bytes written, 0 if it is here already.
+
+        Args:
+            depth: blocks before it.
+            buffers: gives the payload, only if it is needed.
+            pause: called after each piece with the seconds that it took.
+
+        Raises:
+            NoRoom: it is worth less than what is here.
+            CacheUnavailable: a full disk, or any other failure of it; nothing of the block is left.
+        """
+        n_bytes = block_file.sealed_bytes(header)
+        with self._open() as (index, key):
+            self._check_room(n_bytes)
+            file_name = key.file_name(name)
+            block = NewBlock(file_name, model, depth, limits.CACHE_BLOCK_TOKENS, n_bytes, priority)
+            if not index.reserve(key.id, block, self._delete_file):
+                return 0
+            self._at("reserved")
+            try:
+                self._write_file(file_name, block_file.seal(key, name, header, buffers()), pause)
+                self._at("on the disk")
+                kept = index.written(key.id, file_name)
+            except BaseException:
+                self._delete_file(file_name)
+                with suppress(sqlite3.Error):
+                    index.forget(file_name)
+                raise
+            if not kept:
+                self._delete_file(file_name)
+            self._at("ready")
+            return n_bytes
+
+    def _write_file(
+        self, file_name: str, pieces: Iterator[memoryview], pause: Callable[[float], None]
+    ) -> None:
+        fd = os.open(
+            self._blocks / file_name,
+            os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW,
+            durable.PRIVATE_FILE,
+        )
+        try:
+            begun = time.monotonic()
+            for piece in pieces:
+                self._at("writing")
+                while piece:
+                    piece = piece[os.write(fd, piece) :]
+                pause(time.monotonic() - begun)
+                begun = time.monotonic()
+        finally:
+            os.close(fd)
+
+    def _check_room(self, n_bytes: int) -> None:
+        found = os.statvfs(self._blocks)
+        if found.f_bavail * found.f_frsize < n_bytes + limits.DISK_RESERVE_BYTES:
+            raise CacheUnavailable("the disk is full")
+
+    def _delete_file(self, file_name: str) -> None:
+        (self._blocks / file_name).unlink(missing_ok=True)
+        self._at("deleted")
+
+    # ---- figures -----------------------------------------------------------------------------------------
+
+    def restored(self, model: str, tokens: int, n_bytes: int, seconds: float, saved_s: float) -> None:
+        """Count a prompt whose beginning was read."""
+        with self._open() as (index, _):
+            index.restored(model, tokens, n_bytes, seconds, saved_s)
+
+    def report(self) -> CacheReport:
+        with self._open() as (index, _):
+            return CacheReport(
+                on=True,
+                folder=str(self._folder),
+                n_bytes=index.nbytes,
+                quota_bytes=self._settings.quota_bytes,
+                read_bytes_per_s=index.read_bytes_per_s,
+                models=index.models(),
+            )
+
+    # ---- the whole ---------------------------------------------------------------------------------------
+
+    def clear(self) -> None:
+        """Throw the key away, then everything else. What could not be deleted cannot be read by anybody.
+
+        Raises CacheUnavailable: the key could not be deleted; then nothing is.
+        """
+        try:
+            machine_key.discard(self._key_file)
+        except OSError as error:
+            raise CacheUnavailable(f"{self._key_file} cannot be deleted: {_reason(error)}") from error
+        self._at("key gone")
+        self._key = None
+        if not self._folder.exists():
+            return
+        try:
+            index = self._index = self._index or self._opened_index()
+            index.forget_all()
+        except sqlite3.Error:
+            # Damaged: it is begun anew at the next start, and until then nothing is written.
+            self.close()
+        self._at("index empty")
+        for file in self._files():
+            self._delete_file(file)
+
+    def recover(self) -> None:
+        """At the daemon's start, while no worker runs: make files, index, key and quota agree.
+
+        Raises CacheUnavailable.
+        """
+        try:
+            with self._open() as (index, _):
+                self._agree(index)
+        except CacheUnavailable as error:
+            if not isinstance(error.__cause__, sqlite3.DatabaseError):
+                raise
+            # Its blocks can be computed again; what a damaged index says of them cannot be believed.
+            self._start_anew()
+            with self._open() as (index, _):
+                self._agree(index)
+
+    def _agree(self, index: Index) -> None:
+        for name in index.forget_unready():
+            self._delete_file(name)
+        self._at("unready forgotten")
+        # Files first: a file that appears after this has its row.
+        files, rows = self._files(), index.names()
+        for name in files.keys() - rows.keys():
+            self._delete_file(name)
+        for name, n_bytes in rows.items():
+            if files.get(name) != n_bytes:
+                self._delete_file(name)
+                index.forget(name)
+        index.evict_to_quota(self._delete_file)
+
+    def _files(self) -> dict[str, int]:
+        found = {}
+        with suppress(FileNotFoundError), os.scandir(self._blocks) as entries:
+            for entry in entries:
+                with suppress(OSError):
+                    found[entry.name] = entry.stat(follow_symlinks=False).st_size
+        return found
+
+    def _start_anew(self) -> None:
+        self.close()
+        for suffix in _SIDE_FILES:
+            Path(f"{self._folder / _INDEX}{suffix}").unlink(missing_ok=True)
+        self._at("index deleted")
+
+    @contextmanager
+    def _open(self) -> Iterator[tuple[Index, MachineKey]]:
+        """The index and the key that it goes with. Whatever the disk does becomes CacheUnavailable."""
+        try:
+            for last in (False, True):
+                if self._index is None or self._key is None:
+                    self._index, self._key = self._opened()
+                try:
+                    if self._index.key_id != self._key.id:
+                        raise KeyReplaced
+                    break
+                except KeyReplaced:
+                    self._key = None
+                    if last:
+                        raise
+            yield self._index, self._key
+        except KeyReplaced as error:
+            self._key = None
+            raise CacheUnavailable("the key has just been replaced") from error
+        except NoRoom:
+            raise
+        except sqlite3.Error as error:
+            self.close()
+            raise CacheUnavailable(f"its index cannot be used: {error}") from error
+        except OSError as error:
+            if error.errno in _NO_ROOM:
+                raise CacheUnavailable("the disk is full") from error
+            raise CacheUnavailable(_reason(error)) from error
+        except FleetError as error:
+            raise CacheUnavailable(error.message) from error
+
+    def _opened(self) -> tuple[Index, MachineKey]:
+        index = self._index or self._opened_index()
+        # Kept at once: what follows may fail.
+        self._index = index
+        key = MachineKey.load_or_create(self._key_file)
+        self._at("key there")
+        index.take_key(key.id)
+        return index, key
+
+    def _opened_index(self) -> Index:
+        durable.private_folder(self._folder)
+        durable.private_folder(self._blocks)
+        return Index(
+            self._folder / _INDEX,
+            self._settings.quota_bytes,
+            most_blocks=self._most_blocks,
+            clock=self._clock,
+        )
+
+
+def _filler(file: object) -> Callable[[memoryview], int]:
+    """Reads until the buffer is full or the file ends."""
+    readinto: Callable[[memoryview], int] = file.readinto  # type: ignore[attr-defined]
+
+    def fill(buffer: memoryview) -> int:
+        done = 0
+        while done < len(buffer) and (n := readinto(buffer[done:])):
+            done += n
+        return done
+
+    return fill
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

@@ -1,0 +1,349 @@
+"""Which blocks are on the disk, what each is worth, and the quota: one SQLite file, shared by processes.
+
+Room is made before a block is written: victims' files are deleted, their rows go and the new row comes in
+one transaction. A process that is killed in between leaves rows without files, which are misses, never files
+without rows; so the disk never holds more than the rows say. SQLite's lock is the only one there is.
+
+Worth is GreedyDual: a block's priority is what the clock showed when it was used last plus the seconds per
+GiB that it saves, and the clock goes on to the priority of whatever is evicted. So blocks age as others need
+their room, whatever the system's clock does. All blocks of a prompt get the same priority and a block
+at least that of those after it: what is evicted is always the end of a prompt, for the rest needs no more.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from fleetd import limits
+from fleetd.control.cache_report import ModelBlocks
+
+SCHEMA_VERSION = 1
+_SCHEMA = """
+CREATE TABLE blocks (
+    name     TEXT PRIMARY KEY,
+    model    TEXT NOT NULL,
+    depth    INTEGER NOT NULL,
+    tokens   INTEGER NOT NULL,
+    bytes    INTEGER NOT NULL CHECK (bytes >= 0),
+    priority REAL NOT NULL,
+    ready    INTEGER NOT NULL DEFAULT 0,
+    begun_s  REAL NOT NULL
+) WITHOUT ROWID;
+CREATE INDEX blocks_by_priority ON blocks (priority, depth DESC);
+CREATE INDEX blocks_unready ON blocks (begun_s) WHERE ready = 0;
+CREATE TABLE totals (
+    bytes INTEGER NOT NULL, blocks INTEGER NOT NULL, clock REAL NOT NULL, key_id TEXT NOT NULL,
+    read_bytes_per_s REAL NOT NULL
+);
+INSERT INTO totals VALUES (0, 0, 0, '', 0);
+CREATE TABLE models (
+    model         TEXT PRIMARY KEY,
+    hits          INTEGER NOT NULL DEFAULT 0,
+    tokens        INTEGER NOT NULL DEFAULT 0,
+    saved_s       REAL NOT NULL DEFAULT 0,
+    read_bytes    INTEGER NOT NULL DEFAULT 0,
+    written_bytes INTEGER NOT NULL DEFAULT 0
+) WITHOUT ROWID;
+CREATE TRIGGER block_added AFTER INSERT ON blocks BEGIN
+    UPDATE totals SET bytes = bytes + new.bytes, blocks = blocks + 1;
+END;
+CREATE TRIGGER block_removed AFTER DELETE ON blocks BEGIN
+    UPDATE totals SET bytes = bytes - old.bytes, blocks = blocks - 1;
+END;
+"""
+# Another process's transaction takes some milliseconds.
+_BUSY_S = 2.0
+# How fast the measured speed follows new figures.
+_SPEED_WEIGHT = 0.3
+
+
+class KeyReplaced(Exception):
+    """The key that names and seals blocks is another one now."""
+
+
+class NoRoom(Exception):
+    """A block is not worth what would have to go for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewBlock:
+    """A block that is to be written. ``name``: of its file. ``priority``: from ``Index.price``."""
+
+    name: str
+    model: str
+    depth: int
+    tokens: int
+    nbytes: int
+    priority: float
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The beginning of a prompt that is on the disk: blocks, their bytes, the measured speed of reading."""
+
+    blocks: int
+    nbytes: int
+    bytes_per_s: float
+
+
+class Index:
+    """One connection, for one thread at a time. Every method may raise sqlite3.Error."""
+
+    def __init__(
+        self,
+        path: Path,
+        quota_bytes: int,
+        *,
+        most_blocks: int = limits.CACHE_BLOCKS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._quota_bytes = quota_bytes
+        self._most_blocks = most_blocks
+        self._clock = clock
+        self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            self._db.execute("PRAGMA journal_mode = WAL")
+            # A power cut may lose the last rows: their files are deleted at the next start.
+            self._db.execute("PRAGMA synchronous = NORMAL")
+            with self._transaction():
+                (version,) = self._db.execute("PRAGMA user_version").fetchone()
+                if version == 0:
+                    for statement in _statements(_SCHEMA):
+                        self._db.execute(statement)
+                    self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+                elif version != SCHEMA_VERSION:
+                    raise sqlite3.DatabaseError(f"schema {version} is not {SCHEMA_VERSION}")
+        except BaseException:
+            self._db.close()
+            raise
+
+    def close(self) -> None:
+        with suppress(sqlite3.Error):
+            self._db.close()
+
+    # ---- the key -----------------------------------------------------------------------------------------
+
+    @property
+    def key_id(self) -> str:
+        """Of the key that the blocks were sealed under; "" after ``forget_all``."""
+        return str(self._one("SELECT key_id FROM totals"))
+
+    def take_key(self, key_id: str) -> None:
+        """Go on under another key; blocks under the old one are forgotten."""
+        with self._transaction():
+            if self.key_id != key_id:
+                self._db.execute("DELETE FROM blocks")
+                self._db.execute("UPDATE totals SET key_id = ?", (key_id,))
+
+    def forget_all(self) -> None:
+        """Forget every block."""
+        with self._transaction():
+            self._db.execute("DELETE FROM blocks")
+            self._db.execute("UPDATE totals SET key_id = ''")
+        # The file gives its room back, unless another process reads it just now.
+        with suppress(sqlite3.OperationalError):
+            self._db.execute("VACUUM")
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    # ---- looking -----------------------------------------------------------------------------------------
+
+    def find(self, key_id: str, names: Sequence[str]) -> Found:
+        """How many of these, from the first on, are on the disk. Raises KeyReplaced."""
+        at, n_bytes = 0, 0
+        for name in names:
+            row = self._db.execute("SELECT bytes, ready FROM blocks WHERE name = ?", (name,)).fetchone()
+            if row is None or not row[1]:
+                break
+            at, n_bytes = at + 1, n_bytes + int(row[0])
+        if at and self.key_id != key_id:
+            raise KeyReplaced
+        return Found(at, n_bytes, float(self._one("SELECT read_bytes_per_s FROM totals")) if at else 0.0)
+
+    def names(self) -> dict[str, int]:
+        """Every block's file and its size."""
+        return {str(name): int(size) for name, size in self._db.execute("SELECT name, bytes FROM blocks")}
+
+    # ---- writing -----------------------------------------------------------------------------------------
+
+    def price(self, names: Sequence[str], worth: float) -> float:
+        """The priority of a prompt's blocks that are used or written now; those here get it at once."""
+        with self._transaction():
+            priority = float(self._one("SELECT clock FROM totals")) + worth
+            self._db.executemany(
+                "UPDATE blocks SET priority = ? WHERE name = ? AND priority < ?",
+                [(priority, name, priority) for name in names],
+            )
+        return priority
+
+    def reserve(self, key_id: str, block: NewBlock, delete_file: Callable[[str], None]) -> bool:
+        """Make room for a block and enter it, not ready yet. False if it is here, or being written.
+
+        Raises:
+            KeyReplaced: nothing was done.
+            NoRoom: what would have to go is worth as much, or the quota is smaller than the block.
+        """
+        with self._transaction():
+            bytes_held, blocks, key = self._db.execute("SELECT bytes, blocks, key_id FROM totals").fetchone()
+            if key != key_id:
+                raise KeyReplaced
+            if self._db.execute("SELECT 1 FROM blocks WHERE name = ?", (block.name,)).fetchone():
+                return False
+            victims = self._victims(
+                bytes_held + block.nbytes - self._quota_bytes, blocks + 1 - self._most_blocks, block
+            )
+            for name, priority in victims:
+                delete_file(name)
+                self._db.execute("DELETE FROM blocks WHERE name = ?", (name,))
+                self._db.execute("UPDATE totals SET clock = max(clock, ?)", (priority,))
+            self._db.execute(
+                "INSERT INTO blocks (name, model, depth, tokens, bytes, priority, begun_s)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (block.name, block.model, block.depth, block.tokens, block.nbytes, block.priority,
+                 self._clock()),
+            )  # fmt: skip
+        return True
+
+    def _victims(self, over_bytes: int, over_blocks: int, block: NewBlock) -> list[tuple[str, float]]:
+        """What must go for a new block: what no process writes any more, then the least worth."""
+        if over_bytes <= 0 and over_blocks <= 0:
+            return []
+        if block.nbytes > self._quota_bytes:
+            raise NoRoom
+        chosen: list[tuple[str, float]] = []
+        abandoned = self._clock() - limits.CACHE_WRITING_S
+        rows = self._db.execute(
+            "SELECT name, bytes, 0.0, 1 FROM blocks WHERE ready = 0 AND begun_s < ?", (abandoned,)
+        ).fetchall()
+        for rows_ in (rows, self._by_priority()):
+            for name, n_bytes, priority, left_over in rows_:
+                if over_bytes <= 0 and over_blocks <= 0:
+                    return chosen
+                if not left_over and priority >= block.priority:
+                    raise NoRoom
+                chosen.append((str(name), float(priority)))
+                over_bytes, over_blocks = over_bytes - int(n_bytes), over_blocks - 1
+        if over_bytes > 0 or over_blocks > 0:
+            raise NoRoom
+        return chosen
+
+    def _by_priority(self) -> Iterator[tuple[str, int, float, int]]:
+        yield from self._db.execute(
+            "SELECT name, bytes, priority, 0 FROM blocks WHERE ready = 1 ORDER BY priority, depth DESC"
+        )
+
+    def written(self, key_id: str, name: str) -> bool:
+        """A reserved block is on the disk. False if it was forgotten meanwhile: its file must go."""
+        with self._transaction():
+            row = self._db.execute("SELECT model, bytes FROM blocks WHERE name = ?", (name,)).fetchone()
+            if row is None or self.key_id != key_id:
+                return False
+            self._db.execute("UPDATE blocks SET ready = 1 WHERE name = ?", (name,))
+            self._count(str(row[0]), written_bytes=int(row[1]))
+        return True
+
+    def forget(self, name: str) -> None:
+        """It is not on the disk, or not what it should be."""
+        with self._transaction():
+            self._db.execute("DELETE FROM blocks WHERE name = ?", (name,))
+
+    def forget_unready(self) -> list[str]:
+        """At a start, while nothing is written: the blocks that an earlier run did not finish."""
+        with self._transaction():
+            names = [str(row[0]) for row in self._db.execute("SELECT name FROM blocks WHERE ready = 0")]
+            self._db.execute("DELETE FROM blocks WHERE ready = 0")
+        return names
+
+    def evict_to_quota(self, delete_file: Callable[[str], None]) -> None:
+        """The quota may have become smaller."""
+        with self._transaction():
+            over, blocks = self._db.execute("SELECT bytes, blocks FROM totals").fetchone()
+            over, blocks = over - self._quota_bytes, blocks - self._most_blocks
+            chosen = []
+            for name, n_bytes, priority, _ in self._by_priority():
+                if over <= 0 and blocks <= 0:
+                    break
+                chosen.append((name, priority))
+                over, blocks = over - n_bytes, blocks - 1
+            for name, priority in chosen:
+                delete_file(name)
+                self._db.execute("DELETE FROM blocks WHERE name = ?", (name,))
+                self._db.execute("UPDATE totals SET clock = max(clock, ?)", (priority,))
+
+    # ---- figures -----------------------------------------------------------------------------------------
+
+    def restored(self, model: str, tokens: int, n_bytes: int, seconds: float, saved_s: float) -> None:
+        """Count a prompt whose beginning was read from the disk."""
+        with self._transaction():
+            self._count(model, hits=1, tokens=tokens, saved_s=max(0.0, saved_s), read_bytes=n_bytes)
+            if n_bytes >= limits.CACHE_SPEED_BYTES and seconds > 0:
+                before = float(self._one("SELECT read_bytes_per_s FROM totals"))
+                now = n_bytes / seconds
+                speed = now if not before else before + _SPEED_WEIGHT * (now - before)
+                self._db.execute("UPDATE totals SET read_bytes_per_s = ?", (speed,))
+
+    def _count(self, model: str, **more: float) -> None:
+        self._db.execute("INSERT OR IGNORE INTO models (model) VALUES (?)", (model,))
+        for column, amount in more.items():
+            self._db.execute(
+                f"UPDATE models SET {column} = {column} + ? WHERE model = ?",  # noqa: S608  (our own names)
+                (amount, model),
+            )
+
+    @property
+    def nbytes(self) -> int:
+        return int(self._one("SELECT bytes FROM totals"))
+
+    @property
+    def read_bytes_per_s(self) -> float:
+        return float(self._one("SELECT read_bytes_per_s FROM totals"))
+
+    def models(self) -> list[ModelBlocks]:
+        """What each model has on the disk, and what that was good for, by model."""
+        rows = self._db.execute(
+            "SELECT m.model, coalesce(b.n, 0), coalesce(b.size, 0), coalesce(b.tokens, 0), hits, m.tokens,"
+            " saved_s, read_bytes, written_bytes FROM (SELECT * FROM models) m LEFT JOIN"
+            " (SELECT model, count(*) n, sum(bytes) size, sum(tokens) tokens FROM blocks GROUP BY model) b"
+            " ON b.model = m.model ORDER BY m.model"
+        )
+        return [ModelBlocks(*row) for row in rows]
+
+    def validate(self) -> None:
+        """Check the totals against the rows. For tests; raises AssertionError."""
+        held = self._db.execute("SELECT bytes, blocks FROM totals").fetchone()
+        real = self._db.execute("SELECT coalesce(sum(bytes), 0), count(*) FROM blocks").fetchone()
+        if held != real or held[0] > self._quota_bytes or held[1] > self._most_blocks:
+            raise AssertionError(f"the totals say {held}, the rows {real}, the quota {self._quota_bytes}")
+
+    def _one(self, query: str) -> object:
+        return self._db.execute(query).fetchone()[0]
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            with suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise
+        try:
+            self._db.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):
+                self._db.execute("ROLLBACK")
+            raise
+
+
+def _statements(script: str) -> Iterator[str]:
+    """Single statements: ``executescript`` would commit what is open."""
+    statement = ""
+    for line in script.strip().splitlines():
+        statement += line + "\n"
+        if sqlite3.complete_statement(statement):
+            yield statement
+            statement = ""

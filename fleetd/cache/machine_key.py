@@ -1,0 +1,71 @@
+"""The key under which this machine seals blocks: one small file, and whoever deletes it has deleted them all.
+
+It is used for nothing else, so it can be thrown away at any time: what is left of the blocks then is noise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from fleetd.home import durable
+
+KEY_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class MachineKey:
+    """``secret``: 32 random bytes."""
+
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"MachineKey({self.id})"
+
+    @property
+    def id(self) -> str:
+        """Equal for equal keys, and tells nothing of them."""
+        return self._derived(b"id", b"").hex()[:16]
+
+    def file_name(self, name: bytes) -> str:
+        """What the block of this name is called on the disk: 64 hexadecimal digits."""
+        return hmac.new(self._derived(b"names", b""), name, hashlib.sha256).hexdigest()
+
+    def block_key(self, salt: bytes, name: bytes) -> bytes:
+        """The key of one file. ``salt`` is random and new for every file, so no key is used twice; the block
+        of another name does not open with it."""
+        return self._derived(b"block" + name, salt)
+
+    def _derived(self, purpose: bytes, salt: bytes) -> bytes:
+        return HKDF(SHA256(), KEY_BYTES, salt=salt, info=b"fleetd kv 1 " + purpose).derive(self.secret)
+
+    @classmethod
+    def load_or_create(cls, path: Path) -> MachineKey:
+        """The key in this file, or a new one. A damaged one is replaced: blocks can be computed again.
+
+        Raises:
+            Forbidden: the file is a link, or another user's.
+            DiskFull, ConfigError: it cannot be read or written.
+        """
+        found = durable.read(path, KEY_BYTES)
+        if found is not None and len(found) != KEY_BYTES:
+            durable.replace(path, secrets.token_bytes(KEY_BYTES))
+        elif found is None:
+            durable.private_folder(path.parent)
+            # If another process is faster, its key is used.
+            durable.create(path, secrets.token_bytes(KEY_BYTES))
+        if found is None or len(found) != KEY_BYTES:
+            found = durable.read(path, KEY_BYTES) or b""
+        return cls(found[:KEY_BYTES])
+
+
+def discard(path: Path) -> None:
+    """Throw the key away; gone from the disk when this returns. Raises OSError."""
+    path.unlink(missing_ok=True)
+    durable.sync_folder(path.parent)

@@ -1,0 +1,34 @@
+"""What blocks are worth, and whether reading them beats computing them again. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fleetd import limits
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillCost:
+    """Seconds that a model's prefill takes: for each token, and for each token of context before it."""
+
+    token_s: float
+    context_s: float = 0.0
+
+    @classmethod
+    def of(cls, tok_s: float, context_s: float) -> PrefillCost:
+        """From measured speeds; 0 tokens per second is not measured, and taken for slow."""
+        return cls(1 / tok_s if tok_s > 0 else limits.CACHE_TOKEN_S, max(0.0, context_s))
+
+    def seconds(self, first: int, last: int) -> float:
+        """Of tokens [first, last)."""
+        return (last - first) * (self.token_s + self.context_s * (first + last) / 2)
+
+
+def worth_per_gib(cost_s: float, n_bytes: int) -> float:
+    """Seconds that a GiB of these blocks saves at its next use."""
+    return cost_s / max(1, n_bytes) * limits.GIB
+
+
+def restore_s(n_bytes: int, bytes_per_s: float) -> float:
+    """How long reading so much takes, at a measured speed or, where it is 0, an assumed one."""
+    return limits.CACHE_RESTORE_FIXED_S + n_bytes / (bytes_per_s or limits.CACHE_READ_BYTES_PER_S)

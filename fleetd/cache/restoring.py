@@ -1,0 +1,154 @@
+"""The beginning of a prompt comes from the disk: a thread looks for it, the caller decides, the thread reads.
+
+    look ──► LOOKING ──► FOUND ── read ──► READING ──► DONE
+                │          └── drop ───────────────────►│
+                └── nothing there ────────────────────► ┘
+
+The caller's thread never touches the disk. It is woken at every change; a disk that hangs is waited for no
+longer than ``due_s`` says.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+from fleetd import limits
+from fleetd.cache.block_file import BlockHeader
+from fleetd.cache.block_store import BlockStore, CacheUnavailable
+from fleetd.cache.index import Found
+
+Targets = Callable[[int, BlockHeader], Sequence[memoryview]]
+
+
+class State(Enum):
+    LOOKING = auto()
+    FOUND = auto()
+    READING = auto()
+    DONE = auto()
+
+
+@dataclass(eq=False)
+class Restore:
+    """One prompt's. ``candidates``: block names by namespace; the longest beginning counts, of two as long
+    the first. ``due_s``: when it is waited for no longer, in monotonic seconds."""
+
+    model: str
+    candidates: Sequence[tuple[str, Sequence[bytes]]]
+    due_s: float
+    state: State = State.LOOKING
+    namespace: str = ""
+    names: Sequence[bytes] = ()
+    found: Found = field(default_factory=lambda: Found(0, 0, 0.0))
+    # Blocks that are in memory, those before ``first`` included; and how long reading took.
+    blocks: int = 0
+    seconds: float = 0.0
+    given_up: bool = False
+    _targets: Targets | None = None
+    _first: int = 0
+    _worth: float = 0.0
+
+
+class BlockReader:
+    """``open_store`` is called on the thread; ``wake`` by it, whenever a Restore changed."""
+
+    def __init__(
+        self,
+        open_store: Callable[[], BlockStore],
+        wake: Callable[[], None],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._open_store = open_store
+        self._wake = wake
+        self._monotonic = monotonic
+        self._work: queue.SimpleQueue[Callable[[BlockStore], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        # Set while a disk has kept someone waiting in vain.
+        self._stuck = False
+
+    # ---- on the caller's thread --------------------------------------------------------------------------
+
+    def look(self, model: str, candidates: Sequence[tuple[str, Sequence[bytes]]]) -> Restore:
+        """Begin to look for the longest beginning."""
+        restore = Restore(model, candidates, self._monotonic() + limits.CACHE_LOOKUP_S)
+        if self._stuck or not any(names for _, names in candidates):
+            restore.state = State.DONE
+            return restore
+        self._put(lambda store: self._look(store, restore))
+        return restore
+
+    def read(self, restore: Restore, first: int, worth: float, targets: Targets) -> None:
+        """Read the blocks that were found, from number ``first`` on, into ``targets``, which is called on
+        the thread; ``worth``: as ``Index.price`` has it."""
+        restore._targets, restore._first, restore._worth = targets, first, worth
+        restore.blocks, restore.state = first, State.READING
+        restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S
+        self._put(lambda store: self._read(store, restore))
+
+    def give_up(self, restore: Restore) -> None:
+        """Wait no longer: what is in memory by now counts, nothing that comes later."""
+        if restore.state is not State.DONE and self._monotonic() >= restore.due_s:
+            self._stuck = True
+        restore.given_up, restore.state = True, State.DONE
+        restore._targets = None
+
+    def count(self, restore: Restore, tokens: int, n_bytes: int, saved_s: float) -> None:
+        """Count a restore that was of use."""
+        seconds = restore.seconds
+        self._put(lambda store: store.restored(restore.model, tokens, n_bytes, seconds, saved_s))
+
+    def close(self) -> None:
+        self._work.put(None)
+
+    def _put(self, work: Callable[[BlockStore], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="block-reader", daemon=True)
+            self._thread.start()
+        self._work.put(work)
+
+    # ---- on the thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        store = self._open_store()
+        while (work := self._work.get()) is not None:
+            try:
+                work(store)
+            except CacheUnavailable:
+                pass  # a miss; the writer tells people of it
+            self._stuck = False
+        store.close()
+
+    def _look(self, store: BlockStore, restore: Restore) -> None:
+        try:
+            for namespace, names in restore.candidates:
+                found = store.find(names)
+                if found.blocks > restore.found.blocks:
+                    restore.namespace, restore.names, restore.found = namespace, names, found
+        finally:
+            if not restore.given_up:
+                restore.state = State.FOUND if restore.found.blocks else State.DONE
+            self._wake()
+
+    def _read(self, store: BlockStore, restore: Restore) -> None:
+        begun = self._monotonic()
+        try:
+            for number in range(restore._first, restore.found.blocks):
+                targets = restore._targets
+                if restore.given_up or targets is None:
+                    return
+                if store.read(restore.names[number], lambda header, n=number: targets(n, header)) is None:  # type: ignore[misc]
+                    break
+                # In this order: a caller that gives up between the two takes one block less.
+                restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S
+                restore.blocks = number + 1
+        finally:
+            restore.seconds = self._monotonic() - begun
+            restore._targets = None
+            if not restore.given_up:
+                restore.state = State.DONE
+            self._wake()
+        store.price(restore.names[: restore.blocks], restore._worth)

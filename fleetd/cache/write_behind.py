@@ -1,0 +1,186 @@
+"""Blocks are written after the fact, by a thread of their own, and never in the way of what is computed.
+
+What waits is bounded in bytes: a prompt that would be too much is not kept on the disk this time. It comes
+again with its next turn. While the worker computes, the thread works a small part of the time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from fleetd import limits
+from fleetd.cache.block_file import BlockHeader
+from fleetd.cache.block_store import BlockStore, CacheUnavailable
+from fleetd.cache.index import NoRoom
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksToWrite:
+    """All blocks of one prompt, first to last: most of them may be on the disk already.
+
+    ``headers`` and ``buffers``: of the block of that number; ``buffers`` may be called on any thread.
+    ``nbytes``: what it keeps in memory while it waits. ``worth``: as ``Index.price`` has it.
+    """
+
+    model: str
+    names: Sequence[bytes]
+    worth: float
+    nbytes: int
+    header: Callable[[int], BlockHeader]
+    buffers: Callable[[int], Sequence[memoryview]]
+
+
+@dataclass(frozen=True, slots=True)
+class WriterFigures:
+    """``note``: why nothing is written at the moment; "" if it is."""
+
+    queued_bytes: int = 0
+    written_bytes: int = 0
+    written_blocks: int = 0
+    # Prompts of which nothing was kept, or not all: the queue was full, the disk refused, the process ended.
+    dropped: int = 0
+    note: str = ""
+
+
+@dataclass
+class WriteBehind:
+    """``open_store`` is called on the thread. ``put``, ``paced`` and ``drop`` are for the compute thread."""
+
+    open_store: Callable[[], BlockStore]
+    most_bytes: int
+    monotonic: Callable[[], float] = time.monotonic
+    # True while the worker computes.
+    paced: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self._waiting: deque[BlocksToWrite] = deque()
+        self._changed = threading.Condition()
+        self._queued_bytes = self._written_bytes = self._written_blocks = self._dropped = 0
+        self._note = ""
+        self._again_at = 0.0
+        self._closing_at: float | None = None
+        self._writing = False
+        self._thread: threading.Thread | None = None
+        # Set where a pause must end early.
+        self._hurry = threading.Event()
+
+    def put(self, prompt: BlocksToWrite) -> bool:
+        """Queue a prompt's blocks. False if there is no room for them in the queue."""
+        with self._changed:
+            # The same prompt at its answer's end has all that it had after its prefill.
+            for earlier in [w for w in self._waiting if _continues(prompt, w)]:
+                self._waiting.remove(earlier)
+                self._queued_bytes -= earlier.nbytes
+            if self._closing_at is not None or self._queued_bytes + prompt.nbytes > self.most_bytes:
+                self._dropped += 1
+                return False
+            self._waiting.append(prompt)
+            self._queued_bytes += prompt.nbytes
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="block-writer", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+        return True
+
+    def drop(self) -> None:
+        """Let go of what waits: the system is short of memory."""
+        with self._changed:
+            self._dropped += len(self._waiting)
+            self._queued_bytes -= sum(waiting.nbytes for waiting in self._waiting)
+            self._waiting.clear()
+
+    def flush(self, within_s: float) -> bool:
+        """Wait until nothing is queued, at most so long. False if something still is."""
+        self._hurry.set()
+        with self._changed:
+            done = self._changed.wait_for(lambda: not self._waiting and not self._writing, within_s)
+        self._hurry.clear()
+        return done
+
+    def close(self, within_s: float = limits.CACHE_FLUSH_S) -> None:
+        """Write what is queued, as much as can be written in this time, and end."""
+        with self._changed:
+            self._closing_at = self.monotonic() + within_s
+            self._changed.notify_all()
+        self._hurry.set()
+        if self._thread is not None:
+            # A disk that hangs must not hold the process: what it has begun is swept at the next start.
+            self._thread.join(within_s)
+
+    @property
+    def figures(self) -> WriterFigures:
+        with self._changed:
+            return WriterFigures(
+                self._queued_bytes, self._written_bytes, self._written_blocks, self._dropped, self._note
+            )
+
+    # ---- on the thread -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        store = self.open_store()
+        try:
+            while (prompt := self._next()) is not None:
+                kept = self._write(store, prompt)
+                with self._changed:
+                    self._writing = False
+                    self._queued_bytes -= prompt.nbytes
+                    self._dropped += not kept
+                    # Or a finished prompt's arrays would stay in memory until the next one comes.
+                    prompt = None
+                    self._changed.notify_all()
+        finally:
+            store.close()
+
+    def _next(self) -> BlocksToWrite | None:
+        with self._changed:
+            while not self._waiting:
+                if self._closing_at is not None:
+                    return None
+                self._changed.wait()
+            self._writing = True
+            return self._waiting.popleft()
+
+    def _write(self, store: BlockStore, prompt: BlocksToWrite) -> bool:
+        """False if not all of it is on the disk now."""
+        if self.monotonic() < self._again_at:
+            return False
+        try:
+            priority = store.price(prompt.names, prompt.worth)
+            for number in range(store.find(prompt.names).blocks, len(prompt.names)):
+                if self._closing_at is not None and self.monotonic() >= self._closing_at:
+                    return False
+                n_bytes = store.write(
+                    prompt.names[number],
+                    prompt.model,
+                    number,
+                    priority,
+                    prompt.header(number),
+                    lambda number=number: prompt.buffers(number),  # type: ignore[misc]
+                    self._pause,
+                )
+                with self._changed:
+                    self._written_bytes += n_bytes
+                    self._written_blocks += n_bytes > 0
+                    self._note = ""
+        except NoRoom:
+            return False
+        except CacheUnavailable as error:
+            self._again_at = self.monotonic() + limits.CACHE_AGAIN_S
+            with self._changed:
+                self._note = str(error)
+            return False
+        return True
+
+    def _pause(self, worked_s: float) -> None:
+        if self.paced and not self._hurry.is_set():
+            self._hurry.wait(worked_s * (1 / limits.CACHE_WRITE_SHARE - 1))
+
+
+def _continues(prompt: BlocksToWrite, earlier: BlocksToWrite) -> bool:
+    """True if writing ``prompt`` writes all of ``earlier``."""
+    n = len(earlier.names)
+    return 0 < n <= len(prompt.names) and prompt.names[n - 1] == earlier.names[-1]
