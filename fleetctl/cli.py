@@ -20,6 +20,7 @@ from fleetd.terminal_text import json_text, printable
 
 # Each verb lives in fleetctl/verbs/VERB.py as `command`; a verb costs its import only when it runs.
 VERBS = (
+    "cache",
     "chat",
     "compress",
     "doctor",

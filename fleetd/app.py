@@ -30,6 +30,8 @@ from fleetd import __version__, limits
 from fleetd.api.app import build_app, make_runner
 from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.api.services import Services
+from fleetd.cache.service import DiskCache
+from fleetd.cache.settings import DiskCacheSettings
 from fleetd.config import DEFAULT_PORT, Config
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading, HttpAddress, MemoryBudget
 from fleetd.control.fleet_view import PeerView
@@ -138,8 +140,11 @@ class Daemon:
             Path(config.models.dir).expanduser().absolute() if config.models.dir else home.models,
             hub_cache=Path(config.models.hub_cache).expanduser() if config.models.hub_cache else None,
         )
+        self._disk_cache = DiskCache(
+            _cache_settings(config, home), on=config.cache.disk, note=lambda: self._pool.disk_note
+        )
         self._pool = pool or EnginePool(
-            _pool_options(config, home),
+            _pool_options(config, home, self._disk_cache.for_workers),
             record_path=self._models.record_path,
             pressure=lambda: self._prober.read().pressure,
         )
@@ -290,6 +295,7 @@ class Daemon:
             stack.push_async_callback(asyncio.to_thread, self._store.close)
             await self._open_ledger()
             token = await asyncio.to_thread(paths.load_token, self._home.token)
+            await asyncio.to_thread(self._disk_cache.start)
             if self._node is not None:
                 await self._node.open()
             async with asyncio.TaskGroup() as group:
@@ -408,6 +414,7 @@ class Daemon:
                 traces=self._traces.newest,
                 smart_defaults=self._config.smart_prefill.policy,
                 compressing=self._compressing,
+                disk_cache=self._disk_cache,
             )
         )
         local = make_runner(app, trusted=True, caps=self._caps)
@@ -507,7 +514,13 @@ def _node_settings(config: Config, home: HomeFolder, most_unknown: int) -> NodeS
     )
 
 
-def _pool_options(config: Config, home: HomeFolder) -> PoolOptions:
+def _cache_settings(config: Config, home: HomeFolder) -> DiskCacheSettings:
+    chosen = config.cache.dir
+    folder = Path(chosen).expanduser().absolute() if chosen else home.kv_blocks
+    return DiskCacheSettings(str(folder), str(home.kv_key), config.cache.quota_bytes)
+
+
+def _pool_options(config: Config, home: HomeFolder, blocks: DiskCacheSettings | None) -> PoolOptions:
     engine = config.engine
     return PoolOptions(
         device=engine.device,
@@ -522,6 +535,7 @@ def _pool_options(config: Config, home: HomeFolder) -> PoolOptions:
         speculation=config.speculation.mode,
         remember_answers=config.speculation.remember,
         cache=str(home.cache),
+        blocks=blocks,
         idle_unload_s=float(engine.idle_unload_s),
     )
 

@@ -286,6 +286,28 @@ class PowerSettings(msgspec.Struct, frozen=True):
     ] = True
 
 
+class CacheSettings(msgspec.Struct, frozen=True):
+    disk: Annotated[
+        bool,
+        Meta(
+            description="Keeps what was computed of prompts on the disk, sealed, so that none is read twice; "
+            "off throws away what is there."
+        ),
+    ] = True
+    dir: Annotated[
+        str,
+        Meta(description='Where; "" is HOME/cache/kv. The key stays in HOME/identity.'),
+    ] = ""
+    quota_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=_MOST_BYTES,
+            description="Room for it; 0 is a tenth of the free disk, and no more than 32 GiB.",
+        ),
+    ] = 0
+
+
 class UsageSettings(msgspec.Struct, frozen=True):
     keep_days: Annotated[
         int, Meta(ge=1, le=36500, description="Usage rows older than this are deleted; they hold no text.")
@@ -301,6 +323,7 @@ class Config(msgspec.Struct, frozen=True):
     fleet: FleetSettings = FleetSettings()
     log: LogSettings = LogSettings()
     power: PowerSettings = PowerSettings()
+    cache: CacheSettings = CacheSettings()
     usage: UsageSettings = UsageSettings()
     smart_prefill: SmartPrefillSettings = SmartPrefillSettings()
     speculation: SpeculationSettings = SpeculationSettings()
@@ -341,6 +364,7 @@ _SECTIONS: dict[str, type[msgspec.Struct]] = {
     "fleet": FleetSettings,
     "log": LogSettings,
     "power": PowerSettings,
+    "cache": CacheSettings,
     "usage": UsageSettings,
     "smart_prefill": SmartPrefillSettings,
     "speculation": SpeculationSettings,

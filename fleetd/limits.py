@@ -534,8 +534,8 @@ MULTICAST_ECHO_S = 0.5
 PROBE_S = 2.0
 
 # ---- Keys and values on the disk --------------------------------------------------------------------------
-# Tokens of one block: few enough that an edited prompt keeps nearly all before the edit, and a megabyte or more
-# even with a small model, which a disk reads as fast as it can.
+# Tokens of one block: few enough that an edited prompt keeps nearly all before the edit, and a megabyte or
+# more even with a small model, which a disk reads as fast as it can.
 CACHE_BLOCK_TOKENS = 256
 # Most blocks in the index, at some 250 bytes each: 32 GiB in blocks of half a megabyte.
 CACHE_BLOCKS = 65_536

@@ -46,6 +46,12 @@ class EngineFigures(Protocol):
     def memory_bytes(self) -> int: ...
     @property
     def restarts(self) -> int: ...
+    @property
+    def disk_queued_bytes(self) -> int: ...
+    @property
+    def disk_written_bytes(self) -> int: ...
+    @property
+    def disk_dropped(self) -> int: ...
 
 
 class PeerFigures(Protocol):
@@ -75,7 +81,8 @@ class Metrics:
         self._engines = engines
         self._peers_now = peers
         self._models: set[str] = set()
-        self._restarts_seen: dict[str, int] = {}
+        # What engines told last, by series and model.
+        self._seen: dict[tuple[Counter, str], int] = {}
 
         def gauge(name: str, text: str) -> Gauge:
             return Gauge(name, text, ["model_name"], registry=registry)
@@ -94,6 +101,23 @@ class Metrics:
         )
         self._prefix_hits = counter(
             "vllm:prefix_cache_hits", "Prompt tokens found in the prefix cache.", "model_name"
+        )
+        self._restored_tokens = counter(
+            "fleetd_disk_cache_restored_tokens",
+            "Prompt tokens whose KV was read from the disk.",
+            "model_name",
+        )
+        self._restored = histogram(
+            "fleetd_disk_cache_restore_seconds", "Reading a prompt's KV from the disk.", REQUEST_BUCKETS_S
+        )
+        self._disk_written = counter(
+            "fleetd_disk_cache_written_bytes", "Sealed KV written to the disk: its wear.", "model_name"
+        )
+        self._disk_dropped = counter(
+            "fleetd_disk_cache_dropped", "Prompts that were not kept on the disk, or not whole.", "model_name"
+        )
+        self._disk_queued = gauge(
+            "fleetd_disk_cache_queued_bytes", "KV that waits to be written to the disk."
         )
         self._prompt_tokens = counter("vllm:prompt_tokens", "Prompt tokens processed.", "model_name")
         self._generation_tokens = counter("vllm:generation_tokens", "Tokens generated.", "model_name")
@@ -187,6 +211,9 @@ class Metrics:
         self._generation_tokens.labels(model).inc(usage.completion_tokens)
         self._prefix_queries.labels(model).inc(usage.prompt_tokens)
         self._prefix_hits.labels(model).inc(usage.cached_tokens)
+        if timings.restored_tokens:
+            self._restored_tokens.labels(model).inc(timings.restored_tokens)
+            self._restored.labels(model).observe(timings.restore_s)
         self._queue.labels(model).observe(timings.queue_s)
         self._prefill.labels(model).observe(timings.prefill_s)
         self._decode.labels(model).observe(timings.decode_s)
@@ -248,20 +275,26 @@ class Metrics:
         self._models.add(name)
         return name
 
+    def _grow(self, series: Counter, model: str, told: int) -> None:
+        """An unloaded engine counts from 0 again; a counter only grows."""
+        grown = told - self._seen.get((series, model), 0)
+        series.labels(model).inc(max(0, grown))
+        self._seen[series, model] = told
+
     # ---- what a scrape sees ------------------------------------------------------------------------------
 
     def render(self, accept: str = "") -> tuple[bytes, str]:
         """The exposition and its content type: OpenMetrics if the Accept header asks, else text 0.0.4."""
-        for per_model in (self._kv_usage, self._memory):
+        for per_model in (self._kv_usage, self._memory, self._disk_queued):
             per_model.clear()
         for engine in self._engines():
             model = self._model(engine.model)
             budget = engine.kv_budget_bytes
             self._kv_usage.labels(model).set(engine.kv_bytes / budget if budget else 0.0)
-            # An unloaded engine counts from 0 again; a counter only grows.
-            seen = self._restarts_seen.get(model, 0)
-            self._restarts.labels(model).inc(engine.restarts - seen if engine.restarts > seen else 0)
-            self._restarts_seen[model] = engine.restarts
+            self._grow(self._restarts, model, engine.restarts)
+            self._grow(self._disk_written, model, engine.disk_written_bytes)
+            self._grow(self._disk_dropped, model, engine.disk_dropped)
+            self._disk_queued.labels(model).set(engine.disk_queued_bytes)
             self._memory.labels(model).set(engine.memory_bytes)
         self._peers.clear()
         self._rtt.clear()

@@ -77,10 +77,13 @@ def local_s(options: Sequence[OptionView]) -> float | None:
     return next((option.predicted_s for option in options if option.kind == "local"), None)
 
 
-def prompt(tokens: int, cached: int, kept: int = 0) -> str:
-    """A prompt's length, with the tokens that were kept of it and those that were known already."""
+def prompt(tokens: int, cached: int, kept: int = 0, restored: int = 0) -> str:
+    """A prompt's length, with the tokens that were kept of it and those that were known already, some of
+    which may have been ``restored`` from the disk."""
     read = f", {count(kept)} of them kept" if kept else ""
     known = f", {count(cached)} of them known already" if cached else ""
+    if restored:
+        known += f" ({count(restored)} from the disk)"
     return f"{count(tokens)} tokens{read}{known}"
 
 

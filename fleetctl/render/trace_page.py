@@ -89,7 +89,10 @@ def _story(trace: Trace) -> Iterable[tuple[str, str]]:
         yield "asked by", one_line(trace.asked_by)
     yield "model", one_line(trace.model)
     if trace.prompt_tokens:
-        yield "prompt", prompt(trace.prompt_tokens, trace.cached_tokens, trace.kept_tokens)
+        yield (
+            "prompt",
+            prompt(trace.prompt_tokens, trace.cached_tokens, trace.kept_tokens, trace.restored_tokens),
+        )
     for attempt in trace.earlier:
         yield "tried first", f"{_answering(attempt)}, for {brief(attempt.took_s)}: {_why(attempt)}"
     yield "plan", division(trace.chosen)

@@ -14,7 +14,7 @@ from fleetd.api.anthropic import handlers as messages
 from fleetd.api.anthropic.bodies import CountBody, MessagesBody
 from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.anthropic.objects import MessageEvent, MessageReply, TokenCount
-from fleetd.api.control import daemon, peers, plan
+from fleetd.api.control import cache, daemon, peers, plan
 from fleetd.api.openai import bodies, handlers, models, objects
 from fleetd.api.openai.dialect import CONTROL, OPENAI
 from fleetd.api.responses import handlers as responses
@@ -189,6 +189,8 @@ FLEET: tuple[Route, ...] = (
     _post("/fleet/v1/models/unload", daemon.unload, CONTROL),
     _post("/fleet/v1/models/verify", daemon.verify, CONTROL),
     _post("/fleet/v1/models/remove", daemon.remove, CONTROL),
+    _get("/fleet/v1/cache", cache.show, CONTROL),
+    _post("/fleet/v1/cache/clear", cache.clear, CONTROL),
     _get("/fleet/v1/peers", peers.index, CONTROL),
     _get("/fleet/v1/diagnose", peers.diagnose, CONTROL),
     _post("/fleet/v1/peers/prompts", peers.prompts, CONTROL),

@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from fleetd.api.disabled_fleet import DisabledFleet
+from fleetd.cache.service import DiskCache
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.daemon_status import DaemonStatus
 from fleetd.control.prefill_plan import PlanQuestion, PlanView
@@ -40,6 +41,7 @@ class Services:
         traces: the newest so many, or those of one request.
         smart_defaults: what smart prefill does where a request leaves it open.
         compressing: shortens a prompt for /v1/compress.
+        disk_cache: prompts on the disk; its methods block.
     """
 
     runner: Runner
@@ -61,3 +63,4 @@ class Services:
     traces: Callable[[int, str], TracesView] = lambda last, request_id: TracesView([])
     smart_defaults: SmartPrefillPolicy = field(default_factory=SmartPrefillPolicy)
     compressing: CompressionService | None = None
+    disk_cache: DiskCache | None = None

@@ -18,7 +18,7 @@ class EngineWork:
 
     Args:
         usage: tokens, summed over the choices. A prompt that several choices share counts for each.
-        timings: the longest of each phase: choices run side by side.
+        timings: the longest of each phase: choices run side by side. Restored tokens are summed.
         not_prefilled: tokens of the prompts that smart prefill left out of prefill, in the sparse form.
         drafts: per choice, what was guessed ahead; None where nothing was.
         smart: the smart prefill that took longest; None if it was not asked for.
@@ -89,6 +89,8 @@ def _work(
             queue_s=max((event.timings.queue_s for event in events), default=0.0),
             prefill_s=max((event.timings.prefill_s for event in events), default=0.0),
             decode_s=max((event.timings.decode_s for event in events), default=0.0),
+            restored_tokens=sum(event.timings.restored_tokens for event in events),
+            restore_s=max((event.timings.restore_s for event in events), default=0.0),
         ),
         streams=max(1, len(events)),
         not_prefilled=sum(each.dropped_tokens for each in found if each.form == "sparse"),

@@ -24,7 +24,7 @@ from fleetd.cache import block_file, machine_key
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.index import Found, Index, KeyReplaced, NewBlock, NoRoom
 from fleetd.cache.machine_key import MachineKey
-from fleetd.cache.settings import DiskCacheSettings
+from fleetd.cache.settings import DiskCacheSettings, default_quota
 from fleetd.control.cache_report import CacheReport
 from fleetd.errors import FleetError
 from fleetd.home import durable
@@ -165,8 +165,7 @@ class BlockStore:
             os.close(fd)
 
     def _check_room(self, n_bytes: int) -> None:
-        found = os.statvfs(self._blocks)
-        if found.f_bavail * found.f_frsize < n_bytes + limits.DISK_RESERVE_BYTES:
+        if self._free_bytes() < n_bytes + limits.DISK_RESERVE_BYTES:
             raise CacheUnavailable("the disk is full")
 
     def _delete_file(self, file_name: str) -> None:
@@ -186,7 +185,7 @@ class BlockStore:
                 on=True,
                 folder=str(self._folder),
                 n_bytes=index.nbytes,
-                quota_bytes=self._settings.quota_bytes,
+                quota_bytes=index.quota_bytes,
                 read_bytes_per_s=index.read_bytes_per_s,
                 models=index.models(),
             )
@@ -264,18 +263,13 @@ class BlockStore:
     def _open(self) -> Iterator[tuple[Index, MachineKey]]:
         """The index and the key that it goes with. Whatever the disk does becomes CacheUnavailable."""
         try:
-            for last in (False, True):
-                if self._index is None or self._key is None:
-                    self._index, self._key = self._opened()
-                try:
-                    if self._index.key_id != self._key.id:
-                        raise KeyReplaced
-                    break
-                except KeyReplaced:
-                    self._key = None
-                    if last:
-                        raise
-            yield self._index, self._key
+            index = self._index = self._index or self._opened_index()
+            if self._key is None or index.key_id != self._key.id:
+                # The first time, or after a ``clear`` by any process.
+                self._key = MachineKey.load_or_create(self._key_file)
+                self._at("key there")
+                index.take_key(self._key.id)
+            yield index, self._key
         except KeyReplaced as error:
             self._key = None
             raise CacheUnavailable("the key has just been replaced") from error
@@ -291,24 +285,16 @@ class BlockStore:
         except FleetError as error:
             raise CacheUnavailable(error.message) from error
 
-    def _opened(self) -> tuple[Index, MachineKey]:
-        index = self._index or self._opened_index()
-        # Kept at once: what follows may fail.
-        self._index = index
-        key = MachineKey.load_or_create(self._key_file)
-        self._at("key there")
-        index.take_key(key.id)
-        return index, key
-
     def _opened_index(self) -> Index:
         durable.private_folder(self._folder)
         durable.private_folder(self._blocks)
-        return Index(
-            self._folder / _INDEX,
-            self._settings.quota_bytes,
-            most_blocks=self._most_blocks,
-            clock=self._clock,
-        )
+        index = Index(self._folder / _INDEX, most_blocks=self._most_blocks, clock=self._clock)
+        index.quota_bytes = self._settings.quota_bytes or default_quota(self._free_bytes(), index.nbytes)
+        return index
+
+    def _free_bytes(self) -> int:
+        found = os.statvfs(self._blocks)
+        return found.f_bavail * found.f_frsize
 
 
 def _filler(file: object) -> Callable[[memoryview], int]:

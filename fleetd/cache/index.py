@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fleetd import limits
 from fleetd.control.cache_report import ModelBlocks
@@ -97,12 +98,12 @@ class Index:
     def __init__(
         self,
         path: Path,
-        quota_bytes: int,
+        quota_bytes: int = 0,
         *,
         most_blocks: int = limits.CACHE_BLOCKS,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._quota_bytes = quota_bytes
+        self.quota_bytes = quota_bytes
         self._most_blocks = most_blocks
         self._clock = clock
         self._db = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
@@ -194,7 +195,7 @@ class Index:
             if self._db.execute("SELECT 1 FROM blocks WHERE name = ?", (block.name,)).fetchone():
                 return False
             victims = self._victims(
-                bytes_held + block.nbytes - self._quota_bytes, blocks + 1 - self._most_blocks, block
+                bytes_held + block.nbytes - self.quota_bytes, blocks + 1 - self._most_blocks, block
             )
             for name, priority in victims:
                 delete_file(name)
@@ -212,7 +213,7 @@ class Index:
         """What must go for a new block: what no process writes any more, then the least worth."""
         if over_bytes <= 0 and over_blocks <= 0:
             return []
-        if block.nbytes > self._quota_bytes:
+        if block.nbytes > self.quota_bytes:
             raise NoRoom
         chosen: list[tuple[str, float]] = []
         abandoned = self._clock() - limits.CACHE_WRITING_S
@@ -262,7 +263,7 @@ class Index:
         """The quota may have become smaller."""
         with self._transaction():
             over, blocks = self._db.execute("SELECT bytes, blocks FROM totals").fetchone()
-            over, blocks = over - self._quota_bytes, blocks - self._most_blocks
+            over, blocks = over - self.quota_bytes, blocks - self._most_blocks
             chosen = []
             for name, n_bytes, priority, _ in self._by_priority():
                 if over <= 0 and blocks <= 0:
@@ -316,10 +317,10 @@ class Index:
         """Check the totals against the rows. For tests; raises AssertionError."""
         held = self._db.execute("SELECT bytes, blocks FROM totals").fetchone()
         real = self._db.execute("SELECT coalesce(sum(bytes), 0), count(*) FROM blocks").fetchone()
-        if held != real or held[0] > self._quota_bytes or held[1] > self._most_blocks:
-            raise AssertionError(f"the totals say {held}, the rows {real}, the quota {self._quota_bytes}")
+        if held != real or held[0] > self.quota_bytes or held[1] > self._most_blocks:
+            raise AssertionError(f"the totals say {held}, the rows {real}, the quota {self.quota_bytes}")
 
-    def _one(self, query: str) -> object:
+    def _one(self, query: str) -> Any:
         return self._db.execute(query).fetchone()[0]
 
     @contextmanager

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 
 from fleetd import limits
 from fleetd.cache.block_file import BlockHeader
@@ -140,7 +141,7 @@ class BlockReader:
                 targets = restore._targets
                 if restore.given_up or targets is None:
                     return
-                if store.read(restore.names[number], lambda header, n=number: targets(n, header)) is None:  # type: ignore[misc]
+                if store.read(restore.names[number], partial(targets, number)) is None:
                     break
                 # In this order: a caller that gives up between the two takes one block less.
                 restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from fleetd import limits
 from fleetd.cache.block_file import BlockHeader
@@ -159,7 +160,7 @@ class WriteBehind:
                     number,
                     priority,
                     prompt.header(number),
-                    lambda number=number: prompt.buffers(number),  # type: ignore[misc]
+                    partial(prompt.buffers, number),
                     self._pause,
                 )
                 with self._changed:

@@ -64,6 +64,7 @@ class Trace(msgspec.Struct, frozen=True):
 
     ``prefill_s``: from the decision to the first token, to be compared with ``chosen.predicted_s``.
     ``ttft_s``: from the request's arrival, so with queueing and tokenizing. Both None if no token came.
+    ``restored_tokens``: of the cached ones, those that came from the disk of the machine that answered.
     ``kept_tokens``: of the prompt's, those that were prefilled, where some were left out; else 0.
     ``code`` and ``reason``: why it was not done as chosen. ``exactness``: exact, plan or lossy.
     ``speculation``: what drafts did for the answer; ``drafter``: the source of those named "drafter".
@@ -100,6 +101,7 @@ class Trace(msgspec.Struct, frozen=True):
     there: Trace | None = None
     earlier: list[Trace] = []
     capped: list[str] = []
+    restored_tokens: int = 0
 
 
 class TracesView(msgspec.Struct, frozen=True):

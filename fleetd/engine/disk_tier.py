@@ -30,8 +30,8 @@ _BLOCK = limits.CACHE_BLOCK_TOKENS
 
 
 def namespace(arithmetic: str, *, local_only: bool) -> str:
-    """``arithmetic``: the prefix cache's namespace. Prompts that may not leave this machine are kept apart, so
-    that no other machine is ever told of them."""
+    """``arithmetic``: the prefix cache's namespace. Prompts that may not leave this machine are kept apart:
+    no other machine is ever told of them."""
     return f"{arithmetic}, local only" if local_only else arithmetic
 
 
@@ -44,11 +44,8 @@ class _RowLayout:
     @classmethod
     def of(cls, cache: Sequence[KVCache]) -> _RowLayout:
         """Of caches in which there is something."""
-        return cls(
-            tuple(
-                LayerShape(c.keys.shape[1], c.keys.shape[3], c.values.shape[3], c.keys.dtype, 0) for c in cache
-            )
-        )
+        shapes = ((c.keys.shape, c.values.shape, c.keys.dtype) for c in cache)
+        return cls(tuple(LayerShape(k[1], k[3], v[3], dtype, 0) for k, v, dtype in shapes))
 
     @property
     def text(self) -> str:

@@ -106,6 +106,16 @@ class EnginePool:
         await self._evict_idle(f"the system is short of memory ({pressure})", idle_s=idle_s)
 
     @property
+    def disk_note(self) -> str:
+        """Why a worker writes nothing to the disk at the moment; "" if all may."""
+        return next((note for engine in self._engines.values() if (note := engine.disk_note)), "")
+
+    def forget_prompts(self) -> None:
+        """Let every worker throw away what it keeps of earlier prompts in memory."""
+        for engine in self._engines.values():
+            engine.free_memory(prompts=True)
+
+    @property
     def held_bytes(self) -> int:
         """What all workers hold of the device's memory, rounded up: it changes a little with each token."""
         held = sum(engine.memory_bytes for engine in self._engines.values())

@@ -554,8 +554,9 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
 
     ``blocked``: there is work, and all of it waits for other machines or for a decision of the daemon.
     ``scoring``: None if this worker scores nothing.
-    ``disk_queued_bytes``: keys and values that wait to be written to the disk; ``disk_dropped``: prompts of
-    which nothing was written, or not all; ``disk_note``: why nothing is at the moment.
+    ``disk_queued_bytes``: keys and values that wait to be written to the disk; ``disk_written_bytes``: those
+    that were; ``disk_dropped``: prompts of which nothing was written, or not all; ``disk_note``: why nothing
+    is at the moment.
     """
 
     steps: int
@@ -572,6 +573,7 @@ class Heartbeat(msgspec.Struct, frozen=True, tag="beat", omit_defaults=True):
     memory_bytes: int = 0
     scoring: ScoringState | None = None
     disk_queued_bytes: int = 0
+    disk_written_bytes: int = 0
     disk_dropped: int = 0
     disk_note: Text = ""
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import mlx.core as mx
 import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -494,6 +493,7 @@ class Scheduler(ComputeLoop):
             prefix_hits=self.prefix.hits,
             scoring=self._search.state,
             disk_queued_bytes=disk.queued_bytes,
+            disk_written_bytes=disk.written_bytes,
             disk_dropped=disk.dropped,
             disk_note=disk.note,
         )

@@ -342,6 +342,11 @@ class EngineProcess:
         return self._heartbeat.memory_bytes or (self.facts.weights_bytes if self.facts is not None else 0)
 
     @property
+    def disk_note(self) -> str:
+        """Why the worker writes nothing to the disk at the moment; "" if it may."""
+        return self._heartbeat.disk_note
+
+    @property
     def idle_s(self) -> float:
         """Seconds since the last request ended; 0 while there is one."""
         return 0.0 if self._streams else asyncio.get_running_loop().time() - self._used_at
@@ -366,6 +371,9 @@ class EngineProcess:
             prefix_entries=heartbeat.prefix_entries,
             prefix_queries=heartbeat.prefix_queries,
             prefix_hits=heartbeat.prefix_hits,
+            disk_queued_bytes=heartbeat.disk_queued_bytes,
+            disk_written_bytes=heartbeat.disk_written_bytes,
+            disk_dropped=heartbeat.disk_dropped,
             context_tokens=facts.context_tokens if facts else 0,
             prefill_tok_s=round(facts.prefill_tok_s, 1) if facts else 0.0,
             decode_tok_s=round(facts.decode_tok_s, 1) if facts else 0.0,
@@ -427,6 +435,13 @@ class EngineProcess:
                 # its waits itself.
                 if report.steps != self._heartbeat.steps or report.blocked:
                     self._progress_at = now
+                if report.disk_note not in ("", self._heartbeat.disk_note):
+                    log.warning(
+                        "cache.unavailable",
+                        model=self.settings.name,
+                        reason=report.disk_note,
+                        note="prompts are kept in memory only",
+                    )
                 self._heartbeat = report
             case Loading():
                 self.loading, self._progress_at = report, now

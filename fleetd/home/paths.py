@@ -74,6 +74,16 @@ class HomeFolder:
     def cache(self) -> Path:
         return self.root / "cache"
 
+    @property
+    def kv_blocks(self) -> Path:
+        """Sealed keys and values of prompts."""
+        return self.cache / "kv"
+
+    @property
+    def kv_key(self) -> Path:
+        """What they are sealed with; without it they cannot be read."""
+        return self.identity / "kv.key"
+
 
 def resolve(flag: str | os.PathLike[str] | None, environ: Mapping[str, str] = os.environ) -> HomeFolder:
     """The home folder asked for: --home, else FLEETD_HOME, else systemd's state folder, else the user's."""

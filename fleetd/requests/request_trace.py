@@ -41,6 +41,7 @@ def trace_of(request: Request) -> Trace:
         prompt_tokens=prompt_tokens,
         cached_tokens=cached_tokens,
         kept_tokens=kept_tokens,
+        restored_tokens=0 if finished is None else finished.timings.restored_tokens,
         chosen=chosen,
         losers=losers,
         steps=[*load_steps(request), *_steps(request, smart_plan)],
@@ -98,6 +99,8 @@ def _steps(request: Request, smart_plan: SmartPlan | None) -> list[StepView]:
     shared = share_steps(request)
     if timings is not None:
         found.append(StepView(step_names.QUEUED, timings.queue_s, machine=THIS_NAME))
+        if timings.restored_tokens:
+            found.append(StepView(step_names.RESTORED, timings.restore_s, machine=THIS_NAME))
     found += shared
     if timings is not None:
         if smart_plan is not None or not shared:

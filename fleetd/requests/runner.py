@@ -22,11 +22,13 @@ from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 
+import msgspec
+
 from fleetd import limits
 from fleetd.control.daemon_status import RequestCounts
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.protocol import Event, Finished, Loading
+from fleetd.engine.protocol import Event, Finished, Generate, Loading
 from fleetd.errors import (
     BadRequest,
     Draining,
@@ -260,7 +262,12 @@ class Runner:
             )
             events = request.remote.events()
             return self._woken(request, events) if placement.asleep else events
-        return self._fetched(request) if folder is None else self._pool.stream(folder, request.generate)
+        return self._fetched(request) if folder is None else self._pool.stream(folder, self._asked(request))
+
+    def _asked(self, request: Request) -> Generate:
+        """What this machine's engine is asked for."""
+        local_only = self._members.local_only or not request.job.shareable
+        return msgspec.structs.replace(request.generate, local_only=local_only)
 
     async def _woken(
         self, request: Request, events: AsyncGenerator[Planned | Loading | Event, None]
@@ -282,7 +289,7 @@ class Runner:
                 stage = f"{step.stage or 'downloading'} {step.file}".strip()
                 yield Loading(stage, step.done_bytes, step.total_bytes)
         folder = await asyncio.to_thread(self._models.resolve, ref)
-        async with aclosing(self._pool.stream(folder, request.generate)) as events:
+        async with aclosing(self._pool.stream(folder, self._asked(request))) as events:
             async for event in events:
                 yield event
 

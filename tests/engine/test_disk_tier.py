@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_models
-from mlx_lm.models.cache import KVCache, RotatingKVCache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
-from mlx_lm.utils import load_model
 
-from fleetd.cache.block_store import BlockStore
 from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import DENSE, PrefixCache
-from fleetd.engine.prompt_encoding import PreparedPrompt, prepare
-from fleetd.engine.protocol import Accepted, Delta, Failed, Finished, Generate, Report, Sampling, TokenPrompt
+from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Report, Sampling, TokenPrompt
 from fleetd.engine.scheduler import Scheduler
 
 pytestmark = pytest.mark.usefixtures("on_cpu")

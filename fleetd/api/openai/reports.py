@@ -37,6 +37,8 @@ def timing_report(work: EngineWork) -> o.TimingReport:
         predicted_ms=_ms(timings.decode_s),
         predicted_per_second=_rate(stepped, timings.decode_s),
         queue_ms=_ms(timings.queue_s),
+        restored_n=timings.restored_tokens or UNSET,
+        restore_ms=_ms(timings.restore_s) if timings.restored_tokens else UNSET,
         score_ms=UNSET if work.smart is None else _ms(work.smart.score_s),
         draft_n=sum(each.drafted for each in drafts) if drafts else UNSET,
         draft_n_accepted=sum(each.accepted for each in drafts) if drafts else UNSET,

@@ -23,6 +23,8 @@ DECODED: Final = "first token"
 # Measured only: the machine that answers computes some of a helper's rows to compare them.
 SPOT_CHECK: Final = "spot check"
 LATER_CHECK: Final = "check of later tokens"
+# Measured only: keys and values of the prompt's beginning were read from this machine's disk.
+RESTORED: Final = "restored from disk"
 # Smart prefill: a compressor scores the prompt, then what is kept is prefilled.
 SCORED: Final = "scored"
 PREFILLED: Final = "prefilled"

@@ -1,0 +1,25 @@
+"""/fleet/v1/cache: prompts on this machine's disk."""
+
+from __future__ import annotations
+
+import asyncio
+
+from aiohttp import web
+
+from fleetd.api.body import json_answer
+from fleetd.api.context import SERVICES
+from fleetd.control.cache_report import CacheReport
+
+
+async def show(request: web.Request) -> web.StreamResponse:
+    disk_cache = request.app[SERVICES].disk_cache
+    return json_answer(CacheReport() if disk_cache is None else await asyncio.to_thread(disk_cache.report))
+
+
+async def clear(request: web.Request) -> web.StreamResponse:
+    """Answers with what there was. Prompts in the workers' memory go, too: a person who clears wants that."""
+    services = request.app[SERVICES]
+    services.pool.forget_prompts()
+    if services.disk_cache is None:
+        return json_answer(CacheReport())
+    return json_answer(await asyncio.to_thread(services.disk_cache.clear))

@@ -1,0 +1,81 @@
+"""The daemon's part of the disk cache: agree at the start, report, clear. Workers read and write themselves.
+
+Every method blocks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from fleetd.cache.block_store import BlockStore, CacheUnavailable
+from fleetd.cache.settings import DiskCacheSettings
+from fleetd.control.cache_report import CacheReport
+from fleetd.errors import ConfigError
+from fleetd.observe import get_logger
+
+log = get_logger("fleetd.cache")
+
+
+class DiskCache:
+    """``on``: whether prompts are kept on the disk. ``note``: what workers say of the disk at the moment."""
+
+    def __init__(self, settings: DiskCacheSettings, *, on: bool, note: Callable[[], str]) -> None:
+        self._settings = settings
+        self._on = on
+        self._note = note
+        self._store = BlockStore(settings)
+        # A store is for one thread at a time; requests come on several.
+        self._lock = threading.Lock()
+
+    @property
+    def for_workers(self) -> DiskCacheSettings | None:
+        """None where nothing is kept."""
+        return self._settings if self._on else None
+
+    def start(self) -> None:
+        """Before a worker runs: bring files, index, key and quota into agreement. Where nothing is to be
+        kept any more, throw away what was. A disk that refuses costs one line in the log."""
+        with self._lock:
+            try:
+                if self._on:
+                    self._store.recover()
+                else:
+                    self._store.clear()
+            except CacheUnavailable as error:
+                log.warning("cache.unavailable", reason=str(error), note="prompts are kept in memory only")
+            finally:
+                self._store.close()
+
+    def report(self) -> CacheReport:
+        """Never fails: what cannot be told is named in the note."""
+        if not self._on:
+            return CacheReport(folder=self._settings.folder)
+        with self._lock:
+            try:
+                found = self._store.report()
+            except CacheUnavailable as error:
+                return CacheReport(on=True, folder=self._settings.folder, note=str(error))
+            finally:
+                self._store.close()
+        return msgspec.structs.replace(found, note=self._note())
+
+    def clear(self) -> CacheReport:
+        """Throw the key away, then the blocks; returns what there was.
+
+        Raises ConfigError: the key is still there.
+        """
+        before = self.report()
+        with self._lock:
+            try:
+                self._store.clear()
+            except CacheUnavailable as error:
+                raise ConfigError(
+                    f"The kept prompts could not be cleared: {error}.",
+                    hint=f"Delete {self._settings.key_file} yourself: without it they cannot be read.",
+                ) from error
+            finally:
+                self._store.close()
+        return before
