@@ -67,6 +67,9 @@ from fleetd.requests.drafting import messages as drafting_messages
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.drafting.server import DraftServer
 from fleetd.requests.job import THIS_NAME
+from fleetd.requests.kv_fetching import messages as fetching_messages
+from fleetd.requests.kv_fetching.client import BlockFetching
+from fleetd.requests.kv_fetching.server import BlockServer
 from fleetd.requests.members import Members
 from fleetd.requests.model_copies import ModelCopies
 from fleetd.requests.placement import Placer
@@ -184,6 +187,10 @@ class Daemon:
             remembers=config.speculation.remember,
         )
         self._sharing = self._sharer(self._fleet) if self._fleet else None
+        fetches = self._fleet is not None and self._disk_cache.for_workers is not None
+        self._fetching = (
+            BlockFetching(self._fleet, self._pool, self._members) if self._fleet and fetches else None
+        )
         request = self._fleet.request if self._fleet else DisabledFleet().request
         wake = self._fleet.waker.wake if self._fleet else None
         placer = Placer(self._members, request, lambda model: self._pool.facts(model), wake)
@@ -207,6 +214,7 @@ class Daemon:
             sharing=self._sharing,
             smart=self._smart,
             drafting=self._drafting,
+            fetching=self._fetching,
             speeds=self._speeds,
             members=self._members,
             record=self._traces.record,
@@ -260,9 +268,18 @@ class Daemon:
         node.handle(messages.RUN_UNAIDED, unaided)
         node.handle(smart_messages.SCORE, ScoreServer(self._pool, host, self._ledger))
         node.handle(drafting_messages.FOLLOW, DraftServer(dialer, self._pool, host))
+        blocks = BlockServer(dialer, self._disk_cache, host, self._sees_prompts)
+        node.handle(fetching_messages.FIND, blocks.find)
+        node.handle(fetching_messages.FETCH, blocks.fetch)
         node.handle(sharing_messages.ASSIST, assists.assist)
         node.handle(sharing_messages.WARM, assists.warm)
         return assists
+
+    def _sees_prompts(self, node_id: str) -> bool:
+        """Whether a machine may see the prompts that were typed here."""
+        return any(
+            member.node_id == node_id and member.sees_prompts for member in self._members.others("fetch")
+        )
 
     def status(self) -> DaemonStatus:
         machine = self._prober.read()
@@ -485,7 +502,7 @@ class Daemon:
 
     async def _end_engines(self) -> None:
         await self._runner.abandon()
-        for work in (self._sharing, self._assists, self._drafting):
+        for work in (self._sharing, self._assists, self._drafting, self._fetching):
             if work is not None:
                 await work.close()
         within_s = limits.STOP_S / 2 if self._hurry.is_set() else 2 * limits.ENGINE_STOP_S

@@ -563,6 +563,23 @@ CACHE_RESTORE_FIXED_S = 0.01
 # Less than this measures how a file is opened, not how fast a disk is.
 CACHE_SPEED_BYTES = MIB
 
+# ---- Keys and values of other machines --------------------------------------------------------------------
+# Names of blocks in one question: a prompt of a million tokens.
+FETCH_BLOCKS = 4096
+FETCH_MESSAGE_BYTES = 40 * FETCH_BLOCKS + 64 * KIB
+# Machines that are asked at once what they have of a prompt, and how long for. A prompt waits for the answer.
+FETCH_ASKED, FETCH_FIND_S = 8, 0.5
+# How long a worker waits to hear what it gets, whatever its daemon does.
+FETCH_DECIDE_S = 3.0
+# Fewer tokens are computed sooner than asked for.
+FETCH_LEAST_TOKENS = 512
+# What a fetch takes besides its bytes and round trips, and the part of computing it must save.
+FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.05, 0.1
+# A block that takes so many times as long as planned, and at least this, ends the fetch.
+FETCH_LATE, FETCH_BLOCK_S = 5.0, 2.0
+# Fetches that a machine serves at once: each reads its disk as fast as it can.
+FETCHES = 4
+
 # ---- fleetctl --------------------------------------------------------------------------------------------
 # A healthy daemon answers control calls in milliseconds; a swapped-out one may need seconds.
 CLIENT_CALL_S = 10.0

@@ -34,6 +34,12 @@ def names(basis: bytes, namespace: str, tokens: Sequence[int]) -> list[bytes]:
     return found
 
 
+def kept_as(name: bytes, *, local_only: bool) -> bytes:
+    """Under which name a block lies on this machine. A name that another machine asks for is never that of a
+    prompt that may not leave this one, whatever it asks."""
+    return hashlib.sha256((b"local only " if local_only else b"fleet ") + name).digest()
+
+
 def whole_blocks(tokens: int) -> int:
     """Blocks that so many tokens fill."""
     return tokens // limits.CACHE_BLOCK_TOKENS

@@ -126,7 +126,12 @@ class DiskTier:
         )
 
     def _names(self, tokens: list[int], arithmetic: str, *, local_only: bool) -> list[bytes]:
-        return block_names.names(self.basis, namespace(arithmetic, local_only=local_only), tokens)
+        found = block_names.names(self.basis, namespace(arithmetic, local_only=local_only), tokens)
+        return [block_names.kept_as(name, local_only=local_only) for name in found]
+
+    def names_for_others(self, tokens: list[int]) -> list[bytes]:
+        """What other machines call the whole blocks of ``tokens``, if they compute the same bytes."""
+        return block_names.names(self.basis, DENSE, tokens)
 
     def _worth(self, names: Sequence[bytes], block_bytes: int) -> float:
         tokens = len(names) * _BLOCK

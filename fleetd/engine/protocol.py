@@ -134,6 +134,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``shared``: once it is Accepted, the prompt waits for PrefillShared or PrefillAlone.
     ``keep``: prefill only this of it, where the worker can.
     ``local_only``: no other machine may learn anything of the prompt, now or later.
+    ``fetches``: other machines may have keys and values of it; the worker asks for them by a Lacking.
     ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
     """
 
@@ -150,6 +151,18 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     speculate: Speculate | None = None
     count_only: bool = False
     local_only: bool = False
+    fetches: bool = False
+
+
+class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
+    """The answer to a Lacking: its first ``blocks`` come on the stream "blocks"; 0: none come.
+
+    ``block_s``: what one probably takes.
+    """
+
+    id: str
+    blocks: Natural = 0
+    block_s: Seconds = 0.0
 
 
 class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
@@ -230,6 +243,10 @@ class DraftFor(msgspec.Struct, frozen=True, tag="follow", omit_defaults=True):
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
     ahead: Annotated[int, Meta(ge=1, le=limits.DRAFT_AHEAD)] = limits.DRAFT_AHEAD
+
+
+#: The stream on which a FetchBlocks' blocks come.
+BLOCKS: Literal["blocks"] = "blocks"
 
 
 class StreamTag(msgspec.Struct, frozen=True):
@@ -514,7 +531,7 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds, measured in the worker: waiting for a turn, prefill, and first to last token.
 
     ``restored_tokens``: of the cached ones, those whose keys and values were read from the disk, in
-    ``restore_s``, before the prefill.
+    ``restore_s``, before the prefill; ``fetched_tokens`` and ``fetch_s``: the same of another machine's.
     """
 
     queue_s: Seconds = 0.0
@@ -522,6 +539,33 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     decode_s: Seconds = 0.0
     restored_tokens: Natural = 0
     restore_s: Seconds = 0.0
+    fetched_tokens: Natural = 0
+    fetch_s: Seconds = 0.0
+
+
+class Lacking(msgspec.Struct, frozen=True, tag="lacking"):
+    """The blocks of a prompt whose keys and values are neither in memory nor on the disk; answered by a
+    FetchBlocks.
+
+    ``names``: 32 bytes each, in the prompt's order. ``computed_s``: what computing the first one takes, the
+    first two, and so on. ``block_bytes``: of each.
+    """
+
+    id: str
+    names: list[bytes]
+    computed_s: list[Seconds]
+    block_bytes: Natural
+
+
+class Fetched(msgspec.Struct, frozen=True, tag="fetched", omit_defaults=True):
+    """A fetch has ended. ``blocks``: those that are used. ``code`` and ``reason``: why not all are."""
+
+    id: str
+    blocks: Natural = 0
+    n_bytes: Natural = 0
+    seconds: Seconds = 0.0
+    code: str = ""
+    reason: Text = ""
 
 
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled"]
@@ -582,6 +626,7 @@ Command = (
     Generate
     | PrefillShared
     | PrefillAlone
+    | FetchBlocks
     | AssistPrefill
     | DraftFor
     | Score
@@ -590,7 +635,9 @@ Command = (
     | FreeMemory
     | Shutdown
 )
-Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted | Scored | Followed
+# What the daemon and the worker settle between them; no client sees it.
+Aside = Shared | Lacking | Fetched | Assisted | Scored | Followed
+Event = Accepted | Prefill | Delta | ToolCall | Finished | Failed | Aside
 Report = Loading | Ready | MeasuredAgain | LoadFailed | Heartbeat | Event
 
 # ---- Framing ---------------------------------------------------------------------------------------------

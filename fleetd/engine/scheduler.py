@@ -10,6 +10,7 @@ waits for other machines now and then; a turn goes only to work that can be comp
 
 from __future__ import annotations
 
+import random
 import socket
 import time
 from dataclasses import dataclass, field
@@ -25,16 +26,19 @@ from fleetd.engine.compute_loop import ComputeLoop
 from fleetd.engine.decoding import Decoding
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.failures import failed, require
+from fleetd.engine.fleet_tier import Fetching
 from fleetd.engine.inbox import Item
 from fleetd.engine.logprobs import PromptLogprobs
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, PLAN, PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import (
+    BLOCKS,
     Accepted,
     Cancel,
     Delta,
     DraftFor,
+    FetchBlocks,
     FinishReason,
     Heartbeat,
     IdleTime,
@@ -150,6 +154,7 @@ class Scheduler(ComputeLoop):
         self._attach_drafts()
         for sequence in list(self._prefilling):
             self._restore(sequence)
+            self._fetch(sequence)
             self._shared.poll(sequence)
         self._prefill_turn()
         self._turn_guests(self._chunk_tokens)
@@ -193,6 +198,7 @@ class Scheduler(ComputeLoop):
 
     def _deadlines(self) -> list[float | None]:
         restores = [s.restoring.due_s for s in self._prefilling if s.restoring is not None]
+        restores += [s.fetching.due_s for s in self._prefilling if s.fetching is not None]
         shared = [self._shared.due_s(sequence) for sequence in self._prefilling]
         return [*restores, *shared, *super()._deadlines()]
 
@@ -203,6 +209,10 @@ class Scheduler(ComputeLoop):
                     self._cancel(request_id)
             case PrefillShared() | PrefillAlone():
                 self._decide(item)
+            case FetchBlocks():
+                for sequence in self._prefilling:
+                    if sequence.id == item.id and sequence.fetching is not None:
+                        sequence.fetching.decide(item)
             case ScoringLayout():
                 self._scores.begin(item)
             case DraftFor():
@@ -256,7 +266,7 @@ class Scheduler(ComputeLoop):
             self._prefilling.append(sequence)
             # How it is shared depends on what the disk has of it.
             self._begin_restore(sequence)
-            if sequence.restoring is None:
+            if sequence.restoring is None and sequence.fetching is None:
                 self._accept(sequence)
             return
         self._waiting.append(sequence)
@@ -295,6 +305,8 @@ class Scheduler(ComputeLoop):
         sequence.restoring = self.disk.begin(
             sequence.dense_tokens, self.prefix, arithmetics, local_only=request.local_only
         )
+        if sequence.restoring is None:
+            self._ask_others(sequence)
 
     def _restore(self, sequence: ScheduledSequence) -> None:
         """Take what has come from the disk, and go on once nothing more comes."""
@@ -305,8 +317,53 @@ class Scheduler(ComputeLoop):
         if hit.tokens:
             sequence.hit = hit
             sequence.restored, sequence.restore_s = restoring.tokens, restoring.seconds
+        self._ask_others(sequence)
+        if not sequence.accepted and sequence.fetching is None:
+            self._accept(sequence)
+
+    def _ask_others(self, sequence: ScheduledSequence) -> None:
+        """Ask what other machines have of what is neither in memory nor on the disk."""
+        request, tokens = sequence.prepared.request, sequence.dense_tokens
+        if self.disk is None or not request.fetches or request.local_only:
+            return
+        have = sequence.hit.tokens if sequence.hit is not None else self.prefix.longest(tokens, DENSE)
+        fetching = Fetching(
+            self.disk,
+            sequence.id,
+            tokens,
+            have,
+            lambda: sequence.hit or self.prefix.fetch(tokens, DENSE),
+            exact=self.sharable is not None and self.sharable.any_chunks,
+            wake=self.inbox.wake,
+            draw=random.Random(),  # noqa: S311 — which tokens are checked; nobody can know it before
+        )
+        if fetching.worth_asking:
+            sequence.fetching = fetching
+            self.emit(fetching.question())
+
+    def _fetch(self, sequence: ScheduledSequence) -> None:
+        """Take what has come from another machine, and go on once nothing more comes."""
+        fetching = sequence.fetching
+        if fetching is None:
+            return
+        if (stream := self.streams.take(sequence.id, BLOCKS)) is not None:
+            fetching.take(*stream)
+        if not fetching.ready or not fetching.step():
+            return
+        self._end_fetch(sequence)
+        if fetching.hit is not None:
+            sequence.hit = fetching.hit
+            sequence.fetched = fetching.tokens
+        sequence.fetch_s = fetching.seconds
         if not sequence.accepted:
             self._accept(sequence)
+
+    def _end_fetch(self, sequence: ScheduledSequence) -> None:
+        if (fetching := sequence.fetching) is not None:
+            sequence.fetching = None
+            fetching.close()
+            if (told := fetching.told()) is not None:
+                self.emit(told)
 
     def _fits(self, sequence: ScheduledSequence) -> bool:
         """Reserve a stream and memory. False, and nothing is reserved, if either is short."""
@@ -433,6 +490,7 @@ class Scheduler(ComputeLoop):
         prefiller = sequence.prefiller
         done, cache = (0, []) if prefiller is None else (prefiller.done, prefiller.cache)
         self._end_restore(sequence)
+        self._end_fetch(sequence)
         self._shared.end(sequence)
         if done > sequence.cached:
             self.decoding.remember(sequence, sequence.prepared.tokens[:done], cache)

@@ -10,6 +10,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.control.prefill_trace import Speculated
 from fleetd.engine.disk_tier import Restoring
+from fleetd.engine.fleet_tier import Fetching
 from fleetd.engine.guests import can_step
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
@@ -59,6 +60,10 @@ class ScheduledSequence:
     restoring: Restoring | None = None
     restored: int = 0
     restore_s: float = 0.0
+    # While it comes from another machine; then the same.
+    fetching: Fetching | None = None
+    fetched: int = 0
+    fetch_s: float = 0.0
     prefiller: Prefiller | SharedPrefill | SparsePrefiller | None = None
     # Indices of the prompt tokens that are prefilled, ascending; None: all of them. Or why not only those.
     kept: list[int] | None = None
@@ -105,7 +110,7 @@ class ScheduledSequence:
     @property
     def ready(self) -> bool:
         """True if a step of its prefill can be taken now."""
-        if self.undecided is not None or self.restoring is not None:
+        if self.undecided is not None or self.restoring is not None or self.fetching is not None:
             return False
         return can_step(self.prefiller) if isinstance(self.prefiller, SharedPrefill) else True
 
@@ -121,12 +126,14 @@ class ScheduledSequence:
                 reasoning_tokens=self.text.reasoning_tokens,
             ),
             Timings(
-                queue_s=started - self.arrived_s - self.restore_s,
+                queue_s=started - self.arrived_s - self.restore_s - self.fetch_s,
                 # The last prompt token is computed by the first decode step.
                 prefill_s=first - started if first else self.prefill_s,
                 decode_s=self.last_s - first if first else 0.0,
                 restored_tokens=self.restored,
                 restore_s=self.restore_s,
+                fetched_tokens=self.fetched,
+                fetch_s=self.fetch_s,
             ),
             self.text.stopped_by,
             self.speculated,

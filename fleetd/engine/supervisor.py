@@ -28,6 +28,7 @@ from fleetd.engine.protocol import (
     DraftFor,
     Event,
     Failed,
+    FetchBlocks,
     Finished,
     Followed,
     FreeMemory,
@@ -242,6 +243,10 @@ class EngineProcess:
         """Prefill a prompt here that waits or is being shared. Ignored if there is none."""
         self._tell(PrefillAlone(request_id, reason))
 
+    def fetch(self, fetch: FetchBlocks) -> None:
+        """Answer a Lacking; its stream is given with ``give_stream``. Nothing happens if it has ended."""
+        self._tell(fetch)
+
     @property
     def scoring(self) -> ScoringState:
         """Whether the model can score, as the worker told last."""
@@ -263,7 +268,9 @@ class EngineProcess:
             raise self._not_running()
         await self._socket_sender.give(tag, sock)
 
-    def _tell(self, command: PrefillShared | PrefillAlone | IdleTime | FreeMemory | Cancel) -> None:
+    def _tell(
+        self, command: PrefillShared | PrefillAlone | FetchBlocks | IdleTime | FreeMemory | Cancel
+    ) -> None:
         if self.state == "ready" and self._writer is not None:
             # A worker that is gone is noticed where its answers are awaited.
             with contextlib.suppress(ConnectionError, RuntimeError):

@@ -16,7 +16,7 @@ from fleetd.p2p.membership.cards import Card
 
 log = get_logger("fleetd.serving")
 
-Kind = Literal["assist", "draft", "score"]
+Kind = Literal["assist", "draft", "fetch", "score"]
 OutcomeObserver = Callable[[Kind, str], None]
 
 

@@ -26,12 +26,13 @@ from fleetd.plan.speed_corrections import CorrectedWork, PromptWork, SpeedCorrec
 from fleetd.requests import claims
 from fleetd.requests.job import THIS_NAME, Job
 
-Work = Literal["answer", "prefill", "score", "draft"]
+Work = Literal["answer", "prefill", "score", "draft", "fetch"]
 _FAILED_AT: dict[Work, str] = {
     "answer": "to answer a request",
     "prefill": "a shared prefill",
     "score": "to score a prompt",
     "draft": "to draft an answer",
+    "fetch": "to send the keys and values of a prompt",
 }
 
 

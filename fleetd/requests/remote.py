@@ -12,7 +12,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.control.prefill_trace import Trace
-from fleetd.engine.protocol import Assisted, Event, Failed, Finished, Followed, Loading, Scored, Shared
+from fleetd.engine.protocol import Aside, Event, Failed, Finished, Loading
 from fleetd.errors import FleetError, ModelNotFound, PeerLost, ProtocolError, from_code
 from fleetd.observe import get_logger
 from fleetd.p2p.session.transport import PeerStream
@@ -227,7 +227,7 @@ class JobServer:
                     if asked.where and (event.shared or event.reason or not exact):
                         reason = event.reason[: limits.ERROR_TEXT_CHARS]
                         stream.send(messages.encode(messages.RanAt(event.helpers, reason, exact)))
-                elif not isinstance(event, Failed | Shared | Assisted | Scored | Followed):
+                elif not isinstance(event, Failed | Aside):
                     stream.send(messages.encode(event))
                     await drained(stream)
         if asked.trace:

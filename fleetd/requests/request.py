@@ -144,6 +144,8 @@ class Request:
         self.code = self.reason = ""
         self.accounts: Sequence[Account] = ()
         self.share: SharedPrompt | None = None
+        # Keys and values that another machine sent.
+        self.fetched: StepView | None = None
         # Drafts of another worker.
         self.drafter: DrafterView | None = None
         self.drafts: DraftRun | None = None

@@ -101,6 +101,8 @@ def _steps(request: Request, smart_plan: SmartPlan | None) -> list[StepView]:
         found.append(StepView(step_names.QUEUED, timings.queue_s, machine=THIS_NAME))
         if timings.restored_tokens:
             found.append(StepView(step_names.RESTORED, timings.restore_s, machine=THIS_NAME))
+        if request.fetched is not None:
+            found.append(request.fetched)
     found += shared
     if timings is not None:
         if smart_plan is not None or not shared:

@@ -51,6 +51,7 @@ from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests import remote
 from fleetd.requests.drafting.client import DrafterService
 from fleetd.requests.job import LOCAL, THIS_NAME, Job, Planned
+from fleetd.requests.kv_fetching.client import BlockFetching
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import Pipeline
 from fleetd.requests.placement import AnswerTokens, Placement, Placer, canonical
@@ -83,6 +84,7 @@ class Runner:
         placing: None for a machine that runs everything itself.
         sharing: None for one whose prompts no other machine helps with.
         smart: shortens prompts that ask for it; without, they are read whole.
+        fetching: brings keys and values that other machines have of a prompt.
         drafting: finds drafters for answers that are decoded here.
         speeds: told what each answer that was computed here took.
         members: told which machine answered.
@@ -103,6 +105,7 @@ class Runner:
         sharing: PrefillSharing | None = None,
         smart: SmartPrefill | None = None,
         drafting: DrafterService | None = None,
+        fetching: BlockFetching | None = None,
         speeds: ModelSpeeds | None = None,
         members: Members | None = None,
         record: Callable[[Trace], None] = lambda trace: None,
@@ -120,7 +123,9 @@ class Runner:
         self._smart = smart
         # Helpers are agreed on before a drafter is looked for; smart prefill labels what they announced.
         self._remote_traces = remote.RemoteTraces()
-        steps = [step for step in (sharing, drafting, smart, self._remote_traces) if step is not None]
+        steps = [
+            step for step in (fetching, sharing, drafting, smart, self._remote_traces) if step is not None
+        ]
         self._pipeline = Pipeline(steps, record, monotonic=monotonic)
         self._speeds = speeds or ModelSpeeds()
         self._members = members or Members()

@@ -67,6 +67,12 @@ class HandedOverStreams:
 
         return connect
 
+    def take(self, job: str, name: str) -> tuple[StreamTag, socket.socket] | None:
+        """The socket itself, for a thread that reads from it; None if it has not come."""
+        with self._lock:
+            found = self._held.pop((job, name), None)
+        return None if found is None else found[:2]
+
     def drop(self, job: str) -> None:
         """Close the streams of a job that has ended."""
         self._drop(lambda key, _: key[0] == job)

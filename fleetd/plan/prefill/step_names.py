@@ -25,6 +25,8 @@ SPOT_CHECK: Final = "spot check"
 LATER_CHECK: Final = "check of later tokens"
 # Measured only: keys and values of the prompt's beginning were read from this machine's disk.
 RESTORED: Final = "restored from disk"
+# Measured only: another machine sent them.
+RECEIVED: Final = "received"
 # Smart prefill: a compressor scores the prompt, then what is kept is prefilled.
 SCORED: Final = "scored"
 PREFILLED: Final = "prefilled"

@@ -1,0 +1,87 @@
+"""Blocks on a sealed stream from one machine to another: header and payload of each, in the prompt's order.
+
+    u32 length | BlockHeader | payload | u32 length | BlockHeader | payload | …
+
+The sender stops at the first block that it does not have whole; the receiver takes what has come by then.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from fleetd import limits
+from fleetd.cache.block_file import BlockDamaged, BlockHeader
+from fleetd.errors import PeerWrong
+from fleetd.sealed.stream import SealedReceiver, SealedSender
+
+_LENGTH = struct.Struct("<I")
+Targets = Callable[[int, BlockHeader], Sequence[memoryview]]
+
+
+def send(
+    sender: SealedSender,
+    names: Sequence[bytes],
+    read: Callable[[bytes, Callable[[BlockHeader], Sequence[memoryview]]], BlockHeader | None],
+) -> int:
+    """Send the blocks of these names; returns how many. ``read``: ``BlockStore.read``.
+
+    Raises PeerLost.
+    """
+    for sent, name in enumerate(names):
+        payload: list[memoryview] = []
+
+        def targets(header: BlockHeader, payload: list[memoryview] = payload) -> list[memoryview]:
+            payload.append(memoryview(bytearray(header.nbytes)))
+            return _split(payload[0], header.sizes)
+
+        header = read(name, targets)
+        if header is None:
+            sender.finish()
+            return sent
+        text = msgspec.msgpack.encode(header)
+        sender.send(_LENGTH.pack(len(text)) + text)
+        for buffer in payload:
+            sender.send(buffer)
+    sender.finish()
+    return len(names)
+
+
+def _split(whole: memoryview, sizes: Sequence[int]) -> list[memoryview]:
+    found, at = [], 0
+    for size in sizes:
+        found.append(whole[at : at + size])
+        at += size
+    return found
+
+
+def receive(receiver: SealedReceiver, numbers: range, targets: Targets, came: Callable[[int], bool]) -> None:
+    """Put the blocks of these numbers where ``targets`` says; tell each to ``came``, which is False for
+    enough. Returns at the stream's end.
+
+    Raises:
+        PeerLost, SealBroken: as ``SealedReceiver``.
+        PeerWrong: not the blocks that were asked for. What the targets of the last one hold must not be used.
+    """
+    for number in numbers:
+        length = bytearray(_LENGTH.size)
+        if (n := receiver.receive_into(length)) == 0:
+            return
+        (size,) = _LENGTH.unpack(length) if n == len(length) else (limits.CACHE_HEADER_BYTES + 1,)
+        if size > limits.CACHE_HEADER_BYTES:
+            raise PeerWrong("It sent a block whose header has no end.")
+        text = bytearray(size)
+        if receiver.receive_into(text) != size:
+            raise PeerWrong("It sent half a block.")
+        try:
+            header = msgspec.msgpack.decode(text, type=BlockHeader)
+            buffers = targets(number, header)
+        except (msgspec.DecodeError, BlockDamaged) as error:
+            raise PeerWrong("It sent a block of another model or of another place in the prompt.") from error
+        for buffer in buffers:
+            if receiver.receive_into(buffer) != len(buffer):
+                raise PeerWrong("It sent half a block.")
+        if not came(number):
+            return

@@ -1,0 +1,243 @@
+"""Keys and values of a prompt from another machine: asked for, received into the caches, checked, used.
+
+    Lacking ──► WAITING ── FetchBlocks(0) ──────────────────────────► DONE
+                   └────── FetchBlocks(n), stream ──► RECEIVING ──►───┘
+
+A thread receives; the compute thread says where to. A prompt never waits for more than one late block: what
+has come by then counts, and the rest is computed here.
+"""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from typing import Any
+
+import mlx.core as mx
+
+from fleetd import limits
+from fleetd.cache import block_stream
+from fleetd.cache.block_file import BlockDamaged, BlockHeader
+from fleetd.engine.disk_tier import DiskTier, _rows
+from fleetd.engine.prefix_cache import DENSE, Hit
+from fleetd.engine.protocol import FetchBlocks, Fetched, Lacking, StreamTag
+from fleetd.engine.shared_prefill.layer_kv import RowBuffer, preallocated, truncated
+from fleetd.engine.shared_prefill.spot_check import alike, same
+from fleetd.errors import FleetError, PeerLate, PeerWrong
+from fleetd.sealed.stream import SealedReceiver
+
+_BLOCK = limits.CACHE_BLOCK_TOKENS
+
+
+class State(Enum):
+    WAITING = auto()
+    RECEIVING = auto()
+    DONE = auto()
+
+
+class Fetching:
+    """One prompt's, from its Lacking to its Fetched.
+
+    Args:
+        have: tokens of the prompt's beginning that memory and disk hold; ``held`` gives their caches.
+        exact: whether the other machine's bytes must be those that are computed here, wherever chunks end.
+        wake: called on any thread when there is something to do.
+    """
+
+    def __init__(
+        self,
+        tier: DiskTier,
+        request_id: str,
+        tokens: list[int],
+        have: int,
+        held: Callable[[], Hit],
+        *,
+        exact: bool,
+        wake: Callable[[], None],
+        draw: random.Random,
+    ) -> None:
+        self.have = have
+        self._held = held
+        self.due_s = time.monotonic() + limits.FETCH_DECIDE_S
+        self.tokens = 0
+        self.seconds = 0.0
+        self._tier, self._id, self._prompt = tier, request_id, tokens
+        self._exact, self._wake, self._draw = exact, wake, draw
+        self._first = have // _BLOCK
+        self._names = tier.names_for_others(tokens[:-1])[self._first :][: limits.FETCH_BLOCKS]
+        self._state = State.WAITING
+        self._decision: FetchBlocks | None = None
+        self._sock: socket.socket | None = None
+        self.hit: Hit | None = None
+        self._cache: list[Any] = []
+        self._targets: block_stream.Targets | None = None
+        # Whole blocks that have come, those before ``_first`` included.
+        self._blocks = self._first
+        self._error: FleetError | None = None
+        self._begun_s = time.monotonic()
+
+    @property
+    def worth_asking(self) -> bool:
+        return len(self._names) * _BLOCK >= limits.FETCH_LEAST_TOKENS
+
+    def question(self) -> Lacking:
+        cost, start = self._tier.cost, self._first * _BLOCK
+        computed_s = [cost.seconds(self.have, start + (i + 1) * _BLOCK) for i in range(len(self._names))]
+        return Lacking(self._id, list(self._names), computed_s, self._tier.layout().header(0).nbytes)
+
+    # ---- on the compute thread ---------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        """True if ``step`` has something to do."""
+        return self._state is State.DONE or self._may_begin or time.monotonic() >= self.due_s
+
+    @property
+    def _may_begin(self) -> bool:
+        decided = self._decision is not None and self._state is State.WAITING
+        return decided and (not self._decision.blocks or self._sock is not None)  # type: ignore[union-attr]
+
+    def decide(self, decision: FetchBlocks) -> None:
+        """The daemon's answer; its stream comes before it or after."""
+        if self._decision is None:
+            self._decision = decision
+
+    def take(self, tag: StreamTag, sock: socket.socket) -> None:
+        """The stream."""
+        self._sock, self._tag = sock, tag
+
+    def step(self) -> bool:
+        """Go on, if it is ready. True at the end; then ``hit`` is the prompt's beginning if more has come."""
+        if self._may_begin:
+            self._begin()
+        elif self._state is not State.DONE and time.monotonic() >= self.due_s:
+            self._give_up()
+        if self._state is not State.DONE:
+            return False
+        self.hit = self._hit()
+        return True
+
+    def close(self) -> None:
+        """The request has ended."""
+        self._state, self._targets = State.DONE, None
+        if self._sock is not None:
+            # Wakes the thread, which closes it.
+            _shut(self._sock)
+
+    def told(self) -> Fetched | None:
+        """What came of it; None if nothing was fetched."""
+        if not self._cache:
+            return None
+        code, reason = (self._error.code, self._error.message) if self._error is not None else ("", "")
+        blocks = self.tokens // _BLOCK
+        n_bytes = blocks * self._tier.layout().header(0).nbytes
+        return Fetched(self._id, blocks, n_bytes, self.seconds, code, reason)
+
+    def _begin(self) -> None:
+        decision, sock = self._decision, self._sock
+        if decision is None or not decision.blocks or sock is None:
+            self._state = State.DONE
+            return
+        layout, first = self._tier.layout(), self._first
+        held = self._held() if self._first else Hit(0, None)
+        self._first = self._blocks = min(self._first, held.tokens // _BLOCK)
+        before = held.cache or [None] * len(layout.layers)
+        self._cache = [
+            preallocated(shape, len(self._prompt), prefix)
+            for shape, prefix in zip(layout.layers, before, strict=True)
+        ]
+        buffers = [RowBuffer(layer) for layer in self._cache]
+        numbers = range(first, first + min(decision.blocks, len(self._names)))
+        self._late_s = max(limits.FETCH_BLOCK_S, limits.FETCH_LATE * decision.block_s)
+        self._state, self.due_s = State.RECEIVING, time.monotonic() + self._late_s
+
+        def targets(number: int, header: BlockHeader) -> list[memoryview]:
+            if header != layout.header(number):
+                raise BlockDamaged("a block of another layout")
+            return _rows(buffers, number)
+
+        self._targets = targets
+        receiver = SealedReceiver(sock, self._tag.key, self._tag.role)
+        threading.Thread(
+            target=self._receive, args=(receiver, sock, numbers), name="block-fetch", daemon=True
+        ).start()
+
+    def _give_up(self) -> None:
+        """What has come by now counts, nothing that comes later."""
+        if self._state is State.RECEIVING and self._error is None:
+            self._error = PeerLate("Its keys and values came too late.")
+        self.close()
+
+    def _hit(self) -> Hit | None:
+        self.seconds = time.monotonic() - self._begun_s
+        fetched = (self._blocks - self._first) * _BLOCK
+        if not self._cache or self._blocks * _BLOCK <= self.have:
+            return None
+        for layer in self._cache:
+            layer.offset = self._blocks * _BLOCK
+        try:
+            self._check()
+        except PeerWrong as error:
+            self._error = error
+            return None
+        self.tokens = fetched
+        return Hit(self._blocks * _BLOCK, list(self._cache), DENSE)
+
+    def _check(self) -> None:
+        """Compute a few of the tokens that came, drawn now, and compare. Raises PeerWrong."""
+        first, last = self._first * _BLOCK, self._blocks * _BLOCK
+        count = limits.SHARE_SPOT_TOKENS
+        start = self._draw.randint(first, last - count)
+        ours = [truncated(layer, start) for layer in self._cache]
+        self._tier.model(mx.array([self._prompt[start : start + count]]), cache=ours)
+        agree = same if self._exact else alike
+        for mine, theirs in zip(ours, self._cache, strict=True):
+            for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                rows = slice(start, start + count)
+                if not _finite(b[..., first:last, :]) or not agree(a[..., rows, :], b[..., rows, :]):
+                    raise PeerWrong("Its keys and values are not those that this machine computes.")
+
+    # ---- on the thread -----------------------------------------------------------------------------------
+
+    def _receive(self, receiver: SealedReceiver, sock: socket.socket, numbers: range) -> None:
+        def targets(number: int, header: BlockHeader) -> Sequence[memoryview]:
+            if self._targets is None:
+                raise PeerLate("Its keys and values came too late.")
+            return self._targets(number, header)
+
+        def came(number: int) -> bool:
+            if self._state is not State.RECEIVING:
+                return False
+            # In this order: whoever gives up between the two takes one block less.
+            self.due_s = time.monotonic() + self._late_s
+            self._blocks = number + 1
+            return True
+
+        error: FleetError | None = None
+        try:
+            with sock:
+                block_stream.receive(receiver, numbers, targets, came)
+        except FleetError as caught:
+            error = caught
+        except OSError as caught:
+            error = PeerLate(f"The stream broke ({caught.strerror or caught}).")
+        self._targets = None
+        if self._state is State.RECEIVING:
+            self._error = error
+            self._state = State.DONE
+            self._wake()
+
+
+def _finite(array: mx.array) -> bool:
+    return bool(mx.all(mx.isfinite(array)))
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # it was closed at the other end

@@ -1,0 +1,166 @@
+"""The step of fetching: other machines are asked what they have of a prompt, and the best one sends it.
+
+    Lacking ──► every machine that may see it: what have you got? ──► price ──► FetchBlocks(0)
+                                                                       └─► stream ──► FetchBlocks(n)
+
+No failure of another machine fails the request: what does not come is computed here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+
+from fleetd import limits
+from fleetd.control.prefill_plan import StepView
+from fleetd.engine.pool import EnginePool
+from fleetd.engine.protocol import BLOCKS, Event, FetchBlocks, Fetched, Lacking, Loading, StreamTag
+from fleetd.engine.supervisor import EngineProcess
+from fleetd.errors import FleetError, PeerError, from_code
+from fleetd.observe import get_logger
+from fleetd.p2p.session.transport import PeerStream
+from fleetd.plan.prefill import step_names
+from fleetd.requests.concurrency import cancel_all
+from fleetd.requests.kv_fetching import messages
+from fleetd.requests.kv_fetching.choice import FetchSource, best_source
+from fleetd.requests.members import Member, Members, eligible
+from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.ports import FleetPort
+from fleetd.requests.prefill_sharing.agreement import require_message
+from fleetd.requests.request import Request
+
+log = get_logger("fleetd.fetching")
+
+
+class BlockFetching(PipelineStep):
+    """The step that brings a prompt's keys and values from another machine.
+
+    Args:
+        members: the machines that may have some of it, and what was learned of them.
+    """
+
+    def __init__(self, partners: FleetPort, pool: EnginePool, members: Members) -> None:
+        self.partners = partners
+        self.members = members
+        self._pool = pool
+        self._running: dict[str, _Fetch] = {}
+
+    def prepare(self, request: Request) -> None:
+        folder = request.folder_here
+        if folder is not None and request.job.shareable and self._sources(folder.name):
+            request.generate = msgspec.structs.replace(request.generate, fetches=True)
+
+    def _sources(self, model: str) -> list[Member]:
+        """The machines to ask, those with the fastest links first."""
+        own = self.members.here().model(model)
+        if own is None or not own.digest:
+            return []
+        found = [member for member in self.members.others("fetch") if eligible(member, own.digest) is None]
+        return sorted(found, key=lambda member: -member.bytes_per_s)[: limits.FETCH_ASKED]
+
+    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
+        folder = request.folder_here
+        if isinstance(event, Lacking):
+            engine = self._pool.engine(folder) if folder is not None else None
+            if engine is not None and folder is not None:
+                self._running[request.id] = _Fetch(self, engine, event, self._sources(folder.name))
+            return None
+        if isinstance(event, Fetched):
+            if (fetch := self._running.get(request.id)) is not None:
+                fetch.ended(request, event)
+            return None
+        return event
+
+    def closed(self, request: Request) -> asyncio.Task[None] | None:
+        if (fetch := self._running.pop(request.id, None)) is not None:
+            fetch.task.cancel()
+        return None
+
+    async def close(self) -> None:
+        await cancel_all([fetch.task for fetch in self._running.values()])
+
+
+class _Fetch:
+    """One prompt's, from its Lacking to the end of the request."""
+
+    def __init__(
+        self, fetching: BlockFetching, engine: EngineProcess, lacking: Lacking, sources: list[Member]
+    ) -> None:
+        self._fetching = fetching
+        self._engine = engine
+        self._lacking = lacking
+        self._source: FetchSource | None = None
+        self.task = asyncio.create_task(self._run(sources), name="fetch")
+
+    async def _run(self, sources: list[Member]) -> None:
+        decided = False
+        try:
+            asked = [self._ask(member) for member in sources]
+            found = [source for source in await asyncio.gather(*asked) if source is not None]
+            source = best_source(found, self._lacking.computed_s, self._lacking.block_bytes)
+            if source is None:
+                return
+            self._source = source
+            stream = self._fetching.partners.request(source.node_id, messages.FETCH, self._order(source))
+            try:
+                offer = messages.decode(await require_message(stream), messages.FetchOffer)
+                sock = await self._fetching.partners.connect(source.node_id, offer.invitation)
+                tag = StreamTag(self._lacking.id, BLOCKS, offer.invitation.key, "connector")
+                await self._engine.give_stream(tag, sock)
+                self._engine.fetch(
+                    FetchBlocks(self._lacking.id, source.blocks, source.block_s(self._lacking.block_bytes))
+                )
+                decided = True
+                await _until_end(stream)
+            finally:
+                stream.cancel()
+        except FleetError as error:
+            self._failed(error)
+        except Exception as error:
+            # A bug in fetching must not fail the request.
+            log.warning("fetching.bug", type=type(error).__name__)
+        finally:
+            if not decided:
+                self._engine.fetch(FetchBlocks(self._lacking.id))
+
+    def _order(self, source: FetchSource) -> bytes:
+        return messages.encode(messages.FetchQuestion(self._lacking.names[: source.blocks], self._lacking.id))
+
+    async def _ask(self, member: Member) -> FetchSource | None:
+        """What it has, and how soon that would be here; None for nothing."""
+        body = messages.encode(messages.BlocksQuestion(self._lacking.names))
+        try:
+            answer = await self._fetching.partners.ask(
+                member.node_id, messages.FIND, body, within_s=limits.FETCH_FIND_S
+            )
+            found = messages.decode(answer, messages.BlocksFound)
+        except FleetError as error:
+            log.debug("fetching.no_answer", peer=member.node_id[:7], reason=str(error))
+            return None
+        link = member.link
+        blocks = min(found.blocks, len(self._lacking.names))
+        if not blocks or link is None:
+            return None
+        return FetchSource(member.node_id, member.name, link, blocks, found.bytes_per_s)
+
+    def _failed(self, error: FleetError) -> None:
+        if self._source is not None and isinstance(error, PeerError):
+            self._fetching.members.failed(self._source.node_id, "fetch", error)
+            log.warning("fetching.failed", peer=self._source.name, code=error.code, reason=error.message)
+
+    def ended(self, request: Request, fetched: Fetched) -> None:
+        if (source := self._source) is None:
+            return
+        if fetched.code:
+            self._failed(from_code(fetched.code, fetched.reason))
+        else:
+            self._fetching.members.succeeded(source.node_id, "fetch")
+            self._fetching.partners.carried(source.node_id, fetched.n_bytes, fetched.seconds)
+        request.fetched = StepView(step_names.RECEIVED, fetched.seconds, fetched.n_bytes, source.name)
+
+
+async def _until_end(stream: PeerStream) -> None:
+    """The other machine has sent everything, or says why not."""
+    while await stream.receive() is not None:
+        pass

@@ -1,0 +1,72 @@
+"""What machines say to each other about kept keys and values, each a request of its own on their session.
+
+    → FIND   BlocksQuestion          how many of these blocks, from the first on, are there
+    ← BlocksFound
+
+    → FETCH  FetchQuestion           the first so many of them
+    ← FetchOffer                     where their stream is expected; it carries them (``cache.block_stream``)
+
+A name is a hash over the model's files, the arithmetic and all tokens before the block's end: only a machine
+that has the prompt can ask for it. Errors and cancellation are the stream's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.p2p.link_prober import Invitation
+from fleetd.p2p.message_reader import reader
+from fleetd.requests import message_codec
+from fleetd.requests.message_codec import RequestId
+
+FIND, FETCH = "blocks.find", "blocks.fetch"
+
+_Name = Annotated[bytes, Meta(min_length=32, max_length=32)]
+_Names = Annotated[list[_Name], Meta(min_length=1, max_length=limits.FETCH_BLOCKS)]
+_Count = Annotated[int, Meta(ge=0, le=limits.FETCH_BLOCKS)]
+_Speed = Annotated[float, Meta(ge=0, le=1e13)]
+
+
+class BlocksQuestion(msgspec.Struct, frozen=True):
+    names: _Names
+
+
+class BlocksFound(msgspec.Struct, frozen=True):
+    """``bytes_per_s``: at which the machine reads them; 0 if it has not measured that."""
+
+    blocks: _Count = 0
+    bytes_per_s: _Speed = 0.0
+
+
+class FetchQuestion(msgspec.Struct, frozen=True):
+    """``id``: of the request, as the machine that asks has it."""
+
+    names: _Names
+    id: RequestId
+
+
+class FetchOffer(msgspec.Struct, frozen=True):
+    invitation: Invitation
+
+
+_Message = BlocksQuestion | BlocksFound | FetchQuestion | FetchOffer
+_T = TypeVar("_T")
+_readers: dict[type, Callable[[bytes], Any]] = {
+    kind: reader(kind, f"A peer's {kind.__name__}", limits.FETCH_MESSAGE_BYTES)
+    for kind in (BlocksQuestion, BlocksFound, FetchQuestion, FetchOffer)
+}
+
+
+def encode(message: _Message) -> bytes:
+    return message_codec.encode(message)
+
+
+def decode(body: bytes, kind: type[_T]) -> _T:
+    """Raises ProtocolError for anything that is not one honest message of this kind."""
+    found: _T = _readers[kind](body)
+    return found

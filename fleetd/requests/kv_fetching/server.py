@@ -1,0 +1,87 @@
+"""Kept keys and values for other machines: what is here of a prompt that they have, and sending it.
+
+The daemon reads its own disk: no engine is needed, and none is disturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+
+from fleetd import limits
+from fleetd.cache import block_names, block_stream
+from fleetd.cache.block_store import BlockStore, CacheUnavailable
+from fleetd.cache.service import DiskCache
+from fleetd.errors import Forbidden
+from fleetd.p2p.session.transport import PeerStream
+from fleetd.requests.admission import ConcurrencyLimit, ServingContext
+from fleetd.requests.bulk_dialer import BulkDialer, invitation
+from fleetd.requests.kv_fetching import messages
+from fleetd.requests.remote import own_id
+from fleetd.sealed.stream import SealedSender
+
+
+class BlockServer:
+    """The handlers of ``messages.FIND`` and ``FETCH``.
+
+    Args:
+        may_see: whether a machine may see this one's prompts; it gets nothing otherwise.
+    """
+
+    def __init__(
+        self,
+        dialer: BulkDialer,
+        cache: DiskCache,
+        host: ServingContext,
+        may_see: Callable[[str], bool],
+    ) -> None:
+        self._dialer = dialer
+        self._cache = cache
+        self._may_see = may_see
+        self._host = host
+        self._served = ConcurrencyLimit(host, "fetch", limits.FETCHES, f"sends {limits.FETCHES} prompts")
+
+    async def find(self, peer: str, body: bytes, stream: PeerStream) -> None:
+        asked = messages.decode(body, messages.BlocksQuestion)
+        self._check(peer)
+        found = await asyncio.to_thread(self._cache.find, _kept(asked.names))
+        stream.send(messages.encode(messages.BlocksFound(found.blocks, found.bytes_per_s)))
+
+    async def fetch(self, peer: str, body: bytes, stream: PeerStream) -> None:
+        asked = messages.decode(body, messages.FetchQuestion)
+        self._check(peer)
+        with self._served.visit(peer, own_id(asked.id)):
+            with self._dialer.expect() as expected:
+                stream.send(messages.encode(messages.FetchOffer(invitation(expected))))
+                sock = await expected.socket()
+            await self._send(sock, expected.key, _kept(asked.names))
+
+    def _check(self, peer: str) -> None:
+        self._host.admit()
+        if not self._may_see(peer):
+            raise Forbidden("This machine's prompts are not for that one.")
+
+    async def _send(self, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
+        work = asyncio.create_task(asyncio.to_thread(self._send_all, sock, key, names))
+        try:
+            await asyncio.shield(work)
+        except asyncio.CancelledError:
+            # The thread ends at its next byte.
+            sock.shutdown(socket.SHUT_RDWR)
+            await asyncio.wait({work})
+            raise
+
+    def _send_all(self, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
+        store: BlockStore = self._cache.open_store()
+        with sock:
+            try:
+                block_stream.send(SealedSender(sock, key, "acceptor"), names, store.read)
+            except CacheUnavailable:
+                pass  # the stream ends early: what was sent is whole
+            finally:
+                store.close()
+
+
+def _kept(names: list[bytes]) -> list[bytes]:
+    return [block_names.kept_as(name, local_only=False) for name in names]
