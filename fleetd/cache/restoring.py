@@ -20,7 +20,7 @@ from functools import partial
 
 from fleetd import limits
 from fleetd.cache.block_file import BlockHeader
-from fleetd.cache.block_store import BlockStore, CacheUnavailable
+from fleetd.cache.block_store import BlockStore, CacheUnavailable, NotKept
 from fleetd.cache.index import Found
 
 Targets = Callable[[int, BlockHeader], Sequence[memoryview]]
@@ -118,7 +118,7 @@ class BlockReader:
         while (work := self._work.get()) is not None:
             try:
                 work(store)
-            except CacheUnavailable:
+            except (CacheUnavailable, NotKept):
                 pass  # a miss; the writer tells people of it
             self._stuck = False
         store.close()
