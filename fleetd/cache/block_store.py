@@ -272,6 +272,7 @@ class BlockStore:
             if files.get(name) != n_bytes:
                 self._delete_file(name)
                 index.forget(name)
+        index.recount()
         index.evict_to_quota(self._delete_file)
 
     def _files(self) -> dict[str, int]:

@@ -269,6 +269,14 @@ class Index:
             self._db.execute("DELETE FROM blocks WHERE ready = 0")
         return names
 
+    def recount(self) -> None:
+        """Make the totals what the rows say."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE totals SET bytes = (SELECT coalesce(sum(bytes), 0) FROM blocks),"
+                " blocks = (SELECT count(*) FROM blocks)"
+            )
+
     def evict_to_quota(self, delete_file: Callable[[str], None]) -> None:
         """The quota may have become smaller."""
         with self._transaction():

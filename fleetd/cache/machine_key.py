@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import secrets
+from contextlib import suppress
 from pathlib import Path
 
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -62,5 +63,6 @@ class MachineKey:
 
 def discard(path: Path) -> None:
     """Throw the key away; gone from the disk when this returns. Raises OSError."""
-    path.unlink(missing_ok=True)
-    durable.sync_folder(path.parent)
+    with suppress(FileNotFoundError):
+        path.unlink()
+        durable.sync_folder(path.parent)

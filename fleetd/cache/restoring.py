@@ -143,6 +143,8 @@ class BlockReader:
                     return
                 if store.read(restore.names[number], partial(targets, number)) is None:
                     break
+                if restore.given_up:
+                    return  # the caller has taken what was there
                 # In this order: a caller that gives up between the two takes one block less.
                 restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S
                 restore.blocks = number + 1
