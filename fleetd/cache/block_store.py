@@ -23,7 +23,7 @@ from pathlib import Path
 from fleetd import limits
 from fleetd.cache import block_file, machine_key
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
-from fleetd.cache.index import Found, Index, KeyReplaced, NewBlock, NoRoom
+from fleetd.cache.index import FoundBlocks, Index, KeyReplaced, NewBlock, NoRoom
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.settings import DiskCacheSettings, default_quota
 from fleetd.control.cache_report import CacheReport
@@ -87,12 +87,12 @@ class BlockStore:
 
     # ---- reading -----------------------------------------------------------------------------------------
 
-    def find(self, names: Sequence[bytes]) -> Found:
+    def find(self, names: Sequence[bytes]) -> FoundBlocks:
         """How many of these blocks, from the first on, are here. Raises CacheUnavailable."""
         with self._open() as (index, key):
             # Most prompts have nothing here: one name tells.
             if not names or not index.find(key.id, [key.file_name(names[0])]).blocks:
-                return Found(0, 0, 0.0)
+                return FoundBlocks(0, 0, 0.0)
             return index.find(key.id, [key.file_name(name) for name in names])
 
     def read(self, name: bytes, targets: Callable[[BlockHeader], Sequence[memoryview]]) -> BlockHeader | None:

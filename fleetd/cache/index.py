@@ -86,7 +86,7 @@ class NewBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundBlocks:
     """The beginning of a prompt that is on the disk: blocks, their bytes, the measured speed of reading."""
 
     blocks: int
@@ -155,7 +155,7 @@ class Index:
 
     # ---- looking -----------------------------------------------------------------------------------------
 
-    def find(self, key_id: str, names: Sequence[str]) -> Found:
+    def find(self, key_id: str, names: Sequence[str]) -> FoundBlocks:
         """How many of these, from the first on, are on the disk. Raises KeyReplaced."""
         at, n_bytes = 0, 0
         for name in names:
@@ -165,7 +165,9 @@ class Index:
             at, n_bytes = at + 1, n_bytes + int(row[0])
         if at and self.key_id != key_id:
             raise KeyReplaced
-        return Found(at, n_bytes, float(self._one("SELECT read_bytes_per_s FROM totals")) if at else 0.0)
+        return FoundBlocks(
+            at, n_bytes, float(self._one("SELECT read_bytes_per_s FROM totals")) if at else 0.0
+        )
 
     def names(self) -> dict[str, int]:
         """Every block's file and its size."""

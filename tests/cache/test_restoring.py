@@ -12,7 +12,7 @@ from kv_blocks import files, header, payload, prompt, write
 from fleetd import limits
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.block_store import BlockStore
-from fleetd.cache.restoring import BlockReader, Restore, State
+from fleetd.cache.restoring import BlockReader, Restore, RestoreState
 from fleetd.cache.settings import DiskCacheSettings
 
 SOON_S = 30.0
@@ -31,7 +31,7 @@ class Reading:
 
     def look(self, *candidates: tuple[str, Sequence[bytes]]) -> Restore:
         found = self.reader.look("tiny", candidates)
-        if found.state is State.LOOKING:
+        if found.state is RestoreState.LOOKING:
             self.wait()
         return found
 
@@ -64,7 +64,7 @@ def test_the_longest_beginning_of_all_namespaces_is_found_and_read(
     longer = prompt(1, 4, namespace="plan")
     write(store, longer[:3])
     restore = reading.look(("dense", NAMES), ("plan", longer))
-    assert (restore.state, restore.namespace, restore.found.blocks) == (State.FOUND, "plan", 3)
+    assert (restore.state, restore.namespace, restore.found.blocks) == (RestoreState.FOUND, "plan", 3)
     assert reading.read(restore) == 3
     assert [bytes(reading.rows[n]) for n in range(3)] == [payload(name) for name in longer[:3]]
 
@@ -83,8 +83,8 @@ def test_what_memory_has_is_not_read(reading: Reading, store: BlockStore) -> Non
 
 
 def test_nothing_there_is_known_at_once(reading: Reading) -> None:
-    assert reading.look(("dense", NAMES)).state is State.DONE
-    assert reading.look(("dense", [])).state is State.DONE
+    assert reading.look(("dense", NAMES)).state is RestoreState.DONE
+    assert reading.look(("dense", [])).state is RestoreState.DONE
 
 
 def test_a_bad_block_ends_the_beginning_before_it(
@@ -96,7 +96,7 @@ def test_a_bad_block_ends_the_beginning_before_it(
     restore = reading.look(("dense", NAMES))
     assert restore.found.blocks == 4
     assert reading.read(restore) == 2
-    assert restore.state is State.DONE
+    assert restore.state is RestoreState.DONE
     assert store.find(NAMES).blocks == 2
 
 
@@ -119,13 +119,13 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_said_and_not_asked_meanw
     assert restore.due_s == pytest.approx(reading.now + limits.CACHE_BLOCK_S)
     reading.now = restore.due_s + 0.1
     reading.reader.give_up(restore)
-    assert (restore.state, restore.blocks) == (State.DONE, 2)
-    assert reading.reader.look("tiny", [("dense", NAMES)]).state is State.DONE
+    assert (restore.state, restore.blocks) == (RestoreState.DONE, 2)
+    assert reading.reader.look("tiny", [("dense", NAMES)]).state is RestoreState.DONE
     hangs.set()
     reading.wait()
     # What came later counts for nothing, and the disk is asked again.
     assert restore.blocks == 2
-    assert reading.look(("dense", NAMES)).state is State.FOUND
+    assert reading.look(("dense", NAMES)).state is RestoreState.FOUND
 
 
 def test_a_prompt_that_is_given_up_is_read_no_further(
@@ -145,4 +145,4 @@ def test_a_prompt_that_is_given_up_is_read_no_further(
     reading.wait()
     assert list(reading.rows) == [0]
     monkeypatch.undo()
-    assert reading.look(("dense", NAMES)).state is State.FOUND
+    assert reading.look(("dense", NAMES)).state is RestoreState.FOUND
