@@ -17,12 +17,13 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from fleetd import limits
 from fleetd.cache import block_file, machine_key
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
-from fleetd.cache.index import Found, Index, KeyReplaced, NewBlock, NoRoom
+from fleetd.cache.index import FoundBlocks, Index, KeyReplaced, NewBlock, NoRoom
 from fleetd.cache.machine_key import MachineKey
 from fleetd.cache.settings import DiskCacheSettings, default_quota
 from fleetd.control.cache_report import CacheReport
@@ -36,6 +37,21 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 class CacheUnavailable(Exception):
     """The disk cannot be used now; the sentence says why. It may be later."""
+
+
+class NotKept(Exception):
+    """A prompt's blocks are not kept, for no fault of the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptBlocks:
+    """A prompt whose blocks are written: their names, their files, what they are worth now, and how many of
+    them, from the first on, are ``here`` already."""
+
+    names: tuple[bytes, ...]
+    files: tuple[str, ...]
+    priority: float
+    here: int
 
 
 def _no_fault(_place: str) -> None:
@@ -71,12 +87,12 @@ class BlockStore:
 
     # ---- reading -----------------------------------------------------------------------------------------
 
-    def find(self, names: Sequence[bytes]) -> Found:
+    def find(self, names: Sequence[bytes]) -> FoundBlocks:
         """How many of these blocks, from the first on, are here. Raises CacheUnavailable."""
         with self._open() as (index, key):
             # Most prompts have nothing here: one name tells.
             if not names or not index.find(key.id, [key.file_name(names[0])]).blocks:
-                return Found(0, 0, 0.0)
+                return FoundBlocks(0, 0, 0.0)
             return index.find(key.id, [key.file_name(name) for name in names])
 
     def read(self, name: bytes, targets: Callable[[BlockHeader], Sequence[memoryview]]) -> BlockHeader | None:
@@ -97,38 +113,44 @@ class BlockStore:
 
     # ---- writing -----------------------------------------------------------------------------------------
 
-    def price(self, names: Sequence[bytes], worth: float) -> float:
-        """The priority of a prompt's blocks, which are used or written now; see ``Index.price``."""
+    def price(self, names: Sequence[bytes], worth: float) -> None:
+        """A prompt's blocks were used or written; see ``Index.price``. Raises CacheUnavailable."""
         with self._open() as (index, key):
-            return index.price([key.file_name(name) for name in names], worth)
+            index.price([key.file_name(name) for name in names], worth)
+
+    def prompt(self, names: Sequence[bytes], worth: float) -> PromptBlocks:
+        """Begin to write a prompt's blocks. Raises CacheUnavailable."""
+        with self._open() as (index, key):
+            files = tuple(key.file_name(name) for name in names)
+            here = index.find(key.id, files).blocks
+            return PromptBlocks(tuple(names), files, index.price(files, worth), here)
 
     def write(
         self,
-        name: bytes,
+        prompt: PromptBlocks,
+        number: int,
         model: str,
-        depth: int,
-        priority: float,
         header: BlockHeader,
         buffers: Callable[[], Sequence[memoryview]],
         pause: Callable[[float], None] = lambda seconds: None,
     ) -> int:
-        """Keep a block; returns the bytes written, 0 if it is here already.
+        """Keep the block of this number; returns the bytes written, 0 if it is here already.
 
         Args:
-            depth: blocks before it.
             buffers: gives the payload, only if it is needed.
             pause: called after each piece with the seconds that it took.
 
         Raises:
-            NoRoom: it is worth less than what is here.
+            NotKept: the quota is too small for the prompt, or the key was replaced meanwhile.
             CacheUnavailable: a full disk, or any other failure of it; nothing of the block is left.
         """
-        n_bytes = block_file.sealed_bytes(header)
+        n_bytes, name, file_name = block_file.sealed_bytes(header), prompt.names[number], prompt.files[number]
         with self._open() as (index, key):
+            if key.file_name(name) != file_name:
+                raise KeyReplaced
             self._check_room(n_bytes)
-            file_name = key.file_name(name)
-            block = NewBlock(file_name, model, depth, limits.CACHE_BLOCK_TOKENS, n_bytes, priority)
-            if not index.reserve(key.id, block, self._delete_file):
+            block = NewBlock(file_name, model, number, n_bytes, prompt.priority)
+            if not index.reserve(key.id, block, prompt.files, self._delete_file):
                 return 0
             self._at("reserved")
             try:
@@ -231,6 +253,13 @@ class BlockStore:
             with self._open() as (index, _):
                 self._agree(index)
 
+    def validate(self) -> None:
+        """Check that files, index and quota agree. For tests; raises AssertionError."""
+        with self._open() as (index, _):
+            index.validate()
+            if (files := self._files()) != (rows := index.names()):
+                raise AssertionError(f"files {files}, rows {rows}")
+
     def _agree(self, index: Index) -> None:
         for name in index.forget_unready():
             self._delete_file(name)
@@ -243,6 +272,7 @@ class BlockStore:
             if files.get(name) != n_bytes:
                 self._delete_file(name)
                 index.forget(name)
+        index.recount()
         index.evict_to_quota(self._delete_file)
 
     def _files(self) -> dict[str, int]:
@@ -270,12 +300,9 @@ class BlockStore:
                 self._at("key there")
                 index.take_key(self._key.id)
             yield index, self._key
-        except KeyReplaced as error:
-            self._key = None
-            raise CacheUnavailable("the key has just been replaced") from error
-        except NoRoom:
-            raise
-        except sqlite3.Error as error:
+        except (KeyReplaced, NoRoom) as error:
+            raise NotKept from error
+        except (sqlite3.Error, MemoryError) as error:
             self.close()
             raise CacheUnavailable(f"its index cannot be used: {error}") from error
         except OSError as error:

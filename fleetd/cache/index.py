@@ -6,17 +6,19 @@ without rows; so the disk never holds more than the rows say. SQLite's lock is t
 
 Worth is GreedyDual: a block's priority is what the clock showed when it was used last plus the seconds per
 GiB that it saves, and the clock goes on to the priority of whatever is evicted. So blocks age as others need
-their room, whatever the system's clock does. All blocks of a prompt get the same priority and a block
-at least that of those after it: what is evicted is always the end of a prompt, for the rest needs no more.
+their room, whatever the system's clock does. All blocks of a prompt get the same priority, so a block has at
+least that of those after it: what goes first is always the end of a prompt, which is of no use without its
+beginning.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +70,23 @@ class KeyReplaced(Exception):
 
 
 class NoRoom(Exception):
-    """A block is not worth what would have to go for it."""
+    """The quota is too small for this prompt."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewBlock:
-    """A block that is to be written. ``name``: of its file. ``priority``: from ``Index.price``."""
+    """A block that is to be written. ``name``: of its file. ``depth``: blocks before it. ``priority``: from
+    ``Index.price``."""
 
     name: str
     model: str
     depth: int
-    tokens: int
     nbytes: int
     priority: float
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundBlocks:
     """The beginning of a prompt that is on the disk: blocks, their bytes, the measured speed of reading."""
 
     blocks: int
@@ -153,7 +155,7 @@ class Index:
 
     # ---- looking -----------------------------------------------------------------------------------------
 
-    def find(self, key_id: str, names: Sequence[str]) -> Found:
+    def find(self, key_id: str, names: Sequence[str]) -> FoundBlocks:
         """How many of these, from the first on, are on the disk. Raises KeyReplaced."""
         at, n_bytes = 0, 0
         for name in names:
@@ -163,7 +165,9 @@ class Index:
             at, n_bytes = at + 1, n_bytes + int(row[0])
         if at and self.key_id != key_id:
             raise KeyReplaced
-        return Found(at, n_bytes, float(self._one("SELECT read_bytes_per_s FROM totals")) if at else 0.0)
+        return FoundBlocks(
+            at, n_bytes, float(self._one("SELECT read_bytes_per_s FROM totals")) if at else 0.0
+        )
 
     def names(self) -> dict[str, int]:
         """Every block's file and its size."""
@@ -181,12 +185,16 @@ class Index:
             )
         return priority
 
-    def reserve(self, key_id: str, block: NewBlock, delete_file: Callable[[str], None]) -> bool:
+    def reserve(
+        self, key_id: str, block: NewBlock, prompt: Collection[str], delete_file: Callable[[str], None]
+    ) -> bool:
         """Make room for a block and enter it, not ready yet. False if it is here, or being written.
 
+        Args:
+            prompt: the names of its prompt's blocks, none of which goes for it.
+
         Raises:
-            KeyReplaced: nothing was done.
-            NoRoom: what would have to go is worth as much, or the quota is smaller than the block.
+            KeyReplaced, NoRoom: nothing was done.
         """
         with self._transaction():
             bytes_held, blocks, key = self._db.execute("SELECT bytes, blocks, key_id FROM totals").fetchone()
@@ -195,47 +203,51 @@ class Index:
             if self._db.execute("SELECT 1 FROM blocks WHERE name = ?", (block.name,)).fetchone():
                 return False
             victims = self._victims(
-                bytes_held + block.nbytes - self.quota_bytes, blocks + 1 - self._most_blocks, block
+                bytes_held + block.nbytes - self.quota_bytes, blocks + 1 - self._most_blocks, prompt
             )
-            for name, priority in victims:
-                delete_file(name)
-                self._db.execute("DELETE FROM blocks WHERE name = ?", (name,))
-                self._db.execute("UPDATE totals SET clock = max(clock, ?)", (priority,))
+            self._evict(victims, delete_file)
             self._db.execute(
                 "INSERT INTO blocks (name, model, depth, tokens, bytes, priority, begun_s)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (block.name, block.model, block.depth, block.tokens, block.nbytes, block.priority,
-                 self._clock()),
+                (block.name, block.model, block.depth, limits.CACHE_BLOCK_TOKENS, block.nbytes,
+                 block.priority, self._clock()),
             )  # fmt: skip
         return True
 
-    def _victims(self, over_bytes: int, over_blocks: int, block: NewBlock) -> list[tuple[str, float]]:
-        """What must go for a new block: what no process writes any more, then the least worth."""
-        if over_bytes <= 0 and over_blocks <= 0:
-            return []
-        if block.nbytes > self.quota_bytes:
-            raise NoRoom
+    def _victims(
+        self, over_bytes: int, over_blocks: int, besides: Collection[str] = ()
+    ) -> list[tuple[str, float]]:
+        """What must go, by name, with priorities: what no process writes any more, then the least worth.
+
+        Raises NoRoom.
+        """
         chosen: list[tuple[str, float]] = []
-        abandoned = self._clock() - limits.CACHE_WRITING_S
-        rows = self._db.execute(
-            "SELECT name, bytes, 0.0, 1 FROM blocks WHERE ready = 0 AND begun_s < ?", (abandoned,)
-        ).fetchall()
-        for rows_ in (rows, self._by_priority()):
-            for name, n_bytes, priority, left_over in rows_:
+        if over_bytes <= 0 and over_blocks <= 0:
+            return chosen
+        for name, n_bytes, priority in chain(self._abandoned(), self._by_priority()):
+            if name not in besides:
+                chosen.append((name, priority))
+                over_bytes, over_blocks = over_bytes - n_bytes, over_blocks - 1
                 if over_bytes <= 0 and over_blocks <= 0:
                     return chosen
-                if not left_over and priority >= block.priority:
-                    raise NoRoom
-                chosen.append((str(name), float(priority)))
-                over_bytes, over_blocks = over_bytes - int(n_bytes), over_blocks - 1
-        if over_bytes > 0 or over_blocks > 0:
-            raise NoRoom
-        return chosen
+        raise NoRoom
 
-    def _by_priority(self) -> Iterator[tuple[str, int, float, int]]:
+    def _abandoned(self) -> Iterator[tuple[str, int, float]]:
         yield from self._db.execute(
-            "SELECT name, bytes, priority, 0 FROM blocks WHERE ready = 1 ORDER BY priority, depth DESC"
+            "SELECT name, bytes, 0.0 FROM blocks WHERE ready = 0 AND begun_s < ?",
+            (self._clock() - limits.CACHE_WRITING_S,),
         )
+
+    def _by_priority(self) -> Iterator[tuple[str, int, float]]:
+        yield from self._db.execute(
+            "SELECT name, bytes, priority FROM blocks WHERE ready = 1 ORDER BY priority, depth DESC"
+        )
+
+    def _evict(self, victims: list[tuple[str, float]], delete_file: Callable[[str], None]) -> None:
+        for name, priority in victims:
+            delete_file(name)
+            self._db.execute("DELETE FROM blocks WHERE name = ?", (name,))
+            self._db.execute("UPDATE totals SET clock = max(clock, ?)", (priority,))
 
     def written(self, key_id: str, name: str) -> bool:
         """A reserved block is on the disk. False if it was forgotten meanwhile: its file must go."""
@@ -259,21 +271,19 @@ class Index:
             self._db.execute("DELETE FROM blocks WHERE ready = 0")
         return names
 
+    def recount(self) -> None:
+        """Make the totals what the rows say."""
+        with self._transaction():
+            self._db.execute(
+                "UPDATE totals SET bytes = (SELECT coalesce(sum(bytes), 0) FROM blocks),"
+                " blocks = (SELECT count(*) FROM blocks)"
+            )
+
     def evict_to_quota(self, delete_file: Callable[[str], None]) -> None:
         """The quota may have become smaller."""
         with self._transaction():
-            over, blocks = self._db.execute("SELECT bytes, blocks FROM totals").fetchone()
-            over, blocks = over - self.quota_bytes, blocks - self._most_blocks
-            chosen = []
-            for name, n_bytes, priority, _ in self._by_priority():
-                if over <= 0 and blocks <= 0:
-                    break
-                chosen.append((name, priority))
-                over, blocks = over - n_bytes, blocks - 1
-            for name, priority in chosen:
-                delete_file(name)
-                self._db.execute("DELETE FROM blocks WHERE name = ?", (name,))
-                self._db.execute("UPDATE totals SET clock = max(clock, ?)", (priority,))
+            held, blocks = self._db.execute("SELECT bytes, blocks FROM totals").fetchone()
+            self._evict(self._victims(held - self.quota_bytes, blocks - self._most_blocks), delete_file)
 
     # ---- figures -----------------------------------------------------------------------------------------
 

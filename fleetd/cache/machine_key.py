@@ -5,10 +5,9 @@ It is used for nothing else, so it can be thrown away at any time: what is left 
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import secrets
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 
 from cryptography.hazmat.primitives.hashes import SHA256
@@ -19,23 +18,20 @@ from fleetd.home import durable
 KEY_BYTES = 32
 
 
-@dataclass(frozen=True, slots=True)
 class MachineKey:
-    """``secret``: 32 random bytes."""
+    """``secret``: 32 random bytes. ``id``: equal for equal keys, and tells nothing of them."""
 
-    secret: bytes
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._names = self._derived(b"names", b"")
+        self.id = self._derived(b"id", b"").hex()[:16]
 
     def __repr__(self) -> str:
         return f"MachineKey({self.id})"
 
-    @property
-    def id(self) -> str:
-        """Equal for equal keys, and tells nothing of them."""
-        return self._derived(b"id", b"").hex()[:16]
-
     def file_name(self, name: bytes) -> str:
         """What the block of this name is called on the disk: 64 hexadecimal digits."""
-        return hmac.new(self._derived(b"names", b""), name, hashlib.sha256).hexdigest()
+        return hmac.digest(self._names, name, "sha256").hex()
 
     def block_key(self, salt: bytes, name: bytes) -> bytes:
         """The key of one file. ``salt`` is random and new for every file, so no key is used twice; the block
@@ -43,7 +39,7 @@ class MachineKey:
         return self._derived(b"block" + name, salt)
 
     def _derived(self, purpose: bytes, salt: bytes) -> bytes:
-        return HKDF(SHA256(), KEY_BYTES, salt=salt, info=b"fleetd kv 1 " + purpose).derive(self.secret)
+        return HKDF(SHA256(), KEY_BYTES, salt=salt, info=b"fleetd kv 1 " + purpose).derive(self._secret)
 
     @classmethod
     def load_or_create(cls, path: Path) -> MachineKey:
@@ -67,5 +63,6 @@ class MachineKey:
 
 def discard(path: Path) -> None:
     """Throw the key away; gone from the disk when this returns. Raises OSError."""
-    path.unlink(missing_ok=True)
-    durable.sync_folder(path.parent)
+    with suppress(FileNotFoundError):
+        path.unlink()
+        durable.sync_folder(path.parent)

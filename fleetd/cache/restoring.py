@@ -20,13 +20,13 @@ from functools import partial
 
 from fleetd import limits
 from fleetd.cache.block_file import BlockHeader
-from fleetd.cache.block_store import BlockStore, CacheUnavailable
-from fleetd.cache.index import Found
+from fleetd.cache.block_store import BlockStore, CacheUnavailable, NotKept
+from fleetd.cache.index import FoundBlocks
 
 Targets = Callable[[int, BlockHeader], Sequence[memoryview]]
 
 
-class State(Enum):
+class RestoreState(Enum):
     LOOKING = auto()
     FOUND = auto()
     READING = auto()
@@ -41,10 +41,10 @@ class Restore:
     model: str
     candidates: Sequence[tuple[str, Sequence[bytes]]]
     due_s: float
-    state: State = State.LOOKING
+    state: RestoreState = RestoreState.LOOKING
     namespace: str = ""
     names: Sequence[bytes] = ()
-    found: Found = field(default_factory=lambda: Found(0, 0, 0.0))
+    found: FoundBlocks = field(default_factory=lambda: FoundBlocks(0, 0, 0.0))
     # Blocks that are in memory, those before ``first`` included; and how long reading took.
     blocks: int = 0
     seconds: float = 0.0
@@ -77,7 +77,7 @@ class BlockReader:
         """Begin to look for the longest beginning."""
         restore = Restore(model, candidates, self._monotonic() + limits.CACHE_LOOKUP_S)
         if self._stuck or not any(names for _, names in candidates):
-            restore.state = State.DONE
+            restore.state = RestoreState.DONE
             return restore
         self._put(lambda store: self._look(store, restore))
         return restore
@@ -86,15 +86,15 @@ class BlockReader:
         """Read the blocks that were found, from number ``first`` on, into ``targets``, which is called on
         the thread; ``worth``: as ``Index.price`` has it."""
         restore._targets, restore._first, restore._worth = targets, first, worth
-        restore.blocks, restore.state = first, State.READING
+        restore.blocks, restore.state = first, RestoreState.READING
         restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S
         self._put(lambda store: self._read(store, restore))
 
     def give_up(self, restore: Restore) -> None:
         """Wait no longer: what is in memory by now counts, nothing that comes later."""
-        if restore.state is not State.DONE and self._monotonic() >= restore.due_s:
+        if restore.state is not RestoreState.DONE and self._monotonic() >= restore.due_s:
             self._stuck = True
-        restore.given_up, restore.state = True, State.DONE
+        restore.given_up, restore.state = True, RestoreState.DONE
         restore._targets = None
 
     def count(self, restore: Restore, tokens: int, n_bytes: int, saved_s: float) -> None:
@@ -118,7 +118,7 @@ class BlockReader:
         while (work := self._work.get()) is not None:
             try:
                 work(store)
-            except CacheUnavailable:
+            except (CacheUnavailable, NotKept):
                 pass  # a miss; the writer tells people of it
             self._stuck = False
         store.close()
@@ -131,7 +131,7 @@ class BlockReader:
                     restore.namespace, restore.names, restore.found = namespace, names, found
         finally:
             if not restore.given_up:
-                restore.state = State.FOUND if restore.found.blocks else State.DONE
+                restore.state = RestoreState.FOUND if restore.found.blocks else RestoreState.DONE
             self._wake()
 
     def _read(self, store: BlockStore, restore: Restore) -> None:
@@ -143,6 +143,8 @@ class BlockReader:
                     return
                 if store.read(restore.names[number], partial(targets, number)) is None:
                     break
+                if restore.given_up:
+                    return  # the caller has taken what was there
                 # In this order: a caller that gives up between the two takes one block less.
                 restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S
                 restore.blocks = number + 1
@@ -150,6 +152,6 @@ class BlockReader:
             restore.seconds = self._monotonic() - begun
             restore._targets = None
             if not restore.given_up:
-                restore.state = State.DONE
+                restore.state = RestoreState.DONE
             self._wake()
         store.price(restore.names[: restore.blocks], restore._worth)

@@ -15,8 +15,7 @@ from functools import partial
 
 from fleetd import limits
 from fleetd.cache.block_file import BlockHeader
-from fleetd.cache.block_store import BlockStore, CacheUnavailable
-from fleetd.cache.index import NoRoom
+from fleetd.cache.block_store import BlockStore, CacheUnavailable, NotKept
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +149,14 @@ class WriteBehind:
         if self.monotonic() < self._again_at:
             return False
         try:
-            priority = store.price(prompt.names, prompt.worth)
-            for number in range(store.find(prompt.names).blocks, len(prompt.names)):
+            blocks = store.prompt(prompt.names, prompt.worth)
+            for number in range(blocks.here, len(prompt.names)):
                 if self._closing_at is not None and self.monotonic() >= self._closing_at:
                     return False
                 n_bytes = store.write(
-                    prompt.names[number],
-                    prompt.model,
+                    blocks,
                     number,
-                    priority,
+                    prompt.model,
                     prompt.header(number),
                     partial(prompt.buffers, number),
                     self._pause,
@@ -167,7 +165,10 @@ class WriteBehind:
                     self._written_bytes += n_bytes
                     self._written_blocks += n_bytes > 0
                     self._note = ""
-        except NoRoom:
+            if blocks.here < len(prompt.names):
+                # What went for them has moved the clock on.
+                store.price(prompt.names, prompt.worth)
+        except NotKept:
             return False
         except CacheUnavailable as error:
             self._again_at = self.monotonic() + limits.CACHE_AGAIN_S

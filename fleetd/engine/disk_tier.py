@@ -20,7 +20,7 @@ from fleetd.cache import block_names
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.pricing import PrefillCost, restore_s, worth_per_gib
-from fleetd.cache.restoring import BlockReader, Restore, State
+from fleetd.cache.restoring import BlockReader, Restore, RestoreState
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.cache.write_behind import BlocksToWrite, WriteBehind, WriterFigures
 from fleetd.engine.prefix_cache import DENSE, Hit, PrefixCache
@@ -181,7 +181,10 @@ class Restoring:
     @property
     def ready(self) -> bool:
         """True if ``step`` has something to do."""
-        return self._restore.state in (State.FOUND, State.DONE) or time.monotonic() >= self._restore.due_s
+        return (
+            self._restore.state in (RestoreState.FOUND, RestoreState.DONE)
+            or time.monotonic() >= self._restore.due_s
+        )
 
     @property
     def due_s(self) -> float:
@@ -196,12 +199,12 @@ class Restoring:
     def step(self) -> Hit | None:
         """Go on, if it is ready. At the end the restored beginning, which has 0 tokens where the disk was of
         no use; None before that."""
-        if self._restore.state is State.FOUND:
+        if self._restore.state is RestoreState.FOUND:
             if not self._pays():
                 return self._none()
             self._read()
             return None
-        if self._restore.state is not State.DONE:
+        if self._restore.state is not RestoreState.DONE:
             if not self.ready:
                 return None
             self.close()

@@ -22,6 +22,9 @@ class Engine:
     kv_budget_bytes: int = 100
     memory_bytes: int = 7
     restarts: int = 0
+    disk_queued_bytes: int = 0
+    disk_written_bytes: int = 0
+    disk_dropped: int = 0
 
 
 def text(metrics: Metrics, accept: str = "") -> str:
@@ -43,7 +46,7 @@ def exercised() -> Metrics:
     metrics.running("m", +1)
     metrics.first_token("m", 400.0)
     metrics.tokens("m", 4, 0.2)
-    metrics.finished("m", "tool_calls", Usage(10, 4, 5), Timings(0.1, 0.2, 0.3), 0.6)
+    metrics.finished("m", "tool_calls", Usage(10, 4, 5), Timings(0.1, 0.2, 0.3, 3, 0.4), 0.6)
     metrics.failed("engine_died")
     metrics.plan("local", "only")
     metrics.auth_failure("host")
@@ -58,6 +61,11 @@ def test_every_name_of_the_contract_is_there() -> None:
         "vllm:kv_cache_usage_perc",
         "vllm:prefix_cache_queries_total",
         "vllm:prefix_cache_hits_total",
+        "fleetd_disk_cache_restored_tokens_total",
+        "fleetd_disk_cache_restore_seconds_bucket",
+        "fleetd_disk_cache_written_bytes_total",
+        "fleetd_disk_cache_dropped_total",
+        "fleetd_disk_cache_queued_bytes",
         "vllm:prompt_tokens_total",
         "vllm:generation_tokens_total",
         "vllm:time_to_first_token_seconds_bucket",

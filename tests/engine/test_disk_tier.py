@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
+import tiny_architectures
 import tiny_models
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
+from fleetd import limits
+from fleetd.cache.block_store import BlockStore
+from fleetd.cache.index import FoundBlocks
 from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.settings import DiskCacheSettings
+from fleetd.engine.architectures import CUT
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.prompt_encoding import prepare
-from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Report, Sampling, TokenPrompt
+from fleetd.engine.protocol import (
+    Accepted,
+    Cancel,
+    Delta,
+    Failed,
+    Finished,
+    Generate,
+    PrefillAlone,
+    Report,
+    Sampling,
+    TokenPrompt,
+)
 from fleetd.engine.scheduler import Scheduler
+from fleetd.engine.shared_prefill import layer_kv
+from fleetd.engine.shared_prefill.layer_kv import as_bytes
+from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("on_cpu")
 SLOW = PrefillCost(token_s=1.0)
-PROMPT = tiny_models.prompt(1100)
 BLOCK = 256
+# Two blocks and more.
+PROMPT = tiny_models.prompt(600)
 
 
 class Turns:
@@ -39,14 +62,8 @@ class Worker:
     def __init__(self, model: Any, tokenizer: Any, settings: DiskCacheSettings, **options: Any) -> None:
         self.events: list[Report] = []
         self.tokenizer = tokenizer
-        self.tier = DiskTier(
-            settings=settings,
-            model=model,
-            model_name="tiny",
-            basis=options.pop("basis", b"this model on this machine"),
-            cost=options.pop("cost", SLOW),
-            most_queued_bytes=1 << 30,
-        )
+        own = {name: options.pop(name) for name in ("basis", "cost") if name in options}
+        self.tier = tier(model, settings, **own)
         self.scheduler = Scheduler(
             model=model,
             tokenizer=tokenizer,
@@ -60,14 +77,23 @@ class Worker:
             **options,
         )
 
-    def ask(self, name: str, tokens: list[int], **fields: Any) -> Finished:
+    def put(self, name: str, tokens: list[int], **fields: Any) -> None:
         request = Generate(name, TokenPrompt(tokens), Sampling(temperature=0.0), 8, **fields)
         self.scheduler.inbox.put(prepare(request, self.tokenizer, tiny_models.VOCAB))
+
+    def turn(self) -> None:
+        assert self.scheduler.turn()
+        self.scheduler.validate()
+
+    def finish(self, name: str) -> Finished:
         while not (ended := [e for e in self.events if isinstance(e, Finished | Failed) and e.id == name]):
-            assert self.scheduler.turn()
-            self.scheduler.validate()
+            self.turn()
         assert isinstance(ended[0], Finished), ended[0]
         return ended[0]
+
+    def ask(self, name: str, tokens: list[int], **fields: Any) -> Finished:
+        self.put(name, tokens, **fields)
+        return self.finish(name)
 
     def text(self, name: str) -> str:
         return "".join(e.text for e in self.events if isinstance(e, Delta) and e.id == name)
@@ -87,11 +113,30 @@ def settings(tmp_path: Path) -> DiskCacheSettings:
     return DiskCacheSettings(str(tmp_path / "kv"), str(tmp_path / "identity" / "kv.key"), 1 << 30)
 
 
-@pytest.mark.parametrize("make", [tiny_models.smollm2, tiny_models.qwen3_06b])
+@pytest.fixture(scope="module")
+def model() -> Any:
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    made = tiny_architectures.tiny("llama", num_hidden_layers=2, vocab_size=tiny_models.VOCAB)
+    mx.set_default_device(before)
+    return made
+
+
+def kept(model: Any, tokenizer: Any, settings: DiskCacheSettings, prompt: list[int], **fields: Any) -> str:
+    """The answer of a worker that ended after it, so that its prompt is on the disk."""
+    worker = Worker(model, tokenizer, settings)
+    worker.ask("kept", prompt, **fields)
+    worker.stop()
+    return worker.text("kept")
+
+
+def blocks_of(settings: DiskCacheSettings) -> list[Path]:
+    return sorted((Path(settings.folder) / "blocks").glob("*"))
+
+
 def test_a_restored_beginning_gives_the_bytes_of_a_computed_one(
-    make: Callable[[], Any], tokenizer: Any, settings: DiskCacheSettings
+    model: Any, tokenizer: Any, settings: DiskCacheSettings
 ) -> None:
-    model = make()
     first = Worker(model, tokenizer, settings)
     cold = first.ask("cold", PROMPT)
     assert (cold.usage.cached_tokens, cold.timings.restored_tokens) == (0, 0)
@@ -99,11 +144,213 @@ def test_a_restored_beginning_gives_the_bytes_of_a_computed_one(
 
     second = Worker(model, tokenizer, settings)
     warm = second.ask("warm", PROMPT)
-    assert (warm.usage.cached_tokens, warm.timings.restored_tokens) == (1024, 1024)
+    assert (warm.usage.cached_tokens, warm.timings.restored_tokens) == (2 * BLOCK, 2 * BLOCK)
     assert second.text("warm") == first.text("cold")
     computed, restored = (w.scheduler.prefix.fetch([*PROMPT, 0], DENSE) for w in (first, second))
     assert computed.tokens == restored.tokens == len(PROMPT)
-    for ours, theirs in zip(computed.cache or [], restored.cache or [], strict=True):
-        assert bytes(memoryview(ours.keys)) == bytes(memoryview(theirs.keys))
-        assert bytes(memoryview(ours.values)) == bytes(memoryview(theirs.values))
+    assert bytes_of(computed.cache) == bytes_of(restored.cache)
     second.stop()
+
+
+def bytes_of(cache: list[Any] | None) -> list[bytes]:
+    assert cache
+    return [
+        as_bytes(part[..., :n, :]).tobytes() for c in cache for n in [c.offset] for part in (c.keys, c.values)
+    ]
+
+
+@pytest.mark.parametrize("kind", sorted(CUT))
+def test_every_family_that_keeps_rows_is_restored_byte_for_byte(
+    kind: str, settings: DiskCacheSettings
+) -> None:
+    model = tiny_architectures.tiny(kind)
+    tokens = [(7 * n + n // 3) % tiny_architectures.VOCAB for n in range(BLOCK + 20)]
+    cache = make_prompt_cache(model)
+    if not DiskTier.suits(cache):
+        assert not all(isinstance(layer, KVCache) for layer in cache)
+        return
+    mx.eval(model(mx.array([tokens[:-1]]), cache=cache))
+    first = tier(model, settings)
+    first.store(tokens[:-1], cache, DENSE, local_only=False)
+    first.close()
+
+    second = tier(model, settings)
+    second.wake = (woken := threading.Semaphore(0)).release
+    restoring = second.begin(tokens, PrefixCache(0), [DENSE], local_only=False)
+    assert restoring is not None
+    while (hit := restoring.step()) is None:
+        assert woken.acquire(timeout=30)
+    assert hit.tokens == BLOCK
+    assert bytes_of(hit.cache) == bytes_of(truncated(cache, BLOCK))
+    second.close()
+
+
+def tier(model: Any, settings: DiskCacheSettings, **options: Any) -> DiskTier:
+    fields = {"basis": b"this model on this machine", "cost": SLOW, "most_queued_bytes": 1 << 30} | options
+    return DiskTier(settings=settings, model=model, model_name="tiny", **fields)
+
+
+def truncated(cache: list[KVCache], tokens: int) -> list[KVCache]:
+    return [layer_kv.truncated(layer, tokens) for layer in cache]
+
+
+def test_what_the_answer_added_is_kept_too(model: Any, tokenizer: Any, settings: DiskCacheSettings) -> None:
+    prompt = tiny_models.prompt(2 * BLOCK - 3)
+    answer = kept(model, tokenizer, settings, prompt)
+    assert len(blocks_of(settings)) == 2
+    # The next turn: what was answered, as tokens, is not known here; its block is there all the same.
+    worker = Worker(model, tokenizer, settings)
+    assert worker.ask("again", prompt).timings.restored_tokens == BLOCK
+    assert worker.text("again") == answer
+    worker.stop()
+
+
+def test_the_rest_of_what_memory_has_comes_from_the_disk(
+    model: Any, tokenizer: Any, settings: DiskCacheSettings
+) -> None:
+    answer = kept(model, tokenizer, settings, PROMPT)
+    worker = Worker(model, tokenizer, settings)
+    # Shorter than a block of its own, so that only memory has it.
+    worker.ask("short", PROMPT[:400])
+    assert worker.ask("long", PROMPT).usage.cached_tokens == 2 * BLOCK
+    ended = [e for e in worker.events if isinstance(e, Finished)]
+    assert [e.timings.restored_tokens for e in ended] == [BLOCK, BLOCK]
+    assert worker.text("long") == answer
+    # And all of it is in memory now.
+    assert worker.ask("once more", PROMPT).timings.restored_tokens == 0
+    assert worker.text("once more") == answer
+    worker.stop()
+
+
+def test_nothing_is_read_where_computing_is_predicted_sooner(
+    model: Any, tokenizer: Any, settings: DiskCacheSettings
+) -> None:
+    kept(model, tokenizer, settings, PROMPT)
+    worker = Worker(model, tokenizer, settings, cost=PrefillCost(token_s=1e-9))
+    assert worker.ask("quick", PROMPT).usage.cached_tokens == 0
+    worker.stop()
+
+
+@pytest.mark.parametrize("harm", ["a damaged block", "all files gone", "another key", "no folder"])
+def test_whatever_is_wrong_with_the_disk_the_answer_is_the_same(
+    model: Any, tokenizer: Any, settings: DiskCacheSettings, harm: str
+) -> None:
+    answer = kept(model, tokenizer, settings, PROMPT)
+    match harm:
+        case "a damaged block":
+            data = blocks_of(settings)[1].read_bytes()
+            blocks_of(settings)[1].write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+        case "all files gone":
+            for block in blocks_of(settings):
+                block.unlink()
+        case "another key":
+            Path(settings.key_file).write_bytes(b"x" * 32)
+        case "no folder":
+            settings = DiskCacheSettings("/proc/no-such-folder", settings.key_file)
+    worker = Worker(model, tokenizer, settings)
+    ended = worker.ask("again", PROMPT)
+    assert ended.usage.cached_tokens < 2 * BLOCK
+    assert worker.text("again") == answer
+    worker.stop()
+    if harm == "no folder":
+        assert worker.tier.figures.dropped
+
+
+@pytest.mark.parametrize(("first", "second"), [(True, False), (False, True)])
+def test_prompts_that_stay_here_are_kept_apart(
+    model: Any, tokenizer: Any, settings: DiskCacheSettings, first: bool, second: bool
+) -> None:
+    answer = kept(model, tokenizer, settings, PROMPT, local_only=first)
+    worker = Worker(model, tokenizer, settings)
+    assert worker.ask("other", PROMPT, local_only=second).timings.restored_tokens == 0
+    assert worker.text("other") == answer
+    worker.stop()
+    again = Worker(model, tokenizer, settings)
+    assert again.ask("same", PROMPT, local_only=first).timings.restored_tokens == 2 * BLOCK
+    again.stop()
+
+
+def test_another_basis_is_another_prompt(model: Any, tokenizer: Any, settings: DiskCacheSettings) -> None:
+    kept(model, tokenizer, settings, PROMPT)
+    worker = Worker(model, tokenizer, settings, basis=b"another version of a library")
+    assert worker.ask("new", PROMPT).timings.restored_tokens == 0
+    worker.stop()
+
+
+def test_several_prompts_are_restored_beside_answers_that_run(
+    model: Any, tokenizer: Any, settings: DiskCacheSettings
+) -> None:
+    prompts = {f"p{seed}": tiny_models.prompt(600 + seed, seed) for seed in range(3)}
+    answers = {name: kept(model, tokenizer, settings, prompt) for name, prompt in prompts.items()}
+    worker = Worker(model, tokenizer, settings)
+    for name, prompt in prompts.items():
+        worker.put(name, prompt)
+    ended = [worker.finish(name) for name in prompts]
+    assert [e.timings.restored_tokens for e in ended] == [2 * BLOCK] * 3
+    assert {name: worker.text(name) for name in prompts} == answers
+    worker.stop()
+
+
+def test_a_prompt_that_is_cancelled_while_it_is_restored_leaves_nothing(
+    model: Any, tokenizer: Any, settings: DiskCacheSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept(model, tokenizer, settings, PROMPT)
+    go_on, real = threading.Event(), BlockStore.read
+
+    def waiting(self: BlockStore, *args: Any) -> Any:
+        assert go_on.wait(30)
+        return real(self, *args)
+
+    monkeypatch.setattr(BlockStore, "read", waiting)
+    worker = Worker(model, tokenizer, settings)
+    worker.put("gone", PROMPT)
+    while not (known := worker.scheduler._prefilling) or (r := known[0].restoring) is None or not r._cache:
+        worker.turn()
+    worker.scheduler.inbox.put(Cancel("gone"))
+    assert worker.finish("gone").reason == "cancelled"
+    assert not worker.scheduler.busy
+    assert worker.scheduler.budget.used_bytes == 0
+    go_on.set()
+    assert worker.ask("next", PROMPT).usage.prompt_tokens == len(PROMPT)
+    worker.stop()
+
+
+def test_a_disk_that_hangs_costs_a_bounded_wait(
+    model: Any, tokenizer: Any, settings: DiskCacheSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = kept(model, tokenizer, settings, PROMPT)
+    go_on = threading.Event()
+    monkeypatch.setattr(limits, "CACHE_LOOKUP_S", 0.01)
+    monkeypatch.setattr(BlockStore, "find", lambda self, names: go_on.wait(30) and FoundBlocks(0, 0, 0.0))
+    worker = Worker(model, tokenizer, settings)
+    assert worker.ask("first", PROMPT).usage.cached_tokens == 0
+    assert worker.text("first") == answer
+    go_on.set()
+    worker.stop()
+
+
+def test_a_model_that_forgets_is_not_kept_in_rows() -> None:
+    assert DiskTier.suits([KVCache(), KVCache()])
+    assert not DiskTier.suits([KVCache(), RotatingKVCache(32)])
+    assert not DiskTier.suits([])
+
+
+def test_a_prompt_that_others_may_help_with_is_restored_before_they_are_asked(
+    model: Any, tokenizer: Any, settings: DiskCacheSettings
+) -> None:
+    prompt = PROMPT
+    answer = kept(model, tokenizer, settings, prompt)
+    sharable = Sharable.of(Stage.of(model), "cpu", {"mlx-lm": "1"})
+    worker = Worker(model, tokenizer, settings, sharable=sharable)
+    worker.put("shared", [*prompt, *prompt], shared=True)
+    while not (accepted := [e for e in worker.events if isinstance(e, Accepted)]):
+        worker.turn()
+    assert (accepted[0].cached, accepted[0].waits, accepted[0].exact) == (2 * BLOCK, True, True)
+    worker.scheduler.inbox.put(PrefillAlone("shared"))
+    assert worker.finish("shared").usage.cached_tokens == 2 * BLOCK
+    # One too short to be shared is accepted once, and computed here.
+    worker.put("short", prompt, shared=True)
+    worker.finish("short")
+    assert worker.text("short") == answer
+    assert [e.id for e in worker.events if isinstance(e, Accepted)] == ["shared", "short"]
+    worker.stop()

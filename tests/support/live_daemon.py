@@ -102,15 +102,32 @@ class LiveDaemon:
             "127.0.0.1:0",
             *flags,
         ]
-        env = clean | ours | settings
+        self._command, self._env = [*enter, *command], clean | ours | settings
+        self._programs = None if enter or not forked_programs.AVAILABLE else programs
         self.process: subprocess.Popen[bytes] | ForkedProgram
+        self._start()
+
+    def _start(self) -> None:
         with self.log.open("ab") as out:
-            if programs is not None and forked_programs.AVAILABLE and not enter:
-                self.process = programs.popen(command, env=env, cwd=REPO, log=out.fileno())
+            if self._programs is not None:
+                self.process = self._programs.popen(self._command, env=self._env, cwd=REPO, log=out.fileno())
             else:
                 self.process = subprocess.Popen(
-                    [*enter, *command], cwd=REPO, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out
+                    self._command,
+                    cwd=REPO,
+                    env=self._env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
                 )
+
+    def restart(self, **settings: str) -> None:
+        """Stop it, if it runs, and start it again on the same home, with these settings besides."""
+        if self.process.poll() is None:
+            self.stop()
+        self._env |= settings
+        self._start()
+        self.__enter__()
 
     def __enter__(self) -> LiveDaemon:
         """Wait until it is ready; raises AssertionError with its log if it ends before."""

@@ -1,0 +1,57 @@
+"""A real daemon keeps prompts on the disk: warm after a restart and a crash, and cleared when told to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import openai
+import pytest
+from live_daemon import LiveDaemon, until
+
+pytestmark = pytest.mark.model
+
+MODEL = "smollm2-135m"
+LONG = " ".join(f"On day {day} the ship was {day * 37 % 101} miles from the coast." for day in range(48))
+
+
+def ask(daemon: LiveDaemon, text: str, **fields: Any) -> Any:
+    with openai.OpenAI(base_url=daemon.base_url, api_key=daemon.key, max_retries=0, timeout=90) as client:
+        messages: Any = [{"role": "user", "content": text}]
+        return client.chat.completions.create(
+            model=MODEL, messages=messages, max_tokens=4, temperature=0, logprobs=True, **fields
+        )
+
+
+def restored(reply: Any) -> int:
+    return int(reply.timings.get("restored_n", 0))
+
+
+def test_a_prompt_is_read_once_whatever_happens_to_the_daemon(
+    make_daemon: Callable[..., LiveDaemon],
+) -> None:
+    daemon = make_daemon()
+    first = ask(daemon, LONG)
+    whole_blocks = (first.usage.prompt_tokens - 1) // 256 * 256
+    assert (first.usage.prompt_tokens_details.cached_tokens, restored(first)) == (0, 0)
+    assert whole_blocks >= 512
+
+    daemon.restart()
+    second = ask(daemon, LONG)
+    assert second.usage.prompt_tokens_details.cached_tokens == restored(second) == whole_blocks
+    assert second.choices == first.choices
+    until(lambda: daemon.control("GET", "/fleet/v1/cache")["models"][0]["hits"] == 1)
+    told = daemon.fleetctl("trace", daemon.control("GET", "/fleet/v1/traces?last=1")["traces"][0]["id"])
+    assert f"({whole_blocks:,} from the disk)" in told.stdout
+
+    daemon.kill()
+    daemon.restart()
+    third = ask(daemon, LONG)
+    assert restored(third) == whole_blocks
+    assert third.choices == first.choices
+
+    assert "are gone" in daemon.fleetctl("cache", "clear", "--yes").stdout
+    # From memory they are gone, too.
+    again = ask(daemon, LONG)
+    assert again.usage.prompt_tokens_details.cached_tokens == 0
+    assert again.choices == first.choices

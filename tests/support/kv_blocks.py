@@ -1,0 +1,69 @@
+"""Blocks of made-up bytes, which follow from their names, for tests of the disk cache."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from fleetd import limits
+from fleetd.cache import block_names
+from fleetd.cache.block_file import BlockDamaged, BlockHeader
+from fleetd.cache.block_store import BlockStore
+from fleetd.cache.settings import DiskCacheSettings
+
+LAYOUT = "test"
+BASIS = b"one model on one machine"
+
+
+def settings(home: Path, quota_bytes: int = 1 << 30) -> DiskCacheSettings:
+    return DiskCacheSettings(str(home / "cache" / "kv"), str(home / "identity" / "kv.key"), quota_bytes)
+
+
+def prompt(seed: int, blocks: int, basis: bytes = BASIS, namespace: str = "dense") -> list[bytes]:
+    """Names of the blocks of one prompt; those of another seed begin otherwise."""
+    tokens = [seed] * (blocks * limits.CACHE_BLOCK_TOKENS)
+    return block_names.names(basis, namespace, tokens)
+
+
+def payload(name: bytes, size: int = 500) -> bytes:
+    return (hashlib.sha256(b"payload" + name).digest() * (size // 32 + 1))[:size]
+
+
+def header(number: int, size: int = 500) -> BlockHeader:
+    return BlockHeader(LAYOUT, number + 1, [size - size // 2, size // 2])
+
+
+def buffers(name: bytes, size: int = 500) -> list[memoryview]:
+    whole = memoryview(payload(name, size))
+    return [whole[: size - size // 2], whole[size - size // 2 :]]
+
+
+def write(
+    store: BlockStore, names: Sequence[bytes], size: int = 500, model: str = "tiny", worth: float = 1.0
+) -> int:
+    """Write a prompt's blocks; returns the bytes written."""
+    prompt = store.prompt(names, worth)
+    written = sum(
+        store.write(prompt, number, model, header(number, size), partial(buffers, name, size))
+        for number, name in enumerate(names)
+    )
+    store.price(names, worth)
+    return written
+
+
+def read(store: BlockStore, name: bytes, number: int, size: int = 500) -> bytes | None:
+    """A block's payload; None if it is not there."""
+    whole = bytearray(size)
+
+    def targets(found: BlockHeader) -> list[memoryview]:
+        if found != header(number, size):
+            raise BlockDamaged("not what was expected")
+        return [memoryview(whole)[: size - size // 2], memoryview(whole)[size - size // 2 :]]
+
+    return None if store.read(name, targets) is None else bytes(whole)
+
+
+def files(chosen: DiskCacheSettings) -> list[Path]:
+    return sorted((Path(chosen.folder) / "blocks").glob("*"))
