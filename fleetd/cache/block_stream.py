@@ -85,3 +85,5 @@ def receive(receiver: SealedReceiver, numbers: range, targets: Targets, came: Ca
                 raise PeerWrong("It sent half a block.")
         if not came(number):
             return
+    if receiver.receive_into(bytearray(1)):
+        raise PeerWrong("It sent more than it was asked for.")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from fleetd.cache.block_store import BlockStore, CacheUnavailable
-from fleetd.cache.index import Found
+from fleetd.cache.index import FoundBlocks
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.control.cache_report import CacheReport
 from fleetd.errors import ConfigError
@@ -54,15 +54,15 @@ class DiskCache:
         """For one thread, which closes it."""
         return BlockStore(self._settings)
 
-    def find(self, names: Sequence[bytes]) -> Found:
+    def find(self, names: Sequence[bytes]) -> FoundBlocks:
         """How many of these blocks, from the first on, are here; none where the disk cannot tell."""
         if not self._on:
-            return Found(0, 0, 0.0)
+            return FoundBlocks(0, 0, 0.0)
         with self._lock:
             try:
                 return self._store.find(names)
             except CacheUnavailable:
-                return Found(0, 0, 0.0)
+                return FoundBlocks(0, 0, 0.0)
 
     def report(self) -> CacheReport:
         """Never fails: what cannot be told is named in the note."""

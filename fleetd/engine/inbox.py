@@ -11,6 +11,7 @@ from fleetd.engine.protocol import (
     AssistPrefill,
     Cancel,
     DraftFor,
+    FetchBlocks,
     FreeMemory,
     IdleTime,
     PrefillAlone,
@@ -29,6 +30,7 @@ Item = (
     | ScoringLayout
     | PrefillShared
     | PrefillAlone
+    | FetchBlocks
     | AssistPrefill
     | DraftFor
     | FreeMemory

@@ -37,6 +37,7 @@ from fleetd.engine.protocol import (
     Cancel,
     DraftFor,
     Failed,
+    FetchBlocks,
     FreeMemory,
     Generate,
     IdleTime,
@@ -173,7 +174,7 @@ class Front:
                                 self._preparing[request_id] = True
                                 continue
                         self._compute.tell(command)
-                    case PrefillShared() | PrefillAlone() | AssistPrefill() | DraftFor():
+                    case PrefillShared() | PrefillAlone() | FetchBlocks() | AssistPrefill() | DraftFor():
                         self._compute.tell(command)
                     case IdleTime() | FreeMemory():
                         self._compute.tell(command)

@@ -52,11 +52,11 @@ class BlockFetching(PipelineStep):
             request.generate = msgspec.structs.replace(request.generate, fetches=True)
 
     def _sources(self, model: str) -> list[Member]:
-        """The machines to ask, those with the fastest links first."""
+        """The machines to ask, those with the fastest links first. They need not have the model any more."""
         own = self.members.here().model(model)
         if own is None or not own.digest:
             return []
-        found = [member for member in self.members.others("fetch") if eligible(member, own.digest) is None]
+        found = [member for member in self.members.others("fetch") if eligible(member) is None]
         return sorted(found, key=lambda member: -member.bytes_per_s)[: limits.FETCH_ASKED]
 
     async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:

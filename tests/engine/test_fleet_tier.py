@@ -1,0 +1,306 @@
+"""Keys and values from another machine are those that computing gives, and no failure of it is waited for."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import tiny_architectures
+import tiny_models
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from test_disk_tier import BLOCK, SLOW, Worker
+
+from fleetd import limits
+from fleetd.cache import block_names, block_stream
+from fleetd.cache.block_file import BlockHeader
+from fleetd.cache.block_store import BlockStore
+from fleetd.cache.settings import DiskCacheSettings
+from fleetd.engine.protocol import BLOCKS, Cancel, FetchBlocks, Fetched, Finished, Lacking, StreamTag
+from fleetd.errors import FleetError
+from fleetd.sealed.stream import SealedSender
+
+pytestmark = pytest.mark.usefixtures("on_cpu")
+# Three blocks and more.
+PROMPT = tiny_models.prompt(900)
+WHOLE = 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer(chain_path: Path) -> Any:
+    return load_tokenizer(chain_path)
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    made = tiny_architectures.tiny("llama", num_hidden_layers=2, vocab_size=tiny_models.VOCAB)
+    mx.set_default_device(before)
+    return made
+
+
+def settings_in(folder: Path) -> DiskCacheSettings:
+    return DiskCacheSettings(str(folder / "kv"), str(folder / "identity" / "kv.key"), 1 << 30)
+
+
+class Machines:
+    """One that has read PROMPT and keeps it, ``there``, and one that has not, ``here``."""
+
+    def __init__(self, model: Any, tokenizer: Any, root: Path) -> None:
+        self.settings = settings_in(root / "there")
+        there = Worker(model, tokenizer, self.settings)
+        there.ask("first", PROMPT)
+        there.stop()
+        self.expected = there.text("first")
+        self.here = Worker(model, tokenizer, settings_in(root / "here"))
+        self.threads: list[threading.Thread] = []
+
+    def ask(self, **fields: Any) -> None:
+        self.here.put("second", PROMPT, fetches=True, **fields)
+
+    def lacking(self) -> Lacking:
+        while not (found := [e for e in self.here.events if isinstance(e, Lacking)]):
+            self.here.turn()
+        return found[0]
+
+    def decide(self, blocks: int) -> None:
+        self.here.scheduler.tell(FetchBlocks("second", blocks))
+
+    def send(
+        self, work: Callable[[socket.socket, SealedSender, list[bytes]], None], blocks: int = WHOLE
+    ) -> None:
+        """``work`` is what the other machine does with its end of the stream."""
+        names = [block_names.kept_as(name, local_only=False) for name in self.lacking().names[:blocks]]
+        near, far = socket.socketpair()
+        key = os.urandom(32)
+        self.here.scheduler.put_stream(StreamTag("second", BLOCKS, key, "connector"), near)
+        self.decide(blocks)
+
+        def run() -> None:
+            with far, suppress(FleetError, OSError):
+                work(far, SealedSender(far, key, "acceptor"), names)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        self.threads.append(thread)
+
+    def honest(self, sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        store = BlockStore(self.settings)
+        block_stream.send(sender, names, store.read)
+        store.close()
+
+    def finish(self) -> tuple[Finished, Fetched | None]:
+        done = self.here.finish("second")
+        assert self.here.text("second") == self.expected
+        told = [e for e in self.here.events if isinstance(e, Fetched)]
+        return done, told[0] if told else None
+
+
+@pytest.fixture
+def machines(model: Any, tokenizer: Any, tmp_path: Path) -> Iterator[Machines]:
+    made = Machines(model, tokenizer, tmp_path)
+    yield made
+    made.here.stop()
+    for thread in made.threads:
+        thread.join(10)
+
+
+def test_what_another_machine_has_read_is_not_read_again(machines: Machines) -> None:
+    machines.ask()
+    lacking = machines.lacking()
+    assert len(lacking.names) == len(lacking.computed_s) == WHOLE
+    assert lacking.computed_s == pytest.approx([SLOW.seconds(0, BLOCK * (i + 1)) for i in range(WHOLE)])
+    machines.send(machines.honest)
+    done, told = machines.finish()
+    assert (done.usage.cached_tokens, done.timings.fetched_tokens) == (WHOLE * BLOCK, WHOLE * BLOCK)
+    assert told is not None
+    assert (told.blocks, told.n_bytes, told.code) == (WHOLE, WHOLE * lacking.block_bytes, "")
+
+
+def test_what_came_lies_on_the_own_disk_afterwards(
+    machines: Machines, model: Any, tokenizer: Any, tmp_path: Path
+) -> None:
+    machines.ask()
+    machines.send(machines.honest)
+    machines.finish()
+    machines.here.stop()
+    again = Worker(model, tokenizer, settings_in(tmp_path / "here"))
+    done = again.ask("third", PROMPT, fetches=True)
+    assert done.timings.restored_tokens == WHOLE * BLOCK
+    assert not [e for e in again.events if isinstance(e, Lacking)]
+    again.stop()
+
+
+def test_only_what_lacks_is_asked_for(machines: Machines) -> None:
+    machines.here.ask("begun", PROMPT[: BLOCK + 10])
+    machines.ask()
+    assert len(machines.lacking().names) == WHOLE - 1
+    machines.send(machines.honest, WHOLE - 1)
+    done, _ = machines.finish()
+    assert done.timings.fetched_tokens == (WHOLE - 1) * BLOCK
+    assert done.usage.cached_tokens == WHOLE * BLOCK
+
+
+def test_a_machine_that_has_less_than_it_said_gives_what_it_has(machines: Machines) -> None:
+    def two(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        machines.honest(sock, sender, names[:2])
+
+    machines.ask()
+    machines.send(two)
+    done, told = machines.finish()
+    assert done.timings.fetched_tokens == 2 * BLOCK
+    assert told is not None
+    assert told.code == ""
+
+
+def test_nothing_comes_where_the_daemon_says_so(machines: Machines) -> None:
+    machines.ask()
+    machines.lacking()
+    machines.decide(0)
+    done, told = machines.finish()
+    assert (done.timings.fetched_tokens, told) == (0, None)
+
+
+def test_a_daemon_that_says_nothing_is_not_waited_for(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "FETCH_DECIDE_S", 0.05)
+    machines.ask()
+    done, told = machines.finish()
+    assert (done.timings.fetched_tokens, told) == (0, None)
+
+
+def test_a_prompt_that_may_not_leave_is_not_asked_for(machines: Machines) -> None:
+    machines.ask(local_only=True)
+    machines.finish()
+    assert not [e for e in machines.here.events if isinstance(e, Lacking)]
+
+
+def damaged(machines: Machines, change: Callable[[int, memoryview], None]) -> Callable[..., None]:
+    """Blocks sent with other bytes than those on the disk."""
+
+    def work(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        store = BlockStore(machines.settings)
+        count = iter(range(len(names)))
+
+        def read(name: bytes, targets: Callable[[BlockHeader], Any]) -> BlockHeader | None:
+            held: list[memoryview] = []
+
+            def kept(header: BlockHeader) -> Any:
+                buffers = targets(header)
+                held.extend(buffers)
+                return buffers
+
+            header = store.read(name, kept)
+            number = next(count)
+            for buffer in held:
+                change(number, buffer)
+            return header
+
+        block_stream.send(sender, names, read)
+        store.close()
+
+    return work
+
+
+def every_byte(number: int, buffer: memoryview) -> None:
+    buffer[:] = bytes(b ^ 1 for b in buffer)
+
+
+def not_a_number(number: int, buffer: memoryview) -> None:
+    if number == 1:
+        buffer[:4] = b"\xff\xff\xff\x7f"
+
+
+@pytest.mark.parametrize("change", [every_byte, not_a_number])
+def test_other_bytes_are_found_and_not_used(machines: Machines, change: Callable[..., None]) -> None:
+    machines.ask()
+    machines.send(damaged(machines, change))
+    done, told = machines.finish()
+    assert (done.timings.fetched_tokens, done.usage.cached_tokens) == (0, 0)
+    assert told is not None
+    assert (told.code, told.blocks) == ("peer_wrong", 0)
+
+
+def broken_seal(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+    sock.sendall(os.urandom(100_000))
+
+
+def no_block(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+    sender.send(b"\xff\xff\xff\xff" + bytes(100))
+    sender.finish()
+
+
+def half_a_header(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+    sender.send(b"\x10\x00\x00\x00abc")
+    sender.finish()
+
+
+def gone(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+    pass
+
+
+@pytest.mark.parametrize("work", [broken_seal, no_block, half_a_header, gone])
+def test_a_stream_that_is_not_one_costs_nothing_but_itself(
+    machines: Machines, work: Callable[..., None]
+) -> None:
+    machines.ask()
+    machines.send(work)
+    done, told = machines.finish()
+    assert done.timings.fetched_tokens == 0
+    assert told is not None
+    assert told.code in ("seal_broken", "peer_lost", "peer_wrong")
+
+
+def test_a_machine_that_stalls_is_given_up_and_what_came_counts(
+    machines: Machines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "FETCH_BLOCK_S", 0.5)
+    over = threading.Event()
+
+    def stalls(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        class Stalled(Exception):
+            pass
+
+        store = BlockStore(machines.settings)
+
+        def read(name: bytes, targets: Callable[[BlockHeader], Any]) -> BlockHeader | None:
+            if name == names[1]:
+                raise Stalled
+            return store.read(name, targets)
+
+        try:
+            block_stream.send(sender, names, read)
+        except Stalled:
+            over.wait(60)
+        store.close()
+
+    machines.ask()
+    machines.send(stalls)
+    done, told = machines.finish()
+    over.set()
+    assert done.timings.fetched_tokens in (0, BLOCK)
+    assert told is not None
+    assert told.code == "peer_late"
+
+
+def test_a_request_that_is_cancelled_meanwhile_leaves_nothing(machines: Machines) -> None:
+    over = threading.Event()
+
+    def waits(sock: socket.socket, sender: SealedSender, names: list[bytes]) -> None:
+        over.wait(60)
+
+    machines.ask()
+    machines.send(waits)
+    machines.here.turn()
+    machines.here.scheduler.tell(Cancel("second"))
+    assert machines.here.finish("second").reason == "cancelled"
+    over.set()
+    machines.here.scheduler.validate()

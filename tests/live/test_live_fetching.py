@@ -1,0 +1,80 @@
+"""A prompt that one machine has read is not read again by another: its keys and values are fetched."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forked_programs import Programs
+from live_daemon import LiveDaemon, until
+from live_fleet import LiveFleet, answer, body
+
+pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.timeout(300)]
+
+SMOL = "smollm2-135m"
+NAMES = ("alpha", "beta")
+WRITTEN_S = 60.0
+WORDS = ["the", "of", "and", "to", "in", "is", "that", "for", "it", "was", "on", "are", "as", "with", "they"]
+
+
+@pytest.fixture(scope="module")
+def pair(live_models: Path, short_dir: Path, programs: Programs) -> Iterator[LiveFleet]:
+    """Two machines that have the same model, which neither has loaded."""
+    with LiveFleet(
+        short_dir / "fetching", {name: [live_models / SMOL] for name in NAMES}, programs=programs
+    ) as fleet:
+        fleet.until_usable()
+        yield fleet
+
+
+def prompt(seed: int, words: int) -> str:
+    """Begins with what no other one begins with."""
+    draw = random.Random(seed)
+    return f"{seed}: " + " ".join(draw.choice(WORDS) for _ in range(words))
+
+
+def ask(daemon: LiveDaemon, text: str, **fields: Any) -> dict[str, Any]:
+    status, _, got = answer(daemon, body(SMOL, text, max_tokens=8, logprobs=True, **fields))
+    assert status == 200, got
+    return got
+
+
+def essence(got: dict[str, Any]) -> Any:
+    return got["choices"][0]["message"], got["choices"][0]["logprobs"]
+
+
+def read_by(fleet: LiveFleet, name: str, other: str, text: str, **fields: Any) -> dict[str, Any]:
+    """The machine's answer, once the prompt's keys and values lie on its disk. Then only the other one has an
+    engine, so that it answers alone."""
+    fleet.load(name, SMOL, seen_by=other)
+    before = kept_tokens(fleet[name])
+    got = ask(fleet[name], text, **fields)
+    until(lambda: kept_tokens(fleet[name]) >= before + 768, WRITTEN_S)
+    fleet[name].control("POST", "/fleet/v1/models/unload", {"model": SMOL})
+    fleet.load(other, SMOL, seen_by=name)
+    return got
+
+
+def kept_tokens(daemon: LiveDaemon) -> int:
+    models = daemon.control("GET", "/fleet/v1/cache")["models"]
+    return sum(model["block_tokens"] for model in models)
+
+
+def test_what_another_machine_has_read_is_fetched(pair: LiveFleet) -> None:
+    text = prompt(1, 900)
+    first = read_by(pair, *NAMES, text)
+    second = ask(pair["beta"], text)
+    assert second["timings"]["fetched_n"] >= 768
+    assert essence(first) == essence(second)
+
+
+def test_what_may_not_leave_a_machine_is_not_found_there(pair: LiveFleet) -> None:
+    text = prompt(2, 900)
+    pair["beta"].control("POST", "/fleet/v1/models/unload", {"model": SMOL})
+    read_by(pair, *NAMES, text, local_only=True)
+    second = ask(pair["beta"], text)
+    assert "fetched_n" not in second["timings"]
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
