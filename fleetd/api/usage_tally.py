@@ -91,6 +91,8 @@ def _work(
             decode_s=max((event.timings.decode_s for event in events), default=0.0),
             restored_tokens=sum(event.timings.restored_tokens for event in events),
             restore_s=max((event.timings.restore_s for event in events), default=0.0),
+            fetched_tokens=sum(event.timings.fetched_tokens for event in events),
+            fetch_s=max((event.timings.fetch_s for event in events), default=0.0),
         ),
         streams=max(1, len(events)),
         not_prefilled=sum(each.dropped_tokens for each in found if each.form == "sparse"),
