@@ -138,13 +138,12 @@ class BlockReader:
         begun = self._monotonic()
         try:
             for number in range(restore._first, restore.found.blocks):
-                targets = restore._targets
-                if restore.given_up or targets is None:
+                if (targets := restore._targets) is None:
                     return
                 if store.read(restore.names[number], partial(targets, number)) is None:
                     break
-                if restore.given_up:
-                    return  # the caller has taken what was there
+                if restore._targets is None:
+                    return  # given up: the caller has taken what was there
                 # In this order: a caller that gives up between the two takes one block less.
                 restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S
                 restore.blocks = number + 1
