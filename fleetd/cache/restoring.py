@@ -135,10 +135,10 @@ class BlockReader:
             self._wake()
 
     def _read(self, store: BlockStore, restore: Restore) -> None:
-        begun = self._monotonic()
+        begun, targets = self._monotonic(), restore._targets
         try:
             for number in range(restore._first, restore.found.blocks):
-                if (targets := restore._targets) is None:
+                if targets is None or restore.given_up:
                     return
                 if store.read(restore.names[number], partial(targets, number)) is None:
                     break
@@ -149,7 +149,8 @@ class BlockReader:
                 restore.blocks = number + 1
         finally:
             restore.seconds = self._monotonic() - begun
-            restore._targets = None
+            # Before the caller hears of it: while they exist, MLX copies what it adds to.
+            restore._targets = targets = None
             if not restore.given_up:
                 restore.state = RestoreState.DONE
             self._wake()

@@ -303,7 +303,7 @@ class Scheduler(ComputeLoop):
             return
         sequence.restoring = None
         if hit.tokens:
-            sequence.hit = hit
+            sequence.hit, sequence.cached = hit, hit.tokens
             sequence.restored, sequence.restore_s = restoring.tokens, restoring.seconds
         if not sequence.accepted:
             self._accept(sequence)
