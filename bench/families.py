@@ -19,6 +19,7 @@ from bench.scenarios import (
     fleet_sessions,
     fleet_work,
     host_time,
+    kept_prompts,
     modelled,
     never_slower,
     one_card,
@@ -117,6 +118,13 @@ FAMILIES = {
     "batching": Family("Eight streams at once", 3, 1, batching.measure, (*_SERVED, *_scenario("batching"))),
     "prefill": Family("Prefill on the CPU", 5, 1, prefill.measure, (*_WORKER, *_scenario("prefill"))),
     "turns": Family("Second turn of a chat", 5, 1, turns.measure, (*_SERVED, *_scenario("turns"))),
+    "kept": Family(
+        "Prompts kept on the disk",
+        5,
+        1,
+        kept_prompts.measure,
+        (*_SERVED, "fleetd/cache", "fleetd/sealed", *_scenario("kept_prompts")),
+    ),
     "service": Family("The daemon", 10, 3, service.measure, ("fleetd", "fleetctl", *_scenario("service"))),
     "streams": Family(
         "Sealed streams", 10, 3, sealed_streams.measure, ("fleetd/sealed", *_scenario("sealed_streams"))

@@ -104,7 +104,7 @@ class BlockStore:
         with self._open() as (index, key):
             file_name = key.file_name(name)
             try:
-                with open(self._blocks / file_name, "rb", buffering=0) as file:
+                with open(self._path(file_name), "rb", buffering=0) as file:
                     return block_file.unseal(key, name, _filler(file), targets)
             except (OSError, BlockDamaged):
                 self._delete_file(file_name)
@@ -171,7 +171,7 @@ class BlockStore:
         self, file_name: str, pieces: Iterator[memoryview], pause: Callable[[float], None]
     ) -> None:
         fd = os.open(
-            self._blocks / file_name,
+            self._path(file_name),
             os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW,
             durable.PRIVATE_FILE,
         )
@@ -191,8 +191,13 @@ class BlockStore:
             raise CacheUnavailable("the disk is full")
 
     def _delete_file(self, file_name: str) -> None:
-        (self._blocks / file_name).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            os.unlink(self._path(file_name))
         self._at("deleted")
+
+    def _path(self, file_name: str) -> str:
+        # No Path: it keeps the table in which it interns every name that it has seen.
+        return f"{self._blocks}/{file_name}"
 
     # ---- figures -----------------------------------------------------------------------------------------
 

@@ -135,22 +135,22 @@ class BlockReader:
             self._wake()
 
     def _read(self, store: BlockStore, restore: Restore) -> None:
-        begun = self._monotonic()
+        begun, targets = self._monotonic(), restore._targets
         try:
             for number in range(restore._first, restore.found.blocks):
-                targets = restore._targets
-                if restore.given_up or targets is None:
+                if targets is None or restore.given_up:
                     return
                 if store.read(restore.names[number], partial(targets, number)) is None:
                     break
-                if restore.given_up:
-                    return  # the caller has taken what was there
+                if restore._targets is None:
+                    return  # given up: the caller has taken what was there
                 # In this order: a caller that gives up between the two takes one block less.
                 restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S
                 restore.blocks = number + 1
         finally:
             restore.seconds = self._monotonic() - begun
-            restore._targets = None
+            # Before the caller hears of it: while they exist, MLX copies what it adds to.
+            restore._targets = targets = None
             if not restore.given_up:
                 restore.state = RestoreState.DONE
             self._wake()

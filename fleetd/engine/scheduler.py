@@ -315,7 +315,7 @@ class Scheduler(ComputeLoop):
             return
         sequence.restoring = None
         if hit.tokens:
-            sequence.hit = hit
+            sequence.hit, sequence.cached = hit, hit.tokens
             sequence.restored, sequence.restore_s = restoring.tokens, restoring.seconds
         self._ask_others(sequence)
         if not sequence.accepted and sequence.fetching is None:

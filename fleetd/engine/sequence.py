@@ -126,7 +126,7 @@ class ScheduledSequence:
                 reasoning_tokens=self.text.reasoning_tokens,
             ),
             Timings(
-                queue_s=started - self.arrived_s - self.restore_s - self.fetch_s,
+                queue_s=max(0.0, started - self.arrived_s - self.restore_s - self.fetch_s),
                 # The last prompt token is computed by the first decode step.
                 prefill_s=first - started if first else self.prefill_s,
                 decode_s=self.last_s - first if first else 0.0,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import shutil
 import sqlite3
 import stat
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -328,14 +330,14 @@ def test_prompts_through_a_small_quota(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_ten_thousand_prompts_through_a_small_quota(tmp_path: Path) -> None:
-    import tracemalloc
-
     settings = kv_blocks.settings(tmp_path, SMALL)
     many(settings, 500)
     tracemalloc.start()
     many(settings, 1000)
+    gc.collect()
     before, _ = tracemalloc.get_traced_memory()
     many(settings, 10_000)
+    gc.collect()
     after, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert after - before < 200_000

@@ -159,7 +159,14 @@ def bytes_of(cache: list[Any] | None) -> list[bytes]:
     ]
 
 
-@pytest.mark.parametrize("kind", sorted(CUT))
+# The rest under the long marker: all of them take half a minute.
+SAMPLE = {"llama", "deepseek_v3", "qwen3_moe"}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.long) for kind in sorted(CUT)],
+)
 def test_every_family_that_keeps_rows_is_restored_byte_for_byte(
     kind: str, settings: DiskCacheSettings
 ) -> None:

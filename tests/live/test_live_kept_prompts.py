@@ -1,4 +1,4 @@
-"""A real daemon keeps prompts on the disk: warm after a restart and a crash, and cleared when told to."""
+"""A real daemon keeps prompts on the disk: warm after a restart, and cleared when told to."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import openai
 import pytest
 from live_daemon import LiveDaemon, until
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 MODEL = "smollm2-135m"
-LONG = " ".join(f"On day {day} the ship was {day * 37 % 101} miles from the coast." for day in range(48))
+LONG = " ".join(f"On day {day} the ship was {day * 37 % 101} miles from the coast." for day in range(30))
 
 
 def ask(daemon: LiveDaemon, text: str, **fields: Any) -> Any:
@@ -27,14 +27,14 @@ def restored(reply: Any) -> int:
     return int(reply.timings.get("restored_n", 0))
 
 
-def test_a_prompt_is_read_once_whatever_happens_to_the_daemon(
+def test_a_prompt_is_read_once_also_after_a_restart_until_it_is_cleared(
     make_daemon: Callable[..., LiveDaemon],
 ) -> None:
     daemon = make_daemon()
     first = ask(daemon, LONG)
     whole_blocks = (first.usage.prompt_tokens - 1) // 256 * 256
     assert (first.usage.prompt_tokens_details.cached_tokens, restored(first)) == (0, 0)
-    assert whole_blocks >= 512
+    assert whole_blocks >= 256
 
     daemon.restart()
     second = ask(daemon, LONG)
@@ -43,12 +43,6 @@ def test_a_prompt_is_read_once_whatever_happens_to_the_daemon(
     until(lambda: daemon.control("GET", "/fleet/v1/cache")["models"][0]["hits"] == 1)
     told = daemon.fleetctl("trace", daemon.control("GET", "/fleet/v1/traces?last=1")["traces"][0]["id"])
     assert f"({whole_blocks:,} from the disk)" in told.stdout
-
-    daemon.kill()
-    daemon.restart()
-    third = ask(daemon, LONG)
-    assert restored(third) == whole_blocks
-    assert third.choices == first.choices
 
     assert "are gone" in daemon.fleetctl("cache", "clear", "--yes").stdout
     # From memory they are gone, too.

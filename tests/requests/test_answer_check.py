@@ -20,6 +20,7 @@ from fleetd.engine.protocol import (
     Loading,
     Prefill,
     TextPrompt,
+    Timings,
     TokenLogprob,
     ToolCall,
     TopLogprob,
@@ -108,6 +109,11 @@ def test_an_echoed_prompt_is_text_without_tokens() -> None:
             [Finished("r", "stop", Usage(1, 0, 9))], {"max_tokens": 8}, id="usage beyond max_tokens"
         ),
         pytest.param([Finished("r", "stop", Usage(1, 2))], {}, id="more cached than prompt"),
+        pytest.param(
+            [Finished("r", "stop", Usage(9, 2), Timings(restored_tokens=3))],
+            {},
+            id="more restored than cached",
+        ),
         pytest.param([Finished("r", "stop", Usage(1, 0, 1, 2))], {}, id="more reasoning than answer"),
     ],
 )
