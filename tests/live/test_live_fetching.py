@@ -73,6 +73,7 @@ def test_what_another_machine_has_read_is_fetched(pair: LiveFleet) -> None:
     assert essence(first) == essence(second)
 
 
+@pytest.mark.long
 def test_what_may_not_leave_a_machine_is_not_found_there(pair: LiveFleet) -> None:
     text = prompt(2, 620)
     read_by_alpha(pair, text, local_only=True)

@@ -18,6 +18,7 @@ from fleetd.engine.protocol import (
     Delta,
     DraftFor,
     Event,
+    FetchBlocks,
     Finished,
     Followed,
     Generate,
@@ -140,6 +141,7 @@ class FakeEngine:
     follows: list[DraftFor] = field(default_factory=list)
     shares: list[PrefillShared] = field(default_factory=list)
     lonely: list[tuple[str, str]] = field(default_factory=list)
+    fetches: list[FetchBlocks] = field(default_factory=list)
     streams: dict[str, socket.socket] = field(default_factory=dict)
     tags: dict[str, StreamTag] = field(default_factory=dict)
     cancelled: int = 0
@@ -177,6 +179,10 @@ class FakeEngine:
             raise
         finally:
             await self._notify()
+
+    def fetch(self, fetch: FetchBlocks) -> None:
+        self.fetches.append(fetch)
+        self._soon()
 
     async def give_stream(self, tag: StreamTag, sock: socket.socket) -> None:
         if (before := self.streams.get(tag.name)) is not None:

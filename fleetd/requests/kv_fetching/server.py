@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
 from fleetd import limits
 from fleetd.cache import block_names, block_stream
@@ -68,7 +69,8 @@ class BlockServer:
             await asyncio.shield(work)
         except asyncio.CancelledError:
             # The thread ends at its next byte.
-            sock.shutdown(socket.SHUT_RDWR)
+            with suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
             await asyncio.wait({work})
             raise
 

@@ -1,0 +1,250 @@
+"""Keys and values that another machine keeps: asked for, priced, sent. No failure reaches an answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import kv_blocks
+import pytest
+
+sys.path.append(str(Path(__file__).parents[1] / "p2p"))
+
+import fleet_nodes
+from fakes import FakeEngine, FakeFolder, FakeModels
+from requests_driver import answered, request_of
+from sharing_fakes import HomePartners, own_card
+
+from fleetd.cache import block_names, block_stream
+from fleetd.cache.block_file import BlockHeader
+from fleetd.cache.block_store import BlockStore
+from fleetd.cache.service import DiskCache
+from fleetd.engine.protocol import (
+    Accepted,
+    ChatPrompt,
+    Delta,
+    Event,
+    Fetched,
+    Finished,
+    Generate,
+    Lacking,
+)
+from fleetd.errors import Forbidden, PeerLost
+from fleetd.p2p.node import Node
+from fleetd.requests.admission import ServingContext
+from fleetd.requests.bulk_dialer import BulkDialer
+from fleetd.requests.job import Job
+from fleetd.requests.kv_fetching import messages
+from fleetd.requests.kv_fetching.client import BlockFetching
+from fleetd.requests.kv_fetching.server import BlockServer
+from fleetd.requests.members import Members
+from fleetd.requests.pipeline import Pipeline
+from fleetd.sealed.stream import SealedReceiver
+
+TARGET = FakeFolder("m")
+NAMES = kv_blocks.prompt(1, 4)
+SIZE = 500
+
+
+class Keeper:
+    """A machine whose disk has blocks, and no engine."""
+
+    def __init__(self, node: Node, folder: Path, *, may_see: bool = True) -> None:
+        self.node = node
+        self.card = own_card(node.name)
+        self.outcomes: list[str] = []
+        settings = kv_blocks.settings(folder)
+        self.cache = DiskCache(settings, on=True, note=lambda: "")
+        self.cache.start()
+        self.store = BlockStore(settings)
+        host = ServingContext(
+            FakeModels(),
+            lambda: self.card,
+            draining=lambda: False,
+            finished=lambda _kind, outcome: self.outcomes.append(outcome),
+        )
+        server = BlockServer(BulkDialer(node), self.cache, host, lambda peer: may_see)
+        node.handle(messages.FIND, server.find)
+        node.handle(messages.FETCH, server.fetch)
+
+    @property
+    def node_id(self) -> str:
+        return self.node.identity.node_id
+
+    def keep(self, names: list[bytes], *, local_only: bool = False) -> None:
+        kv_blocks.write(self.store, [block_names.kept_as(n, local_only=local_only) for n in names], SIZE)
+
+
+@contextlib.asynccontextmanager
+async def fleet(folder: Path, *may_see: bool) -> AsyncIterator[tuple[Node, list[Keeper]]]:
+    home = Node(fleet_nodes.settings(folder, "home"))
+    keepers = [
+        Keeper(Node(fleet_nodes.settings(folder, f"keeper{n}")), folder / f"disk{n}", may_see=sees)
+        for n, sees in enumerate(may_see)
+    ]
+    nodes = [home, *(keeper.node for keeper in keepers)]
+    try:
+        async with fleet_nodes.running(*nodes):
+            await fleet_nodes.introduce(*nodes)
+            await fleet_nodes.together(nodes)
+            yield home, keepers
+    finally:
+        for keeper in keepers:
+            keeper.store.close()
+
+
+class Pool:
+    def __init__(self, engine: FakeEngine) -> None:
+        self._engine = engine
+
+    def engine(self, folder: Any) -> FakeEngine:
+        return self._engine
+
+
+class Home:
+    """The machine that has a prompt and asks."""
+
+    def __init__(self, node: Node, keepers: list[Keeper], **fields: Any) -> None:
+        self.engine = FakeEngine()
+        self.partners = HomePartners(node, keepers, **fields)  # type: ignore[arg-type]
+        self.members = Members(self.partners.machines, lambda: own_card("home"))
+        self.step = BlockFetching(self.partners, Pool(self.engine), self.members)  # type: ignore[arg-type]
+        content = ChatPrompt(messages=[{"role": "user", "content": "hi"}])
+        self.request = request_of(Job("m", Generate("r1", content), "socket", "chat"), TARGET)
+        self.ended = asyncio.Event()
+        self.asked: Generate | None = None
+
+    async def run(self, lacking: Lacking, fetched: Callable[[], Fetched | None] = lambda: None) -> list[Any]:
+        """The request, whose engine reports ``lacking`` and, once it has its answer, what came of it."""
+
+        async def stream(generate: Generate) -> AsyncGenerator[Event, None]:
+            self.asked = generate
+            yield Accepted("r1", 1100)
+            if generate.fetches:
+                yield lacking
+                await self.engine.until(lambda: self.engine.fetches)
+                if (told := await asyncio.to_thread(fetched)) is not None:
+                    yield told
+            yield Delta("r1", "ok", 1)
+            yield Finished("r1", "stop")
+
+        pipeline = Pipeline([self.step])
+        try:
+            return [event async for event in answered(pipeline, self.request, stream)]
+        finally:
+            await self.step.close()
+            self.engine.close()
+
+    def receive(self, names: list[bytes]) -> list[bytes]:
+        """What the stream that the engine was given brings. Blocks."""
+        tag, sock = self.engine.tags["blocks"], self.engine.streams["blocks"]
+        wholes: list[bytearray] = []
+
+        def targets(number: int, header: BlockHeader) -> list[memoryview]:
+            assert header == kv_blocks.header(number, SIZE)
+            wholes.append(bytearray(header.nbytes))
+            return [memoryview(wholes[-1])[: header.sizes[0]], memoryview(wholes[-1])[header.sizes[0] :]]
+
+        block_stream.receive(
+            SealedReceiver(sock, tag.key, tag.role), range(len(names)), targets, lambda number: True
+        )
+        return [bytes(whole) for whole in wholes]
+
+
+def lacking(names: list[bytes], each_s: float = 5.0) -> Lacking:
+    return Lacking("r1", names, [each_s * (i + 1) for i in range(len(names))], SIZE)
+
+
+def payloads(names: list[bytes]) -> list[bytes]:
+    return [kv_blocks.payload(block_names.kept_as(name, local_only=False), SIZE) for name in names]
+
+
+async def test_blocks_come_from_the_machine_that_has_most_of_them(tmp_path: Path) -> None:
+    async with fleet(tmp_path, True, True) as (node, keepers):
+        keepers[0].keep(NAMES[:2])
+        keepers[1].keep(NAMES)
+        home = Home(node, keepers)
+
+        def fetched() -> Fetched:
+            assert home.receive(NAMES) == payloads(NAMES)
+            return Fetched("r1", 4, 4 * SIZE, 0.5)
+
+        told = await home.run(lacking(NAMES), fetched)
+        assert [type(event).__name__ for event in told][-3:] == ["Accepted", "Delta", "Finished"]
+        assert home.engine.fetches[0].blocks == 4
+        assert home.request.fetched is not None
+        assert (home.request.fetched.machine, home.request.fetched.n_bytes) == ("keeper1", 4 * SIZE)
+        assert home.partners.came == [(keepers[1].node_id, 4 * SIZE, 0.5, False)]
+        assert keepers[0].outcomes == []
+
+
+async def test_what_is_computed_sooner_is_not_fetched(tmp_path: Path) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        home = Home(node, keepers)
+        await home.run(lacking(NAMES, each_s=0.001))
+        assert [fetch.blocks for fetch in home.engine.fetches] == [0]
+        assert keepers[0].outcomes == []
+
+
+async def test_nothing_is_told_of_prompts_that_stay_or_to_who_may_not_see_them(tmp_path: Path) -> None:
+    async with fleet(tmp_path, True, False) as (node, keepers):
+        keepers[0].keep(NAMES, local_only=True)
+        keepers[1].keep(NAMES)
+        home = Home(node, keepers)
+        await home.run(lacking(NAMES))
+        assert [fetch.blocks for fetch in home.engine.fetches] == [0]
+        # Nor by a name that says how such a block is kept.
+        guess = [block_names.kept_as(name, local_only=True) for name in NAMES]
+        body = messages.encode(messages.BlocksQuestion(guess))
+        answer = await node.ask(keepers[0].node_id, messages.FIND, body, within_s=10)
+        assert messages.decode(answer, messages.BlocksFound).blocks == 0
+        with pytest.raises(Forbidden):
+            await node.ask(keepers[1].node_id, messages.FIND, body, within_s=10)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"sees_prompts": False}, {"unusable": "It does not answer."}, {"left_out": "It failed."}]
+)
+async def test_machines_that_may_not_be_asked_are_not(tmp_path: Path, fields: dict[str, Any]) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        home = Home(node, keepers, **{name: value for name, value in fields.items() if name != "left_out"})
+        if "left_out" in fields:
+            home.members.failed(keepers[0].node_id, "fetch", PeerLost("gone"))
+        await home.run(lacking(NAMES))
+        assert home.asked is not None
+        assert not home.asked.fetches
+        assert home.partners.asked == []
+
+
+async def test_a_machine_whose_bytes_were_wrong_is_left_out(tmp_path: Path) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        home = Home(node, keepers)
+
+        def wrong() -> Fetched:
+            home.receive(NAMES)
+            return Fetched("r1", code="peer_wrong", reason="Its keys and values are not those.")
+
+        await home.run(lacking(NAMES), wrong)
+        assert home.members.left_out(keepers[0].node_id, "fetch")
+
+
+async def test_a_machine_that_is_gone_costs_no_answer(tmp_path: Path) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        home = Home(node, keepers)
+        home.partners.connect = _refused  # type: ignore[method-assign,assignment]
+        told = await home.run(lacking(NAMES))
+        assert [fetch.blocks for fetch in home.engine.fetches] == [0]
+        assert isinstance(told[-1], Finished)
+        assert home.members.left_out(keepers[0].node_id, "fetch")
+
+
+async def _refused(node_id: str, invited: Any) -> Any:
+    raise PeerLost("It is gone.")
