@@ -34,6 +34,16 @@ def test_catalog_serves_every_tier_and_names_nothing_twice() -> None:
         assert limit is None or entry.memory_bytes < limit
 
 
+def test_a_draft_of_the_catalog_is_a_smaller_model_that_drafts() -> None:
+    for entry in catalog.CATALOG:
+        if entry.draft:
+            draft = catalog.find(entry.draft)
+            assert draft is not None
+            assert "draft" in draft.roles or draft.memory_bytes * 4 < entry.memory_bytes, entry.name
+            assert draft.memory_bytes < entry.memory_bytes
+            assert draft.tools == entry.tools or entry.tools == "qwen3_coder", entry.name
+
+
 @pytest.mark.parametrize(
     ("memory_bytes", "tier"),
     [
