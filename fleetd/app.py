@@ -393,6 +393,9 @@ class Daemon:
         async with aclosing(self._runner.pulls.watch(ref)) as steps:
             async for step in steps:
                 yield step
+        self._models_changed()
+
+    def _models_changed(self) -> None:
         if self._card is not None:
             self._card.changed()
 
@@ -432,6 +435,7 @@ class Daemon:
                 smart_defaults=self._config.smart_prefill.policy,
                 compressing=self._compressing,
                 disk_cache=self._disk_cache,
+                models_changed=self._models_changed,
             )
         )
         local = make_runner(app, trusted=True, caps=self._caps)

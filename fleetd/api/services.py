@@ -42,6 +42,7 @@ class Services:
         smart_defaults: what smart prefill does where a request leaves it open.
         compressing: shortens a prompt for /v1/compress.
         disk_cache: prompts on the disk; its methods block.
+        models_changed: told when a model came or went; other machines hear of it at once.
     """
 
     runner: Runner
@@ -64,3 +65,4 @@ class Services:
     smart_defaults: SmartPrefillPolicy = field(default_factory=SmartPrefillPolicy)
     compressing: CompressionService | None = None
     disk_cache: DiskCache | None = None
+    models_changed: Callable[[], None] = lambda: None
