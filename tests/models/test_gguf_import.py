@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models import catalog
 from fleetd.models.folder import ModelFolder
-from fleetd.models.gguf import hf_config
+from fleetd.models.gguf import families, hf_config
 from fleetd.models.gguf.conversion import import_gguf
 from fleetd.models.verify import verify
 
@@ -49,7 +49,8 @@ def test_every_tensor_equals_the_files_own_dequantisation(
     seen = set()
     for tensor in reader.tensors:
         expected = gguf.dequantize(tensor.data, tensor.tensor_type)
-        module, leaf = hf_config.module_of(tensor.name, 1) or pytest.fail(tensor.name)
+        parameter = families.parameter_of(families.FAMILIES[architecture], tensor.name)
+        module, _, leaf = (parameter or pytest.fail(tensor.name)).rpartition(".")
         if leaf == "weight" and f"{module}.scales" in weights:
             settings = config["quantization"].get(module, config["quantization"])
             words, scales, biases = (weights[f"{module}.{part}"] for part in ("weight", "scales", "biases"))

@@ -1,15 +1,14 @@
 """Turn a GGUF file into a folder that mlx-lm loads: config, weights, tokenizer, chat template.
 
-Weights in Q4_0, Q4_1 and Q8_0 stay exactly as they are, repacked (gguf_quant); every other kind becomes
-f16. Nothing in the file is believed before gguf_header has checked it.
+Weights stay quantised (packing); what is not quantised gets 16 bits. One slice of a tensor is in memory at a
+time. Nothing in the file is believed before header has checked it.
 """
 
 from __future__ import annotations
 
 import json
-import mmap
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -17,11 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fleetd.errors import FleetError, ModelCorrupt, ModelUnsupported
-from fleetd.models.gguf import hf_config, quantization
+from fleetd import limits
+from fleetd.errors import FleetError, ModelCorrupt
+from fleetd.models.gguf import blocks, families, hf_config, packing
 from fleetd.models.gguf import tokenizer as gguf_tokenizer
-from fleetd.models.gguf.header import GgufHeader, GgufTensor, read_header
-from fleetd.models.safetensors_write import PlannedTensor, write_safetensors
+from fleetd.models.gguf.families import FAMILIES, Family
+from fleetd.models.gguf.layouts import Layout, layout_of
+from fleetd.models.gguf.packing import HalfType, Packing
+from fleetd.models.gguf.refusals import corrupt, unsupported
+from fleetd.models.gguf.tensor_rows import StoredTensor, opened
+from fleetd.models.safetensors_write import Planned, TensorSpec, write_safetensors
 
 Progress = Callable[[int, int], None]
 
@@ -37,6 +41,7 @@ def import_gguf(
     """Write the model in ``source`` into the existing, empty folder ``target``.
 
     Args:
+        source: the file, or the first of the files that the model is spread over.
         what: how messages call the file; its name by default.
         generation: recommended sampling, for generation_config.json.
         progress: called with bytes of weights written and to write.
@@ -47,51 +52,39 @@ def import_gguf(
         OSError: reading or writing failed.
     """
     what = what or source.name
-    with source.open("rb") as file:
-        try:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:
-            raise ModelCorrupt(f"{what} is empty.", hint="Download the file again.") from None
-        with mapped:
-            # A copy-free view; numpy arrays over it must be gone before the map can close.
-            view = memoryview(mapped)
-            try:
-                _write(view, target, what, generation, progress)
-            except (FleetError, OSError, MemoryError):
-                raise
-            except Exception as error:  # every number and text in the file is the publisher's
-                raise ModelCorrupt(
-                    f"{what} could not be imported: {error}.", hint="Download the file again."
-                ) from error
-            finally:
-                view.release()
+    try:
+        with opened(source, what) as (header, tensors):
+            _write(header.metadata, tensors, target, what, generation, progress)
+    except (FleetError, OSError, MemoryError):
+        raise
+    except Exception as error:  # every number and text in the file is the publisher's
+        raise ModelCorrupt(
+            f"{what} could not be imported: {error}.", hint="Download the file again."
+        ) from error
 
 
 def _write(
-    view: memoryview, target: Path, what: str, generation: Mapping[str, float], progress: Progress
+    metadata: Mapping[str, Any],
+    tensors: dict[str, StoredTensor],
+    target: Path,
+    what: str,
+    generation: Mapping[str, float],
+    progress: Progress,
 ) -> None:
-    header = read_header(view, what)
-    arch = hf_config.architecture(header.metadata, what)
-    tokenizer = gguf_tokenizer.build(header.metadata, what)
-    by_name = {tensor.name: tensor for tensor in header.tensors}
-    embedding = by_name.get("token_embd.weight")
-    if embedding is None or len(embedding.shape) != 2 or embedding.shape[0] < tokenizer.vocab_size:
-        raise ModelCorrupt(
-            f"{what} has no embedding for its {tokenizer.vocab_size} tokens.", hint="Download the file again."
-        )
-    config = hf_config.build(
-        header.metadata,
-        embedding_rows=embedding.shape[0],
-        tied="output.weight" not in by_name,
-        biased="blk.0.attn_q.bias" in by_name,
-        rope_divisors=_rope_divisors(view, by_name),
-        what=what,
-    )
-    planned, bits = _plan(view, header, config, interleaved=hf_config.ARCHITECTURES[arch][1], what=what)
-    config |= _quantisation(bits)
+    arch = hf_config.architecture(metadata, what)
+    tokenizer = gguf_tokenizer.build(metadata, what)
+    embedding = tensors.get("token_embd.weight")
+    shape = embedding.tensor.shape if embedding is not None else ()
+    if len(shape) != 2 or shape[0] < tokenizer.vocab_size:
+        raise corrupt(what, f"it has no embedding for its {tokenizer.vocab_size} tokens")
+    rope = {name: _numbers(tensors[name]) for name in sorted(families.ROPE_TENSORS) if name in tensors}
+    facts = hf_config.FileFacts({name: stored.tensor.shape for name, stored in tensors.items()}, rope)
+    config = hf_config.build(metadata, facts, what)
+    plans = _plans(tensors, FAMILIES[arch], config, hf_config.layers_of(metadata, what), metadata, what)
+    config |= _quantisation(plans)
     ending_ids: Any = list(tokenizer.eos_token_ids)
     config |= {"eos_token_id": ending_ids, "bos_token_id": tokenizer.bos_token_id}
-    write_safetensors(target / "model.safetensors", planned, progress)
+    write_safetensors(target / "model.safetensors", plans, progress)
     (target / "tokenizer.json").write_text(tokenizer.tokenizer_json, encoding="utf-8")
     _json(target / "tokenizer_config.json", tokenizer.tokenizer_config)
     _json(
@@ -101,109 +94,120 @@ def _write(
     _json(target / "config.json", config)
 
 
-def _plan(
-    view: memoryview, header: GgufHeader, config: dict[str, Any], *, interleaved: bool, what: str
-) -> tuple[list[PlannedTensor], dict[str, int]]:
-    """What to write, and the bits of every module that stays quantised."""
-    planned: list[PlannedTensor] = []
-    bits: dict[str, int] = {}
-    heads = {
-        "q_proj": config["num_attention_heads"],
-        "k_proj": config["num_key_value_heads"],
-    }
-    for tensor in header.tensors:
-        if tensor.name == hf_config.ROPE_FREQUENCIES:
-            continue
-        place = hf_config.module_of(tensor.name, config["num_hidden_layers"])
-        if place is None:
-            raise ModelUnsupported(
-                f"{what} has a tensor {tensor.name!r} that its architecture is not known to have.",
-                hint="Take the same model from the hub instead: fleetctl models pull ORGANISATION/NAME.",
-            )
-        module, leaf = place
-        permuted = heads.get(module.rpartition(".")[2]) if interleaved else None
-        if permuted is not None and tensor.shape[0] % (2 * permuted):
-            raise ModelCorrupt(
-                f"{what}: {tensor.name!r} has {tensor.shape[0]} rows, impossible for {permuted} heads.",
-                hint="Download the file again.",
-            )
-        load = partial(_rows, view, tensor, permuted)
-        if leaf == "weight" and len(tensor.shape) == 2 and tensor.kind in quantization.BITS:
-            bits[module] = quantization.BITS[tensor.kind]
-            planned += _triple(module, tensor, load)
-        else:
-            planned.append(_plain(f"{module}.{leaf}", tensor, load))
-    return planned, bits
+def _numbers(stored: StoredTensor) -> list[float]:
+    raw = np.concatenate(list(stored.slices()))
+    return [float(value) for value in blocks.values(stored.tensor.kind, raw).ravel()]
 
 
-def _triple(
-    module: str, tensor: GgufTensor, load: Callable[[], npt.NDArray[np.uint8]]
-) -> tuple[PlannedTensor, PlannedTensor, PlannedTensor]:
-    rows, columns = tensor.shape
-    kind = tensor.kind
-
-    def blocks() -> npt.NDArray[np.uint8]:
-        return load().reshape(rows, -1, tensor.block_bytes)
-
-    def finite(values: npt.NDArray[np.float16]) -> npt.NDArray[np.float16]:
-        if not np.isfinite(values).all():
-            raise ValueError(f"the tensor {tensor.name!r} has a scale that is not a number")
-        return values
-
-    groups = (rows, columns // quantization.GROUP_SIZE)
-    word_columns = columns * quantization.BITS[kind] // 32
-    return (
-        PlannedTensor(
-            f"{module}.weight", "U32", (rows, word_columns), lambda: quantization.words(kind, blocks())
-        ),
-        PlannedTensor(f"{module}.scales", "F16", groups, lambda: finite(quantization.scales(blocks()))),
-        PlannedTensor(f"{module}.biases", "F16", groups, lambda: finite(quantization.biases(kind, blocks()))),
-    )
+# ---- The plan --------------------------------------------------------------------------------------------
 
 
-def _plain(name: str, tensor: GgufTensor, load: Callable[[], npt.NDArray[np.uint8]]) -> PlannedTensor:
-    def values() -> npt.NDArray[Any]:
-        wide = quantization.dequantise(tensor.kind, load()).reshape(tensor.shape)
-        with np.errstate(over="ignore"):
-            half = wide.astype(np.float16)
-        if not np.isfinite(half).all():
-            raise ValueError(f"the tensor {tensor.name!r} has values that are not numbers f16 can hold")
-        return half
+@dataclass(frozen=True, slots=True)
+class _PlannedParameter:
+    """A tensor of the file on its way to a parameter of mlx-lm.
 
-    return PlannedTensor(name, "F16", tensor.shape, values)
-
-
-def _rows(view: memoryview, tensor: GgufTensor, heads: int | None) -> npt.NDArray[np.uint8]:
-    """The tensor's bytes, one row per output row; q and k put back in the order that half-split RoPE wants.
-
-    Copied, so that nothing outlives the memory map.
+    Attributes:
+        packing: how MLX holds it; None for a parameter of 16 or 32 bits.
     """
-    raw = np.frombuffer(view, np.uint8, tensor.size_bytes, tensor.offset).copy()
-    raw = raw.reshape(1 if len(tensor.shape) == 1 and heads is None else tensor.shape[0], -1)
-    if heads is None:
-        return raw
-    return raw.reshape(heads, -1, 2, raw.shape[1]).swapaxes(1, 2).reshape(raw.shape)
+
+    parameter: str
+    stored: StoredTensor
+    layout: Layout
+    dtype: HalfType
+    packing: Packing | None
+
+    @property
+    def module(self) -> str:
+        return self.parameter.rpartition(".")[0]
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        shape = self.layout.shape
+        if self.packing is None:
+            return (TensorSpec(self.parameter, "F32" if self.layout.exact else self.dtype, shape),)
+        return [
+            TensorSpec(f"{self.module}.{part}", dtype, (*shape[:-1], round(shape[-1] * share)))
+            for part, dtype, share in self.packing.parts(self.dtype)
+        ]
+
+    def pieces(self) -> Iterator[Sequence[npt.NDArray[Any]]]:
+        kind = self.stored.tensor.kind
+        groups = self.layout.groups() if self.packing is not None else None
+        for raw in self.stored.slices(self.layout.rows):
+            try:
+                if self.packing is not None:
+                    yield packing.pack(kind, raw, self.packing, self.dtype, groups)
+                else:
+                    yield (self._plain(blocks.values(kind, raw)),)
+            except ValueError as error:
+                raise ValueError(f"the tensor {self.stored.tensor.name!r}: {error}") from None
+
+    def _plain(self, wide: blocks.Floats) -> npt.NDArray[Any]:
+        if self.layout.columns is not None:
+            wide = wide[:, self.layout.columns]
+        if self.layout.values is not None:
+            wide = self.layout.values(wide)
+        if not self.layout.exact:
+            return packing.half(wide, self.dtype)
+        if not np.isfinite(wide).all():
+            raise ValueError("a number is not one")
+        return wide
 
 
-def _rope_divisors(view: memoryview, by_name: dict[str, GgufTensor]) -> list[float] | None:
-    tensor = by_name.get(hf_config.ROPE_FREQUENCIES)
-    if tensor is None:
-        return None
-    return [float(value) for value in quantization.dequantise(tensor.kind, _rows(view, tensor, None)).ravel()]
+def _plans(
+    tensors: Mapping[str, StoredTensor],
+    family: Family,
+    config: Mapping[str, Any],
+    layers: int,
+    metadata: Mapping[str, Any],
+    what: str,
+) -> list[Planned]:
+    """What to write, with the most precise packing that keeps the model near the size of its file."""
+    found: list[tuple[str, StoredTensor, Layout]] = []
+    for name, stored in tensors.items():
+        block = families.block_of(name)
+        if name in families.ROPE_TENSORS or (block is not None and block >= layers):
+            continue  # in the config; or of blocks that predict further tokens
+        parameter = families.parameter_of(family, name)
+        if parameter is None:
+            raise unsupported(
+                what, f"has a tensor {name!r} that its architecture is not known to have.", metadata
+            )
+        layout = layout_of(family, parameter, stored.tensor.shape, config)
+        found.append((parameter, stored, layout))
+        if name == "token_embd.weight" and family.own_head and "output.weight" not in tensors:
+            found.append((f"{family.root}lm_head.weight", stored, layout))
+    in_file = sum(stored.tensor.size_bytes for _, stored, _ in found)
+    plans: list[_PlannedParameter] = []
+    for small in (False, True):
+        plans = [_planned(*item, family.dtype, small=small) for item in found]
+        size = sum(spec.size_bytes for plan in plans for spec in plan.specs)
+        if size <= limits.GGUF_GROWTH * in_file:
+            break
+    return list(plans)
 
 
-def _quantisation(bits: dict[str, int]) -> dict[str, Any]:
-    """The commonest width is the default; the others are named one by one."""
-    if not bits:
+def _planned(
+    parameter: str, stored: StoredTensor, layout: Layout, dtype: HalfType, *, small: bool
+) -> _PlannedParameter:
+    tensor = stored.tensor
+    # A norm or a convolution is no matrix to MLX, whatever it is to the quantiser.
+    matrix = parameter.endswith(".weight") and len(tensor.shape) > 1 and layout.values is None
+    chosen = None
+    if matrix and tensor.kind in packing.PACKED and layout.shape[-1] == tensor.shape[-1]:
+        chosen = packing.packing_of(tensor.kind, tensor.shape[-1], small=small)
+    return _PlannedParameter(parameter, stored, layout, dtype, chosen)
+
+
+def _quantisation(plans: Sequence[Any]) -> dict[str, Any]:
+    """The commonest packing is the default; the others are named one by one."""
+    used = {plan.module: plan.packing for plan in plans if plan.packing is not None}
+    if not used:
         return {}
-    counts = sorted(bits.values())
-    default = max(set(counts), key=counts.count)
-    section: dict[str, Any] = {"group_size": quantization.GROUP_SIZE, "bits": default}
-    section |= {
-        module: {"group_size": quantization.GROUP_SIZE, "bits": width}
-        for module, width in sorted(bits.items())
-        if width != default
-    }
+    counts = list(used.values())
+    default = max(sorted(set(counts), key=lambda one: one.bits), key=counts.count)
+    section: dict[str, Any] = default.settings()
+    section |= {module: chosen.settings() for module, chosen in sorted(used.items()) if chosen != default}
     return {"quantization": section}
 
 
