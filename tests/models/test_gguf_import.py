@@ -117,8 +117,8 @@ def test_other_architectures_and_tokenizers_are_unsupported_by_name(tmp_path: Pa
     metadata, tensors = tiny_llama()
     with pytest.raises(ModelUnsupported, match="'mamba'"):
         imported(tmp_path, gguf_bytes(metadata | {"general.architecture": "mamba"}, tensors), "a")
-    with pytest.raises(ModelUnsupported, match="'llama'"):
-        imported(tmp_path, gguf_bytes(metadata | {"tokenizer.ggml.model": "llama"}, tensors), "b")
+    with pytest.raises(ModelUnsupported, match="'bert'"):
+        imported(tmp_path, gguf_bytes(metadata | {"tokenizer.ggml.model": "bert"}, tensors), "b")
     with pytest.raises(ModelUnsupported, match="'mystery'"):
         imported(tmp_path, gguf_bytes(metadata | {"tokenizer.ggml.pre": "mystery"}, tensors), "c")
     tensors["blk.0.ffn_gate_exps.weight"] = ((2, 64), F16, b"\0" * 256)

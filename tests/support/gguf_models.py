@@ -22,18 +22,23 @@ Array = np.ndarray[Any, Any]
 #: Values of a GGUF tensor and its name → kind and bytes (rows of bytes).
 Encode = Callable[[str, Array], tuple[Kind, Array]]
 
-LAYERS = 4
+LAYERS = 2
 #: The 256 characters that stand for bytes in byte-level BPE, then some more.
 _PLAIN = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
 TOKENS = [
     *map(chr, [*_PLAIN, *range(0x100, 0x200 - len(_PLAIN))]),
     *("th", "the", "<|im_start|>", "<|im_end|>"),
 ]
-_WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "vocab_size": len(TOKENS)}
+_WIDE = {
+    "hidden_size": 256,
+    "head_dim": 64,
+    "intermediate_size": 512,
+    "num_hidden_layers": LAYERS,
+    "vocab_size": len(TOKENS),
+}
 _WIDE_EXPERTS = {"moe_intermediate_size": 256}
 _DELTA_NET = {
     **_WIDE,
-    "num_hidden_layers": LAYERS,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "rms_norm_eps": 1e-6,
@@ -69,13 +74,14 @@ _LONGROPE = {
 }
 #: general.architecture → config of a small model.
 CONFIGS: dict[str, dict[str, Any]] = {
-    "llama": _config("llama"),
+    "llama": _config("llama", num_hidden_layers=1),
     "qwen2": _config("qwen2"),
     "qwen3": _config("qwen3"),
     "qwen2moe": _config("qwen2_moe", **_SHARED),
     "qwen3moe": _config("qwen3_moe"),
     "qwen35": _config("qwen3_5"),
-    "qwen35moe": _config("qwen3_5_moe", **_SHARED),
+    # All experts answer: else a last bit that chooses another one is kept in the state of the next tokens.
+    "qwen35moe": _config("qwen3_5_moe", **{**_SHARED, "num_experts_per_tok": 4}),
     "gemma2": _config("gemma2", query_pre_attn_scalar=64),
     "gemma3": _config(
         "gemma3_text",
@@ -94,6 +100,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     ),
     "gpt-oss": _config(
         "gpt_oss",
+        layer_types=["sliding_attention", "full_attention"],
         rope_scaling={
             "rope_type": "yarn",
             "factor": 32.0,

@@ -143,6 +143,10 @@ class _PlannedParameter:
                 raise ValueError(f"the tensor {self.stored.tensor.name!r}: {error}") from None
 
     def _plain(self, wide: blocks.Floats) -> npt.NDArray[Any]:
+        with np.errstate(over="ignore"):  # what comes of it is looked at
+            return self._unpacked(wide)
+
+    def _unpacked(self, wide: blocks.Floats) -> npt.NDArray[Any]:
         if self.layout.columns is not None:
             wide = wide[:, self.layout.columns]
         if self.layout.values is not None:

@@ -24,7 +24,10 @@ HalfType = Literal["F16", "BF16"]
 Halves = npt.NDArray[Any]
 Order = npt.NDArray[np.intp] | None
 
-_FIT_ROUNDS = 4
+# The exponent that stands for no number.
+_NO_EXPONENT = 255
+# Of least squares. With 8 bits the whole range of a group is as good.
+_FIT_ROUNDS = {3: 4, 4: 4, 5: 4, 6: 4, 8: 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +100,15 @@ def pack(kind: str, raw: Bytes, packing: Packing, dtype: HalfType, order: Order 
     Raises:
         ValueError: a scale is not a number that ``dtype`` can hold.
     """
+    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at
+        return _pack(kind, raw, packing, dtype, order)
+
+
+def _pack(kind: str, raw: Bytes, packing: Packing, dtype: HalfType, order: Order) -> list[npt.NDArray[Any]]:
     if packing.mode == "mxfp4":
         codes, exponents = blocks.mxfp4(raw)
+        if (exponents == _NO_EXPONENT).any():
+            raise ValueError("a scale is not a number")
         if order is not None:
             codes, exponents = codes[:, order], exponents[:, order]
         return [_words(codes.reshape(len(raw), -1), 4), exponents]
@@ -125,7 +135,7 @@ def _fit(wide: Floats, bits: int, dtype: HalfType) -> tuple[Bytes, Halves, Halve
     least = wide.min(axis=-1, keepdims=True)
     mean = wide.mean(axis=-1, keepdims=True)
     best = _round_to(wide, (wide.max(axis=-1, keepdims=True) - least) / most, least, most, dtype)
-    for _ in range(_FIT_ROUNDS):
+    for _ in range(_FIT_ROUNDS[bits]):
         q, scale, bias, error = best
         centre = q.mean(axis=-1, keepdims=True)
         spread = ((q - centre) ** 2).sum(axis=-1, keepdims=True)
@@ -168,8 +178,7 @@ def half(wide: Floats, dtype: HalfType) -> Halves:
         ValueError: something is not a number, or larger than the dtype holds.
     """
     if dtype == "F16":
-        with np.errstate(over="ignore"):
-            found: Halves = wide.astype(np.float16)
+        found: Halves = wide.astype(np.float16)
         fine = np.isfinite(found).all()
     else:
         bits = np.ascontiguousarray(wide, dtype=np.float32).view(np.uint32)
