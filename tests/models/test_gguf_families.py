@@ -15,9 +15,12 @@ from mlx_lm import utils as mlx_utils
 from support import gguf_kinds
 from support.gguf_models import CONFIGS, drawn, floats, logits, model_of, write
 
+from fleetd.engine import cpu
 from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.models.folder import read_folder
 from fleetd.models.gguf.conversion import import_gguf
 from fleetd.models.gguf.families import FAMILIES
+from fleetd.models.memory_need import WORKING_BYTES, needed_bytes, needed_bytes_of_gguf
 from fleetd.models.verify import verify
 
 FAMILIES_HERE = sorted(CONFIGS)
@@ -107,7 +110,12 @@ def test_blocks_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
 def test_a_family_that_is_not_known_says_what_to_take_instead(tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", "qwen3", drawn("qwen3"), floats, add_name="Some Model 7B")
     raw = file.read_bytes()
-    file.write_bytes(raw.replace(b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0qwen3", b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0mamba"))
+    file.write_bytes(
+        raw.replace(
+            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0qwen3",
+            b"general.architecture\x08\0\0\0\x05\0\0\0\0\0\0\0mamba",
+        )
+    )
     with pytest.raises(ModelUnsupported, match="'mamba'") as caught:
         imported(file)
     assert "mlx-community/Some-Model-7B-4bit" in caught.value.hint
@@ -163,3 +171,25 @@ def test_impossible_numbers_of_experts_are_corrupt(tmp_path: Path, change: dict[
     file = write(tmp_path / "m.gguf", "qwen3moe", drawn("qwen3moe"), floats, **change)
     with pytest.raises(ModelCorrupt, match="expert"):
         imported(file)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt-oss", "qwen35moe"])
+def test_the_header_tells_what_the_imported_model_needs(tmp_path: Path, arch: str) -> None:
+    """In memory as packed, and on a CPU as f32; before and after the import the same."""
+
+    def packed(name: str, values: np.ndarray[Any, Any]) -> tuple[Kind, np.ndarray[Any, Any]]:
+        if values.ndim < 2 or "conv1d" in name:
+            return floats(name, values)
+        kind = "Q6_K" if "down" in name else "MXFP4" if "exps" in name else "Q4_K"
+        return Kind[kind], gguf_kinds.encoded(kind, values)
+
+    file = write(tmp_path / "model.gguf", arch, drawn(arch), packed)
+    folder = imported(file)
+    found = read_folder(folder, name="x", source="gguf", revision=None)
+    for accelerator in ("metal", "cpu"):
+        # The file of the weights has a header too.
+        assert abs(needed_bytes_of_gguf(file, accelerator) - needed_bytes(found, accelerator)) < 16_384
+    model, _ = mlx_utils.load_model(folder)
+    # Experts stay packed on a CPU, which a header does not tell.
+    estimated, built = needed_bytes_of_gguf(file, "cpu") - WORKING_BYTES, cpu.float32_bytes(model)
+    assert estimated == built if arch == "llama" else estimated > built

@@ -23,7 +23,7 @@ from fleetd.models.gguf.header import OTHER_KINDS, read_header
 
 
 def test_every_packed_kind_is_measured_here() -> None:
-    assert packing.PACKED == set(KINDS)
+    assert set(KINDS) == packing.PACKED
     assert {name for name, _, _ in HEADER_KINDS.values()} == packing.PACKED | {"F32", "F16", "BF16"}
     assert {kind.value: kind.name for kind in Kind} == {
         number: name for number, (name, _, _) in HEADER_KINDS.items()

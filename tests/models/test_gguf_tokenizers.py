@@ -14,7 +14,28 @@ from fleetd.errors import ModelCorrupt
 from fleetd.models.gguf import tokenizer as gguf_tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, BYTE = 1, 2, 3, 4, 6
-PIECES = "▁the ▁th he th in ▁in ing ▁ot other ▁other her er ▁a an ▁an and ▁and ▁s st ▁st".split()
+PIECES = [
+    "▁the",
+    "▁th",
+    "he",
+    "th",
+    "in",
+    "▁in",
+    "ing",
+    "▁ot",
+    "other",
+    "▁other",
+    "her",
+    "er",
+    "▁a",
+    "an",
+    "▁an",
+    "and",
+    "▁and",
+    "▁s",
+    "st",
+    "▁st",
+]
 LETTERS = [*"▁abcdefghijklmnopqrstuvwxyz,.é"]
 
 

@@ -123,7 +123,9 @@ def model_of(config: Mapping[str, Any], weights: Mapping[str, Array] | None = No
     if weights is not None:
         # As a loader does it: some models drop a head that the file ties to the embedding.
         arrays = {name: mx.array(values) for name, values in weights.items()}
-        model.load_weights(list(model.sanitize(arrays).items() if hasattr(model, "sanitize") else arrays.items()))
+        model.load_weights(
+            list(model.sanitize(arrays).items() if hasattr(model, "sanitize") else arrays.items())
+        )
     model.set_dtype(mx.float32)
     model.eval()
     return model
@@ -190,7 +192,9 @@ def tensors(arch: str, weights: Mapping[str, Array]) -> dict[str, Array]:
         found[theirs] = _as_written(arch, name, values, text)
     if arch == "phi3":
         for kind in ("long", "short"):
-            found[f"rope_factors_{kind}.weight"] = np.array(text["rope_scaling"][f"{kind}_factor"], np.float32)
+            found[f"rope_factors_{kind}.weight"] = np.array(
+                text["rope_scaling"][f"{kind}_factor"], np.float32
+            )
     return found
 
 
@@ -298,5 +302,3 @@ def logits(model: Any, length: int = 48) -> Array:
     """f32 logits of a fixed text of ``length`` tokens: (length, vocabulary)."""
     tokens = np.random.default_rng(5).integers(0, 256, (1, length))
     return np.array(model(mx.array(tokens)).astype(mx.float32))[0]
-
-

@@ -98,9 +98,7 @@ FAMILIES: dict[str, Family] = {
         _ATTENTION | _TWO_NORMS | _EXPERTS | _SHARED_EXPERT,
         own_head=True,
     ),
-    "qwen3moe": Family(
-        "Qwen3MoeForCausalLM", "qwen3_moe", _ATTENTION | _QK_NORMS | _TWO_NORMS | _EXPERTS
-    ),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _ATTENTION | _QK_NORMS | _TWO_NORMS | _EXPERTS),
     "qwen35": Family(
         "Qwen3_5ForConditionalGeneration",
         "qwen3_5",

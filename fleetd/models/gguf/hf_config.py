@@ -142,9 +142,7 @@ def _scaling(
     }
 
 
-def _longrope(
-    fields: _Fields, family: Family, facts: FileFacts, config: Mapping[str, Any]
-) -> dict[str, Any]:
+def _longrope(fields: _Fields, family: Family, facts: FileFacts, config: Mapping[str, Any]) -> dict[str, Any]:
     long, short = facts.rope["rope_factors_long.weight"], facts.rope.get("rope_factors_short.weight")
     original = fields.whole("rope.scaling.original_context_length", 2, 1 << 26)
     factor = config["max_position_embeddings"] / original
@@ -214,7 +212,9 @@ def _gemma3(fields: _Fields, facts: FileFacts, config: _Config, rotated: int) ->
     pattern = fields.get("attention.sliding_window_pattern")
     config["sliding_window"] = window or config["max_position_embeddings"]
     # Every sixth layer sees all, in every size that has been published; without a window all do.
-    config["sliding_window_pattern"] = (pattern if type(pattern) is int and pattern > 0 else 6) if window else 1
+    config["sliding_window_pattern"] = (
+        (pattern if type(pattern) is int and pattern > 0 else 6) if window else 1
+    )
     config["rope_local_base_freq"] = fields.real("rope.freq_base_swa", 1.0, 1e12, 10_000.0)
     _gemma_scale(config, largest=62)
 
@@ -326,7 +326,9 @@ _OWN: dict[str, Callable[[_Fields, FileFacts, _Config, int], None]] = {
 def _head_of_hidden(fields: _Fields, config: _Config) -> None:
     """mlx-lm derives the head's size in some families."""
     if config["head_dim"] * config["num_attention_heads"] != config["hidden_size"]:
-        raise unsupported(fields.what, f"has heads of {config['head_dim']}, unlike its family.", fields.metadata)
+        raise unsupported(
+            fields.what, f"has heads of {config['head_dim']}, unlike its family.", fields.metadata
+        )
 
 
 def _share(rotated: int, head_dim: int) -> float:

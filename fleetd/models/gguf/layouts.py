@@ -49,16 +49,16 @@ class Layout:
         return groups[:, 0] // GROUP
 
 
-def layout_of(
-    family: Family, parameter: str, shape: tuple[int, ...], config: Mapping[str, Any]
-) -> Layout:
+def layout_of(family: Family, parameter: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> Layout:
     """Raises ValueError for a shape that the family's parameter cannot have."""
     text = config.get("text_config", config)
     name = parameter.rpartition(".layers.")[2].partition(".")[2]
     if family.interleaved and name.startswith(("self_attn.q_proj.", "self_attn.k_proj.")):
         heads = text["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
         return Layout(shape, rows=_halves_of_pairs(shape[0], heads))
-    if family.offset_norms and name.endswith("norm.weight") or (family.offset_norms and ".norm." in parameter):
+    if (family.offset_norms and name.endswith("norm.weight")) or (
+        family.offset_norms and ".norm." in parameter
+    ):
         return Layout(shape, values=lambda stored: stored - np.float32(1))
     if name == "mlp.shared_expert_gate.weight":
         return Layout((1, shape[-1]))

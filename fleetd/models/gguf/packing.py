@@ -91,7 +91,10 @@ def is_exact(kind: str) -> bool:
     return kind in _EXACT
 
 
-def pack(kind: str, raw: Bytes, packing: Packing, dtype: HalfType, order: Order = None) -> list[npt.NDArray[Any]]:
+@np.errstate(over="ignore", invalid="ignore")  # what comes of it is looked at
+def pack(
+    kind: str, raw: Bytes, packing: Packing, dtype: HalfType, order: Order = None
+) -> list[npt.NDArray[Any]]:
     """Rows of bytes as the arrays of ``packing.parts``.
 
     Args:
@@ -100,11 +103,6 @@ def pack(kind: str, raw: Bytes, packing: Packing, dtype: HalfType, order: Order 
     Raises:
         ValueError: a scale is not a number that ``dtype`` can hold.
     """
-    with np.errstate(over="ignore", invalid="ignore"):  # what comes of it is looked at
-        return _pack(kind, raw, packing, dtype, order)
-
-
-def _pack(kind: str, raw: Bytes, packing: Packing, dtype: HalfType, order: Order) -> list[npt.NDArray[Any]]:
     if packing.mode == "mxfp4":
         codes, exponents = blocks.mxfp4(raw)
         if (exponents == _NO_EXPONENT).any():
@@ -122,7 +120,6 @@ def _pack(kind: str, raw: Bytes, packing: Packing, dtype: HalfType, order: Order
         wide = wide.reshape(len(raw), -1, GROUP)[:, order]
     fitted = _fit(wide.reshape(len(raw), -1, packing.group), packing.bits, dtype)
     return [_words(fitted[0].reshape(len(raw), -1), packing.bits), *fitted[1:]]
-
 
 
 def _fit(wide: Floats, bits: int, dtype: HalfType) -> tuple[Bytes, Halves, Halves]:

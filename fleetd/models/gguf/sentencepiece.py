@@ -46,10 +46,10 @@ def build(
     return fast
 
 
-def _merges(
-    tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]
-) -> list[tuple[str, str]]:
-    known = {token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == NORMAL}
+def _merges(tokens: Sequence[str], types: Sequence[int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    known = {
+        token: index for index, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == NORMAL
+    }
     found: list[tuple[float, int, int, str, str]] = []
     for token, index in known.items():
         if len(token) > limits.GGUF_PIECE_CHARS:
