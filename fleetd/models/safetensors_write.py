@@ -36,7 +36,7 @@ class TensorSpec:
         return math.prod(self.shape) * _NUMPY[self.dtype].itemsize
 
 
-class Planned(Protocol):
+class PlannedTensors(Protocol):
     """Tensors whose sizes are known now and whose values are made when their turn to be written comes."""
 
     @property
@@ -69,7 +69,7 @@ class PlannedTensor:
 
 def write_safetensors(
     path: Path,
-    plans: Sequence[Planned],
+    plans: Sequence[PlannedTensors],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
     """Write and fsync; ``progress(done_bytes, total_bytes)`` after each piece.

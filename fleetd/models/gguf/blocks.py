@@ -3,14 +3,16 @@
 Most kinds are affine in groups of 32 along the input axis, value = scale · q + bias, and so is MLX's affine
 mode: their integers are kept as they are.
 
-    Q4_0   f16 d        | 16 bytes: element i in the low half of byte i, i + 16 in the high half;   d · (q - 8)
-    Q4_1   f16 d, f16 m | the same;                                                                d · q + m
-    Q5_0   f16 d        | 4 bytes: the fifth bit of each element | the same;                        d · (q - 16)
-    Q5_1   f16 d, f16 m | the same;                                                                d · q + m
-    Q8_0   f16 d        | 32 signed bytes;                                                         d · q
-    Q4_K   f16 d, f16 m | 12 bytes: 8 scales and 8 minima of 6 bits | 128 bytes of halves;          d·s · q - m·n
-    Q5_K   the same     | 32 bytes: the fifth bits, group j in bit j of each | 128 bytes;           the same
-    MXFP4  1 byte e     | 16 bytes of halves, each a float of 4 bits;                       fp4 · 2^(e - 127)
+    Q4_0   f16 d        | 16 bytes: element i in the low half of byte i, i + 16 in the high half
+    Q4_1   f16 d, f16 m | the same
+    Q5_0   f16 d        | 4 bytes: the fifth bit of each element | the same
+    Q5_1   f16 d, f16 m | the same
+    Q8_0   f16 d        | 32 signed bytes
+    Q4_K   f16 d, f16 m | 12 bytes: 8 scales s and 8 minima n of 6 bits | 128 bytes of halves
+    Q5_K   f16 d, f16 m | the same | 32 bytes: the fifth bits, group j in bit j of each | the same
+    MXFP4  1 byte e     | 16 bytes of halves, each a float of 4 bits
+
+    value: d · (q - 8), d · q + m, d · (q - 16), d · q + m, d · q, d · s · q - m · n (both), fp4 · 2^(e - 127)
 """
 
 from __future__ import annotations
@@ -56,8 +58,7 @@ def affine(kind: str, raw: Bytes) -> AffineRows:
         return AffineRows(blocks[..., 2:] ^ np.uint8(0x80), d, d * np.float32(-128))  # offset by 128
     q = _nibbles(blocks[..., -16:])
     if kind in ("Q5_0", "Q5_1"):
-        fifth = np.unpackbits(blocks[..., -20:-16], axis=-1, bitorder="little")
-        q = q | (fifth << 4)
+        q = q | (np.unpackbits(blocks[..., -20:-16], axis=-1, bitorder="little") << np.uint8(4))
     if kind in ("Q4_1", "Q5_1"):
         return AffineRows(q, d, _halves(blocks, 2))
     return AffineRows(q, d, d * np.float32(-8 if kind == "Q4_0" else -16))

@@ -123,8 +123,10 @@ def pack(
 
 
 def _fit(wide: Floats, bits: int, dtype: HalfType) -> tuple[Bytes, Halves, Halves]:
-    """Integers, scales and biases near ``wide`` (rows, groups, group): from the whole range of each group to
-    the least squares of the integers it has, as long as that is nearer. The error is that of the rounded grid.
+    """Integers, scales and biases near ``wide`` (rows, groups, group).
+
+    Begins with the whole range of each group, and takes the least squares of the integers that it has as long
+    as that is nearer. The error is that of the rounded grid.
     """
     if not np.isfinite(wide).all():
         raise ValueError("a weight is not a number")
@@ -155,7 +157,7 @@ def _round_to(
 
 
 def _words(q: Bytes, bits: int) -> npt.NDArray[np.uint32]:
-    """Integers (rows, columns) as one stream of bits, the first in the lowest: (rows, columns · bits / 32)."""
+    """Integers (rows, columns) as a stream of bits, the first lowest: (rows, columns · bits / 32)."""
     if bits == 8:
         stream = q
     else:
