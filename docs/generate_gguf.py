@@ -9,6 +9,7 @@ import argparse
 import json
 import sys
 import tempfile
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -49,12 +50,16 @@ Q6_K gets 8 bits where it is a part of a file, as in Q4_K_M and Q5_K_M, and 6 bi
 would grow by more than a quarter."""
 
 _REFUSED = """\
-Other kinds are refused by name: {kinds}. MLX has no width as small, and with a larger one the file would grow far
-beyond its size. Take Q2_K, Q3_K_M or IQ4_XS of the same model, or a smaller model in Q4_K_M."""
+Other kinds are refused by name: {kinds}. Most have fewer bits than the smallest width in which MLX could hold them
+without much loss, so the file would grow by far more than a quarter. Take Q2_K, Q3_K_M or IQ4_XS of the same model, or
+a smaller model in Q4_K_M."""
 
 _TOKENIZERS = """\
-SentencePiece vocabularies (`llama`) and byte-level BPE (`gpt2`) with these ways to cut text: {cuts}. The chat template
-is the file's own."""
+SentencePiece vocabularies (`llama`), and byte-level BPE (`gpt2`) with these names for how text is cut into words:
+{cuts}. The chat template is the file's own."""
+
+# Of a wrapped list.
+_WIDTH = 118
 
 
 def page() -> str:
@@ -62,7 +67,8 @@ def page() -> str:
     figures: dict[str, Any] = json.loads(FIGURES.read_text(encoding="utf-8"))
     families = "\n".join(f"| `{arch}` | `{family.model_type}` |" for arch, family in sorted(FAMILIES.items()))
     kinds = "\n".join(_row(row) for row in figures["kinds"])
-    refused = ", ".join(name for name in OTHER_KINDS.values() if name[0] in "IQTN" and "_" in name or name == "NVFP4")
+    # Numbers of other types, and kinds that only exist while llama.cpp computes, are in no model.
+    published = sorted(name for name in OTHER_KINDS.values() if name.startswith(("IQ", "TQ", "NV", "Q1")))
     return f"""# GGUF files
 
 <!-- Written by docs/generate_gguf.py; do not edit. -->
@@ -89,12 +95,16 @@ def page() -> str:
 
 {_SIX}
 
-{_REFUSED.format(kinds=refused)}
+{_wrapped(_REFUSED.format(kinds=", ".join(published)))}
 
 ## Tokenizers
 
-{_TOKENIZERS.format(cuts=", ".join(f"`{name}`" for name in sorted(CUTS)))}
+{_wrapped(_TOKENIZERS.format(cuts=", ".join(f"`{name}`" for name in sorted(CUTS))))}
 """
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)
 
 
 def _row(row: dict[str, Any]) -> str:
@@ -116,9 +126,7 @@ def measure() -> None:
     from support import gguf_errors, gguf_models
 
     deviation = gguf_models.logits(
-        gguf_models.model_of(
-            gguf_models.CONFIGS[gguf_errors.ARCH], gguf_models.drawn(gguf_errors.ARCH)
-        )
+        gguf_models.model_of(gguf_models.CONFIGS[gguf_errors.ARCH], gguf_models.drawn(gguf_errors.ARCH))
     ).std()
     rows = []
     for kind, beside in [*((kind, None) for kind in gguf_errors.KINDS), ("Q6_K", "Q4_K")]:

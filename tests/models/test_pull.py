@@ -256,7 +256,9 @@ def test_the_file_is_chosen_by_its_kind(names: list[str], chosen: list[str]) -> 
     assert hub_gguf.choose("org/x", names) == chosen
 
 
-@pytest.mark.parametrize("names", [["m-IQ2_XXS.gguf", "m-IQ1_S.gguf"], ["mmproj-f16.gguf"], ["a.gguf", "b.gguf"]])
+@pytest.mark.parametrize(
+    "names", [["m-IQ2_XXS.gguf", "m-IQ1_S.gguf"], ["mmproj-f16.gguf"], ["a.gguf", "b.gguf"]]
+)
 def test_no_file_is_chosen_blindly(names: list[str]) -> None:
     with pytest.raises(ModelUnsupported, match="none of a kind"):
         hub_gguf.choose("org/x", names)

@@ -30,7 +30,7 @@ class KindError:
 
     Attributes:
         bits: bits per weight in the file.
-        stored: how MLX holds most of the weights: bits, group and mode.
+        stored: how MLX holds it: bits, group and mode.
         growth: bytes of the imported weights over those of the file's.
         own: root mean square of what the kind's own rounding changes about logits.
         added: the same of what the import changes, beside gguf's dequantised weights.
@@ -71,6 +71,7 @@ def measure(kind: str, folder: Path, *, beside: str | None = None) -> KindError:
     target.mkdir()
     import_gguf(file, target)
     settings = json.loads((target / "config.json").read_text())["quantization"]
+    head = settings.get("lm_head", settings)
     in_file = sum(int(tensor.n_bytes) for tensor in gguf.GGUFReader(file).tensors)
     exact = logits(model_of(CONFIGS[ARCH], weights))
     theirs = logits(model_of(CONFIGS[ARCH], _weights_of(plain, weights)))
@@ -80,7 +81,7 @@ def measure(kind: str, folder: Path, *, beside: str | None = None) -> KindError:
     return KindError(
         kind=kind,
         bits=8 * size / block,
-        stored=(settings["bits"], settings["group_size"], settings.get("mode", "affine")),
+        stored=(head["bits"], head["group_size"], head.get("mode", "affine")),
         growth=(target / "model.safetensors").stat().st_size / in_file,
         own=_rms(theirs - exact),
         added=_rms(logits(model) - theirs),

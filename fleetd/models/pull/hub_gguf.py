@@ -15,7 +15,19 @@ from fleetd.models.gguf.families import FAMILIES
 #: From the one that most people take, by what is lost and what fits.
 _PREFERRED = (
     *("Q4_K_M", "Q4_K_XL", "Q4_K_L", "Q4_K_S", "MXFP4", "MXFP4_MOE", "Q4_1", "Q4_0", "IQ4_NL", "IQ4_XS"),
-    *("Q5_K_M", "Q5_K_XL", "Q5_K_L", "Q5_K_S", "Q5_1", "Q5_0", "Q6_K", "Q6_K_L", "Q6_K_XL", "Q8_0", "Q8_K_XL"),
+    *(
+        "Q5_K_M",
+        "Q5_K_XL",
+        "Q5_K_L",
+        "Q5_K_S",
+        "Q5_1",
+        "Q5_0",
+        "Q6_K",
+        "Q6_K_L",
+        "Q6_K_XL",
+        "Q8_0",
+        "Q8_K_XL",
+    ),
     *("Q3_K_XL", "Q3_K_L", "Q3_K_M", "Q3_K_S", "IQ3_M", "IQ3_S", "Q2_K_XL", "Q2_K_L", "Q2_K"),
     *("BF16", "F16", "FP16", "F32"),
 )
