@@ -24,42 +24,43 @@ PAGE = Path(__file__).with_name("gguf.md")
 FIGURES = Path(__file__).with_name("gguf.json")
 
 _INTRO = """\
-`fleetctl models pull FILE.gguf` imports a GGUF file: it becomes a folder as MLX has it, in the models folder, and
-is then a model like any other. `fleetctl models pull ORGANISATION/NAME` does the same with a repository of the hub
-that has GGUF files and no safetensors; it takes the Q4_K_M file if there is one, else the nearest. Of a model that is
-spread over several files (`NAME-00001-of-00003.gguf`), name the first. The file itself is not changed."""
+`fleetctl models pull FILE.gguf` imports a GGUF file: it becomes a folder as MLX has it, in the models
+folder, and is then a model like any other. `fleetctl models pull ORGANISATION/NAME` does the same with a
+repository of the hub that has GGUF files and no safetensors; it takes the Q4_K_M file if there is one, else
+the nearest. Of a model that is spread over several files (`NAME-00001-of-00003.gguf`), name the first. The
+file itself is not changed."""
 
 _FAMILIES = """\
-A small random model of each, written as llama.cpp's converter writes it and imported back, gives the same logits
-(`tests/models/test_gguf_families.py`). Other architectures are refused by name."""
+A small random model of each, written as llama.cpp's converter writes it and imported back, gives the same
+logits (`tests/models/test_gguf_families.py`). Other architectures are refused by name."""
 
 _KINDS = f"""\
-MLX knows groups of 32, 64 and 128 weights with one scale and one bias of 16 bits. Kinds that are affine in groups of
-32 keep their integers; their grid is rounded to 16 bits once. The other kinds have groups of 16 or a codebook; they
-are fitted to the next width. A model grows to at most {GGUF_GROWTH:g} times its file."""
+MLX knows groups of 32, 64 and 128 weights with one scale and one bias of 16 bits. Kinds that are affine in
+groups of 32 keep their integers; their grid is rounded to 16 bits once. The other kinds have groups of 16
+or a codebook; they are fitted to the next width. A model grows to at most {GGUF_GROWTH:g} times its file."""
 
 _ERRORS = """\
-*Own error* is what the kind's own rounding changes about the logits of a small random model (root mean square; the
-logits' deviation is {deviation:.2f}). *Added* is what the import changes beside that, in parts of it: 0.5 means half as much
-again, which adds 12 % to the error in all. All matrices are of the one kind; a file of several kinds, as Q4_K_M,
-has each kind's error for its part. Measured with weights that `tests/support/gguf_kinds.py` writes and gguf's own
-`dequantize` reads."""
+*Own error* is what the kind's own rounding changes about the logits of a small random model (root mean
+square; the logits' deviation is {deviation:.2f}). *Added* is what the import changes beside that, in parts
+of it: 0.5 means half as much again, which adds 12 % to the error in all. All matrices are of the one kind;
+a file of several kinds, as Q4_K_M, has each kind's error for its part. Measured with weights that
+`tests/support/gguf_kinds.py` writes and gguf's own `dequantize` reads."""
 
 _SIX = """\
-Q6_K gets 8 bits where it is a part of a file, as in Q4_K_M and Q5_K_M, and 6 bits where a file holds little else and
-would grow by more than a quarter."""
+Q6_K gets 8 bits where it is a part of a file, as in Q4_K_M and Q5_K_M, and 6 bits where a file holds little
+else and would grow by more than a quarter."""
 
 _REFUSED = """\
-Other kinds are refused by name: {kinds}. Most have fewer bits than the smallest width in which MLX could hold them
-without much loss, so the file would grow by far more than a quarter. Take Q2_K, Q3_K_M or IQ4_XS of the same model, or
-a smaller model in Q4_K_M."""
+Other kinds are refused by name: {kinds}. Most have fewer bits than the smallest width in which MLX could
+hold them without much loss, so the file would grow by far more than a quarter. Take Q2_K, Q3_K_M or IQ4_XS
+of the same model, or a smaller model in Q4_K_M."""
 
 _TOKENIZERS = """\
-SentencePiece vocabularies (`llama`), and byte-level BPE (`gpt2`) with these names for how text is cut into words:
-{cuts}. The chat template is the file's own."""
+SentencePiece vocabularies (`llama`), and byte-level BPE (`gpt2`) with these names for how text is cut into
+words: {cuts}. The chat template is the file's own."""
 
 # Of a wrapped list.
-_WIDTH = 118
+_WIDTH = 108
 
 
 def page() -> str:
@@ -87,7 +88,7 @@ def page() -> str:
 
 {_KINDS}
 
-| kind | bits per weight | in MLX: bits, group | size | own error | added |
+| kind | bits per weight | in MLX: bits, group | size, times | own error | added |
 |---|---|---|---|---|---|
 {kinds}
 
@@ -114,7 +115,7 @@ def _row(row: dict[str, Any]) -> str:
     exact = " (integers kept)" if is_exact(row["kind"]) else ""
     name = row["kind"] if row["beside"] is None else f"{row['kind']} beside {row['beside']}"
     return (
-        f"| {name} | {row['bits']:.4g} | {stored}{exact} | {row['growth']:.2f} × | {row['own']:.4f} | "
+        f"| {name} | {row['bits']:.4g} | {stored}{exact} | {row['growth']:.2f} | {row['own']:.4f} | "
         f"{'< 0.01' if added < 0.01 else f'{added:.2f}'} |"
     )
 

@@ -73,8 +73,10 @@ def pull_hub(
 
 
 def _import(first: Path, commit: str, name: str, folder: str, models_dir: Path, report: Report) -> Path:
-    """Import the GGUF file that has arrived, and throw it away: it stays only if the import failed for a reason
-    that another attempt may not meet."""
+    """Import the GGUF file that has arrived, then throw it away.
+
+    It stays only if the import failed for a reason that another attempt may not meet, as a full disk.
+    """
     from fleetd.models.gguf.conversion import import_gguf
 
     made = install.partial_folder(models_dir, f"{folder}.imported")

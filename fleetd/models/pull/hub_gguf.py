@@ -1,7 +1,7 @@
 """Which of a repository's GGUF files to take. Pure.
 
-Publishers put the same model there in a dozen quantisations, some spread over several files, beside parts that
-are no model: the half that reads images, statistics for a quantiser, drafts.
+Publishers put the same model there in a dozen quantisations, some spread over several files, beside parts
+that are no model: the half that reads images, statistics for a quantiser, drafts.
 """
 
 from __future__ import annotations
