@@ -48,6 +48,8 @@ def dequantizing(layer: Any, out: F32) -> list[Callable[[], None]]:
     odd = np.empty(0, dtype=np.intp)
     if scales.dtype == mx.float16:
         odd = np.flatnonzero(~_normal(scale, bias, layer.bits))
+    odd_scale, odd_bias = scale[odd], bias[odd]
+    scale[odd] = bias[odd] = 0
     weight = np.ascontiguousarray(np.array(layer.weight, copy=False))
     packed = weight.view(np.uint8).reshape(len(scale), -1)
     groups = out.reshape(len(scale), layer.group_size)
@@ -58,10 +60,10 @@ def dequantizing(layer: Any, out: F32) -> list[Callable[[], None]]:
         for at in range(first, last, step):
             part = slice(at, min(at + step, last))
             _block(packed[part], layer.bits, scale[part], bias[part], groups[part], scratch, dropped)
-        some = odd[np.searchsorted(odd, first) : np.searchsorted(odd, last)]
-        for at in range(0, len(some), step):
-            part_of = some[at : at + step]
-            groups[part_of] = _in_half(packed[part_of], layer.bits, scale[part_of], bias[part_of])
+        begin, end = np.searchsorted(odd, (first, last))
+        for at in range(begin, end, step):
+            part = slice(at, min(at + step, end))
+            groups[odd[part]] = _in_half(packed[odd[part]], layer.bits, odd_scale[part], odd_bias[part])
 
     # So large that handing them over costs little.
     piece = 8 * step
