@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from mlx_lm import utils as mlx_utils
 from support import gguf_kinds
 from support.gguf_models import CONFIGS, drawn, floats, logits, model_of, write
 
+from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.models.folder import read_folder
@@ -193,3 +195,52 @@ def test_the_header_tells_what_the_imported_model_needs(tmp_path: Path, arch: st
     # Experts stay packed on a CPU, which a header does not tell.
     estimated, built = needed_bytes_of_gguf(file, "cpu") - WORKING_BYTES, cpu.float32_bytes(model)
     assert estimated == built if arch == "llama" else estimated > built
+
+
+def test_a_model_spread_over_several_files_is_one_model(tmp_path: Path) -> None:
+    weights = drawn("qwen3")
+    write(tmp_path / "model.gguf", "qwen3", weights, floats, tensors_per_file=9)
+    files = sorted(tmp_path.glob("model-*.gguf"))
+    assert len(files) > 2
+    folder = tmp_path / "out"
+    folder.mkdir()
+    import_gguf(files[0], folder)
+    expected = logits(model_of(CONFIGS["qwen3"], weights))
+    np.testing.assert_array_equal(logits(loaded(folder)), expected)
+    files[1].unlink()
+    with pytest.raises(ModelCorrupt, match="00002-of-"):
+        import_gguf(files[0], folder)
+
+
+def test_a_part_of_another_model_is_corrupt(tmp_path: Path) -> None:
+    write(tmp_path / "model.gguf", "qwen3", drawn("qwen3"), floats, tensors_per_file=9)
+    files = sorted(tmp_path.glob("model-*.gguf"))
+    files[1].write_bytes(files[2].read_bytes())
+    with pytest.raises(ModelCorrupt, match="is in two of its files|says that it has"):
+        import_gguf(files[0], tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "F32"])
+def test_memory_does_not_grow_with_a_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(limits, "GGUF_SLICE_WEIGHTS", 1 << 14)
+    weights = drawn("llama")
+    weights["model.embed_tokens.weight"] = np.zeros((4_000, 256), np.float32)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
+
+    def packed(name: str, values: np.ndarray[Any, Any]) -> tuple[Kind, np.ndarray[Any, Any]]:
+        if kind == "F32" or values.ndim < 2:
+            return floats(name, values)
+        return Kind[kind], gguf_kinds.encoded(kind, values)
+
+    file = write(tmp_path / "model.gguf", "llama", weights, packed)
+    (tmp_path / "out").mkdir()
+    tracemalloc.start()
+    try:
+        import_gguf(file, tmp_path / "out")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Either of the two large tensors has a million weights, 4 MiB as f32.
+    assert peak < 2 << 20

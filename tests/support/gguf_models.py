@@ -152,9 +152,22 @@ def drawn(arch: str, seed: int = 0) -> dict[str, Array]:
     return found
 
 
-def write(path: Path, arch: str, weights: Mapping[str, Array], encode: Encode, **metadata: Any) -> Path:
-    """The GGUF file of these weights. ``metadata``: keys to add, as the writer's methods name them."""
-    writer = gguf.GGUFWriter(path, arch)
+def write(
+    path: Path,
+    arch: str,
+    weights: Mapping[str, Array],
+    encode: Encode,
+    *,
+    tensors_per_file: int = 0,
+    **metadata: Any,
+) -> Path:
+    """The GGUF file of these weights.
+
+    Args:
+        tensors_per_file: how many lie in each of several files; 0 for one file.
+        metadata: keys to add, as the writer's methods name them.
+    """
+    writer = gguf.GGUFWriter(path, arch, split_max_tensors=tensors_per_file)
     _keys(writer, arch)
     _tokenizer(writer)
     for key, value in metadata.items():
