@@ -196,7 +196,10 @@ _Config = dict[str, Any]
 
 
 def _llama(fields: _Fields, facts: FileFacts, config: _Config, rotated: int) -> None:
-    config |= {"attention_bias": "blk.0.attn_q.bias" in facts.shapes, "mlp_bias": False}
+    biased = "blk.0.attn_q.bias" in facts.shapes
+    if biased != ("blk.0.attn_output.bias" in facts.shapes):
+        raise unsupported(fields.what, "has biases in a part of its attention only.", fields.metadata)
+    config |= {"attention_bias": biased, "mlp_bias": False}
 
 
 def _gemma2(fields: _Fields, facts: FileFacts, config: _Config, rotated: int) -> None:

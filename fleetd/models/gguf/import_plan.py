@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +98,7 @@ def plan_import(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor]
     embedding = tensors.get("token_embd.weight")
     if embedding is None or len(embedding.tensor.shape) != 2:
         raise corrupt(what, "it has no embedding")
-    rope = {name: _numbers(tensors[name]) for name in sorted(families.ROPE_TENSORS) if name in tensors}
+    rope = {name: _numbers(tensors[name], what) for name in sorted(families.ROPE_TENSORS & tensors.keys())}
     facts = hf_config.FileFacts({name: stored.tensor.shape for name, stored in tensors.items()}, rope)
     config = hf_config.build(metadata, facts, what)
     family, layers = FAMILIES[arch], hf_config.layers_of(metadata, what)
@@ -148,7 +149,9 @@ def _planned(
     return PlannedParameter(parameter, stored, layout, dtype, chosen)
 
 
-def _numbers(stored: StoredTensor) -> list[float]:
+def _numbers(stored: StoredTensor, what: str) -> list[float]:
+    if math.prod(stored.tensor.shape) > limits.GGUF_ROPE_FACTORS:
+        raise corrupt(what, f"{stored.tensor.name!r} has the shape {stored.tensor.shape}")
     raw = np.concatenate(list(stored.slices()))
     return [float(value) for value in blocks.values(stored.tensor.kind, raw).ravel()]
 

@@ -28,7 +28,7 @@ class Layout:
     Attributes:
         shape: what mlx-lm has.
         rows: the file's rows in the order that mlx-lm has them; None as they are.
-        columns: the columns likewise.
+        columns: the columns likewise; all numbers of a tensor of one dimension.
         values: what becomes of the numbers, for tensors that are not quantised.
         exact: the parameter stays f32.
     """
@@ -55,10 +55,9 @@ def layout_of(family: Family, parameter: str, shape: tuple[int, ...], config: Ma
     name = parameter.rpartition(".layers.")[2].partition(".")[2]
     if family.interleaved and name.startswith(("self_attn.q_proj.", "self_attn.k_proj.")):
         heads = text["num_attention_heads" if ".q_proj." in name else "num_key_value_heads"]
-        return Layout(shape, rows=_halves_of_pairs(shape[0], heads))
-    if (family.offset_norms and name.endswith("norm.weight")) or (
-        family.offset_norms and ".norm." in parameter
-    ):
+        order = _halves_of_pairs(shape[0], heads)
+        return Layout(shape, rows=order) if len(shape) > 1 else Layout(shape, columns=order)
+    if family.offset_norms and parameter.endswith("norm.weight"):
         return Layout(shape, values=lambda stored: stored - np.float32(1))
     if name == "mlp.shared_expert_gate.weight":
         return Layout((1, shape[-1]))
