@@ -32,7 +32,8 @@ file itself is not changed."""
 
 _FAMILIES = """\
 A small random model of each, written as llama.cpp's converter writes it and imported back, gives the same
-logits (`tests/models/test_gguf_families.py`). Other architectures are refused by name."""
+logits (`tests/models/test_gguf_families.py`), and llama.cpp reads the same file to the same probabilities
+(`tests/models/test_gguf_beside_llama_cpp.py`). Other architectures are refused by name."""
 
 _KINDS = f"""\
 MLX knows groups of 32, 64 and 128 weights with one scale and one bias of 16 bits. Kinds that are affine in
