@@ -49,6 +49,14 @@ def test_among_other_kinds_q6_k_has_eight_bits(tmp_path: Path) -> None:
     assert mixed.added <= 0.1 * mixed.own
 
 
+@pytest.mark.parametrize(("kind", "columns"), [(kind, 256) for kind in KINDS] + [("IQ4_NL", 96)])
+def test_no_kind_has_a_packing_that_grows_by_more_than_it_may(kind: str, columns: int) -> None:
+    in_file = 8 * _block_bytes(kind) / _elements(kind)
+    small = packing.packing_of(kind, columns, small=True)
+    assert columns % small.group == 0
+    assert small.bits_per_weight <= limits.GGUF_GROWTH * in_file
+
+
 @pytest.mark.parametrize("dtype", ["F16", "BF16"])
 @pytest.mark.parametrize("kind", sorted(packing.PACKED))
 def test_rows_packed_in_slices_are_rows_packed_at_once(kind: str, dtype: packing.HalfType) -> None:

@@ -66,8 +66,9 @@ _FITTED = {
     "IQ4_NL": Packing(5, 64),
     "IQ4_XS": Packing(5, 128),
 }
-#: Taken instead where a file is so full of the kind that it would grow by more than it may.
-_SMALLER = {"Q6_K": Packing(6, 32)}
+#: Taken instead where a file is so full of the kind that it would grow by more than it may, and for rows that
+#: are no multiple of the group.
+_SMALLER = {"Q6_K": Packing(6, 32), "IQ4_NL": Packing(4, 32)}
 
 #: Kinds whose weights stay quantised.
 PACKED = frozenset(_EXACT) | frozenset(_FITTED)
@@ -82,8 +83,8 @@ def packing_of(kind: str, columns: int, *, small: bool = False) -> Packing:
     """
     if (exact := _EXACT.get(kind)) is not None:
         return exact
-    fitted = _SMALLER.get(kind, _FITTED[kind]) if small else _FITTED[kind]
-    return fitted if columns % fitted.group == 0 else Packing(fitted.bits, GROUP)
+    fitted = _FITTED[kind]
+    return _SMALLER.get(kind, fitted) if small or columns % fitted.group else fitted
 
 
 def is_exact(kind: str) -> bool:
