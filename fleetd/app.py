@@ -370,6 +370,9 @@ class Daemon:
         async with aclosing(self._runner.pulls.watch(ref)) as steps:
             async for step in steps:
                 yield step
+        self._models_changed()
+
+    def _models_changed(self) -> None:
         if self._card is not None:
             self._card.changed()
 
@@ -408,6 +411,7 @@ class Daemon:
                 traces=self._traces.newest,
                 smart_defaults=self._config.smart_prefill.policy,
                 compressing=self._compressing,
+                models_changed=self._models_changed,
             )
         )
         local = make_runner(app, trusted=True, caps=self._caps)

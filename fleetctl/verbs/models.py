@@ -1,7 +1,8 @@
-"""`fleetctl models`: list, pull, verify, load, unload and remove models."""
+"""`fleetctl models`: list, pull, add, verify, load, unload and remove models."""
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -21,7 +22,7 @@ from fleetd.control.model_listing import InstalledModel, ModelListing, ModelVerd
 @json_option
 @click.pass_context
 def command(context: click.Context) -> None:
-    """List models; pull, verify, load, unload or remove one."""
+    """List models; pull, add, verify, load, unload or remove one."""
     if context.invoked_subcommand is None:
         context.invoke(list_models)
 
@@ -44,9 +45,29 @@ def pull(session: CliSession, name: str) -> int:
 
     Ctrl-C stops it; pulling again continues where it stopped.
     """
+    return _bring(session, "/fleet/v1/models/pull", {"model": name}, name)
+
+
+@command.command("add")
+@click.argument("path")
+@click.option("--name", default="", help="What to call it; by default what the folder or file is called.")
+@json_option
+@pass_session
+def add(session: CliSession, path: str, name: str) -> int:
+    """Make a folder or a GGUF file on this machine a model like any other.
+
+    PATH may also be the name of a file that `fleetctl models` has found in LM Studio's folders or Ollama's
+    store. A folder is used where it lies; a GGUF file is imported, which copies it.
+    """
+    there = os.path.expanduser(path)
+    ref = os.path.abspath(there) if os.path.exists(there) else path
+    return _bring(session, "/fleet/v1/models/add", {"path": ref, "name": name}, name or path)
+
+
+def _bring(session: CliSession, route: str, body: dict[str, str], name: str) -> int:
     try:
         with Progress() as progress:
-            finished = _pull(session, name, progress)
+            finished = _follow(session, route, body, progress)
     except KeyboardInterrupt:
         note("stopped; the same command continues the download")
         return Exit.INTERRUPTED
@@ -58,13 +79,14 @@ def _ready(name: str) -> str:
     if name.startswith("/"):
         # A folder outside the models folder is used where it lies, and no listing shows it.
         return (
-            f"The folder holds a model. Nothing was copied, and its path is its name: fleetctl chat -m {name}"
+            f"The folder holds a model, and its path is its name: fleetctl chat -m {name}\n"
+            f"To see it in lists and on other machines, give it a name: fleetctl models add {name}"
         )
     return f"{name} is ready to use."
 
 
-def _pull(session: CliSession, name: str, progress: Progress) -> dict[str, Any]:
-    with session.client().stream("/fleet/v1/models/pull", {"model": name}) as stream:
+def _follow(session: CliSession, route: str, body: dict[str, str], progress: Progress) -> dict[str, Any]:
+    with session.client().stream(route, body) as stream:
         for report in stream.reports():
             if report.get("done") is True:
                 return report
@@ -119,11 +141,12 @@ def unload(session: CliSession, name: str) -> None:
 @json_option
 @pass_session
 def remove(session: CliSession, name: str, yes: bool) -> int:
-    """Delete a model's files."""
+    """Delete a model's files; of a folder that was added, only its name."""
     if not yes:
         if session.json or not sys.stdin.isatty():
             raise click.UsageError(f"This deletes {name}'s files; say --yes where no person can be asked.")
-        if not click.confirm(f"Delete {name}'s files?", err=True):
+        question = f"Delete {name}'s files (if it is an added folder, only its name)?"
+        if not click.confirm(question, err=True):
             raise ClientError(f"{name} is kept.")
     done = session.client().post("/fleet/v1/models/remove", {"model": name}, timeout_s=limits.DRAIN_S)
     session.emit(done, f"{name} is removed.")
@@ -139,6 +162,10 @@ def render(models: ModelListing) -> str:
         parts.append(table(header, [_installed(model) for model in models.installed], right=(2, 3)))
     else:
         parts.append("No model is installed yet; the default one is fetched with the first request.")
+    if models.importable:
+        found = [(one_line(file.name), size(file.size_bytes), file.program) for file in models.importable]
+        parts.append(table(("OF OTHER PROGRAMS", "SIZE", "PROGRAM"), found, right=(1,)))
+        parts.append("Import one with `fleetctl models add NAME`; the other program's file stays as it is.")
     if offered:
         columns = ("CATALOG", "MEMORY", "CONTEXT", "ROLES", "TIER", "FITS HERE")
         parts.append(table(columns, [_offered(entry) for entry in offered], right=(1, 2)))

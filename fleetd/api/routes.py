@@ -185,6 +185,7 @@ FLEET: tuple[Route, ...] = (
     _get("/fleet/v1/usage", daemon.usage, CONTROL),
     _get("/fleet/v1/env", daemon.env, CONTROL),
     _post("/fleet/v1/models/pull", daemon.pull, CONTROL),
+    _post("/fleet/v1/models/add", daemon.add, CONTROL),
     _post("/fleet/v1/models/load", daemon.load, CONTROL),
     _post("/fleet/v1/models/unload", daemon.unload, CONTROL),
     _post("/fleet/v1/models/verify", daemon.verify, CONTROL),

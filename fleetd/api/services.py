@@ -40,6 +40,7 @@ class Services:
         traces: the newest so many, or those of one request.
         smart_defaults: what smart prefill does where a request leaves it open.
         compressing: shortens a prompt for /v1/compress.
+        models_changed: told when a model came or went; other machines hear of it at once.
     """
 
     runner: Runner
@@ -61,3 +62,4 @@ class Services:
     traces: Callable[[int, str], TracesView] = lambda last, request_id: TracesView([])
     smart_defaults: SmartPrefillPolicy = field(default_factory=SmartPrefillPolicy)
     compressing: CompressionService | None = None
+    models_changed: Callable[[], None] = lambda: None

@@ -41,6 +41,15 @@ class OfferedModel(msgspec.Struct, frozen=True):
     served: bool = True
 
 
+class ImportableModel(msgspec.Struct, frozen=True):
+    """A GGUF file of another program on this machine, which `fleetctl models add NAME` imports."""
+
+    name: str = ""
+    program: str = ""
+    path: str = ""
+    size_bytes: int = 0
+
+
 class ModelListing(msgspec.Struct, frozen=True):
     """``memory``: what "fits" is judged by, with ``evictable_bytes`` that idle models would give back."""
 
@@ -48,6 +57,7 @@ class ModelListing(msgspec.Struct, frozen=True):
     catalog: list[OfferedModel] = []
     memory: MemoryBudget = MemoryBudget()
     evictable_bytes: int = 0
+    importable: list[ImportableModel] = []
 
 
 class ModelVerdict(msgspec.Struct, frozen=True):

@@ -1,7 +1,7 @@
 """The models fleetd knows by name: what each is for, what it needs, where it comes from. Data only.
 
 A hub entry without a revision is pinned by its first download: the commit that ``main`` meant then is
-written into the model's manifest and kept.
+written into the model's manifest and kept. ``docs/catalog.md`` is written from this table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ TIER_MEMORY_BYTES: dict[Tier, int] = {"tiny": 16 * GIB, "small": 36 * GIB, "stan
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
-    """``memory_bytes`` is weights plus working room for a few thousand tokens of context."""
+    """A model and what it needs.
+
+    ``memory_bytes``: weights plus working room for a few thousand tokens of context. ``tools``: how it writes
+    tool calls, by the name of mlx-lm's parser; "" where it knows none. ``draft``: the smallest entry with the
+    same vocabulary, whose drafts it can verify.
+    """
 
     name: str
     hub_id: str | None
@@ -36,6 +41,8 @@ class CatalogEntry:
     source: Source
     note: str
     aliases: tuple[str, ...] = ()
+    tools: str = ""
+    draft: str = ""
 
     @property
     def served(self) -> bool:
@@ -68,6 +75,8 @@ def _hub(
     *,
     aliases: tuple[str, ...] = (),
     revision: str | None = None,
+    tools: str = "",
+    draft: str = "",
 ) -> CatalogEntry:
     return CatalogEntry(
         name=name,
@@ -80,6 +89,8 @@ def _hub(
         source="hub",
         note=note,
         aliases=aliases,
+        tools=tools,
+        draft=draft,
     )
 
 
@@ -107,6 +118,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "tiny",
         "compressor and draft for the Qwen3 family; runs beside other work on 8 GB",
         revision="73e3e38d981303bc594367cd910ea6eb48349da8",
+        tools="json_tools",
     ),
     _hub(
         "qwen3-1.7b",
@@ -117,6 +129,8 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "tiny",
         "the better compressor for an 8 GB machine",
         revision="3b1b1768f8f8cf8351c712464f906e86c2b8269e",
+        tools="json_tools",
+        draft="qwen3-0.6b",
     ),
     _hub(
         "llama-3.2-1b",
@@ -126,6 +140,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         131_072,
         "tiny",
         "compressor and draft for the Llama 3 family",
+        tools="llama3",
     ),
     _hub(
         "llama-3.2-3b",
@@ -135,6 +150,8 @@ CATALOG: tuple[CatalogEntry, ...] = (
         131_072,
         "tiny",
         "fast everyday chat with a long context",
+        tools="llama3",
+        draft="llama-3.2-1b",
     ),
     _hub(
         "qwen3-4b",
@@ -145,6 +162,8 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "tiny",
         "the best answers that fit 8 GB; does not think aloud",
         aliases=("qwen3-4b-instruct", "qwen3-4b-instruct-2507"),
+        tools="json_tools",
+        draft="qwen3-0.6b",
     ),
     _hub(
         "qwen3-4b-thinking",
@@ -154,9 +173,31 @@ CATALOG: tuple[CatalogEntry, ...] = (
         40_960,
         "tiny",
         "reasons before it answers",
+        tools="json_tools",
+        draft="qwen3-0.6b",
     ),
-    _hub("qwen3-8b", "Qwen3-8B-4bit", ("chat",), 7 * GIB, 40_960, "tiny", "for 16 GB machines"),
-    _hub("qwen3-14b", "Qwen3-14B-4bit", ("chat",), 11 * GIB, 40_960, "small", "for 24 GB machines"),
+    _hub(
+        "qwen3-8b",
+        "Qwen3-8B-4bit",
+        ("chat",),
+        7 * GIB,
+        40_960,
+        "tiny",
+        "for 16 GB machines",
+        tools="json_tools",
+        draft="qwen3-0.6b",
+    ),
+    _hub(
+        "qwen3-14b",
+        "Qwen3-14B-4bit",
+        ("chat",),
+        11 * GIB,
+        40_960,
+        "small",
+        "for 24 GB machines",
+        tools="json_tools",
+        draft="qwen3-0.6b",
+    ),
     _hub(
         "gpt-oss-20b",
         "gpt-oss-20b-MXFP4-Q8",
@@ -165,6 +206,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         131_072,
         "small",
         "reasoning and tools; a mixture of experts, so quick for its size",
+        tools="harmony",
     ),
     _hub(
         "qwen3-30b-a3b",
@@ -175,8 +217,20 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "small",
         "a mixture of experts: the speed of a 3B model",
         aliases=("qwen3-30b", "qwen3-30b-a3b-instruct-2507"),
+        tools="json_tools",
+        draft="qwen3-0.6b",
     ),
-    _hub("qwen3-32b", "Qwen3-32B-4bit", ("chat",), 22 * GIB, 40_960, "standard", "dense; careful answers"),
+    _hub(
+        "qwen3-32b",
+        "Qwen3-32B-4bit",
+        ("chat",),
+        22 * GIB,
+        40_960,
+        "standard",
+        "dense; careful answers",
+        tools="json_tools",
+        draft="qwen3-0.6b",
+    ),
     _hub(
         "llama-3.3-70b",
         "Llama-3.3-70B-Instruct-4bit",
@@ -186,6 +240,8 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "standard",
         "dense; where a long prompt hurts most and sharing the prefill helps most",
         aliases=("llama-3.3-70b-instruct",),
+        tools="llama3",
+        draft="llama-3.2-1b",
     ),
     _hub(
         "gpt-oss-120b",
@@ -195,6 +251,8 @@ CATALOG: tuple[CatalogEntry, ...] = (
         131_072,
         "standard",
         "reasoning and tools on 96 GB",
+        tools="harmony",
+        draft="gpt-oss-20b",
     ),
     _hub(
         "qwen3-235b-a22b",
@@ -205,6 +263,227 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "large",
         "for 192 GB and more",
         aliases=("qwen3-235b",),
+        tools="json_tools",
+        draft="qwen3-0.6b",
+    ),
+    _hub(
+        "qwen3.5-0.8b",
+        "Qwen3.5-0.8B-MLX-4bit",
+        ("chat", "compressor", "draft"),
+        1536 * MIB,
+        262_144,
+        "tiny",
+        "compressor and draft for Qwen 3.5 to 3.8",
+        tools="qwen3_coder",
+    ),
+    _hub(
+        "qwen3.5-2b",
+        "Qwen3.5-2B-MLX-4bit",
+        ("chat", "compressor", "draft"),
+        2560 * MIB,
+        262_144,
+        "tiny",
+        "the better compressor for an 8 GB machine, with a long context",
+        revision="93760be4f1f69842a46bc13dbdc0f19e291392a3",
+        tools="qwen3_coder",
+        draft="qwen3.5-0.8b",
+    ),
+    _hub(
+        "qwen3.5-4b",
+        "Qwen3.5-4B-MLX-4bit",
+        ("chat",),
+        4 * GIB,
+        262_144,
+        "tiny",
+        "a hybrid: its KV cache stays small, so long prompts fit 8 GB",
+        tools="qwen3_coder",
+        draft="qwen3.5-0.8b",
+    ),
+    _hub(
+        "qwen3.5-9b",
+        "Qwen3.5-9B-MLX-4bit",
+        ("chat",),
+        8 * GIB,
+        262_144,
+        "tiny",
+        "for 16 GB machines",
+        tools="qwen3_coder",
+        draft="qwen3.5-0.8b",
+    ),
+    _hub(
+        "qwen3.6-27b",
+        "Qwen3.6-27B-4bit",
+        ("chat",),
+        19 * GIB,
+        262_144,
+        "small",
+        "dense; for coding agents on 32 GB",
+        tools="qwen3_coder",
+        draft="qwen3.5-0.8b",
+    ),
+    _hub(
+        "qwen3.6-35b-a3b",
+        "Qwen3.6-35B-A3B-4bit",
+        ("chat",),
+        23 * GIB,
+        262_144,
+        "small",
+        "a mixture of experts with the speed of a 3B model; what most people run",
+        tools="qwen3_coder",
+        draft="qwen3.5-0.8b",
+    ),
+    _hub(
+        "qwen3.8-27b",
+        "Qwen3.8-27B-4bit",
+        ("chat",),
+        19 * GIB,
+        262_144,
+        "small",
+        "the newest dense Qwen",
+        tools="qwen3_coder",
+        draft="qwen3.5-0.8b",
+    ),
+    _hub(
+        "qwen3-coder-30b-a3b",
+        "Qwen3-Coder-30B-A3B-Instruct-4bit",
+        ("chat",),
+        21 * GIB,
+        262_144,
+        "small",
+        "for coding agents; does not think aloud",
+        aliases=("qwen3-coder-30b", "qwen3-coder"),
+        tools="qwen3_coder",
+        draft="qwen3-0.6b",
+    ),
+    _hub(
+        "qwen3-coder-next",
+        "Qwen3-Coder-Next-4bit",
+        ("chat",),
+        50 * GIB,
+        262_144,
+        "standard",
+        "80B of which 3B are active; for coding agents on 64 GB",
+        tools="qwen3_coder",
+    ),
+    _hub(
+        "qwen3-next-80b-a3b",
+        "Qwen3-Next-80B-A3B-Instruct-4bit",
+        ("chat",),
+        50 * GIB,
+        262_144,
+        "standard",
+        "80B of which 3B are active; for 64 GB",
+        tools="json_tools",
+    ),
+    _hub(
+        "qwen3.5-122b-a10b",
+        "Qwen3.5-122B-A10B-4bit",
+        ("chat",),
+        75 * GIB,
+        262_144,
+        "standard",
+        "for 96 GB",
+        tools="qwen3_coder",
+        draft="qwen3.5-0.8b",
+    ),
+    _hub(
+        "gemma-4-e2b",
+        "gemma-4-e2b-it-4bit",
+        ("chat", "draft"),
+        4 * GIB,
+        131_072,
+        "tiny",
+        "small and multilingual; draft for the Gemma 4 family",
+        aliases=("gemma-4-e2b-it",),
+        tools="gemma4",
+    ),
+    _hub(
+        "gemma-4-e4b",
+        "gemma-4-e4b-it-4bit",
+        ("chat",),
+        6 * GIB,
+        131_072,
+        "tiny",
+        "four bits cost this one more quality than most",
+        aliases=("gemma-4-e4b-it",),
+        tools="gemma4",
+        draft="gemma-4-e2b",
+    ),
+    _hub(
+        "gemma-4-26b-a4b",
+        "gemma-4-26b-a4b-it-4bit",
+        ("chat",),
+        18 * GIB,
+        262_144,
+        "small",
+        "a mixture of experts: the speed of a 4B model",
+        aliases=("gemma-4-26b-a4b-it",),
+        tools="gemma4",
+        draft="gemma-4-e2b",
+    ),
+    _hub(
+        "gemma-4-31b",
+        "gemma-4-31b-it-4bit",
+        ("chat",),
+        22 * GIB,
+        262_144,
+        "small",
+        "dense; careful answers",
+        aliases=("gemma-4-31b-it",),
+        revision="696d436c404745a59f30e4939a658162b0a9e57f",
+        tools="gemma4",
+        draft="gemma-4-e2b",
+    ),
+    _hub(
+        "glm-4.7-flash",
+        "GLM-4.7-Flash-4bit",
+        ("chat",),
+        20 * GIB,
+        202_752,
+        "small",
+        "30B of which 3B are active; for coding agents",
+        tools="glm47",
+    ),
+    _hub(
+        "glm-4.5-air",
+        "GLM-4.5-Air-4bit",
+        ("chat",),
+        66 * GIB,
+        131_072,
+        "standard",
+        "106B of which 12B are active; for 96 GB",
+        tools="glm47",
+    ),
+    _hub(
+        "nemotron-3-nano-30b-a3b",
+        "NVIDIA-Nemotron-3-Nano-30B-A3B-4bit",
+        ("chat",),
+        20 * GIB,
+        262_144,
+        "small",
+        "a hybrid with few attention layers: long prompts cost little memory",
+        aliases=("nemotron-3-nano",),
+        revision="832f602eba5d22436c258c1462bdedc5afddb42b",
+        tools="qwen3_coder",
+    ),
+    _hub(
+        "minimax-m2.5",
+        "MiniMax-M2.5-4bit",
+        ("chat",),
+        135 * GIB,
+        196_608,
+        "large",
+        "230B of which 10B are active; for 192 GB",
+        tools="minimax_m2",
+    ),
+    _hub(
+        "deepseek-v3.2",
+        "DeepSeek-V3.2-4bit",
+        ("chat",),
+        390 * GIB,
+        163_840,
+        "large",
+        "for 512 GB",
     ),
     _hub(
         "qwen3-embedding-0.6b",

@@ -12,7 +12,7 @@ import msgspec
 from fleetd import limits
 from fleetd.errors import ModelCorrupt
 
-Source = Literal["embedded", "hub", "folder", "gguf"]
+Source = Literal["embedded", "hub", "folder", "added", "gguf", "lm-studio"]
 
 #: What mlx-lm loads; other safetensors files in a folder are not weights of the model.
 WEIGHTS_PATTERN = "model*.safetensors"
@@ -45,6 +45,17 @@ class ModelFolder:
                 if isinstance(found, int) and found > 0:
                     return found
         return _DEFAULT_CONTEXT_TOKENS
+
+
+def is_gguf(path: Path) -> bool:
+    """By its name, or by how it begins: Ollama names its files by their hashes."""
+    if path.suffix.lower() == ".gguf":
+        return True
+    try:
+        with path.open("rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
 
 
 def weight_files(path: Path) -> list[Path]:

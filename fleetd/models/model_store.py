@@ -1,21 +1,24 @@
 """The models on this machine: find, list, remove; and start a download in a process of its own.
 
-A name is looked up in this order: the catalog, the models folder, the Hugging Face cache; an absolute path
-is itself. Nothing here downloads, hashes or imports a heavy library in the daemon's process.
+A name is looked up in this order: the catalog, the models folder, the Hugging Face cache, LM Studio's
+folders; an absolute path is itself. Nothing here downloads, hashes or imports a heavy library in the daemon's
+process.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelError, ModelNotFound
-from fleetd.models import catalog, hub_cache, install, manifest, names
+from fleetd.models import added, catalog, hub_cache, install, manifest, names, other_stores
 from fleetd.models import digest as digests
 from fleetd.models.digest import ModelDigest
-from fleetd.models.folder import ModelFolder, Source, read_folder
+from fleetd.models.folder import ModelFolder, Source, is_gguf, read_folder
+from fleetd.models.other_stores import FoundFile
 from fleetd.models.pull import client
 from fleetd.models.pull.pull_lines import PullProgress
 from fleetd.models.verify import Progress, verify
@@ -57,12 +60,16 @@ class ModelStore:
         name = entry.name if entry is not None else names.check(ref)
         hub_id = entry.hub_id if entry is not None else (name if names.is_hub_id(name) else None)
         for folder in self._candidates(name, hub_id):
+            added.check_there(folder)
             if (folder / "config.json").is_file():
                 return self._owned(folder, name)
         if hub_id is not None:
             wanted = entry.revision if entry is not None else None
             if (found := hub_cache.snapshot(self.hub_cache, hub_id, wanted)) is not None:
                 return read_folder(found, name=name, source="hub", revision=found.name)
+            for other, folder in other_stores.lm_studio_models():
+                if other == hub_id:
+                    return read_folder(folder, name=name, source="lm-studio", revision=None)
         raise self._not_found(ref, entry, hub_id)
 
     def _candidates(self, name: str, hub_id: str | None) -> Iterator[Path]:
@@ -74,28 +81,29 @@ class ModelStore:
             yield self.models_dir / hub_id
 
     def _owned(self, folder: Path, name: str) -> ModelFolder:
-        """A folder inside the models folder: fleetd's if it has a manifest, else one that the user put
-        there.
+        """A folder inside the models folder: fleetd's if it has a manifest, else one that the user put there,
+        or added from elsewhere.
         """
         try:
             known = manifest.load(folder / manifest.FILE_NAME)
         except ModelCorrupt:
             known = None  # verify says so; finding and removing must still work
-        source: Source = known.source if known else "folder"
-        return read_folder(folder, name=name, source=source, revision=known.revision if known else None)
+        source: Source = known.source if known else "added" if folder.is_symlink() else "folder"
+        revision = known.revision if known else None
+        return read_folder(added.target(folder), name=name, source=source, revision=revision)
 
     def _at_path(self, ref: str) -> ModelFolder:
         path = Path(ref).expanduser()
-        if path.suffix.lower() == ".gguf":
+        if is_gguf(path):
             folder = self.models_dir / gguf_folder_name(path)
             known = manifest.load(folder / manifest.FILE_NAME)
             if known is None or known.origin is None or not _same_file(path, known.origin):
                 raise ModelNotFound(
                     f"{path} is not imported yet.",
-                    hint=f"Import it: fleetctl models pull {path}",
+                    hint=f"Import it: fleetctl models add {path}",
                     param="model",
                 )
-            return self._owned(folder, folder.name)
+            return self._owned(folder, self._added_name(folder) or folder.name)
         if not path.is_absolute() or not path.is_dir():
             raise ModelNotFound(
                 f"There is no folder {path}.",
@@ -103,9 +111,16 @@ class ModelStore:
                 param="model",
             )
         path = path.resolve() if not hub_cache.is_snapshot(path) else path
+        if (name := self._added_name(path)) is not None:
+            return self._owned(self.models_dir / name, name)
         if path.parent == self.models_dir.resolve():
             return self.resolve(self._name_of(path))
         return read_folder(path, name=str(path), source="folder", revision=None)
+
+    def _added_name(self, folder: Path) -> str | None:
+        """The name that was given to a folder, if any."""
+        named = added.links(self.models_dir).items()
+        return next((name for name, target in named if target == folder), None)
 
     def _not_found(self, ref: str, entry: catalog.CatalogEntry | None, hub_id: str | None) -> ModelNotFound:
         if entry is not None or hub_id is not None:
@@ -128,7 +143,7 @@ class ModelStore:
         except ModelNotFound:
             if names.is_path(ref):
                 path = Path(ref).expanduser()
-                return path.suffix.lower() == ".gguf" and path.is_file()
+                return is_gguf(path) and path.is_file()
             return catalog.find(ref) is not None or names.is_hub_id(ref)
         except (InvalidValue, ModelError):
             return False
@@ -154,11 +169,28 @@ class ModelStore:
                 continue
             if "model_type" in model.config:
                 found[name] = model
+        for hub_id, folder in other_stores.lm_studio_models():
+            if hub_id in found or not names.is_hub_id(hub_id):
+                continue
+            try:
+                found[hub_id] = read_folder(folder, name=hub_id, source="lm-studio", revision=None)
+            except ModelError:
+                continue
         return sorted(found.values(), key=lambda model: model.name.lower())
 
+    def importable(self) -> list[FoundFile]:
+        """GGUF files of other programs on this machine that are not imported."""
+        return [file for file in other_stores.gguf_files() if self.needs_pull(str(file.path))]
+
     def _folders(self) -> Iterator[Path]:
-        """Model folders in the models folder: at its top, or one level down as ORGANISATION/NAME."""
+        """Model folders in the models folder: at its top, or one level down as ORGANISATION/NAME.
+
+        An imported file that was given a name has that name alone.
+        """
+        named = set(added.links(self.models_dir).values())
         for top in _visible(self.models_dir):
+            if top in named:
+                continue
             if (top / "config.json").is_file():
                 yield top
             else:
@@ -192,13 +224,79 @@ class ModelStore:
         """
         return client.pull(ref, self.models_dir, self._hub_cache)
 
+    def locate(self, ref: str) -> FoundFile | Path:
+        """What ``add`` may be told: a path, or the name of a file of another program.
+
+        Raises:
+            InvalidValue: it is neither.
+        """
+        if names.is_path(ref):
+            return Path(ref).expanduser()
+        for file in other_stores.gguf_files():
+            if file.name == ref:
+                return file
+        raise InvalidValue(
+            f"{ref[:80]!r} is neither an absolute path nor a file of LM Studio or Ollama.",
+            hint="`fleetctl models` lists the files that were found.",
+            param="path",
+        )
+
+    def name_for(self, place: FoundFile | Path, name: str) -> str:
+        """The name that ``add`` gives: ``name``, or where that is "" what the folder or file is called.
+
+        Raises:
+            InvalidValue: it may not be given, or is taken.
+        """
+        if isinstance(place, FoundFile):
+            chosen = name or added.usual_name(place.name, prefix=place.program.lower().replace(" ", "-"))
+        else:
+            chosen = name or added.usual_name(place.name)
+        added.check_name(chosen)
+        known = added.links(self.models_dir).get(chosen)
+        if os.path.lexists(self.models_dir / chosen) and (known is None or known != self._behind(place)):
+            raise added.taken(chosen)
+        return chosen
+
+    def _behind(self, place: FoundFile | Path) -> Path | None:
+        """The folder that a link to ``place`` names; None for a file that is not imported."""
+        path = place.path if isinstance(place, FoundFile) else place
+        if is_gguf(path):
+            folder = self.models_dir / gguf_folder_name(path)
+            return folder if folder.is_dir() else None
+        return path if hub_cache.is_snapshot(path) else path.resolve()
+
+    def add(self, place: FoundFile | Path, name: str) -> ModelFolder:
+        """Give a folder, or a file that is imported, a name of its own: a model like any other.
+
+        Raises:
+            InvalidValue: the name may not be given, or the model has one.
+            ModelNotFound, ModelCorrupt, ModelRefused: it is not there, or may not be used.
+        """
+        path = place.path if isinstance(place, FoundFile) else place
+        folder = self._at_path(str(path))
+        if folder.name == name:
+            return folder
+        if names.is_path(folder.name) or folder.source == "gguf":
+            verify(folder.path)
+            added.make_link(self.models_dir, name, folder.path)
+            return self.resolve(name)
+        raise InvalidValue(
+            f"{path} is the model {folder.name!r} already.",
+            hint=f"Use it by that name: fleetctl chat -m {folder.name}",
+            param="path",
+        )
+
     def remove(self, ref: str) -> None:
-        """Delete a model that lies in the models folder.
+        """Delete a model that lies in the models folder; of one that was added, only the name.
 
         Raises:
             ModelNotFound: it is not there.
             InvalidValue: it is there, but not fleetd's to delete.
         """
+        name = self._added_name(Path(ref)) if names.is_path(ref) else names.check(ref)
+        if name is not None and (link := self.models_dir / names.folder_name(name)).is_symlink():
+            self._remove_added(link)
+            return
         try:
             folder = self.resolve(ref)
         except ModelCorrupt:
@@ -211,13 +309,24 @@ class ModelStore:
                 else f"Delete the folder {folder.path} yourself."
             )
             raise InvalidValue(f"{folder.name} is not in {self.models_dir}.", hint=how, param="model")
-        # Out of sight in one step, then gone: a crash in between leaves no half model to be found.
-        retired = install.partial_folder(self.models_dir, f"{folder.path.name}.removed")
+        self._delete(folder.path)
+
+    def _remove_added(self, link: Path) -> None:
+        """The name; and an imported file's folder, which is fleetd's own."""
+        folder = added.target(link)
+        link.unlink()
+        if folder.parent == self.models_dir and folder.is_dir():
+            self._delete(folder)
+        self._record_path(folder).unlink(missing_ok=True)
+
+    def _delete(self, folder: Path) -> None:
+        """Out of sight in one step, then gone: a crash in between leaves no half model to be found."""
+        retired = install.partial_folder(self.models_dir, f"{folder.name}.removed")
         retired.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(retired, ignore_errors=True)
-        folder.path.rename(retired)
+        folder.rename(retired)
         shutil.rmtree(retired)
-        self.record_path(folder).unlink(missing_ok=True)
+        self._record_path(folder).unlink(missing_ok=True)
 
     def _damaged(self, ref: str) -> ModelFolder:
         """A folder in the models folder that can no longer be read, for removal. Raises ModelNotFound."""
@@ -232,7 +341,10 @@ class ModelStore:
 
     def record_path(self, folder: ModelFolder) -> Path:
         """Where hashes of a folder that has no manifest of its own are kept."""
-        key = hashlib.sha256(str(folder.path).encode()).hexdigest()[:32]
+        return self._record_path(folder.path)
+
+    def _record_path(self, folder: Path) -> Path:
+        key = hashlib.sha256(str(folder).encode()).hexdigest()[:32]
         return self.models_dir / _RECORDS / f"{key}.json"
 
     def digest(self, folder: ModelFolder) -> ModelDigest:

@@ -31,6 +31,7 @@ from fleetd.engine import protocol as p
 from fleetd.errors import ModelNotFound
 from fleetd.hardware.memory import MemoryReading, budget
 from fleetd.models.model_names import ModelNames
+from fleetd.models.other_stores import FoundFile
 from fleetd.requests.job import LOCAL, Job, Planned
 
 TOKEN = "fleet-test-token"
@@ -187,7 +188,7 @@ class FakeModels:
         return FakeFolder(ref)
 
     def needs_pull(self, ref: str) -> bool:
-        return False
+        return ref.startswith("/blobs/")
 
     async def pull(self, ref: str) -> AsyncGenerator[FakePullStep, None]:
         try:
@@ -199,6 +200,19 @@ class FakeModels:
 
     def remove(self, ref: str) -> None:
         self.removed.append(ref)
+
+    def importable(self) -> list[FoundFile]:
+        return [FoundFile("qwen3:4b", Path("/blobs/sha256-1"), 5, "Ollama")]
+
+    def locate(self, ref: str) -> FoundFile | Path:
+        return Path(ref) if ref.startswith("/") else self.importable()[0]
+
+    def name_for(self, place: FoundFile | Path, name: str) -> str:
+        return name or "usual"
+
+    def add(self, place: FoundFile | Path, name: str) -> FakeFolder:
+        self.names.append(name)
+        return FakeFolder(name)
 
     def digest(self, folder: FakeFolder) -> str:
         return "blake3:" + folder.name

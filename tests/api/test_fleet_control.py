@@ -118,12 +118,35 @@ async def test_remove_unloads_first(daemon: Daemon) -> None:
     assert (daemon.pool.loaded, daemon.models.removed) == ([], [MODEL])
 
 
-@pytest.mark.parametrize("verb", ["load", "unload", "verify", "remove"])
+async def test_a_damaged_model_or_one_that_is_gone_can_be_removed_by_its_name(daemon: Daemon) -> None:
+    assert await daemon.post("/fleet/v1/models/remove", "gone") == {"ok": True}
+    assert daemon.models.removed == ["gone"]
+
+
+async def add(daemon: Daemon, **body: str) -> list[dict[str, Any]]:
+    async with daemon.session.post("/fleet/v1/models/add", json=body) as response:
+        assert response.status == 200
+        return [json.loads(frame) for frame in frames(await response.text())]
+
+
+async def test_a_folder_is_added_at_once_and_a_file_is_imported_first(daemon: Daemon) -> None:
+    daemon.models.pull_steps = [FakePullStep("sha256-1", 1, 2)]
+    assert await add(daemon, path="/models/mine", name="mine") == [{"done": True, "name": "mine"}]
+    steps = await add(daemon, path="qwen3:4b")
+    assert [step.get("file") for step in steps] == ["sha256-1", None]
+    assert steps[-1] == {"done": True, "name": "usual"}
+    assert daemon.models.names[-3:] == ["mine", "/blobs/sha256-1", "usual"]
+    found = {"name": "qwen3:4b", "program": "Ollama", "path": "/blobs/sha256-1", "size_bytes": 5}
+    assert (await daemon.get("/fleet/v1/models"))["importable"] == [found]
+
+
+@pytest.mark.parametrize("verb", ["load", "unload", "verify"])
 async def test_unknown_models_and_odd_bodies_are_refused(daemon: Daemon, verb: str) -> None:
     path = f"/fleet/v1/models/{verb}"
     assert (await daemon.post(path, "nobody", 404))["error"]["code"] == "model_not_found"
     for odd in (None, "", 1, "x" * 5000):
-        assert (await daemon.post(path, odd, 400))["error"]["param"] == "model"
+        for route in (path, "/fleet/v1/models/remove"):
+            assert (await daemon.post(route, odd, 400))["error"]["param"] == "model"
 
 
 async def pull(daemon: Daemon, name: str) -> list[dict[str, Any]]:

@@ -367,8 +367,28 @@ def test_pull(run: Run, daemon: FakeDaemon) -> None:
 def test_a_folder_is_used_where_it_lies_by_its_path(run: Run, daemon: FakeDaemon) -> None:
     daemon.on("POST", "/fleet/v1/models/pull", pulling(data({"done": True, "name": "/models/mine"})))
     shown = run("models", "pull", "/models/mine", home=daemon.home).stdout
-    assert "Nothing was copied" in shown
     assert "fleetctl chat -m /models/mine" in shown
+    assert "fleetctl models add /models/mine" in shown
+
+
+def test_add_sends_whole_paths_and_names_as_they_are(run: Run, daemon: FakeDaemon, tmp_path: Path) -> None:
+    daemon.on("POST", "/fleet/v1/models/add", pulling(data({"done": True, "name": "mine"})))
+    (tmp_path / "Folder").mkdir()
+    relative = os.path.relpath(tmp_path / "Folder")
+    done = run("models", "add", relative, "--name", "mine", home=daemon.home)
+    assert (done.returncode, done.stdout) == (0, "mine is ready to use.\n")
+    assert daemon.seen[-1].body == {"path": str(tmp_path / "Folder"), "name": "mine"}
+    run("models", "add", "qwen3:4b", home=daemon.home)
+    assert daemon.seen[-1].body == {"path": "qwen3:4b", "name": ""}
+
+
+def test_models_lists_files_of_other_programs(run: Run, daemon: FakeDaemon) -> None:
+    found = {"name": "qwen3:4b", "program": "Ollama", "path": "/blobs/sha256-1", "size_bytes": 2_600_000_000}
+    daemon.on("GET", "/fleet/v1/models", Reply(MODELS | {"importable": [found]}))
+    listed = run("models", home=daemon.home).stdout
+    assert "OF OTHER PROGRAMS" in listed
+    assert "qwen3:4b" in listed
+    assert "fleetctl models add NAME" in listed
 
 
 def test_pull_that_fails_in_the_middle(run: Run, daemon: FakeDaemon) -> None:

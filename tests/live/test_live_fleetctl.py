@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pexpect  # type: ignore[import-untyped]
 import pytest
@@ -102,6 +104,24 @@ def test_every_reading_verb_agrees_with_the_daemon(live: LiveDaemon) -> None:
     checks = json.loads(told("doctor", "--json"))["checks"]
     # The machine that runs the tests may itself be short of memory or disk.
     assert {check["name"] for check in checks if check["level"] == "fail"} <= {"disk", "memory"}, checks
+
+
+def test_a_folder_anywhere_becomes_a_model_like_any_other(
+    make_daemon: Callable[..., LiveDaemon], live_models: Path, tmp_path: Path
+) -> None:
+    daemon = make_daemon()
+    folder = tmp_path / "work" / "My Model"
+    shutil.copytree(live_models / "chain", folder)
+    assert daemon.fleetctl("models", "add", str(folder), "--name", "mine").stdout == "mine is ready to use.\n"
+    done = daemon.fleetctl("chat", "-m", "mine", "--temperature", "0", "say <hello>")
+    assert (done.returncode, done.stdout) == (0, "Hello there, world!\n"), done.stderr
+    installed = json.loads(daemon.fleetctl("models", "--json").stdout)["installed"]
+    assert [(m["source"], m["loaded"]) for m in installed if m["name"] == "mine"] == [("added", True)]
+    plan = json.loads(daemon.fleetctl("plan", "-m", str(folder), "--tokens", "100", "--json").stdout)
+    assert [(option["kind"], option["chosen"]) for option in plan["options"]] == [("local", True)]
+    assert daemon.fleetctl("models", "remove", "mine", "--yes").returncode == 0
+    assert "There is no model" in daemon.fleetctl("chat", "-m", "mine", "hi").stderr
+    assert (folder / "config.json").is_file()
 
 
 def test_the_id_that_an_answer_has_leads_to_its_trace(make_daemon: Callable[..., LiveDaemon]) -> None:

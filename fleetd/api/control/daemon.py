@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
@@ -16,8 +17,14 @@ from fleetd.api.openai.models import loaded_models
 from fleetd.api.relay import relay
 from fleetd.api.services import Services
 from fleetd.control.daemon_status import ClientSettings, DaemonStatus
-from fleetd.control.model_listing import InstalledModel, ModelListing, ModelVerdict, OfferedModel
-from fleetd.errors import InvalidValue, ModelNotFound
+from fleetd.control.model_listing import (
+    ImportableModel,
+    InstalledModel,
+    ModelListing,
+    ModelVerdict,
+    OfferedModel,
+)
+from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import estimated_bytes
 
@@ -29,6 +36,13 @@ class ModelRef(msgspec.Struct, frozen=True):
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
     full: bool = True
+
+
+class AddedModel(msgspec.Struct, frozen=True):
+    """The body of POST /fleet/v1/models/add: an absolute path, or a name from ``importable``; "" chooses."""
+
+    path: Annotated[str, msgspec.Meta(min_length=1, max_length=4096)]
+    name: Annotated[str, msgspec.Meta(max_length=200)] = ""
 
 
 async def _ref(request: web.Request) -> ModelRef:
@@ -93,7 +107,11 @@ def _listing(services: Services, loaded: frozenset[str], status: DaemonStatus) -
                 served=entry.served,
             )
         )
-    return ModelListing(installed, catalog, status.memory, evictable)
+    importable = [
+        ImportableModel(found.name, found.program, str(found.path), found.size_bytes)
+        for found in services.models.importable()
+    ]
+    return ModelListing(installed, catalog, status.memory, evictable, importable)
 
 
 async def usage(request: web.Request) -> web.StreamResponse:
@@ -134,9 +152,14 @@ async def unload(request: web.Request) -> web.StreamResponse:
 async def remove(request: web.Request) -> web.StreamResponse:
     """Unload first: a worker that has the files mapped would keep the disk space."""
     services = request.app[SERVICES]
-    folder = await _resolve(request)
-    await services.pool.unload(folder.name)
-    await asyncio.to_thread(services.models.remove, folder.name)
+    ref = await _ref(request)
+    try:
+        name = (await _resolve(request, ref)).name
+    except (ModelNotFound, ModelCorrupt):
+        name = ref.model  # the name of a folder that is gone or damaged may still be taken away
+    await services.pool.unload(name)
+    await asyncio.to_thread(services.models.remove, name)
+    services.models_changed()
     return json_answer({"ok": True})
 
 
@@ -156,6 +179,14 @@ async def pull(request: web.Request) -> web.StreamResponse:
 
 
 async def _pulling(services: Services, ref: str) -> AsyncGenerator[object, None]:
+    async with aclosing(_steps(services, ref)) as steps:
+        async for step in steps:
+            yield step
+    folder = await asyncio.to_thread(services.models.resolve, ref)
+    yield {"done": True, "name": folder.name}
+
+
+async def _steps(services: Services, ref: str) -> AsyncGenerator[object, None]:
     async with aclosing(services.pull(ref)) as steps:
         async for step in steps:
             yield {
@@ -164,5 +195,23 @@ async def _pulling(services: Services, ref: str) -> AsyncGenerator[object, None]
                 "total_bytes": step.total_bytes,
                 "stage": step.stage,
             }
-    folder = await asyncio.to_thread(services.models.resolve, ref)
+
+
+async def add(request: web.Request) -> web.StreamResponse:
+    """As ``pull``: a GGUF file is imported, which takes a while."""
+    body = parse(await read(request), AddedModel)
+    return await relay(request, _adding(request.app[SERVICES], body))
+
+
+async def _adding(services: Services, body: AddedModel) -> AsyncGenerator[object, None]:
+    models = services.models
+    place = await asyncio.to_thread(models.locate, body.path)
+    name = await asyncio.to_thread(models.name_for, place, body.name)
+    path = str(place if isinstance(place, Path) else place.path)
+    if await asyncio.to_thread(models.needs_pull, path):
+        async with aclosing(_steps(services, path)) as steps:
+            async for step in steps:
+                yield step
+    folder = await asyncio.to_thread(models.add, place, name)
+    services.models_changed()
     yield {"done": True, "name": folder.name}

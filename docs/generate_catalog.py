@@ -1,0 +1,72 @@
+"""Write docs/catalog.md from fleetd/models/catalog.py: `python docs/generate_catalog.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fleetd.limits import GIB
+from fleetd.models.catalog import CATALOG, TIER_MEMORY_BYTES, CatalogEntry, Tier
+
+PAGE = Path(__file__).with_name("catalog.md")
+
+_INTRO = """\
+`fleetctl models pull NAME` gets a model by the name in this table. Any other MLX model works by its hub id
+(ORGANISATION/NAME), and so does a folder or a GGUF file: [Models](install.md#models).
+
+*Memory* is the weights and room for a few thousand tokens. *Tools* is how the model writes tool calls, by the
+name of mlx-lm's parser. *Draft* is the smallest model with the same vocabulary, whose drafts the model can
+verify; a compressor for smart prefill may be of any family.
+
+The ids of the hub, the sizes and the contexts come from public model cards and from public programs that use
+these repositories, read in November 2026. Only `smollm2-135m` was run with fleetd so far."""
+
+_TITLES: dict[Tier, str] = {
+    "tiny": "tiny: up to {} GB",
+    "small": "small: up to {} GB",
+    "standard": "standard: up to {} GB",
+    "large": "large: above",
+}
+
+
+_HEADER = """\
+| name | memory | context | for | tools | draft | repository | |
+|---|---|---|---|---|---|---|---|"""
+
+
+def page() -> str:
+    """The whole page."""
+    parts = [
+        "<!-- Written by docs/generate_catalog.py; a test fails when it is out of date. -->",
+        "# Catalog",
+        _INTRO,
+    ]
+    for tier, title in _TITLES.items():
+        gib = TIER_MEMORY_BYTES.get(tier, 0) // GIB
+        rows = [_row(entry) for entry in CATALOG if entry.tier == tier]
+        parts += [f"## {title.format(gib)}", "\n".join([_HEADER, *rows])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _row(entry: CatalogEntry) -> str:
+    memory = (
+        f"{entry.memory_bytes / GIB:.2g} GB"
+        if entry.memory_bytes < 10 * GIB
+        else f"{entry.memory_bytes // GIB} GB"
+    )
+    tools = f"`{entry.tools}`" if entry.tools else "none"
+    draft = f"`{entry.draft}`" if entry.draft else "none"
+    repository = f"`{entry.hub_id}`" if entry.hub_id else "in a Python package"
+    cells = [
+        f"`{entry.name}`",
+        memory,
+        f"{entry.context_tokens:,}",
+        ", ".join(entry.roles),
+        tools,
+        draft,
+        repository,
+    ]
+    return f"| {' | '.join(cells)} | {entry.note} |"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -1,0 +1,149 @@
+"""Models that other programs keep on this machine, read only: LM Studio's folders and Ollama's store.
+
+LM Studio   ~/.lmstudio/models/PUBLISHER/MODEL/          a folder of safetensors, or GGUF files
+Ollama      ~/.ollama/models/manifests/REGISTRY/NAMESPACE/MODEL/TAG names, in its layer of type
+            "…image.model", a GGUF file in ~/.ollama/models/blobs/
+
+A folder of safetensors is used where it lies, as those of the Hugging Face cache are. A GGUF file has to be
+imported before it is used.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fleetd.errors import ModelCorrupt
+from fleetd.limits import MODEL_CONFIG_BYTES, OTHER_STORE_MODELS
+from fleetd.models.folder import read_json
+from fleetd.models.hub_cache import is_complete
+
+_MODEL_LAYER = "application/vnd.ollama.image.model"
+_BLOB = re.compile(r"sha256[:-]([0-9a-f]{64})")
+# Files of a model that came in several, after the first; and the part that reads pictures.
+_NOT_A_MODEL = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$|^mmproj", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundFile:
+    """A GGUF file of another program. ``name`` is what that program calls it."""
+
+    name: str
+    path: Path
+    size_bytes: int
+    program: str
+
+
+def lm_studio_folders(environment: Mapping[str, str] = os.environ) -> list[Path]:
+    """Where LM Studio keeps models: the folder that its settings name, then its defaults."""
+    home = _home(environment)
+    roots = [home / ".lmstudio", home / ".cache" / "lm-studio"]
+    pointer = home / ".lmstudio-home-pointer"
+    try:
+        roots.insert(0, Path(pointer.read_text(encoding="utf-8")[:4096].strip()))
+    except (OSError, UnicodeDecodeError):
+        pass  # LM Studio was never started here, or lies in the default place
+    found: list[Path] = []
+    for root in roots:
+        chosen = _json(root / "settings.json").get("downloadsFolder")
+        for folder in (Path(chosen) if isinstance(chosen, str) and chosen else None, root / "models"):
+            if folder is not None and folder.is_absolute() and folder not in found and folder.is_dir():
+                found.append(folder)
+    return found
+
+
+def lm_studio_models(environment: Mapping[str, str] = os.environ) -> Iterator[tuple[str, Path]]:
+    """Every complete folder of safetensors: its hub id, PUBLISHER/MODEL, and the folder."""
+    for folder in _lm_studio_model_folders(environment):
+        if is_complete(folder):
+            yield f"{folder.parent.name}/{folder.name}", folder
+
+
+def gguf_files(environment: Mapping[str, str] = os.environ) -> list[FoundFile]:
+    """GGUF files of LM Studio and Ollama, by name; at most OTHER_STORE_MODELS."""
+    found = [*_of_lm_studio(environment), *_of_ollama(environment)]
+    return sorted(found[:OTHER_STORE_MODELS], key=lambda file: (file.program, file.name.lower()))
+
+
+def _lm_studio_model_folders(environment: Mapping[str, str]) -> Iterator[Path]:
+    count = 0
+    for root in lm_studio_folders(environment):
+        for publisher in _entries(root):
+            for folder in _entries(publisher):
+                count += 1
+                if count > OTHER_STORE_MODELS:
+                    return
+                yield folder
+
+
+def _of_lm_studio(environment: Mapping[str, str]) -> Iterator[FoundFile]:
+    for folder in _lm_studio_model_folders(environment):
+        for file in _entries(folder):
+            if file.suffix.lower() != ".gguf" or _NOT_A_MODEL.search(file.name):
+                continue
+            if (size := _size(file)) is not None:
+                yield FoundFile(file.name, file, size, "LM Studio")
+
+
+def _of_ollama(environment: Mapping[str, str]) -> Iterator[FoundFile]:
+    for models in _ollama_folders(environment):
+        try:
+            tags = list(islice((models / "manifests").glob("*/*/*/*"), OTHER_STORE_MODELS))
+        except OSError:
+            continue
+        for tag in tags:
+            blob = _blob(tag, models / "blobs")
+            if blob is not None and (size := _size(blob)) is not None:
+                *_, namespace, model, _ = tag.parts
+                owner = "" if namespace == "library" else f"{namespace}/"
+                yield FoundFile(f"{owner}{model}:{tag.name}", blob, size, "Ollama")
+
+
+def _ollama_folders(environment: Mapping[str, str]) -> list[Path]:
+    if chosen := environment.get("OLLAMA_MODELS"):
+        return [Path(chosen).expanduser()]
+    # The second is that of the service which Ollama's installer makes on Linux.
+    return [_home(environment) / ".ollama" / "models", Path("/usr/share/ollama/.ollama/models")]
+
+
+def _blob(manifest: Path, blobs: Path) -> Path | None:
+    layers = _json(manifest).get("layers")
+    for layer in layers if isinstance(layers, list) else []:
+        if isinstance(layer, dict) and layer.get("mediaType") == _MODEL_LAYER:
+            digest = layer.get("digest")
+            # The manifest's text becomes part of a path: only a plain digest may.
+            if isinstance(digest, str) and (match := _BLOB.fullmatch(digest)):
+                return blobs / f"sha256-{match[1]}"
+    return None
+
+
+def _home(environment: Mapping[str, str]) -> Path:
+    return Path(environment.get("HOME") or Path.home())
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """An empty object for a file that cannot be read: it belongs to another program."""
+    try:
+        return read_json(file, MODEL_CONFIG_BYTES)
+    except ModelCorrupt:
+        return {}
+
+
+def _entries(folder: Path) -> list[Path]:
+    try:
+        return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    except OSError:
+        return []
+
+
+def _size(file: Path) -> int | None:
+    """In bytes; None for a file that is not there or may not be read."""
+    try:
+        return file.stat().st_size if os.access(file, os.R_OK) else None
+    except OSError:
+        return None
