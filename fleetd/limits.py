@@ -133,6 +133,14 @@ GGUF_HEADER_BYTES = 256 * MIB
 GGUF_KEYS = 65_536
 GGUF_ARRAY_ITEMS = 8_000_000
 GGUF_TENSORS = 65_536
+# Of one piece of a SentencePiece vocabulary; published ones end at some 60.
+GGUF_PIECE_CHARS = 256
+# One for each pair of a head's dimensions; they are written to the config.
+GGUF_ROPE_FACTORS = 4096
+# Weights that are converted at a time: 16 MiB as f32, some ten times that while they are fitted.
+GGUF_SLICE_WEIGHTS = 4 * MIB
+# An imported model may be this much larger than its file, else a smaller width is taken where there is one.
+GGUF_GROWTH = 1.25
 
 # ---- Fleet: identity and roster --------------------------------------------------------------------------
 # fleetd's own certificates take 350 bytes.

@@ -3,11 +3,13 @@
 MLX computes scale · q + bias in the dtype of the scales, which a CPU only emulates: it rounds after the
 product and after the sum. Here both are computed in f32 and rounded with integer operations, in blocks that
 stay near the core. A product of an integer of at most 8 bits and an f16 or bf16 is exact in f32, and for a
-sum of two such numbers the bits of f32 are enough that rounding twice is rounding once.
+sum of two such numbers the bits of f32 are enough that rounding twice is rounding once. Groups whose f16
+leave the range in which they have all their bits are computed in f16, as MLX does.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +20,9 @@ import numpy.typing as npt
 
 F32 = npt.NDArray[np.float32]
 U32 = npt.NDArray[np.uint32]
+U8 = npt.NDArray[np.uint8]
+
+_WIDTHS = (2, 3, 4, 5, 6, 8)
 
 # Elements that are computed at a time.
 BLOCK = 1 << 16
@@ -35,13 +40,16 @@ def dequantizing(layer: Any, out: F32) -> list[Callable[[], None]]:
     MLX knows. ``out`` has the shape of the weights and lies in one piece."""
     scales, biases = layer.scales, layer.get("biases")
     dropped = _DROPPED.get(scales.dtype)
-    if layer.mode != "affine" or layer.bits not in (4, 8) or biases is None or dropped is None:
+    if layer.mode != "affine" or layer.bits not in _WIDTHS or biases is None or dropped is None:
         return []
     if biases.dtype != scales.dtype or layer.group_size * layer.bits % 32:
         return []
     scale, bias = (np.array(part.astype(mx.float32)).reshape(-1, 1) for part in (scales, biases))
-    if scales.dtype == mx.float16 and not _normal(scale, bias, layer.bits):
-        return []
+    odd = np.empty(0, dtype=np.intp)
+    if scales.dtype == mx.float16:
+        odd = np.flatnonzero(~_normal(scale, bias, layer.bits))
+    odd_scale, odd_bias = scale[odd], bias[odd]
+    scale[odd] = bias[odd] = 0
     weight = np.ascontiguousarray(np.array(layer.weight, copy=False))
     packed = weight.view(np.uint8).reshape(len(scale), -1)
     groups = out.reshape(len(scale), layer.group_size)
@@ -51,29 +59,53 @@ def dequantizing(layer: Any, out: F32) -> list[Callable[[], None]]:
         scratch = np.empty((step, layer.group_size), dtype=np.uint32)
         for at in range(first, last, step):
             part = slice(at, min(at + step, last))
-            _block(packed[part], scale[part], bias[part], groups[part], scratch, dropped)
+            _block(packed[part], layer.bits, scale[part], bias[part], groups[part], scratch, dropped)
+        begin, end = np.searchsorted(odd, (first, last))
+        for at in range(begin, end, step):
+            part = slice(at, min(at + step, end))
+            groups[odd[part]] = _in_half(packed[odd[part]], layer.bits, odd_scale[part], odd_bias[part])
 
     # So large that handing them over costs little.
     piece = 8 * step
     return [partial(rows, at, min(at + piece, len(scale))) for at in range(0, len(scale), piece)]
 
 
-def _normal(scale: F32, bias: F32, bits: int) -> bool:
-    """True if no product and no sum leaves the range in which an f16 has all its bits."""
+def _normal(scale: F32, bias: F32, bits: int) -> npt.NDArray[np.bool_]:
+    """Groups (G,) of which no product and no sum leaves the range in which an f16 has all its bits."""
     size = np.abs(scale)
-    least = np.min(size, where=size > 0, initial=np.inf)
-    most = size.max(initial=0.0) * (2**bits - 1) + np.abs(bias).max(initial=0.0)
-    return bool(least >= _F16_LEAST and most <= _F16_MOST)
+    most = size * (2**bits - 1) + np.abs(bias)
+    return np.asarray(((size >= _F16_LEAST) | (size == 0)) & (most <= _F16_MOST))[:, 0]
 
 
-def _block(
-    packed: npt.NDArray[np.uint8], scale: F32, bias: F32, out: F32, scratch: U32, dropped: int
-) -> None:
-    """Groups of weights: ``packed`` (G, bytes), ``scale`` and ``bias`` (G, 1) → ``out`` (G, N), in place."""
-    if packed.shape[1] == out.shape[1]:
+def _in_half(packed: U8, bits: int, scale: F32, bias: F32) -> F32:
+    """Groups of weights in f16: ``packed`` (G, bytes), ``scale`` and ``bias`` (G, 1) → (G, N)."""
+    q = np.empty((len(packed), packed.shape[1] * 8 // bits), dtype=np.float32)
+    _unpack(packed, bits, q)
+    with np.errstate(over="ignore", invalid="ignore"):
+        product = q.astype(np.float16) * scale.astype(np.float16)
+        return np.asarray(product + bias.astype(np.float16), dtype=np.float32)
+
+
+def _unpack(packed: U8, bits: int, out: F32) -> None:
+    """Integers from a stream of bits, the first lowest: ``packed`` (G, bytes) → ``out`` (G, N), in place."""
+    if bits == 8:
         np.copyto(out, packed)
-    else:
+    elif bits == 4:
         np.take(_PAIRS, packed, out=out.view(np.complex64), mode="clip")
+    else:
+        size = math.lcm(bits, 8) // 8  # bytes of the fewest integers that fill whole ones
+        units = np.zeros((len(packed), packed.shape[1] // size, 8), dtype=np.uint8)
+        units[..., :size] = packed.reshape(len(packed), -1, size)
+        joined = units.view("<u8")[..., 0]
+        count = size * 8 // bits
+        split = out.reshape(len(out), -1, count)
+        for index in range(count):
+            split[..., index] = joined >> np.uint64(index * bits) & np.uint64(2**bits - 1)
+
+
+def _block(packed: U8, bits: int, scale: F32, bias: F32, out: F32, scratch: U32, dropped: int) -> None:
+    """Groups of weights: ``packed`` (G, bytes), ``scale`` and ``bias`` (G, 1) → ``out`` (G, N), in place."""
+    _unpack(packed, bits, out)
     np.multiply(out, scale, out=out)
     _round(out.view(np.uint32), scratch[: len(out)], dropped)
     np.add(out, bias, out=out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,34 @@ def needed_bytes(folder: ModelFolder, accelerator: str) -> int:
     return weights_in_memory(folder.path, folder.weights_bytes, folder.config, accelerator) + WORKING_BYTES
 
 
+def needed_bytes_of_gguf(source: Path, accelerator: str) -> int:
+    """The same for a GGUF file that has not been imported, by the tensors that its header lists.
+
+    The first call for a file reads its header, up to a second for a large vocabulary.
+
+    Raises:
+        ModelCorrupt, ModelUnsupported: it cannot be imported.
+        OSError: it cannot be read.
+    """
+    stat = source.stat()
+    packed, unpacked = _gguf_bytes(source, stat.st_mtime_ns, stat.st_size)
+    return (max(packed, unpacked) if accelerator == "cpu" else packed) + WORKING_BYTES
+
+
+@lru_cache(maxsize=256)
+def _gguf_bytes(source: Path, mtime_ns: int, size: int) -> tuple[int, int]:
+    """Bytes of the imported weights, and of the same in f32; cached by the file's time and size."""
+    from fleetd.models.gguf.conversion import read_plan  # needs numpy
+
+    plan = read_plan(source)
+    tensors = {
+        spec.name: TensorInfo(spec.dtype, spec.shape, 0, spec.size_bytes)
+        for planned in plan.parameters
+        for spec in planned.specs
+    }
+    return plan.size_bytes, float32_bytes(tensors, _groups(plan.config))
+
+
 def weights_in_memory(path: Path, on_disk: int, config: Mapping[str, Any], accelerator: str) -> int:
     """Bytes of a folder's weights in memory, by its tensors' own headers.
 
@@ -41,24 +70,29 @@ def weights_in_memory(path: Path, on_disk: int, config: Mapping[str, Any], accel
         return on_disk
     try:
         states = tuple((file, file.stat().st_mtime_ns, file.stat().st_size) for file in weight_files(path))
-        found = _float32_bytes(states, _largest_group(config))
+        found = _float32_bytes(states, _groups(config))
     except (ModelCorrupt, OSError):
         return expanded_bytes(on_disk, config, accelerator)
     return max(on_disk, found)
 
 
+@dataclass(frozen=True, slots=True)
+class GroupSizes:
+    """How many packed weights share a scale: in the modules that the config names, and in all others."""
+
+    default: int = _GROUP_MOST
+    named: tuple[tuple[str, int], ...] = ()
+
+
 @lru_cache(maxsize=256)
-def _float32_bytes(states: tuple[tuple[Path, int, int], ...], group: int) -> int:
+def _float32_bytes(states: tuple[tuple[Path, int, int], ...], groups: GroupSizes) -> int:
     """Cached by the files' times and sizes. Raises ModelCorrupt."""
-    return sum(float32_bytes(read_header(file), group) for file, _, _ in states)
+    return sum(float32_bytes(read_header(file), groups) for file, _, _ in states)
 
 
-def float32_bytes(tensors: Mapping[str, TensorInfo], group: int) -> int:
-    """Bytes of tensors of which all floating ones become f32, and packed ones are unpacked.
-
-    Args:
-        group: packed weights that share a scale.
-    """
+def float32_bytes(tensors: Mapping[str, TensorInfo], groups: GroupSizes) -> int:
+    """Bytes of tensors of which all floating ones become f32, and packed ones are unpacked."""
+    sizes = dict(groups.named)
     total = 0
     for name, info in tensors.items():
         layer, _, part = name.rpartition(".")
@@ -67,7 +101,7 @@ def float32_bytes(tensors: Mapping[str, TensorInfo], group: int) -> int:
         count = math.prod(info.shape)
         if is_packed and scales is not None and part == "weight":
             # At least a bit each, whatever the scales say.
-            total += 4 * min(math.prod(scales.shape) * group, 32 * count)
+            total += 4 * min(math.prod(scales.shape) * sizes.get(layer, groups.default), 32 * count)
         elif is_packed and part in ("scales", "biases"):
             continue
         else:
@@ -75,10 +109,18 @@ def float32_bytes(tensors: Mapping[str, TensorInfo], group: int) -> int:
     return total
 
 
-def _largest_group(config: Mapping[str, Any]) -> int:
-    """The most weights with one scale that the quantisation names; the format's most if it names none."""
-    sizes = [section.get("group_size") for section in _quantizations(config)]
-    return max((size for size in sizes if type(size) is int and 0 < size <= _GROUP_MOST), default=_GROUP_MOST)
+def _groups(config: Mapping[str, Any]) -> GroupSizes:
+    """What the quantisation says; the format's most where it says nothing."""
+
+    def size_of(section: Mapping[str, Any]) -> int:
+        size = section.get("group_size")
+        return size if type(size) is int and 0 < size <= _GROUP_MOST else _GROUP_MOST
+
+    found = _quantizations(config)
+    if not found:
+        return GroupSizes()
+    named = {name: size_of(part) for name, part in found[0].items() if isinstance(part, Mapping)}
+    return GroupSizes(size_of(found[0]), tuple(sorted(named.items())))
 
 
 def estimated_bytes(entry: CatalogEntry, accelerator: str) -> int:

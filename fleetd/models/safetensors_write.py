@@ -1,4 +1,4 @@
-"""Write a safetensors file tensor by tensor, the same bytes for the same tensors every time."""
+"""Write a safetensors file piece by piece, the same bytes for the same tensors every time."""
 
 from __future__ import annotations
 
@@ -6,21 +6,50 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-DType = Literal["F16", "F32", "U32"]
-_NUMPY: dict[DType, np.dtype[Any]] = {"F16": np.dtype("<f2"), "F32": np.dtype("<f4"), "U32": np.dtype("<u4")}
+DType = Literal["BF16", "F16", "F32", "U8", "U32"]
+#: What values are handed over as. numpy has no bfloat16: its 16 bits come as integers.
+_NUMPY: dict[DType, np.dtype[Any]] = {
+    "BF16": np.dtype("<u2"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "U8": np.dtype("<u1"),
+    "U32": np.dtype("<u4"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * _NUMPY[self.dtype].itemsize
+
+
+class PlannedTensors(Protocol):
+    """Tensors whose sizes are known now and whose values are made when their turn to be written comes."""
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]: ...
+
+    def pieces(self) -> Iterator[Sequence[npt.NDArray[Any]]]:
+        """Consecutive rows of each tensor, in the order of ``specs``."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTensor:
-    """A tensor whose size is known now and whose values are made when its turn to be written comes."""
+    """One tensor, made as a whole."""
 
     name: str
     dtype: DType
@@ -28,38 +57,55 @@ class PlannedTensor:
     values: Callable[[], npt.NDArray[Any]]
 
     @property
-    def size_bytes(self) -> int:
-        return math.prod(self.shape) * _NUMPY[self.dtype].itemsize
+    def specs(self) -> Sequence[TensorSpec]:
+        return (TensorSpec(self.name, self.dtype, self.shape),)
+
+    def pieces(self) -> Iterator[Sequence[npt.NDArray[Any]]]:
+        values = self.values()
+        if values.shape != self.shape:
+            raise AssertionError(f"{self.name}: planned {self.shape}, made {values.shape}")
+        yield (values,)
 
 
 def write_safetensors(
     path: Path,
-    tensors: Sequence[PlannedTensor],
+    plans: Sequence[PlannedTensors],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write and fsync; ``progress(done_bytes, total_bytes)`` after each tensor."""
-    ordered = sorted(tensors, key=lambda tensor: tensor.name)
+    """Write and fsync; ``progress(done_bytes, total_bytes)`` after each piece.
+
+    Tensors lie in the file in the order of their names, whatever the order of ``plans``.
+    """
+    specs = sorted((spec for plan in plans for spec in plan.specs), key=lambda spec: spec.name)
     entries: dict[str, Any] = {"__metadata__": {"format": "mlx"}}
+    begins: dict[str, int] = {}
     end = 0
-    for tensor in ordered:
-        begin, end = end, end + tensor.size_bytes
-        entries[tensor.name] = {
-            "dtype": tensor.dtype,
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
+    for spec in specs:
+        begins[spec.name], end = end, end + spec.size_bytes
+        entries[spec.name] = {
+            "dtype": spec.dtype,
+            "shape": list(spec.shape),
+            "data_offsets": [begins[spec.name], end],
         }
     header = json.dumps(entries, separators=(",", ":")).encode()
     header += b" " * (-len(header) % 8)
+    start = 8 + len(header)
     with path.open("wb") as out:
         out.write(struct.pack("<Q", len(header)))
         out.write(header)
         done = 0
-        for tensor in ordered:
-            values = tensor.values()
-            if values.shape != tensor.shape:
-                raise AssertionError(f"{tensor.name}: planned {tensor.shape}, made {values.shape}")
-            out.write(np.ascontiguousarray(values, dtype=_NUMPY[tensor.dtype]).data)
-            done += tensor.size_bytes
-            progress(done, end)
+        for plan in plans:
+            at = [start + begins[spec.name] for spec in plan.specs]
+            ends = [first + spec.size_bytes for first, spec in zip(at, plan.specs, strict=True)]
+            for piece in plan.pieces():
+                for index, (spec, values) in enumerate(zip(plan.specs, piece, strict=True)):
+                    raw = np.ascontiguousarray(values, dtype=_NUMPY[spec.dtype])
+                    out.seek(at[index])
+                    out.write(raw.data)
+                    at[index] += raw.nbytes
+                    done += raw.nbytes
+                progress(done, end)
+            if at != ends:
+                raise AssertionError(f"{plan.specs[0].name}: {at} bytes were made, {ends} planned")
         out.flush()
         os.fsync(out.fileno())

@@ -28,7 +28,7 @@ from fleetd.engine import address_space, cpu, loading
 from fleetd.engine.settings import WorkerSettings
 from fleetd.errors import FleetError, ModelCorrupt, OutOfMemory
 from fleetd.limits import GIB, MIB
-from fleetd.models.memory_need import float32_bytes, weights_in_memory
+from fleetd.models.memory_need import GroupSizes, float32_bytes, weights_in_memory
 from fleetd.models.safetensors_header import DTYPE_BYTES, TensorInfo, parse, read_header
 from fleetd.models.verify import _COUNTED, check_configs
 
@@ -115,7 +115,7 @@ def test_headers_tell_what_a_model_takes_in_memory(tmp_path: Path, bits: int, gr
         model.set_dtype(mx.bfloat16)
     weights = dict(tree_flatten(model.parameters()))
     mx.save_safetensors(str(tmp_path / "model.safetensors"), weights, {"format": "mlx"})
-    found = float32_bytes(read_header(tmp_path / "model.safetensors"), group or 128)
+    found = float32_bytes(read_header(tmp_path / "model.safetensors"), GroupSizes(group or 128))
     assert found == cpu.float32_bytes(model)
     # Whatever the config says of the unpacked model or of bits.
     for config in ({"torch_dtype": "float32"}, {"quantization": {"bits": 32, "group_size": group}}):
@@ -139,7 +139,7 @@ tensors = st.dictionaries(
 @given(tensors, st.integers(1, 128))
 def test_any_header_has_a_size(found: dict[str, TensorInfo], group: int) -> None:
     """At most a bit for each weight, so it is bounded by the size of the file."""
-    total = float32_bytes(found, group)
+    total = float32_bytes(found, GroupSizes(group))
     assert 0 <= total <= sum(128 * max(1, info.end) for info in found.values())
 
 

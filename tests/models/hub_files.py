@@ -49,6 +49,7 @@ class Hub:
     models: dict[str, dict[str, bytes]]
     commit: str = COMMIT
     gated: set[str] = field(default_factory=set)
+    gguf: dict[str, dict[str, Any]] = field(default_factory=dict)
     cut_after: dict[str, int] = field(default_factory=dict)
     replaced: dict[str, bytes] = field(default_factory=dict)
     stall: threading.Event = field(default_factory=threading.Event)
@@ -107,6 +108,8 @@ class _Handler(BaseHTTPRequestHandler):
                     }
                 siblings.append(entry)
             body = {"id": hub_id, "sha": self.hub.commit, "siblings": siblings, "tags": [], "private": False}
+            if hub_id in self.hub.gguf:
+                body["gguf"] = self.hub.gguf[hub_id]
             self._send(200, json.dumps(body).encode(), {"Content-Type": "application/json"})
 
     def _file(self, hub_id: str, revision: str, name: str) -> None:

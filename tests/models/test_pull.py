@@ -32,6 +32,7 @@ from fleetd.errors import (
 )
 from fleetd.models import catalog, install
 from fleetd.models.model_store import ModelStore
+from fleetd.models.pull import hub_gguf
 from fleetd.models.pull import process as pull
 from fleetd.models.pull import wheel as pull_wheel
 from fleetd.models.pull.pull_lines import PullProgress
@@ -196,6 +197,71 @@ async def test_unknown_gated_and_unsuitable_repositories(store: ModelStore, hub:
         await pulled(store, "org/pickled")
     with pytest.raises(ModelNotFound, match="There is no model"):
         await pulled(store, "no-such-model")
+
+
+async def test_a_repository_of_gguf_files_is_imported_from_the_usual_one(store: ModelStore, hub: Hub) -> None:
+    raw = gguf_bytes(*tiny_llama())
+    hub.models["org/tiny-GGUF"] = {
+        "README.md": b"x",
+        "config.json": b"{}",
+        "tiny-Q8_0.gguf": b"other",
+        "tiny-Q4_K_M.gguf": raw,
+        "mmproj-tiny-Q4_K_M.gguf": b"other",
+    }
+    progress = await pulled(store, "org/tiny-GGUF")
+    assert [name for name, _ in hub.asked] == ["tiny-Q4_K_M.gguf"]
+    assert {"downloading", "importing"} <= {item.stage for item in progress}
+    folder = store.resolve("org/tiny-GGUF")
+    assert (folder.name, folder.source, folder.revision) == ("org/tiny-GGUF", "gguf", COMMIT)
+    verify(folder.path, full=True)
+    assert partials(store) == []
+    assert not store.needs_pull("org/tiny-GGUF")
+
+
+async def test_a_gguf_file_that_cannot_be_imported_is_not_kept(store: ModelStore, hub: Hub) -> None:
+    hub.models["org/tiny-GGUF"] = {"tiny.Q4_K_M.gguf": gguf_bytes(*tiny_llama())[:-40]}
+    with pytest.raises(ModelCorrupt, match=r"tiny\.Q4_K_M\.gguf"):
+        await pulled(store, "org/tiny-GGUF")
+    assert partials(store) == []
+    assert store.installed() == []
+
+
+async def test_an_architecture_that_the_hub_names_is_refused_before_the_download(
+    store: ModelStore, hub: Hub
+) -> None:
+    hub.models["org/other-GGUF"] = {"other.Q4_K_M.gguf": b"x"}
+    hub.gguf["org/other-GGUF"] = {"architecture": "mamba"}
+    with pytest.raises(ModelUnsupported, match="'mamba'") as caught:
+        await pulled(store, "org/other-GGUF")
+    assert "mlx-community/other-4bit" in caught.value.hint
+    assert hub.asked == []
+
+
+@pytest.mark.parametrize(
+    ("names", "chosen"),
+    [
+        (["m-Q8_0.gguf", "m-Q4_K_S.gguf", "m-Q4_K_M.gguf"], ["m-Q4_K_M.gguf"]),
+        (["m.IQ2_XXS.gguf", "m.q5_k_m.gguf", "m.Q6_K.gguf"], ["m.q5_k_m.gguf"]),
+        (["m-UD-Q4_K_XL.gguf", "m-F16.gguf"], ["m-UD-Q4_K_XL.gguf"]),
+        (["gpt-oss-20b-mxfp4.gguf"], ["gpt-oss-20b-mxfp4.gguf"]),
+        (["model.gguf", "mmproj-model-f16.gguf", "model.imatrix.gguf"], ["model.gguf"]),
+        (
+            ["m-Q8_0.gguf", "m-Q4_K_M-00002-of-00002.gguf", "m-Q4_K_M-00001-of-00002.gguf"],
+            ["m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf"],
+        ),
+    ],
+    ids=str,
+)
+def test_the_file_is_chosen_by_its_kind(names: list[str], chosen: list[str]) -> None:
+    assert hub_gguf.choose("org/x", names) == chosen
+
+
+@pytest.mark.parametrize(
+    "names", [["m-IQ2_XXS.gguf", "m-IQ1_S.gguf"], ["mmproj-f16.gguf"], ["a.gguf", "b.gguf"]]
+)
+def test_no_file_is_chosen_blindly(names: list[str]) -> None:
+    with pytest.raises(ModelUnsupported, match="none of a kind"):
+        hub_gguf.choose("org/x", names)
 
 
 async def test_offline_is_said(store: ModelStore, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -49,8 +49,30 @@ KINDS: dict[int, tuple[str, int, int]] = {
     13: ("Q5_K", 256, 176),
     14: ("Q6_K", 256, 210),
     20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
     23: ("IQ4_XS", 256, 136),
     30: ("BF16", 1, 2),
+    39: ("MXFP4", 32, 17),
+}
+#: Kinds that exist and cannot be imported: number → name.
+OTHER_KINDS: dict[int, str] = {
+    9: "Q8_1",
+    15: "Q8_K",
+    16: "IQ2_XXS",
+    17: "IQ2_XS",
+    18: "IQ3_XXS",
+    19: "IQ1_S",
+    22: "IQ2_S",
+    24: "I8",
+    25: "I16",
+    26: "I32",
+    27: "I64",
+    28: "F64",
+    29: "IQ1_M",
+    34: "TQ1_0",
+    35: "TQ2_0",
+    40: "NVFP4",
+    41: "Q1_0",
 }
 
 
@@ -61,6 +83,7 @@ class GgufTensor:
     name: str
     kind: str
     shape: tuple[int, ...]
+    block_elements: int
     block_bytes: int
     offset: int
     size_bytes: int
@@ -172,15 +195,18 @@ def _table_row(cursor: _Cursor) -> GgufTensor:
     shape = tuple(reversed([cursor.number("Q") for _ in range(dims)]))
     kind_number, offset = cursor.number("I"), cursor.number("Q")
     if kind_number not in KINDS:
+        kind = OTHER_KINDS.get(kind_number, f"kind {kind_number}")
         raise ModelUnsupported(
-            f"{cursor.what} stores the tensor {name!r} in kind {kind_number}, which cannot be imported.",
-            hint="Take a Q4_0, Q4_1, Q8_0, Q4_K or F16 file of the same model.",
+            f"{cursor.what} stores the tensor {name!r} in {kind}, which cannot be imported.",
+            hint="Take another file of the same model: Q4_K_M, Q5_K_M, Q6_K and Q8_0 are imported, "
+            "and Q2_K, Q3_K_M, IQ4_XS and IQ4_NL where memory is short.",
         )
     kind, per_block, block_bytes = KINDS[kind_number]
     elements = math.prod(shape)
     if elements == 0 or elements >= 1 << 50 or shape[-1] % per_block:
         raise cursor.corrupt(f"the tensor {name!r} has the shape {shape}, impossible for {kind}")
-    return GgufTensor(name, kind, shape, block_bytes, offset, elements // per_block * block_bytes)
+    size_bytes = elements // per_block * block_bytes
+    return GgufTensor(name, kind, shape, per_block, block_bytes, offset, size_bytes)
 
 
 def _place(cursor: _Cursor, table: list[GgufTensor], start: int, file_bytes: int) -> tuple[GgufTensor, ...]:
@@ -200,5 +226,5 @@ def _place(cursor: _Cursor, table: list[GgufTensor], start: int, file_bytes: int
             raise cursor.corrupt(
                 f"the tensor {row.name!r} ends at byte {end}, the file at {file_bytes}: it is truncated"
             )
-        placed.append(GgufTensor(row.name, row.kind, row.shape, row.block_bytes, offset, row.size_bytes))
+        placed.append(replace(row, offset=offset))
     return tuple(placed)

@@ -1,9 +1,4 @@
-"""A GGUF file's tokenizer metadata as tokenizer.json and tokenizer_config.json.
-
-Byte-level BPE only (``tokenizer.ggml.model`` = gpt2). Families differ in how text is cut into words before
-the merges apply; that is named by ``tokenizer.ggml.pre`` and looked up in ``_CUTS``. A wrong cut gives
-plausible text and wrong tokens, so an unknown name is refused, not guessed.
-"""
+"""A GGUF file's tokenizer metadata as tokenizer.json and tokenizer_config.json."""
 
 from __future__ import annotations
 
@@ -11,29 +6,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fleetd.errors import ModelCorrupt, ModelUnsupported
+from fleetd.errors import ModelCorrupt
+from fleetd.models.gguf import byte_level, sentencepiece
+from fleetd.models.gguf.refusals import unsupported
 
 # Values of tokenizer.ggml.token_type that are matched in the text as a whole, before any cutting.
 _CONTROL, _USER_DEFINED = 3, 4
 
-_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
-_QWEN2 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_REST}"
-
-#: Name of the cut → a pattern, or None for GPT-2's own, and whether every digit stands alone.
-_CUTS: dict[str, tuple[str | None, bool]] = {
-    "default": (None, False),
-    "gpt-2": (None, False),
-    "smollm": (None, True),
-    "llama-bpe": (_LLAMA3, False),
-    "llama3": (_LLAMA3, False),
-    "llama-v3": (_LLAMA3, False),
-    "qwen2": (_QWEN2, False),
-}
-
 #: Tokens that end an answer in the families that use them, whatever the metadata calls "eos".
-_ENDINGS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|endoftext|>", "<|end_of_text|>", "</s>")
+_ENDINGS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<end_of_turn>",
+    "<|return|>",
+    "<|call|>",
+    "<|end|>",
+    "</s>",
+)
+#: In GLM's chats an answer ends where the next turn begins.
+_GLM_CUTS, _GLM_ENDINGS = ("chatglm-bpe", "glm4"), ("<|user|>", "<|observation|>")
+#: Control tokens of Phi 3 that do not swallow the spaces after them.
+_PHI3_PLAIN = frozenset({"<unk>", "<s>", "<|endoftext|>"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,27 +43,89 @@ class Tokenizer:
 
 def build(metadata: Mapping[str, Any], what: str) -> Tokenizer:
     """Raises ModelUnsupported for another kind of tokenizer, ModelCorrupt for metadata that disagrees."""
-    kind, cut = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
-    if kind != "gpt2" or cut not in _CUTS:
-        raise ModelUnsupported(
-            f"{what} has a tokenizer of the kind {kind!r} ({cut!r}), which cannot be imported.",
-            hint="Take the same model from the hub instead: fleetctl models pull ORGANISATION/NAME.",
+    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre", "default")
+    cut = byte_level.CUTS.get(pre) if kind == "gpt2" else None
+    if cut is None and kind != "llama":
+        raise unsupported(
+            what, f"has a tokenizer of the kind {kind!r} ({pre!r}), which cannot be imported.", metadata
         )
     tokens = _strings(metadata, "tokens", what)
-    merges = _strings(metadata, "merges", what)
     types = [int(item) for item in metadata.get("tokenizer.ggml.token_type", [1] * len(tokens))]
     if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
         raise _corrupt(
             what, f"{len(tokens)} tokens, {len(set(tokens))} of them different, {len(types)} types"
         )
     bos = _id(metadata, "bos", len(tokens), what)
-    eos = _id(metadata, "eos", len(tokens), what)
-    eot = _id(metadata, "eot", len(tokens), what)
-    controls = {token: index for index, token in enumerate(tokens) if types[index] == _CONTROL}
-    endings = [found for found in (eos, eot) if found is not None]
-    endings += [controls[token] for token in _ENDINGS if token in controls]
-    add_bos = bool(metadata.get("tokenizer.ggml.add_bos_token", False)) and bos is not None
+    endings = _endings(metadata, tokens, types, pre, what)
+    for index in endings:
+        types[index] = _CONTROL
+    starts = metadata.get("tokenizer.ggml.add_bos_token", cut.starts if cut is not None else True)
+    add_bos = bool(starts) and bos is not None
+    try:
+        if cut is not None:
+            fast = byte_level.build(tokens, _strings(metadata, "merges", what), cut)
+        else:
+            scores = [float(score) for score in metadata.get("tokenizer.ggml.scores", ())]
+            if len(scores) != len(tokens):
+                raise ValueError(f"{len(scores)} scores for {len(tokens)} tokens")
+            leading_space = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+            fast = sentencepiece.build(tokens, types, scores, leading_space=leading_space)
+    except ValueError as error:
+        raise _corrupt(what, str(error)) from None
+    swallows = cut is None and metadata.get("general.architecture") == "phi3"
+    _add_whole(fast, tokens, types, swallows=swallows)
+    if fast.get_vocab_size() != len(tokens):
+        raise _corrupt(what, "special tokens are missing from the vocabulary")
+    if add_bos and bos is not None:
+        _begin_with(fast, tokens[bos], bos)
+    return Tokenizer(
+        tokenizer_json=str(fast.to_str()),
+        tokenizer_config=_config(metadata, tokens, add_bos, what),
+        vocab_size=len(tokens),
+        bos_token_id=bos,
+        eos_token_ids=endings,
+    )
 
+
+def _endings(
+    metadata: Mapping[str, Any], tokens: list[str], types: list[int], pre: str, what: str
+) -> tuple[int, ...]:
+    """Tokens that end an answer: what the file names, then what is known by its text."""
+    stated = [_id(metadata, key, len(tokens), what) for key in ("eos", "eot", "eom")]
+    names = [*_ENDINGS, *(_GLM_ENDINGS if pre in _GLM_CUTS else ())]
+    whole = {token: index for index, token in enumerate(tokens) if types[index] in (_CONTROL, _USER_DEFINED)}
+    if "<|return|>" in whole and "<|call|>" in whole:
+        names.remove("<|end|>")  # gpt-oss ends a message with it and goes on with the next
+    found = [index for index in stated if index is not None]
+    return tuple(dict.fromkeys([*found, *(whole[name] for name in names if name in whole)]))
+
+
+def _add_whole(fast: Any, tokens: list[str], types: list[int], *, swallows: bool) -> None:
+    from tokenizers import AddedToken
+
+    fast.add_tokens(
+        [
+            AddedToken(
+                token,
+                special=kind == _CONTROL,
+                normalized=False,
+                rstrip=swallows and kind == _CONTROL and token not in _PHI3_PLAIN,
+            )
+            for token, kind in zip(tokens, types, strict=True)
+            if kind in (_CONTROL, _USER_DEFINED)
+        ]
+    )
+
+
+def _begin_with(fast: Any, token: str, index: int) -> None:
+    from tokenizers import processors
+
+    fast.post_processor = processors.TemplateProcessing(
+        single=[token, "$A"], pair=[token, "$A", "$B"], special_tokens=[(token, index)]
+    )
+
+
+def _config(metadata: Mapping[str, Any], tokens: list[str], add_bos: bool, what: str) -> dict[str, Any]:
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -80,53 +138,7 @@ def build(metadata: Mapping[str, Any], what: str) -> Tokenizer:
     template = metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         config["chat_template"] = template
-    return Tokenizer(
-        tokenizer_json=_serialise(tokens, merges, types, cut, bos if add_bos else None, what),
-        tokenizer_config=config,
-        vocab_size=len(tokens),
-        bos_token_id=bos,
-        eos_token_ids=tuple(dict.fromkeys(endings)),
-    )
-
-
-def _serialise(
-    tokens: list[str], merges: list[str], types: list[int], cut: str, bos: int | None, what: str
-) -> str:
-    from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
-    from tokenizers import Tokenizer as Fast
-
-    pairs: list[tuple[str, str]] = []
-    for merge in merges:
-        left, space, right = merge.partition(" ")
-        if not space:
-            raise _corrupt(what, f"the merge {merge!r} is not a pair")
-        pairs.append((left, right))
-    vocab = {token: index for index, token in enumerate(tokens)}
-    try:
-        fast = Fast(models.BPE(vocab=vocab, merges=pairs))
-    except Exception as error:  # the library raises bare Exception, e.g. for a merge outside the vocabulary
-        raise _corrupt(what, f"vocabulary and merges do not fit each other ({error})") from None
-    pattern, digits = _CUTS[cut]
-    steps: list[Any] = []
-    if digits:
-        steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
-    fast.pre_tokenizer = pre_tokenizers.Sequence(steps)
-    if cut == "qwen2":
-        fast.normalizer = normalizers.NFC()
-    fast.decoder = decoders.ByteLevel()
-    if bos is not None:
-        fast.post_processor = processors.TemplateProcessing(
-            single=[tokens[bos], "$A"], pair=[tokens[bos], "$A", "$B"], special_tokens=[(tokens[bos], bos)]
-        )
-    whole = [token for token, kind in zip(tokens, types, strict=True) if kind in (_CONTROL, _USER_DEFINED)]
-    control = {token for token, kind in zip(tokens, types, strict=True) if kind == _CONTROL}
-    fast.add_tokens([AddedToken(token, special=token in control, normalized=False) for token in whole])
-    if fast.get_vocab_size() != len(tokens):
-        raise _corrupt(what, "special tokens are missing from the vocabulary")
-    return str(fast.to_str())
+    return config
 
 
 def _strings(metadata: Mapping[str, Any], key: str, what: str) -> list[str]:

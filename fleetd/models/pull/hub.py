@@ -1,5 +1,7 @@
 """Fetch a model from the hub: only data files, all from one commit, each checked, resumed where it stopped.
 
+A repository that has GGUF files and no safetensors is imported from one of them.
+
 huggingface_hub supplies settings, tokens, retries and transfers. The partial file is kept here, because
 the library throws its own away when a download ends early, and a 5 GB shard should not start again for
 that.
@@ -11,20 +13,23 @@ import contextlib
 import fnmatch
 import hashlib
 import re
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fleetd import limits
-from fleetd.errors import DownloadFailed, ModelNotFound, ModelUnsupported
+from fleetd.errors import DownloadFailed, ModelCorrupt, ModelNotFound, ModelUnsupported
 from fleetd.models import install, names
 from fleetd.models.folder import WEIGHTS_PATTERN
+from fleetd.models.pull import hub_gguf
 from fleetd.models.pull.pull_lines import PullProgress, Report
 from fleetd.models.verify import check_configs
 
 #: What a model consists of. Never code, never pickles, nothing in sub-folders.
-WANTED = ("*.json", WEIGHTS_PATTERN, "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja")
+WANTED: Sequence[str] = ("*.json", WEIGHTS_PATTERN, "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja")
+_GGUF = ".gguf"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +59,46 @@ def pull_hub(
             commit, files = _listing(hub_id, revision, staged)
         install.resume(staged, commit, [file.name for file in files])
         total = sum(file.size_bytes for file in files)
-        install.require_space(models_dir, max(0, total - install.staged_bytes(staged)))
+        is_gguf = files[0].name.lower().endswith(_GGUF)
+        # The file and what it is imported to lie side by side for a moment.
+        growth = limits.GGUF_GROWTH * total if is_gguf else 0
+        install.require_space(models_dir, max(0, total - install.staged_bytes(staged)) + int(growth))
         _fetch_all(hub_id, commit, files, staged, report)
-        return install.publish(
-            staged, models_dir, folder, name=name, source="hub", revision=commit, report=report
-        )
+        if not is_gguf:
+            return install.publish(
+                staged, models_dir, folder, name=name, source="hub", revision=commit, report=report
+            )
+        first = staged / min(file.name for file in files)
+        return _import(first, commit, name, folder, models_dir, report)
+
+
+def _import(first: Path, commit: str, name: str, folder: str, models_dir: Path, report: Report) -> Path:
+    """Import the GGUF file that has arrived, then throw it away.
+
+    It stays only if the import failed for a reason that another attempt may not meet, as a full disk.
+    """
+    from fleetd.models.gguf.conversion import import_gguf
+
+    made = install.partial_folder(models_dir, f"{folder}.imported")
+    shutil.rmtree(made, ignore_errors=True)
+    try:
+        with install.clean_on_full_disk(models_dir, made):
+            made.mkdir(parents=True)
+
+            def advance(done: int, total: int) -> None:
+                report(PullProgress(file=first.name, done_bytes=done, total_bytes=total, stage="importing"))
+
+            import_gguf(first, made, progress=advance)
+            target = install.publish(
+                made, models_dir, folder, name=name, source="gguf", revision=commit, report=report
+            )
+    except (ModelCorrupt, ModelUnsupported):
+        shutil.rmtree(first.parent, ignore_errors=True)
+        raise
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    shutil.rmtree(first.parent, ignore_errors=True)
+    return target
 
 
 def _listing(hub_id: str, revision: str | None, staged: Path) -> tuple[str, list[RemoteFile]]:
@@ -77,21 +117,29 @@ def _listing(hub_id: str, revision: str | None, staged: Path) -> tuple[str, list
     commit = str(info.sha or "")
     if not re.fullmatch(r"[0-9a-f]{40}", commit):
         raise DownloadFailed(f"The hub names no commit for {hub_id}.", hint="Try again later.")
-    files = [_remote_file(sibling) for sibling in info.siblings or []]
-    wanted = sorted(
-        (file for file in files if file is not None), key=lambda file: (file.size_bytes, file.name)
+    siblings = info.siblings or []
+    wanted = _remote_files(siblings, WANTED)
+    if any(fnmatch.fnmatchcase(file.name, WEIGHTS_PATTERN) for file in wanted):
+        return commit, wanted
+    if any(str(sibling.rfilename).lower().endswith(_GGUF) for sibling in siblings):
+        hub_gguf.refuse_architecture(hub_id, (getattr(info, "gguf", None) or {}).get("architecture"))
+        top = [name for sibling in siblings if names.is_file_name(name := str(sibling.rfilename))]
+        return commit, _remote_files(siblings, hub_gguf.choose(hub_id, top))
+    raise ModelUnsupported(
+        f"{hub_id} has no safetensors weights that fleetd reads ({WEIGHTS_PATTERN}), and no GGUF file.",
+        hint="Look for a copy under mlx-community.",
     )
-    if not any(fnmatch.fnmatchcase(file.name, WEIGHTS_PATTERN) for file in wanted):
-        raise ModelUnsupported(
-            f"{hub_id} has no safetensors weights that fleetd reads ({WEIGHTS_PATTERN}).",
-            hint="Look for a copy under mlx-community.",
-        )
-    return commit, wanted
 
 
-def _remote_file(sibling: Any) -> RemoteFile | None:
+def _remote_files(siblings: list[Any], patterns: Sequence[str]) -> list[RemoteFile]:
+    """Those that match, small ones first."""
+    found = [file for sibling in siblings if (file := _remote_file(sibling, patterns)) is not None]
+    return sorted(found, key=lambda file: (file.size_bytes, file.name))
+
+
+def _remote_file(sibling: Any, patterns: Sequence[str]) -> RemoteFile | None:
     name = str(sibling.rfilename)
-    if not names.is_file_name(name) or not any(fnmatch.fnmatchcase(name, glob) for glob in WANTED):
+    if not names.is_file_name(name) or not any(fnmatch.fnmatchcase(name, glob) for glob in patterns):
         return None
     if not isinstance(sibling.size, int) or sibling.size < 0:
         raise DownloadFailed(f"The hub does not say how large {name} is.", hint="Try again later.")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fleetd.errors import BadRequest, DownloadFailed, FleetError, ModelNotFound
 from fleetd.models import catalog, install, manifest, names
-from fleetd.models.gguf.conversion import import_gguf
+from fleetd.models.gguf.conversion import import_gguf, read_plan
 from fleetd.models.model_store import ModelStore, gguf_folder_name
 from fleetd.models.pull.pull_lines import PullProgress, Report
 from fleetd.models.reporter import Reporter
@@ -63,8 +63,8 @@ def _import_file(source: Path, folder: str, models_dir: Path, report: Report) ->
     stat = source.stat()
     staged = install.partial_folder(models_dir, folder)
     shutil.rmtree(staged, ignore_errors=True)
-    # Kinds that are not kept quantised grow to f16; four times is the worst of the usual ones.
-    install.require_space(models_dir, 2 * stat.st_size)
+    # As the header says, before anything is written; the tokenizer is small beside it.
+    install.require_space(models_dir, read_plan(source).size_bytes)
     try:
         with install.clean_on_full_disk(models_dir, staged):
             staged.mkdir(parents=True)

@@ -1,0 +1,168 @@
+"""What importing a GGUF file will write: config, parameters and their sizes. Only headers are read for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fleetd import limits
+from fleetd.models.gguf import blocks, families, hf_config, packing
+from fleetd.models.gguf.families import FAMILIES, Family
+from fleetd.models.gguf.layouts import Layout, layout_of
+from fleetd.models.gguf.packing import HalfType, Packing
+from fleetd.models.gguf.refusals import corrupt, unsupported
+from fleetd.models.gguf.tensor_rows import StoredTensor
+from fleetd.models.safetensors_write import TensorSpec
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedParameter:
+    """A tensor of the file on its way to a parameter of mlx-lm.
+
+    Attributes:
+        parameter: mlx-lm's name, with ``.weight``, ``.bias`` or neither.
+        dtype: what is not quantised is rounded to.
+        packing: how MLX holds it; None for a parameter of 16 or 32 bits.
+    """
+
+    parameter: str
+    stored: StoredTensor
+    layout: Layout
+    dtype: HalfType
+    packing: Packing | None
+
+    @property
+    def module(self) -> str:
+        return self.parameter.rpartition(".")[0]
+
+    @property
+    def specs(self) -> Sequence[TensorSpec]:
+        shape = self.layout.shape
+        if self.packing is None:
+            return (TensorSpec(self.parameter, "F32" if self.layout.exact else self.dtype, shape),)
+        return [
+            TensorSpec(f"{self.module}.{part}", dtype, (*shape[:-1], round(shape[-1] * share)))
+            for part, dtype, share in self.packing.parts(self.dtype)
+        ]
+
+    def pieces(self) -> Iterator[Sequence[npt.NDArray[Any]]]:
+        kind = self.stored.tensor.kind
+        groups = self.layout.groups() if self.packing is not None else None
+        for raw in self.stored.slices(self.layout.rows):
+            try:
+                if self.packing is not None:
+                    yield packing.pack(kind, raw, self.packing, self.dtype, groups)
+                else:
+                    yield (self._plain(blocks.values(kind, raw)),)
+            except ValueError as error:
+                raise ValueError(f"the tensor {self.stored.tensor.name!r}: {error}") from None
+
+    @np.errstate(over="ignore", invalid="ignore")  # what comes of it is looked at
+    def _plain(self, wide: blocks.Floats) -> npt.NDArray[Any]:
+        if self.layout.columns is not None:
+            wide = wide[:, self.layout.columns]
+        if self.layout.values is not None:
+            wide = self.layout.values(wide)
+        if not self.layout.exact:
+            return packing.half(wide, self.dtype)
+        if not np.isfinite(wide).all():
+            raise ValueError("a number is not one")
+        return wide
+
+
+@dataclass(frozen=True, slots=True)
+class ImportPlan:
+    """``config`` is config.json but for the tokens that begin and end."""
+
+    config: Mapping[str, Any]
+    parameters: Sequence[PlannedParameter]
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(spec.size_bytes for planned in self.parameters for spec in planned.specs)
+
+
+def plan_import(metadata: Mapping[str, Any], tensors: Mapping[str, StoredTensor], what: str) -> ImportPlan:
+    """The most precise packing that keeps the model near the size of its file.
+
+    Raises:
+        ModelCorrupt: a value or a shape is impossible.
+        ModelUnsupported: an architecture or a variant that cannot be imported.
+    """
+    arch = hf_config.architecture(metadata, what)
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.tensor.shape) != 2:
+        raise corrupt(what, "it has no embedding")
+    rope = {name: _numbers(tensors[name], what) for name in sorted(families.ROPE_TENSORS & tensors.keys())}
+    facts = hf_config.FileFacts({name: stored.tensor.shape for name, stored in tensors.items()}, rope)
+    config = hf_config.build(metadata, facts, what)
+    family, layers = FAMILIES[arch], hf_config.layers_of(metadata, what)
+    placed = list(_placed(tensors, family, config, layers, metadata, what))
+    in_file = sum(stored.tensor.size_bytes for _, stored, _ in placed)
+    plan = ImportPlan(config, [_planned(*item, family.dtype, small=False) for item in placed])
+    if plan.size_bytes > limits.GGUF_GROWTH * in_file:
+        plan = ImportPlan(config, [_planned(*item, family.dtype, small=True) for item in placed])
+    return ImportPlan({**config, **_quantisation(plan.parameters)}, plan.parameters)
+
+
+def _placed(
+    tensors: Mapping[str, StoredTensor],
+    family: Family,
+    config: Mapping[str, Any],
+    layers: int,
+    metadata: Mapping[str, Any],
+    what: str,
+) -> Iterator[tuple[str, StoredTensor, Layout]]:
+    """Each tensor's parameter and layout."""
+    for name, stored in tensors.items():
+        block = families.block_of(name)
+        if name in families.ROPE_TENSORS or (block is not None and block >= layers):
+            continue  # in the config; or of blocks that predict further tokens
+        parameter = families.parameter_of(family, name)
+        if parameter is None:
+            raise unsupported(
+                what, f"has a tensor {name!r} that its architecture is not known to have.", metadata
+            )
+        try:
+            layout = layout_of(family, parameter, stored.tensor.shape, config)
+        except ValueError as error:
+            raise corrupt(what, f"{name!r}: {error}") from None
+        yield parameter, stored, layout
+        if name == "token_embd.weight" and family.own_head and "output.weight" not in tensors:
+            yield f"{family.root}lm_head.weight", stored, layout
+
+
+def _planned(
+    parameter: str, stored: StoredTensor, layout: Layout, dtype: HalfType, *, small: bool
+) -> PlannedParameter:
+    tensor = stored.tensor
+    # A norm or a convolution is no matrix to MLX, whatever it is to the quantiser.
+    matrix = parameter.endswith(".weight") and len(tensor.shape) > 1 and layout.values is None
+    chosen = None
+    if matrix and tensor.kind in packing.PACKED and layout.shape[-1] == tensor.shape[-1]:
+        chosen = packing.packing_of(tensor.kind, tensor.shape[-1], small=small)
+    return PlannedParameter(parameter, stored, layout, dtype, chosen)
+
+
+def _numbers(stored: StoredTensor, what: str) -> list[float]:
+    if math.prod(stored.tensor.shape) > limits.GGUF_ROPE_FACTORS:
+        raise corrupt(what, f"{stored.tensor.name!r} has the shape {stored.tensor.shape}")
+    raw = np.concatenate(list(stored.slices()))
+    return [float(value) for value in blocks.values(stored.tensor.kind, raw).ravel()]
+
+
+def _quantisation(parameters: Sequence[PlannedParameter]) -> dict[str, Any]:
+    """The commonest packing is the default; the others are named one by one."""
+    used = {planned.module: planned.packing for planned in parameters if planned.packing is not None}
+    if not used:
+        return {}
+    counts = list(used.values())
+    default = max(sorted(set(counts), key=lambda one: (one.bits, one.group, one.mode)), key=counts.count)
+    section: dict[str, Any] = default.settings()
+    section |= {module: chosen.settings() for module, chosen in sorted(used.items()) if chosen != default}
+    return {"quantization": section}
