@@ -27,6 +27,7 @@ VERBS = (
     "join",
     "launch",
     "models",
+    "open",
     "pair",
     "peers",
     "plan",

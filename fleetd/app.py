@@ -30,7 +30,7 @@ from fleetd import __version__, limits
 from fleetd.api.app import build_app, make_runner
 from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.api.services import Services
-from fleetd.config import DEFAULT_PORT, Config
+from fleetd.config import DEFAULT_PORT, Config, setting_views
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading, HttpAddress, MemoryBudget
 from fleetd.control.fleet_view import PeerView
 from fleetd.descriptors import UNSCALED, connection_caps, open_limit, raise_limit
@@ -408,6 +408,9 @@ class Daemon:
                 traces=self._traces.newest,
                 smart_defaults=self._config.smart_prefill.policy,
                 compressing=self._compressing,
+                running=self._runner.running,
+                ended=self._traces.ended,
+                settings=setting_views(self._config),
             )
         )
         local = make_runner(app, trusted=True, caps=self._caps)

@@ -6,10 +6,13 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from fleetd.api.disabled_fleet import DisabledFleet
+from fleetd.api.page.sessions import PageSessions
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.daemon_status import DaemonStatus
+from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_plan import PlanQuestion, PlanView
-from fleetd.control.prefill_trace import TracesView
+from fleetd.control.prefill_trace import Trace, TracesView
+from fleetd.control.setting_view import SettingView
 from fleetd.engine.pool import EnginePool
 from fleetd.fleet import Fleet
 from fleetd.ledger import Ledger
@@ -40,6 +43,11 @@ class Services:
         traces: the newest so many, or those of one request.
         smart_defaults: what smart prefill does where a request leaves it open.
         compressing: shortens a prompt for /v1/compress.
+        running: requests that have not ended.
+        ended: those that have since a number, and the number for the next time.
+        settings: as the daemon runs with them.
+        page: who has opened the page.
+        listeners: one object for each listener to events.
     """
 
     runner: Runner
@@ -61,3 +69,8 @@ class Services:
     traces: Callable[[int, str], TracesView] = lambda last, request_id: TracesView([])
     smart_defaults: SmartPrefillPolicy = field(default_factory=SmartPrefillPolicy)
     compressing: CompressionService | None = None
+    running: Callable[[], Sequence[RunningRequest]] = tuple
+    ended: Callable[[int], tuple[int, Sequence[Trace]]] = lambda number: (number, ())
+    settings: Sequence[SettingView] = ()
+    page: PageSessions = field(default_factory=PageSessions)
+    listeners: set[object] = field(default_factory=set)
