@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from msgspec.structs import replace
 
-from fleetd import limits
 from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_plan import OptionView
 from fleetd.requests.prefill_sharing import planner_facts
@@ -38,6 +36,6 @@ def running_request(request: Request, now_s: float) -> RunningRequest:
 
 def _plan(request: Request) -> OptionView:
     if request.choice is not None and not request.answered_by:
-        return replace(planner_facts.views(request.choice, limits.TRACE_LOSERS)[0], chosen=True)
+        return planner_facts.view(request.choice.best, chosen=True)
     planned = request.planned or request.placement.planned
     return OptionView(planned.kind, [*planned.nodes], None, chosen=True, reason=planned.reason)

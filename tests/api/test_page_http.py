@@ -260,11 +260,11 @@ async def test_events_end_when_the_daemon_stops_and_when_the_page_logs_out() -> 
                 await next_change(response)
                 watched.status = replace(watched.status, draining=True)
                 assert (await next_change(response))["status"]["draining"]
-                assert await response.content.read() == b""
+                assert (await response.content.read()).strip() == b""
             watched.status = replace(watched.status, draining=False)
             async with session.get("/fleet/v1/events") as response:
                 await next_change(response)
                 async with session.post("/fleet/v1/page/logout", json={}):
                     pass
-                assert await response.content.read() == b""
+                assert (await response.content.read()).strip() == b""
     assert not watched.services.listeners
