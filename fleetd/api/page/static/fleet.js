@@ -116,7 +116,7 @@ function modelList(models) {
         model.part_last > 0 && ` layers ${model.part_first}–${model.part_last - 1}`),
       model.prefill_tok_s > 0 && h("span", { class: "quiet" },
         ` reads ${speed(model.prefill_tok_s)}, writes ${speed(model.decode_tok_s)}`, model.doubtful && " (in doubt)", model.capped && " (not believed)"),
-      model.bytes > 0 && h("span", { class: "quiet" }, ` ${bytes(model.bytes)}`),
+      model.bytes > 0 && h("span", { class: "quiet" }, `${model.prefill_tok_s > 0 ? "," : ""} ${memory(model.bytes)}`),
       model.helping > 0 && h("span", { class: "quiet" }, " helping another machine"),
       model.note && h("span", { class: "why" }, ` ${model.note}`))));
 }

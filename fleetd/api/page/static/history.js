@@ -98,7 +98,7 @@ function chart(all, title, field, unit, more) {
   const last = known.length ? known[known.length - 1] : null;
   const step = WIDTH / all.length;
   return h("figure", null,
-    h("figcaption", null, title, " ", h("b", null, unit(last)), " ", h("small", null, more)),
+    h("figcaption", null, title, h("br"), h("b", null, unit(last)), " ", h("small", null, more)),
     h("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": `${title}, last ${unit(last)}, at most ${unit(Math.max(...known))}. The table below has every day.`, preserveAspectRatio: "none" },
       h("line", { class: "zero", x1: 0, x2: WIDTH, y1: y(0).toFixed(1), y2: y(0).toFixed(1) }),
       all.map((one, at) => one[field] === null ? null : h("rect", { key: one.day, class: one[field] < 0 ? "less" : "fill", x: (at * step + 1).toFixed(1), width: (step - 2).toFixed(1),

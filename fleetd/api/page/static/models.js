@@ -128,7 +128,7 @@ function offeredRow(model) {
   const roomy = machines().filter((one) => !one.here && one.state === "usable" && one.total * 0.7 > model.memory_bytes && !others.includes(one));
   return h("li", { key: model.name },
     h("div", null, h("h3", null, model.name), h("p", { class: "quiet" }, [model.roles.join(", "), `${count(model.context_tokens)} tokens of context`, model.hub_id].filter(Boolean).join(" · "))),
-    h("div", null, h("p", null, `needs ${memory(model.memory_bytes)}: `, h("span", { class: model.fits ? "tag loaded" : model.fits_if_freed ? "tag" : "tag failed" }, here)),
+    h("div", null, h("p", null, `needs ${memory(model.memory_bytes)}: `, h("span", { class: model.fits ? "tag loaded" : "tag" }, here)),
       others.length > 0 && h("p", { class: "quiet" }, `on ${others.map((one) => one.name).join(", ")}; copied from there`),
       roomy.length > 0 && h("p", { class: "quiet" }, `by their memory also: ${roomy.slice(0, 6).map((one) => one.name).join(", ")}${roomy.length > 6 ? ` and ${roomy.length - 6} more` : ""}`),
       !model.served && h("p", { class: "quiet" }, "fleetd cannot answer with it yet"), progress(model.name)),

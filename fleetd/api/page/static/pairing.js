@@ -150,11 +150,12 @@ async function change(path, body) {
 }
 
 function members() {
+  const names = new Map([[state.fleet.node_id, "this machine"], ...[...state.peers.values()].map((peer) => [peer.node_id, peer.name])]);
   const peers = [...state.peers.values()].sort((one, other) => one.name.localeCompare(other.name));
   return h("section", { "aria-labelledby": "members" }, h("h2", { id: "members" }, "Machines of the fleet"),
     trouble && h("p", { class: "trouble", role: "alert" }, trouble.message, " ", h("span", { class: "quiet" }, trouble.hint)),
     peers.length ? h("ul", { class: "rows" }, peers.map((peer) => h("li", { key: peer.node_id },
-      h("div", null, h("h3", null, peer.name, h("small", null, ` ${peer.short_id}`)), h("p", { class: "quiet" }, peer.state, peer.added_by && `, added by ${peer.added_by}`)),
+      h("div", null, h("h3", null, peer.name, h("small", null, ` ${peer.short_id}`)), h("p", { class: "quiet" }, peer.state, peer.added_by && `, added by ${names.get(peer.added_by) ?? peer.added_by.slice(0, 7)}`)),
       h("div", null, h("label", null, h("input", { type: "checkbox", checked: peer.allowed_here, onchange: (event) => change("/fleet/v1/peers/prompts", { peer: peer.node_id, allowed: event.target.checked, fleet: false }) }),
         " sees prompts typed here"), peer.allowed_here && !peer.allowed_by_fleet && h("p", { class: "why" }, "The fleet does not let it see prompts.")),
       h("p", { class: "buttons" }, unpairing === peer.node_id

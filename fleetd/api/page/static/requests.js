@@ -82,7 +82,7 @@ function pastList(chosen) {
         h("th", { scope: "col", class: "number" }, "Planned"), h("th", { scope: "col", class: "number" }, "Came"),
         h("th", { scope: "col", class: "number wide" }, "First token"), h("th", { scope: "col" }, "Outcome"))),
       h("tbody", null, shown.map((trace) => pastRow(trace, trace.id === chosen)))),
-    (state.traces.length > most || !state.allTraces) && h("p", null,
+    (state.traces.length > most || (!state.allTraces && state.traces.length >= STEP)) && h("p", null,
       h("button", { onclick: more }, "Show more")),
   ];
 }
@@ -173,11 +173,11 @@ function refused(trace) {
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Ways that were refused" },
       h("table", null,
         h("thead", null, h("tr", null, h("th", { scope: "col" }, "Way"), h("th", { scope: "col" }, "Machines"), h("th", { scope: "col", class: "number" }, "Price"),
-          h("th", { scope: "col", class: "number" }, "Alone"), h("th", { scope: "col" }, "Why not"))),
+          h("th", { scope: "col", class: "number" }, "Against alone"), h("th", { scope: "col" }, "Why not"))),
         h("tbody", null, trace.losers.map((option, at) => h("tr", { key: at },
           h("td", null, option.kind === "any" ? none : option.prefill && option.prefill !== "local" ? `${option.kind} + ${option.prefill}` : option.kind),
           h("td", null, option.nodes.map((node) => (node === "this" ? "this machine" : node)).join(" + ")),
           h("td", { class: "number" }, seconds(option.predicted_s)),
-          h("td", { class: "number quiet" }, deviation(option.predicted_s, alone)),
+          h("td", { class: "number quiet" }, option.kind === "local" ? none : deviation(option.predicted_s, alone)),
           h("td", { class: "reason" }, option.reason || option.code)))))));
 }

@@ -38,7 +38,12 @@ function list(some) {
   return h("dl", { class: "settings" }, some.map((one) => h("div", { key: one.key, class: one.origin === "default" ? null : "changed" },
     h("dt", null, h("code", null, one.key)),
     h("dd", null, h("b", null, shown(one.value)), one.origin !== "default" && h("span", { class: "quiet" }, ` from ${one.origin}; else ${shown(one.default)}`),
-      h("p", null, one.why), h("p", { class: "quiet" }, h("code", null, one.env))))));
+      h("p", null, words(one.why)), h("p", { class: "quiet" }, h("code", null, one.env))))));
+}
+
+// Names of things stand between backticks.
+function words(text) {
+  return text.split("`").map((part, at) => (at % 2 ? h("code", null, part) : part));
 }
 
 function shown(value) {

@@ -26,8 +26,11 @@ function named(actual, planned, machine) {
     const plan = at < 0 ? null : left.splice(at, 1)[0];
     return { name: step.name, machine: whose(step), seconds: step.seconds, planned: plan?.seconds ?? null, bytes: step.n_bytes || plan?.n_bytes || 0 };
   });
+  // What was planned and did not come belongs before the answer.
+  const decoded = found.findIndex((step) => step.name === "decoded");
+  let place = decoded < 0 ? found.length : decoded;
   for (const step of left) {
-    found.push({ name: step.name, machine: whose(step), seconds: null, planned: step.seconds, bytes: step.n_bytes || 0 });
+    found.splice(place++, 0, { name: step.name, machine: whose(step), seconds: null, planned: step.seconds, bytes: step.n_bytes || 0 });
   }
   return found;
 }
