@@ -1,8 +1,8 @@
 """Write docs/pictures/page.png, the page of a fleet that really runs: `python docs/generate_page_picture.py`.
 
-It starts the throw-away fleet of `make demo`, asks it, has two machines read a long prompt together, and takes
-a picture of that request (two to four minutes). `--screens DIR` takes every view as well, at three widths in both
-themes, for people who change the page and want to look at it.
+It starts the throw-away fleet of `make demo`, asks it, has two machines read a long prompt together, and
+takes a picture of that request (two to four minutes). `--screens DIR` takes every view as well, at three
+widths in both themes, for people who change the page and want to look at it.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from playwright.sync_api import Browser, Page, sync_playwright
 REPO = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPO / "demo"))
 
-import run
-import together
-from daemons import ANSWER_S, MODEL, Machine, daemon, fleetctl, temporary_home
+import run  # noqa: E402
+import together  # noqa: E402
+from daemons import ANSWER_S, MODEL, Machine, daemon, fleetctl, temporary_home  # noqa: E402
 
 PICTURE = Path(__file__).parent / "pictures" / "page.png"
 LARGEST_BYTES = 200_000
@@ -83,8 +83,9 @@ def screens(browser: Browser, machine: Machine, request: str, folder: Path) -> N
             page = opened(browser, machine, width=width, dark=dark)
             for view in (*VIEWS, f"requests/{request}"):
                 show(page, view)
-                name = f"{view.partition('/')[0]}{'-one' if '/' in view else ''}-{width}-{'dark' if dark else 'light'}"
-                page.screenshot(path=folder / f"{name}.png", full_page=True)
+                name = "request" if "/" in view else view
+                file = folder / f"{name}-{width}-{'dark' if dark else 'light'}.png"
+                page.screenshot(path=file, full_page=True)
             page.close()
 
 

@@ -411,11 +411,13 @@ ATTACK = """async (victim) => {
   const frame = document.createElement("iframe");
   await outcome(frame, victim + "/", "frame");
   let inside = "hidden";
-  try { inside = frame.contentDocument ? "readable " + frame.contentDocument.body.innerText : "hidden"; } catch {}
+  try { if (frame.contentDocument) inside = "readable " + frame.contentDocument.body.innerText; } catch {}
   const form = document.createElement("form");
-  Object.assign(form, {method: "post", action: victim + "/fleet/v1/unpair", enctype: "text/plain", target: "sink"});
+  const action = victim + "/fleet/v1/unpair";
+  Object.assign(form, {method: "post", action, enctype: "text/plain", target: "sink"});
   const sink = document.createElement("iframe"); sink.name = "sink"; document.body.append(sink);
-  const field = document.createElement("input"); field.name = '{"peer": "machine-00", "x": "'; field.value = '"}';
+  const field = document.createElement("input");
+  Object.assign(field, {name: '{"peer": "machine-00", "x": "', value: '"}'});
   form.append(field); document.body.append(form);
   await new Promise((end) => { sink.onload = end; form.submit(); setTimeout(end, 3000); });
   return {seen, image, script, socket, inside, length: frame.contentWindow.length};
@@ -492,5 +494,5 @@ def test_attack_no_secret_of_a_session_can_be_read_from_the_page(world: World) -
     token = world.services().token
     assert token not in page.content()
     for path in ("/fleet/v1/env", "/fleet/v1/page/ticket"):
-        asked = "path => fetch(path, {headers: {'X-Fleet-Page': localStorage['fleetd-page-key']}}).then(a => a.status)"
-        assert page.evaluate(asked, path) in (404, 405)
+        asked = "path => fetch(path, {headers: {'X-Fleet-Page': localStorage['fleetd-page-key']}})"
+        assert page.evaluate(f"{asked}.then(answer => answer.status)", path) in (404, 405)

@@ -129,11 +129,6 @@ function reply(turn) {
       turn.ended === undefined && turn.first === null && (live?.stage ? `${live.stage}${live.total ? `: ${count(live.done)} of ${count(live.total)}` : ""} ` : "Waiting … "),
       [turn.stopped && "stopped", first_s !== null && `first token ${seconds(first_s)}`, tokens && counted(tokens, "token"), tokens && turn.ended && rate(tokens - 1, (turn.ended - turn.first) / 1000),
         turn.plan && turn.first !== null && turn.plan.replace("; nodes=", " on ").replaceAll(",", " + "), turn.exactness && turn.first !== null && turn.exactness].filter(Boolean).join(" · "),
-      turn.request && turn.ended !== undefined && [" · ", h("a", { href: `#requests/${encodeURIComponent(traceOf(turn.request))}` }, "why it took as long")]),
+      turn.request && turn.ended !== undefined && [" · ", h("a", { href: `#requests/${encodeURIComponent(turn.request)}` }, "why it took as long")]),
   ];
-}
-
-// Each choice of an answer has a trace, whose id has more behind the answer's.
-function traceOf(request) {
-  return (state.traces ?? []).find((trace) => trace.id === request || trace.id.startsWith(`${request}-`))?.id ?? request;
 }

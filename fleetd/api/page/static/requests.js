@@ -15,18 +15,20 @@ let most = STEP;
 
 export function requestsView(id) {
   const running = [...state.requests.values()];
-  const found = id ? (state.traces ?? []).find((trace) => trace.id === id) : null;
-  const live = id ? state.requests.get(id) : null;
+  // An answer is known by its id; the request of each of its choices has more behind that.
+  const is = (one) => one.id === id || one.id.startsWith(`${id}-`);
+  const found = id ? (state.traces ?? []).find(is) : null;
+  const live = id ? running.find(is) : null;
   return h("div", { class: id ? "pair chosen" : "pair" },
     h("div", { class: "list" },
       h("section", { "aria-labelledby": "running" },
         h("h2", { id: "running" }, "Running"),
         running.length ? h("ul", { class: "rows running" }, running.map(runningRow)) : h("p", { class: "quiet" }, "Nothing runs.")),
-      h("section", { "aria-labelledby": "past" }, h("h2", { id: "past" }, "Past"), pastList(id))),
+      h("section", { "aria-labelledby": "past" }, h("h2", { id: "past" }, "Past"), pastList(found?.id))),
     id && h("article", { class: "detail", key: id, "aria-label": `Request ${id}` },
       h("p", { class: "back" }, h("a", { href: "#requests" }, "All requests")),
       found ? detail(found) : live ? h("ul", { class: "rows running" }, runningRow(live))
-        : h("p", { class: "quiet" }, state.traces === null ? "Waiting for the requests …" : "This request is not among those that are kept.")));
+        : h("p", { class: "quiet" }, state.traces === null ? "Waiting for the requests …" : "This request is not among those that are kept, or ends just now.")));
 }
 
 function runningRow(request) {
