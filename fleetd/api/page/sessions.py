@@ -28,7 +28,7 @@ class PageLogin:
 
 
 @dataclass(slots=True)
-class _Session:
+class _OpenPage:
     key_digest: bytes
     ends_s: float
 
@@ -45,7 +45,7 @@ class PageSessions:
         self._monotonic = monotonic
         self._secret = secret
         self._tickets: dict[bytes, float] = {}
-        self._sessions: dict[bytes, _Session] = {}
+        self._sessions: dict[bytes, _OpenPage] = {}
 
     def issue(self) -> str:
         """A new ticket. The oldest one is forgotten where there are too many."""
@@ -63,7 +63,7 @@ class PageSessions:
             return None
         login = PageLogin(self._secret(), self._secret())
         ends_s = self._monotonic() + limits.PAGE_SESSION_S
-        self._sessions[_digest(login.cookie)] = _Session(_digest(login.key), ends_s)
+        self._sessions[_digest(login.cookie)] = _OpenPage(_digest(login.key), ends_s)
         while len(self._sessions) > limits.PAGE_SESSIONS:
             del self._sessions[next(iter(self._sessions))]
         return login
