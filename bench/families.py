@@ -23,6 +23,7 @@ from bench.scenarios import (
     never_slower,
     one_card,
     padding,
+    page,
     prefill,
     prefill_no_helper,
     prefill_part,
@@ -118,6 +119,9 @@ FAMILIES = {
     "prefill": Family("Prefill on the CPU", 5, 1, prefill.measure, (*_WORKER, *_scenario("prefill"))),
     "turns": Family("Second turn of a chat", 5, 1, turns.measure, (*_SERVED, *_scenario("turns"))),
     "service": Family("The daemon", 10, 3, service.measure, ("fleetd", "fleetctl", *_scenario("service"))),
+    "page": Family(
+        "The page", 5, 1, page.measure, ("fleetd/api/page", "fleetd/api/control", *_scenario("page"))
+    ),
     "streams": Family(
         "Sealed streams", 10, 3, sealed_streams.measure, ("fleetd/sealed", *_scenario("sealed_streams"))
     ),

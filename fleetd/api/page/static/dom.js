@@ -80,6 +80,8 @@ function updated(element, node, svg) {
     if (element.data !== node.text) element.data = node.text;
     return;
   }
+  // A node that a view has kept from the last drawing says that nothing in it has changed.
+  if (element.fleetNode === node) return;
   const before = element.fleetProps ?? {};
   for (const name of Object.keys(before)) if (!(name in node.props)) assign(element, name, undefined);
   // A select takes its value once it has its options.
@@ -88,6 +90,7 @@ function updated(element, node, svg) {
     if (value !== before[name] || PROPERTIES.has(name)) assign(element, name, value);
   }
   element.fleetProps = node.props;
+  element.fleetNode = node;
 }
 
 function assign(element, name, value) {

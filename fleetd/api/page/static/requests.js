@@ -10,8 +10,11 @@ const OUTCOMES = {
   shared: "read together, as planned", fallback: "begun together, ended here alone", local: "computed here",
   smart: "a part of the prompt was left out", remote: "answered by another machine", cancelled: "cancelled", failed: "failed",
 };
-const STEP = 100;
-let most = STEP;
+/** As many are listed at a time; `first` is the place of the first of them. */
+const LISTED = 50;
+let first = 0;
+/** What is told of an ended request stays the same: its row is made once. */
+const rows = new WeakMap();
 
 export function requestsView(id) {
   const running = [...state.requests.values()];
@@ -76,7 +79,9 @@ function pastList(chosen) {
   }
   if (state.traces === null) return h("p", { class: "quiet" }, "Waiting for the requests …");
   if (!state.traces.length) return h("p", { class: "quiet" }, "No request has come yet. ", h("a", { href: "#chat" }, "Ask something"), ".");
-  const shown = state.traces.slice(0, most);
+  if (first >= state.traces.length) first = 0;
+  const shown = state.traces.slice(first, first + LISTED);
+  const older = state.traces.length > first + LISTED || (!state.allTraces && state.traces.length >= LISTED);
   return [
     h("table", { class: "past" },
       h("thead", null, h("tr", null, h("th", { scope: "col" }, "When"), h("th", { scope: "col" }, "Model"),
@@ -84,18 +89,25 @@ function pastList(chosen) {
         h("th", { scope: "col", class: "number" }, "Planned"), h("th", { scope: "col", class: "number" }, "Came"),
         h("th", { scope: "col", class: "number wide" }, "First token"), h("th", { scope: "col" }, "Outcome"))),
       h("tbody", null, shown.map((trace) => pastRow(trace, trace.id === chosen)))),
-    (state.traces.length > most || (!state.allTraces && state.traces.length >= STEP)) && h("p", null,
-      h("button", { onclick: more }, "Show more")),
+    (older || first > 0) && h("p", { class: "buttons" },
+      h("button", { key: "newer", disabled: first === 0, onclick: () => turn(-LISTED) }, "Newer"),
+      h("button", { key: "older", disabled: !older, onclick: () => turn(LISTED) }, "Older")),
   ];
 }
 
-function more() {
-  most += STEP;
-  if (state.allTraces || state.traces.length > most) redraw();
-  else refreshTraces(true);
+async function turn(by) {
+  if (by > 0 && !state.allTraces) await refreshTraces(true);
+  if (first + by < state.traces.length) first = Math.max(0, first + by);
+  redraw();
 }
 
 function pastRow(trace, chosen) {
+  if (chosen) return drawnRow(trace, true);
+  if (!rows.has(trace)) rows.set(trace, drawnRow(trace, false));
+  return rows.get(trace);
+}
+
+function drawnRow(trace, chosen) {
   return h("tr", { key: `${trace.id} ${trace.at_s}`, class: chosen ? "chosen" : null },
     h("td", null, h("a", { href: `#requests/${encodeURIComponent(trace.id)}`, "aria-label": `Request ${trace.id.slice(-8)}, ${moment(trace.at_s)}`, "aria-current": chosen ? "true" : null }, moment(trace.at_s))),
     h("td", { class: "model" }, short(trace.model)),
