@@ -10,6 +10,7 @@ import aiohttp
 import browser as browsers
 import pytest
 from api_fakes import MODEL, TOKEN, FakeRunner, Site, Target, scripts, serve, serve_in_thread, services
+from browser import Visit
 from page_fakes import World
 
 
@@ -53,13 +54,22 @@ def chromium() -> Iterator[Any]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def person(chromium: Any) -> Visit:
+    return Visit(chromium)
+
+
 @pytest.fixture
-def world(chromium: Any) -> Iterator[World]:
+def world(chromium: Any, person: Visit) -> Iterator[World]:
     """A daemon, its page and people; at the end no page may have complained."""
-    made = World(chromium)
+    made = World(chromium, person)
     with serve_in_thread(made.services) as site:
         made.site = site
         yield made
         for visit in made.visits:
             visit.close()
-    assert [text for visit in made.visits for text in visit.complaints] == []
+        for page in person.context.pages:
+            page.close()
+    complaints = [text for visit in (person, *made.visits) for text in visit.complaints]
+    person.complaints.clear()
+    assert complaints == []

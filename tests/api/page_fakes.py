@@ -89,6 +89,7 @@ class World:
     """A scripted daemon that tests may change while it runs."""
 
     chromium: Any
+    person: Visit
     runner: FakeRunner = field(default_factory=FakeRunner)
     fleet: WatchedFleet = field(default_factory=WatchedFleet)
     pool: FakePool = field(default_factory=FakePool)
@@ -121,13 +122,14 @@ class World:
         return f"{self.site.url}/#ticket={self.page.issue()}"
 
     def visit(self, **options: Any) -> Visit:
+        """Another person's browser."""
         visit = Visit(self.chromium, **options)
         self.visits.append(visit)
         return visit
 
     def opened(self, view: str = "fleet", **options: Any) -> Any:
         """A page that is logged in and shows a view."""
-        page = self.visit(**options).open(self.link)
+        page = (self.visit(**options) if options else self.person).open(self.link)
         page.wait_for_selector(".link.live")
         goto(page, view)
         return page

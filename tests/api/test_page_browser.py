@@ -41,15 +41,14 @@ HOSTILE = (
 
 def test_a_link_logs_in_once_and_leaves_the_address_bar(world: World) -> None:
     link = world.link
-    visit = world.visit()
-    page = visit.open(link)
+    page = world.person.open(link)
     page.wait_for_selector(".link.live")
     assert page.url == f"{world.site.url}/#fleet"
     assert page.evaluate("document.cookie") == ""
     ticket = link.partition("=")[2]
     assert ticket not in page.content()
     # Another tab of this browser needs no ticket; another browser is told that this one is spent.
-    visit.open(world.site.url).wait_for_selector(".link.live")
+    world.person.open(world.site.url).wait_for_selector(".link.live")
     other = world.visit().open(link)
     other.wait_for_selector("text=was used before, or is too old")
     assert "fleetctl open" in other.inner_text("main")
@@ -58,7 +57,7 @@ def test_a_link_logs_in_once_and_leaves_the_address_bar(world: World) -> None:
 def test_a_late_link_opens_nothing_and_a_new_one_does(world: World) -> None:
     link = world.link
     world.now_s += limits.PAGE_TICKET_S
-    page = world.visit().open(link)
+    page = world.person.open(link)
     page.wait_for_selector("text=was used before, or is too old")
     # The same tab goes on with a link that is opened in it.
     page.goto(world.link)
@@ -67,7 +66,7 @@ def test_a_late_link_opens_nothing_and_a_new_one_does(world: World) -> None:
 
 def test_logging_out_ends_every_tab_and_another_link_brings_them_back(world: World) -> None:
     page = world.opened()
-    other = world.visits[0].open(world.site.url)
+    other = world.person.open(world.site.url)
     other.wait_for_selector(".link.live")
     page.click("text=Log out")
     page.wait_for_selector("main.login")
@@ -84,7 +83,8 @@ def test_logging_out_ends_every_tab_and_another_link_brings_them_back(world: Wor
 def test_every_view_fits_its_width(world: World, width: int) -> None:
     world.traces = [trace(n) for n in range(3)]
     world.requests = [RunningRequest("r1", MODEL, stage="reading the prompt", done=5, total=9)]
-    page = world.opened(viewport={"width": width, "height": 700})
+    page = world.opened()
+    page.set_viewport_size({"width": width, "height": 700})
     for view in (*VIEWS, f"requests/{world.traces[0].id}"):
         goto(page, view)
         page.wait_for_selector("main:not(:has-text('Waiting for the'))")
@@ -306,10 +306,9 @@ def test_attack_a_page_of_another_origin_does_and_reads_nothing(world: World, ho
     """On another site, and on another port of this machine, which browsers count as the same site."""
     world.opened()
     with other_server() as (port, asked):
-        visit = world.visits[0]
-        page = visit.open(f"http://{host}:{port}/")
+        page = world.person.open(f"http://{host}:{port}/")
         found = page.evaluate(ATTACK, world.site.url)
-        visit.complaints.clear()  # the browser's own words about what it refused
+        world.person.complaints.clear()  # the browser's own words about what it refused
     assert [seen for seen in found["seen"] if seen[1] != "opaque" or seen[2]] == []
     assert (found["image"], found["script"]) == ("image refused", "script refused")
     assert found["socket"] == "refused"
@@ -324,7 +323,7 @@ def test_attack_a_page_of_another_origin_does_and_reads_nothing(world: World, ho
 def test_attack_a_page_that_opens_the_page_in_a_window_cannot_reach_into_it(world: World) -> None:
     world.opened()
     with other_server() as (port, _):
-        page = world.visits[0].open(f"http://{OTHER_SITE}:{port}/")
+        page = world.person.open(f"http://{OTHER_SITE}:{port}/")
         with page.context.expect_page() as opened:
             page.evaluate("url => { window.other = window.open(url); }", world.site.url)
         # It is the page, as after a click on a link; but the one that opened it has lost it.
@@ -334,7 +333,7 @@ def test_attack_a_page_that_opens_the_page_in_a_window_cannot_reach_into_it(worl
 
 def test_attack_a_name_that_was_rebound_to_this_machine_is_refused(world: World) -> None:
     world.opened()
-    page = world.visits[0].context.new_page()
+    page = world.person.context.new_page()
     for path in ("/", "/page/app.js", "/fleet/v1/status", "/v1/models"):
         answer = page.goto(f"http://{REBOUND}:{world.site.port}{path}")
         assert answer.status == 403
