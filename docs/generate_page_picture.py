@@ -25,7 +25,7 @@ from daemons import ANSWER_S, MODEL, Machine, daemon, fleetctl, temporary_home  
 
 PICTURE = Path(__file__).parent / "pictures" / "page.png"
 LARGEST_BYTES = 200_000
-WIDTH, HEIGHT = 1440, 860
+WIDTH, HEIGHT = 1440, 1000
 WIDTHS = (1440, 768, 320)
 VIEWS = ("fleet", "requests", "history", "models", "chat", "pairing", "clients", "settings")
 FLAGS = (

@@ -82,7 +82,12 @@ async function moved() {
   const first = shown === "";
   shown = at;
   // Who uses a keyboard or a screen reader goes on at the new view.
-  if (!first) requestAnimationFrame(() => document.getElementById("main")?.focus({ preventScroll: false }));
+  if (!first) {
+    requestAnimationFrame(() => {
+      document.getElementById("main")?.focus({ preventScroll: true });
+      scrollTo(0, 0);
+    });
+  }
 }
 
 onChange((change) => {

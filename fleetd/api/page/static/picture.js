@@ -22,7 +22,7 @@ export function places(number, [width, height]) {
   for (let at = 0; at < number; at++) {
     const [ring, index, of] = at < inner ? [0.62, at, inner] : [1, at - inner, number - inner];
     const angle = of === 1 ? 0 : (2 * Math.PI * (index + (ring < 1 ? 0.5 : 0))) / of - (of === 2 ? 0 : Math.PI / 2);
-    found.push([width / 2 + ring * (width / 2 - 56) * Math.cos(angle), height / 2 - 4 + ring * (height / 2 - 34) * Math.sin(angle)]);
+    found.push([width / 2 + ring * Math.min(width / 2 - 56, 330) * Math.cos(angle), height / 2 - 4 + ring * (height / 2 - 34) * Math.sin(angle)]);
   }
   return found;
 }
