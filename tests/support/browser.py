@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +11,10 @@ from typing import Any
 import pytest
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+_DRIVER = importlib.util.find_spec("playwright")
 NEEDED = pytest.mark.skipif(
-    CHROMIUM is None, reason="NO BROWSER: the page is not tested (apt install chromium)"
+    CHROMIUM is None or _DRIVER is None,
+    reason="NO BROWSER: the page is not tested (apt install chromium; playwright is among the tools)",
 )
 WAIT_MS = 20_000
 #: Two names of other sites, and one that a rebinding attack has pointed at this machine.
