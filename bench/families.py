@@ -24,6 +24,7 @@ from bench.scenarios import (
     never_slower,
     one_card,
     padding,
+    page,
     prefill,
     prefill_no_helper,
     prefill_part,
@@ -126,6 +127,9 @@ FAMILIES = {
         (*_SERVED, "fleetd/cache", "fleetd/sealed", *_scenario("kept_prompts")),
     ),
     "service": Family("The daemon", 10, 3, service.measure, ("fleetd", "fleetctl", *_scenario("service"))),
+    "page": Family(
+        "The page", 5, 1, page.measure, ("fleetd/api/page", "fleetd/api/control", *_scenario("page"))
+    ),
     "streams": Family(
         "Sealed streams", 10, 3, sealed_streams.measure, ("fleetd/sealed", *_scenario("sealed_streams"))
     ),

@@ -28,6 +28,7 @@ VERBS = (
     "join",
     "launch",
     "models",
+    "open",
     "pair",
     "peers",
     "plan",

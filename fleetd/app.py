@@ -32,7 +32,7 @@ from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.api.services import Services
 from fleetd.cache.service import DiskCache
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.config import DEFAULT_PORT, Config
+from fleetd.config import DEFAULT_PORT, Config, setting_views
 from fleetd.control.daemon_status import DaemonStatus, HardwareReading, HttpAddress, MemoryBudget
 from fleetd.control.fleet_view import PeerView
 from fleetd.descriptors import UNSCALED, connection_caps, open_limit, raise_limit
@@ -436,6 +436,9 @@ class Daemon:
                 compressing=self._compressing,
                 disk_cache=self._disk_cache,
                 models_changed=self._models_changed,
+                running=self._runner.running,
+                ended=self._traces.ended,
+                settings=setting_views(self._config),
             )
         )
         local = make_runner(app, trusted=True, caps=self._caps)

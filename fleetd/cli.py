@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import msgspec
 
 from fleetd import __version__, config, lean_imports, supported
 from fleetd.errors import AlreadyRunning, ConfigError, FleetError, PortInUse, SocketPathTooLong
@@ -110,28 +111,17 @@ def config_group() -> None:
 def show(home: Path | None, config_file: Path | None, as_json: bool, **flags: Any) -> None:
     """Every setting: its value, where that came from, and the default."""
     place, settings = _load(home, config_file, **flags)
-    rows = [
-        {
-            "key": key.name,
-            "value": getattr(getattr(settings, section), name),
-            "origin": settings.origin(key.name),
-            "default": key.default,
-            "type": key.kind,
-            "env": key.env,
-            "why": key.why,
-        }
-        for key in config.KEYS.values()
-        for section, _, name in [key.name.partition(".")]
-    ]
+    rows = config.setting_views(settings)
     if as_json:
-        click.echo(json_text({"home": str(place.root), "settings": rows}, indent=2))
+        plain = [msgspec.to_builtins(row) for row in rows]
+        click.echo(json_text({"home": str(place.root), "settings": plain}, indent=2))
         return
     click.echo(f"home {place.root}")
-    width = max(len(row["key"]) for row in rows)
+    width = max(len(row.key) for row in rows)
     for row in rows:
-        click.echo(f"{row['key']:<{width}}  {json_text(row['value'])}")
-        click.echo(f"{'':<{width}}  from {row['origin']}; default {json_text(row['default'])}; {row['type']}")
-        click.echo(f"{'':<{width}}  {row['why']}")
+        click.echo(f"{row.key:<{width}}  {json_text(row.value)}")
+        click.echo(f"{'':<{width}}  from {row.origin}; default {json_text(row.default)}; {row.type}")
+        click.echo(f"{'':<{width}}  {row.why}")
 
 
 @cli.command()

@@ -26,6 +26,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd.compression.policy import MIN_PROMPT_TOKENS, SmartPrefillPolicy
+from fleetd.control.setting_view import SettingView
 from fleetd.errors import ConfigError
 from fleetd.limits import GIB, KIB, MEMBERS_CONFIGURED, MIB
 from fleetd.models.model_names import ModelNames
@@ -385,6 +386,23 @@ def _table() -> dict[str, SettingKey]:
 
 
 KEYS: dict[str, SettingKey] = _table()
+
+
+def setting_views(settings: Config) -> list[SettingView]:
+    """Every setting: its value, where that came from, and what it is for."""
+    return [
+        SettingView(
+            key=key.name,
+            value=getattr(getattr(settings, section), name),
+            default=key.default,
+            origin=settings.origin(key.name),
+            type=key.kind,
+            env=key.env,
+            why=key.why,
+        )
+        for key in KEYS.values()
+        for section, _, name in [key.name.partition(".")]
+    ]
 
 
 def load(

@@ -56,6 +56,20 @@ HEADERS_GRACE_S = 1.0
 # The same for the plan, which a slow disk may hold up: it is known after LEDGER_WAIT_S at the latest.
 HEADERS_PLAN_S = 0.5
 
+# ---- The page --------------------------------------------------------------------------------------------
+# From `fleetctl open` to a browser that has started.
+PAGE_TICKET_S = 30.0
+PAGE_TICKETS = 8
+# Unused: a working day. Browsers of one person; the oldest gives way.
+PAGE_SESSION_S = 12 * 3600.0
+PAGE_SESSIONS = 16
+# How often a listener's state is compared with what it knows. A machine that is gone is seen within 3 s.
+EVENTS_S = 0.5
+# Open pages, several tabs of each; one costs some thousandths of a core.
+EVENT_LISTENERS = 32
+# Ended requests that are told to listeners: as many as could end between two looks.
+EVENT_TRACES = 64
+
 # ---- Requests --------------------------------------------------------------------------------------------
 MESSAGES = 4096
 STOP_STRINGS = 16

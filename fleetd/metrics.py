@@ -28,7 +28,9 @@ REQUEST_BUCKETS_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 180, 
 
 # vLLM knows three ends; dashboards select by them.
 _FINISHED_AS = {"stop": "stop", "tool_calls": "stop", "length": "length", "cancelled": "abort"}
-_AUTH_FAILURES = frozenset({"token", "host", "origin", "user", "fetch_site"})
+_AUTH_FAILURES = frozenset(
+    {"token", "host", "origin", "user", "fetch_site", "page_site", "page_session", "page_ticket"}
+)
 _OTHER = "other"
 _SPEC_WIDTHS = (2, 3, 4, 6, 8, 12, limits.SPEC_WIDTH)
 

@@ -1,7 +1,7 @@
 """Authentication, from the connection and the headers alone: no byte of the body is read before it.
 
     Unix socket   the peer has to run as our own user (or root)
-    TCP           exact Host → no foreign Origin → not cross-site → token → JSON content type
+    TCP           exact Host → no foreign Origin → not cross-site → token, or session of the page → JSON
 
 Host comes first because a rebound DNS name makes a foreign page same-origin; Origin and Sec-Fetch-Site stop
 the pages that are not. The token would stop all of them; these checks hold when a user turns it off.
@@ -18,6 +18,7 @@ from aiohttp.typedefs import Handler
 
 from fleetd.api.context import SERVICES, is_open
 from fleetd.api.deadlines import connection, is_trusted
+from fleetd.api.page import access
 from fleetd.api.services import Services
 from fleetd.errors import Forbidden, NotFound, Unauthorized, UnsupportedMediaType
 from fleetd.peercred import peer_uid
@@ -38,10 +39,14 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     if request.method == hdrs.METH_OPTIONS and request.headers.get(hdrs.ORIGIN) in services.origins:
         return web.Response(status=204)  # a preflight has no token yet; on_prepare adds what it asks for
     if not is_open(request):
-        _check_token(request, services)
+        by_page = access.asked_by_page(request)
+        if by_page:
+            access.check(request)
+        else:
+            _check_token(request, services)
         if (made := connection(request)) is not None:
             made.authenticated()
-        if request.path.startswith(CONTROL_PREFIX):
+        if request.path.startswith(CONTROL_PREFIX) and not by_page:
             raise NotFound("The control API is served on the Unix socket only.", hint="Use fleetctl.")
         if request.match_info.http_exception is None:  # a wrong address is what there is to say first
             _check_content_type(request)
@@ -91,7 +96,8 @@ def _check_site(request: web.Request, services: Services) -> None:
                 "Web pages of this origin may not call.", hint="List it under http.allowed_origins."
             )
         return
-    if request.headers.get("Sec-Fetch-Site", "none") not in ("same-origin", "none"):
+    site = request.headers.get("Sec-Fetch-Site", "none")
+    if site not in ("same-origin", "none") and not access.is_visit(request):
         services.metrics.auth_failure("fetch_site")
         raise Forbidden("Web pages of other sites may not call.")
 

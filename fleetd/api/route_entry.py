@@ -41,6 +41,7 @@ class Route:
         statuses: those besides 200 and the ones of every route (openapi.py).
         open: needs no token.
         shared: clients of other dialects call here too, and are answered in theirs.
+        page: the page may ask for it over TCP (page/access.py).
     """
 
     method: str
@@ -55,6 +56,7 @@ class Route:
     statuses: Mapping[int, RouteStatus] = field(default_factory=dict)
     open: bool = False
     shared: bool = False
+    page: bool = False
 
     @property
     def template(self) -> str:

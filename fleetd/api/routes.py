@@ -1,6 +1,7 @@
 """Every address of the HTTP API, once: the application serves this table, the OpenAPI page is made from it.
 
-``PUBLIC`` is on TCP and on the Unix socket; ``FLEET`` is on the Unix socket only.
+``PUBLIC`` is on TCP and on the Unix socket; ``FLEET`` is on the Unix socket, and what the
+page may ask of it on TCP too.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ from fleetd.api.anthropic import handlers as messages
 from fleetd.api.anthropic.bodies import CountBody, MessagesBody
 from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.anthropic.objects import MessageEvent, MessageReply, TokenCount
-from fleetd.api.control import cache, daemon, peers, plan
+from fleetd.api.control import cache, daemon, events, peers, plan
 from fleetd.api.openai import bodies, handlers, models, objects
 from fleetd.api.openai.dialect import CONTROL, OPENAI
+from fleetd.api.page import access, files
 from fleetd.api.responses import handlers as responses
 from fleetd.api.responses.bodies import ResponsesBody
 from fleetd.api.responses.dialect import RESPONSES
@@ -53,6 +55,7 @@ PUBLIC: tuple[Route, ...] = (
         handlers.chat_completions,
         OPENAI,
         name="chat",
+        page=True,
         summary="Generate; `stream` asks for events.",
         body=bodies.ChatBody,
         reply=objects.ChatCompletion,
@@ -75,6 +78,7 @@ PUBLIC: tuple[Route, ...] = (
         compress.compress,
         OPENAI,
         name="compress",
+        page=True,
         summary="What smart prefill would keep of a prompt; lossy.",
         body=compress.CompressBody,
         reply=Compression,
@@ -131,7 +135,8 @@ PUBLIC: tuple[Route, ...] = (
         statuses=_MODEL,
         shared=True,
     ),
-    _get("/", health.live, OPENAI, open=True, shared=True),
+    _get("/", files.front, OPENAI, open=True, shared=True),
+    *(_get(f"{files.PREFIX}{name}", files.serve, OPENAI, open=True) for name in files.SERVED),
     _get(
         "/health",
         health.ready,
@@ -180,27 +185,32 @@ PUBLIC: tuple[Route, ...] = (
 )
 
 FLEET: tuple[Route, ...] = (
-    _get("/fleet/v1/status", daemon.status, CONTROL),
-    _get("/fleet/v1/models", daemon.models, CONTROL),
-    _get("/fleet/v1/usage", daemon.usage, CONTROL),
+    _get("/fleet/v1/status", daemon.status, CONTROL, page=True),
+    _get("/fleet/v1/events", events.events, CONTROL, page=True),
+    _get("/fleet/v1/models", daemon.models, CONTROL, page=True),
+    _get("/fleet/v1/usage", daemon.usage, CONTROL, page=True),
+    _get("/fleet/v1/settings", daemon.settings, CONTROL, page=True),
     _get("/fleet/v1/env", daemon.env, CONTROL),
-    _post("/fleet/v1/models/pull", daemon.pull, CONTROL),
-    _post("/fleet/v1/models/add", daemon.add, CONTROL),
-    _post("/fleet/v1/models/load", daemon.load, CONTROL),
-    _post("/fleet/v1/models/unload", daemon.unload, CONTROL),
+    _post("/fleet/v1/models/pull", daemon.pull, CONTROL, page=True),
+    _post("/fleet/v1/models/add", daemon.add, CONTROL, page=True),
+    _post("/fleet/v1/models/load", daemon.load, CONTROL, page=True),
+    _post("/fleet/v1/models/unload", daemon.unload, CONTROL, page=True),
     _post("/fleet/v1/models/verify", daemon.verify, CONTROL),
-    _post("/fleet/v1/models/remove", daemon.remove, CONTROL),
-    _get("/fleet/v1/cache", cache.show, CONTROL),
+    _post("/fleet/v1/models/remove", daemon.remove, CONTROL, page=True),
+    _get("/fleet/v1/cache", cache.show, CONTROL, page=True),
     _post("/fleet/v1/cache/clear", cache.clear, CONTROL),
-    _get("/fleet/v1/peers", peers.index, CONTROL),
+    _get("/fleet/v1/peers", peers.index, CONTROL, page=True),
     _get("/fleet/v1/diagnose", peers.diagnose, CONTROL),
-    _post("/fleet/v1/peers/prompts", peers.prompts, CONTROL),
-    _post("/fleet/v1/pair", peers.pair, CONTROL),
-    _post("/fleet/v1/pair/answer", peers.answer, CONTROL),
-    _post("/fleet/v1/join", peers.join, CONTROL),
-    _post("/fleet/v1/unpair", peers.unpair, CONTROL),
-    _post("/fleet/v1/plan", plan.plan, CONTROL),
-    _get("/fleet/v1/traces", plan.traces, CONTROL),
+    _post("/fleet/v1/peers/prompts", peers.prompts, CONTROL, page=True),
+    _post("/fleet/v1/pair", peers.pair, CONTROL, page=True),
+    _post("/fleet/v1/pair/answer", peers.answer, CONTROL, page=True),
+    _post("/fleet/v1/join", peers.join, CONTROL, page=True),
+    _post("/fleet/v1/unpair", peers.unpair, CONTROL, page=True),
+    _post("/fleet/v1/plan", plan.plan, CONTROL, page=True),
+    _get("/fleet/v1/traces", plan.traces, CONTROL, page=True),
+    _post("/fleet/v1/page/ticket", access.ticket, CONTROL),
+    _post("/fleet/v1/page/session", access.login, CONTROL, open=True),
+    _post("/fleet/v1/page/logout", access.logout, CONTROL, page=True),
 )
 
 ALL_ROUTES: tuple[Route, ...] = (*PUBLIC, *FLEET)

@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 
 from fleetd.api.disabled_fleet import DisabledFleet
 from fleetd.cache.service import DiskCache
+from fleetd.api.page.sessions import PageSessions
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.daemon_status import DaemonStatus
+from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_plan import PlanQuestion, PlanView
-from fleetd.control.prefill_trace import TracesView
+from fleetd.control.prefill_trace import Trace, TracesView
+from fleetd.control.setting_view import SettingView
 from fleetd.engine.pool import EnginePool
 from fleetd.fleet import Fleet
 from fleetd.ledger import Ledger
@@ -43,6 +46,11 @@ class Services:
         compressing: shortens a prompt for /v1/compress.
         disk_cache: prompts on the disk; its methods block.
         models_changed: told when a model came or went; other machines hear of it at once.
+        running: requests that have not ended.
+        ended: those that have since a number, and the number for the next time.
+        settings: as the daemon runs with them.
+        page: who has opened the page.
+        listeners: one object for each listener to events.
     """
 
     runner: Runner
@@ -66,3 +74,8 @@ class Services:
     compressing: CompressionService | None = None
     disk_cache: DiskCache | None = None
     models_changed: Callable[[], None] = lambda: None
+    running: Callable[[], Sequence[RunningRequest]] = tuple
+    ended: Callable[[int], tuple[int, Sequence[Trace]]] = lambda number: (number, ())
+    settings: Sequence[SettingView] = ()
+    page: PageSessions = field(default_factory=PageSessions)
+    listeners: set[object] = field(default_factory=set)

@@ -155,6 +155,8 @@ class Request:
         self.there: Trace | None = None
         # What the trace waits for.
         self.concluding: asyncio.Future[Any] | None = None
+        # What it does now, and how far that is: (stage, done, total).
+        self.progress: tuple[str, int, int] = ("", 0, 0)
         # What it waited for before its engine could be asked.
         self.loading = StageTimes()
         self._cached_in_attempt = 0
@@ -281,11 +283,15 @@ class Request:
         """Note an event as it is passed on."""
         self.loading.enter(event.stage if isinstance(event, Loading) else "", now_s)
         match event:
+            case Loading():
+                self.progress = (event.stage, event.done, event.total)
             case Accepted():
+                self.progress = ("waiting", 0, 0)
                 self._prompt_tokens = event.prompt_tokens
                 if self.accepted is None:
                     self.accepted, self.decided_s = event, now_s
             case Prefill():
+                self.progress = ("reading the prompt", event.done, event.total)
                 self._cached_in_attempt = event.cached
                 self._cached_tokens = max(self._cached_tokens, event.cached)
                 self._run(now_s)
@@ -336,6 +342,7 @@ class Request:
         if self.first_token_s is None:
             self.first_token_s = now_s
             self._metrics.first_token(self.model.name, now_s - self.arrived_s)
+            self.progress = ("answering", 0, 0)
         elif count:
             self._metrics.tokens(self.model.name, count, now_s - self._last_token_s)
         else:

@@ -26,6 +26,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.control.daemon_status import RequestCounts
+from fleetd.control.fleet_change import RunningRequest
 from fleetd.control.prefill_trace import Trace
 from fleetd.engine.pool import EnginePool
 from fleetd.engine.protocol import Event, Finished, Generate, Loading
@@ -59,6 +60,7 @@ from fleetd.requests.ports import MetricsPort
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.pulls import ModelSource, Pulls
 from fleetd.requests.request import LocatedModel, Request
+from fleetd.requests.running import running_request
 from fleetd.requests.smart_prefill.client import SmartPrefill
 
 log = get_logger("fleetd.requests")
@@ -148,6 +150,12 @@ class Runner:
     def counts(self) -> RequestCounts:
         running = sum(request.running for request in self._requests)
         return RequestCounts(running, self._open - running, self._completed, self._failed)
+
+    def running(self) -> list[RunningRequest]:
+        """What is told of each request that has not ended, oldest first."""
+        now_s = self._monotonic()
+        found = [running_request(request, now_s) for request in self._requests]
+        return sorted(found, key=lambda request: request.at_s)
 
     @property
     def draining(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sqlite3
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -29,9 +30,14 @@ class Traces:
         self._store = store
         self._monotonic = monotonic
         self._told_s = float("-inf")
+        # For listeners, which have no disk to wait for.
+        self._ended: deque[Trace] = deque(maxlen=limits.EVENT_TRACES)
+        self._number = 0
 
     def record(self, trace: Trace) -> None:
         """Does not wait and does not raise."""
+        self._ended.append(trace)
+        self._number += 1
         body = _encode(trace)
 
         def write(db: sqlite3.Connection) -> None:
@@ -46,6 +52,14 @@ class Traces:
             self._store.submit(write).add_done_callback(self._written)
         except StoreUnavailable as error:
             self._complain(error)
+
+    def ended(self, number: int) -> tuple[int, list[Trace]]:
+        """Those recorded since ``number``, oldest first, and the number for the next time; -1: none yet.
+
+        At most ``limits.EVENT_TRACES``.
+        """
+        new = 0 if number < 0 else min(self._number - number, len(self._ended))
+        return self._number, list(self._ended)[len(self._ended) - new :]
 
     def newest(self, last: int, request_id: str = "") -> TracesView:
         """At most ``last``, newest first; of one request only if it is named, as its client knows it. Blocks.

@@ -51,7 +51,7 @@ def test_help_lists_verbs_and_exit_codes(run: Run) -> None:
 
 def test_only_verbs_that_work_exist() -> None:
     assert set(VERBS) == {
-        "cache", "chat", "compress", "doctor", "env", "join", "launch", "models", "pair", "peers", "plan",
+        "cache", "chat", "compress", "doctor", "env", "join", "launch", "models", "open", "pair", "peers", "plan",
         "service", "status", "trace", "unpair", "usage",
     }  # fmt: skip
 

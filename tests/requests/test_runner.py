@@ -134,6 +134,25 @@ async def test_a_request_runs_once_the_engine_prefills(make_runner: Make) -> Non
     assert runner.counts == RequestCounts()
 
 
+async def test_a_request_tells_how_far_it_is_and_no_word_of_it(make_runner: Make) -> None:
+    runner = make_runner(FakePool(answer()), FakeModels())
+    stages = []
+    async with aclosing(planned(runner, job(prompt="a secret"))) as events:
+        async for _ in events:
+            for request in runner.running():
+                assert (request.id, request.model, request.plan.nodes) == ("r1", "m", ["this"])
+                assert "secret" not in str(request)
+                stages.append((request.stage, request.done, request.total, request.completion_tokens))
+    assert stages == [
+        ("waiting", 0, 0, 0),
+        ("reading the prompt", 3, 7, 0),
+        ("reading the prompt", 7, 7, 0),
+        ("answering", 0, 0, 1),
+        ("answering", 0, 0, 2),
+    ]
+    assert runner.running() == []
+
+
 @pytest.mark.parametrize("died_after", range(5))
 async def test_an_engine_death_anywhere_is_refunded(make_runner: Make, store: Store, died_after: int) -> None:
     pool = FakePool([*answer()[:died_after], EngineDied("The worker died.")])

@@ -48,6 +48,25 @@ def test_a_request_is_found_by_the_id_that_its_client_was_told(store: Store) -> 
     assert [found.id for found in traces.newest(9, "cmpl-ab-0").traces] == ["cmpl-ab-0"]
 
 
+def test_a_listener_is_told_of_each_that_ended_since_it_asked(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "EVENT_TRACES", 3)
+    traces = Traces(store)
+    traces.record(trace("before"))
+    number, ended = traces.ended(-1)
+    assert ended == []
+    assert traces.ended(number) == (number, [])
+    for name in ("a", "b"):
+        traces.record(trace(name))
+    number, ended = traces.ended(number)
+    assert [found.id for found in ended] == ["a", "b"]
+    for name in ("c", "d", "e", "f"):
+        traces.record(trace(name))
+    # One that looks too seldom misses the oldest.
+    assert [found.id for found in traces.ended(number)[1]] == ["d", "e", "f"]
+
+
 def test_only_so_many_are_kept(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "TRACES", 3)
     traces = Traces(store)

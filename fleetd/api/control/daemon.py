@@ -24,6 +24,7 @@ from fleetd.control.model_listing import (
     ModelVerdict,
     OfferedModel,
 )
+from fleetd.control.setting_view import SettingsView
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import estimated_bytes
@@ -120,6 +121,10 @@ async def usage(request: web.Request) -> web.StreamResponse:
         raise InvalidValue(f"days has to be a number from {_DAYS[0]} to {_DAYS[1]}.", param="days")
     # The ledger asks its disk.
     return json_answer(await asyncio.to_thread(request.app[SERVICES].ledger.usage, int(text)))
+
+
+async def settings(request: web.Request) -> web.StreamResponse:
+    return json_answer(SettingsView([*request.app[SERVICES].settings]))
 
 
 async def env(request: web.Request) -> web.StreamResponse:

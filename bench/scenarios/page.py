@@ -1,0 +1,221 @@
+"""The page in headless Chromium: its first paint, a large fleet on it, and what it costs to leave it open."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import psutil
+from playwright.sync_api import Browser, BrowserContext, Page, Route, sync_playwright
+
+from bench.figures import Figure, Measured, at_most
+from bench.harness.daemon import Daemon
+
+_MACHINES, _REQUESTS = 64, 1000
+_VIEWS = ("fleet", "requests", "history", "models", "pairing", "fleet", "requests")
+_WINDOW_S = 20.0
+_CHANGES_S = 5.0
+_WAIT_MS = 60_000
+_FLAGS = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-sync",
+)
+_WATCH = """
+window.longest = 0;
+new PerformanceObserver((list) => {
+  for (const task of list.getEntries()) window.longest = Math.max(window.longest, task.duration);
+}).observe({type: "longtask", buffered: true});
+"""
+
+
+def measure(runs: int) -> Measured:
+    """Raises RuntimeError where there is no browser."""
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        raise RuntimeError("there is no Chromium on this machine")
+    paints: list[float] = []
+    longest: list[float] = []
+    with Daemon() as daemon, sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=[*_FLAGS])
+        for _ in range(runs):
+            paints.append(_first_paint(browser, daemon))
+            longest.append(_longest_task(browser, daemon))
+        process = psutil.Process(daemon.process.pid)
+        closed = _busy(process)
+        context = browser.new_context()
+        page = _opened(context, daemon)
+        session = context.new_cdp_session(page)
+        before = _page_figures(session)
+        opened = _busy(process)
+        after = _page_figures(session)
+        browser.close()
+    drawing = (after["TaskDuration"] - before["TaskDuration"]) / _WINDOW_S
+    return Measured(
+        [
+            Figure("First paint of the page", "ms", paints, at_most(300)),
+            Figure(
+                "Longest task of the page",
+                "ms",
+                longest,
+                at_most(100),
+                "worst",
+                f"{_MACHINES} simulated machines, {_REQUESTS} requests, while views change",
+            ),
+            Figure("A page that is open, share of a core in the browser", "%", [drawing], at_most(0.01)),
+            Figure("The same, in the daemon", "%", [max(0.0, opened - closed)], at_most(0.01)),
+            Figure(
+                "Memory that an open page takes more", "MB", [_grown(before, after)], at_most(1.0), note=_HEAP
+            ),
+        ],
+        _HOW,
+    )
+
+
+def _opened(context: BrowserContext, daemon: Daemon) -> Page:
+    link = json.loads(daemon.control("POST", "/fleet/v1/page/ticket", {}))["url"]
+    page = context.new_page()
+    page.set_default_timeout(_WAIT_MS)
+    page.goto(link)
+    page.wait_for_selector(".link.live")
+    return page
+
+
+def _first_paint(browser: Browser, daemon: Daemon) -> float:
+    with browser.new_context() as context:
+        page = _opened(context, daemon)
+        said = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+        return float(page.evaluate(said))
+
+
+def _longest_task(browser: Browser, daemon: Daemon) -> float:
+    """Milliseconds, with simulated events in the place of the daemon's."""
+    status = daemon.status()
+    fleet = {**status["fleet"], "enabled": True, "peers": []}
+    peers = {peer["node_id"]: peer for peer in map(_peer, range(_MACHINES))}
+    first = {"full": True, "status": {**status, "fleet": {}}, "fleet": fleet, "peers": peers}
+    stream = f"data: {json.dumps(first)}\n\n" + "".join(
+        f"data: {json.dumps({'peers': {key: {**peer, 'running': n % 4} for key, peer in peers.items()}})}\n\n"
+        for n in range(10)
+    )
+    traces = json.dumps({"traces": [_trace(n) for n in range(_REQUESTS)]})
+
+    def events(route: Route) -> None:
+        route.fulfill(content_type="text/event-stream", body=stream)
+
+    def past(route: Route) -> None:
+        route.fulfill(content_type="application/json", body=traces)
+
+    with browser.new_context() as context:
+        context.add_init_script(_WATCH)
+        page = context.new_page()
+        page.set_default_timeout(_WAIT_MS)
+        page.route("**/fleet/v1/events", events)
+        page.route("**/fleet/v1/traces*", past)
+        page.goto(json.loads(daemon.control("POST", "/fleet/v1/page/ticket", {}))["url"])
+        page.wait_for_selector(".machines li:nth-child(60)")
+        ends = time.monotonic() + _CHANGES_S
+        while time.monotonic() < ends:
+            for view in _VIEWS:
+                page.evaluate("view => { location.hash = view; }", view)
+                page.wait_for_selector(f"main.view-{view}")
+        page.click("text=Older")
+        return float(page.evaluate("window.longest"))
+
+
+def _peer(number: int) -> dict[str, Any]:
+    model = {"name": "smollm2-135m", "state": "loaded", "roles": ["chat"], "prefill_tok_s": 900.0}
+    return {
+        "node_id": f"node{number:02}",
+        "short_id": f"n{number:02}",
+        "name": f"machine-{number:02}",
+        "state": "usable",
+        "reason": "",
+        "hint": "",
+        "tier": "standard",
+        "chip": "M4 Max",
+        "accelerator": "metal",
+        "memory_bytes": 64 << 30,
+        "available_bytes": 32 << 30,
+        "running": 0,
+        "waiting": 0,
+        "models": [{**model, "decode_tok_s": 40.0, "part_first": 0, "part_last": 0}],
+        "rtt_ms": 0.4,
+        "bytes_per_s": 1.1e9,
+        "link_doubtful": False,
+        "heard_s": 0.2,
+        "added_by": "",
+        "allowed_here": True,
+        "allowed_by_fleet": True,
+        "paths": [],
+    }
+
+
+def _trace(number: int) -> dict[str, Any]:
+    chosen = {
+        "kind": "layers",
+        "nodes": ["machine-01", "this"],
+        "predicted_s": 2.0,
+        "steps": [],
+        "cuts": [0, 9, 30],
+    }
+    return {
+        "id": f"chatcmpl-{number:08}",
+        "at_s": time.time() - 60 * number,
+        "model": "smollm2-135m",
+        "prompt_tokens": 4000,
+        "cached_tokens": 100,
+        "kept_tokens": 0,
+        "chosen": {**chosen, "cuts": [0, 9, 30], "prefill": "", "chunk": 0},
+        "losers": [],
+        "steps": [],
+        "earlier": [],
+        "capped": [],
+        "outcome": "shared",
+        "exactness": "exact",
+        "code": "",
+        "reason": "",
+        "prefill_s": 1.9,
+        "ttft_s": 2.1,
+        "took_s": 3.0,
+        "completion_tokens": 40,
+        "verified_tokens": 0,
+        "answered_by": "",
+        "asked_by": "",
+    }
+
+
+def _busy(process: psutil.Process) -> float:
+    """The share of a core that a process takes while nothing happens."""
+
+    def busy_s() -> float:
+        times = process.cpu_times()
+        return float(times.user + times.system)
+
+    before = busy_s()
+    time.sleep(_WINDOW_S)
+    return (busy_s() - before) / _WINDOW_S
+
+
+def _page_figures(session: Any) -> Mapping[str, float]:
+    session.send("HeapProfiler.collectGarbage")
+    session.send("Performance.enable")
+    return {one["name"]: one["value"] for one in session.send("Performance.getMetrics")["metrics"]}
+
+
+def _grown(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    return max(0.0, after["JSHeapUsedSize"] - before["JSHeapUsedSize"]) / 1e6
+
+
+_HEAP = f"after {_WINDOW_S:.0f} s, with what is garbage collected"
+_HOW = (
+    "The page: headless Chromium without a GPU beside the daemon on the same processor. First paint counts "
+    "from the opening of the link, with an empty cache. For the longest task, simulated events and requests "
+    "take the place of the daemon's. Shares of a core are of a daemon without peers, with the page open and "
+    "closed."
+)

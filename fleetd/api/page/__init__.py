@@ -1,0 +1,1 @@
+"""The fleet on one page: who may see it, and its files."""

@@ -1,0 +1,104 @@
+// The frame around the views: where we are, whether the daemon answers, and which view is shown.
+
+import { session } from "/page/calls.js";
+import { h, patch } from "/page/dom.js";
+import { isTicket, loginView, logout, redeem } from "/page/login.js";
+import { connect, drawWith, onChange, redraw, say, state } from "/page/store.js";
+import { chatView } from "/page/chat.js";
+import { clientsView } from "/page/clients.js";
+import { fleetView } from "/page/fleet.js";
+import { historyView } from "/page/history.js";
+import { modelsView } from "/page/models.js";
+import { pairingView } from "/page/pairing.js";
+import { requestsView } from "/page/requests.js";
+import { settingsView } from "/page/settings.js";
+
+const VIEWS = {
+  fleet: ["Fleet", fleetView],
+  requests: ["Requests", requestsView],
+  history: ["History", historyView],
+  models: ["Models", modelsView],
+  chat: ["Chat", chatView],
+  pairing: ["Pairing", pairingView],
+  clients: ["Clients", clientsView],
+  settings: ["Settings", settingsView],
+};
+const root = document.getElementById("app");
+let shown = "";
+
+/** ["requests", "chatcmpl-1"] for #requests/chatcmpl-1 */
+function place() {
+  const [name, ...rest] = location.hash.slice(1).split("/");
+  return [Object.hasOwn(VIEWS, name) ? name : "fleet", decodeURIComponent(rest.join("/"))];
+}
+
+function draw() {
+  if (state.link === "login") {
+    document.title = "fleetd";
+    return patch(root, loginView());
+  }
+  const [name, rest] = place();
+  const [title, view] = VIEWS[name];
+  const machine = state.fleet?.name || state.status?.machine.hostname || "";
+  document.title = machine ? `${title} · ${machine}` : title;
+  patch(root, [
+    h("header", { class: "top" },
+      h("p", { class: "mark" }, h("b", null, "fleetd"), " ", h("span", { class: "quiet" }, machine)),
+      h("nav", { "aria-label": "Views" },
+        Object.entries(VIEWS).map(([each, [label]]) =>
+          h("a", { key: each, href: `#${each}`, "aria-current": each === name ? "page" : null }, label))),
+      h("p", { class: `link ${state.link}` }, linkWord()),
+      h("button", { class: "plain", onclick: logout }, "Log out"),
+    ),
+    h("p", { class: "banner", hidden: !banner() }, banner()),
+    h("main", { id: "main", key: name, tabindex: "-1", class: `view-${name}` },
+      h("h1", { class: name === "fleet" ? "unseen" : null }, title),
+      state.status === null ? h("p", { class: "quiet" }, "Waiting for the daemon …") : view(rest)),
+  ]);
+  return undefined;
+}
+
+function linkWord() {
+  return { live: "live", offline: "no answer", connecting: "connecting" }[state.link];
+}
+
+function banner() {
+  if (state.link === "offline" && state.status) {
+    const at = new Date(state.heard).toLocaleTimeString("en-GB");
+    return `The daemon does not answer. Below is what it told last, at ${at}. The page goes on by itself.`;
+  }
+  if (state.status?.draining) return "The daemon is stopping. It takes no new requests.";
+  return "";
+}
+
+async function moved() {
+  if (isTicket()) {
+    await redeem();
+    connect();
+  }
+  const at = location.hash;
+  redraw();
+  if (at === shown) return;
+  const first = shown === "";
+  shown = at;
+  // Who uses a keyboard or a screen reader goes on at the new view.
+  if (!first) {
+    requestAnimationFrame(() => {
+      document.getElementById("main")?.focus({ preventScroll: true });
+      scrollTo(0, 0);
+    });
+  }
+}
+
+onChange((change) => {
+  for (const [id, peer] of Object.entries(change.peers ?? {})) {
+    const before = state.peers.get(id);
+    if (before && peer && before.state !== peer.state) say(`${peer.name} is ${peer.state}.`);
+  }
+});
+addEventListener("hashchange", moved);
+session.onchange(connect);
+drawWith(draw);
+await redeem();
+shown = location.hash;
+connect();

@@ -1,0 +1,164 @@
+// Pairing: show a code here, or type the one that another machine shows; then compare the phrase.
+
+import { call, events, post } from "/page/calls.js";
+import { h } from "/page/dom.js";
+import { redraw, say, state } from "/page/store.js";
+import { counted, seconds } from "/page/units.js";
+
+/** What goes on: mode "" (nothing), "pair" or "join"; `event` is the last that came. */
+const pairing = { mode: "", code: null, met: null, answered: false, done: null, note: "", error: null, abort: null, ends: 0, sees: true };
+/** The machine whose removal has been asked for once, and what went wrong with one. */
+let unpairing = "";
+let trouble = null;
+
+function reset(mode = "") {
+  pairing.abort?.abort();
+  Object.assign(pairing, { mode, code: null, met: null, answered: false, done: null, note: "", error: null, abort: mode ? new AbortController() : null });
+}
+
+async function run(mode, path, body) {
+  reset(mode);
+  const { abort } = pairing;
+  redraw();
+  try {
+    for await (const event of events(await call("POST", path, body, { signal: abort.signal }))) {
+      if (pairing.abort !== abort) return;
+      heard(event);
+      redraw();
+      if (event.type === "paired") break;
+    }
+    if (!pairing.done) throw new Error("The pairing ended before it was complete.");
+  } catch (error) {
+    if (error.name === "AbortError" || pairing.abort !== abort) return;
+    pairing.error = error;
+    say(error.message);
+  }
+  pairing.mode = "";
+  redraw();
+}
+
+function heard(event) {
+  if (event.type === "code") {
+    pairing.code = event;
+    pairing.ends = Date.now() + event.expires_s * 1000;
+    tick();
+  } else if (event.type === "meeting") {
+    pairing.met = event;
+    say(`${event.name} has the code. Compare the phrase.`);
+  } else if (event.type === "paired") {
+    pairing.done = event;
+    say(`${event.name} is paired.`);
+  } else if (event.type === "wrong_code") pairing.note = `Another machine tried a wrong code; ${counted(event.tries_left, "try").replace("trys", "tries")} left.`;
+  else if (event.type === "crowded") pairing.note = `Many connections come from ${event.addresses.join(", ")} and do not try the code.`;
+  else if (event.type === "searching") pairing.note = "Looking for the machine that shows this code …";
+}
+
+function tick() {
+  if (pairing.mode !== "pair" || pairing.met) return;
+  redraw();
+  setTimeout(tick, 1000);
+}
+
+async function answer(admit) {
+  pairing.answered = true;
+  redraw();
+  try {
+    await post("/fleet/v1/pair/answer", { node_id: pairing.met.node_id, admit, sees_prompts: admit && pairing.sees });
+    if (!admit) {
+      reset();
+      pairing.error = { message: "The machine was not let in.", hint: "Different phrases mean that another machine is in between: find it before you pair again." };
+    }
+  } catch (error) {
+    pairing.error = error;
+    pairing.answered = false;
+  }
+  redraw();
+}
+
+export function pairingView() {
+  if (!state.fleet.enabled) return h("p", null, "The fleet is turned off by the setting fleet.enabled.");
+  return [
+    pairing.error && h("p", { class: "trouble", role: "alert" }, pairing.error.message, " ", h("span", { class: "quiet" }, pairing.error.hint)),
+    pairing.done && h("p", { class: "good", role: "status" }, `${pairing.done.name} is paired. The fleet: ${pairing.done.members.join(", ")}.`),
+    h("div", { class: "halves" }, pairing.mode === "join" ? null : letIn(), pairing.mode === "pair" ? null : join()),
+    members(),
+  ];
+}
+
+function letIn() {
+  const { mode, code, met } = pairing;
+  return h("section", { key: "let-in", "aria-labelledby": "let-in" }, h("h2", { id: "let-in" }, "Let another machine in"),
+    mode !== "pair" ? [
+      h("p", null, "This machine shows a code. Type it on the other one, on its page or with ", h("code", null, "fleetctl join"), "."),
+      h("button", { key: "begin", onclick: () => run("pair", "/fleet/v1/pair", {}) }, "Show a code")]
+    : [
+      code && !met && [
+        h("p", { class: "code", "aria-label": `The code: ${code.code}` }, code.code),
+        h("p", null, `It works once, for ${seconds(Math.max(0, Math.round((pairing.ends - Date.now()) / 1000)))} more.`),
+        h("p", { class: "quiet" }, "On the other machine: ", h("code", null, `fleetctl join ${code.code}`)),
+        code.addresses.length > 0 && h("p", { class: "quiet" }, "If it does not find this one by itself, it needs an address: ", h("code", null, `${code.addresses[0]}:${code.port}`))],
+      pairing.note && h("p", { class: "why" }, pairing.note),
+      met && phrase(true),
+      h("button", { key: "close", class: "plain", onclick: () => { reset(); redraw(); } }, "Close the window")]);
+}
+
+// The code decides who is let in, so the machine that shows it is the one that is asked.
+function phrase(asks) {
+  const { met, answered } = pairing;
+  return [
+    h("p", null, `${met.name} has the code. This phrase has to be on both screens:`),
+    h("p", { class: "code phrase" }, met.phrase),
+    asks && !answered && [
+      h("p", null, h("label", null, h("input", { type: "checkbox", checked: pairing.sees, onchange: (event) => { pairing.sees = event.target.checked; } }), ` ${met.name} may see prompts of this fleet. Only then can it help with them.`)),
+      h("p", { class: "buttons" }, h("button", { key: "same", onclick: () => answer(true) }, "It is the same: let it in"), h("button", { key: "other", class: "danger", onclick: () => answer(false) }, "It is another"))],
+    (!asks || answered) && h("p", { class: "quiet" }, "Waiting for the other machine …")];
+}
+
+function join() {
+  const { mode, met } = pairing;
+  return h("section", { key: "join", "aria-labelledby": "join" }, h("h2", { id: "join" }, "Join another machine"),
+    mode !== "join" ? [
+      h("p", null, "Type the code that the other machine shows."),
+      h("form", { class: "stacked", onsubmit: begin },
+        h("label", { for: "code" }, "Code"), h("input", { id: "code", name: "code", required: true, autocomplete: "off", spellcheck: "false", placeholder: "12-abcde-fghij" }),
+        h("label", { for: "host" }, "Its address, if it is not found by itself"), h("input", { id: "host", name: "host", autocomplete: "off", spellcheck: "false", placeholder: "192.168.1.20" }),
+        h("label", { class: "check" }, h("input", { type: "checkbox", name: "sees", checked: pairing.sees, onchange: (event) => { pairing.sees = event.target.checked; } }), " The other machine may see prompts typed here"),
+        h("button", null, "Join")),
+      state.fleet.neighbours.length > 0 && h("p", { class: "quiet" }, `Nearby: ${state.fleet.neighbours.map((one) => one.name + (one.pairing ? " (shows a code)" : "")).join(", ")}`)]
+    : [
+      pairing.note && !met && h("p", { class: "quiet" }, pairing.note),
+      met && phrase(false),
+      h("button", { key: "stop", class: "plain", onclick: () => { reset(); redraw(); } }, "Stop")]);
+}
+
+function begin(event) {
+  event.preventDefault();
+  const { code, host, sees } = event.target.elements;
+  run("join", "/fleet/v1/join", { code: code.value.trim(), sees_prompts: sees.checked, ...(host.value.trim() ? { host: host.value.trim() } : {}) });
+}
+
+async function change(path, body) {
+  trouble = null;
+  try {
+    const said = await post(path, body);
+    if (said.pending?.length) trouble = { message: `${said.pending.join(", ")} cannot be told now, and will be when it is back.`, hint: "" };
+  } catch (error) {
+    trouble = error;
+  }
+  unpairing = "";
+  redraw();
+}
+
+function members() {
+  const names = new Map([[state.fleet.node_id, "this machine"], ...[...state.peers.values()].map((peer) => [peer.node_id, peer.name])]);
+  const peers = [...state.peers.values()].sort((one, other) => one.name.localeCompare(other.name));
+  return h("section", { "aria-labelledby": "members" }, h("h2", { id: "members" }, "Machines of the fleet"),
+    trouble && h("p", { class: "trouble", role: "alert" }, trouble.message, " ", h("span", { class: "quiet" }, trouble.hint)),
+    peers.length ? h("ul", { class: "rows" }, peers.map((peer) => h("li", { key: peer.node_id },
+      h("div", null, h("h3", null, peer.name, h("small", null, ` ${peer.short_id}`)), h("p", { class: "quiet" }, peer.state, peer.added_by && `, added by ${names.get(peer.added_by) ?? peer.added_by.slice(0, 7)}`)),
+      h("div", null, h("label", null, h("input", { type: "checkbox", checked: peer.allowed_here, onchange: (event) => change("/fleet/v1/peers/prompts", { peer: peer.node_id, allowed: event.target.checked, fleet: false }) }),
+        " sees prompts typed here"), peer.allowed_here && !peer.allowed_by_fleet && h("p", { class: "why" }, "The fleet does not let it see prompts.")),
+      h("p", { class: "buttons" }, unpairing === peer.node_id
+        ? [h("button", { key: "sure", class: "danger", onclick: () => change("/fleet/v1/unpair", { peer: peer.node_id }) }, `Remove ${peer.name} from the fleet`), h("button", { key: "keep", class: "plain", onclick: () => { unpairing = ""; redraw(); } }, "Keep it")]
+        : h("button", { key: "unpair", class: "plain", onclick: () => { unpairing = peer.node_id; redraw(); } }, "Unpair …"))))) : h("p", { class: "quiet" }, "No other machine yet."));
+}

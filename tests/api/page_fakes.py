@@ -1,0 +1,140 @@
+"""A scripted daemon whose page is looked at in a real browser, and the fleets that it pretends to have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from api_fakes import MODEL, FakeFleet, FakeModels, FakePool, FakeRunner, services, status
+from browser import Visit
+
+from fleetd.api.page.sessions import PageSessions
+from fleetd.api.services import Services
+from fleetd.control import pairing_events
+from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.fleet_view import FleetView, PeerModel, PeerView
+from fleetd.control.prefill_plan import OptionView, StepView
+from fleetd.control.prefill_trace import Trace, TracesView
+
+VIEWS = ("fleet", "requests", "history", "models", "chat", "pairing", "clients", "settings")
+
+
+class WatchedFleet(FakeFleet):
+    """Also notes who was to be unpaired."""
+
+    unpaired: list[str]
+
+    async def unpair(self, peer: str) -> pairing_events.Unpaired:
+        self.unpaired = [*getattr(self, "unpaired", []), peer]
+        return pairing_events.Unpaired(peer, peer)
+
+
+def fleet_of(number: int) -> FleetView:
+    peers = [
+        PeerView(
+            node_id=f"node{n:02}",
+            short_id=f"n{n:02}",
+            name=f"machine-{n:02}",
+            state="unreachable" if n % 9 == 8 else "usable",
+            reason="Connection refused." if n % 9 == 8 else "",
+            tier="standard",
+            chip="M4 Max",
+            accelerator="metal",
+            memory_bytes=(16 << (n % 5)) << 30,
+            available_bytes=(8 << (n % 5)) << 30,
+            running=n % 3,
+            models=[PeerModel(MODEL, "loaded", ["chat"], prefill_tok_s=900.0, decode_tok_s=40.0)],
+            rtt_ms=0.4,
+            bytes_per_s=1.1e9,
+        )
+        for n in range(number)
+    ]
+    return FleetView(True, "me", "me", "mini", peers=peers)
+
+
+def trace(n: int, **changes: Any) -> Trace:
+    chosen = OptionView(
+        "layers",
+        ["studio", "this"],
+        2.0,
+        [StepView("computed", 1.5), StepView("exposed hand-off", 0.3)],
+        chosen=True,
+        cuts=[0, 12, 30],
+        chunk=512,
+    )
+    refused = OptionView("local", ["this"], 3.5, code="slower", reason="It is 75 % slower.")
+    steps = [StepView("queued", 0.1, machine="this"), StepView("computed", 1.6, 1 << 20, "studio")]
+    steps += [StepView("computed", 1.4, machine="this"), StepView("decoded", 1.0, machine="this")]
+    given: dict[str, Any] = {
+        "id": f"chatcmpl-{n:08}",
+        "at_s": 1_700_000_000.0 + n,
+        "model": MODEL,
+        "prompt_tokens": 4000,
+        "cached_tokens": 100,
+        "chosen": chosen,
+        "losers": [refused],
+        "steps": steps,
+        "outcome": "shared",
+        "exactness": "exact",
+        "prefill_s": 1.9,
+        "ttft_s": 2.1,
+        "completion_tokens": 40,
+        "took_s": 3.1,
+    }
+    return Trace(**{**given, **changes})
+
+
+@dataclass
+class World:
+    """A scripted daemon that tests may change while it runs."""
+
+    chromium: Any
+    person: Visit
+    runner: FakeRunner = field(default_factory=FakeRunner)
+    fleet: WatchedFleet = field(default_factory=WatchedFleet)
+    pool: FakePool = field(default_factory=FakePool)
+    models: FakeModels = field(default_factory=FakeModels)
+    traces: list[Trace] = field(default_factory=list)
+    requests: list[RunningRequest] = field(default_factory=list)
+    now_s: float = 0.0
+    visits: list[Visit] = field(default_factory=list)
+    site: Any = None
+
+    def __post_init__(self) -> None:
+        self.page = PageSessions(monotonic=lambda: self.now_s)
+        # Its own fleet alone would have no machine to unpair.
+        self.fleet.fleet = fleet_of(2)
+
+    def services(self) -> Services:
+        return services(
+            self.runner,
+            fleet=self.fleet,
+            pool=self.pool,
+            models=self.models,
+            status=lambda: status(fleet=self.fleet.fleet),
+            traces=lambda last, request_id: TracesView(self.traces[:last]),
+            running=lambda: self.requests,
+            page=self.page,
+        )
+
+    @property
+    def link(self) -> str:
+        return f"{self.site.url}/#ticket={self.page.issue()}"
+
+    def visit(self, **options: Any) -> Visit:
+        """Another person's browser."""
+        visit = Visit(self.chromium, **options)
+        self.visits.append(visit)
+        return visit
+
+    def opened(self, view: str = "fleet", **options: Any) -> Any:
+        """A page that is logged in and shows a view."""
+        page = (self.visit(**options) if options else self.person).open(self.link)
+        page.wait_for_selector(".link.live")
+        goto(page, view)
+        return page
+
+
+def goto(page: Any, view: str) -> None:
+    page.evaluate("view => { location.hash = view; }", view)
+    page.wait_for_selector(f"main.view-{view.partition('/')[0]}")

@@ -1,0 +1,350 @@
+"""The page in a real browser, against a scripted daemon: what people do with it, and what other pages try."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import browser as browsers
+import pytest
+from api_fakes import (
+    MODEL,
+    FakePullStep,
+    Step,
+    speak,
+)
+from browser import OTHER_SITE, REBOUND
+from live_daemon import until
+from page_fakes import VIEWS, World, fleet_of, goto, trace
+
+from fleetd import limits
+from fleetd.control import pairing_events
+from fleetd.control.fleet_change import RunningRequest
+from fleetd.control.fleet_view import FleetView, PeerView
+from fleetd.control.prefill_plan import OptionView
+from fleetd.engine import protocol as p
+from fleetd.requests.job import Job
+
+pytestmark = [browsers.NEEDED, pytest.mark.one_loop]
+
+HOSTILE = (
+    '<img src=x onerror="document.title=1"><script>document.title=1</script> \x1b[31mred\x1b[0m \u202eabc'
+)
+
+
+# ---- Logging in ------------------------------------------------------------------------------------------
+
+
+def test_a_link_logs_in_once_and_leaves_the_address_bar(world: World) -> None:
+    link = world.link
+    page = world.person.open(link)
+    page.wait_for_selector(".link.live")
+    assert page.url == f"{world.site.url}/#fleet"
+    assert page.evaluate("document.cookie") == ""
+    ticket = link.partition("=")[2]
+    assert ticket not in page.content()
+    # Another tab of this browser needs no ticket; another browser is told that this one is spent.
+    world.person.open(world.site.url).wait_for_selector(".link.live")
+    other = world.visit().open(link)
+    other.wait_for_selector("text=was used before, or is too old")
+    assert "fleetctl open" in other.inner_text("main")
+
+
+def test_a_late_link_opens_nothing_and_a_new_one_does(world: World) -> None:
+    link = world.link
+    world.now_s += limits.PAGE_TICKET_S
+    page = world.person.open(link)
+    page.wait_for_selector("text=was used before, or is too old")
+    # The same tab goes on with a link that is opened in it.
+    page.goto(world.link)
+    page.wait_for_selector(".link.live")
+
+
+def test_logging_out_ends_every_tab_and_another_link_brings_them_back(world: World) -> None:
+    page = world.opened()
+    other = world.person.open(world.site.url)
+    other.wait_for_selector(".link.live")
+    page.click("text=Log out")
+    page.wait_for_selector("main.login")
+    other.wait_for_selector("main.login")
+    page.goto(world.link)
+    page.wait_for_selector(".link.live")
+    other.wait_for_selector(".link.live")
+
+
+# ---- Looking and doing -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [320, 1440])
+def test_every_view_fits_its_width(world: World, width: int) -> None:
+    world.traces = [trace(n) for n in range(3)]
+    world.requests = [RunningRequest("r1", MODEL, stage="reading the prompt", done=5, total=9)]
+    page = world.opened()
+    page.set_viewport_size({"width": width, "height": 700})
+    for view in (*VIEWS, f"requests/{world.traces[0].id}"):
+        goto(page, view)
+        page.wait_for_selector("main:not(:has-text('Waiting for the'))")
+        wide = "document.scrollingElement.scrollWidth - document.scrollingElement.clientWidth"
+        assert page.evaluate(wide) <= 0, view
+
+
+def test_the_keyboard_alone_reaches_a_view(world: World) -> None:
+    page = world.opened()
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    for _ in VIEWS[: VIEWS.index("models") + 1]:
+        page.keyboard.press("Tab")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("main.view-models")
+    page.wait_for_function("document.activeElement.id === 'main'")
+
+
+def test_a_request_tells_why_it_took_as_long(world: World) -> None:
+    world.traces = [trace(1)]
+    page = world.opened("requests")
+    page.click("table.past a")
+    page.wait_for_selector(".waterfall")
+    told = page.inner_text(".detail")
+    for part in (
+        "2.10 s",
+        "layers 0 to 11",
+        "layers 12 to 29",
+        "1.0 MB",
+        "100 restored",
+        "It is 75 % slower",
+    ):
+        assert part in told, part
+
+
+def test_what_runs_shows_its_progress_machine_by_machine(world: World) -> None:
+    plan = OptionView("tokens", ["studio", "this"], 2.0, chosen=True, cuts=[0, 3000, 4000])
+    world.requests = [
+        RunningRequest("r1", MODEL, stage="reading the prompt", done=1024, total=4000, plan=plan)
+    ]
+    page = world.opened("requests")
+    page.wait_for_selector("text=1,024 of 4,000 tokens")
+    assert "tokens 0 to 2,999" in page.inner_text(".parts")
+    world.requests = []
+    page.wait_for_selector("text=Nothing runs.")
+
+
+def test_a_machine_that_is_lost_says_why(world: World) -> None:
+    page = world.opened()
+    page.wait_for_selector(".machines li:has-text('machine-01') .state.usable")
+    peers = [*world.fleet.fleet.peers]
+    peers[1] = PeerView("node01", "n01", "machine-01", "unreachable", "It does not answer.", "Is it on?")
+    world.fleet.fleet = FleetView(True, "me", "me", "mini", peers=peers)
+    page.wait_for_selector(".machines li:has-text('machine-01') >> text=It does not answer. Is it on?")
+
+
+def test_a_model_is_pulled_loaded_and_removed(world: World) -> None:
+    waits: list[asyncio.Event] = []
+
+    def steps() -> Iterable[Any]:
+        waits.append(asyncio.Event())
+        return [FakePullStep("model.safetensors", 3_000_000, 12_000_000), waits[0]]
+
+    class Lazy(list[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(list(steps()))
+
+    world.models.pull_steps = Lazy()
+    page = world.opened("models")
+    page.fill("#hub", "someone/tiny-model")
+    page.click("text=Download")
+    page.wait_for_selector("text=3.0 MB of 12 MB")
+    waits[0]._loop.call_soon_threadsafe(waits[0].set)  # type: ignore[attr-defined]
+    row = ".modelrows li:has-text('tiny-model')"
+    page.wait_for_selector(row)
+    page.click(f"{row} >> text=Load")
+    until(lambda: world.pool.loaded == ["someone/tiny-model"])
+    page.click(f"{row} >> text=Remove …")
+    page.click(f"{row} >> text=for good")
+    until(lambda: world.models.removed == ["someone/tiny-model"])
+
+
+def test_a_chat_shows_any_text_as_text_and_stops(world: World) -> None:
+    def script(job: Job) -> Iterable[Step]:
+        yield p.Accepted(job.request.id, 9)
+        yield p.Prefill(job.request.id, 9, 9)
+        yield p.Delta(job.request.id, HOSTILE)
+        yield asyncio.Event()
+
+    world.runner.script = script
+    page = world.opened("chat")
+    page.fill("#prompt", HOSTILE)
+    page.click("text=Send")
+    page.wait_for_selector(".assistant .text:has-text('<script>')")
+    for place in (".user .text", ".assistant .text"):
+        shown = page.inner_text(place)
+        assert "<img src=x" in shown
+        assert "\\u{1b}[31mred" in shown
+        assert "\\u{202e}abc" in shown
+    assert page.title() == "Chat · mini"
+    page.click("text=Stop")
+    page.wait_for_selector("text=stopped")
+    until(lambda: len(world.runner.cancelled) == 1)
+    # The next one is answered: nothing of the first is left.
+    world.runner.script = speak
+    page.fill("#prompt", "And now?")
+    page.keyboard.press("Enter")
+    page.wait_for_selector("text=The answer is complete.", state="attached")
+
+
+def test_what_smart_prefill_drops_is_marked(world: World) -> None:
+    page = world.opened("chat")
+    page.fill("#prompt", "first line 😀\nsecond line\nthird line")
+    page.click("text=Send")
+    page.click("text=Look at what smart prefill would keep")
+    page.wait_for_selector(".selection")
+    assert page.eval_on_selector_all(".selection mark", "all => all.map(one => one.textContent.trim())") == [
+        "first line 😀",
+        "third line",
+    ]
+    assert page.eval_on_selector(".selection del", "one => one.textContent.trim()") == "second line"
+
+
+def test_pairing_asks_about_the_phrase(world: World) -> None:
+    world.fleet.waiting = "abc"
+    world.fleet.steps = [
+        pairing_events.CodeShown("12-abcde-fghij", 300.0, 3, "mini", 8115, ["10.0.0.2"]),
+        pairing_events.Meeting("abc", "abc", "studio", "calm otter"),
+        asyncio.Event(),
+    ]
+    page = world.opened("pairing")
+    page.click("text=Show a code")
+    page.wait_for_selector("text=calm otter")
+    page.uncheck("label:has-text('may see prompts of this fleet') input")
+    page.click("text=It is the same")
+    until(lambda: world.fleet.answered == [("abc", True, False)])
+    page.click("text=Close the window")
+    until(world.fleet.closed.is_set)
+
+
+def test_a_large_fleet_and_many_requests_are_drawn(world: World) -> None:
+    world.fleet.fleet = fleet_of(64)
+    world.traces = [trace(n) for n in range(1000)]
+    page = world.opened()
+    assert page.locator(".machines > li").count() == 65
+    assert page.locator(".picture .spot").count() == 65
+    goto(page, "requests")
+    page.wait_for_selector("table.past")
+    assert page.locator("table.past tbody tr").count() == 50
+
+
+# ---- What other pages try --------------------------------------------------------------------------------
+
+ATTACK = """async (victim) => {
+  const seen = [];
+  const ask = (path, more) => fetch(victim + path, {credentials: "include", ...more})
+    .then(async (answer) => seen.push([path, answer.type, await answer.text()]), () => {});
+  await ask("/fleet/v1/status");
+  await ask("/fleet/v1/status", {mode: "no-cors"});
+  await ask("/", {mode: "no-cors"});
+  await ask("/page/app.js");
+  await ask("/fleet/v1/unpair", {method: "POST", mode: "no-cors", body: '{"peer": "machine-00"}'});
+  const json = {"Content-Type": "application/json", "X-Fleet-Page": "x"};
+  await ask("/fleet/v1/unpair", {method: "POST", headers: json, body: '{"peer": "machine-00"}'});
+  await ask("/v1/chat/completions", {method: "POST", mode: "no-cors", body: '{"messages": []}'});
+  const outcome = (element, url, done) => new Promise((end) => {
+    element.onload = () => end(done + " loaded"); element.onerror = () => end(done + " refused");
+    setTimeout(() => end(done + " silent"), 3000);
+    element.src = url; document.body.append(element);
+  });
+  const image = await outcome(new Image(), victim + "/page/icon.svg", "image");
+  const script = await outcome(document.createElement("script"), victim + "/page/units.js", "script");
+  const socket = await new Promise((end) => {
+    const made = new WebSocket(victim.replace("http", "ws") + "/fleet/v1/events");
+    made.onopen = () => end("opened"); made.onerror = () => end("refused");
+  });
+  const frame = document.createElement("iframe");
+  await outcome(frame, victim + "/", "frame");
+  let inside = "hidden";
+  try { if (frame.contentDocument) inside = "readable " + frame.contentDocument.body.innerText; } catch {}
+  const form = document.createElement("form");
+  const action = victim + "/fleet/v1/unpair";
+  Object.assign(form, {method: "post", action, enctype: "text/plain", target: "sink"});
+  const sink = document.createElement("iframe"); sink.name = "sink"; document.body.append(sink);
+  const field = document.createElement("input");
+  Object.assign(field, {name: '{"peer": "machine-00", "x": "', value: '"}'});
+  form.append(field); document.body.append(form);
+  await new Promise((end) => { sink.onload = end; form.submit(); setTimeout(end, 3000); });
+  return {seen, image, script, socket, inside, length: frame.contentWindow.length};
+}"""
+
+
+@contextmanager
+def other_server() -> Iterator[tuple[int, list[dict[str, str]]]]:
+    """Another program of this machine that serves a page: its port, and the headers that it was sent."""
+    asked: list[dict[str, str]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(dict(self.headers))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(b"<!doctype html><title>other</title><body>")
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield server.server_port, asked
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("host", [OTHER_SITE, "127.0.0.1"])
+def test_attack_a_page_of_another_origin_does_and_reads_nothing(world: World, host: str) -> None:
+    """On another site, and on another port of this machine, which browsers count as the same site."""
+    world.opened()
+    with other_server() as (port, asked):
+        page = world.person.open(f"http://{host}:{port}/")
+        found = page.evaluate(ATTACK, world.site.url)
+        world.person.complaints.clear()  # the browser's own words about what it refused
+    assert [seen for seen in found["seen"] if seen[1] != "opaque" or seen[2]] == []
+    assert (found["image"], found["script"]) == ("image refused", "script refused")
+    assert found["socket"] == "refused"
+    assert found["inside"] == "hidden"
+    assert world.runner.jobs == []
+    assert not hasattr(world.fleet, "unpaired")
+    # Another port is sent the cookie, which is why it opens nothing alone (test_page_http.py).
+    cookies = [headers.get("Cookie", "") for headers in asked]
+    assert any("fleetd-" in cookie for cookie in cookies) == (host == "127.0.0.1")
+
+
+def test_attack_a_page_that_opens_the_page_in_a_window_cannot_reach_into_it(world: World) -> None:
+    world.opened()
+    with other_server() as (port, _):
+        page = world.person.open(f"http://{OTHER_SITE}:{port}/")
+        with page.context.expect_page() as opened:
+            page.evaluate("url => { window.other = window.open(url); }", world.site.url)
+        # It is the page, as after a click on a link; but the one that opened it has lost it.
+        opened.value.wait_for_selector(".link.live")
+        page.wait_for_function("window.other.closed")
+
+
+def test_attack_a_name_that_was_rebound_to_this_machine_is_refused(world: World) -> None:
+    world.opened()
+    page = world.person.context.new_page()
+    for path in ("/", "/page/app.js", "/fleet/v1/status", "/v1/models"):
+        answer = page.goto(f"http://{REBOUND}:{world.site.port}{path}")
+        assert answer.status == 403
+    # Logged in or not: nothing of the page runs under that name.
+    assert "does not name this server" in page.content()
+
+
+def test_attack_no_secret_of_a_session_can_be_read_from_the_page(world: World) -> None:
+    page = world.opened("clients")
+    token = world.services().token
+    assert token not in page.content()
+    for path in ("/fleet/v1/env", "/fleet/v1/page/ticket"):
+        asked = "path => fetch(path, {headers: {'X-Fleet-Page': localStorage['fleetd-page-key']}})"
+        assert page.evaluate(f"{asked}.then(answer => answer.status)", path) in (404, 405)
