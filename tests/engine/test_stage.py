@@ -21,6 +21,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 from tiny_architectures import VOCAB, WINDOW, tiny
 
 from fleetd.engine.architectures import CUT, REFUSED, architecture_of
+from fleetd.engine.layer_calls import parts
 from fleetd.engine.stage import Stage
 from fleetd.errors import InvalidValue, ModelUnsupported
 
@@ -48,7 +49,7 @@ class Run:
     caches: list[Any] = field(default_factory=list)
 
     def kv(self) -> list[Bytes]:
-        return [exact(x) for cache in self.caches for x in cache.keys_and_values()]
+        return [exact(x) for cache in self.caches for x in arrays_of(cache)]
 
     def check(self, whole: Run) -> None:
         assert_equal(self.logits, whole.logits, "logits")
@@ -56,13 +57,23 @@ class Run:
             assert_equal(chunks, whole.hidden[layer], f"hidden states after layer {layer}")
         for layer, (mine, theirs) in enumerate(zip(self.caches, whole.caches, strict=True)):
             assert type(mine) is type(theirs)
-            assert plain(mine) == plain(theirs)
-            assert_equal(mine.keys_and_values(), theirs.keys_and_values(), f"keys and values of {layer}")
+            assert [plain(part) for part in parts(mine)] == [plain(part) for part in parts(theirs)]
+            assert_equal(arrays_of(mine), arrays_of(theirs), f"keys and values of {layer}")
 
 
 def plain(cache: Any) -> dict[str, Any]:
     """A cache's offsets and sizes; its arrays as their shapes, with the room that is left in them."""
-    return {k: v.shape if isinstance(v, mx.array) else v for k, v in vars(cache).items()}
+    return {
+        k: v.shape if isinstance(v, mx.array) else v for k, v in vars(cache).items() if k != "cache"
+    }
+
+
+def arrays_of(cache: Any) -> list[mx.array]:
+    """All that a layer keeps: keys and values of its tokens, or the arrays of a running state."""
+    found: list[mx.array] = []
+    for part in parts(cache):
+        found.extend(part.cache if isinstance(part, ArraysCache) else part.keys_and_values())
+    return found
 
 
 def exact(array: mx.array) -> Bytes:
@@ -95,19 +106,22 @@ def run_whole(model: Any, tokens: list[int], sizes: Sequence[int]) -> Run:
     """mlx-lm's own forward pass, its layers' outputs noted as they come."""
     run = Run(caches=make_prompt_cache(model))
     noted: list[mx.array] = []
-    kind: Any = type(model.layers[0])
-    stock = kind.__call__
+    kinds: list[Any] = list({type(layer) for layer in model.layers})
+    stock = {kind: kind.__call__ for kind in kinds}
 
     def noting(self: Any, *given: Any, **named: Any) -> Any:
-        noted.append(stock(self, *given, **named))
-        return noted[-1]
+        out = stock[type(self)](self, *given, **named)
+        noted.append(out[0] if isinstance(out, tuple) else out)
+        return out
 
-    kind.__call__ = noting
+    for kind in kinds:
+        kind.__call__ = noting
     try:
         for chunk in chunked(tokens, sizes):
             run.logits.append(model(chunk, cache=run.caches))
     finally:
-        kind.__call__ = stock
+        for kind in kinds:
+            kind.__call__ = stock[kind]
     run.hidden = {layer: noted[layer::LAYERS] for layer in range(LAYERS)}
     return run
 
@@ -117,15 +131,17 @@ def run_cut(model: Any, tokens: list[int], sizes: Sequence[int], cuts: Sequence[
     stages = [Stage.of(model).part(a, b) for a, b in itertools.pairwise([0, *cuts, LAYERS])]
     caches = [stage.make_caches() for stage in stages]
     run = Run(hidden={stage.last - 1: [] for stage in stages})
+    start = 0
     for chunk in chunked(tokens, sizes):
         hidden = stages[0].embed(chunk)
         for stage, own in zip(stages, caches, strict=True):
-            hidden = stage.run(hidden, own)
+            hidden = stage.run(hidden, own, stage.inputs(chunk, start))
             # As it would be sent: nothing of the stage before is left to be computed with the next.
-            mx.eval(hidden, [cache.state for cache in own])
+            mx.eval(hidden, [cache.state for cache in own if cache is not None])
             run.hidden[stage.last - 1].append(hidden)
         run.logits.append(stages[-1].finish(hidden))
-    run.caches = [cache for own in caches for cache in own]
+        start += chunk.shape[1]
+    run.caches = [cache for own in caches for cache in own if cache is not None]
     return run
 
 
@@ -166,12 +182,14 @@ def test_layer_after_layer_gives_the_bytes_of_chunk_after_chunk(name: str) -> No
     model, tokens = tiny(name), prompt(sum(SIZES))
     whole = run_whole(model, tokens, SIZES)
     stage = Stage.of(model)
-    run = Run(caches=stage.make_caches())
+    caches, starts = stage.make_caches(), list(itertools.accumulate(SIZES, initial=0))
+    run = Run(caches=[cache for cache in caches if cache is not None])
+    inputs = [stage.inputs(*given) for given in zip(chunked(tokens, SIZES), starts, strict=False)]
     chunks = [stage.embed(chunk) for chunk in chunked(tokens, SIZES)]
     for layer in range(LAYERS):
         part = stage.part(layer, layer + 1)
-        chunks = [part.run(hidden, [run.caches[layer]]) for hidden in chunks]
-        mx.eval(chunks, run.caches[layer].state)
+        chunks = [part.run(h, [caches[layer]], one) for h, one in zip(chunks, inputs, strict=True)]
+        mx.eval(chunks, [cache.state for cache in caches[layer : layer + 1] if cache is not None])
         run.hidden[layer] = chunks
     run.logits = [stage.finish(hidden) for hidden in chunks]
     run.check(whole)
