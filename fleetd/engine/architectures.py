@@ -57,7 +57,7 @@ _GEMMA3 = Architecture(scale="sqrt_width_bf16", chunks="same")
 _DEEPSEEK3 = Architecture(mask_array=True, chunks="same")
 
 _LATENT_ARRAY = Architecture(mask_array=True, chunks="same")
-_HYBRID = Architecture(chunks="same")
+_HYBRID = Architecture()
 _TEXT = "language_model"
 
 # Types that read pictures around a text model, which may be of any type here.
@@ -67,7 +67,7 @@ CUT: dict[str, Architecture] = {
     "bailing_hybrid": Architecture(
         embed="word_embeddings", call="at offset", mask_array=True, chunks="same"
     ),
-    "bailing_moe_linear": Architecture(embed="word_embeddings", call="at offset", chunks="same"),
+    "bailing_moe_linear": Architecture(embed="word_embeddings", call="at offset"),
     "bailing_moe_v3": Architecture(embed="word_embeddings", mask_array=True, chunks="same"),
     "cohere": Architecture(logits="times_logit_scale"),
     "cohere2": Architecture(logits="times_logit_scale", chunks="same"),
@@ -113,11 +113,11 @@ CUT: dict[str, Architecture] = {
     "granitemoehybrid": Architecture(
         scale="embedding_multiplier", logits="over_logits_scaling", chunks="same"
     ),
-    "jamba": Architecture(norm="final_layernorm", chunks="same"),
+    "jamba": Architecture(norm="final_layernorm"),
     "kimi_k25": replace(_DEEPSEEK3, text=_TEXT),
     "kimi_linear": Architecture(mask_array=True, chunks="same"),
-    "lfm2": Architecture(norm="embedding_norm", chunks="same"),
-    "lfm2_moe": Architecture(norm="embedding_norm", chunks="same"),
+    "lfm2": Architecture(norm="embedding_norm"),
+    "lfm2_moe": Architecture(norm="embedding_norm"),
     "longcat_flash": _LATENT_ARRAY,
     "minimax": _PLAIN,
     "minimax_m3_vl": Architecture(text=_TEXT, chunks="same"),

@@ -125,6 +125,11 @@ class Stage:
         """True if each layer has an input of its own, which every stage makes of the tokens."""
         return PER_LAYER_MODULES[0] in self.weights
 
+    @property
+    def prefilling(self) -> Stage:
+        """This stage without the layers that a prefill does not compute."""
+        return self if self.last <= self.prefilled else self.part(self.first, self.prefilled)
+
     def spread(self, caches: Sequence[Any]) -> list[Any]:
         """One entry per layer of this stage, None where it keeps nothing, of caches as mlx-lm lists them."""
         left = iter(caches)

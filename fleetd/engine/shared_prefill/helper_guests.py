@@ -31,8 +31,9 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
         split, place = checked(command.split), command.place
         sharable = self._sharable
         stage = sharable.stage
-        if split.layers != stage.total or not 0 <= place < split.helpers:
-            raise InvalidValue(f"Part {place} of {split.layers} layers is none of {stage.total} layers here.")
+        total = stage.prefilled
+        if split.layers != total or not 0 <= place < split.helpers:
+            raise InvalidValue(f"Part {place} of {split.layers} layers is none of {total} layers here.")
         layers = split.layers_of(place)
         if not stage.first <= layers.start < layers.stop <= stage.last:
             raise InvalidValue(

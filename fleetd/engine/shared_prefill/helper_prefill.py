@@ -50,8 +50,8 @@ class HelperPrefill:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         split, place = checked(assist.split), assist.place
-        if split.layers != stage.total or not 0 <= place < split.helpers:
-            raise InvalidValue(f"Helper {place} of {split} has no part in a model of {stage.total} layers.")
+        if split.layers != stage.prefilled or not 0 <= place < split.helpers:
+            raise InvalidValue(f"Helper {place} of {split} has no part in a model of {stage.prefilled} layers.")
         self._split, self._layout, self._clock = split, layout, clock
         self._work = helper_work(stage, layout, split, place)
         self._times = HelperTimes(clock)

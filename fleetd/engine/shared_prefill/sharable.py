@@ -51,7 +51,7 @@ class Sharable:
 
 def _not_sparse(stage: Stage, layout: KvLayout) -> str:
     """Why these layers help with whole prompts only; "" if tokens may be left out."""
-    if layout.rotates(range(stage.first, stage.last)):
+    if layout.keeps_states(range(stage.first, stage.prefilling.last)):
         # Their rows are sent as they lie, which while there are gaps says nothing of positions.
         return "It has sliding windows, which are shared for whole prompts only."
     hidden = probe(layout)
