@@ -66,7 +66,7 @@ class _HelperWork:
 
     def cache(self, layer: int) -> Any:
         """What a layer keeps, as its model takes it."""
-        return layer_kv.assembled(self.caches[layer])
+        return layer_kv.assembled(self.stage.empty[layer - self.stage.first], self.caches[layer])
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
         """The memory for an expected frame's payload. Called on a reader thread."""

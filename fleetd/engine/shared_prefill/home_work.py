@@ -90,10 +90,10 @@ class _HomeWork:
 
     def cache(self, layer: int) -> Any:
         """What a layer keeps of all that is here, as its model takes it."""
-        return layer_kv.assembled(self.caches[layer])
+        return layer_kv.assembled(self.stage.empty[layer], self.caches[layer])
 
-    def before(self, layer: int, tokens: int) -> Any:
-        """A cache of the first ``tokens`` to be added to, of a layer that keeps rows only."""
+    def before(self, layer: int, tokens: int) -> list[Any]:
+        """Caches of the first ``tokens`` to be added to, of a layer that keeps rows only."""
         return self._context(layer, tokens, ())
 
     def _begun(self, cache: Any, tokens: int) -> Any:
@@ -120,7 +120,9 @@ class _HomeWork:
             ]
         else:
             found = [self._short(layer, done) for layer in range(self.split.layers)]
-        return [layer_kv.assembled(each) for each in found if each]
+        return [
+            layer_kv.assembled(empty, each) for empty, each in zip(self.stage.empty, found, strict=False) if each
+        ]
 
     def _short(self, layer: int, done: int) -> list[Any]:
         """A layer's caches of the first ``done`` tokens."""
@@ -131,14 +133,12 @@ class _HomeWork:
             )
         ]
 
-    def _context(self, layer: int, tokens: int, states: Sequence[Any]) -> Any:
-        """A cache of the first ``tokens``, to be added to. ``states``: those without a row per token."""
-        return layer_kv.assembled(
-            [
-                self._begun(self.caches[layer][part], tokens) if shape.in_rows else copy_on_write(states[part])
-                for part, shape in enumerate(self.layout.parts(layer))
-            ]
-        )
+    def _context(self, layer: int, tokens: int, states: Sequence[Any]) -> list[Any]:
+        """Caches of the first ``tokens``, to be added to. ``states``: those without a row per token."""
+        return [
+            self._begun(self.caches[layer][part], tokens) if shape.in_rows else copy_on_write(states[part])
+            for part, shape in enumerate(self.layout.parts(layer))
+        ]
 
     def owner(self, place: int, layer: int) -> int:
         """The helper that computes a layer of the tokens of helper ``place``."""
@@ -294,7 +294,7 @@ class LayersAtHome(_HomeWork):
         places = (i for i in range(self.split.helpers) if layer in self.split.layers_of(i))
         return next(places, self.split.helpers - 1)
 
-    def context(self, place: int, layer: int) -> Any:
+    def context(self, place: int, layer: int) -> list[Any]:
         return self._context(layer, self.split.cached, self.prefix[layer])
 
     def arrived(self, place: int, layer: int) -> bool:
@@ -413,7 +413,7 @@ class TokensAtHome(_HomeWork):
             found.append(self.later_probe(i, range(tokens.start, min(tokens.stop, done)), layers, draw))
         return [probe for probe in found if probe is not None]
 
-    def context(self, place: int, layer: int) -> Any | None:
+    def context(self, place: int, layer: int) -> list[Any] | None:
         if min(map(self._of, range(place)), default=self.split.layers) <= layer:
             return None
         states = self.prefix[layer]

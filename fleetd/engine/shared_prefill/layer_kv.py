@@ -161,9 +161,11 @@ def arrays(caches: Iterable[Any]) -> list[mx.array]:
     return [array for array in found if array is not None]
 
 
-def assembled(kept: Sequence[Any]) -> Any:
-    """A layer's cache, as its model takes it, of its parts."""
-    return kept[0] if len(kept) == 1 else CacheList(*kept) if kept else None
+def assembled(empty: Any, kept: Sequence[Any]) -> Any:
+    """A layer's cache of the same kind as ``empty``, as its model takes it, of its parts."""
+    if isinstance(empty, CacheList):
+        return CacheList(*kept)
+    return kept[0] if kept else None
 
 
 # ---- Arrays as bytes -------------------------------------------------------------------------------------
@@ -245,7 +247,11 @@ class RowBuffer:
     def rows(self, start: int, stop: int) -> list[memoryview]:
         """Buffers for keys, then values, of tokens [start, stop)."""
         return [
-            memoryview(head[start:stop]).cast("B") for part in (self._keys, self._values) for head in part
+            memoryview(head[start:stop]).cast("B")
+            for part in (self._keys, self._values)
+            for head in part
+            # An index of the context has keys only.
+            if head.shape[-1]
         ]
 
 

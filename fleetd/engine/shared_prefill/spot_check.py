@@ -22,7 +22,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache
 
 from fleetd import limits
-from fleetd.engine.layer_calls import PassInputs, parts
+from fleetd.engine.layer_calls import PassInputs
 from fleetd.engine.shared_prefill import layer_kv, passes
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.stage import Stage
@@ -40,8 +40,9 @@ class ReceivedRows(Protocol):
     def owner(self, place: int, layer: int) -> int:
         """The helper that computes the layer."""
 
-    def context(self, place: int, layer: int) -> Any | None:
-        """A cache, to be added to, of what comes before the probe's tokens; None if it is not yet there."""
+    def context(self, place: int, layer: int) -> list[Any] | None:
+        """A layer's caches, to be added to, of what comes before the probe's tokens; None if they are not yet
+        there."""
 
     def arrived(self, place: int, layer: int) -> bool:
         """True if ``compare`` can be called for the layer."""
@@ -61,8 +62,8 @@ class HomeRows(Protocol):
     def owner(self, place: int, layer: int) -> int:
         """As ``ReceivedRows``."""
 
-    def before(self, layer: int, tokens: int) -> Any:
-        """A cache, to be added to, of the first ``tokens``."""
+    def before(self, layer: int, tokens: int) -> list[Any]:
+        """A layer's caches, to be added to, of the first ``tokens``."""
 
     def rows(self, caches: Sequence[Any], start: int, count: int) -> Rows:
         """Keys and values of these tokens."""
@@ -96,10 +97,12 @@ class Probe:
     def done(self) -> bool:
         return self.settled == len(self.parts)
 
-    def step(self, cache: Any) -> None:
-        """The next layer, after the tokens that ``cache`` holds."""
-        out = passes.run(self.parts[len(self.rows)], self.hidden, [cache], self.where, self.inputs)
-        rows = [_newest(part, self.count) for part in parts(cache)]
+    def step(self, caches: Sequence[Any]) -> None:
+        """The next layer, after the tokens that its ``caches`` hold."""
+        part = self.parts[len(self.rows)]
+        cache = layer_kv.assembled(part.empty[0], caches)
+        out = passes.run(part, self.hidden, [cache], self.where, self.inputs)
+        rows = [_newest(one, self.count) for one in caches]
         mx.eval([x for x in rows if x is not None], [] if out is None else out)
         self.rows.append(rows)
         if out is not None:
@@ -131,7 +134,7 @@ class LaterRows:
     def owner(self, place: int, layer: int) -> int:
         return self._work.owner(place, layer)
 
-    def context(self, place: int, layer: int) -> Any:
+    def context(self, place: int, layer: int) -> list[Any]:
         return self._work.before(layer, self._tokens.start)
 
     def arrived(self, place: int, layer: int) -> bool:
@@ -161,7 +164,7 @@ class SpotCheck:
         """True if ``step`` has something to compute."""
         return self._next() is not None
 
-    def _next(self) -> tuple[Probe, Any] | None:
+    def _next(self) -> tuple[Probe, list[Any]] | None:
         for probe in self._probes:
             if not probe.computed:
                 context = self._received.context(probe.place, len(probe.rows))
