@@ -2,8 +2,8 @@
 
 mlx-lm's models all run tokens through an embedding, a list of layers and a head; they differ in a few things
 around the layers, which are the fields of ``Architecture``. Within a layer nothing is known here: a stage
-calls mlx-lm's own (``layer_calls``). What a layer keeps, and whether it attends within a window, is told by the
-cache that the model makes for it.
+calls mlx-lm's own (``layer_calls``). What a layer keeps, and whether it attends within a window, is told by
+the cache that the model makes for it.
 
 An architecture is in ``CUT`` when a small random model of it passes ``tests/engine/test_stage.py`` at every
 cut; the others are refused by name. ``docs/models.md`` is written from these tables.
@@ -64,9 +64,7 @@ _TEXT = "language_model"
 ANY_TEXT = frozenset({"mistral3"})
 
 CUT: dict[str, Architecture] = {
-    "bailing_hybrid": Architecture(
-        embed="word_embeddings", call="at offset", mask_array=True, chunks="same"
-    ),
+    "bailing_hybrid": Architecture(embed="word_embeddings", call="at offset", mask_array=True, chunks="same"),
     "bailing_moe_linear": Architecture(embed="word_embeddings", call="at offset"),
     "bailing_moe_v3": Architecture(embed="word_embeddings", mask_array=True, chunks="same"),
     "cohere": Architecture(logits="times_logit_scale"),
@@ -103,7 +101,12 @@ CUT: dict[str, Architecture] = {
     "smollm3": _LLAMA,
     "starcoder2": _PLAIN,
     "gemma4": Architecture(
-        text=_TEXT, scale="sqrt_width", call="per-layer inputs", keeps="first", logits="softcap", chunks="same"
+        text=_TEXT,
+        scale="sqrt_width",
+        call="per-layer inputs",
+        keeps="first",
+        logits="softcap",
+        chunks="same",
     ),
     "gemma4_text": Architecture(
         scale="sqrt_width", call="per-layer inputs", keeps="first", logits="softcap", chunks="same"

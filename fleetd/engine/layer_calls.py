@@ -61,7 +61,7 @@ class LayerPass:
         self.call: Callable[[LayerPass, int, Any, mx.array, Any, Any], mx.array] = _CALLS[architecture.call]
 
     def mask(self, empty: Any, cache: Any) -> Any:
-        """The mask of a layer's attention; None for one that keeps a running state. ``empty``: of its kind."""
+        """The mask of a layer's attention; None if it only keeps a running state. ``empty``: of its kind."""
         for kind, part in zip(parts(empty), parts(cache), strict=True):
             if not isinstance(kind, ArraysCache):
                 # A cache that rotates also masks what has left the window.
@@ -117,9 +117,7 @@ def _per_layer_inputs(
     else:
         raise ValueError(f"layer {index} reads keys of layer {source}, which is not in this stage")
     own = None if way.inputs.per_layer is None else way.inputs.per_layer[:, :, index, :]
-    hidden, *made = layer(
-        hidden, mask, cache, per_layer_input=own, shared_kv=keys_values, offset=offset
-    )
+    hidden, *made = layer(hidden, mask, cache, per_layer_input=own, shared_kv=keys_values, offset=offset)
     way.made[index] = made
     return hidden
 

@@ -63,9 +63,7 @@ class Run:
 
 def plain(cache: Any) -> dict[str, Any]:
     """A cache's offsets and sizes; its arrays as their shapes, with the room that is left in them."""
-    return {
-        k: v.shape if isinstance(v, mx.array) else v for k, v in vars(cache).items() if k != "cache"
-    }
+    return {k: v.shape if isinstance(v, mx.array) else v for k, v in vars(cache).items() if k != "cache"}
 
 
 def arrays_of(cache: Any) -> list[mx.array]:

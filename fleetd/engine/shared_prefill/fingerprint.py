@@ -94,6 +94,8 @@ def any_chunks(stage: Stage, layout: KvLayout, device: str) -> bool:
         case "any":
             return True
         case "unless windows":
-            return not any(isinstance(cache, RotatingKVCache) for each in stage.empty for cache in parts(each))
+            return not any(
+                isinstance(cache, RotatingKVCache) for each in stage.empty for cache in parts(each)
+            )
         case "same":
             return False

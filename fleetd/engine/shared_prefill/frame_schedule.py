@@ -134,7 +134,7 @@ _FRAMES: dict[SplitKind, type[_LayersFrames | _TokensFrames]] = {
 
 
 def _kept(layer: int, start: int, stop: int, sizes: Sizes) -> Iterator[FrameHeader]:
-    """A layer's caches of tokens [start, stop); those without a row per token of all tokens before ``stop``."""
+    """A layer's caches of tokens [start, stop), or of all before ``stop`` where a token is not a row."""
     for part, shape in enumerate(sizes.parts(layer)):
         if shape.in_rows:
             yield FrameHeader(Kind.ROWS, layer, start, stop - start, shape.sizes(stop - start), part=part)

@@ -40,7 +40,7 @@ class FrameWriter:
         )
 
     def cache(self, cache: Any) -> None:
-        """What is due of one of a layer's caches, which is not copied: nothing may be added to it in place."""
+        """What is due of one of a layer's caches. It is not copied: nothing may be added to it in place."""
         head = self._out.next()
         if head.kind is Kind.STATE:
             payload, sizes, index = layer_kv.state(cache)

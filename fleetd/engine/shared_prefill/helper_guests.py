@@ -50,8 +50,9 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
             raise Overloaded(f"This machine helps with {limits.ASSISTS} prompts already.")
         # All tokens that its layers attend to.
         tokens = split.tokens_of(place).stop
-        held = stage.last - stage.first
-        self.budget.lend(command.id, tokens * self.budget.bytes_per_token * len(layers) // held)
+        held = min(stage.last, total) - stage.first
+        each = tokens * self.budget.bytes_per_token + self.budget.fixed_bytes
+        self.budget.lend(command.id, each * len(layers) // held)
         return _Task(command), Accepted(command.id, split.tokens, split.cached, split.chunk)
 
     @property

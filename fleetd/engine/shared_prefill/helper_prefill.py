@@ -51,7 +51,9 @@ class HelperPrefill:
     ) -> None:
         split, place = checked(assist.split), assist.place
         if split.layers != stage.prefilled or not 0 <= place < split.helpers:
-            raise InvalidValue(f"Helper {place} of {split} has no part in a model of {stage.prefilled} layers.")
+            raise InvalidValue(
+                f"Helper {place} of {split} has no part in a model of {stage.prefilled} layers."
+            )
         self._split, self._layout, self._clock = split, layout, clock
         self._work = helper_work(stage, layout, split, place)
         self._times = HelperTimes(clock)

@@ -21,7 +21,15 @@ from fleetd import limits
 from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.layer_calls import parts
 from fleetd.engine.shared_prefill import layer_kv, passes
-from fleetd.engine.shared_prefill.layer_kv import KvLayout, KvShape, LayersArrived, Place, RingState, RowBuffer, States
+from fleetd.engine.shared_prefill.layer_kv import (
+    KvLayout,
+    KvShape,
+    LayersArrived,
+    Place,
+    RingState,
+    RowBuffer,
+    States,
+)
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import LaterRows, Probe, Rows, drawn
 from fleetd.engine.stage import Stage
@@ -79,9 +87,7 @@ class _HomeWork:
         for part, shape in enumerate(self.layout.parts(layer)):
             prefix = self.prefix[layer][part]
             if isinstance(shape, KvShape) and shape.in_rows:
-                made.append(
-                    layer_kv.preallocated(shape, tokens, prefix, sparse=bool(self.split.prompt_span))
-                )
+                made.append(layer_kv.preallocated(shape, tokens, prefix, sparse=bool(self.split.prompt_span)))
                 # From now on the prefix is in there; kept twice it would take twice the memory.
                 self.prefix[layer][part] = None
             else:
@@ -121,7 +127,9 @@ class _HomeWork:
         else:
             found = [self._short(layer, done) for layer in range(self.split.layers)]
         return [
-            layer_kv.assembled(empty, each) for empty, each in zip(self.stage.empty, found, strict=False) if each
+            layer_kv.assembled(empty, each)
+            for empty, each in zip(self.stage.empty, found, strict=False)
+            if each
         ]
 
     def _short(self, layer: int, done: int) -> list[Any]:

@@ -60,7 +60,7 @@ def run(
     if part.last < part.prefilled:
         return part.run(hidden, list(caches), inputs)
     if isinstance(part.empty[-1], ArraysCache | CacheList):
-        # Only its state is asked for: what is not needed for that is not computed, but for attention on a CPU.
+        # Only its state is asked for: what that does not need is not computed, but for attention on a CPU.
         part.run(hidden, list(caches), inputs)
         return None
     try:

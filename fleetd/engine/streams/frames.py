@@ -3,7 +3,7 @@
 Sans-IO. A frame is a head of fixed size and a payload of raw numbers, in the byte order of the machines that
 compute (little endian):
 
-    kind u8 | layer u16 | part u8 | start u32 | count u32 | index u32 | prefix 8 bytes | sizes u64 u64 | payload
+    kind u8 | layer u16 | part u8 | start, count, index u32 | prefix 8 bytes | sizes u64 u64 | payload
 
 A receiver knows every head in advance: which frame comes when, and its size, follow from the split
 (``frame_schedule``). A head other than the expected one is refused before its payload is read.
@@ -25,8 +25,8 @@ class Kind(IntEnum):
     TOKENS = 1
     # Keys (heads, count, key width) and values (heads, count, value width) of one layer's tokens.
     ROWS = 2
-    # What has no row per token: all rows that a cache which rotates holds, in the order in which it holds them,
-    # or the arrays of a running state.
+    # What has no row per token: all rows that a cache which rotates holds, in the order in which it holds
+    # them, or the arrays of a running state.
     STATE = 3
     # Hidden states (count, width) on their way into ``layer``.
     HIDDEN = 4
@@ -50,7 +50,8 @@ class FrameHeader:
     halves: keys and values. ``part``: which of the caches of ``layer``, if it has several.
 
     A STATE's ``start`` is 0 and its ``count`` all tokens that its cache has seen; ``index`` is where a cache
-    that rotates writes next. A running state's arrays are its first half. ``prefix`` is ``plan.split.prefix_hashes`` at ``start + count``.
+    that rotates writes next. A running state's arrays are its first half. ``prefix`` is
+    ``plan.split.prefix_hashes`` at ``start + count``.
     """
 
     kind: Kind
