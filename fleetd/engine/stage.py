@@ -46,7 +46,7 @@ class Stage:
     args: Any
     # ``layers``, and where this stage needs them ``embed_tokens``, ``norm`` and ``lm_head``.
     weights: nn.Module
-    # One cache per layer in which nothing is yet, None for a layer that keeps nothing: what make_caches copies.
+    # What make_caches copies: a cache per layer in which nothing is yet; None for a layer that keeps nothing.
     empty: tuple[Any, ...]
     # For each layer of the whole model the one whose keys and values it reads: most often itself.
     sources: tuple[int, ...]

@@ -191,8 +191,8 @@ def test_attack_a_hidden_state_is_not_a_number(llama: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_numbers_are_told_from_what_is_none_in_every_dtype(llama: Any, dtype: mx.Dtype) -> None:
-    shape = layer_kv.LayerShape(1, 4, 4, dtype, 0)
-    layout = layer_kv.KvLayout(0, (shape,), 4, dtype)
+    shape = layer_kv.KvShape(1, 4, 4, dtype)
+    layout = layer_kv.KvLayout(0, ((shape,),), 4, dtype)
     largest = mx.finfo(dtype).max
     for kind in (Kind.ROWS, Kind.STATE, Kind.HIDDEN):
         for spoilt in (None, float("nan"), float("inf"), float("-inf")):
