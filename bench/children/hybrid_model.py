@@ -1,4 +1,4 @@
-"""Write a model of Qwen 3.5's shape with random weights into a folder: ``hybrid_model FOLDER TOKENIZER_FOLDER``.
+"""Write a model of Qwen 3.5's shape with random weights: ``hybrid_model FOLDER TOKENIZER_FOLDER``.
 
 Three layers of four keep a running state, as there; it is deep enough to be shared and small enough for two
 workers of this machine. What it says means nothing.
@@ -61,8 +61,8 @@ def write(folder: Path, tokenizer: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
     (folder / "config.json").write_text(json.dumps(config))
-    for path in tokenizer.glob("*.json"):
-        if path.name not in ("config.json", "model.safetensors.index.json"):
+    for pattern in ("tokenizer*", "special_tokens_map.json", "vocab.json", "merges.txt"):
+        for path in tokenizer.glob(pattern):
             shutil.copy(path, folder / path.name)
 
 

@@ -47,7 +47,15 @@ class Architecture:
     # change in the last bits, as the whole model's do, and a plan is exact if its chunks are those of local
     # prefill. "unless windows": what a window hides from one chunk is not there at all in another.
     chunks: Literal["any", "unless windows", "same"] = "any"
+    # Why every token of a prompt must be computed; "" if some may be left out (sparse prefill).
+    whole: str = ""
 
+
+_STATE = "some of its layers keep a running state, into which every token goes"
+_INDEX = "its layers keep an index of the context beside keys and values"
+_TWICE = "its layers keep two sets of keys and values"
+_SCALED = "it scales queries by their position, outside of RoPE"
+_PLAIN_POSITIONS = "its layers are told positions as plain numbers"
 
 _PLAIN = Architecture()
 _LLAMA = Architecture(chunks="unless windows")
@@ -57,25 +65,27 @@ _GEMMA3 = Architecture(scale="sqrt_width_bf16", chunks="same")
 _DEEPSEEK3 = Architecture(mask_array=True, chunks="same")
 
 _LATENT_ARRAY = Architecture(mask_array=True, chunks="same")
-_HYBRID = Architecture()
+_HYBRID = Architecture(whole=_STATE)
 _TEXT = "language_model"
 
 # Types that read pictures around a text model, which may be of any type here.
 ANY_TEXT = frozenset({"mistral3"})
 
 CUT: dict[str, Architecture] = {
-    "bailing_hybrid": Architecture(embed="word_embeddings", call="at offset", mask_array=True, chunks="same"),
-    "bailing_moe_linear": Architecture(embed="word_embeddings", call="at offset"),
-    "bailing_moe_v3": Architecture(embed="word_embeddings", mask_array=True, chunks="same"),
+    "bailing_hybrid": Architecture(
+        embed="word_embeddings", call="at offset", mask_array=True, chunks="same", whole=_STATE
+    ),
+    "bailing_moe_linear": Architecture(embed="word_embeddings", call="at offset", whole=_STATE),
+    "bailing_moe_v3": Architecture(embed="word_embeddings", mask_array=True, chunks="same", whole=_STATE),
     "cohere": Architecture(logits="times_logit_scale"),
     "cohere2": Architecture(logits="times_logit_scale", chunks="same"),
     "deepseek_v2": _PLAIN,
     "deepseek_v3": _DEEPSEEK3,
-    "deepseek_v32": _LATENT_ARRAY,
+    "deepseek_v32": replace(_LATENT_ARRAY, whole=_INDEX),
     "ernie4_5": _PLAIN,
     "exaone4": _WINDOWS,
     "falcon_h1": Architecture(
-        norm="final_layernorm", call="two masks", logits="times_tied_multipliers", chunks="same"
+        norm="final_layernorm", call="two masks", logits="times_tied_multipliers", chunks="same", whole=_STATE
     ),
     "gemma": Architecture(scale="sqrt_width"),
     # Caps the scores, which leaves attention to MLX's own products.
@@ -107,30 +117,36 @@ CUT: dict[str, Architecture] = {
         keeps="first",
         logits="softcap",
         chunks="same",
+        whole=_PLAIN_POSITIONS,
     ),
     "gemma4_text": Architecture(
-        scale="sqrt_width", call="per-layer inputs", keeps="first", logits="softcap", chunks="same"
+        scale="sqrt_width",
+        call="per-layer inputs",
+        keeps="first",
+        logits="softcap",
+        chunks="same",
+        whole=_PLAIN_POSITIONS,
     ),
     "glm4_moe_lite": _LATENT_ARRAY,
-    "glm_moe_dsa": _LATENT_ARRAY,
+    "glm_moe_dsa": replace(_LATENT_ARRAY, whole=_INDEX),
     "granitemoehybrid": Architecture(
-        scale="embedding_multiplier", logits="over_logits_scaling", chunks="same"
+        scale="embedding_multiplier", logits="over_logits_scaling", chunks="same", whole=_STATE
     ),
-    "jamba": Architecture(norm="final_layernorm"),
+    "jamba": Architecture(norm="final_layernorm", whole=_STATE),
     "kimi_k25": replace(_DEEPSEEK3, text=_TEXT),
-    "kimi_linear": Architecture(mask_array=True, chunks="same"),
-    "lfm2": Architecture(norm="embedding_norm"),
-    "lfm2_moe": Architecture(norm="embedding_norm"),
-    "longcat_flash": _LATENT_ARRAY,
+    "kimi_linear": Architecture(mask_array=True, chunks="same", whole=_STATE),
+    "lfm2": Architecture(norm="embedding_norm", whole=_STATE),
+    "lfm2_moe": Architecture(norm="embedding_norm", whole=_STATE),
+    "longcat_flash": replace(_LATENT_ARRAY, whole=_TWICE),
     "minimax": _PLAIN,
-    "minimax_m3_vl": Architecture(text=_TEXT, chunks="same"),
-    "ministral3": Architecture(call="scaled queries", chunks="same"),
-    "mistral4": Architecture(call="scaled queries", chunks="same"),
+    "minimax_m3_vl": Architecture(text=_TEXT, chunks="same", whole=_INDEX),
+    "ministral3": Architecture(call="scaled queries", chunks="same", whole=_SCALED),
+    "mistral4": Architecture(call="scaled queries", chunks="same", whole=_SCALED),
     "nemotron_h": Architecture(
-        body="backbone", embed="embeddings", norm="norm_f", keeps="mixers", chunks="same"
+        body="backbone", embed="embeddings", norm="norm_f", keeps="mixers", chunks="same", whole=_STATE
     ),
     "olmo_hybrid": _HYBRID,
-    "plamo2": Architecture(layers="layers.layers", chunks="same"),
+    "plamo2": Architecture(layers="layers.layers", chunks="same", whole=_STATE),
     "qwen3_5": replace(_HYBRID, text=_TEXT),
     "qwen3_5_moe": replace(_HYBRID, text=_TEXT),
     "qwen3_next": _HYBRID,
@@ -138,8 +154,10 @@ CUT: dict[str, Architecture] = {
     "qwen3_vl_moe": Architecture(text=_TEXT),
 }
 
-_STATE = "some of its layers keep a running state instead of a row per token, which cannot be sent in pieces"
 _SHARED = "its later layers read keys and values of earlier ones, which may lie on the other side of a cut"
+_ONLY = (
+    "it keeps running states only, in ways of its own, and no test shows that a cut leaves them as they are"
+)
 _STREAMS = "more passes between its layers than one hidden state per token"
 _LOOPS = "it runs through its layers more than once"
 _SEVERAL = "its layers keep several sets of keys and values: a second attention's, or an index of the context"
@@ -147,9 +165,9 @@ _POSITION = "positions enter outside its layers, or its context begins anew ever
 
 REFUSED: dict[str, str] = {
     "afm7": _SHARED,
-    "baichuan_m1": _STATE,
+    "baichuan_m1": _ONLY,
     "deepseek_v41": _STREAMS,
-    "gear": _STATE,
+    "gear": _ONLY,
     "gemma3n": _SHARED,
     "gpt2": _POSITION,
     "gpt_bigcode": _POSITION,
@@ -158,12 +176,12 @@ REFUSED: dict[str, str] = {
     "kimi_k3": _STREAMS,
     "llama4": _POSITION,
     "longcat_flash_ngram": _SEVERAL,
-    "mamba": _STATE,
-    "mamba2": _STATE,
+    "mamba": _ONLY,
+    "mamba2": _ONLY,
     "muse_spark": _STREAMS,
     "nanbeige": _LOOPS,
-    "recurrent_gemma": _STATE,
-    "rwkv7": _STATE,
+    "recurrent_gemma": _ONLY,
+    "rwkv7": _ONLY,
 }
 
 

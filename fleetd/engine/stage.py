@@ -62,7 +62,7 @@ class Stage:
             ModelUnsupported: it cannot be cut.
         """
         text_of = _text_of(model)
-        architecture = architecture_of(_args(text_of or model).model_type)
+        architecture = architecture_for(model)
         text = text_of or (getattr(model, architecture.text) if architecture.text else model)
         body = text
         for name in filter(None, architecture.body.split(".")):
@@ -226,6 +226,11 @@ class Stage:
 def _args(model: Any) -> Any:
     """The constants of a model, or of its text model."""
     return model.args if hasattr(model, "args") else model.config
+
+
+def architecture_for(model: Any) -> Architecture:
+    """How to run an mlx-lm model in pieces. Raises ModelUnsupported if it cannot be cut."""
+    return architecture_of(_args(_text_of(model) or model).model_type)
 
 
 def _text_of(model: Any) -> Any | None:

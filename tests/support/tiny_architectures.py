@@ -118,7 +118,7 @@ _GEMMA4 = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "global_head_dim": 64,
     "num_kv_shared_layers": 0,
-    "hidden_size_per_layer_input": 16,
+    "hidden_size_per_layer_input": 32,
     "vocab_size_per_layer_input": VOCAB,
     "tie_word_embeddings": True,
     "final_logit_softcapping": 30.0,

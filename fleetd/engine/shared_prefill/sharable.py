@@ -51,6 +51,8 @@ class Sharable:
 
 def _not_sparse(stage: Stage, layout: KvLayout) -> str:
     """Why these layers help with whole prompts only; "" if tokens may be left out."""
+    if whole := stage.architecture.whole:
+        return f"Every token of a prompt is computed: {whole}."
     if layout.keeps_states(range(stage.first, stage.prefilling.last)):
         # Their rows are sent as they lie, which while there are gaps says nothing of positions.
         return "It has sliding windows, which are shared for whole prompts only."
