@@ -50,6 +50,11 @@ class Architecture:
     # Why every token of a prompt must be computed; "" if some may be left out (sparse prefill).
     whole: str = ""
 
+    @property
+    def keeps_state(self) -> bool:
+        """True if some layers keep a running state, which cannot be cut at a token."""
+        return self.whole == _STATE
+
 
 _STATE = "some of its layers keep a running state, into which every token goes"
 _INDEX = "its layers keep an index of the context beside keys and values"
