@@ -21,11 +21,11 @@ CPU, in f32, and in bf16 for all but mixtures of experts, whose matrices MLX mul
 run of the tests, all of them in `make test-long`.
 
 - **layers**: machines compute some layers each. **tokens**: machines compute some tokens each.
-- **prefix**: what a cached prompt shares with the next one is not read again. *in windows*: as long as it fits
-  the sliding windows, later as *whole*: only where the next prompt begins with all of what was cached, because
-  a window that has moved, or a running state, cannot be cut at a token.
-- **speculation**: drafts can be taken back, *in windows* as long as the text fits these. *no*: they could not,
-  so none are tried.
+- **prefix**: what a cached prompt shares with the next one is not read again. *in windows*: as long as it
+  fits the sliding windows, later as *whole*: only where the next prompt begins with all of what was cached,
+  because a window that has moved, or a running state, cannot be cut at a token.
+- **speculation**: drafts can be taken back, *in windows* as long as the text fits these. *no*: they could
+  not, so none are tried.
 - **sparse**: smart prefill may leave tokens out of the prompt; *text*: it shortens the text instead.
 - **any chunks**: on a CPU in f32, *yes* means that a prompt gives the same bytes wherever it is cut into
   chunks; *no* means that the last bits differ, with and without stages, so that only the same chunks give

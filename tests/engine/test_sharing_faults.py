@@ -100,9 +100,9 @@ def test_a_stream_that_breaks_at_any_event(llama: Any, split: Split) -> None:
     assert gave_up >= whole.streams.events.count - 2 * split.helpers
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "qwen3_5"])
 @pytest.mark.parametrize("split", [CHAIN, TOKEN_CHAIN])
-def test_a_stream_that_breaks_where_caches_rotate(name: str, split: Split) -> None:
+def test_a_stream_that_breaks_where_layers_keep_states(name: str, split: Split) -> None:
     model = tiny(name)
     whole = Run(model, split, clock=Clock(tick=1.0), predicted_s=1e6)
     whole.finish()
