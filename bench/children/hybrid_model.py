@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.harness.child import serve
 
-LAYERS = 24
+LAYERS = 16
 _TEXT: dict[str, Any] = {
     "model_type": "qwen3_5_text",
     "hidden_size": 576,
