@@ -77,6 +77,7 @@ _TEXT = "language_model"
 ANY_TEXT = frozenset({"mistral3"})
 
 CUT: dict[str, Architecture] = {
+    "baichuan_m1": Architecture(chunks="same", whole=_STATE),
     "bailing_hybrid": Architecture(
         embed="word_embeddings", call="at offset", mask_array=True, chunks="same", whole=_STATE
     ),
@@ -143,6 +144,7 @@ CUT: dict[str, Architecture] = {
     "lfm2": Architecture(norm="embedding_norm", whole=_STATE),
     "lfm2_moe": Architecture(norm="embedding_norm", whole=_STATE),
     "longcat_flash": replace(_LATENT_ARRAY, whole=_TWICE),
+    "mamba2": Architecture(body="backbone", embed="embeddings", norm="norm_f", chunks="same", whole=_STATE),
     "minimax": _PLAIN,
     "minimax_m3_vl": Architecture(text=_TEXT, chunks="same", whole=_INDEX),
     "ministral3": Architecture(call="scaled queries", chunks="same", whole=_SCALED),
@@ -160,9 +162,7 @@ CUT: dict[str, Architecture] = {
 }
 
 _SHARED = "its later layers read keys and values of earlier ones, which may lie on the other side of a cut"
-_ONLY = (
-    "it keeps running states only, in ways of its own, and no test shows that a cut leaves them as they are"
-)
+_OWN_WAYS = "it keeps running states in ways of its own, and no test shows that a cut leaves them as they are"
 _STREAMS = "more passes between its layers than one hidden state per token"
 _LOOPS = "it runs through its layers more than once"
 _SEVERAL = "its layers keep several sets of keys and values: a second attention's, or an index of the context"
@@ -170,9 +170,8 @@ _POSITION = "positions enter outside its layers, or its context begins anew ever
 
 REFUSED: dict[str, str] = {
     "afm7": _SHARED,
-    "baichuan_m1": _ONLY,
     "deepseek_v41": _STREAMS,
-    "gear": _ONLY,
+    "gear": _OWN_WAYS,
     "gemma3n": _SHARED,
     "gpt2": _POSITION,
     "gpt_bigcode": _POSITION,
@@ -181,12 +180,11 @@ REFUSED: dict[str, str] = {
     "kimi_k3": _STREAMS,
     "llama4": _POSITION,
     "longcat_flash_ngram": _SEVERAL,
-    "mamba": _ONLY,
-    "mamba2": _ONLY,
+    "mamba": _OWN_WAYS,
     "muse_spark": _STREAMS,
     "nanbeige": _LOOPS,
-    "recurrent_gemma": _ONLY,
-    "rwkv7": _ONLY,
+    "recurrent_gemma": _OWN_WAYS,
+    "rwkv7": _OWN_WAYS,
 }
 
 

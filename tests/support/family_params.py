@@ -10,6 +10,7 @@ import pytest
 # Each has something in common with one of the others that the quick run tries: what it keeps, how its layers
 # are called, or where its parts lie.
 LONG = {
+    "baichuan_m1",
     "bailing_hybrid",
     "bailing_moe_linear",
     "bailing_moe_v3",
@@ -22,6 +23,7 @@ LONG = {
     "kimi_linear",
     "lfm2_moe",
     "longcat_flash",
+    "mamba2",
     "minimax",
     "ministral3",
     "olmo_hybrid",

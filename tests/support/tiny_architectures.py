@@ -125,6 +125,7 @@ _GEMMA4 = {
 }
 
 OWN: dict[str, dict[str, Any]] = {
+    "baichuan_m1": {"sliding_window": WINDOW, "sliding_window_layers": [1, 3], "conv_window": 2},
     "bailing_hybrid": {
         **_LATENT,
         **_LINEAR_MOE,
@@ -258,6 +259,18 @@ OWN: dict[str, dict[str, Any]] = {
         "mla_scale_q_lora": True,
         "mla_scale_kv_lora": True,
         "rope_scaling": None,
+    },
+    "mamba2": {
+        "num_heads": 4,
+        "head_dim": 32,
+        "state_size": 32,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "time_step_limit": [0.0, 100.0],
+        "time_step_rank": 8,
+        "layer_norm_epsilon": 1e-6,
     },
     "minimax": {
         "num_local_experts": 4,
