@@ -15,14 +15,8 @@ from tiny_architectures import WINDOW, tiny
 from fleetd.engine.architectures import CUT
 from fleetd.engine.layer_calls import parts
 from fleetd.engine.shared_prefill import layer_kv
-from fleetd.engine.shared_prefill.layer_kv import (
-    KvLayout,
-    KvShape,
-    RingState,
-    RowBuffer,
-    RunningShape,
-    States,
-)
+from fleetd.engine.shared_prefill.kv_layout import KvLayout, KvShape, RunningShape
+from fleetd.engine.shared_prefill.layer_kv import RingState, RowBuffer, States
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError

@@ -20,7 +20,7 @@ from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import PrefillShared
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.stage import Stage
 from fleetd.errors import InvalidValue
 from fleetd.plan.prefill.split import Split, checked

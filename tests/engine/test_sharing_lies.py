@@ -14,7 +14,7 @@ from shared_runs import LAYERS, Run
 from tiny_architectures import tiny
 
 from fleetd import limits
-from fleetd.engine.shared_prefill import layer_kv
+from fleetd.engine.shared_prefill import kv_layout, layer_kv
 from fleetd.engine.shared_prefill.spot_check import drawn
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import FleetError, PeerWrong
@@ -223,8 +223,8 @@ def test_attack_a_running_state_is_not_a_number(split: Split) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_numbers_are_told_from_what_is_none_in_every_dtype(llama: Any, dtype: mx.Dtype) -> None:
-    shape = layer_kv.KvShape(1, 4, 4, dtype)
-    layout = layer_kv.KvLayout(0, ((shape,),), 4, dtype)
+    shape = kv_layout.KvShape(1, 4, 4, dtype)
+    layout = kv_layout.KvLayout(0, ((shape,),), 4, dtype)
     largest = mx.finfo(dtype).max
     for kind in (Kind.ROWS, Kind.STATE, Kind.HIDDEN):
         for spoilt in (None, float("nan"), float("inf"), float("-inf")):

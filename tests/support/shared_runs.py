@@ -22,7 +22,7 @@ from fleetd.engine.protocol import AssistPrefill, PrefillShared
 from fleetd.engine.shared_prefill.fingerprint import any_chunks
 from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
 from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError

@@ -20,7 +20,7 @@ from fleetd.engine import cpu
 from fleetd.engine.layer_calls import parts
 from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.shared_prefill import layer_kv
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.passes import evaluate
 from fleetd.engine.stage import Stage
 

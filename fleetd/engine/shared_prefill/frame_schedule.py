@@ -40,7 +40,7 @@ class _Shape(Protocol):
 
 
 class Sizes(Protocol):
-    """What has to be known of a model: ``layer_kv.KvLayout``."""
+    """What has to be known of a model: ``kv_layout.KvLayout``."""
 
     def parts(self, layer: int) -> Sequence[_Shape]:
         """The caches of a layer, in order."""

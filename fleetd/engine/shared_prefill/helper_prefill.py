@@ -17,7 +17,7 @@ from fleetd.engine.shared_prefill import frame_schedule
 from fleetd.engine.shared_prefill.frame_schedule import Incoming
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.helper_work import helper_work
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.step_times import HelperTimes
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import HEAD_BYTES, Connect, FramePipe

@@ -15,9 +15,10 @@ from typing import Any
 import mlx.core as mx
 
 from fleetd.engine.layer_calls import parts
-from fleetd.engine.shared_prefill import layer_kv, passes
+from fleetd.engine.shared_prefill import kv_layout, layer_kv, passes
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
-from fleetd.engine.shared_prefill.layer_kv import KvLayout, KvShape, LayersArrived, Place, RowBuffer, States
+from fleetd.engine.shared_prefill.kv_layout import KvLayout, KvShape
+from fleetd.engine.shared_prefill.layer_kv import LayersArrived, Place, RowBuffer, States
 from fleetd.engine.shared_prefill.passes import LayerMajor
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.stage import Stage
@@ -66,7 +67,7 @@ class _HelperWork:
 
     def cache(self, layer: int) -> Any:
         """What a layer keeps, as its model takes it."""
-        return layer_kv.assembled(self.stage.empty[layer - self.stage.first], self.caches[layer])
+        return kv_layout.assembled(self.stage.empty[layer - self.stage.first], self.caches[layer])
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
         """The memory for an expected frame's payload. Called on a reader thread."""

@@ -24,7 +24,7 @@ from fleetd.engine.shared_prefill import frame_schedule, layer_kv
 from fleetd.engine.shared_prefill.frame_schedule import Incoming
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.home_work import home_work
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import WHAT_TO_SUSPECT, SpotCheck
 from fleetd.engine.shared_prefill.step_times import HomeTimes

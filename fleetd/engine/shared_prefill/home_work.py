@@ -20,16 +20,9 @@ from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 from fleetd import limits
 from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.layer_calls import parts
-from fleetd.engine.shared_prefill import layer_kv, passes
-from fleetd.engine.shared_prefill.layer_kv import (
-    KvLayout,
-    KvShape,
-    LayersArrived,
-    Place,
-    RingState,
-    RowBuffer,
-    States,
-)
+from fleetd.engine.shared_prefill import kv_layout, layer_kv, passes
+from fleetd.engine.shared_prefill.kv_layout import KvLayout, KvShape
+from fleetd.engine.shared_prefill.layer_kv import LayersArrived, Place, RingState, RowBuffer, States
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import LaterRows, Probe, Rows, drawn
 from fleetd.engine.stage import Stage
@@ -96,7 +89,7 @@ class _HomeWork:
 
     def cache(self, layer: int) -> Any:
         """What a layer keeps of all that is here, as its model takes it."""
-        return layer_kv.assembled(self.stage.empty[layer], self.caches[layer])
+        return kv_layout.assembled(self.stage.empty[layer], self.caches[layer])
 
     def before(self, layer: int, tokens: int) -> list[Any]:
         """Caches of the first ``tokens`` to be added to, of a layer that keeps rows only."""
@@ -127,7 +120,7 @@ class _HomeWork:
         else:
             found = [self._short(layer, done) for layer in range(self.split.layers)]
         return [
-            layer_kv.assembled(empty, each)
+            kv_layout.assembled(empty, each)
             for empty, each in zip(self.stage.empty, found, strict=False)
             if each
         ]

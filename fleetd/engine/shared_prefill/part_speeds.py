@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from fleetd.engine.calibrate import Calibration, Speeds
 from fleetd.engine.shared_prefill.fingerprint import probe
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.stage import Stage
 
 

@@ -12,7 +12,7 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.shared_prefill.fingerprint import arithmetic, probe
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.sparse_prefill import sparse
 from fleetd.engine.sparse_prefill.rope import install
 from fleetd.engine.stage import Stage

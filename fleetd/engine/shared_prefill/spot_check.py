@@ -23,7 +23,7 @@ from mlx_lm.models.cache import ArraysCache
 
 from fleetd import limits
 from fleetd.engine.layer_calls import PassInputs
-from fleetd.engine.shared_prefill import layer_kv, passes
+from fleetd.engine.shared_prefill import kv_layout, layer_kv, passes
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.stage import Stage
 from fleetd.errors import PeerWrong
@@ -100,7 +100,7 @@ class Probe:
     def step(self, caches: Sequence[Any]) -> None:
         """The next layer, after the tokens that its ``caches`` hold."""
         part = self.parts[len(self.rows)]
-        cache = layer_kv.assembled(part.empty[0], caches)
+        cache = kv_layout.assembled(part.empty[0], caches)
         out = passes.run(part, self.hidden, [cache], self.where, self.inputs)
         rows = [_newest(one, self.count) for one in caches]
         mx.eval([x for x in rows if x is not None], [] if out is None else out)
