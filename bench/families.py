@@ -26,6 +26,7 @@ from bench.scenarios import (
     padding,
     page,
     prefill,
+    prefill_hybrid,
     prefill_no_helper,
     prefill_part,
     prefill_shared,
@@ -142,6 +143,9 @@ FAMILIES = {
     ),
     "shard": Family("Shared prefill", _SHARED_RUNS, 1, _shared_prefill, _SHARED),
     "shard-three": Family("Shared prefill, three machines", 3, 1, prefill_three.measure, _SHARED),
+    "shard-hybrid": Family(
+        "Shared prefill of a hybrid of Qwen 3.5's shape", 3, 1, prefill_hybrid.measure, _SHARED
+    ),
     "shard-part": Family(
         "Shared prefill, a helper with half of the layers", 3, 1, prefill_part.measure, _SHARED
     ),

@@ -5,24 +5,54 @@ from __future__ import annotations
 from itertools import groupby
 from pathlib import Path
 
-from fleetd.engine.architectures import CUT, REFUSED
+from fleetd.engine.architectures import ANY_TEXT, CUT, REFUSED, Architecture
 
 PAGE = Path(__file__).with_name("models.md")
 
 _INTRO = """\
-Any model that mlx-lm runs can answer on one machine. For several machines to compute one prompt, each some of
-the layers, a model must be cut between layers without changing what it says. What can be cut goes by
-`model_type` in the model's `config.json`."""
+Any model that mlx-lm runs can answer on one machine. For several machines to compute one prompt, a model must
+be cut without changing what it says. What can be cut goes by `model_type` in the model's `config.json`."""
 
 _CUT = """\
 A small random model of each of these, cut into one, two and three stages at every place, gives the bytes of
-the whole model: hidden states, keys and values, and logits. `tests/engine/test_stage.py` shows it on a CPU,
-in f32, and in bf16 for all but mixtures of experts, whose matrices MLX multiplies there in f32 only. Sliding
-windows are tried beyond the window, and several of the types also with 4 and 8 bits per weight.
+the whole model: hidden states, what its layers keep, and logits. `tests/engine/test_stage.py` shows it on a
+CPU, in f32, and in bf16 for all but mixtures of experts, whose matrices MLX multiplies there in f32 only.
+`tests/engine/test_sharing.py` shows the same of whole shared prefills. A part of the types is tried in every
+run of the tests, all of them in `make test-long`.
 
-The stages' chunks are then the whole model's. The second column says whether even that matters: on a CPU
-in f32, *yes* means that a prompt gives the same bytes wherever it is cut into chunks; *no* means that the
-last bits differ, with and without stages, so that only the same chunks give the same bytes."""
+- **layers**: machines compute some layers each. **tokens**: machines compute some tokens each.
+- **prefix**: what a cached prompt shares with the next one is not read again. *in windows*: as long as it
+  fits the sliding windows, later as *whole*: only where the next prompt begins with all of what was cached,
+  because a window that has moved, or a running state, cannot be cut at a token.
+- **speculation**: drafts can be taken back, *in windows* as long as the text fits these. *no*: they could
+  not, so none are tried.
+- **sparse**: smart prefill may leave tokens out of the prompt; *text*: it shortens the text instead.
+- **any chunks**: on a CPU in f32, *yes* means that a prompt gives the same bytes wherever it is cut into
+  chunks; *no* means that the last bits differ, with and without stages, so that only the same chunks give
+  the same bytes."""
+
+_TEXT = "Models of these types read pictures around a text model of any type above, which is what is cut: {}."
+
+# Families by what public pages count of their downloads. No page ranks families of MLX models, so these come
+# from several; a family is named by the types of its models.
+_POPULAR = [
+    ("Qwen 3.5, 3.6, 3.8, mixtures of experts", ("qwen3_5_moe",)),
+    ("Qwen 3.5, 3.6, 3.8, dense", ("qwen3_5",)),
+    ("Gemma 4", ("gemma4",)),
+    ("gpt-oss", ("gpt_oss",)),
+    ("Qwen 3 and Qwen 3 Coder", ("qwen3", "qwen3_moe")),
+    ("Qwen 3 Next", ("qwen3_next",)),
+    ("MiniMax M2", ("minimax",)),
+    ("GLM 4.5 to 5.1", ("glm4_moe", "glm4_moe_lite", "glm_moe_dsa")),
+    ("Mistral Small and Ministral", ("ministral3", "mistral4", "mistral")),
+    ("LFM 2", ("lfm2", "lfm2_moe")),
+]
+
+_POPULAR_TEXT = """\
+No public page ranks the families of MLX models. These are the ten that public pages of 2026 count or list
+most, among them the ranking of Hugging Face's downloads at solmaz.io (Qwen 3.6 and Gemma 4 lead it), download
+counts of MLX builds on Hugging Face (Gemma 4 E4B 1.2 million, Qwen 3.6 27B 646,000, gpt-oss 20B 345,000) and
+the collections of mlx-community. The order is not a ranking."""
 
 _REFUSED = """\
 These are refused by name, and run whole on one machine:"""
@@ -34,20 +64,58 @@ Other types are refused too until a small model of theirs passes the test: they 
 _ANY = {"any": "yes", "unless windows": "yes; no where layers have sliding windows", "same": "no"}
 
 
+# Types of which some layers have sliding windows, by their makers' configs.
+_WINDOWS = {
+    "cohere2",
+    "exaone4",
+    "gemma2",
+    "gemma3",
+    "gemma3_text",
+    "gemma4",
+    "gemma4_text",
+    "gpt_oss",
+    "olmo3",
+}
+
+
+def _row(name: str, kind: Architecture) -> str:
+    within = "in windows" if name in _WINDOWS else "yes"
+    cells = [
+        f"`{name}`",
+        "yes",
+        "yes",
+        "whole" if kind.keeps_state else within,
+        "no" if kind.keeps_state else within,
+        "text" if kind.whole else "yes",
+        _ANY[kind.chunks],
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
 def page() -> str:
     """The whole page."""
-    cut = "\n".join(f"| `{name}` | {_ANY[kind.chunks]} |" for name, kind in sorted(CUT.items()))
+    cut = "\n".join(_row(name, kind) for name, kind in sorted(CUT.items()))
+    popular = "\n".join(
+        f"| {family} | {', '.join(f'`{name}`' for name in names)} | "
+        f"{'yes' if all(name in CUT for name in names) else 'no'} |"
+        for family, names in _POPULAR
+    )
     by_reason = groupby(sorted(REFUSED, key=lambda name: (REFUSED[name], name)), key=REFUSED.__getitem__)
     refused = "\n".join(
         f"| {', '.join(f'`{name}`' for name in names)} | {reason} |" for reason, names in by_reason
     )
     parts = [
         "<!-- Written by docs/generate_models.py; a test fails when it is out of date. -->",
-        "# Models that machines can share by layers",
+        "# Models that machines can share",
         _INTRO,
         "## Can be cut",
         _CUT,
-        f"| `model_type` | same bytes in any chunks |\n|---|---|\n{cut}",
+        f"| `model_type` | layers | tokens | prefix | speculation | sparse | any chunks |\n"
+        f"|---|---|---|---|---|---|---|\n{cut}",
+        _TEXT.format(", ".join(f"`{name}`" for name in sorted(ANY_TEXT))),
+        "## What people run",
+        _POPULAR_TEXT,
+        f"| family | `model_type` | layers |\n|---|---|---|\n{popular}",
         "## Cannot be cut",
         _REFUSED,
         f"| `model_type` | because |\n|---|---|\n{refused}",

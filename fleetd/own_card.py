@@ -238,6 +238,7 @@ class CardMaker:
             load_s=_rough(self._load_times.seconds(folder.name, folder.weights_bytes)),
             layers=whole.layers,
             kv_bytes_per_token=whole.kv_bytes_per_token,
+            state_bytes=whole.state_bytes,
             hidden_bytes=whole.hidden_bytes,
             outside_bytes=whole.outside_bytes,
             any_chunks=whole.any_chunks,

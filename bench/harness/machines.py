@@ -90,6 +90,7 @@ class Machines(Closing):
         shares: each machine's share of a core, home's first.
         helper_has_model: otherwise it is a member of the fleet that cannot help.
         helper_bytes: memory that a helper may take; where the model does not fit, it loads some layers.
+        models: the models folder of all machines, where it is not the one of all benchmarks.
     """
 
     def __init__(
@@ -99,10 +100,12 @@ class Machines(Closing):
         *,
         helper_has_model: bool = True,
         helper_bytes: int = 0,
+        models: Path | None = None,
     ) -> None:
         self._shares = dict(zip((HOME, HELPER, SECOND_HELPER), shares, strict=False))
         self._model_there = helper_has_model
         self._helper_bytes = helper_bytes
+        self._models = models
         self._exit = contextlib.ExitStack()
         every = sorted(os.sched_getaffinity(0))
         crowded = len(every) < len(shares)
@@ -200,7 +203,9 @@ class Machines(Closing):
         keep = self._exit.enter_context
         ends = keep(Cable(link)).ends if link.shaped else []
         shares = {name: keep(Share(share)) if share < 1 else None for name, share in self._shares.items()}
-        models = {} if self._model_there else {HELPER: Path(keep(tempfile.TemporaryDirectory()))}
+        models = dict.fromkeys(self._shares, self._models) if self._models else {}
+        if not self._model_there:
+            models[HELPER] = Path(keep(tempfile.TemporaryDirectory()))
         self._fleet = keep(Fleet(self._shares, models=models, mdns=False))
         known: list[str] = []
         for place, name in enumerate(self._shares):

@@ -6,8 +6,8 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from fleetd.api.disabled_fleet import DisabledFleet
-from fleetd.cache.service import DiskCache
 from fleetd.api.page.sessions import PageSessions
+from fleetd.cache.service import DiskCache
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.daemon_status import DaemonStatus
 from fleetd.control.fleet_change import RunningRequest

@@ -128,6 +128,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     shares_sparse: bool = False
     layers: int = 0
     kv_bytes_per_token: int = 0
+    state_bytes: int = 0
     hidden_bytes: int = 0
     outside_bytes: int = 0
     any_chunks: bool = False

@@ -2,7 +2,8 @@
 
 mlx-lm's models all run tokens through an embedding, a list of layers and a head; they differ in a few things
 around the layers, which are the fields of ``Architecture``. Within a layer nothing is known here: a stage
-calls mlx-lm's own. A layer attends within a window where the cache that the model makes for it rotates.
+calls mlx-lm's own (``layer_calls``). What a layer keeps, and whether it attends within a window, is told by
+the cache that the model makes for it.
 
 An architecture is in ``CUT`` when a small random model of it passes ``tests/engine/test_stage.py`` at every
 cut; the others are refused by name. ``docs/models.md`` is written from these tables.
@@ -26,17 +27,40 @@ class Architecture:
 
     # Where within the whole model the one that makes text lies; the rest reads pictures and is not used.
     text: str = ""
+    # Where the embedding, the layers and the last norm lie: a path from the text model, and names in there.
+    body: str = "model"
+    embed: str = "embed_tokens"
+    layers: str = "layers"
+    norm: str = "norm"
+    # How a layer is called, where not as ``layer(hidden, mask, cache)``: see ``layer_calls``.
+    call: Literal["", "scaled queries", "at offset", "two masks", "per-layer inputs"] = ""
+    # The layers that keep something in a cache of their own, where not all do: the first ones, whose keys and
+    # values the later ones read, or those that mix tokens.
+    keeps: Literal["all", "first", "mixers"] = "all"
     # What the embedding is multiplied by: √width (rounded to bf16 first where the makers did), or a constant.
     scale: Literal["", "sqrt_width", "sqrt_width_bf16", "embedding_multiplier"] = ""
     # The layers want full attention's mask as an array, not as the word "causal".
     mask_array: bool = False
     # What is done to the head's output.
-    logits: Literal["", "softcap", "times_logit_scale", "over_logits_scaling"] = ""
+    logits: Literal["", "softcap", "times_logit_scale", "over_logits_scaling", "times_tied_multipliers"] = ""
     # Whether, on a CPU in f32, the bytes stay the same wherever a prompt is cut into chunks; otherwise they
     # change in the last bits, as the whole model's do, and a plan is exact if its chunks are those of local
     # prefill. "unless windows": what a window hides from one chunk is not there at all in another.
     chunks: Literal["any", "unless windows", "same"] = "any"
+    # Why every token of a prompt must be computed; "" if some may be left out (sparse prefill).
+    whole: str = ""
 
+    @property
+    def keeps_state(self) -> bool:
+        """True if some layers keep a running state, which cannot be cut at a token."""
+        return self.whole == _STATE
+
+
+_STATE = "some of its layers keep a running state, into which every token goes"
+_INDEX = "its layers keep an index of the context beside keys and values"
+_TWICE = "its layers keep two sets of keys and values"
+_SCALED = "it scales queries by their position, outside of RoPE"
+_PLAIN_POSITIONS = "its layers are told positions as plain numbers"
 
 _PLAIN = Architecture()
 _LLAMA = Architecture(chunks="unless windows")
@@ -45,13 +69,30 @@ _GEMMA3 = Architecture(scale="sqrt_width_bf16", chunks="same")
 # Attends to one new token otherwise than to several.
 _DEEPSEEK3 = Architecture(mask_array=True, chunks="same")
 
+_LATENT_ARRAY = Architecture(mask_array=True, chunks="same")
+_HYBRID = Architecture(whole=_STATE)
+_TEXT = "language_model"
+
+# Types that read pictures around a text model, which may be of any type here.
+ANY_TEXT = frozenset({"mistral3"})
+
 CUT: dict[str, Architecture] = {
+    "baichuan_m1": Architecture(chunks="same", whole=_STATE),
+    "bailing_hybrid": Architecture(
+        embed="word_embeddings", call="at offset", mask_array=True, chunks="same", whole=_STATE
+    ),
+    "bailing_moe_linear": Architecture(embed="word_embeddings", call="at offset", whole=_STATE),
+    "bailing_moe_v3": Architecture(embed="word_embeddings", mask_array=True, chunks="same", whole=_STATE),
     "cohere": Architecture(logits="times_logit_scale"),
     "cohere2": Architecture(logits="times_logit_scale", chunks="same"),
     "deepseek_v2": _PLAIN,
     "deepseek_v3": _DEEPSEEK3,
+    "deepseek_v32": replace(_LATENT_ARRAY, whole=_INDEX),
     "ernie4_5": _PLAIN,
     "exaone4": _WINDOWS,
+    "falcon_h1": Architecture(
+        norm="final_layernorm", call="two masks", logits="times_tied_multipliers", chunks="same", whole=_STATE
+    ),
     "gemma": Architecture(scale="sqrt_width"),
     # Caps the scores, which leaves attention to MLX's own products.
     "gemma2": Architecture(scale="sqrt_width", mask_array=True, logits="softcap", chunks="same"),
@@ -75,10 +116,53 @@ CUT: dict[str, Architecture] = {
     "qwen3_moe": _PLAIN,
     "smollm3": _LLAMA,
     "starcoder2": _PLAIN,
+    "gemma4": Architecture(
+        text=_TEXT,
+        scale="sqrt_width",
+        call="per-layer inputs",
+        keeps="first",
+        logits="softcap",
+        chunks="same",
+        whole=_PLAIN_POSITIONS,
+    ),
+    "gemma4_text": Architecture(
+        scale="sqrt_width",
+        call="per-layer inputs",
+        keeps="first",
+        logits="softcap",
+        chunks="same",
+        whole=_PLAIN_POSITIONS,
+    ),
+    "glm4_moe_lite": _LATENT_ARRAY,
+    "glm_moe_dsa": replace(_LATENT_ARRAY, whole=_INDEX),
+    "granitemoehybrid": Architecture(
+        scale="embedding_multiplier", logits="over_logits_scaling", chunks="same", whole=_STATE
+    ),
+    "jamba": Architecture(norm="final_layernorm", whole=_STATE),
+    "kimi_k25": replace(_DEEPSEEK3, text=_TEXT),
+    "kimi_linear": Architecture(mask_array=True, chunks="same", whole=_STATE),
+    "lfm2": Architecture(norm="embedding_norm", whole=_STATE),
+    "lfm2_moe": Architecture(norm="embedding_norm", whole=_STATE),
+    "longcat_flash": replace(_LATENT_ARRAY, whole=_TWICE),
+    "mamba2": Architecture(body="backbone", embed="embeddings", norm="norm_f", chunks="same", whole=_STATE),
+    "minimax": _PLAIN,
+    "minimax_m3_vl": Architecture(text=_TEXT, chunks="same", whole=_INDEX),
+    "ministral3": Architecture(call="scaled queries", chunks="same", whole=_SCALED),
+    "mistral4": Architecture(call="scaled queries", chunks="same", whole=_SCALED),
+    "nemotron_h": Architecture(
+        body="backbone", embed="embeddings", norm="norm_f", keeps="mixers", chunks="same", whole=_STATE
+    ),
+    "olmo_hybrid": _HYBRID,
+    "plamo2": Architecture(layers="layers.layers", chunks="same", whole=_STATE),
+    "qwen3_5": replace(_HYBRID, text=_TEXT),
+    "qwen3_5_moe": replace(_HYBRID, text=_TEXT),
+    "qwen3_next": _HYBRID,
+    "qwen3_vl": Architecture(text=_TEXT),
+    "qwen3_vl_moe": Architecture(text=_TEXT),
 }
 
-_STATE = "some of its layers keep a running state instead of a row per token, which cannot be sent in pieces"
 _SHARED = "its later layers read keys and values of earlier ones, which may lie on the other side of a cut"
+_OWN_WAYS = "it keeps running states in ways of its own, and no test shows that a cut leaves them as they are"
 _STREAMS = "more passes between its layers than one hidden state per token"
 _LOOPS = "it runs through its layers more than once"
 _SEVERAL = "its layers keep several sets of keys and values: a second attention's, or an index of the context"
@@ -86,46 +170,21 @@ _POSITION = "positions enter outside its layers, or its context begins anew ever
 
 REFUSED: dict[str, str] = {
     "afm7": _SHARED,
-    "baichuan_m1": _STATE,
-    "bailing_hybrid": _STATE,
-    "bailing_moe_linear": _STATE,
-    "bailing_moe_v3": _STATE,
-    "deepseek_v32": _SEVERAL,
     "deepseek_v41": _STREAMS,
-    "falcon_h1": _STATE,
-    "gear": _STATE,
+    "gear": _OWN_WAYS,
     "gemma3n": _SHARED,
-    "gemma4": _SHARED,
-    "gemma4_text": _SHARED,
-    "glm_moe_dsa": _SEVERAL,
     "gpt2": _POSITION,
     "gpt_bigcode": _POSITION,
-    "granitemoehybrid": _STATE,
     "hunyuan": _SHARED,
     "iquestloopcoder": _LOOPS,
-    "jamba": _STATE,
     "kimi_k3": _STREAMS,
-    "kimi_linear": _STATE,
-    "lfm2": _STATE,
-    "lfm2_moe": _STATE,
     "llama4": _POSITION,
-    "longcat_flash": _SEVERAL,
     "longcat_flash_ngram": _SEVERAL,
-    "mamba": _STATE,
-    "mamba2": _STATE,
-    "minimax_m3_vl": _SEVERAL,
-    "ministral3": _POSITION,
-    "mistral4": _POSITION,
+    "mamba": _OWN_WAYS,
     "muse_spark": _STREAMS,
     "nanbeige": _LOOPS,
-    "nemotron_h": _STATE,
-    "olmo_hybrid": _STATE,
-    "plamo2": _STATE,
-    "qwen3_5": _STATE,
-    "qwen3_5_moe": _STATE,
-    "qwen3_next": _STATE,
-    "recurrent_gemma": _STATE,
-    "rwkv7": _STATE,
+    "recurrent_gemma": _OWN_WAYS,
+    "rwkv7": _OWN_WAYS,
 }
 
 

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
 
@@ -27,6 +27,7 @@ from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine import address_space, cpu, device_memory
 from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Speeds, calibrate
 from fleetd.engine.failures import over_files
+from fleetd.engine.layer_calls import parts
 from fleetd.engine.load_findings import FindingsKey, LoadFindings
 from fleetd.engine.memory import admit_weights, human
 from fleetd.engine.protocol import Loading, Ready
@@ -149,7 +150,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         report(Loading("reading the tokenizer"))
         tokenizer = reading.result()
     report(Loading("warming up"))
-    per_token = _warm_up(model)
+    per_token, running = _warm_up(model)
     vocabulary, context = _vocabulary(config, tokenizer), context_tokens(config)
     key = VerdictKey.now(_digest(settings), device, accelerator_name(device), versions())
     findings = FindingsKey.now(key)
@@ -197,7 +198,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         architecture=str(config.get("model_type", "unknown")),
         device=device,
         dtype=_dtype(model),
-        layers=(layers := len(model.layers)),
+        layers=(layers := sharable.stage.prefilled if sharable else len(model.layers)),
         vocab_size=vocabulary,
         context_tokens=context,
         weights_bytes=weights,
@@ -213,6 +214,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         prefill_context_s=speeds.prefill_context_s,
         prefill_fixed_s=speeds.prefill_fixed_s,
         doubt=speeds.doubt,
+        state_bytes=running,
         hidden_bytes=sharable.layout.hidden_bytes(1) if sharable else 0,
         outside_bytes=sharable.stage.outside_bytes if sharable else 0,
         layer_bytes=sharable.stage.layer_bytes if sharable else 0,
@@ -365,8 +367,11 @@ def _tokenizer(path: Path, config: dict[str, Any]) -> Any:
 
 # A device that has no memory left raises RuntimeError.
 @over_files("The model cannot compute anything", RuntimeError)
-def _warm_up(model: Any) -> int:
-    """A short prefill and one decode step compile the kernels; returns KV bytes per token over all layers."""
+def _warm_up(model: Any) -> tuple[int, int]:
+    """A short prefill and one decode step compile the kernels.
+
+    Returns bytes over all layers: of KV per token, and of running states.
+    """
     cache = make_prompt_cache(model)
     lone = next((type(layer).__name__ for layer in cache if not hasattr(layer, "merge")), None)
     if lone is not None:
@@ -376,7 +381,7 @@ def _warm_up(model: Any) -> int:
         )
     mx.eval(model(mx.array([[1] * 8]), cache=cache))
     mx.eval(model(mx.array([[1]]), cache=cache))
-    return kv_bytes_per_token(cache)
+    return kv_bytes_per_token(cache), state_bytes(cache)
 
 
 @over_files("The model cannot decode two answers", RuntimeError)
@@ -403,11 +408,18 @@ def decodes_together(model: Any) -> bool:
 def kv_bytes_per_token(cache: list[Any]) -> int:
     """Over all layers whose caches, in which there is something, keep rows per token."""
     per_token = 0
-    for layer in cache:
-        keys = getattr(layer, "keys", None)
+    for part in (part for layer in cache for part in parts(layer)):
+        keys = getattr(part, "keys", None)
         if keys is not None and not isinstance(keys, tuple):
-            per_token += (layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2]
+            per_token += (part.keys.nbytes + part.values.nbytes) // part.keys.shape[2]
     return max(1, int(per_token))
+
+
+def state_bytes(cache: list[Any]) -> int:
+    """Over all layers whose caches, in which there is something, keep a running state: the same for any
+    prompt."""
+    kept = (part for layer in cache for part in parts(layer) if isinstance(part, ArraysCache))
+    return sum(int(part.nbytes) for part in kept)
 
 
 def _defaults(path: Path) -> SamplingDefaults:

@@ -39,22 +39,24 @@ def admit_weights(name: str, weights_bytes: int, room: MemoryBudget) -> None:
 @dataclass(slots=True)
 class KvBudget:
     """Bytes promised to running requests. A batch is padded to its longest member, so the price of a
-    set of requests is its size times its longest length; what is lent to other machines' prompts, which
-    are never in a batch, is counted as it is."""
+    set of requests is its size times its longest length, and ``fixed_bytes`` for each, which running states
+    take; what is lent to other machines' prompts, which are never in a batch, is counted as it is."""
 
     budget_bytes: int
     bytes_per_token: int
     _tokens: dict[str, int]
     _lent: dict[str, int] = field(default_factory=dict)
+    fixed_bytes: int = 0
 
     @classmethod
-    def of(cls, budget_bytes: int, bytes_per_token: int) -> KvBudget:
-        return cls(budget_bytes, bytes_per_token, {})
+    def of(cls, budget_bytes: int, bytes_per_token: int, fixed_bytes: int = 0) -> KvBudget:
+        return cls(budget_bytes, bytes_per_token, {}, fixed_bytes=fixed_bytes)
 
     def price(self, request: str, tokens: int) -> int:
         """Bytes in use if ``request``, running or not, held ``tokens``."""
         others = [held for name, held in self._tokens.items() if name != request]
-        return (len(others) + 1) * max([tokens, *others]) * self.bytes_per_token + sum(self._lent.values())
+        each = max([tokens, *others]) * self.bytes_per_token + self.fixed_bytes
+        return (len(others) + 1) * each + sum(self._lent.values())
 
     def lend(self, name: str, n_bytes: int) -> None:
         """Promise bytes to a part of another machine's prompt. Raises OutOfMemory; it would not wait."""
@@ -80,11 +82,11 @@ class KvBudget:
     @property
     def capacity_tokens(self) -> int:
         """Tokens one request can have when nothing else runs."""
-        return self.budget_bytes // self.bytes_per_token
+        return max(0, self.budget_bytes - self.fixed_bytes) // self.bytes_per_token
 
     def check_alone(self, tokens: int) -> None:
         """Raises OutOfMemory if a request would not fit even with nothing else running."""
-        need = tokens * self.bytes_per_token
+        need = tokens * self.bytes_per_token + self.fixed_bytes
         if need > self.budget_bytes:
             raise OutOfMemory(
                 f"A prompt and answer of {tokens} tokens need {human(need)} of KV cache; "
@@ -115,5 +117,5 @@ class KvBudget:
 
     @property
     def used_bytes(self) -> int:
-        batch = len(self._tokens) * max(self._tokens.values(), default=0) * self.bytes_per_token
-        return batch + sum(self._lent.values())
+        each = max(self._tokens.values(), default=0) * self.bytes_per_token + self.fixed_bytes
+        return len(self._tokens) * each + sum(self._lent.values())

@@ -329,7 +329,8 @@ class ScoringState(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The model is loaded. Sizes in bytes; ``kv_bytes_per_token`` over the layers that are held.
+    """The model is loaded. Sizes in bytes; ``kv_bytes_per_token`` and ``state_bytes`` over the layers that
+    are held, the latter of running states, whose size no prompt changes. ``layers``: as a prefill has them.
 
     Speeds are those of one request alone on a short context; 0 if there was no time to measure them.
     ``prefill_context_s``: seconds that each token of context adds to each token's prefill;
@@ -363,6 +364,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     prefill_context_s: float = 0.0
     prefill_fixed_s: float = 0.0
     doubt: str = ""
+    state_bytes: int = 0
     hidden_bytes: int = 0
     # The part of ``weights_bytes`` that belongs to no layer: a machine that has some layers has a part of it,
     # or none.

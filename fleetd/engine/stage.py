@@ -9,17 +9,28 @@ it computes nothing until its results are evaluated.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from fleetd.engine.architectures import Architecture, architecture_of
+from fleetd.engine.architectures import ANY_TEXT, Architecture, architecture_of
+from fleetd.engine.layer_calls import (
+    PER_LAYER_MODULES,
+    LayerPass,
+    PassInputs,
+    kept_by,
+    parts,
+    per_layer_inputs,
+)
 from fleetd.errors import InvalidValue, ModelUnsupported
+
+# Kinds of caches that a stage knows how to keep, several of them in one layer too.
+_KINDS = (KVCache, RotatingKVCache, ArraysCache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +46,13 @@ class Stage:
     args: Any
     # ``layers``, and where this stage needs them ``embed_tokens``, ``norm`` and ``lm_head``.
     weights: nn.Module
-    # One cache per layer in which nothing is yet: what make_caches copies.
+    # What make_caches copies: a cache per layer in which nothing is yet; None for a layer that keeps nothing.
     empty: tuple[Any, ...]
+    # For each layer of the whole model the one whose keys and values it reads: most often itself.
+    sources: tuple[int, ...]
+    # Leading layers of the whole model that a prefill computes: those after the last that keeps anything are
+    # needed for the last token only.
+    prefilled: int
 
     @classmethod
     def of(cls, model: Any) -> Stage:
@@ -45,24 +61,38 @@ class Stage:
         Raises:
             ModelUnsupported: it cannot be cut.
         """
-        architecture = architecture_of(model.args.model_type)
-        empty = tuple(make_prompt_cache(model))
-        text = getattr(model, architecture.text) if architecture.text else model
-        body = text.model
-        odd = {type(cache).__name__ for cache in empty} - {KVCache.__name__, RotatingKVCache.__name__}
-        if odd or len(empty) != len(body.layers):
+        text_of = _text_of(model)
+        architecture = architecture_for(model)
+        text = text_of or (getattr(model, architecture.text) if architecture.text else model)
+        body = text
+        for name in filter(None, architecture.body.split(".")):
+            body = getattr(body, name)
+        layers = body
+        for name in architecture.layers.split("."):
+            layers = getattr(layers, name)
+        caches = make_prompt_cache(model)
+        empty = tuple(kept_by(layers, caches, architecture.keeps))
+        odd = {type(part).__name__ for cache in caches for part in parts(cache) if type(part) not in _KINDS}
+        found = sum(cache is not None for cache in empty)
+        if odd or found != len(caches) or (architecture.keeps == "all" and found != len(layers)):
             raise ModelUnsupported(
-                f"This {model.args.model_type} keeps {len(empty)} caches for {len(body.layers)} layers "
+                f"This {_args(model).model_type} keeps {len(caches)} caches for {len(layers)} layers "
                 f"({', '.join(sorted(odd)) or 'of the usual kinds'}): it cannot be shared by layers.",
                 hint="It runs whole, on one machine.",
             )
         weights = nn.Module()
-        weights.layers = list(body.layers)
-        weights.embed_tokens = body.embed_tokens
-        weights.norm = body.norm
+        weights.layers = list(layers)
+        weights.embed_tokens = body[architecture.embed]
+        weights.norm = body[architecture.norm]
         if "lm_head" in text:
             weights.lm_head = text.lm_head
-        return cls(0, len(empty), len(empty), architecture, text.args, weights, empty)
+        for name in PER_LAYER_MODULES:
+            if name in body:
+                weights[name] = body[name]
+        sources = tuple(getattr(body, "previous_kvs", range(len(layers))))
+        prefilled = max(index + 1 for index, cache in enumerate(empty) if cache is not None)
+        total = len(layers)
+        return cls(0, total, total, architecture, _args(text), weights, empty, sources, prefilled)
 
     def part(self, first: int, last: int) -> Stage:
         """Layers [first, last) of the whole model, which must be among this stage's; it shares their weights.
@@ -80,14 +110,30 @@ class Stage:
         weights.layers = self.weights.layers[inner]
         ends = last == self.total
         wanted = {
-            "embed_tokens": first == 0 or (ends and "lm_head" not in self.weights),
+            "embed_tokens": first == 0 or self._per_layer or (ends and "lm_head" not in self.weights),
             "norm": ends,
             "lm_head": ends and "lm_head" in self.weights,
+            **dict.fromkeys(PER_LAYER_MODULES, self._per_layer),
         }
         for name, needed in wanted.items():
             if needed:
                 weights[name] = self.weights[name]
-        return Stage(first, last, self.total, self.architecture, self.args, weights, self.empty[inner])
+        return replace(self, first=first, last=last, weights=weights, empty=self.empty[inner])
+
+    @property
+    def _per_layer(self) -> bool:
+        """True if each layer has an input of its own, which every stage makes of the tokens."""
+        return PER_LAYER_MODULES[0] in self.weights
+
+    @property
+    def prefilling(self) -> Stage:
+        """This stage without the layers that a prefill does not compute."""
+        return self if self.last <= self.prefilled else self.part(self.first, self.prefilled)
+
+    def spread(self, caches: Sequence[Any]) -> list[Any]:
+        """One entry per layer of this stage, None where it keeps nothing, of caches as mlx-lm lists them."""
+        left = iter(caches)
+        return [None if empty is None else next(left) for empty in self.empty]
 
     @property
     def weights_bytes(self) -> int:
@@ -112,8 +158,16 @@ class Stage:
         )
 
     def make_caches(self) -> list[Any]:
-        """Empty caches for this stage's layers, of the kinds that ``make_prompt_cache`` gives the model."""
-        return [copy.copy(cache) for cache in self.empty]
+        """Empty caches for this stage's layers, of the kinds that ``make_prompt_cache`` gives the model.
+
+        None for a layer that keeps nothing.
+        """
+        return copy.deepcopy(list(self.empty))
+
+    def inputs(self, tokens: mx.array, start: int) -> PassInputs:
+        """What of ``tokens`` (B, T), the first at position ``start``, enters layers besides hidden states."""
+        own = per_layer_inputs(self.weights, self.args, tokens) if self._per_layer else None
+        return PassInputs(start, own)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Tokens (B, T) to hidden states (B, T, D), in the first stage."""
@@ -131,19 +185,20 @@ class Stage:
                 pass
         return hidden
 
-    def run(self, hidden: mx.array, caches: list[Any]) -> mx.array:
+    def run(self, hidden: mx.array, caches: list[Any], inputs: PassInputs | None = None) -> mx.array:
         """Hidden states (B, T, D) of the tokens that follow those in ``caches``, to the same after ``last``.
 
-        ``caches`` is one per layer of this stage; they then hold the tokens' keys and values.
+        ``caches`` is one per layer of this stage; they then hold what the layers keep of the tokens.
+        ``inputs`` is what ``inputs()`` makes of these tokens. Without it their position is that of a cache
+        that counts tokens.
         """
-        masks: dict[int | None, Any] = {}
-        for layer, empty, cache in zip(self.weights.layers, self.empty, caches, strict=True):
-            # A cache that rotates also masks what has left the window.
-            window = empty.max_size if isinstance(empty, RotatingKVCache) else None
-            if window not in masks:
-                as_array = self.architecture.mask_array and window is None
-                masks[window] = create_attention_mask(hidden, cache, return_array=as_array)
-            hidden = layer(hidden, masks[window], cache)
+        if inputs is None:
+            counted = (part.offset for cache in caches for part in parts(cache) if hasattr(part, "offset"))
+            inputs = PassInputs(int(next(counted, 0)))
+        way = LayerPass(self.architecture, self.args, hidden, inputs, self.sources)
+        each = zip(self.weights.layers, self.empty, caches, strict=True)
+        for index, (layer, empty, cache) in enumerate(each, self.first):
+            hidden = way.call(way, index, layer, hidden, empty, cache)
         return hidden
 
     def finish(self, hidden: mx.array) -> mx.array:
@@ -161,6 +216,23 @@ class Stage:
                 logits = logits * self.args.logit_scale
             case "over_logits_scaling":
                 logits = logits / self.args.logits_scaling
-            case "":
+            case "times_tied_multipliers" if "lm_head" not in self.weights:
+                logits = logits * (self.args.lm_head_multiplier / self.args.embedding_multiplier)
+            case _:
                 pass
         return logits
+
+
+def _args(model: Any) -> Any:
+    """The constants of a model, or of its text model."""
+    return model.args if hasattr(model, "args") else model.config
+
+
+def architecture_for(model: Any) -> Architecture:
+    """How to run an mlx-lm model in pieces. Raises ModelUnsupported if it cannot be cut."""
+    return architecture_of(_args(_text_of(model) or model).model_type)
+
+
+def _text_of(model: Any) -> Any | None:
+    """The text model of one that reads pictures around a text model of any type; None if it is no such."""
+    return model.language_model if _args(model).model_type in ANY_TEXT else None

@@ -85,7 +85,8 @@ def load_stage(
     report(Loading("reading", on_disk, on_disk))
     report(Loading("warming up"))
     caches = stage.make_caches()
-    mx.eval(stage.run(mx.zeros((1, WARM_UP_TOKENS, stage.args.hidden_size), dtype), caches))
+    inputs = stage.inputs(mx.zeros((1, WARM_UP_TOKENS), mx.int32), 0)
+    mx.eval(stage.run(mx.zeros((1, WARM_UP_TOKENS, stage.args.hidden_size), dtype), caches, inputs))
     return LoadedStage(stage, str(dtype).removeprefix("mlx.core."), kv_bytes_per_token(caches))
 
 
@@ -108,7 +109,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             architecture=str(config.get("model_type", "unknown")),
             device=device,
             dtype=loaded.dtype,
-            layers=stage.total,
+            layers=stage.prefilled,
             vocab_size=int(stage.args.vocab_size),
             context_tokens=context,
             weights_bytes=weights,
@@ -124,6 +125,7 @@ def load_part(settings: WorkerSettings, device: Device, report: Callable[[Loadin
             prefill_context_s=speeds.prefill_context_s,
             prefill_fixed_s=speeds.prefill_fixed_s,
             doubt=speeds.doubt,
+            state_bytes=sharable.layout.state_bytes,
             hidden_bytes=sharable.layout.hidden_bytes(1),
             outside_bytes=stage.outside_bytes,
             layer_bytes=stage.layer_bytes,

@@ -287,7 +287,7 @@ def start(
         compute = HelperLoop(
             sharable=part.sharable,
             context_tokens=facts.context_tokens,
-            budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
+            budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token, facts.state_bytes),
             emit=emit,
             idle=IdleCalibration(
                 lambda: PartCalibration(
@@ -306,7 +306,7 @@ def start(
             context_tokens=facts.context_tokens,
             chunks=_chunks(settings, loaded),
             max_streams=settings.max_streams if loaded.together else 1,
-            budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token),
+            budget=KvBudget.of(facts.kv_budget_bytes, facts.kv_bytes_per_token, facts.state_bytes),
             prefix=PrefixCache(loaded.prefix_bytes),
             emit=emit,
             idle=IdleCalibration(

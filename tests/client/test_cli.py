@@ -51,8 +51,8 @@ def test_help_lists_verbs_and_exit_codes(run: Run) -> None:
 
 def test_only_verbs_that_work_exist() -> None:
     assert set(VERBS) == {
-        "cache", "chat", "compress", "doctor", "env", "join", "launch", "models", "open", "pair", "peers", "plan",
-        "service", "status", "trace", "unpair", "usage",
+        "cache", "chat", "compress", "doctor", "env", "join", "launch", "models", "open", "pair", "peers",
+        "plan", "service", "status", "trace", "unpair", "usage",
     }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ from fleetd.engine.calibrate import (
     calibrate,
 )
 from fleetd.engine.pool import EnginePool
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.part_speeds import PartCalibration
 from fleetd.engine.stage import Stage
 from fleetd.hardware.other_load import CpuReading

@@ -23,7 +23,17 @@ LAYERS = 6
 
 @dataclass(frozen=True)
 class Shape:
+    """A window of -1 stands for a running state."""
+
     window: int
+
+    @property
+    def in_rows(self) -> bool:
+        return not self.window
+
+    @property
+    def state_sizes(self) -> tuple[int, int] | None:
+        return (40, 0) if self.window < 0 else None
 
     def sizes(self, rows: int) -> tuple[int, int]:
         return 12 * rows, 8 * rows
@@ -31,16 +41,19 @@ class Shape:
 
 @dataclass(frozen=True)
 class Sizes:
-    windows: tuple[int, ...] = (0,) * LAYERS
+    windows: tuple[tuple[int, ...], ...] = ((0,),) * LAYERS
 
-    def layer(self, index: int) -> Shape:
-        return Shape(self.windows[index])
+    def parts(self, layer: int) -> list[Shape]:
+        return [Shape(window) for window in self.windows[layer]]
 
     def hidden_bytes(self, tokens: int) -> int:
         return 16 * tokens
 
 
-ROTATING = Sizes((0, 32, 0, 32, 0, 32))
+ROTATING = Sizes(((0,), (32,)) * 3)
+# Running states, an index beside the keys, and layers that keep nothing.
+MIXED = Sizes(((-1,), (0, 0), (), (-1, 0), (0,), ()))
+KINDS = [Sizes(), ROTATING, MIXED]
 
 
 @st.composite
@@ -54,34 +67,37 @@ def splits(draw: st.DrawFn) -> Split:
     return Split("tokens", (cached, *inner, cached + new), LAYERS, cached, cached + new, chunk)
 
 
-@given(splits(), st.sampled_from([Sizes(), ROTATING]))
+@given(splits(), st.sampled_from(KINDS))
 def test_every_row_that_home_does_not_compute_arrives_once(split: Split, sizes: Sizes) -> None:
-    came: Counter[tuple[int, int]] = Counter()
+    came: Counter[tuple[int, int, int]] = Counter()
     for place in range(split.helpers):
         heads = list(frame_schedule.to_home(split, place, sizes))
         assert [h.kind for h in heads].count(Kind.DONE) == 1
         assert heads[-1].kind is Kind.DONE
         for head in heads:
             if head.kind is Kind.ROWS:
-                assert not sizes.layer(head.layer).window
-                came.update((head.layer, token) for token in range(head.start, head.end))
+                assert sizes.parts(head.layer)[head.part].in_rows
+                came.update((head.layer, head.part, token) for token in range(head.start, head.end))
             elif head.kind is Kind.STATE:
-                assert sizes.layer(head.layer).window
-                came[head.layer, head.end - 1] += 1
+                assert not sizes.parts(head.layer)[head.part].in_rows
+                came[head.layer, head.part, head.end - 1] += 1
     for place in range(split.helpers):
         for layer in split.layers_of(place):
             tokens = split.tokens_of(place)
-            for token in tokens if not sizes.layer(layer).window else [tokens[-1]]:
-                assert came.pop((layer, token)) == 1
+            for part, shape in enumerate(sizes.parts(layer)):
+                for token in tokens if shape.in_rows else [tokens[-1]]:
+                    assert came.pop((layer, part, token)) == 1
     assert not came
 
 
-@given(splits(), st.sampled_from([Sizes(), ROTATING]))
+@given(splits(), st.sampled_from(KINDS))
 def test_every_machine_has_what_comes_before_its_part(split: Split, sizes: Sizes) -> None:
     for place in range(split.helpers):
         first, *prefix = frame_schedule.to_helper(split, place, sizes)
         assert (first.kind, first.start, first.end) == (Kind.TOKENS, 0, split.tokens)
-        assert [h.layer for h in prefix] == (list(split.layers_of(place)) if split.cached else [])
+        kept = [(layer, part) for layer in range(LAYERS) for part in range(len(sizes.parts(layer)))]
+        own = [one for one in kept if one[0] in split.layers_of(place)]
+        assert [(h.layer, h.part) for h in prefix] == (own if split.cached else [])
         assert all((h.start, h.end) == (0, split.cached) for h in prefix)
         passed = list(frame_schedule.to_next(split, place, sizes))
         if not split.has_next(place):
@@ -92,7 +108,7 @@ def test_every_machine_has_what_comes_before_its_part(split: Split, sizes: Sizes
             assert covered == list(split.tokens_of(place + 1))
             assert {h.layer for h in passed} == {split.layers_of(place + 1).start}
         else:
-            assert [h.layer for h in passed] == list(range(LAYERS))
+            assert [(h.layer, h.part) for h in passed] == kept
             assert {h.end for h in passed} == {split.tokens_of(place + 1).start}
 
 
@@ -139,7 +155,15 @@ def test_what_is_due_passes_in_its_order_and_nothing_after_it() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"kind": Kind.STATE}, {"layer": 1}, {"start": 1}, {"count": 9}, {"sizes": (119, 80)}, {"index": 1}],
+    [
+        {"kind": Kind.STATE},
+        {"layer": 1},
+        {"part": 1},
+        {"start": 1},
+        {"count": 9},
+        {"sizes": (119, 80)},
+        {"index": 1},
+    ],
     ids=lambda change: next(iter(change)),
 )
 def test_any_other_head_is_refused_by_the_name_of_its_field(change: dict[str, object]) -> None:

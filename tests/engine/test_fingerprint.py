@@ -11,7 +11,7 @@ from tiny_architectures import tiny
 from fleetd.engine import cpu
 from fleetd.engine.architectures import CUT
 from fleetd.engine.shared_prefill.fingerprint import TOKENS, any_chunks, arithmetic, layer_hashes, probe
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.stage import Stage
 
 pytestmark = pytest.mark.usefixtures("cpu_installed")

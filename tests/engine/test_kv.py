@@ -7,13 +7,16 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from family_params import each
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 from shared_runs import as_bytes, prefilled, prompt
 from tiny_architectures import WINDOW, tiny
 
 from fleetd.engine.architectures import CUT
+from fleetd.engine.layer_calls import parts
 from fleetd.engine.shared_prefill import layer_kv
-from fleetd.engine.shared_prefill.layer_kv import KvLayout, LayerShape, RingState, RingStates, RowBuffer
+from fleetd.engine.shared_prefill.kv_layout import KvLayout, KvShape, RunningShape
+from fleetd.engine.shared_prefill.layer_kv import RingState, RowBuffer, States
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
@@ -24,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("cpu_installed")
 DTYPES = [mx.float32, mx.float16, mx.bfloat16]
 
 
-def filled(shape: LayerShape, tokens: int) -> KVCache:
+def filled(shape: KvShape, tokens: int) -> KVCache:
     cache = KVCache()
     keys = mx.random.normal((1, shape.heads, tokens, shape.key_width)).astype(shape.dtype)
     values = mx.random.normal((1, shape.heads, tokens, shape.value_width)).astype(shape.dtype)
@@ -47,29 +50,42 @@ def equal(a: Any, b: Any) -> bool:
     )
 
 
-@pytest.mark.parametrize("name", sorted(CUT))
+@pytest.mark.parametrize("name", each(CUT))
 def test_a_layout_says_what_prefill_fills(name: str) -> None:
     model = tiny(name)
     stage = Stage.of(model)
     layout = KvLayout.of(stage)
     assert (layout.first, len(layout.layers)) == (0, 4)
     assert layout.hidden_bytes(3) == 3 * 128 * 4
-    for shape, cache in zip(layout.layers, prefilled(model, prompt(12), 11).cache, strict=True):
-        assert cache.keys.shape[1:] == (shape.heads, cache.keys.shape[2], shape.key_width)
-        assert cache.values.shape[1:] == (shape.heads, cache.keys.shape[2], shape.value_width)
-        assert (cache.keys.dtype, cache.values.dtype) == (shape.dtype, shape.dtype)
-        assert shape.window == (WINDOW if isinstance(cache, RotatingKVCache) else 0)
-        rows = cache.keys.shape[2]
-        assert shape.sizes(rows) == (cache.keys.nbytes, cache.values.nbytes)
+    for shapes, cache in zip(
+        layout.layers, stage.spread(prefilled(model, prompt(12), 11).cache), strict=True
+    ):
+        for shape, part in zip(shapes, parts(cache), strict=True):
+            check_shape(shape, part)
+    states = [part for cache in stage.empty for part in parts(cache) if isinstance(part, ArraysCache)]
+    assert (layout.state_bytes > 0) is bool(states)
     # A stage without the embedding finds the same.
     assert KvLayout.of(stage.part(1, 3)) == KvLayout(1, layout.layers[1:3], layout.width, layout.dtype)
-    assert KvLayout.of(stage.part(1, 3)).layer(2) == layout.layer(2)
+    assert KvLayout.of(stage.part(1, 3)).parts(2) == layout.parts(2)
+
+
+def check_shape(shape: KvShape | RunningShape, part: Any) -> None:
+    if isinstance(shape, RunningShape):
+        assert shape.arrays == tuple((x.shape, x.dtype) for x in part.cache)
+        assert shape.state_sizes == (part.nbytes, 0)
+        return
+    assert part.keys.shape[1:] == (shape.heads, part.keys.shape[2], shape.key_width)
+    assert part.values.shape[1:] == (shape.heads, part.keys.shape[2], shape.value_width)
+    assert (part.keys.dtype, part.values.dtype) == (shape.dtype, shape.dtype)
+    assert shape.window == (WINDOW if isinstance(part, RotatingKVCache) else 0)
+    rows = part.keys.shape[2]
+    assert shape.sizes(rows) == (part.keys.nbytes, part.values.nbytes)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("widths", [(8, 8), (8, 4)])
 def test_rows_arrive_where_they_belong(dtype: mx.Dtype, widths: tuple[int, int]) -> None:
-    shape = LayerShape(3, *widths, dtype, 0)
+    shape = KvShape(3, *widths, dtype, 0)
     source, target = filled(shape, 300), layer_kv.preallocated(shape, 300)
     buffer = RowBuffer(target)
     for start, stop in ((0, 7), (7, 250), (250, 300)):
@@ -82,7 +98,7 @@ def test_rows_arrive_where_they_belong(dtype: mx.Dtype, widths: tuple[int, int])
 
 
 def test_rows_from_arrays_of_their_own_are_the_same() -> None:
-    shape = LayerShape(3, 8, 4, mx.bfloat16, 0)
+    shape = KvShape(3, 8, 4, mx.bfloat16, 0)
     source = filled(shape, 90)
     keys, values = layer_kv.copied(source, 20, 60)
     mx.eval(keys, values)
@@ -93,7 +109,7 @@ def test_rows_from_arrays_of_their_own_are_the_same() -> None:
 
 def test_rows_that_fill_their_room_lie_as_they_were_computed() -> None:
     """By token, then by head: MLX keeps such an array instead of copying it into the cache's own."""
-    shape = LayerShape(3, 8, 4, mx.float32, 0)
+    shape = KvShape(3, 8, 4, mx.float32, 0)
     cache = layer_kv.preallocated(shape, 256)
     keys, values = (mx.random.normal((1, 256, 3, width)).transpose(0, 2, 1, 3) for width in (8, 4))
     cache.update_and_fetch(keys, values)
@@ -104,13 +120,13 @@ def test_rows_that_fill_their_room_lie_as_they_were_computed() -> None:
 
 @pytest.mark.parametrize(("tokens", "room"), [(0, 256), (1, 256), (256, 256), (257, 512)])
 def test_room_is_made_in_the_steps_of_a_local_cache(tokens: int, room: int) -> None:
-    shape = LayerShape(2, 8, 8, mx.float32, 0)
+    shape = KvShape(2, 8, 8, mx.float32, 0)
     assert KVCache.step == 256
     assert layer_kv.preallocated(shape, tokens).keys.shape[2] == room
 
 
 def test_a_prefix_is_copied_and_left_alone() -> None:
-    shape = LayerShape(2, 8, 4, mx.float32, 0)
+    shape = KvShape(2, 8, 4, mx.float32, 0)
     prefix = filled(shape, 40)
     before = [as_bytes(x) for x in prefix.keys_and_values()]
     cache = layer_kv.preallocated(shape, 300, prefix)
@@ -122,7 +138,7 @@ def test_a_prefix_is_copied_and_left_alone() -> None:
 
 
 def test_what_is_added_to_a_shorter_view_is_not_in_the_longer_one() -> None:
-    shape = LayerShape(2, 8, 8, mx.float32, 0)
+    shape = KvShape(2, 8, 8, mx.float32, 0)
     cache = layer_kv.preallocated(shape, 60, filled(shape, 50))
     before = [as_bytes(x) for x in cache.keys_and_values()]
     short = layer_kv.truncated(cache, 20)
@@ -133,7 +149,7 @@ def test_what_is_added_to_a_shorter_view_is_not_in_the_longer_one() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_that_rotates_travels_whole(dtype: mx.Dtype) -> None:
-    shape = LayerShape(2, 8, 4, dtype, 16)
+    shape = KvShape(2, 8, 4, dtype, 16)
     for sizes in ([5], [10, 10], [40], [12, 1, 1, 1, 1, 1, 1, 1], [20, 1, 7]):
         source = RotatingKVCache(16)
         for size in sizes:
@@ -143,12 +159,9 @@ def test_a_cache_that_rotates_travels_whole(dtype: mx.Dtype) -> None:
         mx.eval(source.keys, source.values)
         held, seen = source.keys.shape[2], source.offset
         head = FrameHeader(Kind.STATE, 0, 0, seen, shape.sizes(held), source._idx)
-        frame = Frame(head, layer_kv.state_buffers(shape, held))
-        payload = [
-            piece
-            for x in (source.keys, source.values)
-            for piece in layer_kv.pieces(layer_kv.as_bytes(mx.contiguous(x))[0])
-        ]
+        frame = Frame(head, layer_kv.state_buffers(shape, head))
+        payload, sizes, index = layer_kv.state(source)
+        assert (sizes, index) == (head.sizes, head.index)
         copy_into(frame.buffers, payload)
         target = layer_kv.rotated(RotatingKVCache(16), shape, frame)
         assert RingState.of(target) == RingState.of(source)
@@ -160,6 +173,21 @@ def test_a_cache_that_rotates_travels_whole(dtype: mx.Dtype) -> None:
             source.update_and_fetch(*next_rows), target.update_and_fetch(*next_rows), strict=True
         ):
             assert as_bytes(a) == as_bytes(b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_running_state_travels_whole(dtype: mx.Dtype) -> None:
+    shape = RunningShape((((1, 3, 8), dtype), ((1, 2, 4, 4), mx.float32)))
+    source = ArraysCache(2)
+    source[0] = mx.random.normal((1, 3, 8)).astype(dtype)
+    source[1] = mx.random.normal((1, 2, 4, 4)).swapaxes(2, 3)
+    payload, sizes, index = layer_kv.state(source)
+    assert (sizes, index) == (shape.state_sizes, 0)
+    frame = Frame(FrameHeader(Kind.STATE, 0, 0, 9, sizes), [])
+    frame = Frame(frame.head, layer_kv.state_buffers(shape, frame.head))
+    copy_into(frame.buffers, payload)
+    target = layer_kv.running(ArraysCache(2), shape, frame)
+    assert [as_bytes(x) for x in target.cache] == [as_bytes(x) for x in source.cache]
 
 
 @pytest.mark.parametrize("sizes", [[5], [10, 10], [40], [1] * 40, [12, 1, 1, 1, 1, 1], [20, 1, 7, 1]])
@@ -199,17 +227,18 @@ def test_one_that_has_turned_over_is_not_looked_into() -> None:
 
 
 def test_a_cache_that_is_not_what_the_chunks_leave_is_refused() -> None:
-    turns = RingStates({3: RotatingKVCache(16)}, Split("tokens", (0, 20, 30), 4, 0, 30, 10))
+    layout = KvLayout(0, (), 12, mx.float32)
+    states = States({(3, 0): RotatingKVCache(16)}, layout, Split("tokens", (0, 20, 30), 4, 0, 30, 10))
     right = RotatingKVCache(16)
     for _ in range(3):
         right.update_and_fetch(mx.zeros((1, 2, 10, 8)), mx.zeros((1, 2, 10, 8)))
-    turns.check(3, 30, right)
+    states.check((3, 0), 30, right)
     wrong = RotatingKVCache(16)
     wrong.update_and_fetch(mx.zeros((1, 2, 30, 8)), mx.zeros((1, 2, 30, 8)))
     with pytest.raises(ProtocolError, match="layer 3"):
-        turns.check(3, 30, wrong)
+        states.check((3, 0), 30, wrong)
     with pytest.raises(ProtocolError):
-        turns.check(3, 20, right)
+        states.check((3, 0), 20, right)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

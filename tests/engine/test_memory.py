@@ -52,6 +52,21 @@ def test_a_request_alone_at_the_budget_and_one_past_it(tokens: int, fits: bool) 
             budget.check_alone(tokens)
 
 
+def test_a_running_state_is_promised_to_each_request_whatever_its_length() -> None:
+    budget = KvBudget.of(1000, 7, fixed_bytes=300)
+    assert budget.capacity_tokens == 100
+    assert budget.take("a", 20)
+    assert budget.used_bytes == 440
+    assert budget.take("b", 20)
+    assert budget.used_bytes == 880
+    assert not budget.take("c", 1)
+    budget.give_back("a")
+    assert budget.take("b", 100)
+    assert not budget.take("b", 101)
+    with pytest.raises(OutOfMemory, match=r"\(100 tokens\)"):
+        budget.check_alone(101)
+
+
 def test_weights_at_what_is_free_and_one_byte_past_it() -> None:
     admit_weights("m", 1000, MemoryBudget(usable_bytes=1000 + WORKING_BYTES))
     with pytest.raises(OutOfMemory, match="m needs") as caught:

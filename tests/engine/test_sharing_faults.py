@@ -16,7 +16,7 @@ from tiny_architectures import VOCAB, tiny
 from fleetd import limits
 from fleetd.engine.protocol import AssistPrefill
 from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import FrameHeader, Kind
 from fleetd.errors import FleetError, InvalidValue, PeerLate, PeerLost, PeerWrong, ProtocolError
@@ -100,9 +100,9 @@ def test_a_stream_that_breaks_at_any_event(llama: Any, split: Split) -> None:
     assert gave_up >= whole.streams.events.count - 2 * split.helpers
 
 
-@pytest.mark.parametrize("name", ["gemma3_text", "mistral"])
+@pytest.mark.parametrize("name", ["gemma3_text", "mistral", "qwen3_5"])
 @pytest.mark.parametrize("split", [CHAIN, TOKEN_CHAIN])
-def test_a_stream_that_breaks_where_caches_rotate(name: str, split: Split) -> None:
+def test_a_stream_that_breaks_where_layers_keep_states(name: str, split: Split) -> None:
     model = tiny(name)
     whole = Run(model, split, clock=Clock(tick=1.0), predicted_s=1e6)
     whole.finish()

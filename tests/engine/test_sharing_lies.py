@@ -14,7 +14,7 @@ from shared_runs import LAYERS, Run
 from tiny_architectures import tiny
 
 from fleetd import limits
-from fleetd.engine.shared_prefill import layer_kv
+from fleetd.engine.shared_prefill import kv_layout, layer_kv
 from fleetd.engine.shared_prefill.spot_check import drawn
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import FleetError, PeerWrong
@@ -189,10 +189,42 @@ def test_attack_a_hidden_state_is_not_a_number(llama: Any) -> None:
         run.finish()
 
 
+@pytest.mark.parametrize("split", [HALF, TOKENS], ids=["layers", "tokens"])
+def test_attack_a_hybrids_keys_are_wrong_from_the_first_token(split: Split) -> None:
+    """They rest on the states of the layers below, which is how these are compared."""
+
+    def tamper(head: FrameHeader, data: bytes) -> Frames:
+        if head.kind is not Kind.ROWS:
+            return [(head, data)]
+        return [(head, (np.frombuffer(data, np.float32) + np.float32(1)).tobytes())]
+
+    model = tiny("qwen3_5")
+    run = Run(model, split, exact=False, tampers={(0, "home"): tamper})
+    with pytest.raises(PeerWrong, match="helper0: it computes other keys of layer 1"):
+        run.finish()
+    done, caches = run.home.verified
+    assert done == split.cached
+    run.check(run.local(caches, done).cache)
+
+
+@pytest.mark.parametrize("split", [HALF, TOKENS], ids=["layers", "tokens"])
+def test_attack_a_running_state_is_not_a_number(split: Split) -> None:
+    def tamper(head: FrameHeader, data: bytes) -> Frames:
+        if head.kind is not Kind.STATE:
+            return [(head, data)]
+        return [(head, data[:-4] + np.float32(np.nan).tobytes())]
+
+    run = Run(tiny("qwen3_5"), split, tampers={(0, "home"): tamper})
+    with pytest.raises(PeerWrong, match="helper0: It sent numbers that are none"):
+        run.finish()
+    done, caches = run.home.verified
+    run.check(run.local(caches, done).cache)
+
+
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_numbers_are_told_from_what_is_none_in_every_dtype(llama: Any, dtype: mx.Dtype) -> None:
-    shape = layer_kv.LayerShape(1, 4, 4, dtype, 0)
-    layout = layer_kv.KvLayout(0, (shape,), 4, dtype)
+    shape = kv_layout.KvShape(1, 4, 4, dtype)
+    layout = kv_layout.KvLayout(0, ((shape,),), 4, dtype)
     largest = mx.finfo(dtype).max
     for kind in (Kind.ROWS, Kind.STATE, Kind.HIDDEN):
         for spoilt in (None, float("nan"), float("inf"), float("-inf")):

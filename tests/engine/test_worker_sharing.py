@@ -163,6 +163,22 @@ async def _share_in_part(
     return verified
 
 
+async def test_a_hybrid_is_shared_and_its_states_are_counted(tmp_path: Path) -> None:
+    """Qwen 3.5's kind: two of four layers keep a running state, which comes home at the prompt's end."""
+    path = write(tmp_path, "qwen3_5")
+    async with workers(path) as (home, helper):
+        facts = home.facts
+        assert facts is not None
+        assert facts.unshareable == ""
+        assert facts.state_bytes > 0
+        assert facts.sparse.startswith("A qwen3_5 model computes every token of a prompt")
+        for number, kind in enumerate(("layers", "tokens")):
+            request = prompt(f"hybrid{number}", 400, seed=number)
+            told = await Sharing(home, [helper], request).run(kind)
+            assert (told.error, told.shared.code) == (None, "")
+            assert told.numbers == await alone(helper, request)
+
+
 async def test_three_prompts_at_once_while_another_answer_runs(model: Path) -> None:
     async with workers(model) as (home, helper):
         running = Sharing(home, [], prompt("running", 20, max_tokens=3000, shared=False))

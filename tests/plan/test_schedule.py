@@ -272,3 +272,30 @@ def test_a_round_trip_counts_when_agreeing_and_once_on_the_way() -> None:
     )
     # There with the prompt, back with the first hidden states.
     assert far - near == pytest.approx((SETUP_ROUND_TRIPS + 1) * 0.1, rel=1e-6)
+
+
+# ---- Running states --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "cuts"), [("layers", (0, 32, 32)), ("tokens", (0, 8192, 8192))])
+def test_running_states_are_sent_once_whatever_the_prompts_length(kind: str, cuts: tuple[int, ...]) -> None:
+    """150 MB over a link of 1 GB/s: 0.15 s behind the last rows, or spread over the layers."""
+    link, slow, fast = LinkSpeed(1e9, 0.0), PrefillSpeed(2000.0), PrefillSpeed(4000.0)
+    hybrid = replace(PROMPT, state_bytes=150_000_000, kv_bytes_per_token=1)
+    without = replace(hybrid, state_bytes=0)
+    found = [
+        seconds(prompt, split(prompt, kind, cuts, 1024), [machine(fast, link)], slow)
+        for prompt in (without, hybrid)
+    ]
+    more = found[1] - found[0]
+    # Where tokens are divided, a layer's state travels while the next layer is computed.
+    assert more == pytest.approx(0.15 if kind == "layers" else 0.15 / 32, rel=0.01)
+
+
+def test_the_states_of_a_cached_prefix_are_sent_to_the_helpers() -> None:
+    link, speed = LinkSpeed(1e9, 0.0), PrefillSpeed(4000.0)
+    hybrid = replace(PROMPT, cached=4096, state_bytes=100_000_000, kv_bytes_per_token=1)
+    for prompt, expected in ((hybrid, 0.05), (replace(hybrid, state_bytes=0), 0.0)):
+        made = split(prompt, "layers", (0, 16, 32), 1024)
+        line = timeline(prompt, made, [machine(speed, link)], speed)
+        assert line.prefix_s == pytest.approx(expected, abs=1e-4)

@@ -117,10 +117,11 @@ class Case:
 class _Sizes:
     """Of a model; here only how many frames there are matters."""
 
-    window = 0
+    in_rows = True
+    state_sizes = None
 
-    def layer(self, index: int) -> Any:
-        return self
+    def parts(self, layer: int) -> list[_Sizes]:
+        return [self]
 
     def sizes(self, rows: int) -> tuple[int, int]:
         return rows, rows

@@ -11,17 +11,18 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from tiny_architectures import VOCAB
 
 from fleetd.engine.kv_caches import copy_on_write
+from fleetd.engine.layer_calls import parts
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import AssistPrefill, PrefillShared
 from fleetd.engine.shared_prefill.fingerprint import any_chunks
 from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.sparse_prefill.sparse import SparsePrefiller
 from fleetd.engine.stage import Stage
 from fleetd.errors import FleetError
@@ -209,11 +210,20 @@ def local(run: Run) -> tuple[list[Any], bytes]:
 def assert_same_caches(mine: list[Any], theirs: list[Any], tokens: int) -> None:
     for layer, (a, b) in enumerate(zip(mine, theirs, strict=True)):
         assert type(a) is type(b)
-        assert a.offset == b.offset == tokens
-        assert getattr(a, "ahead", 0) == getattr(b, "ahead", 0)
-        if isinstance(a, RotatingKVCache):
-            assert (a._idx, a.keep, a.max_size) == (b._idx, b.keep, b.max_size)
-        assert a.keys.dtype == b.keys.dtype
-        for name, x, y in zip(("keys", "values"), a.keys_and_values(), b.keys_and_values(), strict=True):
-            assert x.shape == y.shape
-            assert as_bytes(x) == as_bytes(y), f"{name} of layer {layer} differ"
+        for one, other in zip(parts(a), parts(b), strict=True):
+            assert_same_cache(one, other, tokens, layer)
+
+
+def assert_same_cache(a: Any, b: Any, tokens: int, layer: int) -> None:
+    assert type(a) is type(b)
+    if isinstance(a, ArraysCache):
+        assert [as_bytes(x) for x in a.cache] == [as_bytes(x) for x in b.cache], f"state of {layer} differs"
+        return
+    assert a.offset == b.offset == tokens
+    assert getattr(a, "ahead", 0) == getattr(b, "ahead", 0)
+    if isinstance(a, RotatingKVCache):
+        assert (a._idx, a.keep, a.max_size) == (b._idx, b.keep, b.max_size)
+    assert a.keys.dtype == b.keys.dtype
+    for name, x, y in zip(("keys", "values"), a.keys_and_values(), b.keys_and_values(), strict=True):
+        assert x.shape == y.shape
+        assert as_bytes(x) == as_bytes(y), f"{name} of layer {layer} differ"

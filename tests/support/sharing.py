@@ -48,7 +48,10 @@ VOCAB = 512
 def write(folder: Path, model_type: str = "llama", **changes: Any) -> Path:
     """A small random model, with the chain model's tokenizer."""
     chain = chain_model.build(folder / "chain")
-    tiny_architectures.write(folder, model_type, vocab_size=VOCAB, **changes)
+    own = tiny_architectures.OWN[model_type]
+    if "text_config" in own:
+        changes = {"text_config": {**own["text_config"], "vocab_size": VOCAB, **changes}}
+    tiny_architectures.write(folder, model_type, **{"vocab_size": VOCAB, **changes})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(chain / name, folder / name)
     shutil.rmtree(chain)

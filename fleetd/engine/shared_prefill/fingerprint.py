@@ -10,15 +10,17 @@ rounding enter them.
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from fleetd.engine import cpu
+from fleetd.engine.layer_calls import parts
 from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.shared_prefill import layer_kv
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.passes import evaluate
 from fleetd.engine.stage import Stage
 
@@ -47,21 +49,31 @@ def arithmetic(
 
 def layer_hashes(stage: Stage, layout: KvLayout) -> list[bytes]:
     """A hash of 8 bytes for each layer."""
-    hidden = probe(layout)
+    hidden, tokens = probe(layout), mx.zeros((1, TOKENS), mx.int32)
+    inputs, after = stage.inputs(tokens, 0), stage.inputs(tokens[:, :1], TOKENS)
+    stage = stage.prefilling
     found = []
     for layer in range(stage.first, stage.last):
         part = stage.part(layer, layer + 1)
         caches = part.make_caches()
-        out = part.run(hidden, caches)
+        out = part.run(hidden, caches, inputs)
         evaluate(caches, out)
         # A single token is another kernel's work: what is decoded elsewhere depends on that one.
-        step = part.run(hidden[:, :1], caches)
+        step = part.run(hidden[:, :1], caches, after)
         evaluate(caches, step)
         state = hashlib.sha256()
-        for array in (*caches[0].keys_and_values(), out, step):
+        for array in (*_kept(caches[0]), out, step):
             state.update(layer_kv.as_bytes(mx.contiguous(array)))
         found.append(state.digest()[:8])
     mx.clear_cache()
+    return found
+
+
+def _kept(cache: Any) -> list[mx.array]:
+    """What a layer keeps, without room to grow."""
+    found: list[mx.array] = []
+    for part in parts(cache):
+        found.extend(part.cache if isinstance(part, ArraysCache) else part.keys_and_values())
     return found
 
 
@@ -82,6 +94,8 @@ def any_chunks(stage: Stage, layout: KvLayout, device: str) -> bool:
         case "any":
             return True
         case "unless windows":
-            return not any(isinstance(cache, RotatingKVCache) for cache in stage.empty)
+            return not any(
+                isinstance(cache, RotatingKVCache) for each in stage.empty for cache in parts(each)
+            )
         case "same":
             return False

@@ -3,18 +3,19 @@
 Pure. A sender takes its heads from here and a receiver refuses every other, so that neither has to trust the
 other for where a number belongs. With C chunks, L the helper's layers, [a, b) its tokens:
 
-    home → helper      TOKENS, then of [0, cached) per layer ROWS or STATE
-    layers: helper → home       per chunk, per layer ROWS; per layer that rotates STATE; DONE
+    home → helper      TOKENS, then of [0, cached) per cache ROWS or STATE
+    layers: helper → home       per chunk, per cache with a row per token ROWS; per other cache STATE; DONE
             helper → next       per chunk HIDDEN
-    tokens: helper → home       per layer ROWS of [a, b) or STATE; DONE
-            helper → next       per layer ROWS of [cached, b) or STATE
+    tokens: helper → home       per cache ROWS of [a, b) or STATE; DONE
+            helper → next       per cache ROWS of [cached, b) or STATE
 
-Sizes of a STATE depend on how a cache was filled, so its head says them within bounds.
+Most layers have one cache; some have several, or none. The size of a cache that rotates depends on how it was
+filled, so the head of its STATE says it within bounds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -28,14 +29,22 @@ _STEP = 256
 
 class _Shape(Protocol):
     @property
-    def window(self) -> int: ...
+    def in_rows(self) -> bool:
+        """True if a token is a row, and more tokens are more rows."""
+
+    @property
+    def state_sizes(self) -> tuple[int, int] | None:
+        """``FrameHeader.sizes`` of a STATE, where that is always the same."""
+
     def sizes(self, rows: int) -> tuple[int, int]: ...
 
 
 class Sizes(Protocol):
-    """What has to be known of a model: ``layer_kv.KvLayout``."""
+    """What has to be known of a model: ``kv_layout.KvLayout``."""
 
-    def layer(self, index: int) -> _Shape: ...
+    def parts(self, layer: int) -> Sequence[_Shape]:
+        """The caches of a layer, in order."""
+
     def hidden_bytes(self, tokens: int) -> int: ...
 
 
@@ -68,7 +77,7 @@ def to_helper(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
     yield FrameHeader(Kind.TOKENS, 0, 0, split.tokens, (split.token_bytes * split.tokens, 0))
     if split.cached:
         for layer in split.layers_of(place):
-            yield _kept(layer, 0, split.cached, sizes)
+            yield from _kept(layer, 0, split.cached, sizes)
 
 
 def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
@@ -91,11 +100,9 @@ class _LayersFrames:
         layers = split.layers_of(place)
         for chunk in split.chunks_of(place):
             for layer in layers:
-                if not sizes.layer(layer).window:
-                    yield _kept(layer, chunk.start, chunk.stop, sizes)
+                yield from (head for head in _kept(layer, chunk.start, chunk.stop, sizes) if _is_rows(head))
         for layer in layers:
-            if sizes.layer(layer).window:
-                yield _kept(layer, 0, split.tokens, sizes)
+            yield from (head for head in _kept(layer, 0, split.tokens, sizes) if not _is_rows(head))
 
     @staticmethod
     def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
@@ -112,12 +119,12 @@ class _TokensFrames:
     def to_home(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
         own = split.tokens_of(place)
         for layer in split.layers_of(place):
-            yield _kept(layer, own.start, own.stop, sizes)
+            yield from _kept(layer, own.start, own.stop, sizes)
 
     @staticmethod
     def to_next(split: Split, place: int, sizes: Sizes) -> Iterator[FrameHeader]:
         for layer in split.layers_of(place):
-            yield _kept(layer, split.cached, split.tokens_of(place).stop, sizes)
+            yield from _kept(layer, split.cached, split.tokens_of(place).stop, sizes)
 
 
 _FRAMES: dict[SplitKind, type[_LayersFrames | _TokensFrames]] = {
@@ -126,12 +133,17 @@ _FRAMES: dict[SplitKind, type[_LayersFrames | _TokensFrames]] = {
 }
 
 
-def _kept(layer: int, start: int, stop: int, sizes: Sizes) -> FrameHeader:
-    """A layer's cache of tokens [start, stop); where it rotates, of all tokens before ``stop``."""
-    shape = sizes.layer(layer)
-    if shape.window:
-        return FrameHeader(Kind.STATE, layer, 0, stop)
-    return FrameHeader(Kind.ROWS, layer, start, stop - start, shape.sizes(stop - start))
+def _kept(layer: int, start: int, stop: int, sizes: Sizes) -> Iterator[FrameHeader]:
+    """A layer's caches of tokens [start, stop), or of all before ``stop`` where a token is not a row."""
+    for part, shape in enumerate(sizes.parts(layer)):
+        if shape.in_rows:
+            yield FrameHeader(Kind.ROWS, layer, start, stop - start, shape.sizes(stop - start), part=part)
+        else:
+            yield FrameHeader(Kind.STATE, layer, 0, stop, shape.state_sizes or (0, 0), part=part)
+
+
+def _is_rows(head: FrameHeader) -> bool:
+    return head.kind is Kind.ROWS
 
 
 def prefixes(split: Split, tokens: bytes) -> dict[int, bytes]:
@@ -189,17 +201,18 @@ class Incoming:
         due = next(self._due, None)
         if due is None:
             raise ProtocolError(f"On {self._stream} came a frame after the last one.")
-        for field in ("kind", "layer", "start", "count"):
+        for field in ("kind", "layer", "part", "start", "count"):
             if getattr(head, field) != getattr(due, field):
                 raise ProtocolError(f"On {self._stream} came {head}, whose {field} is not that of {due}.")
-        if due.kind is Kind.STATE:
-            self._check_state(head)
+        shape = self._sizes.parts(due.layer)[due.part] if due.kind is Kind.STATE else None
+        if shape is not None and shape.state_sizes is None:
+            self._check_ring(head, shape)
         elif (head.sizes, head.index) != (due.sizes, 0):
             raise ProtocolError(f"On {self._stream} came {head}, whose size is not that of {due}.")
         return self._buffers(head)
 
-    def _check_state(self, head: FrameHeader) -> None:
-        one = self._sizes.layer(head.layer).sizes(1)
+    def _check_ring(self, head: FrameHeader, shape: _Shape) -> None:
+        one = shape.sizes(1)
         rows = head.sizes[0] // one[0]
         fits = head.sizes == (rows * one[0], rows * one[1]) and 1 <= rows <= head.count + _STEP
         if not fits or head.index > rows:

@@ -40,14 +40,11 @@ class FrameWriter:
         )
 
     def cache(self, cache: Any) -> None:
-        """What is due of a layer's cache, which is not copied: nothing may be added to it in place."""
+        """What is due of one of a layer's caches. It is not copied: nothing may be added to it in place."""
         head = self._out.next()
         if head.kind is Kind.STATE:
-            parts = [
-                layer_kv.pieces(layer_kv.as_bytes(mx.contiguous(x))[0]) for x in (cache.keys, cache.values)
-            ]
-            sizes = sum(p.nbytes for p in parts[0]), sum(p.nbytes for p in parts[1])
-            self._send(self._out.state(head, sizes, cache._idx), [p for part in parts for p in part])
+            payload, sizes, index = layer_kv.state(cache)
+            self._send(self._out.state(head, sizes, index), payload)
         else:
             self._send(head, layer_kv.rows(cache, head.start, head.end))
 

@@ -31,8 +31,9 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
         split, place = checked(command.split), command.place
         sharable = self._sharable
         stage = sharable.stage
-        if split.layers != stage.total or not 0 <= place < split.helpers:
-            raise InvalidValue(f"Part {place} of {split.layers} layers is none of {stage.total} layers here.")
+        total = stage.prefilled
+        if split.layers != total or not 0 <= place < split.helpers:
+            raise InvalidValue(f"Part {place} of {split.layers} layers is none of {total} layers here.")
         layers = split.layers_of(place)
         if not stage.first <= layers.start < layers.stop <= stage.last:
             raise InvalidValue(
@@ -49,8 +50,9 @@ class HelperGuests(Guests[AssistPrefill, HelperPrefill]):
             raise Overloaded(f"This machine helps with {limits.ASSISTS} prompts already.")
         # All tokens that its layers attend to.
         tokens = split.tokens_of(place).stop
-        held = stage.last - stage.first
-        self.budget.lend(command.id, tokens * self.budget.bytes_per_token * len(layers) // held)
+        held = min(stage.last, total) - stage.first
+        each = tokens * self.budget.bytes_per_token + self.budget.fixed_bytes
+        self.budget.lend(command.id, each * len(layers) // held)
         return _Task(command), Accepted(command.id, split.tokens, split.cached, split.chunk)
 
     @property

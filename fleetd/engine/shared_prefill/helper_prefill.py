@@ -17,7 +17,7 @@ from fleetd.engine.shared_prefill import frame_schedule
 from fleetd.engine.shared_prefill.frame_schedule import Incoming
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.helper_work import helper_work
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.step_times import HelperTimes
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import HEAD_BYTES, Connect, FramePipe
@@ -50,8 +50,10 @@ class HelperPrefill:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         split, place = checked(assist.split), assist.place
-        if split.layers != stage.total or not 0 <= place < split.helpers:
-            raise InvalidValue(f"Helper {place} of {split} has no part in a model of {stage.total} layers.")
+        if split.layers != stage.prefilled or not 0 <= place < split.helpers:
+            raise InvalidValue(
+                f"Helper {place} of {split} has no part in a model of {stage.prefilled} layers."
+            )
         self._split, self._layout, self._clock = split, layout, clock
         self._work = helper_work(stage, layout, split, place)
         self._times = HelperTimes(clock)

@@ -14,9 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from fleetd.engine.shared_prefill import layer_kv, passes
+from fleetd.engine.layer_calls import parts
+from fleetd.engine.shared_prefill import kv_layout, layer_kv, passes
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
-from fleetd.engine.shared_prefill.layer_kv import KvLayout, RingStates, RowBuffer
+from fleetd.engine.shared_prefill.kv_layout import KvLayout, KvShape
+from fleetd.engine.shared_prefill.layer_kv import LayersArrived, Place, RowBuffer, States
 from fleetd.engine.shared_prefill.passes import LayerMajor
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.stage import Stage
@@ -36,24 +38,36 @@ class _HelperWork:
         self.layout, self.split, self.place = layout, split, place
         self.layers = split.layers_of(place)
         self.stage = stage.part(self.layers.start, self.layers.stop)
-        self.empty = dict(zip(self.layers, self.stage.empty, strict=True))
         self.tokens = split.tokens_of(place)
         self.slots: Slots | None = None
-        self.caches: dict[int, Any] = {}
-        self.row_buffers: dict[int, RowBuffer] = {}
-        # Layers whose cached prefix has not come yet.
-        self.lacking = set(self.layers) if split.cached else set()
-        self.ring_states = RingStates(self.empty, split)
+        # By layer, the parts of what it keeps.
+        self.caches: dict[int, list[Any]] = {}
+        self.row_buffers: dict[Place, RowBuffer] = {}
+        empty = {
+            (layer, part): cache
+            for layer, each in zip(self.layers, self.stage.empty, strict=True)
+            for part, cache in enumerate(parts(each))
+        }
+        # Caches whose cached prefix has not come yet.
+        self.lacking = set(empty) if split.cached else set()
+        self.states = States(empty, layout, split)
 
     def allocate(self, *, arriving: bool) -> None:
         """Make caches. ``arriving``: rows come from another machine even where no prefix is cached."""
-        for layer, cache in zip(self.layers, self.stage.make_caches(), strict=True):
-            shape = self.layout.layer(layer)
-            if not shape.window:
-                cache = layer_kv.preallocated(shape, self.tokens.stop, sparse=bool(self.split.prompt_span))
-            self.caches[layer] = cache
-            if not shape.window and (arriving or self.split.cached):
-                self.row_buffers[layer] = RowBuffer(self.caches[layer])
+        for layer, empty in zip(self.layers, self.stage.make_caches(), strict=True):
+            self.caches[layer] = list(parts(empty))
+            for part, shape in enumerate(self.layout.parts(layer)):
+                if isinstance(shape, KvShape) and shape.in_rows:
+                    cache = layer_kv.preallocated(
+                        shape, self.tokens.stop, sparse=bool(self.split.prompt_span)
+                    )
+                    self.caches[layer][part] = cache
+                    if arriving or self.split.cached:
+                        self.row_buffers[layer, part] = RowBuffer(cache)
+
+    def cache(self, layer: int) -> Any:
+        """What a layer keeps, as its model takes it."""
+        return kv_layout.assembled(self.stage.empty[layer - self.stage.first], self.caches[layer])
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
         """The memory for an expected frame's payload. Called on a reader thread."""
@@ -69,14 +83,14 @@ class _HelperWork:
         return slots
 
     def take_prefix(self, frame: Frame) -> None:
-        layer = frame.head.layer
+        layer, part = frame.head.layer, frame.head.part
         if frame.head.kind is Kind.STATE:
-            cache = layer_kv.rotated(self.empty[layer], self.layout.layer(layer), frame)
-            self.ring_states.start(layer, cache)
-            self.caches[layer] = cache
+            cache = self.states.received(frame)
+            self.states.start((layer, part), cache)
+            self.caches[layer][part] = cache
         else:
-            self.caches[layer].offset = self.split.cached
-        self.lacking.discard(layer)
+            self.caches[layer][part].offset = self.split.cached
+        self.lacking.discard((layer, part))
 
 
 class LayersOfHelper(_HelperWork):
@@ -97,7 +111,7 @@ class LayersOfHelper(_HelperWork):
                 self._hidden.append(layer_kv.hidden_of(frame, self.layout))
             case _:
                 self.take_prefix(frame)
-                self.row_buffers.pop(frame.head.layer, None)
+                self.row_buffers.pop((frame.head.layer, frame.head.part), None)
 
     @property
     def computable(self) -> bool:
@@ -119,13 +133,10 @@ class LayersOfHelper(_HelperWork):
             return
         tokens = self._chunks.popleft()
         hidden = self._hidden.popleft() if self.place else self.stage.embed(self.slots.tokens(tokens))
-        caches = [self.caches[layer] for layer in self.layers]
-        out = passes.run(self.stage, hidden, caches, self.slots.where(tokens))
-        rows = [
-            layer_kv.copied(self.caches[layer], tokens.start, tokens.stop)
-            for layer in self.layers
-            if not self.layout.layer(layer).window
-        ]
+        caches = [self.cache(layer) for layer in self.layers]
+        inputs = self.stage.inputs(self.slots.tokens(tokens), tokens.start)
+        out = passes.run(self.stage, hidden, caches, self.slots.where(tokens), inputs)
+        rows = [layer_kv.copied(cache, tokens.start, tokens.stop) for cache in self._kept(in_rows=True)]
         mx.eval(rows)
         passes.evaluate(caches, out)
         mx.clear_cache()
@@ -135,9 +146,17 @@ class LayersOfHelper(_HelperWork):
         for keys, values in rows:
             home.rows(keys, values)
         if not self._chunks:
-            for layer in self.layers:
-                if self.layout.layer(layer).window:
-                    home.cache(self.caches[layer])
+            for cache in self._kept(in_rows=False):
+                home.cache(cache)
+
+    def _kept(self, *, in_rows: bool) -> list[Any]:
+        """The caches that have a row per token, or those that have not, in the order of their frames."""
+        return [
+            cache
+            for layer in self.layers
+            for cache, shape in zip(self.caches[layer], self.layout.parts(layer), strict=True)
+            if shape.in_rows is in_rows
+        ]
 
 
 class TokensOfHelper(_HelperWork):
@@ -146,8 +165,9 @@ class TokensOfHelper(_HelperWork):
     def __init__(self, stage: Stage, layout: KvLayout, split: Split, place: int) -> None:
         super().__init__(stage, layout, split, place)
         self._major: LayerMajor | None = None
-        # Layers of which all tokens before this helper's are here, but for the cached ones.
-        self._arrived = 0 if place else split.layers
+        # Frames of the tokens before this helper's, but for the cached ones.
+        self._frames = 0
+        self._arriving = LayersArrived(layout, self.layers)
         self.allocate(arriving=place > 0)
 
     def take(self, frame: Frame) -> None:
@@ -155,24 +175,27 @@ class TokensOfHelper(_HelperWork):
         if head.kind is Kind.TOKENS:
             slots = self.take_tokens(frame)
             self._major = LayerMajor(self.stage, slots, self.split.chunks_of(self.place))
-        elif head.layer in self.lacking:
+        elif (head.layer, head.part) in self.lacking:
             self.take_prefix(frame)
             if not self.place:
-                self.row_buffers.pop(head.layer, None)
+                self.row_buffers.pop((head.layer, head.part), None)
         else:
             if head.kind is Kind.STATE:
-                self.caches[head.layer] = self.ring_states.taken(frame, self.layout.layer(head.layer))
+                self.caches[head.layer][head.part] = self.states.taken(frame)
             else:
-                self.caches[head.layer].offset = self.tokens.start
-            self.row_buffers.pop(head.layer, None)
-            self._arrived += 1
+                self.caches[head.layer][head.part].offset = self.tokens.start
+            self.row_buffers.pop((head.layer, head.part), None)
+            self._frames += 1
 
     @property
     def computable(self) -> bool:
         major = self._major
         if major is None or major.finished:
             return False
-        return not major.begins or (major.layer not in self.lacking and major.layer < self._arrived)
+        if not major.begins:
+            return True
+        lacks = any(layer == major.layer for layer, _ in self.lacking)
+        return not lacks and (not self.place or major.layer < self._arriving.after(self._frames))
 
     @property
     def computed(self) -> bool:
@@ -187,12 +210,12 @@ class TokensOfHelper(_HelperWork):
         if self._major is None:
             return
         layer = self._major.layer
-        if self._major.step(self.caches[layer]):
-            # Only the streams need it now, and free it as they go.
-            cache = self.caches.pop(layer)
-            if following is not None:
-                following.cache(cache)
-            home.cache(cache)
+        if self._major.step(self.cache(layer)):
+            # Only the streams need them now, and free them as they go.
+            for cache in self.caches.pop(layer):
+                if following is not None:
+                    following.cache(cache)
+                home.cache(cache)
 
 
 _WORK: dict[SplitKind, type[LayersOfHelper | TokensOfHelper]] = {

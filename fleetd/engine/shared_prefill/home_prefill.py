@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fleetd import limits
+from fleetd.engine.layer_calls import parts
 from fleetd.engine.protocol import PrefillShared, StepTime
 from fleetd.engine.shared_prefill import frame_schedule, layer_kv
 from fleetd.engine.shared_prefill.frame_schedule import Incoming
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.home_work import home_work
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import WHAT_TO_SUSPECT, SpotCheck
 from fleetd.engine.shared_prefill.step_times import HomeTimes
@@ -70,12 +71,15 @@ class SharedPrefill:
         split = checked(share.split)
         slots = Slots.of(tokens, kept)
         prompt_span = 0 if kept is None else len(tokens) - 1
-        if (split.tokens, split.prompt_span, split.layers) != (len(slots.ids), prompt_span, stage.total):
+        layers = stage.prefilled
+        if (split.tokens, split.prompt_span, split.layers) != (len(slots.ids), prompt_span, layers):
             raise InvalidValue(
-                f"{split} is not for {len(slots.ids) + 1} of {len(tokens)} tokens and {stage.total} layers."
+                f"{split} is not for {len(slots.ids) + 1} of {len(tokens)} tokens and {layers} layers."
             )
-        if kept is not None and layout.rotates(range(stage.total)):
-            raise InvalidValue("A prompt of which tokens are left out is not shared where windows slide.")
+        if kept is not None and layout.keeps_states(range(layers)):
+            raise InvalidValue(
+                "A prompt of which tokens are left out is not shared where windows slide or a state runs."
+            )
         if bool(split.cached) != bool(prefix):
             raise InvalidValue(f"{split} counts on a cached prefix that is not there, or not on one that is.")
         self.tokens = tokens
@@ -276,6 +280,7 @@ class SharedPrefill:
     def _open(self, connect: Connect, layout: KvLayout, slots: Slots, prefix: Sequence[Any] | None) -> None:
         """Open all streams, and send the helpers what they need: they begin while room is made here."""
         split, payload = self._split, slots.payload
+        spread = [] if prefix is None else self._work.stage.spread(prefix)
         for place in range(split.helpers):
             name = f"helper{place}"
             incoming = Incoming(name, frame_schedule.to_home(split, place, layout), layout, self._buffers)
@@ -285,7 +290,8 @@ class SharedPrefill:
             out.tokens(payload)
             if prefix is not None and split.cached:
                 for layer in split.layers_of(place):
-                    out.cache(prefix[layer])
+                    for part in parts(spread[layer]):
+                        out.cache(part)
             self._times.to_send += out.sent
         if split.has_next(split.helpers - 1):
             heads = frame_schedule.to_next(split, split.helpers - 1, layout)

@@ -11,18 +11,20 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from fleetd import limits
 from fleetd.engine.kv_caches import copy_on_write
-from fleetd.engine.shared_prefill import layer_kv, passes
-from fleetd.engine.shared_prefill.layer_kv import KvLayout, RingState, RingStates, RowBuffer
+from fleetd.engine.layer_calls import parts
+from fleetd.engine.shared_prefill import kv_layout, layer_kv, passes
+from fleetd.engine.shared_prefill.kv_layout import KvLayout, KvShape
+from fleetd.engine.shared_prefill.layer_kv import LayersArrived, Place, RingState, RowBuffer, States
 from fleetd.engine.shared_prefill.slots import Slots
-from fleetd.engine.shared_prefill.spot_check import LaterRows, Pair, Probe, drawn
+from fleetd.engine.shared_prefill.spot_check import LaterRows, Probe, Rows, drawn
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.plan.prefill.split import Split, SplitKind
@@ -46,34 +48,59 @@ class _HomeWork:
         self, stage: Stage, layout: KvLayout, split: Split, slots: Slots, prefix: Sequence[Any] | None
     ) -> None:
         self.stage, self.layout, self.split, self.slots = stage, layout, split, slots
-        self.prefix = list(prefix) if prefix is not None else stage.make_caches()
-        self.caches: list[Any] = [None] * split.layers
-        self.row_buffers: dict[int, RowBuffer] = {}
-        self._ring_states = RingStates(dict(enumerate(stage.empty)), split)
-        for layer, cache in enumerate(self.prefix):
-            if layout.layer(layer).window:
-                self._ring_states.start(layer, cache)
-        # Without them everything that is computed can be taken back to any token.
-        self.rotates = layout.rotates(range(split.layers))
+        # By layer, then by part of what the layer keeps: before the new tokens, and with them.
+        self.prefix: list[list[Any]] = [
+            list(parts(cache)) for cache in (stage.spread(prefix) if prefix else stage.make_caches())
+        ]
+        self.caches: list[list[Any]] = [[] for _ in range(split.layers)]
+        self.row_buffers: dict[Place, RowBuffer] = {}
+        empty = {
+            (layer, part): cache
+            for layer, each in enumerate(stage.empty)
+            for part, cache in enumerate(parts(each))
+        }
+        self._states = States(empty, layout, split)
+        for place in self.places(range(split.layers), in_rows=False):
+            self._states.start(place, self.prefix[place[0]][place[1]])
+        # Without states everything that is computed can be taken back to any token.
+        self.keeps_states = layout.keeps_states(range(split.layers))
 
-    def make(self, layer: int, tokens: int) -> Any:
-        """A cache to compute with or to be written into, holding the cached prefix."""
-        prefix = self.prefix[layer]
-        if not self.layout.layer(layer).window:
-            cache = layer_kv.preallocated(
-                self.layout.layer(layer), tokens, prefix, sparse=bool(self.split.prompt_span)
-            )
-            # From now on the prefix is in there; kept twice it would take twice the memory.
-            self.prefix[layer] = None
-            return cache
-        return copy_on_write(prefix)
+    def places(self, layers: Iterable[int], *, in_rows: bool) -> list[Place]:
+        """The caches of some layers that have a row per token, or those that have not."""
+        return [
+            (layer, part)
+            for layer in layers
+            for part, shape in enumerate(self.layout.parts(layer))
+            if shape.in_rows is in_rows
+        ]
 
-    def before(self, layer: int, tokens: int) -> Any:
-        """A cache of the first ``tokens`` to be added to. Only these are copied then, not all the room."""
+    def make(self, layer: int, tokens: int) -> list[Any]:
+        """Caches to compute with or to be written into, holding the cached prefix."""
+        made = []
+        for part, shape in enumerate(self.layout.parts(layer)):
+            prefix = self.prefix[layer][part]
+            if isinstance(shape, KvShape) and shape.in_rows:
+                made.append(layer_kv.preallocated(shape, tokens, prefix, sparse=bool(self.split.prompt_span)))
+                # From now on the prefix is in there; kept twice it would take twice the memory.
+                self.prefix[layer][part] = None
+            else:
+                made.append(copy_on_write(prefix))
+        return made
+
+    def cache(self, layer: int) -> Any:
+        """What a layer keeps of all that is here, as its model takes it."""
+        return kv_layout.assembled(self.stage.empty[layer], self.caches[layer])
+
+    def before(self, layer: int, tokens: int) -> list[Any]:
+        """Caches of the first ``tokens`` to be added to, of a layer that keeps rows only."""
+        return self._context(layer, tokens, ())
+
+    def _begun(self, cache: Any, tokens: int) -> Any:
+        """The first ``tokens`` of a cache, to be added to. Only these are copied then, not all the room."""
         short = layer_kv.empty(sparse=bool(self.split.prompt_span))
         if tokens:
-            short.keys = self.caches[layer].keys[..., :tokens, :]
-            short.values = self.caches[layer].values[..., :tokens, :]
+            short.keys = cache.keys[..., :tokens, :]
+            short.values = cache.values[..., :tokens, :]
             short.offset = tokens
         return short
 
@@ -81,22 +108,37 @@ class _HomeWork:
         """The memory for an expected frame's payload. Called on a reader thread, after ``allocate``."""
         return layer_kv.buffers(head, self.layout, self.row_buffers)
 
-    def rotated(self, frame: Frame) -> RotatingKVCache:
-        return self._ring_states.taken(frame, self.layout.layer(frame.head.layer))
-
     def caches_at(self, done: int) -> list[Any]:
         """Caches of the first ``done`` tokens: the property ``done``, or the cached tokens."""
         if done == self.split.tokens:
-            return self.caches
-        if not done:
-            return (
-                [layer_kv.empty(sparse=True) for _ in self.caches]
-                if self.split.prompt_span
-                else self.stage.make_caches()
-            )
+            found = self.caches
+        elif not done:
+            found = [
+                [layer_kv.empty(sparse=True) for _ in each] if self.split.prompt_span else list(parts(empty))
+                for each, empty in zip(self.caches, self.stage.make_caches(), strict=False)
+            ]
+        else:
+            found = [self._short(layer, done) for layer in range(self.split.layers)]
         return [
-            self.prefix[layer] if self.layout.layer(layer).window else layer_kv.truncated(cache, done)
-            for layer, cache in enumerate(self.caches)
+            kv_layout.assembled(empty, each)
+            for empty, each in zip(self.stage.empty, found, strict=False)
+            if each
+        ]
+
+    def _short(self, layer: int, done: int) -> list[Any]:
+        """A layer's caches of the first ``done`` tokens."""
+        return [
+            layer_kv.truncated(cache, done) if shape.in_rows else self.prefix[layer][part]
+            for part, (cache, shape) in enumerate(
+                zip(self.caches[layer], self.layout.parts(layer), strict=True)
+            )
+        ]
+
+    def _context(self, layer: int, tokens: int, states: Sequence[Any]) -> list[Any]:
+        """Caches of the first ``tokens``, to be added to. ``states``: those without a row per token."""
+        return [
+            self._begun(self.caches[layer][part], tokens) if shape.in_rows else copy_on_write(states[part])
+            for part, shape in enumerate(self.layout.parts(layer))
         ]
 
     def owner(self, place: int, layer: int) -> int:
@@ -115,20 +157,27 @@ class _HomeWork:
     def later_probe(
         self, place: int, tokens: range, layers: range, draw: random.Random
     ) -> tuple[Probe, LaterRows] | None:
-        """A few of ``tokens``, drawn; None where a layer's cache rotates and has no row for each token."""
-        if not tokens or not layers or self.layout.rotates(layers):
+        """A few of ``tokens``, drawn; None where a layer keeps anything that has no row for each token."""
+        if not tokens or not layers or self.layout.keeps_states(layers):
             return None
         found = drawn(tokens, min(self.split.chunk, limits.SHARE_SPOT_TOKENS), draw)
         return self._through(place, found, layers), LaterRows(self, found)
 
-    def rows(self, cache: Any, start: int, count: int) -> Pair | None:
-        """Keys and values of tokens [start, start + count), where the cache still has them."""
-        if isinstance(cache, RotatingKVCache):
-            row = RingState.of(cache).row_of(start)
+    def rows(self, caches: Sequence[Any], start: int, count: int) -> Rows:
+        """Keys and values of tokens [start, start + count), where each of a layer's caches still has them."""
+        found: Rows = []
+        for cache in caches:
+            if isinstance(cache, ArraysCache):
+                found.append(None)
+                continue
+            row: int | None = start
+            if isinstance(cache, RotatingKVCache):
+                row = RingState.of(cache).row_of(start)
             if row is None:
-                return None
-            start = row
-        return cache.keys[..., start : start + count, :], cache.values[..., start : start + count, :]
+                found.append(None)
+            else:
+                found.append((cache.keys[..., row : row + count, :], cache.values[..., row : row + count, :]))
+        return found
 
 
 class LayersAtHome(_HomeWork):
@@ -142,31 +191,29 @@ class LayersAtHome(_HomeWork):
         super().__init__(stage, layout, split, slots, prefix)
         self._own = split.layers_of(split.helpers)
         self._part = stage.part(self._own.start, self._own.stop) if self._own else None
-        self._where = [slots.where(chunk) for chunk in split.chunks_of(split.helpers)]
-        self._chunks = len(self._where)
+        self._chunks = len(split.chunks_of(split.helpers))
         self._hidden: deque[mx.array] = deque()
         self._begin: mx.array | None = None
         self._computed = 0
         # Frames of rows that arrived of each helper, and how many of them make a chunk.
         self._arrived = [0] * split.helpers
         self._rows = [
-            sum(not layout.layer(layer).window for layer in split.layers_of(place))
-            for place in range(split.helpers)
+            len(self.places(split.layers_of(place), in_rows=True)) for place in range(split.helpers)
         ]
         self._ended = [False] * split.helpers
 
     def allocate(self) -> None:
         for layer in range(self.split.layers):
             self.caches[layer] = self.make(layer, self.split.tokens)
-            if layer not in self._own and not self.layout.layer(layer).window:
-                self.row_buffers[layer] = RowBuffer(self.caches[layer])
+        for layer, part in self.places(range(self._own.start), in_rows=True):
+            self.row_buffers[layer, part] = RowBuffer(self.caches[layer][part])
 
     def take(self, place: int, frame: Frame) -> None:
         match frame.head.kind:
             case Kind.ROWS:
                 self._arrived[place] += 1
             case Kind.STATE:
-                self.caches[frame.head.layer] = self.rotated(frame)
+                self.caches[frame.head.layer][frame.head.part] = self._states.taken(frame)
             case Kind.HIDDEN:
                 hidden = layer_kv.hidden_of(frame, self.layout)
                 if self._begin is None:
@@ -174,9 +221,9 @@ class LayersAtHome(_HomeWork):
                 self._hidden.append(hidden)
             case _:
                 self._ended[place] = True
-                for layer in self.split.layers_of(place):
-                    if self.row_buffers.pop(layer, None) is not None:
-                        self.caches[layer].offset = self.split.tokens
+                for layer, part in self.places(self.split.layers_of(place), in_rows=True):
+                    if self.row_buffers.pop((layer, part), None) is not None:
+                        self.caches[layer][part].offset = self.split.tokens
 
     @property
     def computable(self) -> bool:
@@ -189,8 +236,10 @@ class LayersAtHome(_HomeWork):
     def compute(self) -> None:
         if self._part is None:
             return
-        caches = self.caches[self._own.start :]
-        passes.run(self._part, self._hidden.popleft(), caches, self._where[self._computed])
+        caches = [self.cache(layer) for layer in self._own]
+        chunk = self.split.chunks_of(self.split.helpers)[self._computed]
+        inputs = self._part.inputs(self.slots.tokens(chunk), chunk.start)
+        passes.run(self._part, self._hidden.popleft(), caches, self.slots.where(chunk), inputs)
         passes.evaluate(caches)
         mx.clear_cache()
         self._computed += 1
@@ -211,7 +260,7 @@ class LayersAtHome(_HomeWork):
         whole = self._whole()
         if all(self._ended) and whole == self._chunks:
             return self.split.tokens
-        if self.rotates:
+        if self.keeps_states:
             return self.split.cached
         # The last chunk counts with the end.
         return self.split.cached + min(whole, self._chunks - 1) * self.split.chunk
@@ -246,20 +295,18 @@ class LayersAtHome(_HomeWork):
         places = (i for i in range(self.split.helpers) if layer in self.split.layers_of(i))
         return next(places, self.split.helpers - 1)
 
-    def context(self, place: int, layer: int) -> Any:
-        if self.layout.layer(layer).window:
-            return copy_on_write(self.prefix[layer])
-        return self.before(layer, self.split.cached)
+    def context(self, place: int, layer: int) -> list[Any]:
+        return self._context(layer, self.split.cached, self.prefix[layer])
 
     def arrived(self, place: int, layer: int) -> bool:
         owner = self.owner(place, layer)
         if self._part is not None and layer + 1 == self._own.start and self._begin is None:
             return False
-        if self.layout.layer(layer).window or not self._rows[owner]:
+        if self.layout.keeps_states([layer]) or not self._rows[owner]:
             return self._ended[owner]
         return self._chunks_of(owner) > 0
 
-    def compared(self, place: int, layer: int, count: int) -> Pair | None:
+    def compared(self, place: int, layer: int, count: int) -> Rows:
         return self.rows(self.caches[layer], self.split.cached, count)
 
     def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
@@ -279,48 +326,60 @@ class TokensAtHome(_HomeWork):
         super().__init__(stage, layout, split, slots, prefix)
         self._major = passes.LayerMajor(stage, slots, split.chunks_of(split.helpers))
         self._cut = split.tokens_of(split.helpers).start
-        # Layers that arrived of each helper, in order.
-        self._arrived = [0] * split.helpers
+        # Frames that arrived of each helper, in order, and layers that have arrived of all.
+        self._frames = [0] * split.helpers
+        self._layers = LayersArrived(layout, range(split.layers))
+        self._completed = 0
         self._ended = [False] * split.helpers
-        # Caches that rotate, as they are after each helper's tokens.
-        self._states: list[dict[int, RotatingKVCache]] = [{} for _ in range(split.helpers)]
+        # Caches without a row per token, as they are after each helper's tokens.
+        self._after: list[dict[Place, Any]] = [{} for _ in range(split.helpers)]
 
     def allocate(self) -> None:
         for layer in range(self.split.layers):
             self.caches[layer] = self.make(layer, self.split.tokens)
-            if not self.layout.layer(layer).window:
-                self.row_buffers[layer] = RowBuffer(self.caches[layer])
+        for layer, part in self.places(range(self.split.layers), in_rows=True):
+            self.row_buffers[layer, part] = RowBuffer(self.caches[layer][part])
 
     def take(self, place: int, frame: Frame) -> None:
-        layer = frame.head.layer
         match frame.head.kind:
             case Kind.DONE:
                 self._ended[place] = True
                 return
             case Kind.STATE:
-                self._states[place][layer] = self.rotated(frame)
-        self._arrived[place] += 1
-        if min(self._arrived) > layer:
-            self._complete(layer)
+                self._after[place][frame.head.layer, frame.head.part] = self._states.taken(frame)
+        self._frames[place] += 1
+        while self._completed < self._here:
+            self._complete(self._completed)
+            self._completed += 1
 
     def _complete(self, layer: int) -> None:
-        """All rows before this machine's own have arrived."""
-        self.row_buffers.pop(layer, None)
-        if self.layout.layer(layer).window:
-            self.caches[layer] = copy_on_write(self._states[-1][layer])
-        else:
-            self.caches[layer].offset = self._cut
+        """All that comes before this machine's own tokens has arrived."""
+        for part, shape in enumerate(self.layout.parts(layer)):
+            self.row_buffers.pop((layer, part), None)
+            if shape.in_rows:
+                self.caches[layer][part].offset = self._cut
+            else:
+                self.caches[layer][part] = copy_on_write(self._after[-1][layer, part])
+
+    def _of(self, place: int) -> int:
+        """Layers that arrived of helper ``place``."""
+        return self._layers.after(self._frames[place])
+
+    @property
+    def _here(self) -> int:
+        """Layers that arrived of all helpers."""
+        return self._layers.after(min(self._frames))
 
     @property
     def computable(self) -> bool:
-        return not self.computed and (not self._major.begins or min(self._arrived) > self._major.layer)
+        return not self.computed and (not self._major.begins or self._here > self._major.layer)
 
     @property
     def computed(self) -> bool:
         return self._major.finished
 
     def compute(self) -> None:
-        self._major.step(self.caches[self._major.layer])
+        self._major.step(self.cache(self._major.layer))
 
     @property
     def done(self) -> int:
@@ -328,19 +387,19 @@ class TokensAtHome(_HomeWork):
             return self.split.cached
         if self.computed:
             return self.split.tokens
-        return self.split.cached if self.rotates else self._cut
+        return self.split.cached if self.keeps_states else self._cut
 
     @property
     def fraction(self) -> float:
-        return min(self._arrived) / self.split.layers if self.computed else self._major.fraction
+        return self._here / self.split.layers if self.computed else self._major.fraction
 
     @property
     def next_fraction(self) -> float:
-        layers, step = self.split.layers, min(self._arrived)
+        layers, step = self.split.layers, self._here
         return min(1.0, (step + 1 + self.split.helpers) / (layers + self.split.helpers))
 
     def behind(self) -> int:
-        return min(range(self.split.helpers), key=lambda place: self._arrived[place])
+        return min(range(self.split.helpers), key=self._frames.__getitem__)
 
     # ---- for the spot check ----------------------------------------------------------------------------
 
@@ -355,19 +414,20 @@ class TokensAtHome(_HomeWork):
             found.append(self.later_probe(i, range(tokens.start, min(tokens.stop, done)), layers, draw))
         return [probe for probe in found if probe is not None]
 
-    def context(self, place: int, layer: int) -> Any | None:
-        if min(self._arrived[:place], default=self.split.layers) <= layer:
+    def context(self, place: int, layer: int) -> list[Any] | None:
+        if min(map(self._of, range(place)), default=self.split.layers) <= layer:
             return None
-        if not self.layout.layer(layer).window:
-            return self.before(layer, self.split.tokens_of(place).start)
-        return copy_on_write(self._states[place - 1][layer] if place else self.prefix[layer])
+        states = self.prefix[layer]
+        if place:
+            states = [self._after[place - 1].get((layer, part)) for part in range(len(states))]
+        return self._context(layer, self.split.tokens_of(place).start, states)
 
     def arrived(self, place: int, layer: int) -> bool:
-        return self._arrived[place] > layer
+        return self._of(place) > layer
 
-    def compared(self, place: int, layer: int, count: int) -> Pair | None:
-        cache = self._states[place].get(layer, self.caches[layer])
-        return self.rows(cache, self.split.tokens_of(place).start, count)
+    def compared(self, place: int, layer: int, count: int) -> Rows:
+        caches = [self._after[place].get((layer, part), own) for part, own in enumerate(self.caches[layer])]
+        return self.rows(caches, self.split.tokens_of(place).start, count)
 
     def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
         return None

@@ -3,96 +3,32 @@
 Rows of a ``KVCache`` lie in one array per layer, (1, heads, room, width), with room for the whole prompt from
 the start. Rows that come from another machine are read from the network straight into that memory: MLX gives
 NumPy a view of it, and computes nothing from a layer while rows are still being written there. A cache that
-rotates has no row per token; its state is sent whole.
+rotates has no row per token, nor has a running state; they are sent whole.
 """
 
 from __future__ import annotations
 
 import copy
+import itertools
+import math
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache
 
 from fleetd.engine.kv_caches import copy_on_write
+from fleetd.engine.shared_prefill.kv_layout import KvLayout, KvShape, PartShape, RunningShape
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV
-from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
 from fleetd.plan.prefill.split import Split, chunks
 
 # uint8, as NumPy gives it; the buffer protocol is not in NumPy's types before Python 3.12.
 _Bytes = Any
-
-
-@dataclass(frozen=True, slots=True)
-class LayerShape:
-    """One layer's cache: per token ``heads`` keys and values of these widths; ``window`` 0 keeps them all."""
-
-    heads: int
-    key_width: int
-    value_width: int
-    dtype: mx.Dtype
-    window: int
-
-    def sizes(self, rows: int) -> tuple[int, int]:
-        """Bytes of the keys and of the values of ``rows`` tokens."""
-        one = self.heads * rows * self.dtype.size
-        return one * self.key_width, one * self.value_width
-
-
-@dataclass(frozen=True, slots=True)
-class KvLayout:
-    """The caches of layers ``first`` and following, and the hidden states between them, (B, T, width)."""
-
-    first: int
-    layers: tuple[LayerShape, ...]
-    width: int
-    dtype: mx.Dtype
-
-    @classmethod
-    def of(cls, stage: Stage) -> KvLayout:
-        """Found out by running one hidden state through the layers; costs what a token costs."""
-        if stage.first == 0:
-            hidden = stage.embed(mx.array([[0]]))
-        else:
-            hidden = mx.zeros((1, 1, int(stage.args.hidden_size)), _float_dtype(stage))
-        caches = stage.make_caches()
-        out = stage.run(hidden, caches)
-        shapes = [
-            LayerShape(
-                heads=cache.keys.shape[1],
-                key_width=cache.keys.shape[3],
-                value_width=cache.values.shape[3],
-                dtype=cache.keys.dtype,
-                window=cache.max_size if isinstance(cache, RotatingKVCache) else 0,
-            )
-            for cache in caches
-        ]
-        return cls(stage.first, tuple(shapes), int(out.shape[-1]), out.dtype)
-
-    def layer(self, index: int) -> LayerShape:
-        """By its number in the whole model."""
-        return self.layers[index - self.first]
-
-    def rotates(self, layers: Iterable[int]) -> bool:
-        return any(self.layer(index).window for index in layers)
-
-    def hidden_bytes(self, tokens: int) -> int:
-        return tokens * self.width * int(self.dtype.size)
-
-
-def _float_dtype(stage: Stage) -> mx.Dtype:
-    """In which most of the weights that are not packed integers are kept."""
-    nbytes: dict[mx.Dtype, int] = {}
-    for _, array in tree_flatten(stage.weights.parameters()):
-        if mx.issubdtype(array.dtype, mx.floating):
-            nbytes[array.dtype] = nbytes.get(array.dtype, 0) + array.nbytes
-    return max(nbytes, key=lambda dtype: nbytes[dtype])
 
 
 # ---- Arrays as bytes -------------------------------------------------------------------------------------
@@ -136,7 +72,7 @@ def empty(*, sparse: bool) -> KVCache:
 
 
 def preallocated(
-    shape: LayerShape, tokens: int, prefix: KVCache | None = None, *, sparse: bool = False
+    shape: KvShape, tokens: int, prefix: KVCache | None = None, *, sparse: bool = False
 ) -> KVCache:
     """A cache with room for ``tokens`` in the steps in which mlx-lm makes room, ``prefix`` copied into it."""
     room = -(-max(tokens, 1) // KVCache.step) * KVCache.step
@@ -174,8 +110,22 @@ class RowBuffer:
     def rows(self, start: int, stop: int) -> list[memoryview]:
         """Buffers for keys, then values, of tokens [start, stop)."""
         return [
-            memoryview(head[start:stop]).cast("B") for part in (self._keys, self._values) for head in part
+            memoryview(head[start:stop]).cast("B")
+            for part in (self._keys, self._values)
+            for head in part
+            # An index of the context has keys only.
+            if head.shape[-1]
         ]
+
+
+def state(cache: Any) -> tuple[list[memoryview], tuple[int, int], int]:
+    """The payload of a cache that is sent whole, with the ``sizes`` and the ``index`` of its frame."""
+    if isinstance(cache, ArraysCache):
+        found = [_buffer(as_bytes(mx.contiguous(array))) for array in cache.cache]
+        return found, (sum(piece.nbytes for piece in found), 0), 0
+    halves = [pieces(as_bytes(mx.contiguous(x))[0]) for x in (cache.keys, cache.values)]
+    sizes = sum(p.nbytes for p in halves[0]), sum(p.nbytes for p in halves[1])
+    return [piece for half in halves for piece in half], sizes, cache._idx
 
 
 def rows(cache: KVCache, start: int, stop: int) -> list[memoryview]:
@@ -227,44 +177,79 @@ class RingState:
         return token - first if ordered and token >= first else None
 
 
-class RingStates:
-    """How far the rotating caches of a split must have rotated. ``empty``: an unused cache per layer."""
+# The number of a cache: of its layer in the model, and of the part of what that keeps.
+Place = tuple[int, int]
 
-    def __init__(self, empty: Mapping[int, Any], split: Split) -> None:
-        self._empty, self._split = empty, split
-        self._starts: dict[int, RingState] = {}
+
+class LayersArrived:
+    """How many layers frames are, where each frame is one of a layer's caches, in order."""
+
+    def __init__(self, layout: KvLayout, layers: Iterable[int]) -> None:
+        self._ends = list(itertools.accumulate((len(layout.parts(layer)) for layer in layers), initial=0))
+
+    def after(self, frames: int) -> int:
+        """Leading layers that are complete after so many frames."""
+        return bisect_right(self._ends, frames) - 1
+
+
+class States:
+    """The caches without a row per token that come in frames. ``empty``: an unused cache for each of them.
+
+    How far one that rotates must have rotated follows from the split.
+    """
+
+    def __init__(self, empty: Mapping[Place, Any], layout: KvLayout, split: Split) -> None:
+        self._empty, self._layout, self._split = empty, layout, split
+        self._starts: dict[Place, RingState] = {}
         self._known: dict[tuple[RingState, int, int], RingState] = {}
 
-    def start(self, layer: int, cache: RotatingKVCache) -> None:
+    def start(self, place: Place, cache: Any) -> None:
         """Set the cache before the new tokens; an empty one if this is not called."""
-        self._starts[layer] = RingState.of(cache)
+        if isinstance(cache, RotatingKVCache):
+            self._starts[place] = RingState.of(cache)
 
-    def taken(self, frame: Frame, shape: LayerShape) -> RotatingKVCache:
-        """The cache that a frame brings, checked."""
-        layer = frame.head.layer
-        cache = rotated(self._empty[layer], shape, frame)
-        self.check(layer, frame.head.end, cache)
+    def received(self, frame: Frame) -> Any:
+        """The cache that a frame brings."""
+        place = frame.head.layer, frame.head.part
+        shape = self._layout.parts(frame.head.layer)[frame.head.part]
+        if isinstance(shape, RunningShape):
+            return running(self._empty[place], shape, frame)
+        return rotated(self._empty[place], shape, frame)
+
+    def taken(self, frame: Frame) -> Any:
+        """The same, checked to be a cache after the split's chunks of the frame's tokens."""
+        cache = self.received(frame)
+        if isinstance(cache, RotatingKVCache):
+            self.check((frame.head.layer, frame.head.part), frame.head.end, cache)
         return cache
 
-    def check(self, layer: int, stop: int, cache: RotatingKVCache) -> None:
-        """Raises ProtocolError unless this is how the chunks of [cached, stop) leave the layer's cache."""
-        start, empty = self._starts.get(layer, RingState()), self._empty[layer]
+    def check(self, place: Place, stop: int, cache: RotatingKVCache) -> None:
+        """Raises ProtocolError unless this is how the chunks of [cached, stop) leave the cache."""
+        start, empty = self._starts.get(place, RingState()), self._empty[place]
         key = (start, empty.max_size, stop)
         if key not in self._known:
             sizes = [len(chunk) for chunk in chunks(range(self._split.cached, stop), self._split.chunk)]
             self._known[key] = start.after(empty, sizes)
         if RingState.of(cache) != self._known[key]:
-            raise ProtocolError(f"Of layer {layer} came a cache that rotated otherwise than these tokens do.")
+            raise ProtocolError(
+                f"Of layer {place[0]} came a cache that rotated otherwise than these tokens do."
+            )
 
 
-def state_buffers(shape: LayerShape, held: int) -> list[memoryview]:
+def state_buffers(shape: PartShape, head: FrameHeader) -> list[memoryview]:
+    """Memory for a STATE: keys and values, or each array."""
+    if isinstance(shape, RunningShape):
+        return [
+            memoryview(empty_bytes(math.prod(array) * dtype.size)).cast("B") for array, dtype in shape.arrays
+        ]
+    held = head.sizes[0] // shape.sizes(1)[0]
     return [
         memoryview(empty_bytes(shape.heads, held, width * shape.dtype.size)).cast("B")
         for width in (shape.key_width, shape.value_width)
     ]
 
 
-def rotated(empty: RotatingKVCache, shape: LayerShape, frame: Frame) -> RotatingKVCache:
+def rotated(empty: RotatingKVCache, shape: KvShape, frame: Frame) -> RotatingKVCache:
     """The cache that a STATE frame, whose buffers are ``state_buffers``, was made from."""
     cache = copy.copy(empty)
     cache.offset, cache._idx = frame.head.count, frame.head.index
@@ -280,17 +265,26 @@ def rotated(empty: RotatingKVCache, shape: LayerShape, frame: Frame) -> Rotating
     return cache
 
 
+def running(empty: ArraysCache, shape: RunningShape, frame: Frame) -> ArraysCache:
+    """The running state that a STATE frame, whose buffers are ``state_buffers``, was made from."""
+    cache = copy.deepcopy(empty)
+    for index, ((array, dtype), buffer) in enumerate(zip(shape.arrays, frame.buffers, strict=True)):
+        data = np.frombuffer(buffer, dtype=np.uint8).reshape(*array[:-1], array[-1] * dtype.size)
+        cache[index] = of_bytes(data, dtype)
+    mx.eval(cache.cache)
+    return cache
+
+
 # ---- Frames ----------------------------------------------------------------------------------------------
 
 
-def buffers(head: FrameHeader, layout: KvLayout, row_buffers: Mapping[int, RowBuffer]) -> list[memoryview]:
+def buffers(head: FrameHeader, layout: KvLayout, row_buffers: Mapping[Place, RowBuffer]) -> list[memoryview]:
     """The memory for an expected frame's payload: rows to their places, all else to memory of its own."""
     match head.kind:
         case Kind.ROWS:
-            return row_buffers[head.layer].rows(head.start, head.end)
+            return row_buffers[head.layer, head.part].rows(head.start, head.end)
         case Kind.STATE:
-            shape = layout.layer(head.layer)
-            return state_buffers(shape, head.sizes[0] // shape.sizes(1)[0])
+            return state_buffers(layout.parts(head.layer)[head.part], head)
         case _:
             return [memoryview(empty_bytes(head.nbytes))] if head.nbytes else []
 
@@ -307,17 +301,20 @@ def finite(frame: Frame, layout: KvLayout) -> bool:
     """False if a frame of rows or hidden states holds a NaN or an infinite number."""
     match frame.head.kind:
         case Kind.ROWS | Kind.STATE:
-            dtype = layout.layer(frame.head.layer).dtype
+            shape = layout.parts(frame.head.layer)[frame.head.part]
+            dtypes = shape.dtypes(len(frame.buffers))
         case Kind.HIDDEN:
-            dtype = layout.dtype
+            dtypes = [layout.dtype] * len(frame.buffers)
         case _:
             return True
+    return all(_finite(buffer, dtype) for buffer, dtype in zip(frame.buffers, dtypes, strict=True))
+
+
+def _finite(buffer: memoryview, dtype: mx.Dtype) -> bool:
     if dtype not in _EXPONENTS:
         return True
     word, mask = _EXPONENTS[dtype]
-    return all(
-        int((np.frombuffer(buffer, word) & word(mask)).max(initial=0)) != mask for buffer in frame.buffers
-    )
+    return int((np.frombuffer(buffer, word) & word(mask)).max(initial=0)) != mask
 
 
 # ---- Hidden states ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from fleetd.engine.calibrate import Calibration, Speeds
 from fleetd.engine.shared_prefill.fingerprint import probe
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.stage import Stage
 
 
@@ -21,8 +21,9 @@ class PartCalibration(Calibration):
     """Measures these layers as a model is measured, and tells what the whole one would take."""
 
     def __init__(self, stage: Stage, layout: KvLayout, context_tokens: int, budget_s: float) -> None:
+        stage = stage.prefilling
         super().__init__(_PartModel(stage, layout), 1, context_tokens, budget_s)
-        self._whole = stage.total / (stage.last - stage.first)
+        self._whole = stage.prefilled / (stage.last - stage.first)
 
     def speeds(self) -> Speeds:
         """Decoding is left out: it is not done in parts."""
@@ -45,12 +46,15 @@ class _PartModel:
         self._hidden = probe(layout)
 
     def make_cache(self) -> list[Any]:
-        return self._stage.make_caches()
+        return [cache for cache in self._stage.make_caches() if cache is not None]
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
         count = tokens.shape[1]
         times = -(-count // self._hidden.shape[1])
-        out = self._stage.run(mx.tile(self._hidden, (1, times, 1))[:, :count], cache)
+        hidden = mx.tile(self._hidden, (1, times, 1))[:, :count]
+        # All tokens alike, and where they are does not change what they cost.
+        inputs = self._stage.inputs(mx.zeros((1, count), mx.int32), 0)
+        out = self._stage.run(hidden, self._stage.spread(cache), inputs)
         # What the last layer makes is sent on: here it is no less work than what the others make.
         mx.eval(out)
         return out

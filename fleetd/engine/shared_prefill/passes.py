@@ -3,8 +3,8 @@
     chunk-major  (layers are split)   chunk 0 through all own layers, chunk 1 through all own layers, …
     layer-major  (tokens are split)   layer 0 on all own chunks, layer 1 on all own chunks, …
 
-Both give the bytes of local prefill with the same chunks. Of a model's last layer only keys and values are
-computed: what comes out of it would be needed for the last token alone, and that one is decoded.
+Both give the bytes of local prefill with the same chunks. Of the last layer that keeps anything only keys and
+values are computed: what comes out of it would be needed for the last token alone, and that one is decoded.
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList
 
+from fleetd.engine.layer_calls import PassInputs
+from fleetd.engine.shared_prefill.kv_layout import arrays
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.stage import Stage
 
@@ -40,26 +43,35 @@ class _OnlyRows:
 
 
 def run(
-    part: Stage, hidden: mx.array, caches: Sequence[Any], where: Sequence[int] | None = None
+    part: Stage,
+    hidden: mx.array,
+    caches: Sequence[Any],
+    where: Sequence[int] | None = None,
+    inputs: PassInputs | None = None,
 ) -> mx.array | None:
-    """Hidden states (1, T, D) through ``part``; None after the model's last layer. Nothing is evaluated.
+    """Hidden states (1, T, D) through ``part``; None after the last layer of a prefill. Nothing is evaluated.
 
-    ``where``: the tokens' positions, if these are not the next ones of their caches.
+    ``where``: the tokens' positions, if these are not the next ones of their caches. ``inputs``: of the
+    tokens, as ``Stage.inputs`` makes them.
     """
     if where is not None:
         for cache in caches:
             cache.expect(where)
-    if part.last < part.total:
-        return part.run(hidden, list(caches))
+    if part.last < part.prefilled:
+        return part.run(hidden, list(caches), inputs)
+    if isinstance(part.empty[-1], ArraysCache | CacheList):
+        # Only its state is asked for: what that does not need is not computed, but for attention on a CPU.
+        part.run(hidden, list(caches), inputs)
+        return None
     try:
-        part.run(hidden, [*caches[:-1], _OnlyRows(caches[-1])])
+        part.run(hidden, [*caches[:-1], _OnlyRows(caches[-1])], inputs)
     except _EnoughError:
         return None
     raise RuntimeError("the last layer never asked for its cache")
 
 
 def evaluate(caches: Sequence[Any], *more: mx.array | None) -> None:
-    mx.eval([(cache.keys, cache.values) for cache in caches], [x for x in more if x is not None])
+    mx.eval(arrays(caches), [x for x in more if x is not None])
 
 
 class LayerMajor:
@@ -71,11 +83,13 @@ class LayerMajor:
     """
 
     def __init__(self, stage: Stage, slots: Slots, chunks: Sequence[range]) -> None:
+        stage = stage.prefilling
         self.parts = [stage.part(layer, layer + 1) for layer in range(stage.first, stage.last)]
         self.layer = 0
         self.chunk = 0
         self._hidden = [stage.embed(slots.tokens(chunk)) for chunk in chunks]
         self._where = [slots.where(chunk) for chunk in chunks]
+        self._inputs = [stage.inputs(slots.tokens(chunk), chunk.start) for chunk in chunks]
 
     @property
     def begins(self) -> bool:
@@ -94,7 +108,8 @@ class LayerMajor:
 
     def step(self, cache: Any) -> bool:
         """The next chunk through the next layer, whose cache this is. True if that ends the layer."""
-        out = run(self.parts[self.layer], self._hidden[self.chunk], [cache], self._where[self.chunk])
+        at = self.chunk
+        out = run(self.parts[self.layer], self._hidden[at], [cache], self._where[at], self._inputs[at])
         evaluate([cache], out)
         if out is not None:
             self._hidden[self.chunk] = out

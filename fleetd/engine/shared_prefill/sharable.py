@@ -12,7 +12,7 @@ import msgspec
 from fleetd import limits
 from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.shared_prefill.fingerprint import arithmetic, probe
-from fleetd.engine.shared_prefill.layer_kv import KvLayout
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.sparse_prefill import sparse
 from fleetd.engine.sparse_prefill.rope import install
 from fleetd.engine.stage import Stage
@@ -51,7 +51,9 @@ class Sharable:
 
 def _not_sparse(stage: Stage, layout: KvLayout) -> str:
     """Why these layers help with whole prompts only; "" if tokens may be left out."""
-    if layout.rotates(range(stage.first, stage.last)):
+    if whole := stage.architecture.whole:
+        return f"Every token of a prompt is computed: {whole}."
+    if layout.keeps_states(range(stage.first, stage.prefilling.last)):
         # Their rows are sent as they lie, which while there are gaps says nothing of positions.
         return "It has sliding windows, which are shared for whole prompts only."
     hidden = probe(layout)

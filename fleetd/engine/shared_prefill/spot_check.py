@@ -19,14 +19,18 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.models.cache import ArraysCache
 
 from fleetd import limits
-from fleetd.engine.shared_prefill import layer_kv, passes
+from fleetd.engine.layer_calls import PassInputs
+from fleetd.engine.shared_prefill import kv_layout, layer_kv, passes
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.stage import Stage
 from fleetd.errors import PeerWrong
 
-Pair = tuple[mx.array, mx.array]
+# Keys and values (1, heads, count, width) of some tokens, for each cache of a layer; None where it has no row
+# for each of them.
+Rows = list[tuple[mx.array, mx.array] | None]
 WHAT_TO_SUSPECT = "Its model, its accelerator or its memory is not what it says."
 
 
@@ -36,14 +40,15 @@ class ReceivedRows(Protocol):
     def owner(self, place: int, layer: int) -> int:
         """The helper that computes the layer."""
 
-    def context(self, place: int, layer: int) -> Any | None:
-        """A cache, to be added to, of what comes before the probe's tokens; None if it is not yet there."""
+    def context(self, place: int, layer: int) -> list[Any] | None:
+        """A layer's caches, to be added to, of what comes before the probe's tokens; None if they are not yet
+        there."""
 
     def arrived(self, place: int, layer: int) -> bool:
         """True if ``compare`` can be called for the layer."""
 
-    def compared(self, place: int, layer: int, count: int) -> Pair | None:
-        """Keys and values (1, heads, count, width) of the probe's tokens; None if none were sent."""
+    def compared(self, place: int, layer: int, count: int) -> Rows:
+        """Of the probe's tokens, as they were sent."""
 
     def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
         """What was sent of them on the way into ``layer``, (1, count, width); None if nothing was."""
@@ -52,15 +57,15 @@ class ReceivedRows(Protocol):
 class HomeRows(Protocol):
     """The caches that a shared prefill fills: ``home_work``."""
 
-    caches: list[Any]
+    caches: list[list[Any]]
 
     def owner(self, place: int, layer: int) -> int:
         """As ``ReceivedRows``."""
 
-    def before(self, layer: int, tokens: int) -> Any:
-        """A cache, to be added to, of the first ``tokens``."""
+    def before(self, layer: int, tokens: int) -> list[Any]:
+        """A layer's caches, to be added to, of the first ``tokens``."""
 
-    def rows(self, cache: Any, start: int, count: int) -> Pair | None:
+    def rows(self, caches: Sequence[Any], start: int, count: int) -> Rows:
         """Keys and values of these tokens."""
 
 
@@ -73,13 +78,16 @@ class Probe:
     hidden: mx.array
     count: int
     where: Sequence[int] | None = None
-    rows: list[Pair] = field(default_factory=list)
+    inputs: PassInputs | None = None
+    rows: list[Rows] = field(default_factory=list)
     # Layers that are compared.
     settled: int = 0
 
     @classmethod
     def of(cls, place: int, parts: Sequence[Stage], slots: Slots, first: range) -> Probe:
-        return cls(place, parts, parts[0].embed(slots.tokens(first)), len(first), slots.where(first))
+        tokens, where = slots.tokens(first), slots.where(first)
+        hidden, inputs = parts[0].embed(tokens), parts[0].inputs(tokens, first.start)
+        return cls(place, parts, hidden, len(first), where, inputs)
 
     @property
     def computed(self) -> bool:
@@ -89,16 +97,25 @@ class Probe:
     def done(self) -> bool:
         return self.settled == len(self.parts)
 
-    def step(self, cache: Any) -> None:
-        """The next layer, after the tokens that ``cache`` holds."""
-        out = passes.run(self.parts[len(self.rows)], self.hidden, [cache], self.where)
-        # Where a cache rotates as where it does not, the newest rows end where it writes next.
-        end = getattr(cache, "_idx", cache.offset)
-        rows = layer_kv.copied(cache, end - self.count, end)
-        mx.eval(rows, [] if out is None else out)
+    def step(self, caches: Sequence[Any]) -> None:
+        """The next layer, after the tokens that its ``caches`` hold."""
+        part = self.parts[len(self.rows)]
+        cache = kv_layout.assembled(part.empty[0], caches)
+        out = passes.run(part, self.hidden, [cache], self.where, self.inputs)
+        rows = [_newest(one, self.count) for one in caches]
+        mx.eval([x for x in rows if x is not None], [] if out is None else out)
         self.rows.append(rows)
         if out is not None:
             self.hidden = out
+
+
+def _newest(cache: Any, count: int) -> tuple[mx.array, mx.array] | None:
+    """Keys and values of the last ``count`` tokens; None for a running state."""
+    if isinstance(cache, ArraysCache):
+        return None
+    # Where a cache rotates as where it does not, the newest rows end where it writes next.
+    end = getattr(cache, "_idx", cache.offset)
+    return layer_kv.copied(cache, end - count, end)
 
 
 def drawn(tokens: range, count: int, draw: random.Random) -> range:
@@ -117,13 +134,13 @@ class LaterRows:
     def owner(self, place: int, layer: int) -> int:
         return self._work.owner(place, layer)
 
-    def context(self, place: int, layer: int) -> Any:
+    def context(self, place: int, layer: int) -> list[Any]:
         return self._work.before(layer, self._tokens.start)
 
     def arrived(self, place: int, layer: int) -> bool:
         return True
 
-    def compared(self, place: int, layer: int, count: int) -> Pair | None:
+    def compared(self, place: int, layer: int, count: int) -> Rows:
         return self._work.rows(self._work.caches[layer], self._tokens.start, count)
 
     def hidden(self, place: int, layer: int, count: int) -> mx.array | None:
@@ -147,7 +164,7 @@ class SpotCheck:
         """True if ``step`` has something to compute."""
         return self._next() is not None
 
-    def _next(self) -> tuple[Probe, Any] | None:
+    def _next(self) -> tuple[Probe, list[Any]] | None:
         for probe in self._probes:
             if not probe.computed:
                 context = self._received.context(probe.place, len(probe.rows))
@@ -175,9 +192,10 @@ class SpotCheck:
     def _compare(self, probe: Probe, layer: int) -> None:
         owner = self._received.owner(probe.place, layer)
         theirs = self._received.compared(probe.place, layer, probe.count)
-        if theirs is not None:
-            for name, ours, other in zip(("keys", "values"), probe.rows[layer], theirs, strict=True):
-                self._check(ours, other, owner, f"{name} of layer {layer}")
+        for mine, sent in zip(probe.rows[layer], theirs, strict=True):
+            if mine is not None and sent is not None:
+                for name, ours, other in zip(("keys", "values"), mine, sent, strict=True):
+                    self._check(ours, other, owner, f"{name} of layer {layer}")
         after = self._received.hidden(probe.place, layer + 1, probe.count)
         if after is not None and probe.computed:
             self._check(probe.hidden, after, owner, f"hidden states before layer {layer + 1}")

@@ -17,11 +17,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from fleetd.engine.architectures import CUT
+from fleetd.engine.architectures import ANY_TEXT, CUT
 from fleetd.engine.kv_caches import beginning
 from fleetd.engine.prefill import give_back
 from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
+from fleetd.engine.stage import architecture_for
 from fleetd.errors import ModelUnsupported
 
 # Always kept: the first token, on which attention rests where it finds nothing, and the prompt's end.
@@ -119,9 +120,11 @@ class Sparse:
         Raises:
             ModelUnsupported: why it cannot; it still runs densely.
         """
-        kind = model.args.model_type
-        if kind not in CUT:
+        kind = model.model_type
+        if kind not in CUT and kind not in ANY_TEXT:
             raise ModelUnsupported(f"No test shows that a {kind} model can skip tokens of a prompt.")
+        if whole := architecture_for(model).whole:
+            raise ModelUnsupported(f"A {kind} model computes every token of a prompt: {whole}.")
         empty = make_prompt_cache(model)
         odd = {type(c).__name__ for c in empty} - {KVCache.__name__, RotatingKVCache.__name__}
         if odd or any(getattr(c, "keep", 0) for c in empty):

@@ -3,7 +3,7 @@
 Sans-IO. A frame is a head of fixed size and a payload of raw numbers, in the byte order of the machines that
 compute (little endian):
 
-    kind u8 | layer u16 | start u32 | count u32 | index u32 | prefix 8 bytes | sizes u64 u64 | payload
+    kind u8 | layer u16 | part u8 | start, count, index u32 | prefix 8 bytes | sizes u64 u64 | payload
 
 A receiver knows every head in advance: which frame comes when, and its size, follow from the split
 (``frame_schedule``). A head other than the expected one is refused before its payload is read.
@@ -25,7 +25,8 @@ class Kind(IntEnum):
     TOKENS = 1
     # Keys (heads, count, key width) and values (heads, count, value width) of one layer's tokens.
     ROWS = 2
-    # The same of a cache that rotates: all rows that it holds, in the order in which it holds them.
+    # What has no row per token: all rows that a cache which rotates holds, in the order in which it holds
+    # them, or the arrays of a running state.
     STATE = 3
     # Hidden states (count, width) on their way into ``layer``.
     HIDDEN = 4
@@ -37,7 +38,7 @@ class Kind(IntEnum):
     DRAFT = 7
 
 
-_HEAD = struct.Struct("<BHIII8sQQ")
+_HEAD = struct.Struct("<BHBIII8sQQ")
 HEAD_BYTES = _HEAD.size
 _LARGEST = 1 << 40
 NO_PREFIX = bytes(8)
@@ -46,10 +47,11 @@ NO_PREFIX = bytes(8)
 @dataclass(frozen=True, slots=True)
 class FrameHeader:
     """``start`` and ``count`` are tokens, as the split counts them; ``sizes`` the bytes of the payload's two
-    parts.
+    halves: keys and values. ``part``: which of the caches of ``layer``, if it has several.
 
-    A STATE's ``start`` is 0 and its ``count`` all tokens that its cache has seen; ``index`` is where the
-    cache writes next. ``prefix`` is ``plan.split.prefix_hashes`` at ``start + count``.
+    A STATE's ``start`` is 0 and its ``count`` all tokens that its cache has seen; ``index`` is where a cache
+    that rotates writes next. A running state's arrays are its first half. ``prefix`` is
+    ``plan.split.prefix_hashes`` at ``start + count``.
     """
 
     kind: Kind
@@ -59,6 +61,7 @@ class FrameHeader:
     sizes: tuple[int, int] = (0, 0)
     index: int = 0
     prefix: bytes = NO_PREFIX
+    part: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -71,19 +74,20 @@ class FrameHeader:
 
     def pack(self) -> bytes:
         """``HEAD_BYTES`` bytes."""
-        return _HEAD.pack(self.kind, self.layer, self.start, self.count, self.index, self.prefix, *self.sizes)
+        places = (self.kind, self.layer, self.part, self.start, self.count, self.index)
+        return _HEAD.pack(*places, self.prefix, *self.sizes)
 
     @classmethod
     def unpack(cls, data: bytes | bytearray | memoryview) -> FrameHeader:
         """From ``HEAD_BYTES`` bytes. Raises ProtocolError for what is no head."""
         if len(data) != HEAD_BYTES:
             raise ProtocolError(f"A frame's head of {len(data)} bytes came where {HEAD_BYTES} were due.")
-        kind, layer, start, count, index, prefix, first, second = _HEAD.unpack(data)
+        kind, layer, part, start, count, index, prefix, first, second = _HEAD.unpack(data)
         if kind not in Kind._value2member_map_ or max(first, second) > _LARGEST:
             raise ProtocolError(
                 f"A frame of unknown kind {kind} or absurd size ({first} and {second} bytes)."
             )
-        return cls(Kind(kind), layer, start, count, (first, second), index, prefix)
+        return cls(Kind(kind), layer, start, count, (first, second), index, prefix, part)
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,7 @@ class ModelCard(msgspec.Struct, frozen=True, omit_defaults=True):
     load_s: Rate = 0.0
     layers: Layer = 0
     kv_bytes_per_token: Count = 0
+    state_bytes: Count = 0
     hidden_bytes: Count = 0
     outside_bytes: Count = 0
     any_chunks: bool = False

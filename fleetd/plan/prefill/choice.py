@@ -206,7 +206,8 @@ def _option(
 
 def _load(prompt: PrefillSize, machine: HelperSpec, layers: range) -> Load:
     """The whole model if such a prompt fits beside it, because then it can answer too; else these layers."""
-    whole_bytes = prompt.weights_bytes + prompt.kv_bytes_per_token * prompt.tokens
+    kept_bytes = prompt.kv_bytes_per_token * prompt.tokens + prompt.state_bytes
+    whole_bytes = prompt.weights_bytes + kept_bytes
     if whole_bytes <= machine.room_bytes or len(layers) == prompt.layers:
         return Load(machine.node_id)
     return Load(machine.node_id, layers.start, layers.stop)

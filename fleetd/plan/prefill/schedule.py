@@ -49,7 +49,8 @@ class PrefillSize:
     ``tokens`` and ``cached`` as in ``Split``: the prompt without its last token, and how much of that is in
     the prefix cache. Bytes are over all layers, for one token's keys and values, its hidden state, and the
     weights; ``outside_bytes`` of the weights belong to no layer. ``chunk``: how many tokens one chunk has
-    without helpers; with ``exact_chunks`` no other size may be used. ``prompt_span``: as in ``Split``, if
+    without helpers; with ``exact_chunks`` no other size may be used. ``state_bytes``: what all layers
+    keep whatever the prompt's length, which is sent once it is complete. ``prompt_span``: as in ``Split``, if
     tokens are left out; only kept tokens cost anything. ``unshareable``: why no machine can help, "" if one
     can. ``last_layer``: the time of the last layer, as a share of another layer's (``LAST_LAYER``).
     """
@@ -66,6 +67,7 @@ class PrefillSize:
     weights_bytes: int = 0
     outside_bytes: int = 0
     last_layer: float = 1.0
+    state_bytes: int = 0
 
     @property
     def new(self) -> range:
@@ -128,13 +130,15 @@ class Chain:
             onward = self._between[i] if i < len(self._between) else helper.link
             if onward is helper.link and home_share:
                 to_home += prompt.hidden_bytes
-            rows.append((len(pipe.stages), self._carrying(helper.link, to_home, chunk)))
+            carrying = self._carrying(helper.link, to_home, chunk)
+            carrying.late_s += helper.link.seconds(prompt.state_bytes * kept[i])
+            rows.append((len(pipe.stages), carrying))
             if onward is not helper.link or home_share:
                 pipe.stages.append(self._carrying(onward, 2 * prompt.hidden_bytes, chunk))
         if home_share:
             pipe.stages.append(self._computing(self._home, home_share, chunk, self._home_free_s))
         computed_end_s, rows_end_s = pipe.ends(rows)
-        port_s = self._port.seconds(sum(kept) * prompt.kv_bytes_per_token * len(new))
+        port_s = self._port.seconds(sum(kept) * (prompt.kv_bytes_per_token * len(new) + prompt.state_bytes))
         rows_end_s = max(rows_end_s, begun_s + port_s, self._home_free_s)
         computed_s = self._home.total(home_share, new, chunk)
         return Timeline(
@@ -151,9 +155,11 @@ class Chain:
         one, last = prompt.share(range(1)), prompt.share(range(layers - 1, layers))
         *parts, home_part = [range(a, b) for a, b in itertools.pairwise(cuts)]
         begun_s = self._agreed_s + self._prefix_s([1.0] * len(parts))
-        row_bytes = prompt.kv_bytes_per_token / layers
+        row_bytes, state_bytes = prompt.kv_bytes_per_token / layers, prompt.state_bytes / layers
         home_s = self._home.total(1.0, home_part, chunk)
-        port_s = self._port.seconds(prompt.kv_bytes_per_token * (home_part.start - prompt.cached))
+        port_s = self._port.seconds(
+            prompt.kv_bytes_per_token * (home_part.start - prompt.cached) + prompt.state_bytes * len(parts)
+        )
         end_s = max(self._home_free_s + home_s, begun_s + port_s + home_s * last)
         # The chain up to this helper: each stage's seconds for one layer and for the last one, and the delay
         # of the links.
@@ -162,12 +168,12 @@ class Chain:
         for i, (helper, part) in enumerate(zip(self._helpers, parts, strict=True)):
             work_s = helper.speed.total(1.0, part, chunk)
             path.append((work_s * one, work_s * last))
-            rows_s = helper.link.seconds(row_bytes * len(part))
+            rows_s = helper.link.seconds(row_bytes * len(part) + state_bytes)
             stages = [*path, (rows_s, rows_s), (home_s * one, home_s * last)]
             lead_s = begun_s + late_s + helper.link.one_way_s
             end_s = max(end_s, lead_s + _layer_after_layer(stages, layers))
             if i < len(self._between):
-                onward_s = self._between[i].seconds(row_bytes * (part.stop - prompt.cached))
+                onward_s = self._between[i].seconds(row_bytes * (part.stop - prompt.cached) + state_bytes)
                 path.append((onward_s, onward_s))
                 late_s += self._between[i].one_way_s
         return Timeline(
@@ -180,7 +186,8 @@ class Chain:
         for helper, share in zip(self._helpers, shares, strict=True):
             # If tokens are left out, each kept token is sent with its position.
             token_bytes = _TOKEN_BYTES * (2 if prompt.prompt_span else 1)
-            n_bytes = token_bytes * prompt.tokens + prompt.kv_bytes_per_token * prompt.cached * share
+            kept = prompt.kv_bytes_per_token * prompt.cached + prompt.state_bytes * (prompt.cached > 0)
+            n_bytes = token_bytes * prompt.tokens + kept * share
             all_bytes += n_bytes
             slowest_s = max(slowest_s, helper.link.seconds(n_bytes) + helper.link.one_way_s)
         return max(slowest_s, self._port.seconds(all_bytes))

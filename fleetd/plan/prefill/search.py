@@ -253,7 +253,7 @@ class Search:
     def _even_layers(self, chunk: int, bounds: Sequence[Part], *, whole: bool) -> Cuts | None:
         """Layers in proportion to the rate of each machine, or of its link if that is slower."""
         prompt, layers = self._prompt, self._prompt.layers
-        sent = prompt.kv_bytes_per_token * len(prompt.new)
+        sent = prompt.kv_bytes_per_token * len(prompt.new) + prompt.state_bytes
         rates, rooms = [], []
         for helper in self._helpers:
             busy_s = max(helper.speed.total(1.0, prompt.new, chunk), helper.link.seconds(sent))
@@ -301,7 +301,8 @@ class Search:
         prompt, kv, chunk = self._prompt, max(1, self._prompt.kv_bytes_per_token), self._prompt.chunk
         ends, at = [], float(prompt.cached)
         for helper, onward in zip(self._helpers, self._onward, strict=True):
-            link, room = helper.link, helper.room_bytes - self._weights_bytes(helper)
+            link = helper.link
+            room = helper.room_bytes - self._weights_bytes(helper) - prompt.state_bytes
             end = at + helper.speed.fitting(at, seconds, chunk)
             end = min(end, at + seconds * max(1.0, link.bytes_per_s) / kv)
             if onward is not None:
@@ -321,7 +322,7 @@ class Search:
             # A part has the embedding or the head; which of them is not known yet, so both are counted.
             room -= prompt.outside_bytes
             per_layer = max(0, prompt.weights_bytes - prompt.outside_bytes) / prompt.layers
-        per_layer += prompt.kv_bytes_per_token * prompt.tokens / prompt.layers
+        per_layer += (prompt.kv_bytes_per_token * prompt.tokens + prompt.state_bytes) / prompt.layers
         if room == math.inf or room >= per_layer * prompt.layers:
             return prompt.layers
         return max(0, math.floor(room / per_layer))
@@ -338,7 +339,10 @@ class Search:
         """Helpers have room for the rows of all tokens up to their last, and their own hidden states."""
         prompt = self._prompt
         return all(
-            self._weights_bytes(helper) + b * prompt.kv_bytes_per_token + (b - a) * prompt.hidden_bytes
+            self._weights_bytes(helper)
+            + prompt.state_bytes
+            + b * prompt.kv_bytes_per_token
+            + (b - a) * prompt.hidden_bytes
             <= helper.room_bytes
             for helper, (a, b) in zip(self._helpers, itertools.pairwise(cuts), strict=False)
         )

@@ -58,13 +58,14 @@ def prompt(tokens: int, cached: int, chunk: int, facts: Ready, kept: int = 0) ->
         weights_bytes=max(weights_bytes, facts.weights_bytes),
         outside_bytes=facts.outside_bytes,
         last_layer=LAST_LAYER,
+        state_bytes=facts.state_bytes,
     )
 
 
 def divisible(model: ModelCard) -> bool:
     """True if a card says how a model can be divided, in figures that a model may have."""
     each = (model.kv_bytes_per_token, model.hidden_bytes, model.weights_bytes)
-    return 0 < model.layers <= min(each) and max(each) <= _BYTES_MOST
+    return 0 < model.layers <= min(each) and max(*each, model.state_bytes) <= _BYTES_MOST
 
 
 def told_facts(model: ModelCard) -> Ready:
@@ -79,6 +80,7 @@ def told_facts(model: ModelCard) -> Ready:
         context_tokens=model.context_tokens,
         weights_bytes=model.weights_bytes,
         kv_bytes_per_token=model.kv_bytes_per_token,
+        state_bytes=model.state_bytes,
         kv_budget_bytes=model.kv_budget_bytes,
         has_chat_template=False,
         tool_calls=False,
