@@ -24,7 +24,8 @@ from fleetd.cache.restoring import BlockReader, Restore, RestoreState
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.cache.write_behind import BlocksToWrite, WriteBehind, WriterFigures
 from fleetd.engine.prefix_cache import DENSE, Hit, PrefixCache
-from fleetd.engine.shared_prefill.layer_kv import LayerShape, RowBuffer, preallocated
+from fleetd.engine.shared_prefill.kv_layout import KvShape
+from fleetd.engine.shared_prefill.layer_kv import RowBuffer, preallocated
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
 
@@ -39,13 +40,13 @@ def namespace(arithmetic: str, *, local_only: bool) -> str:
 class _RowLayout:
     """What each layer keeps per token. ``text``: equal for equal layouts."""
 
-    layers: tuple[LayerShape, ...]
+    layers: tuple[KvShape, ...]
 
     @classmethod
     def of(cls, cache: Sequence[KVCache]) -> _RowLayout:
         """Of caches in which there is something."""
         shapes = ((c.keys.shape, c.values.shape, c.keys.dtype) for c in cache)
-        return cls(tuple(LayerShape(k[1], k[3], v[3], dtype, 0) for k, v, dtype in shapes))
+        return cls(tuple(KvShape(k[1], k[3], v[3], dtype, 0) for k, v, dtype in shapes))
 
     @property
     def text(self) -> str:
