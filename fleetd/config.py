@@ -66,8 +66,9 @@ class HttpSettings(msgspec.Struct, frozen=True):
     ollama_listen: Annotated[
         str,
         Meta(
-            description="HOST:PORT on this machine's loopback where the same API needs no token, for Ollama's "
-            'clients, which look at 127.0.0.1:11434; "" is none. If it is taken, the daemon goes on without.'
+            description="HOST:PORT of this machine's loopback where the API needs no token, for Ollama's "
+            'clients, which look at 127.0.0.1:11434; "" is none. If it is taken, the daemon goes on '
+            "without it."
         ),
     ] = ""
 

@@ -60,8 +60,8 @@ def test_a_conversation_is_the_one_that_openais_dialect_makes() -> None:
             "content": None,
             "reasoning_content": "I look.",
             "tool_calls": [
-                {"id": "call_0", "type": "function", "function": {"name": "sky", "arguments": '{"city": "Oslo"}'}},
-                {"id": "call_1", "type": "function", "function": {"name": "sea", "arguments": "{}"}},
+                {"id": "call_0", "function": {"name": "sky", "arguments": '{"city": "Oslo"}'}},
+                {"id": "call_1", "function": {"name": "sea", "arguments": "{}"}},
             ],
         },
         {"role": "tool", "content": "calm", "tool_call_id": "call_1", "name": "sea"},

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FIGURES = {
-    "done_reason", "total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration", "eval_count",
-    "eval_duration",
+    "done_reason", "total_duration", "load_duration", "prompt_eval_count", "prompt_eval_duration",
+    "eval_count", "eval_duration",
 }  # fmt: skip
 
 
 @dataclass
 class OllamaOrder:
-    """Takes objects one by one, raises AssertionError at the first that is out of order, and keeps the answer.
+    """Takes objects one by one; raises AssertionError at the first that is out of order.
 
     Pieces with ``done`` false → one object with ``done`` true and the figures; an error instead of what is
     missing.
