@@ -72,7 +72,7 @@ def reply(
     return o.OllamaTextReply(response=text, thinking=thinking, **common)
 
 
-class _Answer:
+class _OllamaAnswering:
     """What is known of an answer so far."""
 
     def __init__(self, options: OllamaReplyOptions) -> None:
@@ -117,7 +117,7 @@ class _Answer:
         return [_called(i, block) for i, block in enumerate(tools)]
 
 
-class OllamaWhole(_Answer, Collector):
+class OllamaWhole(_OllamaAnswering, Collector):
     def feed(self, index: int, event: Planned | Event) -> None:
         self._take(event)
 
@@ -129,7 +129,7 @@ class OllamaWhole(_Answer, Collector):
         return reply(self._options, texts["text"], texts["reasoning"], self._calls(), self._figures)
 
 
-class OllamaStream(_Answer, Streamer):
+class OllamaStream(_OllamaAnswering, Streamer):
     def feed(self, index: int, event: Planned | Event) -> Sequence[msgspec.Struct]:
         return [item for step in self._take(event) for item in self._pieces(step)]
 
