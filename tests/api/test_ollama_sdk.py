@@ -6,7 +6,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+import json
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,10 +16,12 @@ from typing import Any
 import httpx
 import ollama
 import pytest
-from api_fakes import FakePullStep, FakeRunner, Site, Target, serve_in_thread, services
+from api_fakes import FakePullStep, FakeRunner, Site, Step, Target, serve, serve_in_thread, services
 from ollama_order import OllamaOrder, read_lines
 
-from fleetd import errors
+from fleetd import errors, limits
+from fleetd.engine import protocol as p
+from fleetd.requests.job import Job
 
 ASK: list[Any] = [{"role": "user", "content": "Say something."}]
 WEATHER: Any = {
@@ -300,3 +304,28 @@ def test_a_download_that_fails_is_an_error_of_the_stream() -> None:
 def test_delete_removes_a_model(own_site: Site) -> None:
     with connect_site(own_site) as client:
         assert client.delete("smollm2-135m").status == "success"
+
+
+# ---- Silence ---------------------------------------------------------------------------------------------
+
+
+async def test_empty_pieces_fill_a_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The format has no comments."""
+    monkeypatch.setattr(limits, "SSE_KEEPALIVE_S", 0.02)
+    monkeypatch.setattr(limits, "STREAM_PROGRESS_S", 0.0)
+    enough = asyncio.Event()
+
+    def slow(job: Job) -> Iterable[Step]:
+        name = job.request.id
+        return [p.Accepted(name, 9), enough, p.Delta(name, "ok"), p.Finished(name, "stop", p.Usage(9, 0, 1))]
+
+    order, lines = OllamaOrder(), 0
+    async with serve(services(FakeRunner(slow))) as site, site.client() as session:
+        async with session.post("/api/chat", json={"model": "smollm2-135m", "messages": ASK}) as answer:
+            async for line in answer.content:
+                order.take(json.loads(line))
+                lines += 1
+                if lines == 5:
+                    assert order.text == ""
+                    enough.set()
+    assert (order.state, order.text) == ("ended", "ok")
