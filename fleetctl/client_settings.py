@@ -25,6 +25,13 @@ def openai(settings: ClientSettings, base_url: str) -> Mapping[str, str]:
     return {"OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": settings.api_key or "not-needed"}
 
 
+def ollama(settings: ClientSettings, base_url: str) -> Mapping[str, str]:
+    """Ollama's Python library sends the key as the token; other clients of Ollama's send none."""
+    if settings.ollama_url:
+        return {"OLLAMA_HOST": settings.ollama_url}
+    return {"OLLAMA_HOST": base_url.removesuffix("/v1"), "OLLAMA_API_KEY": settings.api_key or "not-needed"}
+
+
 def anthropic(settings: ClientSettings, base_url: str) -> Mapping[str, str]:
     """Anthropic's clients put /v1 behind the base URL themselves."""
     return {

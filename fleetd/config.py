@@ -64,6 +64,15 @@ class HttpSettings(msgspec.Struct, frozen=True):
         list[str], Meta(description="Web origins whose pages may call the API; none by default.")
     ] = []
 
+    ollama_listen: Annotated[
+        str,
+        Meta(
+            description="HOST:PORT of this machine's loopback where the API needs no token, for Ollama's "
+            'clients, which look at 127.0.0.1:11434; "" is none. If it is taken, the daemon goes on '
+            "without it."
+        ),
+    ] = ""
+
     @property
     def host(self) -> str:
         return _split_address(self.listen)[0]
@@ -71,6 +80,10 @@ class HttpSettings(msgspec.Struct, frozen=True):
     @property
     def port(self) -> int:
         return _split_address(self.listen)[1]
+
+    @property
+    def ollama_address(self) -> tuple[str, int] | None:
+        return _split_address(self.ollama_listen) if self.ollama_listen else None
 
 
 class ModelSettings(msgspec.Struct, frozen=True):
@@ -614,13 +627,34 @@ def _check_fleet(config: Config) -> None:
             ) from None
 
 
+def _is_loopback(address: str) -> bool:
+    """Raises ValueError if it is no HOST:PORT."""
+    host, _ = _split_address(address)
+    return host == "localhost" or ipaddress.ip_address(host).is_loopback
+
+
+def _check_ollama(config: Config) -> None:
+    address = config.http.ollama_listen
+    try:
+        if not address or _is_loopback(address):
+            return
+    except ValueError:
+        pass
+    raise ConfigError(
+        f"`http.ollama_listen` from {config.origin('http.ollama_listen')} is {address!r}, which is no "
+        "address of this machine's loopback.",
+        hint="Write 127.0.0.1:11434: nothing that needs no token listens on the network.",
+        param="http.ollama_listen",
+    )
+
+
 def _check(config: Config) -> None:
     """What concerns more than one value, and the one promise that no setting may break by accident."""
     _check_fleet(config)
+    _check_ollama(config)
     where = config.origin("http.listen")
     try:
-        host, _ = _split_address(config.http.listen)
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+        loopback = _is_loopback(config.http.listen)
     except ValueError:
         raise ConfigError(
             f"`http.listen` from {where} is not an address: {config.http.listen!r}.",

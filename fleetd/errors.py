@@ -15,6 +15,7 @@
     ├─ Unauthorized / Forbidden     no or wrong token / a foreign Host, Origin or user
     ├─ NotFound                     no such thing here
     │  └─ ModelNotFound             unknown model: the nearest names are offered
+    ├─ NotOffered                   what other servers do at this address, and this one does not
     ├─ ModelError                   the model's files are at fault
     │  ├─ ModelCorrupt              truncated, bit-flipped or malformed; names the file
     │  ├─ ModelRefused              carries code or a format that may carry code
@@ -142,6 +143,10 @@ class NotFound(FleetError):
 
 class ModelNotFound(NotFound):
     code, status = "model_not_found", 404
+
+
+class NotOffered(FleetError):
+    code, status = "not_offered", 501
 
 
 class ModelError(FleetError):

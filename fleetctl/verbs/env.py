@@ -16,14 +16,28 @@ from fleetctl.cli import CliSession, json_option, pass_session
     is_flag=True,
     help="Print ANTHROPIC_BASE_URL and ANTHROPIC_AUTH_TOKEN, for Claude Code and Anthropic's libraries.",
 )
+@click.option(
+    "--ollama",
+    is_flag=True,
+    help="Print OLLAMA_HOST, for Ollama's clients, and OLLAMA_API_KEY where they need the token.",
+)
 @json_option
 @pass_session
-def command(session: CliSession, anthropic: bool) -> None:
+def command(session: CliSession, anthropic: bool, ollama: bool) -> None:
     """Print OPENAI_BASE_URL and OPENAI_API_KEY; use it as: eval "$(fleetctl env)".
 
     The key is a secret of this machine: every program that has it may use the models.
     """
     settings, base_url = client_settings.fetch(session.client())
-    names = (client_settings.anthropic if anthropic else client_settings.openai)(settings, base_url)
-    answer = {"base_url": base_url, "api_key": settings.api_key, **(names if anthropic else {})}
+    if anthropic and ollama:
+        raise click.UsageError("Give --anthropic or --ollama, not both.")
+    made = client_settings.openai
+    if anthropic or ollama:
+        made = client_settings.anthropic if anthropic else client_settings.ollama
+    names = made(settings, base_url)
+    answer = {
+        "base_url": base_url,
+        "api_key": settings.api_key,
+        **(names if anthropic or ollama else {}),
+    }
     session.emit(answer, "\n".join(f"export {name}={shlex.quote(value)}" for name, value in names.items()))

@@ -2,7 +2,7 @@
 
     request id → errors in the route's dialect → guard (auth.py) → handler
 
-Both sites, Unix socket and TCP, serve it through ``deadlines.make_runner``; whether a client is trusted is a
+All sites, Unix socket and TCP, serve it through ``deadlines.make_runner``; whether a client is trusted is a
 property of the connection, not of the application. The addresses are in ``routes.py``.
 """
 
@@ -21,6 +21,7 @@ from fleetd.api import auth, body, failures
 from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.context import DIALECTS, REQUEST_ID, ROUTES, SERVICES, dialect_of, is_gone
 from fleetd.api.deadlines import make_runner
+from fleetd.api.ollama.dialect import OLLAMA
 from fleetd.api.openai.dialect import OPENAI
 from fleetd.api.route_entry import Route
 from fleetd.api.routes import ALL_ROUTES
@@ -37,7 +38,7 @@ def build_app(services: Services, routes: Sequence[Route] = ALL_ROUTES) -> web.A
     """The application; serve it with ``make_runner``."""
     app = web.Application(middlewares=[_errors, auth.guard], client_max_size=limits.HTTP_BODY_BYTES)
     app[SERVICES] = services
-    app[DIALECTS] = (OPENAI, ANTHROPIC)
+    app[DIALECTS] = (OPENAI, ANTHROPIC, OLLAMA)
     app[ROUTES] = {
         app.router.add_route(method, path, route.handler, expect_handler=body.expect): route
         for route in routes

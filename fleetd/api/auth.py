@@ -2,6 +2,8 @@
 
     Unix socket   the peer has to run as our own user (or root)
     TCP           exact Host → no foreign Origin → not cross-site → token, or session of the page → JSON
+    TCP, as Ollama's clients expect it (setting http.ollama_listen)
+                  the same without the token; what changes the disk still needs it
 
 Host comes first because a rebound DNS name makes a foreign page same-origin; Origin and Sec-Fetch-Site stop
 the pages that are not. The token would stop all of them; these checks hold when a user turns it off.
@@ -17,7 +19,7 @@ from aiohttp import hdrs, web
 from aiohttp.typedefs import Handler
 
 from fleetd.api.context import SERVICES, is_open
-from fleetd.api.deadlines import connection, is_trusted
+from fleetd.api.deadlines import connection, is_trusted, needs_token
 from fleetd.api.page import access
 from fleetd.api.services import Services
 from fleetd.errors import Forbidden, NotFound, Unauthorized, UnsupportedMediaType
@@ -42,7 +44,7 @@ async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
         by_page = access.asked_by_page(request)
         if by_page:
             access.check(request)
-        else:
+        elif needs_token(request):
             _check_token(request, services)
         if (made := connection(request)) is not None:
             made.authenticated()
@@ -100,6 +102,22 @@ def _check_site(request: web.Request, services: Services) -> None:
     if site not in ("same-origin", "none") and not access.is_visit(request):
         services.metrics.auth_failure("fetch_site")
         raise Forbidden("Web pages of other sites may not call.")
+
+
+def require_token(request: web.Request) -> None:
+    """For what changes this machine's disk: the token, also where others need none.
+
+    Raises Unauthorized, or Forbidden if the settings have turned the token off.
+    """
+    services = request.app[SERVICES]
+    if is_trusted(request):
+        return
+    if not services.token:
+        raise Forbidden(
+            "Models are fetched and deleted by clients that show a token, and the settings turn it off.",
+            hint="Use `fleetctl models`.",
+        )
+    _check_token(request, services)
 
 
 def _check_token(request: web.Request, services: Services) -> None:

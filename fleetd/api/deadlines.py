@@ -69,12 +69,13 @@ class Connections:
 class BoundedConnection(web.RequestHandler):
     """aiohttp's connection with a deadline for headers.
 
-    ``busy``: a request is being served. ``known``: its client has shown a token, or needs none.
+    ``busy``: a request is being served. ``known``: its client has been let in.
     """
 
     def __init__(self, manager: BoundedServer, **kwargs: Any) -> None:
         super().__init__(manager, **kwargs)
         self.trusted = manager.trusted
+        self.needs_token = manager.needs_token
         self.known = manager.trusted
         self.busy = False
         self._connections = manager.tracked
@@ -154,7 +155,14 @@ class BoundedServer(web.Server):
     """aiohttp's server, making bounded connections."""
 
     def __init__(
-        self, inner: web.Server, *, trusted: bool, dialect: Dialect, caps: ConnectionCaps, **kwargs: Any
+        self,
+        inner: web.Server,
+        *,
+        trusted: bool,
+        needs_token: bool,
+        dialect: Dialect,
+        caps: ConnectionCaps,
+        **kwargs: Any,
     ) -> None:
         super().__init__(
             self._serve, request_factory=inner.request_factory, handler_cancellation=True, **kwargs
@@ -162,6 +170,7 @@ class BoundedServer(web.Server):
         self._inner = inner.request_handler
         self._options = kwargs
         self.trusted = trusted
+        self.needs_token = needs_token
         # For answers to bytes that are not a request, and so have no route.
         self.dialect = dialect
         self.tracked = Connections(caps)
@@ -181,15 +190,19 @@ class BoundedServer(web.Server):
 class BoundedRunner(web.AppRunner):
     """An AppRunner whose server is a BoundedServer."""
 
-    def __init__(self, app: web.Application, *, trusted: bool, caps: ConnectionCaps) -> None:
+    def __init__(
+        self, app: web.Application, *, trusted: bool, needs_token: bool, caps: ConnectionCaps
+    ) -> None:
         super().__init__(app, access_log=None, shutdown_timeout=limits.ENGINE_STOP_S)
         self._trusted = trusted
+        self._needs_token = needs_token
         self._caps = caps
 
     async def _make_server(self) -> web.Server:
         return BoundedServer(
             await super()._make_server(),
             trusted=self._trusted,
+            needs_token=self._needs_token,
             dialect=self.app[DIALECTS][0],
             caps=self._caps,
             access_log=None,
@@ -198,9 +211,14 @@ class BoundedRunner(web.AppRunner):
         )
 
 
-def make_runner(app: web.Application, *, trusted: bool, caps: ConnectionCaps = UNSCALED) -> web.AppRunner:
-    """A runner for one site: ``trusted`` for the Unix socket, not for TCP. One application may have both."""
-    return BoundedRunner(app, trusted=trusted, caps=caps)
+def make_runner(
+    app: web.Application, *, trusted: bool, needs_token: bool = True, caps: ConnectionCaps = UNSCALED
+) -> web.AppRunner:
+    """A runner for one site: ``trusted`` for the Unix socket, not for TCP. One application may have several.
+
+    Without ``needs_token`` clients on TCP pass all checks but that of the token.
+    """
+    return BoundedRunner(app, trusted=trusted, needs_token=needs_token, caps=caps)
 
 
 def connection(request: web.BaseRequest) -> BoundedConnection | None:
@@ -212,3 +230,9 @@ def is_trusted(request: web.BaseRequest) -> bool:
     """True on the Unix socket, whose permissions and peer check stand in for the token."""
     made = connection(request)
     return made is not None and made.trusted
+
+
+def needs_token(request: web.BaseRequest) -> bool:
+    """False on a site where clients on TCP need none."""
+    made = connection(request)
+    return made is None or made.needs_token

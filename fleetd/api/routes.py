@@ -16,6 +16,11 @@ from fleetd.api.anthropic.bodies import CountBody, MessagesBody
 from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.anthropic.objects import MessageEvent, MessageReply, TokenCount
 from fleetd.api.control import cache, daemon, events, peers, plan
+from fleetd.api.ollama import bodies as ollama_bodies
+from fleetd.api.ollama import handlers as ollama
+from fleetd.api.ollama import model_handlers as ollama_models
+from fleetd.api.ollama import objects as ollama_objects
+from fleetd.api.ollama.dialect import OLLAMA
 from fleetd.api.openai import bodies, handlers, models, objects
 from fleetd.api.openai.dialect import CONTROL, OPENAI
 from fleetd.api.page import access, files
@@ -48,6 +53,74 @@ _ANY_OBJECT = {"application/json": {"schema": {"type": "object"}}}
 
 _get = partial(Route, hdrs.METH_GET)
 _post = partial(Route, hdrs.METH_POST)
+
+_OLLAMA: tuple[Route, ...] = (
+    _get(
+        "/api/version",
+        ollama_models.version,
+        OLLAMA,
+        name="ollamaVersion",
+        summary="The Ollama whose API this is like.",
+        reply=ollama_objects.OllamaVersion,
+    ),
+    _get(
+        "/api/tags",
+        ollama_models.tags,
+        OLLAMA,
+        name="ollamaTags",
+        summary="Models of all machines of the fleet, as Ollama's clients read them.",
+        reply=ollama_objects.OllamaTags,
+    ),
+    _get(
+        "/api/ps",
+        ollama_models.ps,
+        OLLAMA,
+        name="ollamaPs",
+        summary="Those that are loaded.",
+        reply=ollama_objects.OllamaProcesses,
+    ),
+    _post(
+        "/api/show",
+        ollama_models.show,
+        OLLAMA,
+        name="ollamaShow",
+        summary="One model: its context, and what it can.",
+        body=ollama_bodies.OllamaModelBody,
+        reply=ollama_objects.OllamaShown,
+        statuses={**_BODY, **_MODEL},
+    ),
+    _post(
+        "/api/chat",
+        ollama.chat,
+        OLLAMA,
+        name="ollamaChat",
+        summary="Generate, as Ollama's clients ask; streamed unless `stream` is false.",
+        body=ollama_bodies.OllamaChatBody,
+        reply=ollama_objects.OllamaChatReply,
+        item=ollama_objects.OllamaChatReply,
+        statuses={**_BODY, **_MODEL, **_ENGINE},
+    ),
+    _post(
+        "/api/generate",
+        ollama.generate_text,
+        OLLAMA,
+        name="ollamaGenerate",
+        summary="The same for one prompt.",
+        body=ollama_bodies.OllamaGenerateBody,
+        reply=ollama_objects.OllamaTextReply,
+        item=ollama_objects.OllamaTextReply,
+        statuses={**_BODY, **_MODEL, **_ENGINE},
+    ),
+    _post("/api/pull", ollama_models.pull, OLLAMA),
+    Route(hdrs.METH_DELETE, "/api/delete", ollama_models.delete, OLLAMA),
+    _post("/api/embed", ollama.embed, OLLAMA),
+    _post("/api/embeddings", ollama.embed, OLLAMA),
+    _post("/api/create", ollama_models.refused, OLLAMA),
+    _post("/api/copy", ollama_models.refused, OLLAMA),
+    _post("/api/push", ollama_models.refused, OLLAMA),
+    _post("/api/blobs/{digest}", ollama_models.refused, OLLAMA),
+    Route(hdrs.METH_HEAD, "/api/blobs/{digest}", ollama_models.refused, OLLAMA),
+)
 
 PUBLIC: tuple[Route, ...] = (
     _post(
@@ -116,6 +189,7 @@ PUBLIC: tuple[Route, ...] = (
         reply=TokenCount,
         statuses={**_BODY, **_MODEL, **_ENGINE, **_BUSY},
     ),
+    *_OLLAMA,
     _get(
         "/v1/models",
         models.index,

@@ -22,6 +22,8 @@ def advice(path: str, served: Iterable[str]) -> str:
     plain = "/" + "/".join(part for part in path.split("/") if part)
     while plain.startswith(f"{_API}{_API}/"):
         plain = plain.removeprefix(_API)
+    if path.startswith(f"{_API}/") and plain.removeprefix(_API) in known:
+        return f"It is {plain.removeprefix(_API)}: the base URL has to be without {_API}."
     meant = plain if plain in known else _API + plain
     if meant not in known:
         shown = [each for each in _SHOWN if each in known]

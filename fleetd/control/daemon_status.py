@@ -173,13 +173,15 @@ class ClientSettings(msgspec.Struct, frozen=True):
     """The body of GET /fleet/v1/env: what a client on this machine needs.
 
     ``base_url`` is OpenAI's, and None where the daemon listens on its socket alone. ``large`` and ``small``:
-    the models behind other vendors' names.
+    the models behind other vendors' names. ``ollama_url``: where Ollama's clients need no token, "" without
+    such an address.
     """
 
     base_url: str | None = None
     api_key: str = ""
     large: str = ""
     small: str = ""
+    ollama_url: str = ""
 
 
 class PowerView(msgspec.Struct, frozen=True):
@@ -193,13 +195,15 @@ class PowerView(msgspec.Struct, frozen=True):
 
 
 class DaemonStatus(msgspec.Struct, frozen=True):
-    """The whole body. ``http`` is None where the daemon listens on its socket alone."""
+    """The whole body. ``http`` is None where the daemon listens on its socket alone; ``ollama``: the address
+    at which Ollama's clients need no token, None without one."""
 
     version: str = ""
     pid: int = 0
     home: str = ""
     socket: str = ""
     http: HttpAddress | None = None
+    ollama: HttpAddress | None = None
     uptime_s: float = 0.0
     ready: bool = False
     draining: bool = False

@@ -9,6 +9,7 @@ While no worker of this machine has anything to do, one of them at a time may be
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -63,6 +64,8 @@ class EnginePool:
     _starting: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
     # Requests that have an engine but have not started to stream: they keep it from being unloaded.
     _claims: dict[str, int] = field(default_factory=dict, init=False)
+    # Seconds of idleness after which a model is unloaded, where a client has said so.
+    _stays_s: dict[str, float] = field(default_factory=dict, init=False)
     # Models that are to be measured for scoring whatever their size; those of them that are to be loaded.
     _wanted: set[str] = field(default_factory=set, init=False)
     _to_load: dict[str, ModelFolder] = field(default_factory=dict, init=False)
@@ -80,10 +83,18 @@ class EnginePool:
             await self.relieve(self.pressure())
             for name, engine in list(self._engines.items()):
                 engine.check()
-                limit = self.options.idle_unload_s
-                if limit > 0 and engine.state == "ready" and not self._in_use(name) and engine.idle_s > limit:
+                overdue = engine.idle_s > self.stays_s(name)
+                if overdue and engine.state == "ready" and not self._in_use(name):
                     log.info("engine.unload", model=name, reason="idle", idle_s=round(engine.idle_s))
                     await self.unload(name)
+
+    def keep(self, name: str, idle_s: float) -> None:
+        """Unload a model after so many seconds of idleness, until it is unloaded; infinite is never."""
+        self._stays_s[name] = idle_s
+
+    def stays_s(self, name: str) -> float:
+        """After so many seconds of idleness a model is unloaded; infinite if it stays."""
+        return self._stays_s.get(name, self.options.idle_unload_s or math.inf)
 
     async def relieve(self, pressure: Pressure) -> None:
         """Called every second or so: give memory back while the system is short of it.
@@ -279,6 +290,7 @@ class EnginePool:
 
     async def unload(self, name: str) -> bool:
         """End a model's workers; their running requests fail with EngineDied. False if none runs."""
+        self._stays_s.pop(name, None)
         parts = [other for other, engine in self._engines.items() if engine.settings.part_of == name]
         engines = [engine for n in (name, *parts) if (engine := self._engines.pop(n, None)) is not None]
         await asyncio.gather(*(engine.stop() for engine in engines))

@@ -8,8 +8,25 @@ from dataclasses import dataclass
 # Claude Code and Codex ask for their vendors' models whatever the address. gpt-oss is a model of its own.
 _VENDOR = re.compile(r"claude-|gpt-\d|codex-|o\d(-|$)")
 _SMALL = re.compile(r"haiku|-mini\b|-nano\b")
+# Where Ollama's clients name models of Hugging Face.
+_HUB_HOSTS = ("hf.co/", "huggingface.co/")
 # Claude Code lists only models whose names begin so.
 CLAUDE_PREFIX = "claude-fleet-"
+
+
+def untagged(name: str) -> str:
+    """A name as Ollama's clients write it, in the form of names here: ``qwen3:4b`` is ``qwen3-4b``.
+
+    The tag ``latest`` says nothing. No name has a colon, but paths may.
+    """
+    if name.startswith(("/", "~")):
+        return name
+    for host in _HUB_HOSTS:
+        name = name.removeprefix(host)
+    base, colon, tag = name.partition(":")
+    if not colon or not base or not tag or tag == "latest":
+        return base if tag == "latest" else name
+    return f"{base}-{tag}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +48,11 @@ class ModelNames:
     def named(self, asked: str | None) -> str:
         """The name that a request means: the default model's if it names none."""
         return self.default if asked in (None, "", "default") else asked
+
+    def here(self, asked: str | None) -> str:
+        """The same as a name that models are found by, and what an alias stands for."""
+        name = untagged(self.named(asked))
+        return self.alias(name) or name
 
     def alias(self, name: str) -> str | None:
         """What a name stands for if no model is called so; None if it is no alias."""

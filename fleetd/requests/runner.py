@@ -44,7 +44,7 @@ from fleetd.errors import (
 )
 from fleetd.ledger import Ledger, Reservation
 from fleetd.models.catalog import check_served
-from fleetd.models.model_names import ModelNames
+from fleetd.models.model_names import ModelNames, untagged
 from fleetd.models.model_store import ModelStore
 from fleetd.observe import get_logger
 from fleetd.plan.model_speeds import ModelSpeeds
@@ -395,7 +395,7 @@ class Runner:
 
         Raises ModelUnsupported, ModelCorrupt, InvalidValue.
         """
-        ref = self._names.named(named)
+        ref = untagged(self._names.named(named))
         check_served(ref)
         try:
             folder = self._models.resolve(ref)

@@ -6,7 +6,7 @@ import asyncio
 import random
 import socket
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -159,6 +159,7 @@ class FakeFolder:
     architecture: str = "llama"
     context_tokens: int = 8192
     weights_bytes: int = 1000
+    config: Mapping[str, Any] = field(default_factory=dict)
     created_s: float = 1_700_000_000.5
 
 
@@ -221,6 +222,16 @@ class FakeModels:
 @dataclass
 class FakePool:
     loaded: list[str] = field(default_factory=list)
+    kept: dict[str, float] = field(default_factory=dict)
+
+    def keep(self, name: str, idle_s: float) -> None:
+        self.kept[name] = idle_s
+
+    def stays_s(self, name: str) -> float:
+        return self.kept.get(name, 1800.0)
+
+    def facts(self, name: str) -> p.Ready | None:
+        return None
 
     async def load(self, folder: FakeFolder) -> None:
         self.loaded.append(folder.name)
@@ -405,9 +416,11 @@ class Site:
 
 
 @asynccontextmanager
-async def serve(given: Services, routes: Sequence[Route] = ALL_ROUTES) -> AsyncIterator[Site]:
+async def serve(
+    given: Services, routes: Sequence[Route] = ALL_ROUTES, *, needs_token: bool = True
+) -> AsyncIterator[Site]:
     """On TCP, as strangers see it."""
-    runner = make_runner(build_app(given, routes), trusted=False)
+    runner = make_runner(build_app(given, routes), trusted=False, needs_token=needs_token)
     await runner.setup()
     try:
         sock = socket.create_server(("127.0.0.1", 0), backlog=1024)

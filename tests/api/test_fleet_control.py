@@ -216,8 +216,9 @@ async def test_usage(daemon: Daemon, days: str, expected: int) -> None:
     ],
 )
 async def test_env(daemon: Daemon, http: HttpAddress | None, url: str | None) -> None:
-    daemon.status = status(http=http)
+    daemon.status = status(http=http, ollama=http)
     settings = {"base_url": url, "api_key": TOKEN, "large": MODEL, "small": MODEL}
+    settings["ollama_url"] = "" if url is None else url.removesuffix("/v1")
     assert await daemon.get("/fleet/v1/env") == settings
 
 

@@ -42,6 +42,8 @@ WEIGHTS = {
     "POST /v1/completions": 0.3,
     "POST /v1/messages": 0.05,
     "POST /v1/responses": 0.05,
+    "POST /api/chat": 0.03,
+    "POST /api/generate": 0.02,
 }
 LONG_CASES = int(os.environ.get("FLEETD_API_CASES", "2000"))
 

@@ -463,6 +463,20 @@ def test_env_for_anthropics_clients(daemon: FakeDaemon, run: Run) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("", "export OLLAMA_HOST=http://127.0.0.1:8114\nexport OLLAMA_API_KEY=k\n"),
+        ("http://127.0.0.1:11434", "export OLLAMA_HOST=http://127.0.0.1:11434\n"),
+    ],
+)
+def test_env_for_ollamas_clients(daemon: FakeDaemon, run: Run, address: str, shown: str) -> None:
+    given = {"base_url": "http://127.0.0.1:8114/v1", "api_key": "k", "ollama_url": address}
+    daemon.on("GET", "/fleet/v1/env", Reply(given))
+    assert run("env", "--ollama", home=daemon.home).stdout == shown
+    assert run("env", "--ollama", "--anthropic", home=daemon.home).returncode == 2
+
+
 def test_env_without_http(daemon: FakeDaemon, run: Run) -> None:
     daemon.on("GET", "/fleet/v1/env", Reply({"base_url": None, "api_key": "k"}))
     done = run("env", home=daemon.home)

@@ -145,6 +145,15 @@ def test_open_port_without_token_is_refused_even_when_asked_for(tmp_path: Path) 
         load(tmp_path, toml + "require_token = false\n")
 
 
+@pytest.mark.parametrize("listen", ["0.0.0.0:11434", "192.168.1.4:11434", "[::]:11434", "*:11434", "11434"])
+def test_nothing_without_a_token_listens_on_the_network(tmp_path: Path, listen: str) -> None:
+    assert load(tmp_path).http.ollama_address is None
+    assert load(tmp_path, http__ollama_listen="localhost:11434").http.ollama_address == ("localhost", 11434)
+    with pytest.raises(ConfigError, match="no address of this machine's loopback") as caught:
+        load(tmp_path, "[http]\nallow_remote = true\n", http__ollama_listen=listen)
+    assert caught.value.param == "http.ollama_listen"
+
+
 def test_a_named_file_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         config.load(tmp_path / "nope.toml", environ={}, required=True)

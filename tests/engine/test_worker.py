@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import shutil
 import signal
@@ -433,6 +434,30 @@ async def test_idle_model_is_unloaded(
     finally:
         watch.cancel()
     assert (await run(pool, chain, ask("<hello>", "r2"))).text == "Hello there, world!"
+
+
+@pytest.mark.one_loop
+async def test_a_client_says_how_long_a_model_stays(
+    make_pool: Callable[..., EnginePool], chain: ModelFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fleetd.engine.pool._CHECK_S", 0.05)
+    pool = make_pool(idle_unload_s=0.0)
+    assert pool.stays_s("chain") == math.inf
+    unload, unloaded = pool.unload, asyncio.Event()
+
+    async def noted(name: str) -> None:
+        await unload(name)
+        unloaded.set()
+
+    monkeypatch.setattr(pool, "unload", noted)
+    await run(pool, chain, ask("<hello>"))
+    watch = asyncio.create_task(pool.run())
+    try:
+        pool.keep(chain.name, 0.0)
+        await asyncio.wait_for(unloaded.wait(), 30)
+        assert pool.stays_s(chain.name) == math.inf  # what was said holds until the model is unloaded
+    finally:
+        watch.cancel()
 
 
 @pytest.mark.one_loop

@@ -16,7 +16,7 @@ from fleetd.api.context import SERVICES
 from fleetd.api.openai.models import loaded_models
 from fleetd.api.relay import relay
 from fleetd.api.services import Services
-from fleetd.control.daemon_status import ClientSettings, DaemonStatus
+from fleetd.control.daemon_status import ClientSettings, DaemonStatus, HttpAddress
 from fleetd.control.model_listing import (
     ImportableModel,
     InstalledModel,
@@ -26,6 +26,7 @@ from fleetd.control.model_listing import (
 )
 from fleetd.control.setting_view import SettingsView
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
+from fleetd.host_port import host_port
 from fleetd.models.folder import ModelFolder
 from fleetd.models.memory_need import estimated_bytes
 
@@ -130,12 +131,21 @@ async def settings(request: web.Request) -> web.StreamResponse:
 async def env(request: web.Request) -> web.StreamResponse:
     """What programs on this machine need to call the API."""
     services = request.app[SERVICES]
-    http = services.status().http
-    base_url = None
-    if http is not None:
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)  # noqa: S104  an address to call, not to bind
-        base_url = f"http://[{host}]:{http.port}/v1" if ":" in host else f"http://{host}:{http.port}/v1"
-    return json_answer(ClientSettings(base_url, services.token, services.names.large, services.names.small))
+    status, names = services.status(), services.names
+    return json_answer(
+        ClientSettings(
+            None if status.http is None else f"{_url(status.http)}/v1",
+            services.token,
+            names.large,
+            names.small,
+            "" if status.ollama is None else _url(status.ollama),
+        )
+    )
+
+
+def _url(http: HttpAddress) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(http.host, http.host)  # noqa: S104  an address to call, not to bind
+    return f"http://{host_port(host, http.port)}"
 
 
 # ---- Acting ----------------------------------------------------------------------------------------------
@@ -155,17 +165,19 @@ async def unload(request: web.Request) -> web.StreamResponse:
 
 
 async def remove(request: web.Request) -> web.StreamResponse:
-    """Unload first: a worker that has the files mapped would keep the disk space."""
-    services = request.app[SERVICES]
-    ref = await _ref(request)
+    await remove_model(request.app[SERVICES], (await _ref(request)).model)
+    return json_answer({"ok": True})
+
+
+async def remove_model(services: Services, ref: str) -> None:
+    """Unload first: a worker that has the files mapped would keep the disk space. Raises FleetError."""
     try:
-        name = (await _resolve(request, ref)).name
+        name = (await asyncio.to_thread(services.models.resolve, ref)).name
     except (ModelNotFound, ModelCorrupt):
-        name = ref.model  # the name of a folder that is gone or damaged may still be taken away
+        name = ref  # the name of a folder that is gone or damaged may still be taken away
     await services.pool.unload(name)
     await asyncio.to_thread(services.models.remove, name)
     services.models_changed()
-    return json_answer({"ok": True})
 
 
 async def verify(request: web.Request) -> web.StreamResponse:

@@ -18,12 +18,13 @@ from fleetd.api.services import Services
 from fleetd.errors import ModelNotFound
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
+from fleetd.models.model_names import untagged
 from fleetd.requests.job import THIS_NAME
 
 
 async def index(request: web.Request) -> web.StreamResponse:
     """The fleet's models, each once, and the default model even before its first use fetches it."""
-    found = await _all(request.app[SERVICES])
+    found = await all_models(request.app[SERVICES])
     if dialect_of(request) is ANTHROPIC:
         return json_answer(page(found))
     return json_answer(ModelList(data=found))
@@ -32,26 +33,29 @@ async def index(request: web.Request) -> web.StreamResponse:
 async def show(request: web.Request) -> web.StreamResponse:
     """Raises ModelNotFound with the nearest names."""
     name = request.match_info["id"].rstrip("/")
-    found = await _one(request.app[SERVICES], name)
+    found = await one_model(request.app[SERVICES], name)
     if dialect_of(request) is ANTHROPIC:
         return json_answer(info(found, name))
     return json_answer(found)
 
 
-async def _one(services: Services, name: str) -> ModelObject:
+async def one_model(services: Services, name: str) -> ModelObject:
+    """Raises ModelNotFound."""
+    asked = untagged(name)
     try:
-        folder = await asyncio.to_thread(services.models.resolve, name)
+        folder = await asyncio.to_thread(services.models.resolve, asked)
     except ModelNotFound:
-        real = services.names.alias(name)
-        canonical = entry.name if (entry := find(real or name)) is not None else real or name
-        found = [model for model in await _all(services) if model.id in (name, canonical)]
+        real = services.names.alias(asked)
+        canonical = entry.name if (entry := find(real or asked)) is not None else real or asked
+        found = [model for model in await all_models(services) if model.id in (asked, canonical)]
         if not found:
             raise
         return msgspec.structs.replace(found[0], id=name)
     return _describe(folder, loaded_models(services), elsewhere(services))
 
 
-async def _all(services: Services) -> list[ModelObject]:
+async def all_models(services: Services) -> list[ModelObject]:
+    """Each model of the fleet once."""
     folders = await asyncio.to_thread(services.models.installed)
     loaded, others = loaded_models(services), elsewhere(services)
     found = [_describe(folder, loaded, others) for folder in folders]

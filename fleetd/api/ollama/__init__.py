@@ -1,0 +1,1 @@
+"""Ollama's dialect, as its libraries, Open WebUI and VS Code Copilot speak it."""

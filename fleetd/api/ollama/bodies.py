@@ -1,0 +1,128 @@
+"""Request bodies under /api/.
+
+Unknown fields and options are ignored, as Ollama does. Those that would change the answer are here, also
+where ``translate.py`` only refuses them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from fleetd import limits
+from fleetd.engine.protocol import Fraction, Penalty, Repetition, Seed, StopList, Temperature, TopP
+
+OllamaName = Annotated[str, Meta(min_length=1, max_length=256)]
+ModelName = Annotated[str, Meta(max_length=4096)]
+ThinkLevel = Literal["low", "medium", "high", "max"]
+KeepAlive = Annotated[
+    float | str,
+    Meta(description="Seconds, or a text as '5m': how long the model stays loaded; below 0 for ever."),
+]
+
+
+class OllamaFunctionCall(msgspec.Struct, frozen=True):
+    name: OllamaName
+    arguments: dict[str, Any] = {}
+
+
+class OllamaToolCall(msgspec.Struct, frozen=True):
+    function: OllamaFunctionCall
+    id: str | None = None
+
+
+class OllamaMessage(msgspec.Struct, frozen=True):
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str | None = None
+    thinking: str | None = None
+    tool_calls: list[OllamaToolCall] | None = None
+    tool_name: str | None = None
+    tool_call_id: str | None = None
+    images: list[Any] | None = None
+
+
+class OllamaFunction(msgspec.Struct, frozen=True):
+    name: OllamaName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class OllamaTool(msgspec.Struct, frozen=True):
+    function: OllamaFunction
+
+
+class OllamaOptions(msgspec.Struct, frozen=True):
+    """What concerns only Ollama's own way to compute, as ``num_gpu``, is ignored: it changes no answer.
+
+    ``num_ctx`` too: every model has its whole context here.
+    """
+
+    num_predict: int | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Fraction | None = None
+    seed: Seed | None = None
+    stop: StopList | str | None = None
+    repeat_penalty: Repetition | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    # Refused unless they change nothing.
+    mirostat: int | None = None
+    tfs_z: float | None = None
+    typical_p: float | None = None
+
+
+class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
+    """What chat and generate share. Answers are streamed unless ``stream`` is false."""
+
+    model: Annotated[ModelName, Meta(min_length=1)]
+    stream: bool | None = None
+    think: bool | ThinkLevel | None = None
+    keep_alive: KeepAlive | None = None
+    options: OllamaOptions | None = None
+    local_only: Annotated[
+        bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
+    ] = None
+    # Refused unless they are empty.
+    format: Any = None
+    logprobs: bool | None = None
+
+    @property
+    def streamed(self) -> bool:
+        return self.stream is not False
+
+
+class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
+    """Without messages the model is loaded."""
+
+    messages: Annotated[list[OllamaMessage], Meta(max_length=limits.MESSAGES)] = []
+    tools: Annotated[list[OllamaTool], Meta(max_length=limits.TOOLS)] | None = None
+
+
+class OllamaGenerateBody(OllamaBody, frozen=True, kw_only=True):
+    """Without a prompt the model is loaded. ``raw``: the prompt goes to the model as it is."""
+
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    # Refused unless they are empty.
+    suffix: str | None = None
+    template: str | None = None
+    context: list[int] | None = None
+    images: list[Any] | None = None
+
+
+class OllamaModelBody(msgspec.Struct, frozen=True):
+    """A model, by either of the two names that Ollama has had for the field."""
+
+    model: ModelName = ""
+    name: ModelName = ""
+    stream: bool | None = None
+
+    @property
+    def ref(self) -> str:
+        return self.model or self.name

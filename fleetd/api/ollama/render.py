@@ -1,0 +1,157 @@
+"""Engine events → Ollama's objects. Pure but for the clock that it is given.
+
+A stream is objects with ``done`` false, each a piece of the answer, and a last one with ``done`` true, the
+reason and the figures. An object with an empty piece says that the answer is on its way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+
+from fleetd.api.answer_blocks import (
+    AnswerBlock,
+    AnswerBlocks,
+    BlockClosed,
+    BlockStep,
+    BlockText,
+    end_reason,
+)
+from fleetd.api.ollama import objects as o
+from fleetd.api.streamer import Collector, Streamer
+from fleetd.api.usage_tally import UsageTally
+from fleetd.compression.policy import SmartPrefillPolicy
+from fleetd.engine.protocol import Accepted, Event, Finished
+from fleetd.requests.job import Planned
+
+_NS = 1_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OllamaReplyOptions:
+    """Args:
+    model: the name that the client used.
+    chat: /api/chat's objects, or /api/generate's.
+    began: when the request came.
+    elapsed_s: seconds since then.
+    smart: how the prompt is shortened; None reads it whole.
+    """
+
+    model: str
+    chat: bool
+    began: datetime
+    elapsed_s: Callable[[], float]
+    smart: SmartPrefillPolicy | None = None
+
+
+def timestamp(moment: datetime) -> str:
+    """RFC 3339 in UTC, as Go writes it."""
+    return moment.astimezone(UTC).isoformat().replace("+00:00", "Z")
+
+
+def reply(
+    options: OllamaReplyOptions,
+    text: str = "",
+    thinking: str = "",
+    calls: Sequence[o.OllamaCalled] = (),
+    figures: o.OllamaFigures | None = None,
+) -> o.OllamaChatReply | o.OllamaTextReply:
+    """One object; with ``figures`` the last one."""
+    common: dict[str, Any] = {
+        "model": options.model,
+        "created_at": timestamp(options.began + timedelta(seconds=options.elapsed_s())),
+        "done": figures is not None,
+        **(msgspec.structs.asdict(figures) if figures is not None else {}),
+    }
+    if options.chat:
+        return o.OllamaChatReply(message=o.OllamaAnswer("assistant", text, thinking, list(calls)), **common)
+    return o.OllamaTextReply(response=text, thinking=thinking, **common)
+
+
+class _OllamaAnswering:
+    """What is known of an answer so far."""
+
+    def __init__(self, options: OllamaReplyOptions) -> None:
+        self._options = options
+        self._blocks = AnswerBlocks()
+        self._tally = UsageTally(1, options.smart)
+        self._accepted_s = 0.0
+        self._figures: o.OllamaFigures | None = None
+
+    def _take(self, event: Planned | Event) -> list[BlockStep]:
+        """Raises EngineError for an answer that was cut short."""
+        match event:
+            case Planned():
+                self._tally.smart.add(0, event.smart)
+                return []
+            case Accepted():
+                self._accepted_s = self._options.elapsed_s()
+            case Finished():
+                self._figures = self._counted(event)
+                return self._blocks.close()
+            case _:
+                pass
+        return self._blocks.feed(event)
+
+    def _counted(self, event: Finished) -> o.OllamaFigures:
+        reason = end_reason(event)
+        self._tally.add(0, event)
+        usage, timings = self._tally.billed(), event.timings
+        return o.OllamaFigures(
+            # Clients find calls in the message; the reason has no word for them.
+            done_reason="stop" if reason == "tool_calls" else reason,
+            total_duration=round(self._options.elapsed_s() * _NS),
+            load_duration=round(self._accepted_s * _NS),
+            prompt_eval_count=usage.prompt_tokens,
+            prompt_eval_duration=round(timings.prefill_s * _NS),
+            eval_count=usage.completion_tokens,
+            eval_duration=round(timings.decode_s * _NS),
+        )
+
+    def _calls(self) -> list[o.OllamaCalled]:
+        tools = [block for block in self._blocks.blocks if block.kind == "tool"]
+        return [_called(i, block) for i, block in enumerate(tools)]
+
+
+class OllamaWhole(_OllamaAnswering, Collector):
+    def feed(self, index: int, event: Planned | Event) -> None:
+        self._take(event)
+
+    def whole(self) -> msgspec.Struct:
+        texts = {
+            kind: "".join(block.text for block in self._blocks.blocks if block.kind == kind)
+            for kind in ("text", "reasoning")
+        }
+        return reply(self._options, texts["text"], texts["reasoning"], self._calls(), self._figures)
+
+
+class OllamaStream(_OllamaAnswering, Streamer):
+    def feed(self, index: int, event: Planned | Event) -> Sequence[msgspec.Struct]:
+        return [item for step in self._take(event) for item in self._pieces(step)]
+
+    def progress(self) -> Sequence[msgspec.Struct]:
+        return (reply(self._options),)
+
+    def closing(self) -> Sequence[msgspec.Struct]:
+        return () if self._figures is None else (reply(self._options, figures=self._figures),)
+
+    def _pieces(self, step: BlockStep) -> list[msgspec.Struct]:
+        match step:
+            case BlockText(block=block, text=text) if block.kind == "text":
+                return [reply(self._options, text)]
+            case BlockText(block=block, text=text) if block.kind == "reasoning":
+                return [reply(self._options, thinking=text)]
+            case BlockClosed(block=block) if block.kind == "tool":
+                # Arguments are an object, so a call comes once it is whole.
+                return [reply(self._options, calls=self._calls()[-1:])]
+            case _:
+                return []
+
+
+def _called(index: int, block: AnswerBlock) -> o.OllamaCalled:
+    arguments: dict[str, Any] = msgspec.json.decode(block.text)
+    return o.OllamaCalled(block.call_id, o.OllamaCalledFunction(index, block.name, arguments))

@@ -1,0 +1,40 @@
+"""``keep_alive``: how long a model of this machine stays loaded, and until when it does."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from datetime import UTC, datetime, timedelta
+
+from aiohttp import web
+
+from fleetd.api.context import SERVICES
+from fleetd.api.ollama.render import timestamp
+from fleetd.control.daemon_status import EngineStatus
+from fleetd.engine.pool import EnginePool
+from fleetd.errors import FleetError
+
+# "For ever", for clients that read a date.
+_FOREVER = timedelta(days=36_500)
+
+
+async def keep(request: web.Request, model: str, seconds: float | None) -> None:
+    """Let a model stay for so many seconds after its last request; infinite for ever, None as it is.
+
+    A model of another machine stays as that machine's settings have it.
+    """
+    if seconds is None:
+        return
+    services = request.app[SERVICES]
+    try:
+        located = await asyncio.to_thread(services.models.resolve, services.names.here(model))
+    except FleetError:
+        return
+    services.pool.keep(located.name, seconds)
+
+
+def expires_at(pool: EnginePool, engine: EngineStatus) -> str:
+    """When an idle model is unloaded, if nothing asks for it until then."""
+    stays_s = pool.stays_s(engine.model)
+    left = _FOREVER if math.isinf(stays_s) else timedelta(seconds=max(0.0, stays_s - engine.idle_s))
+    return timestamp(datetime.now(UTC) + min(left, _FOREVER))

@@ -1,0 +1,96 @@
+"""The address without a token: all other checks hold there, and what changes the disk still needs it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+import pytest
+from api_fakes import TOKEN, FakeModels, FakeRunner, Site, serve, services
+from test_web_attacks import ODD_HOSTS
+
+JSON = {"Content-Type": "application/json"}
+CHAT = '{"model": "smollm2-135m", "stream": false, "messages": [{"role": "user", "content": "x"}]}'
+REF = '{"model": "smollm2-135m"}'
+
+
+@pytest.fixture
+async def tokenless(runner: FakeRunner) -> AsyncIterator[Site]:
+    async with serve(services(runner), needs_token=False) as made:
+        yield made
+
+
+async def ask(
+    site: Site, headers: dict[str, str], path: str = "/api/chat", data: str = CHAT, method: str = "POST"
+) -> tuple[int, Any]:
+    async with aiohttp.ClientSession(site.url) as session:
+        async with session.request(method, path, data=data, headers=headers) as answer:
+            text = await answer.text()
+            return answer.status, text
+
+
+async def test_no_token_is_needed_and_any_is_taken(tokenless: Site, runner: FakeRunner) -> None:
+    openai = '{"messages": [{"role": "user", "content": "x"}]}'
+    for given in ({}, {"Authorization": "Bearer ollama"}, {"Authorization": f"Bearer {TOKEN}"}):
+        assert (await ask(tokenless, {**JSON, **given}))[0] == 200
+        assert (await ask(tokenless, {**JSON, **given}, "/v1/chat/completions", openai))[0] == 200
+    assert len(runner.jobs) == 6
+
+
+@pytest.mark.parametrize("host", ODD_HOSTS)
+async def test_dns_rebinding_host_is_refused(tokenless: Site, runner: FakeRunner, host: str) -> None:
+    assert (await ask(tokenless, {**JSON, "Host": host.format(port=tokenless.port)}))[0] == 403
+    assert runner.jobs == []
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+        {"Origin": "http://localhost:3000"},
+        {"Sec-Fetch-Site": "cross-site"},
+        {"Sec-Fetch-Site": "same-site"},
+    ],
+)
+async def test_web_pages_are_refused(tokenless: Site, runner: FakeRunner, headers: dict[str, str]) -> None:
+    status, text = await ask(tokenless, {**JSON, **headers})
+    assert status == 403
+    assert '"error"' in text
+    assert runner.jobs == []
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
+async def test_forms_are_refused(tokenless: Site, runner: FakeRunner, kind: str) -> None:
+    assert (await ask(tokenless, {"Content-Type": kind}))[0] == 415
+    assert runner.jobs == []
+
+
+async def test_control_is_not_served(tokenless: Site) -> None:
+    assert (await ask(tokenless, JSON, "/fleet/v1/status", "", "GET"))[0] == 404
+    assert (await ask(tokenless, JSON, "/fleet/v1/models/remove", REF))[0] == 404
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/api/pull"), ("DELETE", "/api/delete")])
+async def test_what_changes_the_disk_needs_the_token(runner: FakeRunner, method: str, path: str) -> None:
+    models = FakeModels()
+    async with serve(services(runner, models=models), needs_token=False) as site:
+        assert (await ask(site, JSON, path, REF, method))[0] == 401
+        assert (await ask(site, {**JSON, "Authorization": "Bearer ollama"}, path, REF, method))[0] == 401
+        assert models.removed == []
+        assert not models.pull_ended.is_set()
+        assert (await ask(site, {**JSON, **site.auth}, path, REF, method))[0] == 200
+    async with serve(services(runner, token="")) as site:
+        assert (await ask(site, JSON, path, REF, method))[0] == 403
+
+
+async def test_an_address_with_v1_too_much_is_told(tokenless: Site) -> None:
+    status, text = await ask(tokenless, JSON, "/v1/api/chat")
+    assert status == 404
+    assert "It is /api/chat: the base URL has to be without /v1." in text
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", "/api/create"), ("HEAD", "/api/blobs/sha256:1")])
+async def test_what_is_not_served_is_refused_by_name(tokenless: Site, method: str, path: str) -> None:
+    assert (await ask(tokenless, JSON, path, "{}", method))[0] == 501
