@@ -273,6 +273,9 @@ SHARE_MACHINES = 4
 LAYERS = 4096
 # Prompts with fewer new tokens than this are never shared: agreeing takes longer than computing them.
 SHARE_LEAST_TOKENS = 256
+# A prompt waits for another one's beginning only if that has at least so many tokens more than the cache: less
+# is computed in one step.
+FOLLOW_LEAST_TOKENS = 64
 # From the tokenized prompt to the agreement of all helpers, whose models are loaded; then it stays local.
 SHARE_SETUP_S = 2.0
 # A helper is given up when it is later than this factor times the plan's own figure, and this on top of it.

@@ -20,6 +20,7 @@ import mlx.core as mx
 import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
+from fleetd.engine.awaited_prefixes import AwaitedPrefixes
 from fleetd.engine.chunk_size import Chunks
 from fleetd.engine.compute_loop import ComputeLoop
 from fleetd.engine.decoding import Decoding
@@ -104,6 +105,7 @@ class Scheduler(ComputeLoop):
         self.guests += [self._scores, self._drafts]
         self._waiting: list[ScheduledSequence] = []
         self._prefilling: list[ScheduledSequence] = []
+        self._awaited = AwaitedPrefixes(self._prefilling, self.prefix, self.model)
         self.decoding = Decoding(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -135,6 +137,7 @@ class Scheduler(ComputeLoop):
         self.budget.validate(running, [task for guests in self.guests for task in guests.ids])
         self.prefix.validate()
         self.decoding.validate(ids)
+        self._awaited.validate()
         if not running and not self._occupied:
             require(len(self.streams) == 0, "streams are left of prompts that have ended")
 
@@ -240,8 +243,9 @@ class Scheduler(ComputeLoop):
         # A prompt that must wait for memory is not offered to other machines.
         if request.shared and not self._waiting and self._fits(sequence):
             self._prefilling.append(sequence)
-            if self._shared.accept(sequence, self.chunks.size(shared=False)):
+            if not self._awaited.covers(sequence) and self._shared.accept(sequence, self.chunks.size(shared=False)):
                 return
+            self._awaited.admitted(sequence)
         else:
             self._waiting.append(sequence)
         self.emit(
@@ -257,6 +261,7 @@ class Scheduler(ComputeLoop):
         """Move waiting requests to prefill while memory and streams allow, first come first served."""
         while self._waiting and self._fits(self._waiting[0]):
             self._prefilling.append(self._waiting.pop(0))
+            self._awaited.admitted(self._prefilling[-1])
 
     def _fits(self, sequence: ScheduledSequence) -> bool:
         """Reserve a stream and memory. False, and nothing is reserved, if either is short."""
@@ -286,7 +291,9 @@ class Scheduler(ComputeLoop):
         begun = time.monotonic()
         try:
             context = sequence.slots - sequence.left
-            tokens = prefiller.step(self.chunks.size(shared=bool(self.decoding), context=context))
+            chunk = self.chunks.size(shared=bool(self.decoding), context=context)
+            self._awaited.before_step(sequence, chunk)
+            tokens = prefiller.step(chunk)
         except Exception as error:
             if not isinstance(prefiller, SharedPrefill):
                 raise
@@ -298,29 +305,28 @@ class Scheduler(ComputeLoop):
             self.steps += 1
             self._show_prefill(sequence)
         sequence.prefill_s += time.monotonic() - begun
+        self._awaited.after_step(sequence)
         return prefiller
 
     def _show_prefill(self, sequence: ScheduledSequence, *, again: bool = False) -> None:
         """Report progress. It never goes back, even if tokens are computed a second time."""
-        prefiller = sequence.prefiller
-        if prefiller is None:
+        if sequence.prefiller is None and sequence.awaited is None:
             return
-        total = sequence.slots
-        reached = prefiller.progress if isinstance(prefiller, SharedPrefill) else prefiller.done
-        done = max(sequence.shown, reached)
+        done = max(sequence.shown, sequence.progress)
         if again or done > sequence.shown:
             sequence.shown = done
-            self.emit(Prefill(sequence.id, done, total, sequence.cached))
+            self.emit(Prefill(sequence.id, done, sequence.slots, sequence.cached))
 
     def _choose(self) -> ScheduledSequence | None:
-        """The prompt with the least left; one that was passed over too often goes first."""
+        """The prompt with the least left, for itself or one that waits for it; one that was passed over too
+        often goes first."""
         ready = [sequence for sequence in self._prefilling if sequence.ready]
         if not ready:
             return None
         for sequence in ready:
             sequence.turns += 1
         overdue = [a for a in ready if a.turns > PATIENCE_TURNS]
-        chosen = overdue[0] if overdue else min(ready, key=lambda a: a.left)
+        chosen = overdue[0] if overdue else min(ready, key=self._awaited.left)
         chosen.turns = 0
         return chosen
 
@@ -384,6 +390,7 @@ class Scheduler(ComputeLoop):
         """End a prefill half way; what it computed stays useful."""
         prefiller = sequence.prefiller
         done, cache = (0, []) if prefiller is None else (prefiller.done, prefiller.cache)
+        self._awaited.ended(sequence, intact=True)
         self._shared.end(sequence)
         if done > sequence.cached:
             self.decoding.remember(sequence, sequence.prepared.tokens[:done], cache)
@@ -404,6 +411,7 @@ class Scheduler(ComputeLoop):
         self.emit(sequence.finished(reason))
 
     def _fail(self, sequence: ScheduledSequence, error: Exception) -> None:
+        self._awaited.ended(sequence, intact=False)
         self._shared.end(sequence)
         self._ended(sequence)
         self._heartbeat_at = 0.0

@@ -31,6 +31,14 @@ class Undecided:
     share: PrefillShared | None = None
 
 
+@dataclass(slots=True)
+class AwaitedPrefix:
+    """The first ``tokens`` of a prompt, which another prompt that begins alike computes for both."""
+
+    leader: ScheduledSequence
+    tokens: int
+
+
 def begin_prefill(
     model: Any, tokens: list[int], kept: list[int] | None, hit: Hit
 ) -> Prefiller | SparsePrefiller:
@@ -52,6 +60,7 @@ class ScheduledSequence:
     # What the prefix cache had when the prompt was accepted, if that was reported.
     hit: Hit | None = None
     undecided: Undecided | None = None
+    awaited: AwaitedPrefix | None = None
     prefiller: Prefiller | SharedPrefill | SparsePrefiller | None = None
     # Indices of the prompt tokens that are prefilled, ascending; None: all of them. Or why not only those.
     kept: list[int] | None = None
@@ -89,9 +98,21 @@ class ScheduledSequence:
         return self.prefiller.remaining if self.prefiller else self.slots
 
     @property
+    def computed(self) -> int:
+        """Leading prompt tokens that its prefill has computed or found."""
+        return self.prefiller.done if self.prefiller else 0
+
+    @property
+    def progress(self) -> int:
+        """Prompt tokens that the work done so far amounts to, for people."""
+        if self.awaited is not None:
+            return min(self.awaited.leader.progress, self.awaited.tokens)
+        return self.prefiller.progress if isinstance(self.prefiller, SharedPrefill) else self.computed
+
+    @property
     def ready(self) -> bool:
         """True if a step of its prefill can be taken now."""
-        if self.undecided is not None:
+        if self.undecided is not None or self.awaited is not None:
             return False
         return can_step(self.prefiller) if isinstance(self.prefiller, SharedPrefill) else True
 

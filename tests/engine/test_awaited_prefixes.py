@@ -1,0 +1,284 @@
+"""Prompts that begin alike at the same time are read once, with the same bytes, and none waits longer."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import sharing
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_model
+
+from fleetd import limits
+from fleetd.engine.memory import KvBudget
+from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.protocol import Accepted, Cancel, Delta, Failed, Finished, Prefill, Report
+from fleetd.engine.scheduler import Scheduler
+from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.stage import Stage
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+CHUNK = 32
+# The second has windows that cannot be taken back once they have moved on.
+FAMILIES = ("llama", "gemma3_text")
+
+
+@dataclass(frozen=True)
+class Turns:
+    def size(self, *, shared: bool, context: int = 0) -> int:
+        return CHUNK
+
+    def took(self, tokens: int, seconds: float) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Family:
+    model: Any
+    tokenizer: Any
+    sharable: Sharable
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    found = {}
+    for name in FAMILIES:
+        path: Path = sharing.write(tmp_path_factory.mktemp(name), name)
+        model, _ = load_model(path)
+        found[name] = Family(model, load_tokenizer(path), Sharable.of(Stage.of(model), "cpu", {}))
+    mx.set_default_device(before)
+    return found
+
+
+class Turned:
+    """A scheduler that is turned by hand."""
+
+    def __init__(self, family: Family, **options: Any) -> None:
+        self.events: list[Report] = []
+        self.family = family
+        settings: dict[str, Any] = {
+            "context_tokens": 2048,
+            "chunks": Turns(),
+            "max_streams": 8,
+            "budget": KvBudget.of(1 << 30, 1024),
+            "prefix": PrefixCache(1 << 30),
+            **options,
+        }
+        self.scheduler = Scheduler(
+            model=family.model, tokenizer=family.tokenizer, emit=self.events.append, **settings
+        )
+
+    def ask(self, name: str, tokens: list[int], **fields: Any) -> None:
+        settings = {"shared": False, "top_logprobs": 2, "max_tokens": 1, **fields}
+        request = sharing.prompt(name, 1, prompt=sharing.TokenPrompt(tokens), **settings)
+        self.scheduler.inbox.put(prepare(request, self.family.tokenizer, sharing.VOCAB))
+
+    def turn(self, turns: int = 1) -> None:
+        for _ in range(turns):
+            assert self.scheduler.turn()
+            self.scheduler.validate()
+
+    def finish(self) -> None:
+        for _ in range(2000):
+            if not self.scheduler.busy:
+                break
+            self.turn()
+        else:
+            pytest.fail("not done")
+        assert self.scheduler.budget.used_bytes == 0
+
+    def of(self, name: str, kind: type[Any] = object) -> list[Any]:
+        return [e for e in self.events if getattr(e, "id", None) == name and isinstance(e, kind)]
+
+    def answer(self, name: str) -> list[Any]:
+        """Its text and the exact logprobs of its tokens, which depend on the whole prompt."""
+        return [(event.text, event.logprobs) for event in self.of(name, Delta)]
+
+    def computed(self, *names: str) -> int:
+        """Prompt tokens that these computed themselves."""
+        ends = [self.of(name, Finished)[-1].usage for name in names]
+        return sum(usage.prompt_tokens - usage.cached_tokens for usage in ends)
+
+    def turns_to(self, name: str) -> int:
+        """Turns until its first token."""
+        for count in range(2000):
+            if self.of(name, Delta):
+                return count
+            self.turn()
+        pytest.fail("not done")
+
+
+def drawn(n: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(300), k=n)
+
+
+def alone(family: Family, tokens: list[int]) -> list[Any]:
+    bench = Turned(family)
+    bench.ask("alone", tokens)
+    bench.finish()
+    return bench.answer("alone")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_same_prompt_at_the_same_time_is_read_once(families: dict[str, Family], name: str) -> None:
+    family, tokens, names = families[name], drawn(300), ["a", "b", "c", "d"]
+    bench = Turned(family)
+    for each in names:
+        bench.ask(each, tokens)
+    bench.finish()
+    expected = alone(family, tokens)
+    assert [bench.answer(each) for each in names] == [expected] * 4
+    assert bench.computed(*names) == len(tokens) + 3, "the last token is computed for each"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_forks_of_one_beginning_read_it_once(families: dict[str, Family], name: str) -> None:
+    family, begin = families[name], drawn(420)
+    forks = {f"fork{n}": begin + drawn(40 + 30 * n, seed=7 + n) for n in range(3)}
+    bench = Turned(family)
+    for each, tokens in forks.items():
+        bench.ask(each, tokens)
+    bench.finish()
+    for each, tokens in forks.items():
+        assert bench.answer(each) == alone(family, tokens)
+    new = sum(len(tokens) for tokens in forks.values()) - 2 * len(begin)
+    # Where a cache cannot be cut, a fork goes on from the end of the chunk before.
+    assert bench.computed(*forks) - new < (1 if name == "llama" else 2 * CHUNK)
+
+
+def test_a_prompt_whose_leader_is_past_their_beginning_takes_it_at_once(families: dict[str, Family]) -> None:
+    family, begin = families["llama"], drawn(200)
+    bench = Turned(family)
+    bench.ask("leader", begin + drawn(600, 2))
+    bench.turn(12)
+    late = begin + drawn(50, 3)
+    bench.ask("late", late)
+    bench.turn(2)
+    assert bench.of("late", Prefill)[-1].cached == len(begin)
+    bench.finish()
+    assert bench.answer("late") == alone(family, late)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("turns", [0, 1, 4, 9])
+def test_when_the_first_leaves_the_second_goes_on_from_there(
+    families: dict[str, Family], name: str, turns: int
+) -> None:
+    family, tokens = families[name], drawn(300)
+    # No memory for earlier prompts: what is handed over does not come from there.
+    bench = Turned(family, prefix=PrefixCache(0))
+    for each in ("first", "second", "third"):
+        bench.ask(each, tokens)
+    bench.turn(turns)
+    bench.scheduler.tell(Cancel("first"))
+    bench.finish()
+    assert bench.of("first", Finished)[-1].reason == "cancelled"
+    expected = alone(family, tokens)
+    assert [bench.answer(each) for each in ("second", "third")] == [expected] * 2
+    read = bench.of("first", Prefill)[-1].done if bench.of("first", Prefill) else 0
+    assert read + bench.computed("second", "third") <= len(tokens) + 3
+
+
+def test_one_that_waits_may_leave(families: dict[str, Family]) -> None:
+    family, tokens = families["llama"], drawn(300)
+    bench = Turned(family)
+    for each in ("first", "second"):
+        bench.ask(each, tokens)
+    bench.turn(4)
+    bench.scheduler.tell(Cancel("second"))
+    bench.finish()
+    assert bench.of("second", Finished)[-1].reason == "cancelled"
+    assert bench.answer("first") == alone(family, tokens)
+
+
+def test_when_the_first_fails_the_second_reads_for_itself(
+    families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family, tokens = families["llama"], drawn(300)
+    bench = Turned(family)
+    for each in ("first", "second"):
+        bench.ask(each, tokens)
+    bench.turn(4)
+    (leader,) = [s for s in bench.scheduler._prefilling if s.id == "first"]
+    monkeypatch.setattr(type(leader.prefiller), "step", None)
+    bench.turn()
+    monkeypatch.undo()
+    bench.finish()
+    assert bench.of("first", Failed)
+    assert bench.answer("second") == alone(family, tokens)
+
+
+def test_waiting_for_a_longer_prompt_makes_none_later(families: dict[str, Family]) -> None:
+    begin, short, long = drawn(300), drawn(20, 2), drawn(1200, 3)
+
+    def turns(first: list[int]) -> int:
+        bench = Turned(families["llama"])
+        bench.ask("long", first + long)
+        bench.turn(2)
+        bench.ask("other", drawn(500, 9))
+        bench.ask("short", begin + short)
+        return bench.turns_to("short")
+
+    assert turns(begin) < turns(drawn(300, 4))
+
+
+def test_progress_is_told_while_it_waits(families: dict[str, Family], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "ENGINE_BEAT_S", 0.0)
+    bench = Turned(families["llama"])
+    for each in ("first", "second"):
+        bench.ask(each, drawn(300))
+    for _ in range(6):
+        bench.turn()
+        bench.scheduler.heartbeat()
+    first, second = (bench.of(each, Prefill)[-1] for each in ("first", "second"))
+    assert (second.done, second.cached) == (first.done, 0)
+    bench.finish()
+
+
+def test_a_prompt_that_is_being_read_already_is_not_offered_to_helpers(families: dict[str, Family]) -> None:
+    bench = Turned(families["llama"], sharable=families["llama"].sharable)
+    tokens = drawn(600)
+    bench.ask("first", tokens)
+    bench.turn(3)
+    bench.ask("second", tokens, shared=True)
+    bench.ask("other", drawn(600, 2), shared=True)
+    bench.turn()
+    offered = [event.id for event in bench.events if isinstance(event, Accepted) and event.waits]
+    assert offered == ["other"]
+    bench.scheduler.tell(Cancel("other"))
+    bench.finish()
+    assert bench.computed("first", "second") == len(tokens) + 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_comes_and_goes_answers_are_the_same_bytes(families: dict[str, Family], seed: int) -> None:
+    family = families[FAMILIES[seed % 2]]
+    dice = random.Random(seed)
+    begins = [drawn(n, n) for n in (70, 150, 260)]
+    bench = Turned(family, prefix=PrefixCache(dice.choice([0, 1 << 22, 1 << 30])))
+    asked: dict[str, tuple[int, ...]] = {}
+    for i in range(60):
+        match dice.choice(["ask", "cancel", "turn", "turn"]):
+            case "ask":
+                tokens = dice.choice(begins)[: dice.choice([65, 140, 260])] + drawn(dice.choice([1, 40]), 99)
+                asked[f"r{i}"] = tuple(tokens)
+                bench.ask(f"r{i}", tokens)
+            case "cancel" if asked:
+                bench.scheduler.tell(Cancel(dice.choice([*asked])))
+            case _ if bench.scheduler.busy:
+                bench.turn(dice.randrange(1, 3))
+    bench.finish()
+    expected = {tokens: alone(family, [*tokens]) for tokens in set(asked.values())}
+    for each, tokens in asked.items():
+        answer, whole = bench.answer(each), expected[tokens]
+        if bench.of(each, Finished)[-1].reason == "cancelled":
+            assert answer == whole[: len(answer)]
+        else:
+            assert answer == whole
