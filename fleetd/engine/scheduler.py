@@ -243,7 +243,9 @@ class Scheduler(ComputeLoop):
         # A prompt that must wait for memory is not offered to other machines.
         if request.shared and not self._waiting and self._fits(sequence):
             self._prefilling.append(sequence)
-            if not self._awaited.covers(sequence) and self._shared.accept(sequence, self.chunks.size(shared=False)):
+            if not self._awaited.covers(sequence) and self._shared.accept(
+                sequence, self.chunks.size(shared=False)
+            ):
                 return
             self._awaited.admitted(sequence)
         else:

@@ -156,6 +156,8 @@ class Request:
         # What it waited for before its engine could be asked.
         self.loading = StageTimes()
         self._cached_in_attempt = 0
+        # How much of its prompt was read, from 0 to 1.
+        self.read_share = 0.0
 
     # ---- what is known -----------------------------------------------------------------------------------
 
@@ -285,6 +287,7 @@ class Request:
                     self.accepted, self.decided_s = event, now_s
             case Prefill():
                 self._cached_in_attempt = event.cached
+                self.read_share = event.done / max(1, event.total)
                 self._cached_tokens = max(self._cached_tokens, event.cached)
                 self._run(now_s)
             case Delta():

@@ -229,7 +229,9 @@ def test_waiting_for_a_longer_prompt_makes_none_later(families: dict[str, Family
     assert turns(begin) < turns(drawn(300, 4))
 
 
-def test_progress_is_told_while_it_waits(families: dict[str, Family], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_told_while_it_waits(
+    families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(limits, "ENGINE_BEAT_S", 0.0)
     bench = Turned(families["llama"])
     for each in ("first", "second"):
