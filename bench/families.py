@@ -18,6 +18,7 @@ from bench.scenarios import (
     fleet_meeting,
     fleet_sessions,
     fleet_work,
+    forks,
     host_time,
     modelled,
     never_slower,
@@ -117,6 +118,7 @@ FAMILIES = {
     "batching": Family("Eight streams at once", 3, 1, batching.measure, (*_SERVED, *_scenario("batching"))),
     "prefill": Family("Prefill on the CPU", 5, 1, prefill.measure, (*_WORKER, *_scenario("prefill"))),
     "turns": Family("Second turn of a chat", 5, 1, turns.measure, (*_SERVED, *_scenario("turns"))),
+    "forks": Family("Prompts that begin alike", 5, 1, forks.measure, (*_SERVED, *_scenario("forks"))),
     "service": Family("The daemon", 10, 3, service.measure, ("fleetd", "fleetctl", *_scenario("service"))),
     "streams": Family(
         "Sealed streams", 10, 3, sealed_streams.measure, ("fleetd/sealed", *_scenario("sealed_streams"))
