@@ -43,6 +43,6 @@ def measure(runs: int) -> Measured:
             Figure(f"TTFT, the last of {FORKS}", "s", seen["last"]),
         ],
         f"Chats through HTTP: one prompt of {SHARED_TOKENS + OWN_TOKENS:,} tokens, then {FORKS} at the same "
-        f"time that have their first {SHARED_TOKENS:,} in common and {OWN_TOKENS} of their own; answers of one "
-        "token. TTFT runs from sending the request to the first frame of the answer in the client.",
+        f"time that have their first {SHARED_TOKENS:,} in common and {OWN_TOKENS} of their own; answers of "
+        "one token. TTFT runs from sending the request to the first frame of the answer in the client.",
     )
