@@ -18,6 +18,7 @@ from bench.scenarios import (
     fleet_meeting,
     fleet_sessions,
     fleet_work,
+    forks,
     host_time,
     kept_prompts,
     modelled,
@@ -127,6 +128,7 @@ FAMILIES = {
         kept_prompts.measure,
         (*_SERVED, "fleetd/cache", "fleetd/sealed", *_scenario("kept_prompts")),
     ),
+    "forks": Family("Prompts that begin alike", 5, 1, forks.measure, (*_SERVED, *_scenario("forks"))),
     "service": Family("The daemon", 10, 3, service.measure, ("fleetd", "fleetctl", *_scenario("service"))),
     "page": Family(
         "The page", 5, 1, page.measure, ("fleetd/api/page", "fleetd/api/control", *_scenario("page"))

@@ -293,8 +293,17 @@ CLOCK_WITHIN_S = 2.0
 SHARE_MACHINES = 4
 # Layers of a model: several times the deepest one there is.
 LAYERS = 4096
+# Blocks of prompts whose machine is remembered, over all machines and models: a hundred long conversations.
+AFFINITY_BLOCKS = 65_536
+# Sessions of clients whose last machine is remembered.
+SESSIONS = 4096
+# Of a session's id, as its client sends it.
+SESSION_CHARS = 512
 # Prompts with fewer new tokens than this are never shared: agreeing takes longer than computing them.
 SHARE_LEAST_TOKENS = 256
+# A prompt waits for another one's beginning only if that has at least so many tokens more than the cache:
+# less is computed in one step.
+FOLLOW_LEAST_TOKENS = 64
 # From the tokenized prompt to the agreement of all helpers, whose models are loaded; then it stays local.
 SHARE_SETUP_S = 2.0
 # A helper is given up when it is later than this factor times the plan's own figure, and this on top of it.

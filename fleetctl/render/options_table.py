@@ -8,7 +8,7 @@ import click
 
 from fleetctl.render.columns import Column, drawn, fitted, shortened
 from fleetctl.render.plan_words import machines, way
-from fleetctl.render.text import brief, one_line, wrapped
+from fleetctl.render.text import brief, count, one_line, wrapped
 from fleetd.control.prefill_plan import OptionView
 
 _MACHINES_CHARS = 40
@@ -23,6 +23,8 @@ def options_table(options: Sequence[OptionView], local_s: float | None, width: i
         Column("FIRST TOKEN", [brief(option.predicted_s) for option in options], 8, right=True),
         Column("SPEED", [_against(option.predicted_s, local_s) for option in options], 3, right=True),
     ]
+    if any(option.cached_tokens for option in options):
+        columns.append(Column("KNOWN", [count(option.cached_tokens) for option in options], 6, right=True))
     header, *rows = drawn(fitted(columns, width))
     lines = [header]
     for option, row in zip(options, rows, strict=True):

@@ -96,6 +96,8 @@ def _story(trace: Trace) -> Iterable[tuple[str, str]]:
     for attempt in trace.earlier:
         yield "tried first", f"{_answering(attempt)}, for {brief(attempt.took_s)}: {_why(attempt)}"
     yield "plan", division(trace.chosen)
+    if trace.kept_where:
+        yield "known", one_line(trace.kept_where)
     for sentence in trace.capped:
         yield "not believed", one_line(sentence)
     yield "outcome", _outcome(trace)

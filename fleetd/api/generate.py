@@ -46,6 +46,7 @@ class GenerationRequest:
         generates: one per choice, the choices of one prompt next to each other.
         smart: how the prompts are shortened; None reads them whole.
         per_prompt: choices that answer each prompt.
+        session: as ``client_sessions.session_of`` gives it.
     """
 
     id: str
@@ -55,13 +56,22 @@ class GenerationRequest:
     local_only: bool = False
     smart: SmartPrefillPolicy | None = None
     per_prompt: int = 1
+    session: str = ""
 
 
 def _choices(request: web.Request, work: GenerationRequest) -> Choices:
     runner = request.app[SERVICES].runner
     origin: Origin = "socket" if is_trusted(request) else "http"
     jobs = [
-        Job(work.model, generate, origin, work.route, local_only=work.local_only, smart=work.smart)
+        Job(
+            work.model,
+            generate,
+            origin,
+            work.route,
+            local_only=work.local_only,
+            smart=work.smart,
+            session=work.session,
+        )
         for generate in work.generates
     ]
     return Choices([partial(runner.run, job) for job in jobs])

@@ -46,7 +46,8 @@ class OptionView(msgspec.Struct, frozen=True):
     ``kind``: local, a kind of split, whole, remote, smart, or "any" for a machine that cannot help at all.
     ``prefill``: how that machine prefills, of remote; the way to answer what is kept, of smart.
     ``predicted_s``: seconds to the first token, None where the way is impossible. ``cuts`` are tokens or
-    layers, as in ``plan.split.Split``. ``code`` and ``reason``: why it was not chosen, "" for the chosen one.
+    layers, as in ``plan.split.Split``. ``cached_tokens``: of the prompt's, those that the machine which
+    answers has probably read before. ``code`` and ``reason``: why it was not chosen, "" for the chosen one.
     """
 
     kind: str = ""
@@ -59,6 +60,7 @@ class OptionView(msgspec.Struct, frozen=True):
     cuts: list[int] = []
     chunk: int = 0
     prefill: str = ""
+    cached_tokens: int = 0
 
 
 class DraftsView(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -69,7 +69,8 @@ class Trace(msgspec.Struct, frozen=True):
     ``code`` and ``reason``: why it was not done as chosen. ``exactness``: exact, plan or lossy.
     ``speculation``: what drafts did for the answer; ``drafter``: the source of those named "drafter".
     ``took_s``: from the request's arrival to its end; of an earlier attempt, as long as that took.
-    ``capped``: sentences about speeds that other machines claim and that were not believed.
+    ``capped``: sentences about speeds that other machines claim and that were not believed. ``kept_where``:
+    which machine had read the beginning of the prompt before, and if it did not get the request, why.
 
     ``asked_by``: the machine whose user asked; ``answered_by``: the machine that answered; "" for this one.
     ``there``: that machine's own trace, in which "this" is that machine and times begin with the arrival
@@ -102,6 +103,7 @@ class Trace(msgspec.Struct, frozen=True):
     earlier: list[Trace] = []
     capped: list[str] = []
     restored_tokens: int = 0
+    kept_where: str = ""
 
 
 class TracesView(msgspec.Struct, frozen=True):

@@ -14,6 +14,29 @@ def copy_on_write(cache: Any) -> Any:
     return copy.deepcopy(cache)  # an array's copy is a second name for its memory
 
 
+def prefix_copy(caches: list[Any], tokens: int, stored: int) -> list[Any] | None:
+    """Caches of the first ``tokens`` of ``stored`` tokens, which can be added to without changing these.
+
+    None where one of them cannot go back to there.
+    """
+    if tokens < stored and not can_go_back(caches):
+        return None
+    copies = []
+    for layer in caches:
+        if type(layer) is KVCache:
+            copies.append(beginning(layer, tokens))
+        else:
+            copies.append(copy_on_write(layer))
+            if tokens < stored:
+                copies[-1].trim(stored - tokens)
+    return copies
+
+
+def can_go_back(caches: list[Any]) -> bool:
+    """False where a recurrent state, or a window that has moved on, only stands for all of its tokens."""
+    return all(layer.is_trimmable() for layer in caches)
+
+
 def beginning(cache: KVCache, tokens: int) -> KVCache:
     """A cache of the first ``tokens`` rows, copied, without the room to grow that ``cache`` may have."""
     short = KVCache()

@@ -21,6 +21,7 @@ import msgspec
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.cache.write_behind import WriterFigures
+from fleetd.engine.awaited_prefixes import AwaitedPrefixes
 from fleetd.engine.chunk_size import Chunks
 from fleetd.engine.compute_loop import ComputeLoop
 from fleetd.engine.decoding import Decoding
@@ -112,6 +113,7 @@ class Scheduler(ComputeLoop):
             self.disk.wake = self.inbox.wake
         self._waiting: list[ScheduledSequence] = []
         self._prefilling: list[ScheduledSequence] = []
+        self._awaited = AwaitedPrefixes(self._prefilling, self.prefix, self.model)
         self.decoding = Decoding(
             model=self.model,
             tokenizer=self.tokenizer,
@@ -144,6 +146,7 @@ class Scheduler(ComputeLoop):
         self.budget.validate(running, [task for guests in self.guests for task in guests.ids])
         self.prefix.validate()
         self.decoding.validate(ids)
+        self._awaited.validate()
         if not running and not self._occupied:
             require(len(self.streams) == 0, "streams are left of prompts that have ended")
 
@@ -264,6 +267,10 @@ class Scheduler(ComputeLoop):
         # A prompt that must wait for memory is not offered to other machines.
         if request.shared and not self._waiting and self._fits(sequence):
             self._prefilling.append(sequence)
+            if self._awaited.covers(sequence):
+                self._awaited.admitted(sequence)
+                self._emit_accepted(sequence)
+                return
             # How it is shared depends on what the disk has of it.
             self._begin_restore(sequence)
             if sequence.restoring is None and sequence.fetching is None:
@@ -275,6 +282,8 @@ class Scheduler(ComputeLoop):
     def _accept(self, sequence: ScheduledSequence) -> None:
         """Offer an admitted prompt to other machines, or report that it is computed here."""
         if not self._shared.accept(sequence, self.chunks.size(shared=False)):
+            if sequence.hit is None:
+                self._awaited.admitted(sequence)
             self._emit_accepted(sequence)
 
     def _emit_accepted(self, sequence: ScheduledSequence) -> None:
@@ -293,7 +302,9 @@ class Scheduler(ComputeLoop):
         while self._waiting and self._fits(self._waiting[0]):
             sequence = self._waiting.pop(0)
             self._prefilling.append(sequence)
-            self._begin_restore(sequence)
+            self._awaited.admitted(sequence)
+            if sequence.awaited is None and sequence.prefiller is None:
+                self._begin_restore(sequence)
 
     def _begin_restore(self, sequence: ScheduledSequence) -> None:
         """Look for an admitted prompt's beginning on the disk."""
@@ -393,7 +404,9 @@ class Scheduler(ComputeLoop):
         begun = time.monotonic()
         try:
             context = sequence.slots - sequence.left
-            tokens = prefiller.step(self.chunks.size(shared=bool(self.decoding), context=context))
+            chunk = self.chunks.size(shared=bool(self.decoding), context=context)
+            self._awaited.before_step(sequence, chunk)
+            tokens = prefiller.step(chunk)
         except Exception as error:
             if not isinstance(prefiller, SharedPrefill):
                 raise
@@ -405,29 +418,28 @@ class Scheduler(ComputeLoop):
             self.steps += 1
             self._show_prefill(sequence)
         sequence.prefill_s += time.monotonic() - begun
+        self._awaited.after_step(sequence)
         return prefiller
 
     def _show_prefill(self, sequence: ScheduledSequence, *, again: bool = False) -> None:
         """Report progress. It never goes back, even if tokens are computed a second time."""
-        prefiller = sequence.prefiller
-        if prefiller is None:
+        if sequence.prefiller is None and sequence.awaited is None:
             return
-        total = sequence.slots
-        reached = prefiller.progress if isinstance(prefiller, SharedPrefill) else prefiller.done
-        done = max(sequence.shown, reached)
+        done = max(sequence.shown, sequence.progress)
         if again or done > sequence.shown:
             sequence.shown = done
-            self.emit(Prefill(sequence.id, done, total, sequence.cached))
+            self.emit(Prefill(sequence.id, done, sequence.slots, sequence.cached))
 
     def _choose(self) -> ScheduledSequence | None:
-        """The prompt with the least left; one that was passed over too often goes first."""
+        """The prompt with the least left, for itself or one that waits for it; one that was passed over too
+        often goes first."""
         ready = [sequence for sequence in self._prefilling if sequence.ready]
         if not ready:
             return None
         for sequence in ready:
             sequence.turns += 1
         overdue = [a for a in ready if a.turns > PATIENCE_TURNS]
-        chosen = overdue[0] if overdue else min(ready, key=lambda a: a.left)
+        chosen = overdue[0] if overdue else min(ready, key=self._awaited.left)
         chosen.turns = 0
         return chosen
 
@@ -491,6 +503,7 @@ class Scheduler(ComputeLoop):
         done, cache = (0, []) if prefiller is None else (prefiller.done, prefiller.cache)
         self._end_restore(sequence)
         self._end_fetch(sequence)
+        self._awaited.ended(sequence, intact=True)
         self._shared.end(sequence)
         if done > sequence.cached:
             self.decoding.remember(sequence, sequence.prepared.tokens[:done], cache)
@@ -516,6 +529,7 @@ class Scheduler(ComputeLoop):
             sequence.restoring = None
 
     def _fail(self, sequence: ScheduledSequence, error: Exception) -> None:
+        self._awaited.ended(sequence, intact=False)
         self._shared.end(sequence)
         self._ended(sequence)
         self._heartbeat_at = 0.0

@@ -33,6 +33,14 @@ class Undecided:
     share: PrefillShared | None = None
 
 
+@dataclass(slots=True)
+class AwaitedPrefix:
+    """The first ``tokens`` of a prompt, which another prompt that begins alike computes for both."""
+
+    leader: ScheduledSequence
+    tokens: int
+
+
 def begin_prefill(
     model: Any, tokens: list[int], kept: list[int] | None, hit: Hit
 ) -> Prefiller | SparsePrefiller:
@@ -64,6 +72,7 @@ class ScheduledSequence:
     fetching: Fetching | None = None
     fetched: int = 0
     fetch_s: float = 0.0
+    awaited: AwaitedPrefix | None = None
     prefiller: Prefiller | SharedPrefill | SparsePrefiller | None = None
     # Indices of the prompt tokens that are prefilled, ascending; None: all of them. Or why not only those.
     kept: list[int] | None = None
@@ -108,9 +117,22 @@ class ScheduledSequence:
         return self.prefiller.remaining if self.prefiller else self.slots
 
     @property
+    def computed(self) -> int:
+        """Leading prompt tokens that its prefill has computed or found."""
+        return self.prefiller.done if self.prefiller else 0
+
+    @property
+    def progress(self) -> int:
+        """Prompt tokens that the work done so far amounts to, for people."""
+        if self.awaited is not None:
+            return min(self.awaited.leader.progress, self.awaited.tokens)
+        return self.prefiller.progress if isinstance(self.prefiller, SharedPrefill) else self.computed
+
+    @property
     def ready(self) -> bool:
         """True if a step of its prefill can be taken now."""
-        if self.undecided is not None or self.restoring is not None or self.fetching is not None:
+        waits = (self.undecided, self.awaited, self.restoring, self.fetching)
+        if any(wait is not None for wait in waits):
             return False
         return can_step(self.prefiller) if isinstance(self.prefiller, SharedPrefill) else True
 

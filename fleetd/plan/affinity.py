@@ -1,7 +1,9 @@
-"""Which machine has the beginning of a prompt in its prefix cache.
+"""Which machine has the beginning of a prompt in its prefix cache, and where a session ran last.
 
 Pure. A conversation sends all earlier turns again with each new one. On the machine that computed them, only
-the new turn costs time. The table keeps a chain of hashes of each prompt's blocks, no text.
+the new turn costs time. The tables keep hashes under keys of this process, no text and no client's id;
+nothing of them is told to another machine. A machine is named by its node and the start of its daemon: a new
+start has lost the cache.
 """
 
 from __future__ import annotations
@@ -9,10 +11,10 @@ from __future__ import annotations
 import hashlib
 from collections import OrderedDict
 
+from fleetd import limits
+
 # Short enough that little of a match is lost at its end, long enough that a long prompt makes few blocks.
 BLOCK_CHARS = 512
-# Blocks remembered, over all machines and models.
-REMEMBERED_BLOCKS = 65_536
 
 
 def chain(text: str, key: bytes) -> list[bytes]:
@@ -41,16 +43,46 @@ class Affinity:
         """The hashes of a text, for ``computed`` and ``cached_chars``."""
         return chain(text, self._key)
 
-    def computed(self, node_id: str, model: str, links: list[bytes]) -> None:
+    def computed(self, machine: str, model: str, links: list[bytes]) -> None:
         for link in links:
-            self._seen[node_id, model, link] = None
-            self._seen.move_to_end((node_id, model, link))
-        while len(self._seen) > REMEMBERED_BLOCKS:
+            self._seen[machine, model, link] = None
+            self._seen.move_to_end((machine, model, link))
+        while len(self._seen) > limits.AFFINITY_BLOCKS:
             self._seen.popitem(last=False)
 
-    def cached_chars(self, node_id: str, model: str, links: list[bytes]) -> int:
+    def forget(self, machine: str, model: str) -> None:
+        """The machine has lost what it computed with this model."""
+        for entry in [entry for entry in self._seen if entry[:2] == (machine, model)]:
+            del self._seen[entry]
+
+    def cached_chars(self, machine: str, model: str, links: list[bytes]) -> int:
         """Characters at the beginning of the text that the machine has computed before."""
         for count, link in enumerate(links):
-            if (node_id, model, link) not in self._seen:
+            if (machine, model, link) not in self._seen:
                 return count * BLOCK_CHARS
         return len(links) * BLOCK_CHARS
+
+
+class SessionPlaces:
+    """The machine on which each session's last request ran, by model. Sessions are named by their clients."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+        self._places: OrderedDict[bytes, str] = OrderedDict()
+
+    def ran(self, session: str, model: str, machine: str) -> None:
+        if not session:
+            return
+        named = self._named(session, model)
+        self._places[named] = machine
+        self._places.move_to_end(named)
+        if len(self._places) > limits.SESSIONS:
+            self._places.popitem(last=False)
+
+    def last(self, session: str, model: str) -> str:
+        """The machine; "" for a session that is not known."""
+        return self._places.get(self._named(session, model), "") if session else ""
+
+    def _named(self, session: str, model: str) -> bytes:
+        data = f"{len(model)} {model} {session}".encode(errors="surrogatepass")
+        return hashlib.blake2b(data, key=self._key, digest_size=16).digest()

@@ -2,8 +2,8 @@
 
     price = waking + waiting for a turn + loading the model + prefill + decode + network
 
-Pure. A digest stands for a model's files: machines compete only with the same files. This machine wins unless
-another one is clearly faster.
+Pure. A digest stands for a model's files: machines compete only with the same files. The machine of the
+session wins, or else this one, unless another is clearly faster.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fleetd.plan import chip_speeds
 from fleetd.plan.costs import MEASURED_TOKENS, PrefillSpeed
 from fleetd.plan.refusals import THIS_NODE, Refusal
 
-# Another machine has to be this much faster: prices are estimates, and an answer that stays here cannot be
-# lost on the way.
+# Another machine has to be this much faster: prices are estimates, an answer that stays here cannot be lost
+# on the way, and a session that moves leaves what is known of it behind.
 ADVANTAGE = 0.9
 # Each answer that already runs slows another one by this share: weights are read once for all of them, but
 # their prompts and their arithmetic are their own.
@@ -49,7 +49,8 @@ class Candidate:
     there; 0 if unknown. ``helped_s``: how long the prefill takes with the helpers that it would get; None
     until they are priced. ``evictable_bytes``: memory that idle models would give back. ``context_tokens``:
     the longest prompt that the model takes; 0 if unknown. ``cached_tokens``: how much of this prompt is
-    probably in its prefix cache. ``wake_s``: it sleeps, and waking it takes so long.
+    probably in its prefix cache. ``session``: the last request of this session ran there. ``wake_s``: it
+    sleeps, and waking it takes so long.
     """
 
     node_id: str
@@ -82,6 +83,7 @@ class Candidate:
     context_tokens: int = 0
     can_pull: bool = False
     cached_tokens: int = 0
+    session: bool = False
     wake_s: float = 0.0
 
     @property
@@ -173,7 +175,8 @@ def route(ask: RouteQuestion, candidates: Iterable[Candidate]) -> Ranked:
     prices = {c.node_id: price(ask, c) for c in machines if refusals[c.node_id] is None}
     able = [c for c in machines if c.node_id in prices]
     doubt = here is not None and here.doubtful
-    able.sort(key=lambda c: _rank(c, prices[c.node_id], doubt=doubt))
+    stays = next((c for c in able if c.session), here)
+    able.sort(key=lambda c: _rank(c, prices[c.node_id], stays=c is stays, doubt=doubt))
     lead = here if here in able else next(iter(able), None)
     same = [c for c in able if lead is not None and (c is lead or _alike(lead, c))]
     return Ranked(
@@ -252,9 +255,10 @@ def like_their_twins(machines: list[Candidate]) -> list[Candidate]:
     return [estimated(c) for c in machines]
 
 
-def _rank(c: Candidate, cost: RoutePrice, *, doubt: bool) -> tuple[bool, bool, float]:
-    """``doubt``: this machine's own figures may be wrong."""
-    advantage = ADVANTAGE if c.here else DOUBT if doubt or c.doubtful else 1.0
+def _rank(c: Candidate, cost: RoutePrice, *, stays: bool, doubt: bool) -> tuple[bool, bool, float]:
+    """``stays``: others have to be clearly faster. ``doubt``: this machine's own figures may be wrong."""
+    doubtful = doubt or c.doubtful
+    advantage = ADVANTAGE if stays else DOUBT if doubtful and not c.here else 1.0
     # A machine that would have to fetch the model comes last: its size is a guess.
     return c.absent, c.left_out, cost.total_s * advantage
 

@@ -10,7 +10,7 @@ be complete first gets the request (``route``). Pure.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from fleetd.errors import InvalidValue
 from fleetd.plan.prefill import step_names
@@ -55,7 +55,8 @@ class Home:
 class Way:
     """One way to answer. ``prefill`` is None where the machine would fetch the model first.
 
-    ``code`` and ``reason`` say why it was not chosen; both are "" for the chosen way.
+    ``code`` and ``reason`` say why it was not chosen; both are "" for the chosen way. ``cached_tokens``: of
+    the prompt's, those that the machine has probably read before.
     """
 
     node_id: str
@@ -64,6 +65,7 @@ class Way:
     prefill: PrefillOption | None
     code: OptionCode = ""
     reason: str = ""
+    cached_tokens: int = 0
 
     @property
     def first_token_s(self) -> float | None:
@@ -95,11 +97,13 @@ class Way:
 class Ways:
     """``chosen`` is None where no machine can answer. ``others``: this machine's other ways and the best one
     of each other machine, cheapest first. ``ranked``: the machines that can answer, and why others cannot.
+    ``known``: by node id, how many of the prompt's tokens machines have probably read before.
     """
 
     chosen: Way | None
     others: tuple[Way, ...]
     ranked: Ranked
+    known: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def placements(self) -> tuple[PricedMachine, ...]:
@@ -108,6 +112,24 @@ class Ways:
     @property
     def rejected(self) -> tuple[Rejection, ...]:
         return self.ranked.rejected
+
+    @property
+    def kept_where(self) -> str:
+        """Which machine has read most of the beginning of the prompt before, and if it does not get the
+        request, why; "" where none has."""
+        most = max(self.known, key=lambda node_id: self.known[node_id], default=None)
+        if self.chosen is None or most is None:
+            return ""
+        best = self.chosen
+        if self.known.get(best.node_id, 0) == self.known[most]:
+            return f"{_named(best)} has read about {self.known[most]} tokens of the prompt before."
+        passed = next((way for way in self.others if way.node_id == most), None)
+        refused = next((each for each in self.rejected if each.node_id == most), None)
+        if passed is not None:
+            name, reason = _named(passed), passed.reason
+        else:
+            name, reason = (refused.name, refused.refusal.sentence) if refused is not None else ("", "")
+        return f"{name} has read about {self.known[most]} tokens of the prompt before. {reason}"
 
 
 def plan(ask: RouteQuestion, homes: Sequence[Home]) -> Ways:
@@ -131,9 +153,13 @@ def plan(ask: RouteQuestion, homes: Sequence[Home]) -> Ways:
     if not found:
         return Ways(None, (), ranked)
     best, *passed = found
-    judged = [way if way.code else _passed_over(way, best, candidates[way.node_id]) for way in passed]
+    judged = [
+        way if way.code else _passed_over(way, best, candidates[way.node_id], candidates[best.node_id])
+        for way in passed
+    ]
     judged.sort(key=lambda way: (way.first_token_s is None, way.first_token_s or 0.0))
-    return Ways(best, tuple(judged), ranked)
+    known = {c.node_id: c.cached_tokens for c in candidates.values() if c.cached_tokens}
+    return Ways(best, tuple(judged), ranked, known)
 
 
 def _like_their_twins(homes: Sequence[Home]) -> list[Home]:
@@ -167,10 +193,14 @@ def _with_help(c: Candidate, choices: Mapping[str, PlanChoice]) -> Candidate:
 
 def _ways(placed: PricedMachine, choice: PlanChoice | None, c: Candidate) -> list[Way]:
     """The best way on a machine and, on this one, the others."""
+    cached = c.cached_tokens
     if choice is None:
-        return [Way(placed.node_id, placed.name, placed.price, None if c.absent else _alone(placed))]
+        prefill = None if c.absent else _alone(placed)
+        return [Way(placed.node_id, placed.name, placed.price, prefill, cached_tokens=cached)]
     options = [choice.best, *(choice.rejected if c.here else ())]
-    return [Way(c.node_id, c.name, placed.price, option, option.code, option.reason) for option in options]
+    return [
+        Way(c.node_id, c.name, placed.price, option, option.code, option.reason, cached) for option in options
+    ]
 
 
 def _alone(placed: PricedMachine) -> PrefillOption:
@@ -179,7 +209,7 @@ def _alone(placed: PricedMachine) -> PrefillOption:
     return PrefillOption("local", predicted_s=seconds, steps=((step_names.COMPUTED, seconds),))
 
 
-def _passed_over(way: Way, best: Way, c: Candidate) -> Way:
+def _passed_over(way: Way, best: Way, c: Candidate, chosen: Candidate) -> Way:
     """The way with the reason why another machine gets the request."""
     code: OptionCode
     share = way.price.total_s / max(1e-9, best.price.total_s)
@@ -193,8 +223,13 @@ def _passed_over(way: Way, best: Way, c: Candidate) -> Way:
     else:
         code = "margin"
         least = percent(1 - ADVANTAGE)
-        reason = f"The answer would take {percent(1 - share)} less; {least} are asked of another machine."
+        of = f"any but {_named(best)}, where the session is" if chosen.session else "another machine"
+        reason = f"The answer would take {percent(1 - share)} less; {least} are asked of {of}."
     return replace(way, code=code, reason=reason)
+
+
+def _named(way: Way) -> str:
+    return way.name if way.node_id != THIS_NODE else "This machine"
 
 
 def _where(way: Way) -> str:

@@ -32,7 +32,8 @@ class Job:
     travels in circles. ``digest``: only a model of exactly this content will do; "" is any. ``smart``: how
     its prompt is to be shortened; None reads it whole. ``asked_by``: the machine that it came from, by name;
     ``traced`` is called once with what was written down of it. ``unaided``: a peer's, and no other machine
-    may help with it.
+    may help with it. ``session``: what its client calls the conversation, "" if nothing; it stays here, and
+    is kept nowhere but as a hash.
     """
 
     model: str
@@ -45,6 +46,7 @@ class Job:
     asked_by: str = ""
     traced: Callable[[Trace], None] | None = None
     unaided: bool = False
+    session: str = ""
 
     @cached_property
     def prompt_text(self) -> str:

@@ -18,13 +18,13 @@ from fleetd import limits
 from fleetd.errors import EngineError, FleetError, Incompatible, OutOfMemory, PeerError
 from fleetd.p2p.membership.cards import Card, ModelCard
 from fleetd.plan import chip_speeds
-from fleetd.plan.affinity import Affinity
+from fleetd.plan.affinity import Affinity, SessionPlaces
 from fleetd.plan.costs import LinkSpeed, PrefillSpeed
 from fleetd.plan.prefill.options import PrefillOption
 from fleetd.plan.refusals import THIS_NODE, Refusal
 from fleetd.plan.speed_corrections import CorrectedWork, PromptWork, SpeedCorrections
 from fleetd.requests import claims
-from fleetd.requests.job import THIS_NAME, Job
+from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Job
 
 Work = Literal["answer", "prefill", "score", "draft", "fetch"]
 _FAILED_AT: dict[Work, str] = {
@@ -60,6 +60,11 @@ class Member:
     @property
     def node_id(self) -> str:
         return THIS_NODE if self.here else self.card.node_id
+
+    @property
+    def life(self) -> str:
+        """The machine from one start of its daemon to the next: as long as its prefix caches last."""
+        return f"{self.node_id} {0 if self.here else self.card.epoch}"
 
     @property
     def link(self) -> LinkSpeed | None:
@@ -124,6 +129,7 @@ class Members:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.affinity = Affinity(os.urandom(16))
+        self.sessions = SessionPlaces(os.urandom(16))
         self.corrections = SpeedCorrections()
         self.backoff = PeerBackoff()
         self.unaided = unaided
@@ -209,12 +215,29 @@ class Members:
         self.backoff.succeeded(node_id, work)
         self._proven.add(node_id)
 
-    def answered(self, node_id: str, model: str, job: Job) -> None:
-        """A machine has answered a whole request, so its prefix cache holds the conversation."""
-        self.succeeded(node_id, "answer")
+    def read(self, node_id: str, model: str, job: Job, share: float = 1.0) -> None:
+        """A machine has read this share of a prompt, so its prefix cache holds it."""
+        life = self._life(node_id)
+        self.sessions.ran(job.session, model, life)
         # Keys of a prompt in part are in no prefix cache.
         if job.request.keep is None:
-            self.affinity.computed(node_id, model, self.affinity.links(job.prompt_text))
+            links = self.affinity.links(job.prompt_text)
+            self.affinity.computed(life, model, links[: int(share * len(links))])
+
+    def lost_prompts(self, node_id: str, model: str) -> None:
+        """The engine of a model has died on a machine."""
+        self.affinity.forget(self._life(node_id), model)
+
+    def known_tokens(self, node_id: str, model: str, text: str) -> int:
+        """About how many tokens at the beginning of a text a machine has read before."""
+        chars = self.affinity.cached_chars(self._life(node_id), model, self.affinity.links(text))
+        return chars // CHARS_PER_TOKEN
+
+    def _life(self, node_id: str) -> str:
+        if node_id == THIS_NODE:
+            return self.here().life
+        found = next((each for each in self._listed() if each.node_id == node_id), None)
+        return found.life if found is not None else ""
 
     def correction(
         self, node_id: str, model: str, speed: PrefillSpeed, work: PromptWork = "prefill"

@@ -102,7 +102,7 @@ def told_trace(trace: Trace) -> JobTrace:
     steps = trace.steps[: limits.JOB_TRACE_STEPS]
     reason = trace.reason[: limits.ERROR_TEXT_CHARS]
     told = msgspec.structs.replace(trace, chosen=chosen, losers=[], steps=steps, reason=reason)
-    return JobTrace(msgspec.structs.replace(told, earlier=[], capped=[]))
+    return JobTrace(msgspec.structs.replace(told, earlier=[], capped=[], kept_where=""))
 
 
 def decode_trace(body: bytes) -> Trace:

@@ -33,7 +33,8 @@ ANSWER_TOKENS = 256
 class Placement:
     """``node_id`` is THIS_NODE or a peer's. ``digest``: of the files that it would run, "" if unknown.
     ``prefill_s``: by the plan, None if it was not priced. ``capped``: claims of others that are not believed.
-    ``asleep``: it has to be woken first.
+    ``asleep``: it has to be woken first. ``kept_where``: which machine has read its beginning before, and if
+    another one was chosen, why; "" where none has.
     """
 
     node_id: str
@@ -42,6 +43,7 @@ class Placement:
     prefill_s: float | None = None
     asleep: bool = False
     capped: tuple[str, ...] = ()
+    kept_where: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +121,20 @@ class Placer:
             raise no_machine(model.name, ways, why, tried=bool(tried))
         best = ways.placements[0]
         if best.node_id == THIS_NODE:
-            return staying
+            return replace(staying, kept_where=ways.kept_where)
         member = next(member for member in others if member.node_id == best.node_id)
         card = member.card
         exactness: Exactness = "exact" if alike(self._members.here().card, card, model.name) else "plan"
         planned = Planned("remote", (best.name,), exactness, reason)
-        return Placement(best.node_id, planned, best.digest, best.price.prefill_s, member.wake_s > 0, capped)
+        return Placement(
+            best.node_id,
+            planned,
+            best.digest,
+            best.price.prefill_s,
+            member.wake_s > 0,
+            capped,
+            ways.kept_where,
+        )
 
     def capped(self, model: str) -> list[str]:
         """A sentence for each machine that claims a speed which its hardware cannot have."""
@@ -133,7 +143,6 @@ class Placer:
     def rank(self, job: Job, model: WantedModel, others: Sequence[Member], *, tried: frozenset[str]) -> Ways:
         """Every way to answer a request, priced or refused."""
         text = job.prompt_text
-        links = self._members.affinity.links(text)
         ask = RouteQuestion(
             model.name,
             prompt_tokens=len(text) // CHARS_PER_TOKEN,
@@ -143,11 +152,22 @@ class Placer:
             admitted=True,
         )
 
-        def cached(member: Member) -> int:
-            chars = self._members.affinity.cached_chars(member.node_id, model.name, links)
-            return chars // CHARS_PER_TOKEN
+        session = self._members.sessions.last(job.session, model.name)
+        return self.ways(ask, model, self.known(model, text), others, session=session)
 
-        return self.ways(ask, model, cached, others)
+    def known(self, model: WantedModel, *texts: str) -> Callable[[Member], int]:
+        """For a machine, about how many tokens at the beginning of one of the texts it has read before."""
+        affinity = self._members.affinity
+        links = [affinity.links(text) for text in texts]
+
+        def tokens(member: Member) -> int:
+            found = self._model(model, member)
+            if found is None or found.state != "loaded":
+                return 0  # unloading has given the prefix cache back
+            chars = [affinity.cached_chars(member.life, model.name, each) for each in links]
+            return max(chars) // CHARS_PER_TOKEN
+
+        return tokens
 
     def ways(
         self,
@@ -156,6 +176,7 @@ class Placer:
         cached: Callable[[Member], int] = lambda member: 0,
         others: Sequence[Member] | None = None,
         kept: int = 0,
+        session: str = "",
     ) -> Ways:
         """Every way to answer a prompt, priced or refused.
 
@@ -163,16 +184,20 @@ class Placer:
             cached: how many of the prompt's tokens a machine probably has in its prefix cache.
             others: the other machines that may answer; None for all of them.
             kept: of the prompt's tokens, those that are computed, where not all are.
+            session: the ``life`` of the machine on which the session's last request ran.
         """
         others = self._members.others("answer") if others is None else others
         here = self._members.here()
         helping = [here, *self._members.others("prefill")]
         if not ask.counted and ask.prompt_tokens < limits.SHARE_LEAST_TOKENS:
             helping = []  # only people want to hear why no machine helps with so short a prompt
-        return plan(
-            ask,
-            [self._home(ask, model, each, helping, cached(each), kept) for each in (here, *others)],
-        )
+        homes = [self._home(ask, model, each, helping, cached(each), kept) for each in (here, *others)]
+        if session:
+            homes = [
+                replace(home, candidate=replace(home.candidate, session=member.life == session))
+                for home, member in zip(homes, (here, *others), strict=True)
+            ]
+        return plan(ask, homes)
 
     def _home(
         self,

@@ -8,12 +8,13 @@ from dataclasses import replace
 
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.prefill_plan import PlanQuestion, PlanView
+from fleetd.engine.protocol import ChatPrompt, Generate
 from fleetd.errors import ContextLengthExceeded, FleetError
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import RouteQuestion
 from fleetd.plan.ways import Ways
 from fleetd.requests.drafting.client import DrafterService
-from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL
+from fleetd.requests.job import CHARS_PER_TOKEN, LOCAL, prompt_text
 from fleetd.requests.placement import ANSWER_TOKENS, Placement, Placer, no_machine
 from fleetd.requests.request import LocatedModel
 from fleetd.requests.smart_prefill.client import AnsweringModel, SmartPrefill
@@ -54,7 +55,10 @@ class PlanService:
         cached = min(question.cached, tokens)
         ask = RouteQuestion(model.name, tokens, ANSWER_TOKENS, counted=True)
         wanted = model.wanted
-        whole = ways = self._placer.ways(ask, wanted, lambda member: cached if member.here else 0)
+        known = self._placer.known(wanted, *_as_prompts(question.text or ""))
+        whole = ways = self._placer.ways(
+            ask, wanted, lambda member: max(known(member), cached if member.here else 0)
+        )
         capped = self._placer.capped(model.name)
         view = PlanView(model.name, tokens, cached, way_views(ways), capped=capped)
         if question.smart is not None:
@@ -65,6 +69,12 @@ class PlanService:
         if not any(option.chosen for option in view.options):
             raise _nowhere(model, whole)
         return view if model.folder is None else await self._drafting.plan(view, model.folder)
+
+
+def _as_prompts(text: str) -> tuple[str, str]:
+    """A text as requests bring it: as it is, and as the first message of a chat."""
+    chat = ChatPrompt([{"content": text, "role": "user"}])
+    return text, prompt_text(Generate("", chat))
 
 
 def _target(model: LocatedModel, ways: Ways) -> AnsweringModel:

@@ -160,6 +160,8 @@ class Request:
         # What it waited for before its engine could be asked.
         self.loading = StageTimes()
         self._cached_in_attempt = 0
+        # How much of its prompt was read, from 0 to 1.
+        self.read_share = 0.0
 
     # ---- what is known -----------------------------------------------------------------------------------
 
@@ -293,6 +295,7 @@ class Request:
             case Prefill():
                 self.progress = ("reading the prompt", event.done, event.total)
                 self._cached_in_attempt = event.cached
+                self.read_share = event.done / max(1, event.total)
                 self._cached_tokens = max(self._cached_tokens, event.cached)
                 self._run(now_s)
             case Delta():

@@ -61,6 +61,7 @@ def trace_of(request: Request) -> Trace:
         there=request.there,
         earlier=list(request.earlier),
         capped=list(request.placement.capped),
+        kept_where=request.placement.kept_where,
     )
 
 

@@ -59,6 +59,7 @@ from fleetd.requests.placement import AnswerTokens, Placement, Placer, canonical
 from fleetd.requests.ports import MetricsPort
 from fleetd.requests.prefill_sharing.client import PrefillSharing
 from fleetd.requests.pulls import ModelSource, Pulls
+from fleetd.requests.read_prompts import ReadPrompts
 from fleetd.requests.request import LocatedModel, Request
 from fleetd.requests.running import running_request
 from fleetd.requests.smart_prefill.client import SmartPrefill
@@ -125,12 +126,11 @@ class Runner:
         self._smart = smart
         # Helpers are agreed on before a drafter is looked for; smart prefill labels what they announced.
         self._remote_traces = remote.RemoteTraces()
-        steps = [
-            step for step in (fetching, sharing, drafting, smart, self._remote_traces) if step is not None
-        ]
+        self._members = members or Members()
+        own = (self._remote_traces, ReadPrompts(self._members))
+        steps = [step for step in (fetching, sharing, drafting, smart, *own) if step is not None]
         self._pipeline = Pipeline(steps, record, monotonic=monotonic)
         self._speeds = speeds or ModelSpeeds()
-        self._members = members or Members()
         self._monotonic = monotonic
         self._now = now
         self._open = 0
@@ -314,7 +314,7 @@ class Runner:
     def _answered(self, request: Request, finished: Finished) -> None:
         """A machine has answered: note what it took there, by this machine's clock."""
         placement, remote_job = request.placement, request.remote
-        self._members.answered(placement.node_id, request.model.name, request.job)
+        self._members.succeeded(placement.node_id, "answer")
         first_at_s = request.first_token_s
         alone = request.planned is not None and len(request.planned.nodes) == 1
         if self._placing is None or remote_job is None or first_at_s is None or request.kept_tokens:

@@ -30,7 +30,16 @@ def _view(way: Way, *, chosen: bool = False) -> OptionView:
     if option is None or option.kind == "any":
         kind = "any" if option is not None else "local" if here else "remote"
         nodes = list(option.names) if option is not None else [way.name]
-        return OptionView(kind, nodes, way.first_token_s, steps, chosen, way.code, way.reason)
+        return OptionView(
+            kind,
+            nodes,
+            way.first_token_s,
+            steps,
+            chosen,
+            way.code,
+            way.reason,
+            cached_tokens=way.cached_tokens,
+        )
     shown = planner_facts.view(option)
     return OptionView(
         kind=shown.kind if here else "remote",
@@ -43,6 +52,7 @@ def _view(way: Way, *, chosen: bool = False) -> OptionView:
         cuts=shown.cuts if here else [],
         chunk=shown.chunk,
         prefill="" if here else shown.kind,
+        cached_tokens=way.cached_tokens,
     )
 
 

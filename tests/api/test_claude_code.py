@@ -87,7 +87,10 @@ def test_it_reads_edits_runs_and_finishes(ask: Ask, tmp_path: Path, model: str) 
     last = script.jobs[-1].request.prompt
     assert isinstance(last, p.ChatPrompt)
     assert last.messages[-1]["content"].endswith("goodbye")
-    assert extended(job for job in script.jobs if job.route == "messages")
+    turns = [job for job in script.jobs if job.route == "messages"]
+    assert extended(turns)
+    assert len({job.session for job in turns}) == 1
+    assert turns[0].session.startswith("x-claude-code-session-id ")
 
 
 def test_a_prompt_that_is_too_long_makes_it_compact(ask: Ask, tmp_path: Path) -> None:

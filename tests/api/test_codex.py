@@ -16,6 +16,8 @@ import pytest
 from api_fakes import MODEL, TOKEN, FakeRunner, Step, serve_in_thread, services
 from scripted_agents import Scripted, extended, hello_folder, npm_install
 
+from fleetctl.agents import AGENTS, AgentModels
+from fleetd.control.daemon_status import ClientSettings
 from fleetd.engine import protocol as p
 from fleetd.requests.job import Job
 
@@ -37,17 +39,16 @@ def ask(codex: str, tmp_path: Path) -> Ask:
     home, work = hello_folder(tmp_path)
     (home / ".codex").mkdir()
 
-    def run(script: Scripted, prompt: str, *more: str) -> list[dict[str, Any]]:
+    def run(script: Scripted, prompt: str, context: int = 65_536) -> list[dict[str, Any]]:
         with serve_in_thread(lambda: services(FakeRunner(script))) as site:
-            provider = f'{{name="fleetd", base_url="{site.url}/v1", env_key="KEY", wire_api="responses"}}'
-            settings = ['model_provider="fleetd"', f"model_providers.fleetd={provider}", *more]
-            options = [each for setting in settings for each in ("-c", setting)]
+            models = AgentModels(MODEL, MODEL, context)
+            start = AGENTS["codex"].start(ClientSettings(api_key=TOKEN), f"{site.url}/v1", models)
             # Its sandbox needs rights that test machines do not give; the folder is the test's own.
-            options += ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
+            options = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
             done = subprocess.run(
-                [codex, "exec", "--json", *options, "-m", MODEL, prompt],
+                [codex, *start.arguments, "exec", "--json", *options, prompt],
                 cwd=work,
-                env={"PATH": os.environ["PATH"], "HOME": str(home), "KEY": TOKEN},
+                env={"PATH": os.environ["PATH"], "HOME": str(home), **start.environment},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
@@ -71,6 +72,8 @@ def test_it_reads_edits_runs_and_finishes(ask: Ask, tmp_path: Path) -> None:
     assert said[-1] == "All done."
     assert (tmp_path / "work" / "seen.txt").read_text() == "goodbye\n"
     assert {job.route for job in script.jobs} == {"responses"}
+    assert len({job.session for job in script.jobs}) == 1
+    assert script.jobs[0].session.startswith("session-id ")
     last = script.jobs[-1].request.prompt
     assert isinstance(last, p.ChatPrompt)
     assert last.messages[-1]["content"].strip().endswith("goodbye")
@@ -96,7 +99,7 @@ def test_it_compacts_before_the_context_is_full(ask: Ask) -> None:
             return super().__call__(job)
 
     script = UntilCompacted([("exec_command", {"cmd": "seq 1 2500"})] * 8, limit=100_000)
-    found = ask(script, "Count", "model_context_window=16000")
+    found = ask(script, "Count", 16_000)
     assert script.turns == [], "it did not compact"
     assert found[-1]["type"] == "turn.completed"
     prompts = [len(str(job.request.prompt)) for job in script.jobs]

@@ -127,7 +127,7 @@ def test_a_misspelt_field_is_refused_with_the_nearest(typo: str, nearest: str) -
 
 
 @pytest.mark.parametrize(
-    "name", ["prompt_cache_key", "safety_identifier", "models", "cache_prompt", "prediction", "x", "provider"]
+    "name", ["safety_identifier", "models", "cache_prompt", "prediction", "x", "provider"]
 )
 def test_foreign_fields_are_ignored(name: str) -> None:
     assert chat(**{name: {"anything": [1]}}).messages[0].content == "hello"

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import json
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_daemon import FakeDaemon, Reply, Run
 
+from fleetctl.agents import AGENTS
 from fleetctl.exits import Exit
 
 AGENT = """#!/bin/sh
 printf '%s\\n' "$*"
-env | grep -E '^(ANTHROPIC|CLAUDE|API_TIMEOUT)' | sort
+env | grep -E '^(ANTHROPIC|CLAUDE|API_TIMEOUT|FLEETD_API|OPENCODE)' | sort
 exit 5
 """
 
 
 @pytest.fixture
 def path(env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that comes first on the PATH, with a program called claude."""
-    program = tmp_path / "claude"
-    program.write_text(AGENT)
-    program.chmod(0o755)
+    """A folder that comes first on the PATH, with a program of each agent's name."""
+    for name in AGENTS:
+        program = tmp_path / name
+        program.write_text(AGENT)
+        program.chmod(0o755)
     env["PATH"] = f"{tmp_path}:{env['PATH']}"
     env["ANTHROPIC_API_KEY"] = "sk-of-the-users"
+    env["OPENCODE_CONFIG_CONTENT"] = "{}"
     return tmp_path
 
 
@@ -49,6 +53,7 @@ def test_claude_gets_its_models_in_its_environment(path: Path, served: FakeDaemo
     first, *variables = done.stdout.splitlines()
     assert (done.returncode, first) == (5, "-p --model-like flag fix it")
     assert dict(line.split("=", 1) for line in variables) == {
+        "OPENCODE_CONFIG_CONTENT": "{}",
         "ANTHROPIC_BASE_URL": "http://127.0.0.1:8114",
         "ANTHROPIC_AUTH_TOKEN": "k",
         "ANTHROPIC_MODEL": "org/big",
@@ -62,6 +67,47 @@ def test_claude_gets_its_models_in_its_environment(path: Path, served: FakeDaemo
         "API_TIMEOUT_MS": "3600000",
     }
     assert served.seen[-1].body["model"] == "org/big"
+
+
+def test_codex_gets_its_models_in_its_arguments_before_the_users_own(
+    path: Path, served: FakeDaemon, run: Run
+) -> None:
+    shown = json.loads(run("launch", "--json", "codex", "exec", "fix it", home=served.home).stdout)
+    assert shown["environment"] == {"FLEETD_API_KEY": "k"}
+    program, *options, first, second = shown["command"]
+    assert (program, first, second) == (str(path / "codex"), "exec", "fix it")
+    assert options[::2] == ["-c"] * (len(options) // 2)
+    settings = tomllib.loads("\n".join(options[1::2]))
+    assert settings == {
+        "model": "org/big",
+        "model_provider": "fleetd",
+        "model_context_window": 65536,
+        "show_raw_agent_reasoning": True,
+        "model_providers": {
+            "fleetd": {
+                "name": "fleetd",
+                "base_url": "http://127.0.0.1:8114/v1",
+                "env_key": "FLEETD_API_KEY",
+                "wire_api": "responses",
+                "stream_idle_timeout_ms": 3_600_000,
+            }
+        },
+    }
+
+
+def test_opencode_gets_its_models_in_its_environment(path: Path, served: FakeDaemon, run: Run) -> None:
+    done = run("launch", "opencode", "run", "fix it", home=served.home)
+    first, *variables = done.stdout.splitlines()
+    assert (done.returncode, first) == (5, "run fix it")
+    given = dict(line.split("=", 1) for line in variables)
+    assert given["FLEETD_API_KEY"] == "k"
+    config = json.loads(given["OPENCODE_CONFIG_CONTENT"])
+    assert (config["model"], config["small_model"]) == ("fleetd/org/big", "fleetd/tiny")
+    provider = config["provider"]["fleetd"]
+    assert provider["options"]["baseURL"] == "http://127.0.0.1:8114/v1"
+    assert provider["options"]["apiKey"] == "{env:FLEETD_API_KEY}"
+    assert provider["models"]["org/big"]["limit"] == {"context": 65536, "output": 16384}
+    assert '"k"' not in given["OPENCODE_CONFIG_CONTENT"]
 
 
 def refusal(daemon: FakeDaemon, run: Run, *arguments: str) -> str:

@@ -215,6 +215,27 @@ async def test_three_prompts_at_once_while_another_answer_runs(model: Path) -> N
         await settle(lambda: idle(home, helper))
 
 
+@pytest.mark.parametrize("kind", ["layers", "tokens"])
+async def test_the_same_prompt_goes_on_from_what_helpers_computed_for_the_first(
+    model: Path, kind: str
+) -> None:
+    async with workers(model) as (home, helper):
+        first = Sharing(home, [helper], prompt("first", 600, seed=3))
+        split = split_of(kind, await first.wait())
+        second = Sharing(home, [], prompt("second", 600, seed=3))
+        assert not (await second.wait()).waits, "it was offered to helpers, and is being read already"
+        await first.agree(split)
+        await first.connect(split)
+        home.share(PrefillShared(first.request.id, split, 10.0, True))
+        for sharing in (first, second):
+            await sharing.end()
+        assert first.assisted()
+        assert (first.told.shared.code, second.told.error) == ("", None)
+        assert second.told.finished.usage.cached_tokens == 599
+        assert first.told.numbers == second.told.numbers == await alone(helper, first.request)
+        await settle(lambda: idle(home, helper))
+
+
 async def test_what_is_too_short_or_scored_is_not_offered(model: Path) -> None:
     async with workers(model, 1) as (home,):
         short = Sharing(home, [], prompt("short", limits.SHARE_LEAST_TOKENS))

@@ -187,3 +187,16 @@ def test_a_raw_socket_sees_well_formed_chunks(live: LiveDaemon) -> None:
         payload += piece
     assert rest == b"\r\n"
     assert payload.endswith(b"data: [DONE]\n\n")
+
+
+def test_the_choices_of_one_request_read_its_prompt_once(client: openai.OpenAI, live: LiveDaemon) -> None:
+    text = "The ferry was late again, and nobody on the pier knew why. " * 30
+    reply = client.chat.completions.create(
+        model="smollm2-135m", messages=said(f"{text} Why?"), n=3, max_tokens=3, temperature=0
+    )
+    assert len({choice.message.content for choice in reply.choices}) == 1
+    assert reply.usage is not None
+    found = live.control("GET", "/fleet/v1/traces?last=3")["traces"]
+    tokens = found[0]["prompt_tokens"]
+    assert [trace["prompt_tokens"] for trace in found] == [tokens] * 3
+    assert sorted(tokens - trace["cached_tokens"] for trace in found)[:2] == [1, 1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fleetd.plan import affinity
+from fleetd import limits
 from fleetd.plan.affinity import BLOCK_CHARS, Affinity, chain
 
 KEY = bytes(16)
@@ -44,7 +44,7 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first() -> None:
     seen = Affinity(KEY)
     old = chain(TURN, KEY)
     seen.computed("a", "m", old)
-    for number in range(affinity.REMEMBERED_BLOCKS // 64 + 1):
+    for number in range(limits.AFFINITY_BLOCKS // 64 + 1):
         seen.computed("a", "m", [number.to_bytes(8, "big") + bytes([i]) for i in range(64)])
     assert seen.cached_chars("a", "m", old) == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, get_args
 
 import pytest
@@ -33,7 +34,7 @@ from fleetd.plan.costs import PrefillSpeed
 from fleetd.plan.model_speeds import ModelSpeeds
 from fleetd.plan.refusals import THIS_NODE
 from fleetd.requests.drafting import drafters
-from fleetd.requests.job import Job
+from fleetd.requests.job import CHARS_PER_TOKEN, Job
 from fleetd.requests.members import Member, Members, PeerBackoff, Work, eligible
 from fleetd.requests.placement import Placer, WantedModel
 from fleetd.requests.prefill_sharing import planner_facts
@@ -52,8 +53,9 @@ class Fleet:
 
     def __init__(self, *found: Member, **options: Any) -> None:
         self.now_s = 1000.0
+        self.found = list(found)
         self.members = Members(
-            lambda: found, lambda: own_card("home"), monotonic=lambda: self.now_s, **options
+            lambda: self.found, lambda: own_card("home"), monotonic=lambda: self.now_s, **options
         )
 
     def others(self, work: Work) -> list[str]:
@@ -245,7 +247,7 @@ def test_a_machine_that_failed_answers_where_no_other_can() -> None:
     # Who has not the room, or not the model, is no worse for the next request.
     placer.failed("b", OutOfMemory("full"))
     assert chosen() == "b"
-    fleet.members.answered("a", "m", job)
+    fleet.members.succeeded("a", "answer")
     assert chosen() == "a"
     with pytest.raises((ModelNotFound, NoMachine)):
         chosen(tried=frozenset({"a", "b"}))
@@ -275,14 +277,29 @@ def test_a_machine_that_failed_is_left_out_longer_each_time() -> None:
 # ---- what else is learned for all ------------------------------------------------------------------------
 
 
-def test_a_conversation_is_cached_where_it_was_answered_for_whoever_asks() -> None:
-    members = Members()
-    job = Job("m", Generate("r", TextPrompt("x" * (2 * BLOCK_CHARS))), "http", "chat")
-    links = members.affinity.links(job.prompt_text)
-    members.answered("a", "m", Job("m", replace(job.request, keep=[(0, 1)]), "http", "chat"))
-    assert members.affinity.cached_chars("a", "m", links) == 0, "a prompt in part is in no prefix cache"
-    members.answered("a", "m", job)
-    assert members.affinity.cached_chars("a", "m", links) == 2 * BLOCK_CHARS
+def test_a_conversation_is_known_where_it_was_read_until_that_machine_starts_again() -> None:
+    fleet = Fleet(member("a"))
+    members = fleet.members
+    text = "x" * (4 * BLOCK_CHARS)
+    job = Job("m", Generate("r", TextPrompt(text)), "http", "chat", session="s")
+
+    def known(node_id: str = "a") -> int:
+        return members.known_tokens(node_id, "m", text) * CHARS_PER_TOKEN
+
+    members.read("a", "m", Job("m", replace(job.request, keep=[(0, 1)]), "http", "chat"))
+    assert known() == 0, "a prompt in part is in no prefix cache"
+    members.read("a", "m", job, 0.5)
+    assert known() == 2 * BLOCK_CHARS, "it was cancelled half way"
+    members.read("a", "m", job)
+    assert (known(), known("")) == (4 * BLOCK_CHARS, 0)
+    assert members.sessions.last("s", "m") == fleet.found[0].life
+    assert (members.sessions.last("s", "other"), members.sessions.last("", "m")) == ("", "")
+    members.lost_prompts("a", "m")
+    assert known() == 0
+    members.read("a", "m", job)
+    fleet.found[0] = dataclasses.replace(fleet.found[0], card=replace(fleet.found[0].card, epoch=99))
+    assert known() == 0
+    assert members.sessions.last("s", "m") != fleet.found[0].life
 
 
 def test_what_a_prefill_took_corrects_prefills_and_not_scoring_which_is_other_work() -> None:

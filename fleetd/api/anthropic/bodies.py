@@ -100,6 +100,7 @@ class MessagesBody(Conversation, frozen=True, kw_only=True):
     top_p: TopP | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stop_sequences: StopList | None = None
+    metadata: Any = None
     seed: Annotated[Seed | None, Meta(description="The same seed gives the same answer.")] = None
     smart_prefill: Annotated[
         bool | SmartPrefillBody | None,

@@ -12,6 +12,7 @@ from fleetd.api.anthropic.bodies import CountBody, MessagesBody
 from fleetd.api.anthropic.objects import TokenCount
 from fleetd.api.anthropic.render import MessageOptions, MessageStream, MessageWhole
 from fleetd.api.body import json_answer, parse, read
+from fleetd.api.client_sessions import session_of
 from fleetd.api.context import SERVICES
 from fleetd.compression.policy import resolve
 from fleetd.engine.protocol import Generate
@@ -36,6 +37,7 @@ async def messages(request: web.Request) -> web.StreamResponse:
         [translate.generate(body, options.id)],
         bool(body.local_only),
         options.smart,
+        session=session_of(request.headers, translate.user_id(body)),
     )
     if body.stream:
         return await generate.stream(request, work, MessageStream(options))

@@ -66,6 +66,11 @@ def parallel_tools(body: Conversation) -> bool:
     return not (body.tool_choice and body.tool_choice.disable_parallel_tool_use)
 
 
+def user_id(body: MessagesBody) -> object:
+    """What a client calls its user or session; None if it does not."""
+    return body.metadata.get("user_id") if isinstance(body.metadata, dict) else None
+
+
 def marks_cache(body: Conversation) -> bool:
     """True if the client marks what of the prompt is to be cached."""
     blocks = [block for each in body.messages if not isinstance(each.content, str) for block in each.content]

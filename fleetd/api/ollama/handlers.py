@@ -11,6 +11,7 @@ from aiohttp import web
 
 from fleetd.api import generate
 from fleetd.api.body import json_answer, parse, read
+from fleetd.api.client_sessions import session_of
 from fleetd.api.context import SERVICES
 from fleetd.api.ollama import translate
 from fleetd.api.ollama.bodies import OllamaBody, OllamaChatBody, OllamaGenerateBody
@@ -56,7 +57,7 @@ async def _answer(
 ) -> web.StreamResponse:
     seconds = translate.keep_alive_s(body.keep_alive)
     options = _options(request, body, chat=chat)
-    asked = _request(body, work, "chat" if chat else "completions", options)
+    asked = _request(request, body, work, "chat" if chat else "completions", options)
     try:
         if body.streamed:
             return await generate.stream(request, asked, OllamaStream(options))
@@ -72,7 +73,7 @@ async def _load(request: web.Request, body: OllamaBody, *, chat: bool) -> web.St
     options = _options(request, body, chat=chat)
     if seconds != 0:
         work = translate.loading(body, _name())
-        await generate.prompt_tokens(request, _request(body, work, "count_tokens", options))
+        await generate.prompt_tokens(request, _request(request, body, work, "count_tokens", options))
     await keep(request, body.model, seconds)
     took_ns = round(options.elapsed_s() * _NS)
     figures = OllamaFigures(
@@ -93,7 +94,8 @@ def _options(request: web.Request, body: OllamaBody, *, chat: bool) -> OllamaRep
 
 
 def _request(
-    body: OllamaBody, work: Generate, route: str, options: OllamaReplyOptions
+    request: web.Request, body: OllamaBody, work: Generate, route: str, options: OllamaReplyOptions
 ) -> generate.GenerationRequest:
     smart = None if work.count_only else options.smart
-    return generate.GenerationRequest(work.id, body.model, route, [work], bool(body.local_only), smart)
+    local_only, session = bool(body.local_only), session_of(request.headers)
+    return generate.GenerationRequest(work.id, body.model, route, [work], local_only, smart, session=session)

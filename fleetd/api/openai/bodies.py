@@ -160,7 +160,7 @@ Message = SystemMessage | DeveloperMessage | UserMessage | ToolMessage | Assista
 
 
 class FleetFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What fleetd adds to OpenAI's bodies."""
+    """What bodies of OpenAI's dialects say of where and how it is computed; all but the last are fleetd's."""
 
     local_only: Annotated[
         bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
@@ -172,6 +172,9 @@ class FleetFields(msgspec.Struct, frozen=True, kw_only=True):
     speculate: Annotated[
         bool | SpeculateBody | None,
         Meta(description="How tokens are guessed ahead and verified. The answer is the same without it."),
+    ] = None
+    prompt_cache_key: Annotated[
+        str | None, Meta(description="Names the conversation, which then stays on its machine if it can.")
     ] = None
 
 

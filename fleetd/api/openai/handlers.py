@@ -11,6 +11,7 @@ from aiohttp import web
 
 from fleetd.api import generate
 from fleetd.api.body import read
+from fleetd.api.client_sessions import session_of
 from fleetd.api.context import SERVICES
 from fleetd.api.openai import bodies, translate
 from fleetd.api.openai.render import ChatStream, ChatWhole, ReplyOptions, TextStream, TextWhole
@@ -30,7 +31,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
         logprobs=bool(body.logprobs),
         parallel_tools=body.parallel_tool_calls is not False,
     )
-    work = _work("chat", body, reply, generates)
+    work = _work(request, "chat", body, reply, generates)
     if body.stream:
         return await generate.stream(request, work, ChatStream(reply))
     return await generate.whole(request, work, ChatWhole(reply))
@@ -48,7 +49,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
         logprobs=body.logprobs is not None,
         echo=bool(body.echo),
     )
-    work = _work("completions", body, reply, generates)
+    work = _work(request, "completions", body, reply, generates)
     if body.stream:
         return await generate.stream(request, work, TextStream(reply))
     return await generate.whole(request, work, TextWhole(reply))
@@ -68,7 +69,11 @@ def _options(request: web.Request, prefix: str, body: bodies.Common) -> ReplyOpt
 
 
 def _work(
-    route: str, body: bodies.Common, reply: ReplyOptions, generates: Sequence[Generate]
+    request: web.Request,
+    route: str,
+    body: bodies.Common,
+    reply: ReplyOptions,
+    generates: Sequence[Generate],
 ) -> generate.GenerationRequest:
     return generate.GenerationRequest(
         reply.id,
@@ -78,4 +83,5 @@ def _work(
         bool(body.local_only),
         reply.smart,
         reply.per_prompt,
+        session_of(request.headers, body.prompt_cache_key, body.user),
     )

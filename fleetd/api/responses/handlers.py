@@ -10,6 +10,7 @@ from msgspec import UNSET
 
 from fleetd.api import generate
 from fleetd.api.body import read
+from fleetd.api.client_sessions import session_of
 from fleetd.api.context import SERVICES
 from fleetd.api.openai import bodies
 from fleetd.api.responses.bodies import ReasoningConfig, ResponsesBody
@@ -32,7 +33,13 @@ async def responses(request: web.Request) -> web.StreamResponse:
         smart=resolve(body.smart_prefill, services.smart_defaults),
     )
     work = generate.GenerationRequest(
-        name, body.model or "", "responses", [asked.generate], bool(body.local_only), options.smart
+        name,
+        body.model or "",
+        "responses",
+        [asked.generate],
+        bool(body.local_only),
+        options.smart,
+        session=session_of(request.headers, body.prompt_cache_key, body.user),
     )
     if body.stream:
         return await generate.stream(request, work, ResponseStream(options))

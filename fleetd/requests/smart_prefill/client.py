@@ -35,7 +35,7 @@ from fleetd.plan.refusals import THIS_NODE
 from fleetd.plan.route import RouteQuestion
 from fleetd.plan.scoring import SmartPrefillQuestion
 from fleetd.plan.ways import Ways
-from fleetd.requests.job import CHARS_PER_TOKEN, THIS_NAME, Job, prompt_text
+from fleetd.requests.job import THIS_NAME, Job, prompt_text
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import PipelineStep
 from fleetd.requests.placement import ANSWER_TOKENS, Placement, Placer, WantedModel
@@ -93,7 +93,6 @@ class SmartPrefill(PipelineStep):
         self._monotonic = monotonic
         self._history = History()
         self._members = members
-        self._affinity = members.affinity
 
     # ---- one request -------------------------------------------------------------------------------------
 
@@ -316,8 +315,8 @@ class SmartPrefill(PipelineStep):
     ) -> CompressionPrice:
         """What reading all of it would take, what is cached already counted."""
         ratio = self._computed(form, target, tokens, ratio)
-        links = self._affinity.links(prompt_text(smart_prompt.plain(job.request)))
-        cached = self._affinity.cached_chars(target.choice.node_id, target.name, links) // CHARS_PER_TOKEN
+        whole = prompt_text(smart_prompt.plain(job.request))
+        cached = self._members.known_tokens(target.choice.node_id, target.name, whole)
         weights_bytes = target.folder.weights_bytes if target.folder is not None else 0
         asked = self._asked(target, form, tokens, cached, ratio, alone=not job.shareable)
         return CompressionPrice(asked, weights_bytes)

@@ -1,0 +1,37 @@
+"""The step that notes which machine has read how much of a prompt, for the requests that go on from there.
+
+A prompt counts as read from the first token of its answer on: forks of it need not wait for the last one. One
+that is cancelled, perhaps to be sent again after its client's time-out, counts as far as it was read, since
+the engine keeps that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from fleetd.engine.protocol import Delta, Event, Loading, ToolCall
+from fleetd.errors import EngineDied
+from fleetd.requests.members import Members
+from fleetd.requests.pipeline import PipelineStep
+from fleetd.requests.request import Request
+
+
+class ReadPrompts(PipelineStep):
+    def __init__(self, members: Members) -> None:
+        self._members = members
+
+    async def on_event(self, request: Request, event: Loading | Event) -> Loading | Event | None:
+        if isinstance(event, Delta | ToolCall) and not request.answering:
+            self._note(request, 1.0)
+        return event
+
+    def closed(self, request: Request) -> asyncio.Task[None] | None:
+        if isinstance(request.error, EngineDied):
+            self._members.lost_prompts(request.placement.node_id, request.model.name)
+        elif not request.answering and request.error is None:
+            self._note(request, request.read_share)
+        return None
+
+    def _note(self, request: Request, share: float) -> None:
+        if share > 0:
+            self._members.read(request.placement.node_id, request.model.name, request.job, share)

@@ -1,0 +1,180 @@
+"""Requests that belong together: a session goes on where its prompt was read, and people are told why."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import replace as replaced
+from typing import Any
+
+import pytest
+from fakes import FakeModels, FakePool, answer
+from msgspec.structs import replace
+from test_placing import OWN, FakeOthers, collect, machine, spoken
+
+from fleetd import limits
+from fleetd.control.prefill_trace import Trace
+from fleetd.engine.protocol import Accepted, Delta, Finished, Generate, Prefill, TextPrompt
+from fleetd.errors import EngineDied, FleetError, PeerLost
+from fleetd.ledger import Ledger
+from fleetd.metrics import Metrics
+from fleetd.models.model_names import ModelNames
+from fleetd.plan.affinity import BLOCK_CHARS
+from fleetd.requests.job import CHARS_PER_TOKEN, Job
+from fleetd.requests.members import Members
+from fleetd.requests.placement import Placer
+from fleetd.requests.runner import Runner
+from fleetd.store import Store
+
+TEXT = "".join(chr(65 + i % 26) * BLOCK_CHARS for i in range(80))
+WHOLE = spoken(*answer())
+
+
+class Fleet:
+    """A runner among scripted machines, and what it wrote down."""
+
+    def __init__(
+        self, store: Store, *found: Any, pool: Any = None, here: bool = False, **scripts: Any
+    ) -> None:
+        self.others = FakeOthers(*found, **scripts)
+        self.traces: asyncio.Queue[Trace] = asyncio.Queue()
+        self.members = Members(self.others.machines, lambda: OWN)
+        self.runner = Runner(
+            pool=pool or FakePool(answer()),
+            models=FakeModels(names={"big"} if here else set()),
+            ledger=Ledger(store),
+            metrics=Metrics("0"),
+            names=ModelNames("big"),
+            embedded=lambda ref: None,
+            placing=Placer(self.members, self.others.request),
+            members=self.members,
+            record=self.traces.put_nowait,
+        )
+
+    async def ask(self, text: str = TEXT, session: str = "") -> list[Any]:
+        return await collect(self.runner.run(job(text, session)))
+
+    def known(self, node_id: str, text: str = TEXT) -> int:
+        return self.members.known_tokens(node_id, "big", text) * CHARS_PER_TOKEN
+
+
+Make = Callable[..., Fleet]
+
+
+@pytest.fixture
+def make(store: Store) -> Make:
+    def build(*found: Any, **more: Any) -> Fleet:
+        return Fleet(store, *found, **more)
+
+    return build
+
+
+def job(text: str = TEXT, session: str = "") -> Job:
+    return Job("big", Generate("r1", TextPrompt(text), max_tokens=10), "http", "chat", session=session)
+
+
+async def test_a_fork_finds_the_prompt_at_its_first_token_not_at_its_last(make: Make) -> None:
+    fleet = make(machine("a"), a=[[*spoken(Accepted("r1", 20), Delta("r1", "Hello")), None]])
+    async with aclosing(fleet.runner.run(job())) as events:
+        while not isinstance(await anext(events), Delta):
+            pass
+        assert fleet.known("a") == len(TEXT)
+
+
+async def test_a_prompt_that_was_given_up_half_way_is_known_as_far_as_it_was_read(make: Make) -> None:
+    """A client whose time is up leaves, and sends the same again: it goes to the same machine."""
+    script = [*spoken(Accepted("r1", 1000), Prefill("r1", 500, 1000)), None]
+    fleet = make(machine("a"), machine("b", faster=1.05), a=[WHOLE], b=[script, WHOLE])
+    async with aclosing(fleet.runner.run(job())) as events:
+        while not isinstance(await anext(events), Prefill):
+            pass
+    assert fleet.others.streams[0].cancelled
+    assert (fleet.known("a"), fleet.known("b")) == (0, len(TEXT) // 2)
+    # The other is as fast by now, and has to read all of it.
+    fleet.others.found[1] = machine("b")
+    await fleet.ask()
+    assert fleet.others.order == ["b", "b"]
+
+
+@pytest.mark.parametrize(("error", "known"), [(EngineDied("It died."), 0), (PeerLost("It left."), len(TEXT))])
+async def test_an_engine_that_died_has_lost_what_it_read(make: Make, error: FleetError, known: int) -> None:
+    fleet = make(machine("a"), a=[WHOLE, [error]])
+    await fleet.ask()
+    assert fleet.known("a") == len(TEXT)
+    with pytest.raises(FleetError):
+        await fleet.ask()
+    assert fleet.known("a") == known
+
+
+async def test_a_request_that_only_counts_reads_nothing(make: Make) -> None:
+    pool = FakePool([Accepted("r1", 20), Finished("r1", "stop")])
+    fleet = make(pool=pool, here=True)
+    await fleet.ask()
+    assert fleet.known("") == 0
+
+
+async def test_a_session_stays_between_machines_that_are_about_equal(make: Make) -> None:
+    """Its prompts are too short for a difference in price, or change from their beginning on."""
+    fleet = make(machine("a", faster=1.02), machine("b"), a=[WHOLE] * 3, b=[WHOLE])
+    await fleet.ask("One.", "mine")
+    fleet.others.found = [machine("a"), machine("b", faster=1.05)]
+    await fleet.ask("Two.", "mine")
+    assert fleet.others.order == ["a", "a"]
+    await fleet.ask("Three.", "another")
+    assert fleet.others.order == ["a", "a", "b"]
+    fleet.others.found[1] = machine("b", faster=2.0)
+    fleet.others.scripts["b"] = [WHOLE]
+    await fleet.ask("Four.", "mine")
+    assert fleet.others.order[-1] == "b", "it leaves for a machine that is clearly faster"
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"draining": True}, "a is stopping."),
+        ({"waiting": limits.QUEUED_REQUESTS}, f"a has {limits.QUEUED_REQUESTS} requests waiting already."),
+    ],
+)
+async def test_a_session_leaves_a_machine_that_is_full_or_stopping_and_the_trace_says_why(
+    make: Make, change: dict[str, Any], why: str
+) -> None:
+    fleet = make(machine("a", faster=1.02), machine("b"), a=[WHOLE], b=[WHOLE])
+    await fleet.ask(session="s")
+    there = fleet.others.found[0]
+    fleet.others.found[0] = replaced(there, card=replace(there.card, **change))
+    await fleet.ask(session="s")
+    assert fleet.others.order == ["a", "b"]
+    assert (await fleet.traces.get()).kept_where == ""
+    told = (await fleet.traces.get()).kept_where
+    assert told == f"a has read about 10240 tokens of the prompt before. {why}"
+
+
+async def test_a_machine_that_reads_all_of_it_sooner_is_asked_and_the_trace_says_so(make: Make) -> None:
+    fleet = make(machine("a"), a=[WHOLE, WHOLE], b=[WHOLE])
+    await fleet.ask()
+    await fleet.ask()
+    fleet.others.found.append(machine("b", faster=500))
+    await fleet.ask()
+    assert fleet.others.order == ["a", "a", "b"]
+    known = "a has read about 10240 tokens of the prompt before."
+    told = [(await fleet.traces.get()).kept_where for _ in range(3)]
+    assert told[:2] == ["", known]
+    assert told[2].startswith(f"{known} The answer would take")
+
+
+async def test_a_machine_that_unloaded_the_model_has_lost_the_prompt(make: Make) -> None:
+    fleet = make(machine("b"), machine("a", reach="It is away."), b=[WHOLE], a=[WHOLE])
+    await fleet.ask()
+    fleet.others.found = [machine("a"), machine("b", state="installed", load_s=0.001)]
+    await fleet.ask()
+    assert fleet.others.order == ["b", "a"]
+
+
+async def test_attack_no_other_machine_learns_what_a_session_is_called(make: Make) -> None:
+    fleet = make(machine("a"), a=[WHOLE])
+    await fleet.ask(session="secret-session-name")
+    assert fleet.others.order == ["a"]
+    assert "secret-session-name" not in str(fleet.others.asked)
+    kept = (vars(fleet.members.sessions), vars(fleet.members.affinity))
+    assert "secret-session-name" not in str(kept)

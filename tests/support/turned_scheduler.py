@@ -1,0 +1,120 @@
+"""A scheduler with a tiny model that a test turns by hand, so that it decides when what happens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import sharing
+from mlx_lm.tokenizer_utils import load as load_tokenizer
+from mlx_lm.utils import load_model
+
+from fleetd.engine.memory import KvBudget
+from fleetd.engine.prefix_cache import PrefixCache
+from fleetd.engine.prompt_encoding import prepare
+from fleetd.engine.protocol import Delta, Finished, Report, TokenPrompt
+from fleetd.engine.scheduler import Scheduler
+from fleetd.engine.shared_prefill.sharable import Sharable
+from fleetd.engine.stage import Stage
+
+CHUNK = 32
+
+
+@dataclass(frozen=True)
+class Turns:
+    def size(self, *, shared: bool, context: int = 0) -> int:
+        return CHUNK
+
+    def took(self, tokens: int, seconds: float) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Family:
+    model: Any
+    tokenizer: Any
+    sharable: Sharable
+
+
+def family(folder: Path, model_type: str) -> Family:
+    """The tiny model of an architecture, on the CPU."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    path = sharing.write(folder, model_type)
+    model, _ = load_model(path)
+    found = Family(model, load_tokenizer(path), Sharable.of(Stage.of(model), "cpu", {}))
+    mx.set_default_device(before)
+    return found
+
+
+class Turned:
+    """A scheduler that is turned by hand."""
+
+    def __init__(self, family: Family, **options: Any) -> None:
+        self.events: list[Report] = []
+        self.family = family
+        settings: dict[str, Any] = {
+            "context_tokens": 2048,
+            "chunks": Turns(),
+            "max_streams": 8,
+            "budget": KvBudget.of(1 << 30, 1024),
+            "prefix": PrefixCache(1 << 30),
+            **options,
+        }
+        self.scheduler = Scheduler(
+            model=family.model, tokenizer=family.tokenizer, emit=self.events.append, **settings
+        )
+
+    def ask(self, name: str, tokens: list[int], **fields: Any) -> None:
+        settings = {"shared": False, "top_logprobs": 2, "max_tokens": 1, **fields}
+        request = sharing.prompt(name, 1, prompt=TokenPrompt(tokens), **settings)
+        self.scheduler.inbox.put(prepare(request, self.family.tokenizer, sharing.VOCAB))
+
+    def turn(self, turns: int = 1) -> None:
+        for _ in range(turns):
+            assert self.scheduler.turn()
+            self.scheduler.validate()
+
+    def finish(self) -> None:
+        for _ in range(2000):
+            if not self.scheduler.busy:
+                break
+            self.turn()
+        else:
+            pytest.fail("not done")
+        assert self.scheduler.budget.used_bytes == 0
+
+    def of(self, name: str, kind: type[Any] = object) -> list[Any]:
+        return [e for e in self.events if getattr(e, "id", None) == name and isinstance(e, kind)]
+
+    def answer(self, name: str) -> list[Any]:
+        """Its text and the exact logprobs of its tokens, which depend on the whole prompt."""
+        return [(event.text, event.logprobs) for event in self.of(name, Delta)]
+
+    def computed(self, *names: str) -> int:
+        """Prompt tokens that these computed themselves."""
+        ends = [self.of(name, Finished)[-1].usage for name in names]
+        return sum(usage.prompt_tokens - usage.cached_tokens for usage in ends)
+
+    def turns_to(self, name: str) -> int:
+        """Turns until its first token."""
+        for count in range(2000):
+            if self.of(name, Delta):
+                return count
+            self.turn()
+        pytest.fail("not done")
+
+
+def drawn(n: int, seed: int = 1) -> list[int]:
+    return random.Random(seed).choices(range(300), k=n)
+
+
+def alone(family: Family, tokens: list[int]) -> list[Any]:
+    bench = Turned(family)
+    bench.ask("alone", tokens)
+    bench.finish()
+    return bench.answer("alone")
