@@ -222,12 +222,19 @@ class Decoding:
             tokens, cache = self._out_of_batch(running)
         self._on_left(running, tokens, cache)
 
-    def remember(self, sequence: ScheduledSequence, tokens: list[int], cache: list[Any]) -> None:
-        """Keep the KV of ``tokens`` for later prompts that begin with them, unless some are missing."""
+    def remember(
+        self,
+        sequence: ScheduledSequence,
+        tokens: list[int],
+        cache: list[Any],
+        states: dict[int, list[Any]] | None = None,
+    ) -> None:
+        """Keep the KV of ``tokens``, and states at earlier ones, for later prompts that begin with them,
+        unless some are missing."""
         if sequence.kept is not None:
             return
         mx.eval([layer.state for layer in cache])
-        self.prefix.store(tokens, cache, sequence.namespace)
+        self.prefix.store(tokens, cache, sequence.namespace, states)
 
     def _running(self, request_id: str) -> DecodingSequence | None:
         return next((running for running in self._all if running.sequence.id == request_id), None)

@@ -332,7 +332,7 @@ class Scheduler(ComputeLoop):
         # The KV of a token rests on all tokens before it: what follows a gap is in no dense cache.
         hit = self.prefix.fetch(tokens if kept is None else tokens[: leading(kept) + 1])
         sequence.cached = hit.tokens
-        return begin_prefill(self.model, tokens, kept, hit)
+        return begin_prefill(self.model, tokens, kept, hit, self.prefix.state_bytes)
 
     def _begin_decode(
         self, sequence: ScheduledSequence, prefiller: Prefiller | SharedPrefill | SparsePrefiller
@@ -347,7 +347,8 @@ class Scheduler(ComputeLoop):
         if sequence.kept is not None:
             self._remember_leading(sequence, sequence.kept, cache)
         else:
-            self.decoding.remember(sequence, prefiller.tokens[:-1], cache)
+            states = prefiller.states if isinstance(prefiller, Prefiller) else None
+            self.decoding.remember(sequence, prefiller.tokens[:-1], cache, states)
         if sequence.max_tokens <= 0:
             self._finish(sequence, "length")
             return
