@@ -288,6 +288,14 @@ COPIES_GIVEN = 8
 # A clock is asked for by `fleetctl doctor`, which is waiting.
 CLOCK_WITHIN_S = 2.0
 
+# ---- Checkpoints: states at earlier tokens of a prompt, for models that cannot take tokens back -----------
+# Tokens between the last two: what is computed again beside the tokens that changed.
+CHECKPOINT_BLOCK_TOKENS = 256
+# The last two blocks, then at doubling distances: six reach back 8,000 tokens from the end.
+CHECKPOINTS_PER_PROMPT = 6
+# One prompt's take at most this part of the prefix cache: a large model's state may be 150 MB.
+CHECKPOINT_SHARE = 4
+
 # ---- Fleet: shared prefill -------------------------------------------------------------------------------
 # Machines that share one prompt, the one that answers included: each one more costs a chunk of waiting.
 SHARE_MACHINES = 4

@@ -224,16 +224,29 @@ class Decoding:
             tokens, cache = self._out_of_batch(running)
         self._on_left(running, tokens, cache)
 
-    def remember(self, sequence: ScheduledSequence, tokens: list[int], cache: list[Any]) -> None:
-        """Keep the KV of ``tokens`` for later prompts that begin with them, unless some are missing."""
+    def remember(
+        self,
+        sequence: ScheduledSequence,
+        tokens: list[int],
+        cache: list[Any],
+        states: dict[int, list[Any]] | None = None,
+    ) -> None:
+        """Keep the KV of ``tokens``, and states at earlier ones, for later prompts that begin with them,
+        unless some are missing."""
         if sequence.kept is not None:
             return
-        self.keep(sequence, tokens, cache)
+        self.keep(sequence, tokens, cache, states)
 
-    def keep(self, sequence: ScheduledSequence, tokens: list[int], cache: list[Any]) -> None:
+    def keep(
+        self,
+        sequence: ScheduledSequence,
+        tokens: list[int],
+        cache: list[Any],
+        states: dict[int, list[Any]] | None = None,
+    ) -> None:
         """Keep the KV of ``tokens``, none missing, in memory and on the disk."""
         mx.eval([layer.state for layer in cache])
-        self.prefix.store(tokens, cache, sequence.namespace)
+        self.prefix.store(tokens, cache, sequence.namespace, states)
         if self.disk is not None:
             local_only = sequence.prepared.request.local_only
             self.disk.store(tokens, cache, sequence.namespace, local_only=local_only)

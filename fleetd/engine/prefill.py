@@ -7,11 +7,12 @@ prompt gives the same cache here as in ``mlx_lm.generate``. The finished cache i
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 
+from fleetd.engine import checkpoints
 from fleetd.models.memory_need import WORKING_BYTES
 
 # Tokens per step while the prompt's own probabilities are wanted: each is a row of the whole vocabulary.
@@ -27,6 +28,9 @@ class Prefiller:
 
     ``score`` is given the log-probabilities that follow each computed token, (n, V) f32 per step; row 0 of
     the first step belongs to token 1.
+
+    ``states``: by token, the states of layers that cannot be taken back later, at most ``state_bytes`` of
+    them. A step ends where one is kept.
     """
 
     model: Any
@@ -34,6 +38,13 @@ class Prefiller:
     cache: list[Any]
     done: int = 0
     score: Callable[[mx.array], None] | None = None
+    state_bytes: int = 0
+    states: dict[int, list[Any]] = field(default_factory=dict, init=False)
+    _places: list[int] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        if self.state_bytes and checkpoints.needed(self.cache):
+            self._places = [at for at in checkpoints.places(len(self.tokens)) if at > self.done]
 
     @property
     def remaining(self) -> int:
@@ -46,6 +57,8 @@ class Prefiller:
             n = min(n, SCORED_TOKENS)
         if n <= 0:
             return 0
+        if self._places:
+            n = min(n, self._places[0] - self.done)
         chunk = mx.array(self.tokens[self.done : self.done + n])[None]  # (1, n)
         logits = self.model(chunk, cache=self.cache)  # (1, n, V); lazy: not computed unless scored
         if self.score is not None:
@@ -53,8 +66,16 @@ class Prefiller:
             self.score(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
         mx.eval([layer.state for layer in self.cache])
         self.done += n
+        if self._places and self.done == self._places[0]:
+            self._save(self._places.pop(0))
         give_back(done=not self.remaining)
         return n
+
+    def _save(self, place: int) -> None:
+        self.states[place] = checkpoints.saved(self.cache)
+        # Where they do not all fit, the later ones are of more use: a conversation is edited at its end.
+        while sum(checkpoints.nbytes(state) for state in self.states.values()) > self.state_bytes:
+            del self.states[min(self.states)]
 
 
 def give_back(*, done: bool) -> None:

@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from mlx_lm.models.cache import KVCache
 
+from fleetd import limits
+from fleetd.engine import checkpoints
 from fleetd.engine.failures import require
-from fleetd.engine.kv_caches import beginning, copy_on_write
 
 DENSE = "dense"
 # Another accelerator had a part in it: not for answers that must be exact.
@@ -46,6 +46,21 @@ class _PrefixEntry:
     # Whether it also serves a prompt that shares only its beginning: a recurrent state or a window that has
     # moved on cannot be taken back.
     trimmable: bool
+    # States at earlier tokens for what cannot be taken back: ``checkpoints.saved`` by token.
+    states: dict[int, list[Any]] = field(default_factory=dict)
+
+    def serves(self, shared: int) -> int:
+        """The most tokens, of ``shared`` leading ones, whose state can be had."""
+        if self.trimmable or shared == len(self.tokens):
+            return shared
+        return max((at for at in self.states if at <= shared), default=0)
+
+    def copy(self, tokens: int) -> list[Any]:
+        """A private cache of the first ``tokens``, as many as it ``serves``."""
+        stored = len(self.tokens)
+        if tokens < stored and not self.trimmable:
+            return checkpoints.restored(self.cache, stored, tokens, self.states[tokens])
+        return [checkpoints.cut(layer, stored, tokens) for layer in self.cache]
 
 
 @dataclass(slots=True)
@@ -61,6 +76,11 @@ class PrefixCache:
     _entries: OrderedDict[int, _PrefixEntry] = field(default_factory=OrderedDict, init=False)
     _next: int = field(default=0, init=False)
 
+    @property
+    def state_bytes(self) -> int:
+        """Memory for one prompt's states at earlier tokens."""
+        return self.max_bytes // limits.CHECKPOINT_SHARE
+
     def fetch(self, prompt: list[int], *namespaces: str) -> Hit:
         """The longest stored prefix of ``prompt`` short of its last token; DENSE where none are named.
 
@@ -73,8 +93,7 @@ class PrefixCache:
         self.hits += 1
         self._entries.move_to_end(best)
         entry = self._entries[best]
-        rows = [_copy(layer, length, len(entry.tokens)) for layer in entry.cache]
-        return Hit(length, rows, entry.namespace)
+        return Hit(length, entry.copy(length), entry.namespace)
 
     def longest(self, prompt: list[int], *namespaces: str) -> int:
         """How many tokens ``fetch`` would give. Nothing is copied or counted."""
@@ -85,22 +104,37 @@ class PrefixCache:
         best, length = None, 0
         for namespace in namespaces or (DENSE,):
             for key, entry in self._entries.items():
-                shared = _shared(entry.tokens, head) if entry.namespace == namespace else 0
-                if shared > length and (entry.trimmable or shared == len(entry.tokens)):
-                    best, length = key, shared
+                served = entry.serves(_shared(entry.tokens, head)) if entry.namespace == namespace else 0
+                if served > length:
+                    best, length = key, served
         return best, length
 
-    def store(self, tokens: list[int], cache: list[Any], namespace: str = DENSE) -> None:
-        """Keep ``cache``, which holds exactly the KV of ``tokens``. The caller must not write to it again."""
+    def store(
+        self,
+        tokens: list[int],
+        cache: list[Any],
+        namespace: str = DENSE,
+        states: dict[int, list[Any]] | None = None,
+    ) -> None:
+        """Keep ``cache``, which holds exactly the KV of ``tokens``. The caller must not write to it again.
+
+        ``states``: what ``checkpoints.saved`` gave at earlier tokens; left out where they do not fit.
+        """
         size = sum(int(layer.nbytes) for layer in cache)
         if not tokens or size > self.max_bytes:
             return
+        states = states or {}
+        extra = sum(checkpoints.nbytes(state) for state in states.values())
+        if size + extra > self.max_bytes:
+            states, extra = {}, 0
+        size += extra
         new = _PrefixEntry(
             namespace,
             np.array(tokens, dtype=np.int32),
             cache,
             size,
             all(layer.is_trimmable() for layer in cache),
+            states,
         )
         for key, old in list(self._entries.items()):
             shared = _shared(old.tokens, new.tokens) if old.namespace == namespace else 0
@@ -142,14 +176,3 @@ def _shared(a: _Tokens, b: _Tokens) -> int:
     different = a[:n] != b[:n]
     at = int(different.argmax())
     return at if different[at] else n
-
-
-def _copy(layer: Any, tokens: int, stored: int) -> Any:
-    """A layer's cache of which only the first ``tokens`` of ``stored`` are kept."""
-    if type(layer) is KVCache:
-        # Without the longer one's room to grow: it would count again in the copy's own entry.
-        return beginning(layer, tokens)
-    own = copy_on_write(layer)
-    if tokens < stored:
-        own.trim(stored - tokens)
-    return own

@@ -450,7 +450,7 @@ class Scheduler(ComputeLoop):
             return Prefiller(self.model, tokens, make_prompt_cache(self.model), score=sequence.scored.add)
         hit, sequence.hit = sequence.hit or self.prefix.fetch(sequence.dense_tokens), None
         sequence.cached = hit.tokens
-        return begin_prefill(self.model, tokens, kept, hit)
+        return begin_prefill(self.model, tokens, kept, hit, self.prefix.state_bytes)
 
     def _begin_decode(
         self, sequence: ScheduledSequence, prefiller: Prefiller | SharedPrefill | SparsePrefiller
@@ -465,7 +465,8 @@ class Scheduler(ComputeLoop):
         if sequence.kept is not None:
             self._remember_leading(sequence, sequence.kept, cache)
         else:
-            self.decoding.remember(sequence, prefiller.tokens[:-1], cache)
+            states = prefiller.states if isinstance(prefiller, Prefiller) else None
+            self.decoding.remember(sequence, prefiller.tokens[:-1], cache, states)
         if sequence.max_tokens <= 0:
             self._finish(sequence, "length")
             return

@@ -144,7 +144,9 @@ class SharedPrompts:
     def _begin_alone(self, sequence: ScheduledSequence) -> None:
         hit = self._take_hit(sequence)
         sequence.namespace = hit.namespace
-        sequence.prefiller = begin_prefill(self.model, sequence.prepared.tokens, sequence.kept, hit)
+        sequence.prefiller = begin_prefill(
+            self.model, sequence.prepared.tokens, sequence.kept, hit, self.prefix.state_bytes
+        )
 
     def _begin(self, sequence: ScheduledSequence, share: PrefillShared, sharable: Sharable) -> None:
         hit = self._take_hit(sequence)

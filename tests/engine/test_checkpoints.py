@@ -1,0 +1,116 @@
+"""A prompt whose end is edited goes on from a checkpoint, in models of which no token can be taken back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+import tiny_architectures
+import tiny_models
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+
+from fleetd import limits
+from fleetd.engine import checkpoints
+from fleetd.engine.prefill import Prefiller
+from fleetd.engine.prefix_cache import PrefixCache
+
+pytestmark = pytest.mark.usefixtures("cpu_installed")
+ROOM = 1 << 40
+# A gated delta rule, a convolution, Mamba 2 and attention in each layer, windows that move.
+FAMILIES = ["qwen3_next", "lfm2", "falcon_h1", "gemma3_text"]
+
+
+def prompt_of(tokens: int) -> list[int]:
+    return [token % tiny_architectures.VOCAB for token in tiny_models.prompt(tokens)]
+
+
+def prefilled(model: Any, tokens: list[int], prefix: PrefixCache, *, chunk: int = 512) -> Prefiller:
+    hit = prefix.fetch(tokens)
+    cache = hit.cache or make_prompt_cache(model)
+    prefiller = Prefiller(model, tokens, cache, hit.tokens, state_bytes=prefix.state_bytes)
+    while prefiller.step(chunk):
+        pass
+    return prefiller
+
+
+def logits(model: Any, prefiller: Prefiller) -> mx.array:
+    return model(mx.array(prefiller.tokens[-1:])[None], cache=prefiller.cache)
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> Any:
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    made = tiny_architectures.tiny(request.param)
+    mx.set_default_device(before)
+    return made
+
+
+def test_an_edited_last_message_computes_that_message_and_at_most_a_block(model: Any) -> None:
+    prompt, prefix = prompt_of(1100), PrefixCache(ROOM)
+    first = prefilled(model, prompt, prefix)
+    prefix.store(prompt[:-1], first.cache, states=first.states)
+    edited = prompt[:-200] + [(token + 1) % tiny_architectures.VOCAB for token in prompt[-200:]]
+    cached = prefix.fetch(edited).tokens
+    assert len(edited) - cached <= 200 + limits.CHECKPOINT_BLOCK_TOKENS
+    warm, cold = prefilled(model, edited, prefix), prefilled(model, edited, PrefixCache(ROOM))
+    assert mx.array_equal(logits(model, warm), logits(model, cold))
+    # The stored state is as it was, and serves the first prompt again.
+    again = prefilled(model, prompt, prefix)
+    assert mx.array_equal(logits(model, again), logits(model, prefilled(model, prompt, PrefixCache(ROOM))))
+    prefix.validate()
+
+
+@given(st.integers(1, 100_000), st.data())
+def test_places_bound_what_is_computed_again(tokens: int, data: st.DataObject) -> None:
+    places, block = checkpoints.places(tokens), limits.CHECKPOINT_BLOCK_TOKENS
+    assert places == sorted(set(places))
+    assert len(places) <= limits.CHECKPOINTS_PER_PROMPT
+    assert all(0 < place < tokens and place % block == 0 for place in places)
+    changed = data.draw(st.integers(1, min(tokens, block * (1 << limits.CHECKPOINTS_PER_PROMPT - 2))))
+    begin = max((place for place in places if place <= tokens - changed), default=0)
+    assert tokens - begin <= (changed + block if changed <= block else 2 * changed + 2 * block)
+
+
+def test_a_model_with_rows_alone_keeps_no_states_and_its_chunks() -> None:
+    model = tiny_models.smollm2()
+    prefiller = Prefiller(model, tiny_models.prompt(700), make_prompt_cache(model), state_bytes=ROOM)
+    assert prefiller.step(600) == 600
+    assert not prefiller.states
+
+
+def running(number: float) -> list[Any]:
+    layer = ArraysCache(1)
+    layer[0] = mx.full((1, 1024), number)
+    return [layer]
+
+
+def test_states_that_do_not_fit_are_left_out_and_all_others_are_counted() -> None:
+    tokens, states = list(range(600)), {256: running(1.0), 512: running(2.0)}
+    one = running(3.0)[0].nbytes
+    prefix = PrefixCache(one * 3)
+    prefix.store(tokens, running(3.0), states=states)
+    assert prefix.nbytes == one * 3
+    assert prefix.fetch([*tokens[:300], 0]).tokens == 256
+    small = PrefixCache(one * 2)
+    small.store(tokens, running(3.0), states=states)
+    assert small.nbytes == one
+    assert small.fetch([*tokens[:300], 0]).tokens == 0
+    assert small.fetch([*tokens, 0]).tokens == 600
+
+
+def test_of_states_that_do_not_all_fit_the_latest_are_kept() -> None:
+    mx.set_default_device(mx.cpu)
+    model = tiny_architectures.tiny("lfm2")
+    whole = Prefiller(model, prompt_of(1100), make_prompt_cache(model), state_bytes=ROOM)
+    while whole.step(512):
+        pass
+    one = checkpoints.nbytes(whole.states[1024])
+    small = Prefiller(model, prompt_of(1100), make_prompt_cache(model), state_bytes=one)
+    while small.step(512):
+        pass
+    assert sorted(whole.states) == checkpoints.places(1100)
+    assert list(small.states) == [1024]
