@@ -7,7 +7,7 @@ unknown tags are a bug and raise.
     daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), AssistPrefill,
                       Score, DraftFor, Cancel, IdleTime, FreeMemory, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
-                      Accepted, Prefill*, Shared?, (Delta | ToolCall)*, Finished | Failed
+                      Accepted, Prefill*, Shared?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
                       for each AssistPrefill: Accepted, Assisted | Failed
                       for each Score: Accepted, Prefill*, Scored | Failed
                       for each DraftFor: Accepted, Followed | Failed
@@ -134,6 +134,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``shared``: once it is Accepted, the prompt waits for PrefillShared or PrefillAlone.
     ``keep``: prefill only this of it, where the worker can.
     ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
+    ``call_pieces``: tell the arguments of tool calls while they are written, where their format allows it.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
@@ -148,6 +149,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     # None: as the settings have it.
     speculate: Speculate | None = None
     count_only: bool = False
+    call_pieces: bool = False
 
 
 class PrefillShared(msgspec.Struct, frozen=True, tag="share", omit_defaults=True):
@@ -501,6 +503,19 @@ class ToolCall(msgspec.Struct, frozen=True, tag="tool_call"):
     arguments: str
 
 
+class ToolCallPiece(msgspec.Struct, frozen=True, tag="tool_piece", omit_defaults=True):
+    """More of the arguments of call ``index``, as the model writes them. What all pieces of a call say
+    together is the beginning of what its ToolCall says, unless the answer ends before the call is whole.
+    """
+
+    id: EventId
+    index: Natural
+    call_id: Text
+    name: Text
+    text: str
+    tokens: Natural = 1
+
+
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: Natural = 0
     cached_tokens: Natural = 0
@@ -575,7 +590,19 @@ Command = (
     | FreeMemory
     | Shutdown
 )
-Event = Accepted | Prefill | Shared | Delta | ToolCall | Finished | Failed | Assisted | Scored | Followed
+Event = (
+    Accepted
+    | Prefill
+    | Shared
+    | Delta
+    | ToolCallPiece
+    | ToolCall
+    | Finished
+    | Failed
+    | Assisted
+    | Scored
+    | Followed
+)
 Report = Loading | Ready | MeasuredAgain | LoadFailed | Heartbeat | Event
 
 # ---- Framing ---------------------------------------------------------------------------------------------
