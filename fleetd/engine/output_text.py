@@ -19,6 +19,7 @@ from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
 from fleetd.engine.protocol import Delta, TokenLogprob, ToolCall, ToolCallPiece
 from fleetd.engine.tool_call_text import ToolCallText, may_be_bare_call, tool_name
+from fleetd.engine.tool_formats import HEAD_STATES
 
 AnswerPiece = Delta | ToolCall | ToolCallPiece
 
@@ -193,6 +194,8 @@ class AnswerText:
                     out += self._parse_calls()
             elif state == _REASONING:
                 out += self._delta("reasoning", text)
+            elif state in HEAD_STATES:
+                pass  # which channel follows, for whom: no part of the answer
             else:
                 out += self._content(text)
             if left and state in (_TOOL, _REASONING):
@@ -290,6 +293,10 @@ class AnswerText:
                     for i, call in enumerate(written.calls)
                 ]
             )
+        if cut and self.tokenizer.tool_call_end:
+            # Parsers make a call of less than the model meant to write.
+            self.cut_call = True
+            return self._told([])
         try:
             parsed = self.tokenizer.tool_parser(text, self.tools)
             found = parsed if isinstance(parsed, list) else [parsed]

@@ -215,6 +215,10 @@ def _prime(prompt: ChatPrompt, tokenizer: Any) -> str:
         start = str(tokenizer.tool_call_start)
         if tokenizer.init_kwargs.get("tool_parser_type") == "json_tools":
             return f'{start}\n{{"name": {json.dumps(name)}, "arguments": '
+        if tokenizer.init_kwargs.get("tool_parser_type") == "llama3":
+            return f'{start}{{"name": {json.dumps(name)}, "parameters": '
+        if tokenizer.init_kwargs.get("tool_parser_type") == "harmony":
+            return f"{start}{name} <|constrain|>json<|message|>"
         return start
     return ""
 
