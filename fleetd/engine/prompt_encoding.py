@@ -132,6 +132,12 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
 
     try:
         rendered = render(prompt.messages)
+    except jinja2.TemplateSyntaxError as error:
+        raise BadRequest(
+            f"The model's chat template has an error in line {error.lineno}: {error.message}.",
+            hint="The messages are not at fault. Get the model's files again, or choose another model.",
+            param="model",
+        ) from error
     except jinja2.TemplateError as error:
         raise BadRequest(
             f"The model's chat template rejects these messages: {error}.",

@@ -36,7 +36,7 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
     """
     if body.response_format is not None:
         conversation.refuse_format(body.response_format.kind, "response_format")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidValue("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
     for i, each in enumerate(body.tools or ()):
         if each.function.strict:
