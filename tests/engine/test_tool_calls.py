@@ -8,6 +8,7 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
+import miniature_tokenizers as miniature
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -181,3 +182,30 @@ def test_line_ends_in_strings_are_escaped_so_that_arguments_are_json() -> None:
 def test_a_name_is_that_of_a_tool_if_one_can_be_meant(written: str, name: str) -> None:
     assert tool_name(written, ["write_file", "look"]) == name
     assert tool_name("LOOK", ["look", "Look"]) == "LOOK"
+
+
+def test_gpt_oss_gets_its_channels_and_its_text_as_mlx_lm_reads_it() -> None:
+    plain = miniature.gpt_oss()
+    made = tool_formats.with_format(plain)
+    assert made.init_kwargs["tool_parser_type"] == "harmony"
+    assert made.has_tool_calling
+    assert tool_formats.has_reasoning(made)
+    assert not tool_formats.has_reasoning(plain)
+    assert made.eos_token_ids == plain.eos_token_ids
+    tokens = plain.encode(
+        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>42."
+    )
+    answer = AnswerText("r", made, [], TOOLS, "head")
+    events = [e for token in tokens for e in answer.push(token)] + answer.finish()
+    said = [(e.channel, e.text) for e in events if isinstance(e, Delta) and e.text]
+    assert "".join(text for channel, text in said if channel == "reasoning") == "So."
+    assert "".join(text for channel, text in said if channel == "content") == "42."
+
+
+def test_llama_3_is_known_by_its_template() -> None:
+    plain = miniature.llama3()
+    assert tool_formats.with_format(plain) is plain
+    plain._tokenizer.chat_template = """{% for c in m.tool_calls %}{"name": x, "parameters": }"""
+    made = tool_formats.with_format(plain)
+    assert made.init_kwargs["tool_parser_type"] == "llama3"
+    assert made.tool_call_start == "<|python_tag|>"
