@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from fleetd.engine.protocol import Delta, Event, Finished, ToolCall
+from fleetd.engine.protocol import Delta, Event, Finished, ToolCall, ToolCallPiece
 from fleetd.errors import EngineError
 
 BlockKind = Literal["reasoning", "text", "tool"]
@@ -71,11 +71,22 @@ class AnswerBlocks:
                 if self._open is None or self._open.kind != kind:
                     steps = self._begin(AnswerBlock(len(self.blocks), kind))
                 return [*steps, *self._add(text)]
+            case ToolCallPiece() if event.index == 0 or self._parallel_tools:
+                return [*self._call(event), *self._add(event.text)]
             case ToolCall() if event.index == 0 or self._parallel_tools:
-                steps = self._begin(AnswerBlock(len(self.blocks), "tool", event.call_id, event.name))
-                return [*steps, *self._add(_object(event.arguments)), *self.close()]
+                steps = self._call(event)
+                assert self._open is not None  # noqa: S101  _call has opened it
+                told = self._open.text
+                left = event.arguments[len(told) :] if told else _object(event.arguments)
+                return [*steps, *(self._add(left) if left else ()), *self.close()]
             case _:
                 return []
+
+    def _call(self, event: ToolCallPiece | ToolCall) -> list[BlockStep]:
+        """Open the block of a call, unless it is open."""
+        if self._open is not None and self._open.kind == "tool" and self._open.call_id == event.call_id:
+            return []
+        return self._begin(AnswerBlock(len(self.blocks), "tool", event.call_id, event.name))
 
     def close(self) -> list[BlockStep]:
         """Close what is open; for the end of an answer."""

@@ -40,6 +40,7 @@ from fleetd.engine.sparse_prefill.sparse import Sparse
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict, ProbePlan, probe
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.engine.stage import Stage
+from fleetd.engine.tool_formats import has_reasoning, with_format
 from fleetd.errors import ModelCorrupt, ModelUnsupported
 from fleetd.hardware import memory, mlx_device
 from fleetd.hardware.device_facts import DeviceFacts
@@ -206,7 +207,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         kv_budget_bytes=max(0, left - prefix_bytes),
         has_chat_template=bool(tokenizer.has_chat_template),
         tool_calls=bool(tokenizer.has_tool_calling),
-        reasoning=bool(tokenizer.has_thinking),
+        reasoning=has_reasoning(tokenizer),
         load_s=time.monotonic() - begun,
         versions=versions(),
         prefill_tok_s=speeds.prefill_tok_s,
@@ -362,7 +363,7 @@ def memory_bytes(weights: nn.Module, device: Device) -> int:
 
 def _tokenizer(path: Path, config: dict[str, Any]) -> Any:
     with over_files(f"The tokenizer in {path.name} cannot be read"):
-        return load_tokenizer(path, eos_token_ids=config.get("eos_token_id"))
+        return with_format(load_tokenizer(path, eos_token_ids=config.get("eos_token_id")))
 
 
 # A device that has no memory left raises RuntimeError.

@@ -17,7 +17,11 @@ from typing import Any
 
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
-from fleetd.engine.protocol import Delta, TokenLogprob, ToolCall
+from fleetd.engine.protocol import Delta, TokenLogprob, ToolCall, ToolCallPiece
+from fleetd.engine.tool_call_text import ToolCallText, may_be_bare_call, tool_name
+from fleetd.engine.tool_formats import HEAD_STATES
+
+AnswerPiece = Delta | ToolCall | ToolCallPiece
 
 # Marker states of mlx-lm's machine and the channel each one's text goes to; "tool" text is collected instead.
 _REASONING = "reasoning"
@@ -73,6 +77,8 @@ class AnswerText:
     tool call, the call itself); ``primed`` is the part of a tool call that was put into the prompt.
     ``follows`` is the token before a plain continuation: detokenizers drop the first space of a text, which
     there belongs to the answer. ``offset`` counts characters shown before the answer (an echoed prompt).
+    ``call_pieces`` tells arguments while they are written. ``cut_call``: the answer ended inside a call,
+    which is then no text either.
     """
 
     request_id: str
@@ -83,8 +89,10 @@ class AnswerText:
     primed: str = ""
     follows: int | None = None
     offset: int = 0
+    call_pieces: bool = False
     reasoning_tokens: int = 0
     tool_calls: int = 0
+    cut_call: bool = False
     _before: int = field(init=False, default=0)
     _detokenizer: Any = field(init=False)
     _stop: StopFilter = field(init=False)
@@ -94,12 +102,22 @@ class AnswerText:
     _pending_logprobs: list[TokenLogprob] = field(init=False, default_factory=list)
     _blank: str = field(init=False, default="")
     _after_marker: bool = field(init=False, default=False)
+    _names: list[str] = field(init=False)
+    _written: ToolCallText = field(init=False)
+    # The text of an answer that may be a call without markers; None once that is decided.
+    _opening: str | None = field(init=False, default=None)
+    _bare_call: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self._detokenizer = self.tokenizer.detokenizer
         self._stop = StopFilter(self.stops)
         self._machine = make_text_state_machine(self.tokenizer).make_state(self.initial)
-        self._tool_text = self.primed
+        self._names = [str(each.get("function", {}).get("name", "")) for each in self.tools or ()]
+        if self.tools and self._format == "llama3" and not self.primed:
+            self._opening = ""
+        self._tool_text = ""
+        self._begin_calls()
+        self._call_text(self.primed)
         if self.follows is not None:
             self._decode(self.follows)
             if hasattr(self._detokenizer, "_unflushed"):
@@ -116,7 +134,7 @@ class AnswerText:
         """Where the next token's text begins, in characters, before any filter."""
         return self.offset + len(self._detokenizer.text) - self._before
 
-    def push(self, token: int, logprob: TokenLogprob | None = None) -> list[Delta | ToolCall]:
+    def push(self, token: int, logprob: TokenLogprob | None = None) -> list[AnswerPiece]:
         """One sampled token (not the end token). Returns what has become certain."""
         self._pending_tokens += 1
         if logprob is not None:
@@ -132,8 +150,11 @@ class AnswerText:
         except IndexError:
             pass  # embeddings are padded beyond the tokenizer's last token: such an id has no text
 
-    def finish(self) -> list[Delta | ToolCall]:
-        """The answer has ended: release what was held back, close what was open."""
+    def finish(self, *, cut: bool = False) -> list[AnswerPiece]:
+        """The answer has ended: release what was held back, close what was open.
+
+        ``cut``: it ended before the model ended it, so that a call that is not whole is no text either.
+        """
         self._detokenizer.finalize()
         # An unfinished code point at the very end is not text.
         text = self._stop.feed(self._detokenizer.last_segment.rstrip("\ufffd"))
@@ -142,8 +163,10 @@ class AnswerText:
         self._machine = state
         if rest and name is not None:
             out += self._segments([(name, rest)])
+        if self._opening:
+            out += self._undecided(cut)
         if self._tool_text:
-            out += self._parse_calls()
+            out += self._parse_calls(ended=True, cut=cut)
         if not self.tool_calls:
             out += self._delta("content", self._take_blank())
         if self._pending_logprobs or self._pending_tokens:
@@ -155,30 +178,72 @@ class AnswerText:
         state: str | None = self._machine[0]
         return state
 
-    def _release(self, text: str) -> list[Delta | ToolCall]:
+    def _release(self, text: str) -> list[AnswerPiece]:
         if not text:
             return []
         self._machine, segments = TextStateMachine.split(self._machine, text)
         return self._segments(segments)
 
-    def _segments(self, segments: list[tuple[str, str]]) -> list[Delta | ToolCall]:
-        out: list[Delta | ToolCall] = []
+    def _segments(self, segments: list[tuple[str, str]]) -> list[AnswerPiece]:
+        out: list[AnswerPiece] = []
         for i, (state, text) in enumerate(segments):
             left = i + 1 < len(segments)
-            if state == _TOOL:
-                self._tool_text += text
+            if state == _TOOL or (self._bare_call and state != _REASONING):
+                out += self._call_text(text)
                 if left:
                     out += self._parse_calls()
             elif state == _REASONING:
                 out += self._delta("reasoning", text)
+            elif state in HEAD_STATES:
+                pass  # which channel follows, for whom: no part of the answer
             else:
                 out += self._content(text)
             if left and state in (_TOOL, _REASONING):
                 self._after_marker = True
         return out
 
-    def _content(self, text: str) -> list[Delta | ToolCall]:
+    @property
+    def _format(self) -> str:
+        return str(getattr(self.tokenizer, "init_kwargs", {}).get("tool_parser_type") or "")
+
+    def _begin_calls(self) -> None:
+        self._written = ToolCallText(self._format if self.tools else "", self._names)
+
+    def _call_text(self, text: str) -> list[AnswerPiece]:
+        """More of a section of tool calls."""
+        self._tool_text += text
+        self._written.feed(text)
+        if not self.call_pieces:
+            return []
+        pieces: list[AnswerPiece] = []
+        for i, call in enumerate(self._written.calls):
+            if not call.fresh:
+                continue
+            call.call_id = call.call_id or _call_id()
+            tokens, self._pending_tokens = self._pending_tokens, 0
+            index, fresh, call.fresh = self.tool_calls + i, call.fresh, ""
+            pieces.append(ToolCallPiece(self.request_id, index, call.call_id, call.name, fresh, tokens))
+        return pieces
+
+    def _undecided(self, cut: bool) -> list[AnswerPiece]:
+        """The answer ends before it is known whether it is a call."""
+        text, self._opening = self._opening or "", None
+        if cut and text.strip():
+            self.cut_call = True
+            return []
+        return self._content(text)
+
+    def _content(self, text: str) -> list[AnswerPiece]:
         """Blank lines around tool calls and after the reasoning are the template's, not the answer's."""
+        if self._opening is not None:
+            self._opening += text
+            is_call = may_be_bare_call(self._opening, self._names)
+            if is_call is None:
+                return []
+            text, self._opening = self._opening, None
+            if is_call:
+                self._bare_call = True
+                return self._call_text(text)
         text = self._take_blank() + text
         if self._after_marker:
             text = text.lstrip("\n")
@@ -195,7 +260,7 @@ class AnswerText:
         blank, self._blank = self._blank, ""
         return blank
 
-    def _delta(self, channel: str, text: str, *, force: bool = False) -> list[Delta | ToolCall]:
+    def _delta(self, channel: str, text: str, *, force: bool = False) -> list[AnswerPiece]:
         if not text and not force:
             return []
         logprobs, self._pending_logprobs = self._pending_logprobs or None, []
@@ -210,9 +275,28 @@ class AnswerText:
             )
         ]
 
-    def _parse_calls(self) -> list[Delta | ToolCall]:
-        """The collected text of one tool-call section → calls; text that is no call is shown, not lost."""
+    def _parse_calls(self, *, ended: bool = False, cut: bool = False) -> list[AnswerPiece]:
+        """The collected text of one tool-call section → calls; text that is no call is shown, not lost.
+
+        ``ended``: with the answer, so that what is not whole stays so.
+        """
         text, self._tool_text = self._tool_text, ""
+        written = self._written
+        self._begin_calls()
+        if written.calls:
+            if written.begun and ended:
+                self.cut_call = True
+                written.calls.pop()
+            return self._told(
+                [
+                    self._call(i, {"id": call.call_id, "name": call.name, "arguments": call.arguments})
+                    for i, call in enumerate(written.calls)
+                ]
+            )
+        if cut and self.tokenizer.tool_call_end:
+            # Parsers make a call of less than the model meant to write.
+            self.cut_call = True
+            return self._told([])
         try:
             parsed = self.tokenizer.tool_parser(text, self.tools)
             found = parsed if isinstance(parsed, list) else [parsed]
@@ -220,8 +304,14 @@ class AnswerText:
         # Parsers raise whatever their text makes them raise, and what they return need not be a call.
         except Exception:
             calls = []
-        if not calls:
-            return self._delta("content", self._take_blank() + text)
+        if calls:
+            return self._told(calls)
+        if cut:
+            self.cut_call = True
+            return self._told([])
+        return self._delta("content", self._take_blank() + text)
+
+    def _told(self, calls: list[ToolCall]) -> list[AnswerPiece]:
         self._blank = ""
         self.tool_calls += len(calls)
         self._pending_tokens, self._pending_logprobs = 0, []
@@ -234,12 +324,16 @@ class AnswerText:
         return ToolCall(
             id=self.request_id,
             index=self.tool_calls + at,
-            call_id=str(call.get("id") or f"call_{uuid.uuid4().hex[:24]}"),
-            name=name,
+            call_id=str(call.get("id") or _call_id()),
+            name=tool_name(name, self._names),
             arguments=arguments
             if isinstance(arguments, str)
             else json.dumps(arguments, ensure_ascii=False, allow_nan=False),
         )
+
+
+def _call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def token_bytes(tokenizer: Any, token: int) -> bytes:

@@ -132,6 +132,12 @@ def _chat(request: Generate, prompt: ChatPrompt, tokenizer: Any) -> PreparedProm
 
     try:
         rendered = render(prompt.messages)
+    except jinja2.TemplateSyntaxError as error:
+        raise BadRequest(
+            f"The model's chat template has an error in line {error.lineno}: {error.message}.",
+            hint="The messages are not at fault. Get the model's files again, or choose another model.",
+            param="model",
+        ) from error
     except jinja2.TemplateError as error:
         raise BadRequest(
             f"The model's chat template rejects these messages: {error}.",
@@ -215,6 +221,10 @@ def _prime(prompt: ChatPrompt, tokenizer: Any) -> str:
         start = str(tokenizer.tool_call_start)
         if tokenizer.init_kwargs.get("tool_parser_type") == "json_tools":
             return f'{start}\n{{"name": {json.dumps(name)}, "arguments": '
+        if tokenizer.init_kwargs.get("tool_parser_type") == "llama3":
+            return f'{start}{{"name": {json.dumps(name)}, "parameters": '
+        if tokenizer.init_kwargs.get("tool_parser_type") == "harmony":
+            return f"{start}{name} <|constrain|>json<|message|>"
         return start
     return ""
 

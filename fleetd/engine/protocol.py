@@ -7,7 +7,7 @@ unknown tags are a bug and raise.
     daemon → worker   Generate, PrefillShared | PrefillAlone (if Generate asked for it), AssistPrefill,
                       Score, DraftFor, Cancel, IdleTime, FreeMemory, Shutdown
     worker → daemon   Loading*, Ready | LoadFailed, then for each Generate:
-                      Accepted, Prefill*, Shared?, (Delta | ToolCall)*, Finished | Failed
+                      Accepted, Prefill*, Shared?, (Delta | ToolCallPiece* ToolCall)*, Finished | Failed
                       for each AssistPrefill: Accepted, Assisted | Failed
                       for each Score: Accepted, Prefill*, Scored | Failed
                       for each DraftFor: Accepted, Followed | Failed
@@ -136,6 +136,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``local_only``: no other machine may learn anything of the prompt, now or later.
     ``fetches``: other machines may have keys and values of it; the worker asks for them by a Lacking.
     ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
+    ``call_pieces``: tell the arguments of tool calls while they are written, where their format allows it.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
@@ -152,6 +153,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     count_only: bool = False
     local_only: bool = False
     fetches: bool = False
+    call_pieces: bool = False
 
 
 class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
@@ -522,6 +524,19 @@ class ToolCall(msgspec.Struct, frozen=True, tag="tool_call"):
     arguments: str
 
 
+class ToolCallPiece(msgspec.Struct, frozen=True, tag="tool_piece", omit_defaults=True):
+    """More of the arguments of call ``index``, as the model writes them. What all pieces of a call say
+    together is the beginning of what its ToolCall says, unless the answer ends before the call is whole.
+    """
+
+    id: EventId
+    index: Natural
+    call_id: Text
+    name: Text
+    text: str
+    tokens: Natural = 1
+
+
 class Usage(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_tokens: Natural = 0
     cached_tokens: Natural = 0
@@ -639,7 +654,7 @@ Command = (
 )
 # What the daemon and the worker settle between them; no client sees it.
 Aside = Shared | Lacking | Fetched | Assisted | Scored | Followed
-Event = Accepted | Prefill | Delta | ToolCall | Finished | Failed | Aside
+Event = Accepted | Prefill | Delta | ToolCallPiece | ToolCall | Finished | Failed | Aside
 Report = Loading | Ready | MeasuredAgain | LoadFailed | Heartbeat | Event
 
 # ---- Framing ---------------------------------------------------------------------------------------------

@@ -512,7 +512,7 @@ class Scheduler(ComputeLoop):
     def _finish(self, sequence: ScheduledSequence, reason: FinishReason) -> None:
         if reason != "cancelled":
             try:
-                pieces = sequence.text.finish()
+                pieces = sequence.text.finish(cut=reason == "length")
             except Exception as error:
                 self._fail(sequence, error)
                 return
@@ -520,6 +520,8 @@ class Scheduler(ComputeLoop):
                 self.emit(piece)
             if sequence.text.tool_calls and reason == "stop":
                 reason = "tool_calls"
+            if sequence.text.cut_call and sequence.text.stopped_by is None:
+                reason = "length"  # half a call must not look like a whole answer
         self._ended(sequence)
         self._heartbeat_at = 0.0  # tell at once that there is less to do
         self.emit(sequence.finished(reason))

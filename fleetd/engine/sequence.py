@@ -192,6 +192,7 @@ def new_sequence(
             prepared.initial,
             prepared.primed,
             None if isinstance(request.prompt, ChatPrompt) else prepared.tokens[-1],
+            call_pieces=request.call_pieces,
         ),
         max_tokens=max_tokens,
         promised=slots + min(max_tokens, GROWTH_TOKENS),

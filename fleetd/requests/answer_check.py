@@ -20,6 +20,7 @@ from fleetd.engine.protocol import (
     TokenLogprob,
     TokenPrompt,
     ToolCall,
+    ToolCallPiece,
 )
 from fleetd.errors import ProtocolError
 from fleetd.requests.messages import JobEvent, RanAt
@@ -40,7 +41,7 @@ class AnswerCheck:
         context = min(context_tokens or limits.ANSWER_TOKENS, limits.ANSWER_TOKENS)
         self._most_tokens = context if request.max_tokens is None else min(request.max_tokens, context)
         self._echoed_chars = _echoed_chars(request)
-        self._tokens = self._chars = self._argument_chars = 0
+        self._tokens = self._chars = self._argument_chars = self._piece_chars = 0
         self._calls = self._empty = self._loading = self._prefills = 0
         self._prompt_tokens = 0
 
@@ -62,6 +63,8 @@ class AnswerCheck:
                 _require(self._prefills <= most, "prefills without end")
             case Delta():
                 self._delta(event)
+            case ToolCallPiece():
+                self._piece(event)
             case ToolCall():
                 _require(event.index == self._calls < limits.TOOLS, "sends tool calls out of order")
                 self._calls += 1
@@ -80,6 +83,15 @@ class AnswerCheck:
         _require(self._chars <= most, f"sends more text than {self._tokens} tokens have")
         if event.logprobs is not None:
             self._logprobs(event.logprobs)
+
+    def _piece(self, event: ToolCallPiece) -> None:
+        _require(self._calls <= event.index < limits.TOOLS, "sends tool calls out of order")
+        self._tokens += event.tokens
+        self._piece_chars += len(event.text)
+        if not event.tokens:
+            self._idle()
+        _require(self._tokens <= self._most_tokens, f"sends more than {self._most_tokens} tokens")
+        _require(self._piece_chars <= limits.TOOL_ARGUMENT_CHARS, "sends endless arguments")
 
     def _logprobs(self, entries: Sequence[TokenLogprob]) -> None:
         best = self._request.top_logprobs

@@ -7,7 +7,7 @@ the request is accepted, more of its prompt is prefilled, more of a load is done
 from __future__ import annotations
 
 from fleetd import limits
-from fleetd.engine.protocol import Accepted, Delta, Loading, Prefill, ToolCall
+from fleetd.engine.protocol import Accepted, Delta, Loading, Prefill, ToolCall, ToolCallPiece
 from fleetd.requests.messages import JobEvent
 
 
@@ -39,7 +39,7 @@ class AnswerDeadline:
                 self._prefilled = event.done
                 self._prompt_tokens = max(self._prompt_tokens, event.total)
                 self.due_s = now_s + self._prefill_s(event.done)
-            case Delta() if event.tokens:
+            case Delta() | ToolCallPiece() if event.tokens:
                 self.due_s = now_s + limits.JOB_STALL_S
             case ToolCall():
                 self.due_s = now_s + limits.JOB_STALL_S

@@ -1,7 +1,7 @@
 """How a job travels to another machine: one request on a session, its events as messages.
 
     → RUN or RUN_UNAIDED    RunJob
-    ← (b"" | Where | Loading | Accepted | Prefill | Delta | ToolCall)*, Finished, JobTrace?
+    ← (b"" | Where | Loading | Accepted | Prefill | Delta | ToolCallPiece | ToolCall)*, Finished, JobTrace?
 
 An empty message says that the job still waits or computes; errors and cancellation are the stream's own.
 Where and JobTrace come only to a machine that asked for them, as earlier versions do not know them.
@@ -27,6 +27,7 @@ from fleetd.engine.protocol import (
     Loading,
     Prefill,
     ToolCall,
+    ToolCallPiece,
 )
 from fleetd.errors import ProtocolError
 from fleetd.p2p.message_reader import reader
@@ -59,7 +60,7 @@ class JobTrace(msgspec.Struct, frozen=True, tag="trace"):
     trace: Trace
 
 
-JobEvent = RanAt | Loading | Accepted | Prefill | Delta | ToolCall | Finished
+JobEvent = RanAt | Loading | Accepted | Prefill | Delta | ToolCallPiece | ToolCall | Finished
 
 
 class RunJob(msgspec.Struct, frozen=True, omit_defaults=True):

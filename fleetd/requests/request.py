@@ -28,6 +28,7 @@ from fleetd.engine.protocol import (
     StepTime,
     Timings,
     ToolCall,
+    ToolCallPiece,
     Usage,
 )
 from fleetd.engine.stage_times import StageTimes
@@ -303,6 +304,10 @@ class Request:
                 self._completion_tokens += event.tokens
                 if event.channel == "reasoning":
                     self._reasoning_tokens += event.tokens
+                self._token(event.tokens, now_s)
+            case ToolCallPiece():
+                self._run(now_s)
+                self._completion_tokens += event.tokens
                 self._token(event.tokens, now_s)
             case ToolCall():
                 self._run(now_s)

@@ -134,6 +134,14 @@ def test_tool_calls_stream_as_a_name_then_arguments() -> None:
     ]
 
 
+def test_arguments_stream_as_they_are_written_and_no_letter_twice() -> None:
+    pieces = [p.ToolCallPiece("r", 0, "c0", "f", text) for text in ('{"a"', ":1")]
+    found = deltas(chat_stream(), *pieces, p.ToolCall("r", 0, "c0", "f", '{"a":1}'))[1:]
+    calls = [each["tool_calls"][0] for each in found]
+    assert [call["function"]["arguments"] for call in calls] == ["", '{"a"', ":1", "}"]
+    assert [call.get("id") for call in calls] == ["c0", None, None, None]
+
+
 @pytest.mark.parametrize(("parallel", "expected"), [(True, 2), (False, 1)])
 def test_without_parallel_calls_only_the_first_is_sent(parallel: bool, expected: int) -> None:
     events: Events = [p.ToolCall("r", i, f"c{i}", "f", "{}") for i in range(2)]

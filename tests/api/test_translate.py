@@ -141,6 +141,17 @@ def test_top_logprobs_alone_is_refused() -> None:
     assert caught.value.param == "top_logprobs"
 
 
+def test_no_top_logprobs_need_no_logprobs() -> None:
+    assert one(top_logprobs=0).top_logprobs is None
+
+
+def test_strict_arguments_are_refused_by_name() -> None:
+    tool = {"type": "function", "function": {"name": "f", "strict": True}}
+    with pytest.raises(UnsupportedParameter) as refused:
+        one(tools=[tool])
+    assert refused.value.param == "tools[0].function.strict"
+
+
 def test_messages_are_what_templates_read() -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
     assert messages(

@@ -7,6 +7,7 @@ import socket
 import threading
 from typing import Any
 
+import jinja2
 import pytest
 
 from fleetd.engine import prompt_encoding, protocol, worker
@@ -175,3 +176,16 @@ def test_attack_a_template_that_recurses_without_end_is_the_requests_fault() -> 
         deep = [deep]
     with pytest.raises(BadRequest, match="RecursionError"):
         prompt_encoding.prepare(Generate("r", ChatPrompt([{"content": deep}])), DeepTemplate(), 8)
+
+
+class BrokenTemplate(DeepTemplate):
+    """A tokenizer whose chat template is not Jinja."""
+
+    def apply_chat_template(self, messages: Any, **options: Any) -> str:
+        return jinja2.Template("hello {% if %}").render()
+
+
+def test_a_template_that_cannot_be_read_is_the_models_fault() -> None:
+    with pytest.raises(BadRequest, match="template has an error in line 1") as refused:
+        prompt_encoding.prepare(Generate("r", ChatPrompt([{"role": "user"}])), BrokenTemplate(), 8)
+    assert refused.value.param == "model"

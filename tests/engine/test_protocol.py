@@ -57,6 +57,7 @@ from fleetd.engine.protocol import (
     TokenLogprob,
     TokenPrompt,
     ToolCall,
+    ToolCallPiece,
     TopLogprob,
     Usage,
 )
@@ -105,6 +106,7 @@ REPORTS: list[Any] = [
         2,
         [TokenLogprob("t", -0.5, b"\xff", [TopLogprob("u", -1.0, b"u")], 4)],
     ),
+    ToolCallPiece("a", 0, "id", "f", "{", 2),
     ToolCall("a", 0, "id", "f", "{}"),
     Finished("a", "length", Usage(1, 2, 3, 4), Timings(0.1, 0.2, 0.3), "stop"),
     Failed("a", "bad_request", "no", "hint", "param"),

@@ -39,6 +39,7 @@ def generate(body: MessagesBody, request_id: str) -> Generate:
         ),
         max_tokens=body.max_tokens,
         stop=list(body.stop_sequences or ()),
+        call_pieces=bool(body.tools and body.stream),
     )
 
 

@@ -61,6 +61,7 @@ class Function(msgspec.Struct, frozen=True, omit_defaults=True):
     name: Annotated[str, Meta(min_length=1, max_length=256)]
     description: str | None = None
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(msgspec.Struct, frozen=True, rename={"kind": "type"}):

@@ -21,7 +21,7 @@ from fleetd.api.openai.reports import smart_report, timing_report, usage_object
 from fleetd.api.streamer import Collector, Streamer
 from fleetd.api.usage_tally import EngineWork, UsageTally
 from fleetd.compression.policy import SmartPrefillPolicy
-from fleetd.engine.protocol import Delta, Event, Finished, TokenLogprob, ToolCall
+from fleetd.engine.protocol import Delta, Event, Finished, TokenLogprob, ToolCall, ToolCallPiece
 from fleetd.requests.job import Planned
 
 # JSON has no minus infinity; this is what OpenAI sends for "practically impossible".
@@ -210,16 +210,31 @@ class ChatStream(_ReplyStream[o.ChunkChoice]):
     def __init__(self, reply: ReplyOptions) -> None:
         super().__init__(reply)
         self._started: set[int] = set()
+        # Characters of the arguments that were sent, by choice and call.
+        self._told: dict[tuple[int, int], int] = {}
 
     def _pieces(self, index: int, event: Event) -> list[o.ChunkChoice]:
         match event:
             case Delta():
                 return self._opening(index) + _delta(index, event)
-            case ToolCall():
+            case ToolCallPiece() | ToolCall():
                 shown = event.index == 0 or self._reply.parallel_tools
-                return self._opening(index) + (_tool_call(index, event) if shown else [])
+                return self._opening(index) + (self._call(index, event) if shown else [])
             case _:
                 return []
+
+    def _call(self, index: int, event: ToolCallPiece | ToolCall) -> list[o.ChunkChoice]:
+        """First the name, then the arguments as they come."""
+        told = self._told.get((index, event.index))
+        pieces = []
+        if told is None:
+            function = o.FunctionDelta("", event.name)
+            pieces.append(o.ToolCallDelta(event.index, function, event.call_id, "function"))
+        text = event.text if isinstance(event, ToolCallPiece) else event.arguments[told or 0 :]
+        self._told[index, event.index] = (told or 0) + len(text)
+        if text:
+            pieces.append(o.ToolCallDelta(event.index, o.FunctionDelta(text)))
+        return [o.ChunkChoice(index, o.ChoiceDelta(tool_calls=[piece]), None) for piece in pieces]
 
     def _last(self, index: int, reason: o.FinishReason) -> list[o.ChunkChoice]:
         return [*self._opening(index), o.ChunkChoice(index, o.ChoiceDelta(), reason)]
@@ -240,12 +255,6 @@ def _delta(index: int, event: Delta) -> list[o.ChunkChoice]:
         return []
     logprobs = chat_logprobs(event.logprobs) if event.logprobs is not None else UNSET
     return [o.ChunkChoice(index, o.ChoiceDelta(content=event.text), None, logprobs)]
-
-
-def _tool_call(index: int, event: ToolCall) -> list[o.ChunkChoice]:
-    name = o.ToolCallDelta(event.index, o.FunctionDelta("", event.name), event.call_id, "function")
-    arguments = o.ToolCallDelta(event.index, o.FunctionDelta(event.arguments))
-    return [o.ChunkChoice(index, o.ChoiceDelta(tool_calls=[piece]), None) for piece in (name, arguments)]
 
 
 class ChatWhole(_WholeReply):

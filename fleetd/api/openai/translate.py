@@ -36,8 +36,15 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
     """
     if body.response_format is not None:
         conversation.refuse_format(body.response_format.kind, "response_format")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise InvalidValue("top_logprobs needs logprobs.", hint="Set logprobs to true.", param="top_logprobs")
+    for i, each in enumerate(body.tools or ()):
+        if each.function.strict:
+            raise UnsupportedParameter(
+                f"tools[{i}].function.strict: arguments cannot be held to a schema yet.",
+                hint="Leave it out.",
+                param=f"tools[{i}].function.strict",
+            )
     tools = [
         conversation.tool(
             each.function.name, each.function.description, each.function.parameters, f"tools[{i}]"
@@ -60,6 +67,7 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
             stop=_stop(body),
             top_logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             speculate=speculate(body.speculate),
+            call_pieces=bool(tools and body.stream),
         )
         for i in range(body.n or 1)
     ]

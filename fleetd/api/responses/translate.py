@@ -81,6 +81,7 @@ def _generate(body: ResponsesBody, request_id: str, prompt: ChatPrompt) -> Gener
         ),
         max_tokens=body.max_output_tokens,
         speculate=speculate(body.speculate),
+        call_pieces=bool(prompt.tools and body.stream),
     )
 
 

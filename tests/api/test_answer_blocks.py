@@ -1,0 +1,24 @@
+"""An answer as blocks, whatever pieces it comes in."""
+
+from __future__ import annotations
+
+import pytest
+
+from fleetd.api.answer_blocks import AnswerBlocks, BlockClosed, BlockOpened, BlockText
+from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
+
+
+@pytest.mark.parametrize("pieces", [[], ["{"], ['{"a"', ":1"], ['{"a":1}']])
+def test_a_call_in_pieces_is_one_block_with_the_arguments_of_the_whole_call(pieces: list[str]) -> None:
+    blocks = AnswerBlocks()
+    steps = blocks.feed(Delta("r", "Hm."))
+    for text in pieces:
+        steps += blocks.feed(ToolCallPiece("r", 0, "c0", "f", text))
+    steps += blocks.feed(ToolCall("r", 0, "c0", "f", '{"a":1}'))
+    steps += blocks.feed(ToolCall("r", 1, "c1", "f", "{}"))
+    assert [block.text for block in blocks.blocks] == ["Hm.", '{"a":1}', "{}"]
+    assert sum(isinstance(step, BlockOpened) for step in steps) == 3
+    assert sum(isinstance(step, BlockClosed) for step in steps) == 3
+    told = [step.text for step in steps if isinstance(step, BlockText) and step.block.index == 1]
+    assert all(told)
+    assert told[: len(pieces)] == pieces

@@ -1,0 +1,211 @@
+"""Calls of each family: the same calls, and the same arguments piece by piece, wherever tokens end."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import miniature_tokenizers as miniature
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fleetd.engine import tool_formats
+from fleetd.engine.output_text import AnswerText
+from fleetd.engine.protocol import Delta, ToolCall, ToolCallPiece
+from fleetd.engine.tool_call_text import tool_name
+
+ARGUMENTS = {
+    "path": "a.py",
+    "content": 'def f():\n    return {"}": "\\"é"}\n',
+    "deep": [{"x": [1, -2.5e3]}, None],
+}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("write_file", "look")
+]
+TEXT = json.dumps(ARGUMENTS, ensure_ascii=False)
+HARMONY = "<|channel|>analysis<|message|>So.<|end|><|start|>assistant"
+
+# By parser: an answer that calls write_file with TEXT, what it says around the call, and its reasoning.
+ANSWERS = [
+    (
+        "json_tools",
+        f'Hm.\n<tool_call>\n{{"name": "write_file", "arguments": {TEXT}}}\n</tool_call>',
+        "Hm.",
+        "",
+    ),
+    ("mistral", f"Hm.[TOOL_CALLS]write_file[ARGS]{TEXT}", "Hm.", ""),
+    ("mistral", f'[TOOL_CALLS][{{"name": "write_file", "arguments": {TEXT}}}]', "", ""),
+    (
+        "kimi_k2",
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.write_file:0<|tool_call_argument_begin|>"
+        f"{TEXT}<|tool_call_end|><|tool_calls_section_end|>",
+        "",
+        "",
+    ),
+    ("llama3", f'{{"name": "write_file", "parameters": {TEXT}}}', "", ""),
+    ("llama3", f'<|python_tag|>{{"type": "function", "name": "write_file", "parameters": {TEXT}}}', "", ""),
+    (
+        "harmony",
+        f"{HARMONY}<|channel|>commentary to=functions.write_file <|constrain|>json<|message|>{TEXT}<|call|>",
+        "",
+        "So.",
+    ),
+    (
+        "harmony",
+        f"{HARMONY}<|channel|>commentary<|message|>Hm.<|end|>"
+        f"<|start|>assistant to=functions.write_file<|channel|>commentary json<|message|>{TEXT}",
+        "Hm.",
+        "So.",
+    ),
+]
+
+
+def tokenizer(parser: str, words: list[str]) -> Any:
+    """A tokenizer whose tokens are given pieces of text, with the format of a family."""
+    fields: dict[str, Any]
+    if parser == "llama3":
+        fields = {"start": tool_formats.LLAMA3_START, "end": "", "parse": tool_formats.parse_llama3}
+    elif parser == "harmony":
+        fields = {"start": tool_formats.HARMONY_START, "end": "<|call|>", "parse": tool_formats.parse_harmony}
+    else:
+        module = importlib.import_module(f"mlx_lm.tool_parsers.{parser}")
+        fields = {
+            "start": module.tool_call_start,
+            "end": module.tool_call_end,
+            "parse": module.parse_tool_call,
+        }
+    response = tool_formats.HARMONY_FORMAT if parser == "harmony" else {}
+
+    class Detokenizer:
+        text = last_segment = ""
+
+        def add_token(self, token: int) -> None:
+            self.last_segment = words[token]
+
+        def finalize(self) -> None:
+            self.last_segment = ""
+
+    return SimpleNamespace(
+        detokenizer=Detokenizer(),
+        init_kwargs={"tool_parser_type": parser},
+        has_thinking=False,
+        has_tool_calling=True,
+        tool_call_start=fields["start"],
+        tool_call_end=fields["end"],
+        tool_parser=fields["parse"],
+        structural_markers=[],
+        response_transitions=response.get("transitions", {}),
+        response_initial_state=response.get("initial_state"),
+    )
+
+
+class Answer:
+    def __init__(self, parser: str, words: list[str], *, pieces: bool = True, cut: bool = False) -> None:
+        words = [word for word in words if word]
+        made = tokenizer(parser, words)
+        initial = made.response_initial_state or "normal"
+        self.state = AnswerText("r", made, [], TOOLS, initial, call_pieces=pieces)
+        events = [e for token in range(len(words)) for e in self.state.push(token)]
+        events += self.state.finish(cut=cut)
+        deltas = [e for e in events if isinstance(e, Delta)]
+        self.content = "".join(e.text for e in deltas if e.channel == "content")
+        self.reasoning = "".join(e.text for e in deltas if e.channel == "reasoning")
+        self.calls = [(e.index, e.name, e.arguments) for e in events if isinstance(e, ToolCall)]
+        self.pieces = [e for e in events if isinstance(e, ToolCallPiece)]
+        self.streamed = "".join(e.text for e in self.pieces)
+        self.ids = {e.call_id for e in events if isinstance(e, ToolCall | ToolCallPiece)}
+        self.said = (self.content, self.reasoning, self.calls)
+
+
+@pytest.mark.parametrize(("parser", "text", "content", "reasoning"), ANSWERS)
+@given(cuts=st.sets(st.integers(1, 400), max_size=40))
+def test_arguments_come_as_they_are_written_and_make_up_those_of_the_whole_call(
+    parser: str, text: str, content: str, reasoning: str, cuts: set[int]
+) -> None:
+    at = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
+    words = [text[a:b] for a, b in itertools.pairwise(at)]
+    seen = Answer(parser, words)
+    assert seen.said == (content, reasoning, [(0, "write_file", TEXT)])
+    assert seen.streamed == TEXT
+    assert len(seen.ids) == 1
+    assert Answer(parser, words, pieces=False).said == seen.said
+
+
+@pytest.mark.parametrize(("parser", "text", "content", "reasoning"), ANSWERS)
+def test_each_letter_of_the_arguments_is_told_at_once(
+    parser: str, text: str, content: str, reasoning: str
+) -> None:
+    assert len(Answer(parser, list(text)).pieces) == len(TEXT)
+
+
+@pytest.mark.parametrize(("parser", "text", "content", "reasoning"), ANSWERS)
+def test_half_a_call_is_never_text(parser: str, text: str, content: str, reasoning: str) -> None:
+    begin = text.index("write_file") + len("write_file")
+    for end in range(begin, text.index(TEXT) + len(TEXT), 5):
+        seen = Answer(parser, list(text[:end]), cut=True)
+        assert seen.said == (content, reasoning, [])
+        assert TEXT.startswith(seen.streamed)
+        assert seen.state.cut_call
+
+
+def test_llama_answers_with_json_of_its_own() -> None:
+    for text in ('{"name": "Ann", "age": 3}', "{}", "[1]", "Call write_file.", '{"name": "write_file"}'):
+        assert Answer("llama3", list(text)).said == (text, "", [])
+
+
+def test_llama_makes_two_calls() -> None:
+    one = '{"name": "look", "parameters": {"n": 1}}'
+    assert Answer("llama3", list(f"{one}; {one}")).calls == [(i, "look", '{"n": 1}') for i in range(2)]
+
+
+def test_a_final_channel_is_the_answer() -> None:
+    seen = Answer("harmony", list(f"{HARMONY}<|channel|>final<|message|>42."))
+    assert seen.said == ("42.", "So.", [])
+
+
+def test_line_ends_in_strings_are_escaped_so_that_arguments_are_json() -> None:
+    text = '<tool_call>{"name": "look", "arguments": {"a": "b\n\tc"}}</tool_call>'
+    seen = Answer("json_tools", list(text))
+    assert json.loads(seen.calls[0][2]) == {"a": "b\n\tc"}
+    assert seen.streamed == seen.calls[0][2]
+
+
+@pytest.mark.parametrize(
+    ("written", "name"),
+    [("look", "look"), ("functions.look", "look"), ("Look", "look"), ("delete", "delete"), ("x", "x")],
+)
+def test_a_name_is_that_of_a_tool_if_one_can_be_meant(written: str, name: str) -> None:
+    assert tool_name(written, ["write_file", "look"]) == name
+    assert tool_name("LOOK", ["look", "Look"]) == "LOOK"
+
+
+def test_gpt_oss_gets_its_channels_and_its_text_as_mlx_lm_reads_it() -> None:
+    plain = miniature.gpt_oss()
+    made = tool_formats.with_format(plain)
+    assert made.init_kwargs["tool_parser_type"] == "harmony"
+    assert made.has_tool_calling
+    assert tool_formats.has_reasoning(made)
+    assert not tool_formats.has_reasoning(plain)
+    assert made.eos_token_ids == plain.eos_token_ids
+    tokens = plain.encode(
+        "<|channel|>analysis<|message|>So.<|end|><|start|>assistant<|channel|>final<|message|>42."
+    )
+    answer = AnswerText("r", made, [], TOOLS, "head")
+    events = [e for token in tokens for e in answer.push(token)] + answer.finish()
+    said = [(e.channel, e.text) for e in events if isinstance(e, Delta) and e.text]
+    assert "".join(text for channel, text in said if channel == "reasoning") == "So."
+    assert "".join(text for channel, text in said if channel == "content") == "42."
+
+
+def test_llama_3_is_known_by_its_template() -> None:
+    plain = miniature.llama3()
+    assert tool_formats.with_format(plain) is plain
+    plain._tokenizer.chat_template = """{% for c in m.tool_calls %}{"name": x, "parameters": }"""
+    made = tool_formats.with_format(plain)
+    assert made.init_kwargs["tool_parser_type"] == "llama3"
+    assert made.tool_call_start == "<|python_tag|>"
