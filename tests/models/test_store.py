@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pkgutil
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hub_files import COMMIT, make_snapshot
+from mlx_lm import tool_parsers
 from model_files import make_folder
 
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
@@ -32,6 +34,13 @@ def test_catalog_serves_every_tier_and_names_nothing_twice() -> None:
         assert (entry.hub_id is None) == (entry.source == "embedded")
         limit = catalog.TIER_MEMORY_BYTES.get(entry.tier)
         assert limit is None or entry.memory_bytes < limit
+
+
+def test_every_way_to_write_tool_calls_in_the_catalog_is_known() -> None:
+    parsers = {module.name for module in pkgutil.iter_modules(tool_parsers.__path__)}
+    # Those of fleetd/engine/tool_formats.py.
+    parsers |= {"llama3", "harmony"}
+    assert {entry.tools for entry in catalog.CATALOG if entry.tools} <= parsers
 
 
 def test_a_draft_of_the_catalog_is_a_smaller_model_that_drafts() -> None:
