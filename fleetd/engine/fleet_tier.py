@@ -33,7 +33,7 @@ from fleetd.sealed.stream import SealedReceiver
 _BLOCK = limits.CACHE_BLOCK_TOKENS
 
 
-class State(Enum):
+class FetchState(Enum):
     WAITING = auto()
     RECEIVING = auto()
     DONE = auto()
@@ -69,7 +69,7 @@ class Fetching:
         self._exact, self._wake, self._draw = exact, wake, draw
         self._first = have // _BLOCK
         self._names = tier.names_for_others(tokens[:-1])[self._first :][: limits.FETCH_BLOCKS]
-        self._state = State.WAITING
+        self._state = FetchState.WAITING
         self._decision: FetchBlocks | None = None
         self._sock: socket.socket | None = None
         self.hit: Hit | None = None
@@ -94,11 +94,11 @@ class Fetching:
     @property
     def ready(self) -> bool:
         """True if ``step`` has something to do."""
-        return self._state is State.DONE or self._may_begin or time.monotonic() >= self.due_s
+        return self._state is FetchState.DONE or self._may_begin or time.monotonic() >= self.due_s
 
     @property
     def _may_begin(self) -> bool:
-        decided = self._decision is not None and self._state is State.WAITING
+        decided = self._decision is not None and self._state is FetchState.WAITING
         return decided and (not self._decision.blocks or self._sock is not None)  # type: ignore[union-attr]
 
     def decide(self, decision: FetchBlocks) -> None:
@@ -114,16 +114,16 @@ class Fetching:
         """Go on, if it is ready. True at the end; then ``hit`` is the prompt's beginning if more has come."""
         if self._may_begin:
             self._begin()
-        elif self._state is not State.DONE and time.monotonic() >= self.due_s:
+        elif self._state is not FetchState.DONE and time.monotonic() >= self.due_s:
             self._give_up()
-        if self._state is not State.DONE:
+        if self._state is not FetchState.DONE:
             return False
         self.hit = self._hit()
         return True
 
     def close(self) -> None:
         """The request has ended."""
-        self._state, self._targets = State.DONE, None
+        self._state, self._targets = FetchState.DONE, None
         if self._sock is not None:
             # Wakes the thread, which closes it.
             _shut(self._sock)
@@ -140,7 +140,7 @@ class Fetching:
     def _begin(self) -> None:
         decision, sock = self._decision, self._sock
         if decision is None or not decision.blocks or sock is None:
-            self._state = State.DONE
+            self._state = FetchState.DONE
             return
         layout, first = self._tier.layout(), self._first
         held = self._held() if self._first else Hit(0, None)
@@ -153,7 +153,7 @@ class Fetching:
         buffers = [RowBuffer(layer) for layer in self._cache]
         numbers = range(first, first + min(decision.blocks, len(self._names)))
         self._late_s = max(limits.FETCH_BLOCK_S, limits.FETCH_LATE * decision.block_s)
-        self._state, self.due_s = State.RECEIVING, time.monotonic() + self._late_s
+        self._state, self.due_s = FetchState.RECEIVING, time.monotonic() + self._late_s
 
         def targets(number: int, header: BlockHeader) -> list[memoryview]:
             if header != layout.header(number):
@@ -168,7 +168,7 @@ class Fetching:
 
     def _give_up(self) -> None:
         """What has come by now counts, nothing that comes later."""
-        if self._state is State.RECEIVING and self._error is None:
+        if self._state is FetchState.RECEIVING and self._error is None:
             self._error = PeerLate("Its keys and values came too late.")
         self.close()
 
@@ -210,7 +210,7 @@ class Fetching:
             return self._targets(number, header)
 
         def came(number: int) -> bool:
-            if self._state is not State.RECEIVING:
+            if self._state is not FetchState.RECEIVING:
                 return False
             # In this order: whoever gives up between the two takes one block less.
             self.due_s = time.monotonic() + self._late_s
@@ -226,9 +226,9 @@ class Fetching:
         except OSError as caught:
             error = PeerLate(f"The stream broke ({caught.strerror or caught}).")
         self._targets = None
-        if self._state is State.RECEIVING:
+        if self._state is FetchState.RECEIVING:
             self._error = error
-            self._state = State.DONE
+            self._state = FetchState.DONE
             self._wake()
 
 
