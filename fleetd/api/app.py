@@ -27,7 +27,7 @@ from fleetd.api.route_entry import Route
 from fleetd.api.routes import ALL_ROUTES
 from fleetd.api.served_paths import advice
 from fleetd.api.services import Services
-from fleetd.errors import FleetError
+from fleetd.errors import FleetError, PayloadTooLarge
 
 __all__ = ["build_app", "make_runner"]
 
@@ -63,7 +63,11 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
     except FleetError as exc:
-        return failures.response(exc, dialect)
+        answer = failures.response(exc, dialect)
+        if isinstance(exc, PayloadTooLarge):
+            # The rest of the body is not read: a client must not send its next request behind it.
+            answer.force_close()
+        return answer
     except web.HTTPMethodNotAllowed as exc:
         refusal = failures.HttpFailure(exc.status, f"{exc.method} is not allowed here.")
         answer = failures.response(refusal, dialect)

@@ -238,6 +238,7 @@ async def test_gzip_bomb_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch)
     async with site.client(headers=headers) as session:
         async with session.post(CHAT, data=bomb) as response:
             assert response.status == 413
+            assert response.headers["Connection"] == "close", "what follows must not be sent behind it"
         async with session.post(CHAT, data=gzip.compress(BODY)) as response:
             assert response.status == 200
         async with session.post(CHAT, data=b"not gzip") as response:

@@ -12,7 +12,8 @@ from forked_programs import Programs
 from live_daemon import LiveDaemon, until
 from live_fleet import LiveFleet, answer, body
 
-pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.timeout(300)]
+# The engine's and the daemon's sides are tested quickly elsewhere; these start and end daemons several times.
+pytestmark = [pytest.mark.model, pytest.mark.one_loop, pytest.mark.long, pytest.mark.timeout(300)]
 
 SMOL = "smollm2-135m"
 NAMES = ("alpha", "beta")
@@ -73,7 +74,6 @@ def test_what_another_machine_has_read_is_fetched(pair: LiveFleet) -> None:
     assert essence(first) == essence(second)
 
 
-@pytest.mark.long
 def test_what_may_not_leave_a_machine_is_not_found_there(pair: LiveFleet) -> None:
     text = prompt(2, 620)
     read_by_alpha(pair, text, local_only=True)
