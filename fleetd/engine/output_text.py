@@ -18,7 +18,7 @@ from typing import Any
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 
 from fleetd.engine.protocol import Delta, TokenLogprob, ToolCall, ToolCallPiece
-from fleetd.engine.tool_call_text import ToolCallText, may_be_bare_call, tool_name
+from fleetd.engine.tool_call_text import ToolCallText, WrittenCall, may_be_bare_call, tool_name
 from fleetd.engine.tool_formats import HEAD_STATES
 
 AnswerPiece = Delta | ToolCall | ToolCallPiece
@@ -213,17 +213,26 @@ class AnswerText:
         """More of a section of tool calls."""
         self._tool_text += text
         self._written.feed(text)
-        if not self.call_pieces:
-            return []
-        pieces: list[AnswerPiece] = []
-        for i, call in enumerate(self._written.calls):
-            if not call.fresh:
+        out: list[AnswerPiece] = []
+        for call in self._written.calls:
+            if call.told:
                 continue
-            call.call_id = call.call_id or _call_id()
-            tokens, self._pending_tokens = self._pending_tokens, 0
-            index, fresh, call.fresh = self.tool_calls + i, call.fresh, ""
-            pieces.append(ToolCallPiece(self.request_id, index, call.call_id, call.name, fresh, tokens))
-        return pieces
+            if self.call_pieces and call.fresh:
+                out.append(self._piece(call))
+            if call.whole:
+                out += self._written_call(call)
+        return out
+
+    def _piece(self, call: WrittenCall) -> ToolCallPiece:
+        call.call_id = call.call_id or _call_id()
+        tokens, self._pending_tokens = self._pending_tokens, 0
+        fresh, call.fresh = call.fresh, ""
+        return ToolCallPiece(self.request_id, self.tool_calls, call.call_id, call.name, fresh, tokens)
+
+    def _written_call(self, call: WrittenCall) -> list[AnswerPiece]:
+        call.told = True
+        found = {"id": call.call_id, "name": call.name, "arguments": call.arguments}
+        return self._told([self._call(0, found)])
 
     def _undecided(self, cut: bool) -> list[AnswerPiece]:
         """The answer ends before it is known whether it is a call."""
@@ -284,15 +293,13 @@ class AnswerText:
         written = self._written
         self._begin_calls()
         if written.calls:
-            if written.begun and ended:
-                self.cut_call = True
-                written.calls.pop()
-            return self._told(
-                [
-                    self._call(i, {"id": call.call_id, "name": call.name, "arguments": call.arguments})
-                    for i, call in enumerate(written.calls)
-                ]
-            )
+            last = written.calls[-1]
+            if not written.begun:
+                return []
+            if not ended:  # its braces do not match, and the model has closed the section
+                return self._written_call(last)
+            self.cut_call = True
+            return self._told([])
         if cut and self.tokenizer.tool_call_end:
             # Parsers make a call of less than the model meant to write.
             self.cut_call = True

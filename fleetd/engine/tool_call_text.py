@@ -77,13 +77,14 @@ class JsonObjectText:
 
 @dataclass(slots=True)
 class WrittenCall:
-    """A call whose arguments have begun. ``fresh``: what of them was not told yet."""
+    """A call whose arguments have begun. ``fresh``: what of them was not told yet; ``told``: all was."""
 
     name: str
     call_id: str = ""
     arguments: str = ""
     fresh: str = ""
     whole: bool = False
+    told: bool = False
 
 
 def tool_name(name: str, names: Collection[str]) -> str:

@@ -112,6 +112,7 @@ class Answer:
         self.state = AnswerText("r", made, [], TOOLS, initial, call_pieces=pieces)
         events = [e for token in range(len(words)) for e in self.state.push(token)]
         events += self.state.finish(cut=cut)
+        self.events = events
         deltas = [e for e in events if isinstance(e, Delta)]
         self.content = "".join(e.text for e in deltas if e.channel == "content")
         self.reasoning = "".join(e.text for e in deltas if e.channel == "reasoning")
@@ -161,6 +162,33 @@ def test_llama_answers_with_json_of_its_own() -> None:
 def test_llama_makes_two_calls() -> None:
     one = '{"name": "look", "parameters": {"n": 1}}'
     assert Answer("llama3", list(f"{one}; {one}")).calls == [(i, "look", '{"n": 1}') for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "look", "arguments": {}}, {"name": "look", "arguments": {"a": 1}}]',
+        ),
+        ("mistral", '[TOOL_CALLS]look[ARGS]{}[TOOL_CALLS]look[ARGS]{"a": 1}'),
+        ("llama3", '{"name": "look", "parameters": {}}; {"name": "look", "parameters": {"a": 1}}'),
+        (
+            "json_tools",
+            "".join(
+                f'<tool_call>{{"name": "look", "arguments": {each}}}</tool_call>\n'
+                for each in ("{}", '{"a": 1}')
+            ),
+        ),
+    ],
+)
+@pytest.mark.parametrize("together", [True, False])
+def test_a_call_is_whole_before_the_next_begins(parser: str, text: str, together: bool) -> None:
+    seen = Answer(parser, [text] if together else list(text))
+    assert seen.said == ("", "", [(0, "look", "{}"), (1, "look", '{"a": 1}')])
+    order = [(e.index, isinstance(e, ToolCall)) for e in seen.events if not isinstance(e, Delta)]
+    assert order == sorted(order)
+    assert seen.streamed == '{}{"a": 1}'
 
 
 def test_a_final_channel_is_the_answer() -> None:

@@ -23,6 +23,7 @@ from fleetd.engine.protocol import (
     Timings,
     TokenLogprob,
     ToolCall,
+    ToolCallPiece,
     TopLogprob,
     Usage,
 )
@@ -64,11 +65,12 @@ def test_an_honest_answer_passes() -> None:
             Delta("r", "", tokens=3),
             Delta("r", " " * 128, tokens=1, logprobs=[entry(2)] * 4),
             Delta("r", "tail", tokens=0),
+            ToolCallPiece("r", 0, "call_1", "look", '{"a"'),
             ToolCall("r", 0, "call_1", "look", '{"a": 1}'),
             ToolCall("r", 1, "call_2", "look", "{}"),
             Finished("r", "tool_calls", Usage(500, 100, 8, 2)),
         ],
-        max_tokens=8,
+        max_tokens=9,
         top_logprobs=2,
     )
 
@@ -94,6 +96,14 @@ def test_an_echoed_prompt_is_text_without_tokens() -> None:
         pytest.param([Prefill("r", 0, 2**31 - 1)], {}, id="a prompt longer than any context"),
         pytest.param([ToolCall("r", 1, "c", "n", "{}")], {}, id="the second tool call first"),
         pytest.param([ToolCall("r", 0, "c", "n", "{}")] * 2, {}, id="a tool call twice"),
+        pytest.param(
+            [ToolCall("r", 0, "c", "n", "{}"), ToolCallPiece("r", 0, "c", "n", "{")],
+            {},
+            id="more of a whole call",
+        ),
+        pytest.param([ToolCallPiece("r", 0, "c", "n", "", 0)] * 40, {}, id="empty pieces"),
+        pytest.param([ToolCallPiece("r", 0, "c", "n", "x")] * 9, {"max_tokens": 8}, id="pieces without end"),
+        pytest.param([ToolCallPiece("r", 0, "c", "n", "x" * 10**6)] * 9, {}, id="endless pieces"),
         pytest.param([ToolCall("r", i, "c", "n", "x" * 10**6) for i in range(9)], {}, id="endless arguments"),
         pytest.param([ToolCall("r", i, "c", "n", "") for i in range(limits.TOOLS + 1)], {}, id="many calls"),
         pytest.param([Delta("r", "a", logprobs=[entry()])], {}, id="logprobs that were not asked for"),

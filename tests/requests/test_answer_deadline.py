@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 
 from fleetd import limits
-from fleetd.engine.protocol import Accepted, Delta, Generate, Loading, Prefill, TextPrompt, ToolCall
+from fleetd.engine.protocol import (
+    Accepted,
+    Delta,
+    Generate,
+    Loading,
+    Prefill,
+    TextPrompt,
+    ToolCall,
+    ToolCallPiece,
+)
 from fleetd.errors import PeerLost
 from fleetd.requests import messages, remote
 from fleetd.requests.answer_deadline import AnswerDeadline
@@ -25,6 +34,7 @@ STALL_S, TOK_S = limits.JOB_STALL_S, limits.JOB_LEAST_TOK_S
         ([], Accepted("r", 800), STALL_S + 800 / TOK_S),
         ([Accepted("r", 800)], Prefill("r", 300, 800), STALL_S + 500 / TOK_S),
         ([Prefill("r", 800, 800)], Delta("r", "a"), STALL_S),
+        ([], ToolCallPiece("r", 0, "c", "n", "{"), STALL_S),
         ([], ToolCall("r", 0, "c", "n", "{}"), STALL_S),
     ],
     ids=lambda value: type(value).__name__,
