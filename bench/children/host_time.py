@@ -147,7 +147,7 @@ class _Sides:
         from fleetd.engine.prompt_encoding import PreparedPrompt
         from fleetd.engine.protocol import Finished, Generate, Report, Sampling, TokenPrompt
         from fleetd.engine.scheduler import Scheduler
-        from fleetd.engine.speculation import rollback
+        from fleetd.engine.sequence_state import rollback
         from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
         from fleetd.engine.speculation.speculation import WorkerSpeculation
         from fleetd.engine.worker import DaemonSocket

@@ -18,10 +18,10 @@ import mlx.core as mx
 
 from fleetd import limits
 from fleetd.engine.failures import require
-from fleetd.engine.kv_caches import can_go_back, prefix_copy
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.sequence import AwaitedPrefix, ScheduledSequence
+from fleetd.engine.sequence_state.copies import can_go_back, prefix_copy
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 
 

@@ -28,7 +28,6 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.failures import require
-from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import FinishReason, Report
@@ -41,8 +40,9 @@ from fleetd.engine.sampling import (
     make_sampler,
 )
 from fleetd.engine.sequence import ScheduledSequence
+from fleetd.engine.sequence_state import rollback
+from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.sparse_prefill.sparse_caches import rows
-from fleetd.engine.speculation import rollback
 from fleetd.engine.speculation.controller import Draft
 from fleetd.engine.speculation.rounds import Rounds
 from fleetd.engine.speculation.sources import DraftSource

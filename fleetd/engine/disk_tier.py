@@ -24,8 +24,8 @@ from fleetd.cache.restoring import BlockReader, Restore, RestoreState
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.cache.write_behind import BlocksToWrite, WriteBehind, WriterFigures
 from fleetd.engine.prefix_cache import DENSE, Hit, PrefixCache
-from fleetd.engine.shared_prefill.kv_layout import KvShape
-from fleetd.engine.shared_prefill.layer_kv import RowBuffer, preallocated
+from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
+from fleetd.engine.sequence_state.shapes import KvShape
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
 

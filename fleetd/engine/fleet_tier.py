@@ -25,7 +25,7 @@ from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.engine.disk_tier import DiskTier, _rows
 from fleetd.engine.prefix_cache import DENSE, Hit
 from fleetd.engine.protocol import FetchBlocks, Fetched, Lacking, StreamTag
-from fleetd.engine.shared_prefill.layer_kv import RowBuffer, preallocated, truncated
+from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated, truncated
 from fleetd.engine.shared_prefill.spot_check import alike, same
 from fleetd.errors import FleetError, PeerLate, PeerWrong
 from fleetd.sealed.stream import SealedReceiver

@@ -15,16 +15,10 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import gemma4_text, ministral3
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from fleetd.engine.architectures import Architecture
-
-
-def parts(cache: Any) -> tuple[Any, ...]:
-    """The single caches that a layer keeps, in order; none if ``cache`` is None."""
-    if cache is None:
-        return ()
-    return tuple(cache.caches) if isinstance(cache, CacheList) else (cache,)
+from fleetd.engine.sequence_state.parts import parts
 
 
 @dataclass(frozen=True, slots=True)

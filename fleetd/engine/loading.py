@@ -27,13 +27,13 @@ from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine import address_space, cpu, device_memory
 from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Speeds, calibrate
 from fleetd.engine.failures import over_files
-from fleetd.engine.layer_calls import parts
 from fleetd.engine.load_findings import FindingsKey, LoadFindings
 from fleetd.engine.memory import admit_weights, human
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.engine.scoring.profile_search import ProfileSearch
+from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse

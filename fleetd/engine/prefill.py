@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from fleetd.engine import checkpoints
+from fleetd.engine.sequence_state import checkpoints
 from fleetd.models.memory_need import WORKING_BYTES
 
 # Tokens per step while the prompt's own probabilities are wanted: each is a row of the whole vocabulary.

@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fleetd import limits
-from fleetd.engine import checkpoints
 from fleetd.engine.failures import require
+from fleetd.engine.sequence_state import checkpoints
 
 DENSE = "dense"
 # Another accelerator had a part in it: not for answers that must be exact.

@@ -19,14 +19,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
 
 from fleetd.engine.architectures import ANY_TEXT, Architecture, architecture_of
-from fleetd.engine.layer_calls import (
-    PER_LAYER_MODULES,
-    LayerPass,
-    PassInputs,
-    kept_by,
-    parts,
-    per_layer_inputs,
-)
+from fleetd.engine.layer_calls import PER_LAYER_MODULES, LayerPass, PassInputs, kept_by, per_layer_inputs
+from fleetd.engine.sequence_state.parts import parts
 from fleetd.errors import InvalidValue, ModelUnsupported
 
 # Kinds of caches that a stage knows how to keep, several of them in one layer too.

@@ -36,8 +36,8 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.scheduler import Scheduler
-from fleetd.engine.shared_prefill import layer_kv
-from fleetd.engine.shared_prefill.layer_kv import as_bytes
+from fleetd.engine.sequence_state import row_memory
+from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
 
@@ -198,7 +198,7 @@ def tier(model: Any, settings: DiskCacheSettings, **options: Any) -> DiskTier:
 
 
 def truncated(cache: list[KVCache], tokens: int) -> list[KVCache]:
-    return [layer_kv.truncated(layer, tokens) for layer in cache]
+    return [row_memory.truncated(layer, tokens) for layer in cache]
 
 
 def test_what_the_answer_added_is_kept_too(model: Any, tokenizer: Any, settings: DiskCacheSettings) -> None:

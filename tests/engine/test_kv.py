@@ -13,10 +13,15 @@ from shared_runs import as_bytes, prefilled, prompt
 from tiny_architectures import WINDOW, tiny
 
 from fleetd.engine.architectures import CUT
-from fleetd.engine.layer_calls import parts
-from fleetd.engine.shared_prefill import layer_kv
-from fleetd.engine.shared_prefill.kv_layout import KvLayout, KvShape, RunningShape
-from fleetd.engine.shared_prefill.layer_kv import RingState, RowBuffer, States
+from fleetd.engine.sequence_state import array_bytes, row_memory, whole_states
+from fleetd.engine.sequence_state.parts import parts
+from fleetd.engine.sequence_state.rings import RingState
+from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
+from fleetd.engine.sequence_state.shapes import KvShape, RunningShape
+from fleetd.engine.sequence_state.whole_states import state_buffers
+from fleetd.engine.shared_prefill import frame_payloads
+from fleetd.engine.shared_prefill.frame_payloads import States
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
@@ -86,10 +91,10 @@ def check_shape(shape: KvShape | RunningShape, part: Any) -> None:
 @pytest.mark.parametrize("widths", [(8, 8), (8, 4)])
 def test_rows_arrive_where_they_belong(dtype: mx.Dtype, widths: tuple[int, int]) -> None:
     shape = KvShape(3, *widths, dtype, 0)
-    source, target = filled(shape, 300), layer_kv.preallocated(shape, 300)
+    source, target = filled(shape, 300), preallocated(shape, 300)
     buffer = RowBuffer(target)
     for start, stop in ((0, 7), (7, 250), (250, 300)):
-        payload = layer_kv.rows(source, start, stop)
+        payload = row_memory.rows(source, start, stop)
         assert sum(piece.nbytes for piece in payload) == sum(shape.sizes(stop - start))
         copy_into(buffer.rows(start, stop), payload)
     del buffer
@@ -100,36 +105,36 @@ def test_rows_arrive_where_they_belong(dtype: mx.Dtype, widths: tuple[int, int])
 def test_rows_from_arrays_of_their_own_are_the_same() -> None:
     shape = KvShape(3, 8, 4, mx.bfloat16, 0)
     source = filled(shape, 90)
-    keys, values = layer_kv.copied(source, 20, 60)
+    keys, values = row_memory.copied(source, 20, 60)
     mx.eval(keys, values)
-    pieces = [piece for x in (keys, values) for piece in layer_kv.pieces(layer_kv.as_bytes(x)[0])]
+    pieces = [piece for x in (keys, values) for piece in array_bytes.pieces(array_bytes.as_bytes(x)[0])]
     assert len(pieces) == 2  # one write each
-    assert b"".join(pieces) == b"".join(layer_kv.rows(source, 20, 60))
+    assert b"".join(pieces) == b"".join(row_memory.rows(source, 20, 60))
 
 
 def test_rows_that_fill_their_room_lie_as_they_were_computed() -> None:
     """By token, then by head: MLX keeps such an array instead of copying it into the cache's own."""
     shape = KvShape(3, 8, 4, mx.float32, 0)
-    cache = layer_kv.preallocated(shape, 256)
+    cache = preallocated(shape, 256)
     keys, values = (mx.random.normal((1, 256, 3, width)).transpose(0, 2, 1, 3) for width in (8, 4))
     cache.update_and_fetch(keys, values)
     mx.eval(cache.keys, cache.values)
     expected = [np.ascontiguousarray(np.array(part)[0, :, 10:256]).tobytes() for part in (keys, values)]
-    assert b"".join(layer_kv.rows(cache, 10, 256)) == b"".join(expected)
+    assert b"".join(row_memory.rows(cache, 10, 256)) == b"".join(expected)
 
 
 @pytest.mark.parametrize(("tokens", "room"), [(0, 256), (1, 256), (256, 256), (257, 512)])
 def test_room_is_made_in_the_steps_of_a_local_cache(tokens: int, room: int) -> None:
     shape = KvShape(2, 8, 8, mx.float32, 0)
     assert KVCache.step == 256
-    assert layer_kv.preallocated(shape, tokens).keys.shape[2] == room
+    assert preallocated(shape, tokens).keys.shape[2] == room
 
 
 def test_a_prefix_is_copied_and_left_alone() -> None:
     shape = KvShape(2, 8, 4, mx.float32, 0)
     prefix = filled(shape, 40)
     before = [as_bytes(x) for x in prefix.keys_and_values()]
-    cache = layer_kv.preallocated(shape, 300, prefix)
+    cache = preallocated(shape, 300, prefix)
     assert cache.offset == 40
     assert equal(cache, prefix)
     more = mx.ones((1, 2, 5, 8)), mx.ones((1, 2, 5, 4))
@@ -139,9 +144,9 @@ def test_a_prefix_is_copied_and_left_alone() -> None:
 
 def test_what_is_added_to_a_shorter_view_is_not_in_the_longer_one() -> None:
     shape = KvShape(2, 8, 8, mx.float32, 0)
-    cache = layer_kv.preallocated(shape, 60, filled(shape, 50))
+    cache = preallocated(shape, 60, filled(shape, 50))
     before = [as_bytes(x) for x in cache.keys_and_values()]
-    short = layer_kv.truncated(cache, 20)
+    short = row_memory.truncated(cache, 20)
     short.update_and_fetch(mx.ones((1, 2, 9, 8)), mx.ones((1, 2, 9, 8)))
     assert (short.offset, cache.offset) == (29, 50)
     assert [as_bytes(x) for x in cache.keys_and_values()] == before
@@ -159,11 +164,11 @@ def test_a_cache_that_rotates_travels_whole(dtype: mx.Dtype) -> None:
         mx.eval(source.keys, source.values)
         held, seen = source.keys.shape[2], source.offset
         head = FrameHeader(Kind.STATE, 0, 0, seen, shape.sizes(held), source._idx)
-        frame = Frame(head, layer_kv.state_buffers(shape, head))
-        payload, sizes, index = layer_kv.state(source)
+        frame = Frame(head, state_buffers(shape, head.sizes[0]))
+        payload, sizes, index = whole_states.state(source)
         assert (sizes, index) == (head.sizes, head.index)
         copy_into(frame.buffers, payload)
-        target = layer_kv.rotated(RotatingKVCache(16), shape, frame)
+        target = whole_states.rotated(RotatingKVCache(16), shape, seen, head.index, frame.buffers)
         assert RingState.of(target) == RingState.of(source)
         assert as_bytes(target.keys) == as_bytes(source.keys)
         assert as_bytes(target.values) == as_bytes(source.values)
@@ -181,12 +186,11 @@ def test_a_running_state_travels_whole(dtype: mx.Dtype) -> None:
     source = ArraysCache(2)
     source[0] = mx.random.normal((1, 3, 8)).astype(dtype)
     source[1] = mx.random.normal((1, 2, 4, 4)).swapaxes(2, 3)
-    payload, sizes, index = layer_kv.state(source)
+    payload, sizes, index = whole_states.state(source)
     assert (sizes, index) == (shape.state_sizes, 0)
-    frame = Frame(FrameHeader(Kind.STATE, 0, 0, 9, sizes), [])
-    frame = Frame(frame.head, layer_kv.state_buffers(shape, frame.head))
-    copy_into(frame.buffers, payload)
-    target = layer_kv.running(ArraysCache(2), shape, frame)
+    buffers = state_buffers(shape, sizes[0])
+    copy_into(buffers, payload)
+    target = whole_states.running(ArraysCache(2), shape, buffers)
     assert [as_bytes(x) for x in target.cache] == [as_bytes(x) for x in source.cache]
 
 
@@ -245,11 +249,11 @@ def test_a_cache_that_is_not_what_the_chunks_leave_is_refused() -> None:
 def test_hidden_states_survive(dtype: mx.Dtype) -> None:
     hidden = mx.random.normal((1, 5, 12)).astype(dtype)
     mx.eval(hidden)
-    data = layer_kv.hidden_payload(hidden)
+    data = frame_payloads.hidden_payload(hidden)
     layout = KvLayout(0, (), 12, dtype)
     assert data.nbytes == layout.hidden_bytes(5)
     frame = Frame(FrameHeader(Kind.HIDDEN, 2, 0, 5, (data.nbytes, 0)), [memoryview(bytearray(data))])
-    back = layer_kv.hidden_of(frame, layout)
+    back = frame_payloads.hidden_of(frame, layout)
     assert back.shape == hidden.shape
     assert back.dtype == dtype
     assert as_bytes(back) == as_bytes(hidden)

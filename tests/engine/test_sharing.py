@@ -16,9 +16,9 @@ from shared_runs import LAYERS, Run, as_bytes, prompt
 from tiny_architectures import tiny
 
 from fleetd.engine.architectures import CUT
-from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import PrefillShared
+from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.stage import Stage

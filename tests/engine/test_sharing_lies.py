@@ -14,7 +14,8 @@ from shared_runs import LAYERS, Run
 from tiny_architectures import tiny
 
 from fleetd import limits
-from fleetd.engine.shared_prefill import kv_layout, layer_kv
+from fleetd.engine.sequence_state.shapes import KvShape
+from fleetd.engine.shared_prefill import frame_payloads, kv_layout
 from fleetd.engine.shared_prefill.spot_check import drawn
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import FleetError, PeerWrong
@@ -223,7 +224,7 @@ def test_attack_a_running_state_is_not_a_number(split: Split) -> None:
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
 def test_numbers_are_told_from_what_is_none_in_every_dtype(llama: Any, dtype: mx.Dtype) -> None:
-    shape = kv_layout.KvShape(1, 4, 4, dtype)
+    shape = KvShape(1, 4, 4, dtype)
     layout = kv_layout.KvLayout(0, ((shape,),), 4, dtype)
     largest = mx.finfo(dtype).max
     for kind in (Kind.ROWS, Kind.STATE, Kind.HIDDEN):
@@ -234,9 +235,9 @@ def test_numbers_are_told_from_what_is_none_in_every_dtype(llama: Any, dtype: mx
             data = np.array(numbers.view(mx.uint8)).tobytes()
             parts = [memoryview(data[: len(data) // 2]), memoryview(data[len(data) // 2 :])]
             frame = Frame(FrameHeader(kind, 0, 0, 1, (len(data), 0)), parts)
-            assert layer_kv.finite(frame, layout) is (spoilt is None)
+            assert frame_payloads.finite(frame, layout) is (spoilt is None)
     tokens = Frame(FrameHeader(Kind.TOKENS), [memoryview(b"\xff" * 8)])
-    assert layer_kv.finite(tokens, layout)
+    assert frame_payloads.finite(tokens, layout)
 
 
 def test_attack_lies_and_then_breaks_off(llama: Any) -> None:

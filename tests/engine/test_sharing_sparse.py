@@ -10,8 +10,8 @@ import pytest
 from shared_runs import LAYERS, Run, kept_of, prompt, staged
 from tiny_architectures import tiny
 
-from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.protocol import PrefillShared
+from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.shared_prefill import frame_schedule
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 from fleetd.engine.shared_prefill.sharable import Sharable

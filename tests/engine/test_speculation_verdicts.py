@@ -13,8 +13,8 @@ from asking import folder_of
 
 from fleetd.engine import loading
 from fleetd.engine.protocol import Loading
+from fleetd.engine.sequence_state import rollback
 from fleetd.engine.settings import WorkerSettings
-from fleetd.engine.speculation import rollback
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.verdicts import VerdictKey
 from fleetd.errors import DiskFull

@@ -12,11 +12,11 @@ import tiny_architectures
 from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.sample_utils import greedy_sampler
 
-from fleetd.engine.kv_caches import copy_on_write
 from fleetd.engine.protocol import Sampling
 from fleetd.engine.sampling import make_processors, make_sampler
+from fleetd.engine.sequence_state import rollback
+from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.speculation import exactness_probe as probing
-from fleetd.engine.speculation import rollback
 from fleetd.engine.speculation.exactness_probe import ProbePlan, probe
 from fleetd.engine.speculation.verify_row import Chosen, VerifyRow
 

@@ -22,7 +22,7 @@ from mlx_lm.utils import MODEL_REMAPPING
 from tiny_architectures import VOCAB, WINDOW, tiny
 
 from fleetd.engine.architectures import CUT, REFUSED, architecture_of
-from fleetd.engine.layer_calls import parts
+from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.stage import Stage
 from fleetd.errors import InvalidValue, ModelUnsupported
 

@@ -14,11 +14,11 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache, make_prompt_cache
 from tiny_architectures import VOCAB
 
-from fleetd.engine.kv_caches import copy_on_write
-from fleetd.engine.layer_calls import parts
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.protocol import AssistPrefill, PrefillShared
+from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.shared_prefill.fingerprint import any_chunks
 from fleetd.engine.shared_prefill.helper_prefill import HelperPrefill
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill

@@ -13,7 +13,7 @@ from fleetd.engine.prefix_cache import PrefixCache
 from fleetd.engine.prompt_encoding import PreparedPrompt
 from fleetd.engine.protocol import Delta, Failed, Finished, Generate, Report, Sampling, TokenPrompt
 from fleetd.engine.scheduler import Scheduler
-from fleetd.engine.speculation import rollback
+from fleetd.engine.sequence_state import rollback
 from fleetd.engine.speculation.exactness_probe import ExactnessVerdict
 from fleetd.engine.speculation.sources import DraftSource
 from fleetd.engine.speculation.speculation import Mode, WorkerSpeculation

@@ -17,9 +17,9 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from fleetd.engine import cpu
-from fleetd.engine.layer_calls import parts
 from fleetd.engine.protocol import Arithmetic
-from fleetd.engine.shared_prefill import layer_kv
+from fleetd.engine.sequence_state.array_bytes import as_bytes
+from fleetd.engine.sequence_state.parts import parts
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.passes import evaluate
 from fleetd.engine.stage import Stage
@@ -63,7 +63,7 @@ def layer_hashes(stage: Stage, layout: KvLayout) -> list[bytes]:
         evaluate(caches, step)
         state = hashlib.sha256()
         for array in (*_kept(caches[0]), out, step):
-            state.update(layer_kv.as_bytes(mx.contiguous(array)))
+            state.update(as_bytes(mx.contiguous(array)))
         found.append(state.digest()[:8])
     mx.clear_cache()
     return found

@@ -7,7 +7,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from fleetd.engine.shared_prefill import layer_kv
+from fleetd.engine.sequence_state import array_bytes, row_memory, whole_states
+from fleetd.engine.sequence_state.array_bytes import as_bytes
+from fleetd.engine.shared_prefill import frame_payloads
 from fleetd.engine.shared_prefill.frame_schedule import Outgoing
 from fleetd.engine.streams.frames import FrameHeader, FramePipe, Kind
 
@@ -30,23 +32,23 @@ class FrameWriter:
 
     def hidden(self, hidden: mx.array) -> None:
         """(1, T, width), evaluated."""
-        self._send(self._out.next(), [layer_kv.hidden_payload(hidden)])
+        self._send(self._out.next(), [frame_payloads.hidden_payload(hidden)])
 
     def rows(self, keys: mx.array, values: mx.array) -> None:
         """(1, heads, T, width) each, evaluated."""
         self._send(
             self._out.next(),
-            [piece for x in (keys, values) for piece in layer_kv.pieces(layer_kv.as_bytes(x)[0])],
+            [piece for x in (keys, values) for piece in array_bytes.pieces(as_bytes(x)[0])],
         )
 
     def cache(self, cache: Any) -> None:
         """What is due of one of a layer's caches. It is not copied: nothing may be added to it in place."""
         head = self._out.next()
         if head.kind is Kind.STATE:
-            payload, sizes, index = layer_kv.state(cache)
+            payload, sizes, index = whole_states.state(cache)
             self._send(self._out.state(head, sizes, index), payload)
         else:
-            self._send(head, layer_kv.rows(cache, head.start, head.end))
+            self._send(head, row_memory.rows(cache, head.start, head.end))
 
     def done(self) -> None:
         self._send(self._out.next(), [])

@@ -14,13 +14,17 @@ from typing import Any
 
 import mlx.core as mx
 
-from fleetd.engine.layer_calls import parts
-from fleetd.engine.shared_prefill import kv_layout, layer_kv, passes
+from fleetd.engine.sequence_state import row_memory
+from fleetd.engine.sequence_state.parts import assembled, parts
+from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
+from fleetd.engine.sequence_state.shapes import KvShape
+from fleetd.engine.shared_prefill import frame_payloads, passes
+from fleetd.engine.shared_prefill.frame_payloads import LayersArrived, Place, States
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
-from fleetd.engine.shared_prefill.kv_layout import KvLayout, KvShape
-from fleetd.engine.shared_prefill.layer_kv import LayersArrived, Place, RowBuffer, States
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.passes import LayerMajor
 from fleetd.engine.shared_prefill.slots import Slots
+from fleetd.engine.sparse_prefill.sparse_caches import row_cache
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.errors import ProtocolError
@@ -54,24 +58,23 @@ class _HelperWork:
 
     def allocate(self, *, arriving: bool) -> None:
         """Make caches. ``arriving``: rows come from another machine even where no prefix is cached."""
-        for layer, empty in zip(self.layers, self.stage.make_caches(), strict=True):
-            self.caches[layer] = list(parts(empty))
+        for layer, made in zip(self.layers, self.stage.make_caches(), strict=True):
+            self.caches[layer] = list(parts(made))
             for part, shape in enumerate(self.layout.parts(layer)):
                 if isinstance(shape, KvShape) and shape.in_rows:
-                    cache = layer_kv.preallocated(
-                        shape, self.tokens.stop, sparse=bool(self.split.prompt_span)
-                    )
+                    empty = row_cache(sparse=bool(self.split.prompt_span))
+                    cache = preallocated(shape, self.tokens.stop, empty=empty)
                     self.caches[layer][part] = cache
                     if arriving or self.split.cached:
                         self.row_buffers[layer, part] = RowBuffer(cache)
 
     def cache(self, layer: int) -> Any:
         """What a layer keeps, as its model takes it."""
-        return kv_layout.assembled(self.stage.empty[layer - self.stage.first], self.caches[layer])
+        return assembled(self.stage.empty[layer - self.stage.first], self.caches[layer])
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
         """The memory for an expected frame's payload. Called on a reader thread."""
-        return layer_kv.buffers(head, self.layout, self.row_buffers)
+        return frame_payloads.buffers(head, self.layout, self.row_buffers)
 
     def take_tokens(self, frame: Frame) -> Slots:
         self.slots = slots = Slots.arrived(frame.buffers[0], self.split)
@@ -108,7 +111,7 @@ class LayersOfHelper(_HelperWork):
             case Kind.TOKENS:
                 self.take_tokens(frame)
             case Kind.HIDDEN:
-                self._hidden.append(layer_kv.hidden_of(frame, self.layout))
+                self._hidden.append(frame_payloads.hidden_of(frame, self.layout))
             case _:
                 self.take_prefix(frame)
                 self.row_buffers.pop((frame.head.layer, frame.head.part), None)
@@ -136,7 +139,7 @@ class LayersOfHelper(_HelperWork):
         caches = [self.cache(layer) for layer in self.layers]
         inputs = self.stage.inputs(self.slots.tokens(tokens), tokens.start)
         out = passes.run(self.stage, hidden, caches, self.slots.where(tokens), inputs)
-        rows = [layer_kv.copied(cache, tokens.start, tokens.stop) for cache in self._kept(in_rows=True)]
+        rows = [row_memory.copied(cache, tokens.start, tokens.stop) for cache in self._kept(in_rows=True)]
         mx.eval(rows)
         passes.evaluate(caches, out)
         mx.clear_cache()

@@ -18,9 +18,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fleetd import limits
-from fleetd.engine.layer_calls import parts
 from fleetd.engine.protocol import PrefillShared, StepTime
-from fleetd.engine.shared_prefill import frame_schedule, layer_kv
+from fleetd.engine.sequence_state.parts import parts
+from fleetd.engine.shared_prefill import frame_payloads, frame_schedule
 from fleetd.engine.shared_prefill.frame_schedule import Incoming
 from fleetd.engine.shared_prefill.frame_writer import FrameWriter
 from fleetd.engine.shared_prefill.home_work import home_work
@@ -269,7 +269,7 @@ class SharedPrefill:
             while incoming.left and (frame := pipe.receive()) is not None:
                 incoming.taken(frame, self._hashes)
                 self._times.received += frame.head.nbytes
-                if not layer_kv.finite(frame, self._layout):
+                if not frame_payloads.finite(frame, self._layout):
                     raise PeerWrong("It sent numbers that are none (NaN or infinite).", hint=WHAT_TO_SUSPECT)
                 self._work.take(place, frame)
         except FleetError as error:

@@ -18,13 +18,18 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from fleetd import limits
-from fleetd.engine.kv_caches import copy_on_write
-from fleetd.engine.layer_calls import parts
-from fleetd.engine.shared_prefill import kv_layout, layer_kv, passes
-from fleetd.engine.shared_prefill.kv_layout import KvLayout, KvShape
-from fleetd.engine.shared_prefill.layer_kv import LayersArrived, Place, RingState, RowBuffer, States
+from fleetd.engine.sequence_state import row_memory
+from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.parts import assembled, parts
+from fleetd.engine.sequence_state.rings import RingState
+from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
+from fleetd.engine.sequence_state.shapes import KvShape
+from fleetd.engine.shared_prefill import frame_payloads, passes
+from fleetd.engine.shared_prefill.frame_payloads import LayersArrived, Place, States
+from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.shared_prefill.spot_check import LaterRows, Probe, Rows, drawn
+from fleetd.engine.sparse_prefill.sparse_caches import row_cache
 from fleetd.engine.stage import Stage
 from fleetd.engine.streams.frames import Frame, FrameHeader, Kind
 from fleetd.plan.prefill.split import Split, SplitKind
@@ -80,7 +85,8 @@ class _HomeWork:
         for part, shape in enumerate(self.layout.parts(layer)):
             prefix = self.prefix[layer][part]
             if isinstance(shape, KvShape) and shape.in_rows:
-                made.append(layer_kv.preallocated(shape, tokens, prefix, sparse=bool(self.split.prompt_span)))
+                empty = row_cache(sparse=bool(self.split.prompt_span))
+                made.append(preallocated(shape, tokens, prefix, empty=empty))
                 # From now on the prefix is in there; kept twice it would take twice the memory.
                 self.prefix[layer][part] = None
             else:
@@ -89,7 +95,7 @@ class _HomeWork:
 
     def cache(self, layer: int) -> Any:
         """What a layer keeps of all that is here, as its model takes it."""
-        return kv_layout.assembled(self.stage.empty[layer], self.caches[layer])
+        return assembled(self.stage.empty[layer], self.caches[layer])
 
     def before(self, layer: int, tokens: int) -> list[Any]:
         """Caches of the first ``tokens`` to be added to, of a layer that keeps rows only."""
@@ -97,7 +103,7 @@ class _HomeWork:
 
     def _begun(self, cache: Any, tokens: int) -> Any:
         """The first ``tokens`` of a cache, to be added to. Only these are copied then, not all the room."""
-        short = layer_kv.empty(sparse=bool(self.split.prompt_span))
+        short = row_cache(sparse=bool(self.split.prompt_span))
         if tokens:
             short.keys = cache.keys[..., :tokens, :]
             short.values = cache.values[..., :tokens, :]
@@ -106,7 +112,7 @@ class _HomeWork:
 
     def buffers(self, head: FrameHeader) -> list[memoryview]:
         """The memory for an expected frame's payload. Called on a reader thread, after ``allocate``."""
-        return layer_kv.buffers(head, self.layout, self.row_buffers)
+        return frame_payloads.buffers(head, self.layout, self.row_buffers)
 
     def caches_at(self, done: int) -> list[Any]:
         """Caches of the first ``done`` tokens: the property ``done``, or the cached tokens."""
@@ -114,21 +120,17 @@ class _HomeWork:
             found = self.caches
         elif not done:
             found = [
-                [layer_kv.empty(sparse=True) for _ in each] if self.split.prompt_span else list(parts(empty))
+                [row_cache(sparse=True) for _ in each] if self.split.prompt_span else list(parts(empty))
                 for each, empty in zip(self.caches, self.stage.make_caches(), strict=False)
             ]
         else:
             found = [self._short(layer, done) for layer in range(self.split.layers)]
-        return [
-            kv_layout.assembled(empty, each)
-            for empty, each in zip(self.stage.empty, found, strict=False)
-            if each
-        ]
+        return [assembled(empty, each) for empty, each in zip(self.stage.empty, found, strict=False) if each]
 
     def _short(self, layer: int, done: int) -> list[Any]:
         """A layer's caches of the first ``done`` tokens."""
         return [
-            layer_kv.truncated(cache, done) if shape.in_rows else self.prefix[layer][part]
+            row_memory.truncated(cache, done) if shape.in_rows else self.prefix[layer][part]
             for part, (cache, shape) in enumerate(
                 zip(self.caches[layer], self.layout.parts(layer), strict=True)
             )
@@ -215,7 +217,7 @@ class LayersAtHome(_HomeWork):
             case Kind.STATE:
                 self.caches[frame.head.layer][frame.head.part] = self._states.taken(frame)
             case Kind.HIDDEN:
-                hidden = layer_kv.hidden_of(frame, self.layout)
+                hidden = frame_payloads.hidden_of(frame, self.layout)
                 if self._begin is None:
                     self._begin = hidden[:, : limits.SHARE_SPOT_TOKENS]
                 self._hidden.append(hidden)

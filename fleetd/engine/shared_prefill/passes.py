@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache, CacheList
 
 from fleetd.engine.layer_calls import PassInputs
-from fleetd.engine.shared_prefill.kv_layout import arrays
+from fleetd.engine.sequence_state.parts import arrays
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.stage import Stage
 

@@ -23,7 +23,10 @@ from mlx_lm.models.cache import ArraysCache
 
 from fleetd import limits
 from fleetd.engine.layer_calls import PassInputs
-from fleetd.engine.shared_prefill import kv_layout, layer_kv, passes
+from fleetd.engine.sequence_state import row_memory
+from fleetd.engine.sequence_state.array_bytes import as_bytes
+from fleetd.engine.sequence_state.parts import assembled
+from fleetd.engine.shared_prefill import passes
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.stage import Stage
 from fleetd.errors import PeerWrong
@@ -100,7 +103,7 @@ class Probe:
     def step(self, caches: Sequence[Any]) -> None:
         """The next layer, after the tokens that its ``caches`` hold."""
         part = self.parts[len(self.rows)]
-        cache = kv_layout.assembled(part.empty[0], caches)
+        cache = assembled(part.empty[0], caches)
         out = passes.run(part, self.hidden, [cache], self.where, self.inputs)
         rows = [_newest(one, self.count) for one in caches]
         mx.eval([x for x in rows if x is not None], [] if out is None else out)
@@ -115,7 +118,7 @@ def _newest(cache: Any, count: int) -> tuple[mx.array, mx.array] | None:
         return None
     # Where a cache rotates as where it does not, the newest rows end where it writes next.
     end = getattr(cache, "_idx", cache.offset)
-    return layer_kv.copied(cache, end - count, end)
+    return row_memory.copied(cache, end - count, end)
 
 
 def drawn(tokens: range, count: int, draw: random.Random) -> range:
@@ -210,9 +213,7 @@ class SpotCheck:
 
 def same(ours: mx.array, theirs: mx.array) -> bool:
     """True if the arrays are equal bit for bit."""
-    return bool(
-        np.array_equal(layer_kv.as_bytes(mx.contiguous(ours)), layer_kv.as_bytes(mx.contiguous(theirs)))
-    )
+    return bool(np.array_equal(as_bytes(mx.contiguous(ours)), as_bytes(mx.contiguous(theirs))))
 
 
 def alike(ours: mx.array, theirs: mx.array) -> bool:

@@ -18,8 +18,8 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from fleetd.engine.architectures import ANY_TEXT, CUT
-from fleetd.engine.kv_caches import beginning
 from fleetd.engine.prefill import give_back
+from fleetd.engine.sequence_state.copies import beginning
 from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
 from fleetd.engine.stage import architecture_for

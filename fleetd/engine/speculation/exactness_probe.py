@@ -31,8 +31,8 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.engine import cpu
-from fleetd.engine.kv_caches import copy_on_write
-from fleetd.engine.speculation import rollback
+from fleetd.engine.sequence_state import rollback
+from fleetd.engine.sequence_state.copies import copy_on_write
 from fleetd.engine.speculation.canonical_width import DEAREST, ROWS, WideSteps, can_widen
 
 # So that two steps lie on both sides of where sums over keys change their shape in cpu.py: fewer than COLUMNS

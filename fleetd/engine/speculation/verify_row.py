@@ -26,7 +26,7 @@ from mlx_lm.models.cache import TokenBuffer
 from mlx_lm.sample_utils import greedy_sampler
 
 from fleetd.engine.sampling import LogitsProcessor, Sampler, SeededSampler
-from fleetd.engine.speculation import rollback
+from fleetd.engine.sequence_state import rollback
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from typing import Any
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache
 
 from fleetd import limits
-from fleetd.engine.kv_caches import beginning, copy_on_write
+from fleetd.engine.sequence_state.copies import beginning, copy_on_write
 
 
 def needed(cache: list[Any]) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
 
-from fleetd.engine.kv_caches import beginning
+from fleetd.engine.sequence_state.copies import beginning
 
 ANY = 1 << 30
 

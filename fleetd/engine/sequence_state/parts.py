@@ -1,0 +1,32 @@
+"""A layer's cache and the parts that it is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, CacheList
+
+
+def parts(cache: Any) -> tuple[Any, ...]:
+    """The single caches that a layer keeps, in order; none if ``cache`` is None."""
+    if cache is None:
+        return ()
+    return tuple(cache.caches) if isinstance(cache, CacheList) else (cache,)
+
+
+def arrays(caches: Iterable[Any]) -> list[mx.array]:
+    """All arrays of some layers' caches."""
+    found: list[mx.array] = []
+    for cache in caches:
+        for part in parts(cache):
+            found.extend(part.cache if isinstance(part, ArraysCache) else (part.keys, part.values))
+    return [array for array in found if array is not None]
+
+
+def assembled(empty: Any, kept: Sequence[Any]) -> Any:
+    """A layer's cache of the same kind as ``empty``, as its model takes it, of its parts."""
+    if isinstance(empty, CacheList):
+        return CacheList(*kept)
+    return kept[0] if kept else None

@@ -1,0 +1,78 @@
+"""Rows of single layers as plain memory: in caches, and between them and the network or a disk.
+
+Rows of a ``KVCache`` lie in one array per layer, (1, heads, room, width), with room for the whole prompt from
+the start. Rows that come from elsewhere are read straight into that memory: MLX gives NumPy a view of it, and
+computes nothing from a layer while rows are still being written there.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.models.cache import KVCache
+
+from fleetd.engine.sequence_state.array_bytes import as_bytes, pieces
+from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.shapes import KvShape
+
+
+def preallocated(
+    shape: KvShape, tokens: int, prefix: KVCache | None = None, *, empty: KVCache | None = None
+) -> KVCache:
+    """``empty``, or a new cache, with room for ``tokens`` in the steps in which mlx-lm makes room, and
+    ``prefix`` copied into it."""
+    room = -(-max(tokens, 1) // KVCache.step) * KVCache.step
+    cache = KVCache() if empty is None else empty
+    cache.keys = mx.zeros((1, shape.heads, room, shape.key_width), shape.dtype)
+    cache.values = mx.zeros((1, shape.heads, room, shape.value_width), shape.dtype)
+    if prefix is not None and prefix.offset:
+        cache.offset = prefix.offset
+        cache.keys[..., : cache.offset, :] = prefix.keys[..., : cache.offset, :]
+        cache.values[..., : cache.offset, :] = prefix.values[..., : cache.offset, :]
+    mx.eval(cache.keys, cache.values)
+    return cache
+
+
+def truncated(cache: KVCache, tokens: int) -> KVCache:
+    """The same rows, of which only the first ``tokens`` count; what is added to one is not in the other."""
+    short = copy_on_write(cache)
+    short.offset = tokens
+    return short
+
+
+class RowBuffer:
+    """Memory for the rows that arrive: the preallocated cache itself.
+
+    While a RowBuffer exists, MLX copies the whole array before it adds to it: drop it, and the buffers it
+    gave, as soon as the rows have arrived. The cache is not read before.
+    """
+
+    __slots__ = ("_keys", "_values")
+
+    def __init__(self, cache: KVCache) -> None:
+        self._keys = as_bytes(cache.keys)[0]
+        self._values = as_bytes(cache.values)[0]
+
+    def rows(self, start: int, stop: int) -> list[memoryview]:
+        """Buffers for keys, then values, of tokens [start, stop)."""
+        return [
+            memoryview(head[start:stop]).cast("B")
+            for part in (self._keys, self._values)
+            for head in part
+            # An index of the context has keys only.
+            if head.shape[-1]
+        ]
+
+
+def rows(cache: KVCache, start: int, stop: int) -> list[memoryview]:
+    """Keys, then values, of tokens [start, stop), not copied: nothing may be added to the cache any more."""
+    return [
+        piece for part in (cache.keys, cache.values) for piece in pieces(as_bytes(part)[0, :, start:stop])
+    ]
+
+
+def copied(cache: KVCache, start: int, stop: int) -> tuple[mx.array, mx.array]:
+    """The same as arrays of their own, to be evaluated together with what they depend on."""
+    return (
+        mx.contiguous(cache.keys[..., start:stop, :]),
+        mx.contiguous(cache.values[..., start:stop, :]),
+    )

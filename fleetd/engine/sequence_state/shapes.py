@@ -1,0 +1,82 @@
+"""Shapes and sizes of what a layer keeps: known before any prompt is read.
+
+A layer keeps one cache, several, or none: these are its parts. A part either has a row per token or is of a
+fixed kind: a window that rotates, or the arrays of a running state.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache, RotatingKVCache
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    """Per token ``heads`` keys and values of these widths; ``window`` 0 keeps them all."""
+
+    heads: int
+    key_width: int
+    value_width: int
+    dtype: mx.Dtype
+    window: int = 0
+
+    @property
+    def in_rows(self) -> bool:
+        return not self.window
+
+    @property
+    def state_sizes(self) -> None:
+        return None
+
+    def sizes(self, rows: int) -> tuple[int, int]:
+        """Bytes of the keys and of the values of ``rows`` tokens."""
+        one = self.heads * rows * self.dtype.size
+        return one * self.key_width, one * self.value_width
+
+    def dtypes(self, buffers: int) -> list[mx.Dtype]:
+        """Of a frame's ``buffers``."""
+        return [self.dtype] * buffers
+
+
+@dataclass(frozen=True, slots=True)
+class RunningShape:
+    """The arrays of a running state, with their batch of one: as large after one token as after many."""
+
+    arrays: tuple[tuple[tuple[int, ...], mx.Dtype], ...]
+
+    in_rows = False
+
+    @property
+    def state_sizes(self) -> tuple[int, int]:
+        return self.nbytes, 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(math.prod(shape) * dtype.size for shape, dtype in self.arrays)
+
+    def sizes(self, rows: int) -> tuple[int, int]:
+        """It has no rows."""
+        return 0, 0
+
+    def dtypes(self, buffers: int) -> list[mx.Dtype]:
+        """Of a frame's ``buffers``: one for each array."""
+        return [dtype for _, dtype in self.arrays]
+
+
+PartShape = KvShape | RunningShape
+
+
+def shape_of(part: Any) -> PartShape:
+    if isinstance(part, ArraysCache):
+        return RunningShape(tuple((tuple(array.shape), array.dtype) for array in part.cache))
+    return KvShape(
+        heads=part.keys.shape[1],
+        key_width=part.keys.shape[3],
+        value_width=part.values.shape[3],
+        dtype=part.keys.dtype,
+        window=part.max_size if isinstance(part, RotatingKVCache) else 0,
+    )
