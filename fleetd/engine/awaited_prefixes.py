@@ -21,7 +21,7 @@ from fleetd.engine.failures import require
 from fleetd.engine.prefill import Prefiller
 from fleetd.engine.prefix_cache import DENSE, PrefixCache
 from fleetd.engine.sequence import AwaitedPrefix, ScheduledSequence
-from fleetd.engine.sequence_state.copies import can_go_back, prefix_copy
+from fleetd.engine.sequence_state.rollback import can_go_back, prefix_copy
 from fleetd.engine.shared_prefill.home_prefill import SharedPrefill
 
 

@@ -18,9 +18,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.chunk_size import ALONE_GPU_S
+from fleetd.engine.sequence_state.copies import cache_of
+from fleetd.engine.sequence_state.kinds import all_plain
 from fleetd.hardware.other_load import CpuReading
 from fleetd.limits import MIB
 
@@ -245,18 +247,16 @@ def _made_up(like: list[Any], context: int, more: int) -> list[Any] | None:
 
     None if a cache is more than rows, or too large.
     """
-    if any(type(layer) is not KVCache or layer.keys is None for layer in like):
+    if not all_plain(like) or any(layer.keys is None for layer in like):
         return None
     rows = sum((layer.keys.nbytes + layer.values.nbytes) // layer.keys.shape[2] for layer in like)
     if rows * (context + more) > CONTEXT_BYTES:
         return None
     cache = []
     for layer in like:
-        made = KVCache()
         shapes = [(1, part.shape[1], context + more, part.shape[3]) for part in (layer.keys, layer.values)]
-        made.keys, made.values = (mx.ones(shape, layer.keys.dtype) for shape in shapes)
-        made.offset = context
-        cache.append(made)
+        keys, values = (mx.ones(shape, layer.keys.dtype) for shape in shapes)
+        cache.append(cache_of(keys, values, context))
     mx.eval([layer.state for layer in cache])
     return cache
 

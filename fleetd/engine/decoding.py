@@ -24,7 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import BatchGenerator, StopSequences
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.failures import require
@@ -42,6 +42,7 @@ from fleetd.engine.sampling import (
 from fleetd.engine.sequence import ScheduledSequence
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.kinds import all_plain
 from fleetd.engine.sparse_prefill.sparse_caches import rows
 from fleetd.engine.speculation.controller import Draft
 from fleetd.engine.speculation.rounds import Rounds
@@ -113,7 +114,7 @@ class Decoding:
         self._ends = frozenset(int(t) for t in self.tokenizer.eos_token_ids)
         self._empty = make_prompt_cache(self.model)
         # A window's cache lies otherwise in a batch than apart: what has one does not come back from there.
-        self._may_return = all(type(layer) is KVCache for layer in self._empty)
+        self._may_return = all_plain(self._empty)
         self._stop_tokens = StopSequences([(t,) for t in sorted(self._ends)])
         self._generator = BatchGenerator(
             self.model,

@@ -15,9 +15,9 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import gemma4_text, ministral3
 from mlx_lm.models.base import create_attention_mask
-from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from fleetd.engine.architectures import Architecture
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import parts
 
 
@@ -57,9 +57,9 @@ class LayerPass:
     def mask(self, empty: Any, cache: Any) -> Any:
         """The mask of a layer's attention; None if it only keeps a running state. ``empty``: of its kind."""
         for kind, part in zip(parts(empty), parts(cache), strict=True):
-            if not isinstance(kind, ArraysCache):
+            if kind_of(kind).attention:
                 # A cache that rotates also masks what has left the window.
-                window = kind.max_size if isinstance(kind, RotatingKVCache) else None
+                window = kind_of(kind).window(kind)
                 if window not in self._masks:
                     as_array = self._as_array and window is None
                     self._masks[window] = create_attention_mask(self._like, part, return_array=as_array)

@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import msgspec
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 from mlx_lm.utils import load_config, load_model
 
@@ -33,7 +33,8 @@ from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import SamplingDefaults
 from fleetd.engine.scoring.known_profiles import ProfileStore
 from fleetd.engine.scoring.profile_search import ProfileSearch
-from fleetd.engine.sequence_state.parts import parts
+from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state.parts import all_parts
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill.sharable import Sharable, accelerator_name
 from fleetd.engine.sparse_prefill.sparse import Sparse
@@ -408,19 +409,13 @@ def decodes_together(model: Any) -> bool:
 
 def kv_bytes_per_token(cache: list[Any]) -> int:
     """Over all layers whose caches, in which there is something, keep rows per token."""
-    per_token = 0
-    for part in (part for layer in cache for part in parts(layer)):
-        keys = getattr(part, "keys", None)
-        if keys is not None and not isinstance(keys, tuple):
-            per_token += (part.keys.nbytes + part.values.nbytes) // part.keys.shape[2]
-    return max(1, int(per_token))
+    return max(1, sum(kind_of(part).row_bytes(part) for part in all_parts(cache)))
 
 
 def state_bytes(cache: list[Any]) -> int:
     """Over all layers whose caches, in which there is something, keep a running state: the same for any
     prompt."""
-    kept = (part for layer in cache for part in parts(layer) if isinstance(part, ArraysCache))
-    return sum(int(part.nbytes) for part in kept)
+    return sum(kind_of(part).state_bytes(part) for part in all_parts(cache))
 
 
 def _defaults(path: Path) -> SamplingDefaults:

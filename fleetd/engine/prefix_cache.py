@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from fleetd import limits
 from fleetd.engine.failures import require
-from fleetd.engine.sequence_state import checkpoints
+from fleetd.engine.sequence_state import checkpoints, rollback
+from fleetd.engine.sequence_state.kinds import kind_of
 
 DENSE = "dense"
 # Another accelerator had a part in it: not for answers that must be exact.
@@ -60,7 +61,7 @@ class _PrefixEntry:
         stored = len(self.tokens)
         if tokens < stored and not self.trimmable:
             return checkpoints.restored(self.cache, stored, tokens, self.states[tokens])
-        return [checkpoints.cut(layer, stored, tokens) for layer in self.cache]
+        return [kind_of(layer).cut(layer, stored, tokens) for layer in self.cache]
 
 
 @dataclass(slots=True)
@@ -133,7 +134,7 @@ class PrefixCache:
             np.array(tokens, dtype=np.int32),
             cache,
             size,
-            all(layer.is_trimmable() for layer in cache),
+            rollback.can_go_back(cache),
             states,
         )
         for key, old in list(self._entries.items()):

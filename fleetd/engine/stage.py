@@ -16,15 +16,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ArraysCache, KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.architectures import ANY_TEXT, Architecture, architecture_of
 from fleetd.engine.layer_calls import PER_LAYER_MODULES, LayerPass, PassInputs, kept_by, per_layer_inputs
-from fleetd.engine.sequence_state.parts import parts
+from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state.parts import all_parts, parts
 from fleetd.errors import InvalidValue, ModelUnsupported
-
-# Kinds of caches that a stage knows how to keep, several of them in one layer too.
-_KINDS = (KVCache, RotatingKVCache, ArraysCache)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class Stage:
             layers = getattr(layers, name)
         caches = make_prompt_cache(model)
         empty = tuple(kept_by(layers, caches, architecture.keeps))
-        odd = {type(part).__name__ for cache in caches for part in parts(cache) if type(part) not in _KINDS}
+        odd = {type(part).__name__ for part in all_parts(caches) if not kind_of(part).shared}
         found = sum(cache is not None for cache in empty)
         if odd or found != len(caches) or (architecture.keeps == "all" and found != len(layers)):
             raise ModelUnsupported(

@@ -17,12 +17,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import KVCache
 
 from fleetd.compression.token_scores import F32
 from fleetd.engine.scoring.scoring_layout import LayoutPass
 from fleetd.engine.sparse_prefill.rope import PosRoPE, install
-from fleetd.engine.sparse_prefill.sparse_caches import sparse_cache
+from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
 from fleetd.engine.stage import Stage
 from fleetd.errors import ModelUnsupported
 
@@ -183,7 +182,7 @@ def _shown(stage: Stage, layers: Collection[int]) -> dict[int, tuple[int, int]]:
     for layer in sorted(layers):
         cache, pair = caches[layer], seen.get(layer, [])
         # A window hides what is far. A rope that sees a part only, or what is compressed, shows no scores.
-        if not isinstance(cache, KVCache) or len(pair) != 2:
+        if not isinstance(cache, SparseKV) or len(pair) != 2:
             continue
         held = cache.keys[:, :, :2]
         if pair[1].shape == held.shape and bool(mx.array_equal(pair[1], held)):

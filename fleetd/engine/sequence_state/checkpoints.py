@@ -2,23 +2,20 @@
 
 A layer with a row per token can be cut at any token. A running state, or a window that has moved, cannot: it
 is copied while the prompt is computed, at a few places. A checkpoint holds such layers alone; the rows of the
-others are those of the finished prompt, cut to the checkpoint's token. MLX replaces a running state and does
-not write into it, so its copy is a second name for memory that would have been freed.
+others are those of the finished prompt, cut to the checkpoint's token.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache
-
 from fleetd import limits
-from fleetd.engine.sequence_state.copies import beginning, copy_on_write
+from fleetd.engine.sequence_state.kinds import kind_of
 
 
 def needed(cache: list[Any]) -> bool:
     """Whether some layer's state cannot be had from its later state."""
-    return not all(_has_rows(layer) for layer in cache)
+    return not all(kind_of(layer).has_rows(layer) for layer in cache)
 
 
 def places(tokens: int) -> list[int]:
@@ -36,7 +33,7 @@ def places(tokens: int) -> list[int]:
 
 def saved(cache: list[Any]) -> list[Any]:
     """What ``restored`` needs, layer by layer, to come back to this token; None where it needs nothing."""
-    return [_saved(layer) for layer in cache]
+    return [kind_of(layer).saved(layer) for layer in cache]
 
 
 def nbytes(state: list[Any]) -> int:
@@ -48,37 +45,6 @@ def nbytes(state: list[Any]) -> int:
 
 def restored(cache: list[Any], stored: int, tokens: int, state: list[Any]) -> list[Any]:
     """A private copy of ``cache``, which holds ``stored`` tokens, as it was after ``tokens``."""
-    return [_restored(layer, stored, tokens, part) for layer, part in zip(cache, state, strict=True)]
-
-
-def cut(layer: Any, stored: int, tokens: int) -> Any:
-    """A private copy of a layer that can be taken back from ``stored`` tokens to ``tokens``."""
-    if type(layer) is KVCache:
-        # Without the longer one's room to grow: it would count again in the copy's own entry.
-        return beginning(layer, tokens)
-    own = copy_on_write(layer)
-    if tokens < stored:
-        own.trim(stored - tokens)
-    return own
-
-
-def _has_rows(layer: Any) -> bool:
-    if type(layer) is CacheList:
-        return all(_has_rows(part) for part in layer.caches)
-    return type(layer) in (KVCache, QuantizedKVCache, ConcatenateKVCache)
-
-
-def _saved(layer: Any) -> Any:
-    if _has_rows(layer):
-        return None
-    if type(layer) is CacheList:
-        return [_saved(part) for part in layer.caches]
-    return copy_on_write(layer)
-
-
-def _restored(layer: Any, stored: int, tokens: int, state: Any) -> Any:
-    if state is None:
-        return cut(layer, stored, tokens)
-    if type(layer) is CacheList:
-        return CacheList(*restored(layer.caches, stored, tokens, state))
-    return copy_on_write(state)
+    return [
+        kind_of(layer).restored(layer, stored, tokens, part) for layer, part in zip(cache, state, strict=True)
+    ]

@@ -1,4 +1,4 @@
-"""Copies of mlx-lm's KV caches, and their beginnings."""
+"""Copies of caches, and caches made of arrays."""
 
 from __future__ import annotations
 
@@ -14,33 +14,14 @@ def copy_on_write(cache: Any) -> Any:
     return copy.deepcopy(cache)  # an array's copy is a second name for its memory
 
 
-def prefix_copy(caches: list[Any], tokens: int, stored: int) -> list[Any] | None:
-    """Caches of the first ``tokens`` of ``stored`` tokens, which can be added to without changing these.
-
-    None where one of them cannot go back to there.
-    """
-    if tokens < stored and not can_go_back(caches):
-        return None
-    copies = []
-    for layer in caches:
-        if type(layer) is KVCache:
-            copies.append(beginning(layer, tokens))
-        else:
-            copies.append(copy_on_write(layer))
-            if tokens < stored:
-                copies[-1].trim(stored - tokens)
-    return copies
-
-
-def can_go_back(caches: list[Any]) -> bool:
-    """False where a recurrent state, or a window that has moved on, only stands for all of its tokens."""
-    return all(layer.is_trimmable() for layer in caches)
+def cache_of(keys: mx.array, values: mx.array, tokens: int) -> KVCache:
+    """A cache whose first ``tokens`` rows are those of ``keys`` and ``values``, which it takes over."""
+    cache = KVCache()
+    cache.keys, cache.values, cache.offset = keys, values, tokens
+    return cache
 
 
 def beginning(cache: KVCache, tokens: int) -> KVCache:
     """A cache of the first ``tokens`` rows, copied, without the room to grow that ``cache`` may have."""
-    short = KVCache()
-    short.keys = mx.contiguous(cache.keys[..., :tokens, :])
-    short.values = mx.contiguous(cache.values[..., :tokens, :])
-    short.offset = tokens
-    return short
+    keys, values = (mx.contiguous(part[..., :tokens, :]) for part in (cache.keys, cache.values))
+    return cache_of(keys, values, tokens)

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList
+from mlx_lm.models.cache import CacheList
+
+from fleetd.engine.sequence_state.kinds import kind_of
 
 
 def parts(cache: Any) -> tuple[Any, ...]:
@@ -16,12 +18,14 @@ def parts(cache: Any) -> tuple[Any, ...]:
     return tuple(cache.caches) if isinstance(cache, CacheList) else (cache,)
 
 
+def all_parts(caches: Iterable[Any]) -> list[Any]:
+    """Of all layers, in order."""
+    return [part for cache in caches for part in parts(cache)]
+
+
 def arrays(caches: Iterable[Any]) -> list[mx.array]:
     """All arrays of some layers' caches."""
-    found: list[mx.array] = []
-    for cache in caches:
-        for part in parts(cache):
-            found.extend(part.cache if isinstance(part, ArraysCache) else (part.keys, part.values))
+    found = (array for part in all_parts(caches) for array in kind_of(part).arrays(part))
     return [array for array in found if array is not None]
 
 

@@ -1,30 +1,21 @@
-"""Which caches can take back tokens exactly, and how many.
-
-KVCache, QuantizedKVCache, ConcatenateKVCache    any number: rows past the end are never read
-RotatingKVCache                                  while its window has not moved: then old rows are lost
-all others                                       none: a state that was advanced cannot be gone back on
-"""
+"""Going back to an earlier token of a sequence: how far, exactly, and how."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mlx_lm.models.cache import CacheList, ConcatenateKVCache, KVCache, QuantizedKVCache, RotatingKVCache
-
-from fleetd.engine.sequence_state.copies import beginning
-
-ANY = 1 << 30
+from fleetd.engine.sequence_state.kinds import kind_of
 
 
 def room(cache: list[Any]) -> int:
     """Tokens that can be added and taken back again, bit for bit; 0 if none can."""
-    return min((_room(layer) for layer in cache), default=0)
+    return min((kind_of(layer).room(layer) for layer in cache), default=0)
 
 
 def declined(cache: list[Any]) -> str:
     """Why a cache has no room at all, however new it is; "" if it has."""
     for layer in cache:
-        if not _room(layer):
+        if not kind_of(layer).room(layer):
             return f"a {type(layer).__name__} cannot take tokens back"
     return ""
 
@@ -38,21 +29,24 @@ def take_back(cache: list[Any], tokens: int) -> None:
 
 def held(cache: list[Any]) -> int:
     """Tokens whose keys and values are in there."""
-    layer = cache[0]
-    return held(list(layer.caches)) if isinstance(layer, CacheList) else int(layer.offset)
+    return kind_of(cache[0]).held(cache[0])
 
 
 def compact(cache: list[Any]) -> list[Any]:
     """The same caches without the room to grow, which would count as memory of what is kept."""
-    return [beginning(layer, layer.offset) if type(layer) is KVCache else layer for layer in cache]
+    return [kind_of(layer).compact(layer) for layer in cache]
 
 
-def _room(layer: Any) -> int:
-    if type(layer) in (KVCache, QuantizedKVCache, ConcatenateKVCache):
-        return ANY
-    if type(layer) is RotatingKVCache:
-        # The row that fills the window is the last that displaces none.
-        return max(0, int(layer.max_size) - int(layer.offset))
-    if type(layer) is CacheList:
-        return min(_room(part) for part in layer.caches)
-    return 0
+def can_go_back(cache: list[Any]) -> bool:
+    """False where a recurrent state, or a window that has moved on, only stands for all of its tokens."""
+    return all(kind_of(layer).can_go_back(layer) for layer in cache)
+
+
+def prefix_copy(cache: list[Any], tokens: int, stored: int) -> list[Any] | None:
+    """Caches of the first ``tokens`` of ``stored`` tokens, which can be added to without changing these.
+
+    None where one of them cannot go back to there.
+    """
+    if tokens < stored and not can_go_back(cache):
+        return None
+    return [kind_of(layer).cut(layer, stored, tokens) for layer in cache]

@@ -7,28 +7,33 @@ computes nothing from a layer while rows are still being written there.
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from fleetd.engine.sequence_state.array_bytes import as_bytes, pieces
 from fleetd.engine.sequence_state.copies import copy_on_write
-from fleetd.engine.sequence_state.shapes import KvShape
+from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state.shapes import QuantisedShape, RowShape
 
 
-def preallocated(
-    shape: KvShape, tokens: int, prefix: KVCache | None = None, *, empty: KVCache | None = None
-) -> KVCache:
+def preallocated(shape: RowShape, tokens: int, prefix: Any = None, *, empty: KVCache | None = None) -> Any:
     """``empty``, or a new cache, with room for ``tokens`` in the steps in which mlx-lm makes room, and
-    ``prefix`` copied into it."""
+    ``prefix``, a cache of the same shape, copied into it."""
     room = -(-max(tokens, 1) // KVCache.step) * KVCache.step
-    cache = KVCache() if empty is None else empty
-    cache.keys = mx.zeros((1, shape.heads, room, shape.key_width), shape.dtype)
-    cache.values = mx.zeros((1, shape.heads, room, shape.value_width), shape.dtype)
+    arrays = [mx.zeros((1, shape.heads, room, width), dtype) for width, dtype in shape.row_arrays]
+    if isinstance(shape, QuantisedShape):
+        cache = QuantizedKVCache(shape.group_size, shape.bits)
+        cache.keys, cache.values = tuple(arrays[:3]), tuple(arrays[3:])
+    else:
+        cache = KVCache() if empty is None else empty
+        cache.keys, cache.values = arrays
     if prefix is not None and prefix.offset:
         cache.offset = prefix.offset
-        cache.keys[..., : cache.offset, :] = prefix.keys[..., : cache.offset, :]
-        cache.values[..., : cache.offset, :] = prefix.values[..., : cache.offset, :]
-    mx.eval(cache.keys, cache.values)
+        for array, before in zip(arrays, kind_of(prefix).arrays(prefix), strict=True):
+            array[..., : cache.offset, :] = before[..., : cache.offset, :]
+    mx.eval(arrays)
     return cache
 
 
@@ -46,18 +51,17 @@ class RowBuffer:
     gave, as soon as the rows have arrived. The cache is not read before.
     """
 
-    __slots__ = ("_keys", "_values")
+    __slots__ = ("_arrays",)
 
-    def __init__(self, cache: KVCache) -> None:
-        self._keys = as_bytes(cache.keys)[0]
-        self._values = as_bytes(cache.values)[0]
+    def __init__(self, cache: Any) -> None:
+        self._arrays = [as_bytes(array)[0] for array in kind_of(cache).arrays(cache)]
 
     def rows(self, start: int, stop: int) -> list[memoryview]:
-        """Buffers for keys, then values, of tokens [start, stop)."""
+        """Buffers of each array's heads, keys before values, of tokens [start, stop)."""
         return [
             memoryview(head[start:stop]).cast("B")
-            for part in (self._keys, self._values)
-            for head in part
+            for array in self._arrays
+            for head in array
             # An index of the context has keys only.
             if head.shape[-1]
         ]

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +30,11 @@ class KvShape:
     def state_sizes(self) -> None:
         return None
 
+    @property
+    def row_arrays(self) -> tuple[tuple[int, mx.Dtype], ...]:
+        """Width and type of each array of rows."""
+        return (self.key_width, self.dtype), (self.value_width, self.dtype)
+
     def sizes(self, rows: int) -> tuple[int, int]:
         """Bytes of the keys and of the values of ``rows`` tokens."""
         one = self.heads * rows * self.dtype.size
@@ -40,6 +43,19 @@ class KvShape:
     def dtypes(self, buffers: int) -> list[mx.Dtype]:
         """Of a frame's ``buffers``."""
         return [self.dtype] * buffers
+
+
+@dataclass(frozen=True, slots=True)
+class QuantisedShape:
+    """Per token ``heads`` rows in each of these arrays: packed numbers, scales and biases of keys, then of
+    values. Such rows are kept on a disk, and are not handed over."""
+
+    heads: int
+    row_arrays: tuple[tuple[int, mx.Dtype], ...]
+    group_size: int
+    bits: int
+
+    in_rows = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +83,6 @@ class RunningShape:
         return [dtype for _, dtype in self.arrays]
 
 
+RowShape = KvShape | QuantisedShape
 PartShape = KvShape | RunningShape
-
-
-def shape_of(part: Any) -> PartShape:
-    if isinstance(part, ArraysCache):
-        return RunningShape(tuple((tuple(array.shape), array.dtype) for array in part.cache))
-    return KvShape(
-        heads=part.keys.shape[1],
-        key_width=part.keys.shape[3],
-        value_width=part.values.shape[3],
-        dtype=part.keys.dtype,
-        window=part.max_size if isinstance(part, RotatingKVCache) else 0,
-    )
+AnyShape = PartShape | QuantisedShape

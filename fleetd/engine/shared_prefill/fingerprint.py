@@ -14,12 +14,12 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from fleetd.engine import cpu
 from fleetd.engine.protocol import Arithmetic
 from fleetd.engine.sequence_state.array_bytes import as_bytes
-from fleetd.engine.sequence_state.parts import parts
+from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state.parts import all_parts, parts
 from fleetd.engine.shared_prefill.kv_layout import KvLayout
 from fleetd.engine.shared_prefill.passes import evaluate
 from fleetd.engine.stage import Stage
@@ -71,10 +71,7 @@ def layer_hashes(stage: Stage, layout: KvLayout) -> list[bytes]:
 
 def _kept(cache: Any) -> list[mx.array]:
     """What a layer keeps, without room to grow."""
-    found: list[mx.array] = []
-    for part in parts(cache):
-        found.extend(part.cache if isinstance(part, ArraysCache) else part.keys_and_values())
-    return found
+    return [array for part in parts(cache) for array in kind_of(part).kept(part)]
 
 
 def probe(layout: KvLayout) -> mx.array:
@@ -94,8 +91,6 @@ def any_chunks(stage: Stage, layout: KvLayout, device: str) -> bool:
         case "any":
             return True
         case "unless windows":
-            return not any(
-                isinstance(cache, RotatingKVCache) for each in stage.empty for cache in parts(each)
-            )
+            return all(kind_of(part).window(part) is None for part in all_parts(stage.empty))
         case "same":
             return False

@@ -9,9 +9,9 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import RotatingKVCache
 
 from fleetd.engine.sequence_state.array_bytes import as_bytes, buffer_of, empty_bytes, of_bytes
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.sequence_state.row_memory import RowBuffer
 from fleetd.engine.sequence_state.shapes import RunningShape
@@ -49,7 +49,7 @@ class States:
 
     def start(self, place: Place, cache: Any) -> None:
         """Set the cache before the new tokens; an empty one if this is not called."""
-        if isinstance(cache, RotatingKVCache):
+        if kind_of(cache).window(cache) is not None:
             self._starts[place] = RingState.of(cache)
 
     def received(self, frame: Frame) -> Any:
@@ -63,11 +63,11 @@ class States:
     def taken(self, frame: Frame) -> Any:
         """The same, checked to be a cache after the split's chunks of the frame's tokens."""
         cache = self.received(frame)
-        if isinstance(cache, RotatingKVCache):
+        if kind_of(cache).window(cache) is not None:
             self.check((frame.head.layer, frame.head.part), frame.head.end, cache)
         return cache
 
-    def check(self, place: Place, stop: int, cache: RotatingKVCache) -> None:
+    def check(self, place: Place, stop: int, cache: Any) -> None:
         """Raises ProtocolError unless this is how the chunks of [cached, stop) leave the cache."""
         start, empty = self._starts.get(place, RingState()), self._empty[place]
         key = (start, empty.max_size, stop)

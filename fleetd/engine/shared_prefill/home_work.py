@@ -15,13 +15,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, RotatingKVCache
 
 from fleetd import limits
 from fleetd.engine.sequence_state import row_memory
 from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import assembled, parts
-from fleetd.engine.sequence_state.rings import RingState
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
 from fleetd.engine.sequence_state.shapes import KvShape
 from fleetd.engine.shared_prefill import frame_payloads, passes
@@ -167,19 +166,7 @@ class _HomeWork:
 
     def rows(self, caches: Sequence[Any], start: int, count: int) -> Rows:
         """Keys and values of tokens [start, start + count), where each of a layer's caches still has them."""
-        found: Rows = []
-        for cache in caches:
-            if isinstance(cache, ArraysCache):
-                found.append(None)
-                continue
-            row: int | None = start
-            if isinstance(cache, RotatingKVCache):
-                row = RingState.of(cache).row_of(start)
-            if row is None:
-                found.append(None)
-            else:
-                found.append((cache.keys[..., row : row + count, :], cache.values[..., row : row + count, :]))
-        return found
+        return [kind_of(cache).rows(cache, start, count) for cache in caches]
 
 
 class LayersAtHome(_HomeWork):

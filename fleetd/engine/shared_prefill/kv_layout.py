@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
+from fleetd.engine.sequence_state.kinds import shape_of
 from fleetd.engine.sequence_state.parts import arrays, parts
-from fleetd.engine.sequence_state.shapes import PartShape, RunningShape, shape_of
+from fleetd.engine.sequence_state.shapes import PartShape, RunningShape
 from fleetd.engine.stage import Stage
 
 
@@ -33,7 +35,8 @@ class KvLayout:
         caches = stage.make_caches()
         out = stage.run(hidden, caches, stage.inputs(mx.array([[0]]), 0))
         mx.eval(arrays(caches), out)
-        shapes = tuple(tuple(shape_of(part) for part in parts(cache)) for cache in caches)
+        # A stage keeps no quantised rows.
+        shapes = tuple(tuple(cast("PartShape", shape_of(part)) for part in parts(cache)) for cache in caches)
         return cls(stage.first, shapes, int(out.shape[-1]), out.dtype)
 
     def parts(self, layer: int) -> tuple[PartShape, ...]:

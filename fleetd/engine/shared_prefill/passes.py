@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import ArraysCache, CacheList
 
 from fleetd.engine.layer_calls import PassInputs
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import arrays
 from fleetd.engine.shared_prefill.slots import Slots
 from fleetd.engine.stage import Stage
@@ -59,7 +59,7 @@ def run(
             cache.expect(where)
     if part.last < part.prefilled:
         return part.run(hidden, list(caches), inputs)
-    if isinstance(part.empty[-1], ArraysCache | CacheList):
+    if not kind_of(part.empty[-1]).attention:
         # Only its state is asked for: what that does not need is not computed, but for attention on a CPU.
         part.run(hidden, list(caches), inputs)
         return None

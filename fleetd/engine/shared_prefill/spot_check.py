@@ -19,12 +19,12 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
-from mlx_lm.models.cache import ArraysCache
 
 from fleetd import limits
 from fleetd.engine.layer_calls import PassInputs
 from fleetd.engine.sequence_state import row_memory
 from fleetd.engine.sequence_state.array_bytes import as_bytes
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sequence_state.parts import assembled
 from fleetd.engine.shared_prefill import passes
 from fleetd.engine.shared_prefill.slots import Slots
@@ -114,7 +114,7 @@ class Probe:
 
 def _newest(cache: Any, count: int) -> tuple[mx.array, mx.array] | None:
     """Keys and values of the last ``count`` tokens; None for a running state."""
-    if isinstance(cache, ArraysCache):
+    if not kind_of(cache).attention:
         return None
     # Where a cache rotates as where it does not, the newest rows end where it writes next.
     end = getattr(cache, "_idx", cache.offset)

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.engine.architectures import ANY_TEXT, CUT
 from fleetd.engine.prefill import give_back
 from fleetd.engine.sequence_state.copies import beginning
+from fleetd.engine.sequence_state.kinds import kind_of
 from fleetd.engine.sparse_prefill.rope import PosRoPE, RopeOffset, install
 from fleetd.engine.sparse_prefill.sparse_caches import SparseKV, sparse_cache
 from fleetd.engine.stage import architecture_for
@@ -97,7 +98,7 @@ def leading(kept: Sequence[int]) -> int:
     return next((i for i, index in enumerate(kept) if i != index), len(kept))
 
 
-def leading_cache(kept: Sequence[int], cache: Sequence[Any]) -> list[KVCache] | None:
+def leading_cache(kept: Sequence[int], cache: Sequence[Any]) -> list[Any] | None:
     """A dense cache of the ``leading`` tokens, from that of all; None if windows moved on."""
     if not all(isinstance(layer, SparseKV) for layer in cache):
         return None
@@ -126,11 +127,11 @@ class Sparse:
         if whole := architecture_for(model).whole:
             raise ModelUnsupported(f"A {kind} model computes every token of a prompt: {whole}.")
         empty = make_prompt_cache(model)
-        odd = {type(c).__name__ for c in empty} - {KVCache.__name__, RotatingKVCache.__name__}
+        odd = {type(c).__name__ for c in empty if not (kind_of(c).plain or kind_of(c).window(c))}
         if odd or any(getattr(c, "keep", 0) for c in empty):
             kinds = ", ".join(sorted(odd)) or "window that pins tokens"
             raise ModelUnsupported(f"A {kind} model keeps its context in a {kinds}.")
-        window = max((c.max_size for c in empty if isinstance(c, RotatingKVCache)), default=0)
+        window = max((kind_of(c).window(c) or 0 for c in empty), default=0)
         if checked:
             install(model)
         else:

@@ -18,7 +18,8 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import BatchKVCache, KVCache
+
+from fleetd.engine.sequence_state.kinds import kind_of
 
 # Rows of a step where it is widened, and how many times as long as one row it may take.
 ROWS = 2
@@ -27,7 +28,7 @@ DEAREST = 1.02
 
 def can_widen(cache: list[Any]) -> bool:
     """True if a row can be taken back from each of these caches whatever is in them."""
-    return all(type(layer) in (KVCache, BatchKVCache) for layer in cache)
+    return all(kind_of(layer).widens for layer in cache)
 
 
 class WideSteps:
@@ -41,15 +42,10 @@ class WideSteps:
         return getattr(self._model, name)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:  # (1, 1) -> (1, 1, V)
-        if tokens.size > 1 or not can_widen(cache) or _held(cache[0]) >= self._context:
+        if tokens.size > 1 or not can_widen(cache) or kind_of(cache[0]).held(cache[0]) >= self._context:
             narrow: mx.array = self._model(tokens, cache=cache)
             return narrow
         logits: mx.array = self._model(mx.repeat(tokens, ROWS, axis=1), cache=cache)
         for layer in cache:
             layer.trim(ROWS - 1)
         return logits[:, :1]
-
-
-def _held(layer: Any) -> int:
-    """Tokens in a cache of one answer."""
-    return int(layer._idx if type(layer) is BatchKVCache else layer.offset)

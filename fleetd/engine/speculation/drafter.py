@@ -12,10 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import mlx.core as mx
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
 from fleetd.engine.prefix_cache import Hit
+from fleetd.engine.sequence_state import rollback
+from fleetd.engine.sequence_state.kinds import ANY
 from fleetd.engine.speculation import draft_messages as wire
 from fleetd.engine.speculation.lookahead import Guess, Lookahead
 from fleetd.engine.streams.frames import Frame, FrameHeader, FramePipe, Place
@@ -50,7 +52,7 @@ class DraftModel:
         self._fetch = fetch
         self._cache = make_prompt_cache(model)
         # A window's cache can be rolled back only until it is full.
-        if not can_trim_prompt_cache(self._cache) or any(hasattr(c, "max_size") for c in self._cache):
+        if rollback.room(self._cache) < ANY:
             raise ModelUnsupported(
                 "A model of this kind cannot draft: what it has read cannot be taken back."
             )
@@ -106,7 +108,7 @@ class DraftModel:
 
     def _roll_back(self, length: int) -> None:
         if surplus := len(self._in_cache) - length:
-            trim_prompt_cache(self._cache, surplus)
+            rollback.take_back(self._cache, surplus)
             del self._in_cache[length:]
 
     def _common(self, path: Sequence[int]) -> int:

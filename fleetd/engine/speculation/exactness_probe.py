@@ -26,13 +26,14 @@ import mlx.core as mx
 import msgspec
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 from msgspec import Meta
 
 from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.sequence_state import rollback
-from fleetd.engine.sequence_state.copies import copy_on_write
+from fleetd.engine.sequence_state.copies import cache_of, copy_on_write
+from fleetd.engine.sequence_state.kinds import ANY, all_plain
 from fleetd.engine.speculation.canonical_width import DEAREST, ROWS, WideSteps, can_widen
 
 # So that two steps lie on both sides of where sums over keys change their shape in cpu.py: fewer than COLUMNS
@@ -117,7 +118,7 @@ def probe(
     most = min(context_tokens, rollback.room(empty))
     verdict = _Probing(model, vocab_size, plan, clock).all(most)
     if not verdict.exact and can_widen(empty):
-        wide = _Probing(WideSteps(model, rollback.ANY), vocab_size, plan, clock, narrow=model).all(most)
+        wide = _Probing(WideSteps(model, ANY), vocab_size, plan, clock, narrow=model).all(most)
         also = wide.text.partition(": ")[2]
         verdict = (
             wide
@@ -175,7 +176,7 @@ class _Probing:
             text += f"; single tokens are computed as {ROWS} rows, {self._price:.2f} times as long as one"
         if self._why:
             text += f"; {self._why}"
-        until = rollback.ANY if self._plan.every else self._context + self._plan.steps
+        until = ANY if self._plan.every else self._context + self._plan.steps
         rows = 1 if self._narrow is None else ROWS
         return ExactnessVerdict(self._width, until, text, self._seconds, rows)
 
@@ -256,7 +257,7 @@ class _Probing:
     def _base(self, context: int) -> list[Any] | None:
         """A cache with ``context`` tokens, computed if short, else made up; None if it would be too large."""
         cache: list[Any] = make_prompt_cache(self._model)
-        rows = all(type(layer) is KVCache for layer in cache)
+        rows = all_plain(cache)
         computed = min(context, COMPUTED if rows else COMPUTED_MOST)
         prompt = mx.array([[(31 * i + 7) % self._vocab_size for i in range(computed)]])
         self._model(prompt, cache=cache)
@@ -273,7 +274,6 @@ class _Probing:
 
 def _made_up(like: Any, context: int, seed: int) -> Any:
     """``like``'s rows over and over with a little noise, so that no two of them are equal."""
-    made = KVCache()
     keys = mx.random.split(mx.random.key(seed), 2)
     parts = []
     for key, part in zip(keys, like.keys_and_values(), strict=True):
@@ -281,10 +281,9 @@ def _made_up(like: Any, context: int, seed: int) -> Any:
         rows = mx.concatenate([part] * times, axis=2)[:, :, :context]
         noise = mx.random.normal(rows.shape, key=key).astype(rows.dtype)
         parts.append(rows * (1 + noise / 8))
-    made.keys, made.values = parts
-    made.offset = context
-    mx.eval(made.state)
-    return made
+    mx.eval(parts)
+    keys, values = parts
+    return cache_of(keys, values, context)
 
 
 def _rows(cache: list[Any], first: int, count: int) -> list[mx.array]:

@@ -1,0 +1,300 @@
+"""The kinds of state that a layer keeps of a sequence, each as a class that says what can be done with it.
+
+    kind           mlx-lm's cache       back to an earlier token            to a machine or a disk
+    PlainRows      KVCache              any                                 rows
+    QuantisedRows  QuantizedKVCache     any                                 rows
+    JoinedRows     ConcatenateKVCache   any                                 no
+    Window         RotatingKVCache      until it has moved, or a snapshot   whole
+    Running        ArraysCache          a snapshot                          whole
+    Several        CacheList            as its parts                        as its parts
+    BatchRows      BatchKVCache         of all sequences in step            no
+    StateKind      any other            a snapshot                          no
+
+Rows past a cache's end are never read, so taking tokens back is exact. A window that has moved has lost its
+oldest rows, and a state that was advanced cannot be gone back on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
+
+from fleetd.engine.sequence_state.copies import beginning, copy_on_write
+from fleetd.engine.sequence_state.rings import RingState
+from fleetd.engine.sequence_state.shapes import AnyShape, KvShape, QuantisedShape, RunningShape
+
+ANY = 1 << 30
+
+
+class StateKind:
+    """Also the kind of every cache that is not in the table: it stands for all of its tokens, and no more is
+    known of it. ``cache`` is one of its kind everywhere."""
+
+    # Rows of one sequence at full precision, and nothing else.
+    plain = False
+    # A stage of a model can keep it, and hand it over.
+    shared = False
+    # Attention reads it, and gives it keys and values in one call.
+    attention = True
+    # A pass over two tokens can be taken back by one, whatever is in there.
+    widens = False
+
+    def has_rows(self, cache: Any) -> bool:
+        """True if it has a row per token, so that it can be cut at any."""
+        return False
+
+    def room(self, cache: Any) -> int:
+        """Tokens that can be added and taken back again, bit for bit; 0 if none can."""
+        return 0
+
+    def can_go_back(self, cache: Any) -> bool:
+        """True if it can be cut at any of its tokens now."""
+        return False
+
+    def held(self, cache: Any) -> int:
+        """Tokens in there."""
+        return int(cache.offset)
+
+    def window(self, cache: Any) -> int | None:
+        """Tokens back that it keeps; None if it has no such bound."""
+        return None
+
+    def cut(self, cache: Any, stored: int, tokens: int) -> Any:
+        """A private copy of a cache of ``stored`` tokens as it was after ``tokens``; see ``can_go_back``."""
+        own = copy_on_write(cache)
+        if tokens < stored:
+            own.trim(stored - tokens)
+        return own
+
+    def compact(self, cache: Any) -> Any:
+        """The same without room to grow."""
+        return cache
+
+    def saved(self, cache: Any) -> Any:
+        """What ``restored`` needs besides a later cache to come back to this token; None if nothing."""
+        return copy_on_write(cache)
+
+    def restored(self, cache: Any, stored: int, tokens: int, state: Any) -> Any:
+        """A private copy of a cache of ``stored`` tokens, as it was when ``state`` was saved."""
+        return copy_on_write(state)
+
+    def arrays(self, cache: Any) -> tuple[Any, ...]:
+        """All that it keeps, with room to grow."""
+        return cache.keys, cache.values
+
+    def kept(self, cache: Any) -> Sequence[mx.array]:
+        """All that it keeps, without."""
+        return tuple(cache.keys_and_values())
+
+    def rows(self, cache: Any, start: int, count: int) -> tuple[mx.array, mx.array] | None:
+        """Keys and values of tokens [start, start + count), if it has them."""
+        return cache.keys[..., start : start + count, :], cache.values[..., start : start + count, :]
+
+    def row_bytes(self, cache: Any) -> int:
+        """Bytes of a token, in a cache in which there is something."""
+        if getattr(cache, "keys", None) is None:
+            return 0
+        return sum(array.nbytes // array.shape[2] for array in self.arrays(cache) if array is not None)
+
+    def state_bytes(self, cache: Any) -> int:
+        """Bytes that are the same for any prompt."""
+        return 0
+
+    def shape(self, cache: Any) -> AnyShape:
+        """Of a cache in which there is something. Raises TypeError: it can be sent nowhere."""
+        raise TypeError(f"a {type(cache).__name__} stays where it is")
+
+
+class _Rows(StateKind):
+    def has_rows(self, cache: Any) -> bool:
+        return True
+
+    def room(self, cache: Any) -> int:
+        return ANY
+
+    def can_go_back(self, cache: Any) -> bool:
+        return True
+
+    def saved(self, cache: Any) -> None:
+        return None
+
+    def restored(self, cache: Any, stored: int, tokens: int, state: None) -> Any:
+        return self.cut(cache, stored, tokens)
+
+
+class PlainRows(_Rows):
+    plain = shared = widens = True
+
+    def cut(self, cache: Any, stored: int, tokens: int) -> Any:
+        # Without the longer one's room to grow: it would count again in the copy's own entry.
+        return beginning(cache, tokens)
+
+    def compact(self, cache: Any) -> Any:
+        return beginning(cache, cache.offset)
+
+    def shape(self, cache: Any) -> KvShape:
+        return KvShape(cache.keys.shape[1], cache.keys.shape[3], cache.values.shape[3], cache.keys.dtype)
+
+
+class QuantisedRows(_Rows):
+    """Keys and values are three arrays each: packed numbers, scales, biases."""
+
+    def arrays(self, cache: Any) -> tuple[Any, ...]:
+        return (*(cache.keys or ()), *(cache.values or ()))
+
+    def kept(self, cache: Any) -> Sequence[mx.array]:
+        keys, values = cache.keys_and_values()
+        return (*keys, *values)
+
+    def shape(self, cache: Any) -> QuantisedShape:
+        arrays = (*cache.keys, *cache.values)
+        return QuantisedShape(
+            cache.keys[0].shape[1],
+            tuple((int(array.shape[3]), array.dtype) for array in arrays),
+            cache.group_size,
+            cache.bits,
+        )
+
+
+class JoinedRows(_Rows):
+    """Every addition makes new arrays, without room to grow."""
+
+
+class Window(StateKind):
+    shared = True
+
+    def room(self, cache: Any) -> int:
+        # The row that fills the window is the last that displaces none.
+        return max(0, int(cache.max_size) - int(cache.offset))
+
+    def can_go_back(self, cache: Any) -> bool:
+        return int(cache.offset) < int(cache.max_size)
+
+    def window(self, cache: Any) -> int:
+        return int(cache.max_size)
+
+    def saved(self, cache: Any) -> Any:
+        own = copy_on_write(cache)
+        if (
+            cache.keys is None
+            or cache.keep
+            or cache._idx != cache.keys.shape[2]
+            or cache._idx <= cache.max_size
+        ):
+            return own
+        # A chunk leaves more rows than the window has; what is added next drops these before anything else.
+        own.keys = mx.contiguous(cache.keys[..., -cache.max_size :, :])
+        own.values = mx.contiguous(cache.values[..., -cache.max_size :, :])
+        own._idx = cache.max_size
+        return own
+
+    def rows(self, cache: Any, start: int, count: int) -> tuple[mx.array, mx.array] | None:
+        row = RingState.of(cache).row_of(start)
+        return None if row is None else super().rows(cache, row, count)
+
+    def shape(self, cache: Any) -> KvShape:
+        keys, values = cache.keys, cache.values
+        return KvShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype, int(cache.max_size))
+
+
+class Running(StateKind):
+    """MLX replaces such arrays and does not write into them, so a copy is a second name for memory that
+    would have been freed."""
+
+    shared = True
+    attention = False
+
+    def arrays(self, cache: Any) -> tuple[Any, ...]:
+        return tuple(cache.cache)
+
+    def kept(self, cache: Any) -> Sequence[mx.array]:
+        return tuple(cache.cache)
+
+    def rows(self, cache: Any, start: int, count: int) -> None:
+        return None
+
+    def state_bytes(self, cache: Any) -> int:
+        return int(cache.nbytes)
+
+    def shape(self, cache: Any) -> RunningShape:
+        return RunningShape(tuple((tuple(array.shape), array.dtype) for array in cache.cache))
+
+
+class Several(StateKind):
+    """Of one layer. Its parts are asked one by one where they are sent somewhere."""
+
+    attention = False
+
+    def has_rows(self, cache: Any) -> bool:
+        return all(kind_of(part).has_rows(part) for part in cache.caches)
+
+    def room(self, cache: Any) -> int:
+        return min(kind_of(part).room(part) for part in cache.caches)
+
+    def can_go_back(self, cache: Any) -> bool:
+        return all(kind_of(part).can_go_back(part) for part in cache.caches)
+
+    def held(self, cache: Any) -> int:
+        return kind_of(cache.caches[0]).held(cache.caches[0])
+
+    def saved(self, cache: Any) -> list[Any] | None:
+        if self.has_rows(cache):
+            return None
+        return [kind_of(part).saved(part) for part in cache.caches]
+
+    def restored(self, cache: Any, stored: int, tokens: int, state: list[Any] | None) -> Any:
+        if state is None:
+            return self.cut(cache, stored, tokens)
+        return CacheList(
+            *(
+                kind_of(part).restored(part, stored, tokens, each)
+                for part, each in zip(cache.caches, state, strict=True)
+            )
+        )
+
+
+class BatchRows(StateKind):
+    """Of several sequences at once."""
+
+    widens = True
+
+    def held(self, cache: Any) -> int:
+        return int(cache._idx)
+
+
+_KINDS: dict[type, StateKind] = {
+    KVCache: PlainRows(),
+    QuantizedKVCache: QuantisedRows(),
+    ConcatenateKVCache: JoinedRows(),
+    RotatingKVCache: Window(),
+    ArraysCache: Running(),
+    CacheList: Several(),
+    BatchKVCache: BatchRows(),
+}
+_OTHER = StateKind()
+
+
+def kind_of(cache: Any) -> StateKind:
+    """By a cache's very class: one derived from it may do otherwise."""
+    return _KINDS.get(type(cache), _OTHER)
+
+
+def shape_of(part: Any) -> AnyShape:
+    """As ``StateKind.shape``."""
+    return kind_of(part).shape(part)
+
+
+def all_plain(caches: Sequence[Any]) -> bool:
+    """True if nothing but plain rows is kept."""
+    return all(kind_of(cache).plain for cache in caches)
