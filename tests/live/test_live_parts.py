@@ -16,7 +16,7 @@ from sharing import write
 
 from fleetd.models.memory_need import WORKING_BYTES
 
-pytestmark = [pytest.mark.one_loop, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.long, pytest.mark.one_loop, pytest.mark.timeout(600)]
 
 NAME = "random"
 LAYERS = 8
