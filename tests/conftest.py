@@ -37,7 +37,7 @@ settings.load_profile("any machine")
 
 
 def pytest_collection_finish() -> None:
-    """What is imported by now stays: full collections need not look at it, which took a twentieth of the time."""
+    """What is imported by now stays: full collections need not look at it, a twentieth of the time."""
     gc.collect()
     gc.freeze()
 
