@@ -20,6 +20,7 @@ from bench.scenarios import (
     fleet_work,
     forks,
     host_time,
+    hybrid_drafts,
     kept_prompts,
     modelled,
     never_slower,
@@ -175,6 +176,13 @@ FAMILIES = {
         (*_DRAFTED, *_scenario("drafter_beside_local")),
     ),
     "spec": Family("Speculative decoding", 3, 1, speculation.measure, (*_WORKER, *_scenario("speculation"))),
+    "spec-hybrid": Family(
+        "Speculative decoding of a hybrid",
+        5,
+        1,
+        hybrid_drafts.measure,
+        (*_WORKER, *_scenario("hybrid_drafts"), "bench/children/hybrid_model.py"),
+    ),
     "host-time": Family("Host time of a token", 9, 2, host_time.measure, (*_WORKER, *_scenario("host_time"))),
     "modelled": Family(
         "Others' figures, as the planner predicts them",

@@ -73,11 +73,12 @@ class DecodingSequence:
 
 @dataclass(frozen=True, slots=True)
 class _BatchedPass:
-    """What one sequence's pass gave, in ``seconds``."""
+    """What one sequence's pass gave, in ``seconds``. ``again``: tokens that it computed a second time."""
 
     running: DecodingSequence
     draft: Draft
     chosen: list[Chosen]
+    again: int
     seconds: float
 
 
@@ -144,7 +145,8 @@ class Decoding:
             row = running.row
             require(row is not None and row.tokens is running.tokens, f"{running.sequence.id} has no row")
             if row is not None:
-                require(rollback.held(row.cache) == row.held, "a row's cache has other tokens")
+                held = rollback.held(row.cache)
+                require(held in (row.held, None), "a row's cache has other tokens")
         for running in self._all:
             sequence = running.sequence
             tokens = len(sequence.prepared.tokens) + sequence.generated
@@ -260,6 +262,9 @@ class Decoding:
     def _join(self) -> None:
         """Put all sequences that are apart into the batch."""
         self.rounds.ended()
+        for running in self.apart:
+            if running.row is not None:
+                running.row.settle()
         rows = [(running, running.row.cache) for running in self.apart if running.row is not None]
         self.apart = []
         for running, cache in rows:
@@ -351,10 +356,12 @@ class Decoding:
     # ---- apart -----------------------------------------------------------------------------------------
 
     def _room(self, running: DecodingSequence, cache: list[Any]) -> int:
-        """Tokens that one pass may have."""
+        """Tokens that one pass may have, besides what it computes again."""
         if self.speculation is None:
             return 0
-        return min(rollback.room(cache), self.speculation.verdict.context - len(running.tokens))
+        verdict = self.speculation.verdict
+        pending = running.row.pending if running.row is not None else 0
+        return min(rollback.room(cache), verdict.width - pending, verdict.context - len(running.tokens))
 
     def _turn_apart(self, *, moving: bool = False) -> None:
         """A pass for each; before they move into the batch, only for those whose step is under way.
@@ -375,12 +382,13 @@ class Decoding:
         for p in passes:
             if p.running.drafts is not None:
                 saved_s = None if step_s is None else len(p.chosen) * step_s - (now - begun)
-                p.running.drafts.verified(p.draft, [c.token for c in p.chosen], p.seconds, saved_s)
+                emitted = [c.token for c in p.chosen]
+                p.running.drafts.verified(p.draft, emitted, p.seconds, saved_s, again=p.again)
             self._on_tokens(p.running.sequence, p.chosen, now)
 
     def _pass(self, running: DecodingSequence, row: VerifyRow, *, moving: bool) -> _BatchedPass:
         begun = time.monotonic()
-        sequence, draft = running.sequence, Draft()
+        sequence, draft, again = running.sequence, Draft(), row.pending
         if running.drafts is not None:
             # No draft past the sequence's end, nor past the memory that is promised.
             most = min(sequence.max_tokens - sequence.generated - 1, sequence.promised - sequence.held)
@@ -397,7 +405,7 @@ class Decoding:
         self.steps += 1
         if self.steps % CLEAR_PASSES == 0:
             mx.clear_cache()
-        return _BatchedPass(running, draft, chosen, time.monotonic() - begun)
+        return _BatchedPass(running, draft, chosen, again, time.monotonic() - begun)
 
     def _ahead(self, running: DecodingSequence) -> bool:
         """True if steps are begun ahead. Not where there may be drafts and a pass computes while it is being

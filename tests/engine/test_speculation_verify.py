@@ -9,7 +9,13 @@ import mlx.core as mx
 import pytest
 import speculating
 import tiny_architectures
-from mlx_lm.models.cache import ArraysCache, KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import (
+    ChunkedKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+    make_prompt_cache,
+)
 from mlx_lm.sample_utils import greedy_sampler
 
 from fleetd.engine.protocol import Sampling
@@ -120,8 +126,8 @@ def test_a_window_takes_tokens_back_until_it_moves() -> None:
 
 
 def test_what_cannot_be_taken_back_is_declined_by_name() -> None:
-    assert rollback.room([KVCache(), ArraysCache(2)]) == 0
-    assert "ArraysCache" in rollback.declined([KVCache(), ArraysCache(2)])
+    assert rollback.room([KVCache(), ChunkedKVCache(8)]) == 0
+    assert "ChunkedKVCache" in rollback.declined([KVCache(), ChunkedKVCache(8)])
     assert rollback.declined([KVCache(), RotatingKVCache(8)]) == ""
     assert rollback.room([]) == 0
 
@@ -216,8 +222,8 @@ def test_a_kernel_that_changes_with_the_context_is_found_there(llama: Any) -> No
 def test_a_cache_that_cannot_go_back_is_declined_without_computing(
     llama: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probing, "make_prompt_cache", lambda model: [ArraysCache(2)])
-    assert ask(llama).text == "declined: a ArraysCache cannot take tokens back"
+    monkeypatch.setattr(probing, "make_prompt_cache", lambda model: [ChunkedKVCache(8)])
+    assert ask(llama).text == "declined: a ChunkedKVCache cannot take tokens back"
 
 
 def test_a_slow_model_is_probed_with_less() -> None:
