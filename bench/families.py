@@ -35,6 +35,7 @@ from bench.scenarios import (
     prefill_three,
     prefill_unequal,
     prefill_workers,
+    prompt_states,
     scoring,
     sealed_streams,
     service,
@@ -176,6 +177,20 @@ FAMILIES = {
         (*_DRAFTED, *_scenario("drafter_beside_local")),
     ),
     "spec": Family("Speculative decoding", 3, 1, speculation.measure, (*_WORKER, *_scenario("speculation"))),
+    "states": Family(
+        "States of a hybrid at earlier tokens",
+        7,
+        1,
+        prompt_states.measure,
+        (
+            "fleetd/engine/prefill.py",
+            "fleetd/engine/prefix_cache.py",
+            "fleetd/engine/sequence_state",
+            *_scenario("prompt_states"),
+            "bench/children/hybrid_model.py",
+            "bench/children/prompt_states.py",
+        ),
+    ),
     "spec-hybrid": Family(
         "Speculative decoding of a hybrid",
         5,
