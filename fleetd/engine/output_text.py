@@ -207,14 +207,20 @@ class AnswerText:
         return str(getattr(self.tokenizer, "init_kwargs", {}).get("tool_parser_type") or "")
 
     def _begin_calls(self) -> None:
-        self._written = ToolCallText(self._format if self.tools else "", self._names)
+        parser, tools = self.tokenizer.tool_parser, self.tools
+        self._written = ToolCallText(
+            self._format if tools else "", self._names, lambda text: parser(text, tools)
+        )
 
     def _call_text(self, text: str) -> list[AnswerPiece]:
         """More of a section of tool calls."""
         self._tool_text += text
         self._written.feed(text)
+        return self._tell_calls(self._written)
+
+    def _tell_calls(self, written: ToolCallText) -> list[AnswerPiece]:
         out: list[AnswerPiece] = []
-        for call in self._written.calls:
+        for call in written.calls:
             if call.told:
                 continue
             if self.call_pieces and call.fresh:
@@ -293,11 +299,12 @@ class AnswerText:
         written = self._written
         self._begin_calls()
         if written.calls:
-            last = written.calls[-1]
+            if not cut and self.stopped_by is None:
+                written.close()
             if not written.begun:
-                return []
-            if not ended:  # its braces do not match, and the model has closed the section
-                return self._written_call(last)
+                return self._tell_calls(written)
+            if not ended:  # its arguments are not whole, and the model has closed the section
+                return self._written_call(written.calls[-1])
             self.cut_call = True
             return self._told([])
         if cut and self.tokenizer.tool_call_end:
