@@ -136,7 +136,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``local_only``: no other machine may learn anything of the prompt, now or later.
     ``fetches``: other machines may have keys and values of it; the worker asks for them by a Lacking.
     ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
-    ``call_pieces``: tell the arguments of tool calls while they are written, where their format allows it.
+    ``call_pieces``: tell the arguments of tool calls while they are written, if their format is known.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
