@@ -440,6 +440,7 @@ class Daemon:
                 models_changed=self._models_changed,
                 running=self._runner.running,
                 ended=self._traces.ended,
+                answer_tokens=self._config.engine.answer_tokens or None,
                 settings=setting_views(self._config),
             )
         )

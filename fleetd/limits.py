@@ -74,7 +74,10 @@ EVENT_TRACES = 64
 MESSAGES = 4096
 STOP_STRINGS = 16
 STOP_STRING_CHARS = 1024
-CHOICES = 8
+# As other servers have it. Choices beyond those that run at once wait for a turn, so that one request takes
+# no more streams and memory than a few clients do.
+CHOICES = 128
+CHOICES_AT_ONCE = 8
 TOP_LOGPROBS = 20
 TOOLS = 256
 # Free-form JSON (tools, arguments, template options): schemas nest a dozen deep, and a template's own code
@@ -84,7 +87,7 @@ QUEUED_REQUESTS = 64
 # Ours have 34; this one is written into logs and the ledger.
 REQUEST_ID_CHARS = 128
 # Answers one /v1/completions body may ask for: its prompts times n.
-COMPLETIONS_PER_REQUEST = 64
+COMPLETIONS_PER_REQUEST = 128
 # Jinja renders in the worker: a template that has produced nothing for this long never will.
 RENDER_S = 30.0
 RENDERED_CHARS = 64 * MIB

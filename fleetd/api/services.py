@@ -48,6 +48,7 @@ class Services:
         models_changed: told when a model came or went; other machines hear of it at once.
         running: requests that have not ended.
         ended: those that have since a number, and the number for the next time.
+        answer_tokens: most tokens of an answer whose request does not say; None is what the context holds.
         settings: as the daemon runs with them.
         page: who has opened the page.
         listeners: one object for each listener to events.
@@ -76,6 +77,7 @@ class Services:
     models_changed: Callable[[], None] = lambda: None
     running: Callable[[], Sequence[RunningRequest]] = tuple
     ended: Callable[[int], tuple[int, Sequence[Trace]]] = lambda number: (number, ())
+    answer_tokens: int | None = None
     settings: Sequence[SettingView] = ()
     page: PageSessions = field(default_factory=PageSessions)
     listeners: set[object] = field(default_factory=set)

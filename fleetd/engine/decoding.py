@@ -30,7 +30,7 @@ from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.failures import require
 from fleetd.engine.memory import GROWTH_TOKENS, KvBudget
 from fleetd.engine.prefix_cache import PrefixCache
-from fleetd.engine.protocol import FinishReason, Report
+from fleetd.engine.protocol import FinishReason, Generate, Report
 from fleetd.engine.sampling import (
     LogitsProcessor,
     Sampler,
@@ -38,6 +38,7 @@ from fleetd.engine.sampling import (
     SeededSampler,
     make_processors,
     make_sampler,
+    without_ends,
 )
 from fleetd.engine.sequence import ScheduledSequence
 from fleetd.engine.sequence_state import rollback
@@ -190,7 +191,7 @@ class Decoding:
             sequence,
             list(tokens),
             make_sampler(request.sampling, self.defaults),
-            make_processors(request.sampling, self.defaults, len(tokens)),
+            self._processors(request, len(tokens)),
             # The slots of a sparse prompt are not its positions: only the batch can decode it.
             self.speculation.new_drafts(request) if self.speculation and sequence.kept is None else None,
         )
@@ -201,6 +202,13 @@ class Decoding:
             self._begin_apart(running, copy_on_write(cache))
         else:
             self._insert(running, cache)
+
+    def _processors(self, request: Generate, prompt_tokens: int) -> list[LogitsProcessor]:
+        processors = make_processors(request.sampling, self.defaults, prompt_tokens)
+        if request.min_tokens and self._ends and not request.ignore_eos:
+            # The last, so that a bias does not bring them back.
+            processors.append(without_ends(self._ends, request.min_tokens, prompt_tokens))
+        return processors
 
     def turn(self) -> None:
         """A token for every sequence, or several."""
@@ -317,7 +325,7 @@ class Decoding:
             all_tokens=[running.tokens[:-1]],
             samplers=[running.sampler],
             logits_processors=[running.processors],
-            stop_sequences=[self._stop_tokens],
+            stop_sequences=[StopSequences() if sequence.prepared.request.ignore_eos else self._stop_tokens],
         )
         self.batch[running.uid] = running
         self._settled = 0
@@ -414,7 +422,7 @@ class Decoding:
 
     def _on_tokens(self, sequence: ScheduledSequence, chosen: Sequence[Chosen], now: float) -> None:
         for one in chosen:
-            ended = one.token in self._ends
+            ended = one.token in self._ends and not sequence.prepared.request.ignore_eos
             _count(sequence, now)
             try:
                 if not ended:
@@ -486,7 +494,7 @@ class Decoding:
         entry = None
         if sequence.logprobs is not None:
             entry = sequence.logprobs.of(token, logprobs, sequence.text.length)
-        for piece in sequence.text.push(token, entry):
+        for piece in sequence.text.push(token, entry, silent=token in self._ends):
             self.emit(piece)
 
     def _grow(self, sequence: ScheduledSequence) -> bool:

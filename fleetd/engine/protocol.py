@@ -136,7 +136,9 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``local_only``: no other machine may learn anything of the prompt, now or later.
     ``fetches``: other machines may have keys and values of it; the worker asks for them by a Lacking.
     ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
-    ``call_pieces``: tell the arguments of tool calls while they are written, where their format allows it.
+    ``ignore_eos``: end tokens do not end the answer, and have no text.
+    ``min_tokens``: before the answer has so many, no end token is chosen and no stop string looked for.
+    ``call_pieces``: tell the arguments of tool calls while they are written, if their format is known.
     """
 
     id: Annotated[str, Meta(min_length=1, max_length=limits.REQUEST_ID_CHARS)]
@@ -154,6 +156,8 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     local_only: bool = False
     fetches: bool = False
     call_pieces: bool = False
+    ignore_eos: bool = False
+    min_tokens: Natural = 0
 
 
 class FetchBlocks(msgspec.Struct, frozen=True, tag="fetch", omit_defaults=True):
