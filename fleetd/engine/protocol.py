@@ -135,6 +135,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     ``keep``: prefill only this of it, where the worker can.
     ``local_only``: no other machine may learn anything of the prompt, now or later.
     ``fetches``: other machines may have keys and values of it; the worker asks for them by a Lacking.
+    ``tells_blocks``: once the prompt is read, a Kept says which blocks it fills.
     ``count_only``: no more than how many tokens the prompt has, which Accepted says; Finished follows it.
     ``call_pieces``: tell the arguments of tool calls while they are written, where their format allows it.
     """
@@ -153,6 +154,7 @@ class Generate(msgspec.Struct, frozen=True, tag="generate", omit_defaults=True):
     count_only: bool = False
     local_only: bool = False
     fetches: bool = False
+    tells_blocks: bool = False
     call_pieces: bool = False
 
 
@@ -574,6 +576,13 @@ class Lacking(msgspec.Struct, frozen=True, tag="lacking"):
     block_bytes: Natural
 
 
+class Kept(msgspec.Struct, frozen=True, tag="kept"):
+    """The blocks that a prompt fills, which are being written: their names, as in Lacking."""
+
+    id: str
+    names: list[bytes]
+
+
 class Fetched(msgspec.Struct, frozen=True, tag="fetched", omit_defaults=True):
     """A fetch has ended. ``blocks``: those that are used. ``code`` and ``reason``: why not all are."""
 
@@ -653,7 +662,7 @@ Command = (
     | Shutdown
 )
 # What the daemon and the worker settle between them; no client sees it.
-Aside = Shared | Lacking | Fetched | Assisted | Scored | Followed
+Aside = Shared | Lacking | Fetched | Kept | Assisted | Scored | Followed
 Event = Accepted | Prefill | Delta | ToolCallPiece | ToolCall | Finished | Failed | Aside
 Report = Loading | Ready | MeasuredAgain | LoadFailed | Heartbeat | Event
 

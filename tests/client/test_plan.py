@@ -131,6 +131,15 @@ def test_a_prompt_that_is_known_in_part_says_so() -> None:
     assert said == "smollm2-135m · a prompt of 4,000 tokens, 1,024 of them known already"
 
 
+def test_where_what_is_not_computed_comes_from() -> None:
+    told = {"cached_tokens": 3072, "restored_tokens": 1024, "fetched_tokens": 2048, "fetched_from": "studio"}
+    shown = page({**PLAN, "options": [{**LOCAL, **told}, {**LOCAL, "cached_tokens": 512}]}, None)
+    header, first, _, second, _ = shown.splitlines()[2:7]
+    assert header.endswith("KNOWN  FROM")
+    assert first.endswith("3,072  disk, studio")
+    assert second.endswith("512")
+
+
 def test_a_daemon_without_others_has_one_plan() -> None:
     assert page({**PLAN, "options": [{**LOCAL, "chosen": True, "reason": ""}]}).splitlines()[2:] == [
         "   PLAN   MACHINES  FIRST TOKEN  SPEED",

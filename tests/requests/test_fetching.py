@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 from typing import Any
 
 import kv_blocks
 import pytest
-
-sys.path.append(str(Path(__file__).parents[1] / "p2p"))
-
-import fleet_nodes
-from fakes import FakeEngine, FakeFolder, FakeModels
+from fakes import FakeEngine, FakeFolder
+from keepers import SIZE, Keeper, fleet
 from requests_driver import answered, request_of
 from sharing_fakes import HomePartners, own_card
 
 from fleetd.cache import block_names, block_stream
 from fleetd.cache.block_file import BlockHeader
-from fleetd.cache.block_store import BlockStore
-from fleetd.cache.service import DiskCache
 from fleetd.engine.protocol import (
     Accepted,
     ChatPrompt,
@@ -35,66 +28,15 @@ from fleetd.engine.protocol import (
 )
 from fleetd.errors import Forbidden, PeerLost
 from fleetd.p2p.node import Node
-from fleetd.requests.admission import ServingContext
-from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.job import Job
 from fleetd.requests.kv_fetching import messages
 from fleetd.requests.kv_fetching.client import BlockFetching
-from fleetd.requests.kv_fetching.server import BlockServer
 from fleetd.requests.members import Members
 from fleetd.requests.pipeline import Pipeline
 from fleetd.sealed.stream import SealedReceiver
 
 TARGET = FakeFolder("m")
 NAMES = kv_blocks.prompt(1, 4)
-SIZE = 500
-
-
-class Keeper:
-    """A machine whose disk has blocks, and no engine."""
-
-    def __init__(self, node: Node, folder: Path, *, may_see: bool = True) -> None:
-        self.node = node
-        self.card = own_card(node.name)
-        self.outcomes: list[str] = []
-        settings = kv_blocks.settings(folder)
-        self.cache = DiskCache(settings, on=True, note=lambda: "")
-        self.cache.start()
-        self.store = BlockStore(settings)
-        host = ServingContext(
-            FakeModels(),
-            lambda: self.card,
-            draining=lambda: False,
-            finished=lambda _kind, outcome: self.outcomes.append(outcome),
-        )
-        server = BlockServer(BulkDialer(node), self.cache, host, lambda peer: may_see)
-        node.handle(messages.FIND, server.find)
-        node.handle(messages.FETCH, server.fetch)
-
-    @property
-    def node_id(self) -> str:
-        return self.node.identity.node_id
-
-    def keep(self, names: list[bytes], *, local_only: bool = False) -> None:
-        kv_blocks.write(self.store, [block_names.kept_as(n, local_only=local_only) for n in names], SIZE)
-
-
-@contextlib.asynccontextmanager
-async def fleet(folder: Path, *may_see: bool) -> AsyncIterator[tuple[Node, list[Keeper]]]:
-    home = Node(fleet_nodes.settings(folder, "home"))
-    keepers = [
-        Keeper(Node(fleet_nodes.settings(folder, f"keeper{n}")), folder / f"disk{n}", may_see=sees)
-        for n, sees in enumerate(may_see)
-    ]
-    nodes = [home, *(keeper.node for keeper in keepers)]
-    try:
-        async with fleet_nodes.running(*nodes):
-            await fleet_nodes.introduce(*nodes)
-            await fleet_nodes.together(nodes)
-            yield home, keepers
-    finally:
-        for keeper in keepers:
-            keeper.store.close()
 
 
 class Pool:

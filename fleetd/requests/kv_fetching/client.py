@@ -48,7 +48,8 @@ class BlockFetching(PipelineStep):
 
     def prepare(self, request: Request) -> None:
         folder = request.folder_here
-        if folder is not None and request.job.shareable and self._sources(folder.name):
+        fetches = request.placement.fetches and request.job.shareable
+        if folder is not None and fetches and self._sources(folder.name):
             request.generate = msgspec.structs.replace(request.generate, fetches=True)
 
     def _sources(self, model: str) -> list[Member]:

@@ -19,14 +19,16 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.kv_fetching import messages
+from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.remote import own_id
 from fleetd.sealed.stream import SealedSender
 
 
 class BlockServer:
-    """The handlers of ``messages.FIND`` and ``FETCH``.
+    """The handlers of ``messages.FIND``, ``LOOK`` and ``FETCH``.
 
     Args:
+        prompts: what this machine keeps, by text.
         may_see: whether a machine may see this one's prompts; it gets nothing otherwise.
     """
 
@@ -34,11 +36,13 @@ class BlockServer:
         self,
         dialer: BulkDialer,
         cache: DiskCache,
+        prompts: KeptPrompts,
         host: ServingContext,
         may_see: Callable[[str], bool],
     ) -> None:
         self._dialer = dialer
         self._cache = cache
+        self._prompts = prompts
         self._may_see = may_see
         self._host = host
         self._served = ConcurrencyLimit(host, "fetch", limits.FETCHES, f"sends {limits.FETCHES} prompts")
@@ -48,6 +52,12 @@ class BlockServer:
         self._check(peer)
         found = await asyncio.to_thread(self._cache.find, _kept(asked.names))
         stream.send(messages.encode(messages.BlocksFound(found.blocks, found.bytes_per_s)))
+
+    async def look(self, peer: str, body: bytes, stream: PeerStream) -> None:
+        asked = messages.decode(body, messages.TextQuestion)
+        self._check(peer)
+        found = await asyncio.to_thread(self._prompts.look, asked.digest, asked.links)
+        stream.send(messages.encode(found))
 
     async def fetch(self, peer: str, body: bytes, stream: PeerStream) -> None:
         asked = messages.decode(body, messages.FetchQuestion)
