@@ -550,7 +550,8 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     """Seconds, measured in the worker: waiting for a turn, prefill, and first to last token.
 
     ``restored_tokens``: of the cached ones, those whose keys and values were read from the disk, in
-    ``restore_s``, before the prefill; ``fetched_tokens`` and ``fetch_s``: the same of another machine's.
+    ``restore_s``, before the prefill; ``fetched_tokens`` and ``fetch_s``: the same of another machine's,
+    which the daemon names in ``fetched_from``.
     """
 
     queue_s: Seconds = 0.0
@@ -560,6 +561,7 @@ class Timings(msgspec.Struct, frozen=True, omit_defaults=True):
     restore_s: Seconds = 0.0
     fetched_tokens: Natural = 0
     fetch_s: Seconds = 0.0
+    fetched_from: Text = ""
 
 
 class Lacking(msgspec.Struct, frozen=True, tag="lacking"):

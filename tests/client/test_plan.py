@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from shares import LAYERS, LOCAL, PLAN
 
 from fleetctl.exits import Exit
-from fleetctl.render.plan_words import deviation, division
+from fleetctl.render.plan_words import deviation, division, prompt
 from fleetctl.render.text import brief
 from fleetctl.replies import read
 from fleetctl.verbs.plan import render
@@ -272,3 +272,10 @@ def test_a_file_that_is_missing_no_text_or_too_long(run: Run, planning: FakeDaem
 def test_a_daemon_without_plans_is_an_error(run: Run, daemon: FakeDaemon) -> None:
     done = run("plan", "--tokens", "4000", home=daemon.home)
     assert (done.returncode, done.stdout) == (Exit.REFUSED, "")
+
+
+def test_a_prompt_says_where_its_known_part_came_from() -> None:
+    assert prompt(4000, 3072) == "4,000 tokens, 3,072 of them known already"
+    assert prompt(4000, 3072, restored=1024, fetched=2048, fetched_from="studio").endswith(
+        "known already (1,024 from the disk, 2,048 from studio)"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import sys
 from collections.abc import AsyncIterator
@@ -21,6 +22,7 @@ from fleetd.p2p.node import Node
 from fleetd.requests.admission import ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer
 from fleetd.requests.kv_fetching import messages
+from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.kv_fetching.server import BlockServer
 
@@ -34,6 +36,7 @@ class Keeper:
         self.node = node
         self.card = own_card(node.name)
         self.outcomes: list[str] = []
+        self._done = asyncio.Event()
         settings = kv_blocks.settings(folder)
         self.cache = DiskCache(settings, on=True, note=lambda: "")
         self.cache.start()
@@ -42,13 +45,30 @@ class Keeper:
             FakeModels(),
             lambda: self.card,
             draining=lambda: False,
-            finished=lambda _kind, outcome: self.outcomes.append(outcome),
+            finished=self._ended,
         )
         self.prompts = KeptPrompts(self.cache, lambda name: self.card.models[0])
-        server = BlockServer(BulkDialer(node), self.cache, self.prompts, host, lambda peer: may_see)
+        self.counts = FetchCounts()
+        server = BlockServer(
+            BulkDialer(node),
+            self.cache,
+            self.prompts,
+            host,
+            lambda peer: may_see,
+            self.counts,
+            lambda peer: "home",
+        )
         node.handle(messages.FIND, server.find)
         node.handle(messages.LOOK, server.look)
         node.handle(messages.FETCH, server.fetch)
+
+    def _ended(self, kind: str, outcome: str) -> None:
+        self.outcomes.append(outcome)
+        self._done.set()
+
+    async def served(self) -> None:
+        """Once a fetch has ended."""
+        await self._done.wait()
 
     @property
     def node_id(self) -> str:

@@ -25,6 +25,7 @@ from fleetd.engine.protocol import (
     Finished,
     Generate,
     Lacking,
+    Timings,
 )
 from fleetd.errors import Forbidden, PeerLost
 from fleetd.p2p.node import Node
@@ -59,6 +60,7 @@ class Home:
         self.request = request_of(Job("m", Generate("r1", content), "socket", "chat"), TARGET)
         self.ended = asyncio.Event()
         self.asked: Generate | None = None
+        self.fetched_tokens = 0
 
     async def run(self, lacking: Lacking, fetched: Callable[[], Fetched | None] = lambda: None) -> list[Any]:
         """The request, whose engine reports ``lacking`` and, once it has its answer, what came of it."""
@@ -72,7 +74,7 @@ class Home:
                 if (told := await asyncio.to_thread(fetched)) is not None:
                     yield told
             yield Delta("r1", "ok", 1)
-            yield Finished("r1", "stop")
+            yield Finished("r1", "stop", timings=Timings(fetched_tokens=self.fetched_tokens))
 
         pipeline = Pipeline([self.step])
         try:
@@ -122,6 +124,28 @@ async def test_blocks_come_from_the_machine_that_has_most_of_them(tmp_path: Path
         assert (home.request.fetched.machine, home.request.fetched.n_bytes) == ("keeper1", 4 * SIZE)
         assert home.partners.came == [(keepers[1].node_id, 4 * SIZE, 0.5, False)]
         assert keepers[0].outcomes == []
+
+
+async def test_what_came_is_counted_on_both_sides_and_named_in_the_answer(tmp_path: Path) -> None:
+    async with fleet(tmp_path, True) as (node, keepers):
+        keepers[0].keep(NAMES)
+        home = Home(node, keepers)
+        home.fetched_tokens = 1024
+
+        def fetched() -> Fetched:
+            home.receive(NAMES)
+            return Fetched("r1", 4, 4 * SIZE, 0.5)
+
+        finished = (await home.run(lacking(NAMES), fetched))[-1]
+        assert finished.timings.fetched_from == "keeper0"
+        (came,) = home.step.counts.machines()
+        assert (came.machine, came.prompts, came.tokens, came.n_bytes) == ("keeper0", 1, 1024, 4 * SIZE)
+        # Four blocks of five seconds each.
+        assert (came.took_s, came.saved_s, came.failed) == (0.5, 19.5, 0)
+        assert 0 < came.predicted_s < 1
+        await keepers[0].served()
+        (sent,) = keepers[0].counts.machines()
+        assert (sent.machine, sent.sent_prompts, sent.sent_bytes) == ("home", 1, 4 * SIZE)
 
 
 async def test_what_is_computed_sooner_is_not_fetched(tmp_path: Path) -> None:
@@ -175,6 +199,7 @@ async def test_a_machine_whose_bytes_were_wrong_is_left_out(tmp_path: Path) -> N
 
         await home.run(lacking(NAMES), wrong)
         assert home.members.left_out(keepers[0].node_id, "fetch")
+        assert [(each.prompts, each.failed) for each in home.step.counts.machines()] == [(0, 1)]
 
 
 async def test_a_machine_that_is_gone_costs_no_answer(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fleetd.cache.service import DiskCache
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.prefill_plan import PlanQuestion
 from fleetd.engine.protocol import Accepted, Delta, Finished, Generate, Kept, TextPrompt
-from fleetd.errors import Forbidden
+from fleetd.errors import Forbidden, PeerUnreachable
 from fleetd.p2p.membership.cards import Card
 from fleetd.p2p.node import Node
 from fleetd.plan.beginnings import KeptBeginning
@@ -61,6 +60,12 @@ async def read(prompts: KeptPrompts, asked: Job, names: list[bytes] = NAMES) -> 
     assert not any(isinstance(event, Kept) for event in events), "it is no matter of the client's"
     await prompts.close()
     return told[0]
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests wait for answers, however busy the machine is."""
+    monkeypatch.setattr(limits, "FETCH_LOOK_S", 60.0)
 
 
 class Asking:
@@ -197,23 +202,24 @@ async def test_short_prompts_and_those_that_were_just_read_here_ask_nobody(tmp_p
         assert len(home.partners.asked) == 1
 
 
-async def test_a_machine_that_does_not_answer_delays_nothing_but_that_moment(
+async def test_a_machine_that_does_not_answer_in_time_counts_as_having_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with fleet(tmp_path, True, True) as (node, keepers):
         home = Asking(tmp_path, node, keepers)
         await read(keepers[1].prompts, job())
-        silent = asyncio.Event()
+        ask = home.partners.ask
 
-        async def hangs(peer: str, body: bytes, stream: Any) -> None:
-            await silent.wait()
+        async def silent(node_id: str, method: str, body: bytes, *, within_s: float) -> bytes:
+            assert within_s == limits.FETCH_LOOK_S
+            if node_id == keepers[0].node_id:
+                raise PeerUnreachable("It did not answer in time.")
+            return await ask(node_id, method, body, within_s=within_s)
 
-        keepers[0].node.handle(messages.LOOK, hangs)
-        monkeypatch.setattr(limits, "FETCH_LOOK_S", 2.0)
+        monkeypatch.setattr(home.partners, "ask", silent)
         places = await home.places(job())
         assert keepers[0].node_id not in places
         assert places[keepers[1].node_id].memory_tokens == TOKENS
-        silent.set()
 
 
 async def test_a_long_text_asks_about_a_bounded_beginning() -> None:

@@ -19,6 +19,7 @@ from fleetd.p2p.session.transport import PeerStream
 from fleetd.requests.admission import ConcurrencyLimit, ServingContext
 from fleetd.requests.bulk_dialer import BulkDialer, invitation
 from fleetd.requests.kv_fetching import messages
+from fleetd.requests.kv_fetching.fetch_counts import FetchCounts
 from fleetd.requests.kv_fetching.kept_prompts import KeptPrompts
 from fleetd.requests.remote import own_id
 from fleetd.sealed.stream import SealedSender
@@ -29,6 +30,7 @@ class BlockServer:
 
     Args:
         prompts: what this machine keeps, by text.
+        counts: told what is sent, by ``name_of`` the machine.
         may_see: whether a machine may see this one's prompts; it gets nothing otherwise.
     """
 
@@ -39,11 +41,15 @@ class BlockServer:
         prompts: KeptPrompts,
         host: ServingContext,
         may_see: Callable[[str], bool],
+        counts: FetchCounts,
+        name_of: Callable[[str], str],
     ) -> None:
         self._dialer = dialer
         self._cache = cache
         self._prompts = prompts
         self._may_see = may_see
+        self._counts = counts
+        self._name_of = name_of
         self._host = host
         self._served = ConcurrencyLimit(host, "fetch", limits.FETCHES, f"sends {limits.FETCHES} prompts")
 
@@ -66,17 +72,18 @@ class BlockServer:
             with self._dialer.expect() as expected:
                 stream.send(messages.encode(messages.FetchOffer(invitation(expected))))
                 sock = await expected.socket()
-            await self._send(sock, expected.key, _kept(asked.names))
+            self._counts.sent(self._name_of(peer), await self._send(sock, expected.key, _kept(asked.names)))
 
     def _check(self, peer: str) -> None:
         self._host.admit()
         if not self._may_see(peer):
             raise Forbidden("This machine's prompts are not for that one.")
 
-    async def _send(self, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
+    async def _send(self, sock: socket.socket, key: bytes, names: list[bytes]) -> int:
+        """Returns the bytes that were sent."""
         work = asyncio.create_task(asyncio.to_thread(self._send_all, sock, key, names))
         try:
-            await asyncio.shield(work)
+            return await asyncio.shield(work)
         except asyncio.CancelledError:
             # The thread ends at its next byte.
             with suppress(OSError):
@@ -84,13 +91,13 @@ class BlockServer:
             await asyncio.wait({work})
             raise
 
-    def _send_all(self, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
+    def _send_all(self, sock: socket.socket, key: bytes, names: list[bytes]) -> int:
         store: BlockStore = self._cache.open_store()
         with sock:
             try:
-                block_stream.send(SealedSender(sock, key, "acceptor"), names, store.read)
+                return block_stream.send(SealedSender(sock, key, "acceptor"), names, store.read)
             except CacheUnavailable:
-                pass  # the stream ends early: what was sent is whole
+                return 0  # the stream ends early: what was sent is whole
             finally:
                 store.close()
 
