@@ -318,3 +318,14 @@ def test_a_worker_tells_which_blocks_a_prompt_fills_if_others_may_know(machines:
     store = BlockStore(machines.settings)
     assert store.find([block_names.kept_as(name, local_only=False) for name in kept.names]).blocks == WHOLE
     store.close()
+
+
+def test_a_stream_that_is_not_wanted_any_more_is_closed(machines: Machines) -> None:
+    machines.ask()
+    machines.lacking()
+    near, far = socket.socketpair()
+    with near, far:
+        machines.here.scheduler.put_stream(StreamTag("second", BLOCKS, os.urandom(32), "connector"), near)
+        machines.decide(0)
+        assert machines.finish()[1] is None
+        assert near.fileno() == -1
