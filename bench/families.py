@@ -9,6 +9,7 @@ from bench.figures import Measured
 from bench.harness.machines import why_none
 from bench.harness.samples import merged
 from bench.scenarios import (
+    agent_session,
     batching,
     decode,
     demo,
@@ -127,6 +128,20 @@ FAMILIES = {
         1,
         kept_prompts.measure,
         (*_SERVED, "fleetd/cache", "fleetd/sealed", *_scenario("kept_prompts")),
+    ),
+    "session": Family(
+        "A coding session",
+        2,
+        1,
+        agent_session.measure,
+        (
+            *_SERVED,
+            "fleetd/cache",
+            "fleetd/plan",
+            "fleetd/requests/kv_fetching",
+            "bench/harness/agent_session.py",
+            *_scenario("agent_session"),
+        ),
     ),
     "forks": Family("Prompts that begin alike", 5, 1, forks.measure, (*_SERVED, *_scenario("forks"))),
     "service": Family("The daemon", 10, 3, service.measure, ("fleetd", "fleetctl", *_scenario("service"))),
