@@ -11,6 +11,7 @@ from bench.harness.samples import merged
 from bench.scenarios import (
     agent_session,
     batching,
+    block_fetching,
     decode,
     demo,
     drafter_beside_local,
@@ -20,6 +21,7 @@ from bench.scenarios import (
     fleet_sessions,
     fleet_work,
     forks,
+    forks_fleet,
     host_time,
     kept_prompts,
     modelled,
@@ -143,7 +145,27 @@ FAMILIES = {
             *_scenario("agent_session"),
         ),
     ),
+    "fetch": Family(
+        "Prompts from another machine's disk",
+        10,
+        3,
+        block_fetching.measure,
+        (
+            *_SERVED,
+            "fleetd/cache",
+            "fleetd/sealed",
+            "fleetd/requests/kv_fetching",
+            *_scenario("block_fetching"),
+        ),
+    ),
     "forks": Family("Prompts that begin alike", 5, 1, forks.measure, (*_SERVED, *_scenario("forks"))),
+    "forks-fleet": Family(
+        "Forks over three machines",
+        3,
+        1,
+        forks_fleet.measure,
+        (*_SERVED, "fleetd/cache", "fleetd/plan", "fleetd/requests/kv_fetching", *_scenario("forks_fleet")),
+    ),
     "service": Family("The daemon", 10, 3, service.measure, ("fleetd", "fleetctl", *_scenario("service"))),
     "page": Family(
         "The page", 5, 1, page.measure, ("fleetd/api/page", "fleetd/api/control", *_scenario("page"))

@@ -80,7 +80,7 @@ def _restart(fleet: Fleet) -> None:
 
 
 def _move(fleet: Fleet) -> None:
-    """The first machine's model is unloaded; what it has read is on its disk. The second one has it loaded."""
+    """The first machine's model is unloaded, what it has read lies on its disk; the second one loads it."""
     first, second = (fleet[name] for name in _MACHINES)
     before = _written(first)
     first.control("POST", "/fleet/v1/models/unload", {"model": DEFAULT_MODEL})
@@ -111,8 +111,9 @@ def _ask(daemon: Daemon, turn: Turn, run: int) -> tuple[Heard, str]:
 
 def _figures(seen: Samples, session: Session) -> list[Figure]:
     note = (
-        f"{seen['computed'][0]:,.0f} of {seen['new'][0]:,.0f}; {seen['restored'][0]:,.0f} tokens came from the "
-        f"disk and {seen['fetched'][0]:,.0f} from the other machine, which answered {seen['there'][0]:.0f} turns"
+        f"{seen['computed'][0]:,.0f} of {seen['new'][0]:,.0f}; {seen['restored'][0]:,.0f} tokens came from "
+        f"the disk and {seen['fetched'][0]:,.0f} from the other machine, which answered "
+        f"{seen['there'][0]:.0f} turns"
     )
     return [
         Figure("Tokens computed, per new token of the session", "x", seen["ratio"], at_most(1.1), note=note),

@@ -220,6 +220,11 @@ class BlockStore:
         with self._open() as (index, _):
             index.restored(model, tokens, n_bytes, seconds, saved_s)
 
+    def sent(self, n_bytes: int, seconds: float) -> None:
+        """Count what was read for another machine."""
+        with self._open() as (index, _):
+            index.sent(n_bytes, seconds)
+
     def report(self) -> CacheReport:
         with self._open() as (index, _):
             return CacheReport(

@@ -349,11 +349,18 @@ class Index:
         """Count a prompt whose beginning was read from the disk."""
         with self._transaction():
             self._count(model, hits=1, tokens=tokens, saved_s=max(0.0, saved_s), read_bytes=n_bytes)
-            if n_bytes >= limits.CACHE_SPEED_BYTES and seconds > 0:
-                before = float(self._one("SELECT read_bytes_per_s FROM totals"))
-                now = n_bytes / seconds
-                speed = now if not before else before + _SPEED_WEIGHT * (now - before)
-                self._db.execute("UPDATE totals SET read_bytes_per_s = ?", (speed,))
+            self._read_in(n_bytes, seconds)
+
+    def sent(self, n_bytes: int, seconds: float) -> None:
+        """Count blocks that were read for another machine: how fast the disk is."""
+        with self._transaction():
+            self._read_in(n_bytes, seconds)
+
+    def _read_in(self, n_bytes: int, seconds: float) -> None:
+        if n_bytes >= limits.CACHE_SPEED_BYTES and seconds > 0:
+            before, now = self.read_bytes_per_s, n_bytes / seconds
+            speed = now if not before else before + _SPEED_WEIGHT * (now - before)
+            self._db.execute("UPDATE totals SET read_bytes_per_s = ?", (speed,))
 
     def _count(self, model: str, **more: float) -> None:
         self._db.execute("INSERT OR IGNORE INTO models (model) VALUES (?)", (model,))

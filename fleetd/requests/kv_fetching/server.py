@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from fleetd import limits
 from fleetd.cache import block_names, block_stream
+from fleetd.cache.block_file import BlockHeader
 from fleetd.cache.block_store import BlockStore, CacheUnavailable
 from fleetd.cache.service import DiskCache
 from fleetd.errors import Forbidden
@@ -93,9 +95,21 @@ class BlockServer:
 
     def _send_all(self, sock: socket.socket, key: bytes, names: list[bytes]) -> int:
         store: BlockStore = self._cache.open_store()
+        read_s = 0.0
+
+        def read(name: bytes, targets: Callable[[BlockHeader], Sequence[memoryview]]) -> BlockHeader | None:
+            nonlocal read_s
+            begun_s = time.monotonic()
+            try:
+                return store.read(name, targets)
+            finally:
+                read_s += time.monotonic() - begun_s
+
         with sock:
             try:
-                return block_stream.send(SealedSender(sock, key, "acceptor"), names, store.read)
+                sent = block_stream.send(SealedSender(sock, key, "acceptor"), names, read)
+                store.sent(sent, read_s)
+                return sent
             except CacheUnavailable:
                 return 0  # the stream ends early: what was sent is whole
             finally:
