@@ -16,6 +16,7 @@ from bench.scenarios import (
     demo,
     drafter_beside_local,
     drafts,
+    fetch_modelled,
     fleet_idle,
     fleet_meeting,
     fleet_sessions,
@@ -157,6 +158,13 @@ FAMILIES = {
             "fleetd/requests/kv_fetching",
             *_scenario("block_fetching"),
         ),
+    ),
+    "fetch-modelled": Family(
+        "Prompts from another machine's disk, as the planner predicts them",
+        1,
+        1,
+        fetch_modelled.measure,
+        ("fleetd/plan", "fleetd/cache/pricing.py", *_scenario("fetch_modelled")),
     ),
     "forks": Family("Prompts that begin alike", 5, 1, forks.measure, (*_SERVED, *_scenario("forks"))),
     "forks-fleet": Family(

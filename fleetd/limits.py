@@ -618,7 +618,7 @@ FETCH_DECIDE_S = 3.0
 # Fewer tokens are computed sooner than asked for.
 FETCH_LEAST_TOKENS = 512
 # What a fetch takes besides its bytes and round trips, and the part of computing it must save.
-FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.05, 0.1
+FETCH_FIXED_S, FETCH_LEAST_GAIN = 0.03, 0.1
 # A block that takes so many times as long as planned, and at least this, ends the fetch.
 FETCH_LATE, FETCH_BLOCK_S = 5.0, 2.0
 # Fetches that a machine serves at once: each reads its disk as fast as it can.

@@ -42,8 +42,8 @@ def measure(runs: int) -> Measured:
         ],
         "Three daemons on loopback that share the cores of this machine, with the default model loaded. "
         f"One of them has read a prompt and is then asked {FORKS} at the same time that begin with it and go "
-        f"on for {OWN_TOKENS} tokens of their own; answers of {ANSWER_TOKENS} tokens. Without: neither memory "
-        "nor disk keep anything. TTFT as the client sees it.",
+        f"on for {OWN_TOKENS} tokens of their own; answers of {ANSWER_TOKENS} tokens. Without: neither "
+        "memory nor disk keep anything. TTFT as the client sees it.",
     )
 
 

@@ -74,18 +74,17 @@ class BlockServer:
             with self._dialer.expect() as expected:
                 stream.send(messages.encode(messages.FetchOffer(invitation(expected))))
                 sock = await expected.socket()
-            self._counts.sent(self._name_of(peer), await self._send(sock, expected.key, _kept(asked.names)))
+            await self._send(self._name_of(peer), sock, expected.key, _kept(asked.names))
 
     def _check(self, peer: str) -> None:
         self._host.admit()
         if not self._may_see(peer):
             raise Forbidden("This machine's prompts are not for that one.")
 
-    async def _send(self, sock: socket.socket, key: bytes, names: list[bytes]) -> int:
-        """Returns the bytes that were sent."""
-        work = asyncio.create_task(asyncio.to_thread(self._send_all, sock, key, names))
+    async def _send(self, machine: str, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
+        work = asyncio.create_task(asyncio.to_thread(self._send_all, machine, sock, key, names))
         try:
-            return await asyncio.shield(work)
+            await asyncio.shield(work)
         except asyncio.CancelledError:
             # The thread ends at its next byte.
             with suppress(OSError):
@@ -93,7 +92,7 @@ class BlockServer:
             await asyncio.wait({work})
             raise
 
-    def _send_all(self, sock: socket.socket, key: bytes, names: list[bytes]) -> int:
+    def _send_all(self, machine: str, sock: socket.socket, key: bytes, names: list[bytes]) -> None:
         store: BlockStore = self._cache.open_store()
         read_s = 0.0
 
@@ -105,15 +104,15 @@ class BlockServer:
             finally:
                 read_s += time.monotonic() - begun_s
 
-        with sock:
-            try:
+        try:
+            with sock:
                 sent = block_stream.send(SealedSender(sock, key, "acceptor"), names, read)
-                store.sent(sent, read_s)
-                return sent
-            except CacheUnavailable:
-                return 0  # the stream ends early: what was sent is whole
-            finally:
-                store.close()
+            self._counts.sent(machine, sent)
+            store.sent(sent, read_s)
+        except CacheUnavailable:
+            pass  # the stream ends early: what was sent is whole
+        finally:
+            store.close()
 
 
 def _kept(names: list[bytes]) -> list[bytes]:
