@@ -100,7 +100,7 @@ def measure(runs: int) -> Measured:
             for name, each in rows().items()
         ],
         "No measurements: the planner's prices for a hybrid of 27B parameters, of which "
-        f"{TOKENS:,} tokens are kept ({N_BYTES / 1e9:.2f} GB: rows of 16 layers, states of 48), for two speeds of "
-        f"prefill that were published, links as TCP fills them, and a disk that gives "
+        f"{TOKENS:,} tokens are kept ({N_BYTES / 1e9:.2f} GB: rows of 16 layers, states of 48), for two "
+        "speeds of prefill that were published, links as TCP fills them, and a disk that gives "
         f"{DISK_BYTES_PER_S / 1e9:.0f} GB/s. The sources stand in bench/scenarios/fetch_modelled.py.",
     )
