@@ -144,7 +144,8 @@ class Decoding:
             row = running.row
             require(row is not None and row.tokens is running.tokens, f"{running.sequence.id} has no row")
             if row is not None:
-                require(rollback.held(row.cache) == row.held, "a row's cache has other tokens")
+                held = rollback.held(row.cache)
+                require(held in (row.held, None), "a row's cache has other tokens")
         for running in self._all:
             sequence = running.sequence
             tokens = len(sequence.prepared.tokens) + sequence.generated
@@ -250,7 +251,7 @@ class Decoding:
         self.prefix.store(tokens, cache, sequence.namespace, states)
         if self.disk is not None:
             local_only = sequence.prepared.request.local_only
-            self.disk.store(tokens, cache, sequence.namespace, local_only=local_only)
+            self.disk.store(tokens, cache, sequence.namespace, states, local_only=local_only)
 
     def _running(self, request_id: str) -> DecodingSequence | None:
         return next((running for running in self._all if running.sequence.id == request_id), None)

@@ -45,6 +45,8 @@ class StateKind:
     plain = False
     # A stage of a model can keep it, and hand it over.
     shared = False
+    # It can be written to a disk.
+    stored = False
     # Attention reads it, and gives it keys and values in one call.
     attention = True
     # A pass over two tokens can be taken back by one, whatever is in there.
@@ -62,9 +64,9 @@ class StateKind:
         """True if it can be cut at any of its tokens now."""
         return False
 
-    def held(self, cache: Any) -> int:
-        """Tokens in there."""
-        return int(cache.offset)
+    def held(self, cache: Any) -> int | None:
+        """Tokens in there; None if it does not count them."""
+        return int(cache.offset) if hasattr(cache, "offset") else None
 
     def window(self, cache: Any) -> int | None:
         """Tokens back that it keeps; None if it has no such bound."""
@@ -134,7 +136,7 @@ class _Rows(StateKind):
 
 
 class PlainRows(_Rows):
-    plain = shared = widens = True
+    plain = shared = stored = widens = True
 
     def cut(self, cache: Any, stored: int, tokens: int) -> Any:
         # Without the longer one's room to grow: it would count again in the copy's own entry.
@@ -149,6 +151,8 @@ class PlainRows(_Rows):
 
 class QuantisedRows(_Rows):
     """Keys and values are three arrays each: packed numbers, scales, biases."""
+
+    stored = True
 
     def arrays(self, cache: Any) -> tuple[Any, ...]:
         return (*(cache.keys or ()), *(cache.values or ()))
@@ -172,7 +176,7 @@ class JoinedRows(_Rows):
 
 
 class Window(StateKind):
-    shared = True
+    shared = stored = True
 
     def room(self, cache: Any) -> int:
         # The row that fills the window is the last that displaces none.
@@ -212,7 +216,7 @@ class Running(StateKind):
     """MLX replaces such arrays and does not write into them, so a copy is a second name for memory that
     would have been freed."""
 
-    shared = True
+    shared = stored = True
     attention = False
 
     def arrays(self, cache: Any) -> tuple[Any, ...]:
@@ -228,6 +232,8 @@ class Running(StateKind):
         return int(cache.nbytes)
 
     def shape(self, cache: Any) -> RunningShape:
+        if any(array is None for array in cache.cache):
+            raise TypeError("a running state of which some arrays are not there yet")
         return RunningShape(tuple((tuple(array.shape), array.dtype) for array in cache.cache))
 
 
@@ -245,8 +251,8 @@ class Several(StateKind):
     def can_go_back(self, cache: Any) -> bool:
         return all(kind_of(part).can_go_back(part) for part in cache.caches)
 
-    def held(self, cache: Any) -> int:
-        return kind_of(cache.caches[0]).held(cache.caches[0])
+    def held(self, cache: Any) -> int | None:
+        return first_held(cache.caches)
 
     def saved(self, cache: Any) -> list[Any] | None:
         if self.has_rows(cache):
@@ -293,6 +299,12 @@ def kind_of(cache: Any) -> StateKind:
 def shape_of(part: Any) -> AnyShape:
     """As ``StateKind.shape``."""
     return kind_of(part).shape(part)
+
+
+def first_held(caches: Sequence[Any]) -> int | None:
+    """Tokens in there, as the first of them says that counts them."""
+    found = (kind_of(cache).held(cache) for cache in caches)
+    return next((tokens for tokens in found if tokens is not None), None)
 
 
 def all_plain(caches: Sequence[Any]) -> bool:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state import kinds
+from fleetd.engine.sequence_state.kinds import first_held, kind_of
+
+ANY = kinds.ANY
 
 
 def room(cache: list[Any]) -> int:
@@ -27,9 +30,9 @@ def take_back(cache: list[Any], tokens: int) -> None:
             layer.trim(tokens)
 
 
-def held(cache: list[Any]) -> int:
-    """Tokens whose keys and values are in there."""
-    return kind_of(cache[0]).held(cache[0])
+def held(cache: list[Any]) -> int | None:
+    """Tokens whose keys and values are in there; None if no layer says: a running state does not."""
+    return first_held(cache)
 
 
 def compact(cache: list[Any]) -> list[Any]:

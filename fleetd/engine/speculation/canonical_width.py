@@ -42,7 +42,11 @@ class WideSteps:
         return getattr(self._model, name)
 
     def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:  # (1, 1) -> (1, 1, V)
-        if tokens.size > 1 or not can_widen(cache) or kind_of(cache[0]).held(cache[0]) >= self._context:
+        if (
+            tokens.size > 1
+            or not can_widen(cache)
+            or (kind_of(cache[0]).held(cache[0]) or 0) >= self._context
+        ):
             narrow: mx.array = self._model(tokens, cache=cache)
             return narrow
         logits: mx.array = self._model(mx.repeat(tokens, ROWS, axis=1), cache=cache)

@@ -33,7 +33,7 @@ from fleetd import limits
 from fleetd.engine import cpu
 from fleetd.engine.sequence_state import rollback
 from fleetd.engine.sequence_state.copies import cache_of, copy_on_write
-from fleetd.engine.sequence_state.kinds import ANY, all_plain
+from fleetd.engine.sequence_state.kinds import all_plain
 from fleetd.engine.speculation.canonical_width import DEAREST, ROWS, WideSteps, can_widen
 
 # So that two steps lie on both sides of where sums over keys change their shape in cpu.py: fewer than COLUMNS
@@ -118,7 +118,7 @@ def probe(
     most = min(context_tokens, rollback.room(empty))
     verdict = _Probing(model, vocab_size, plan, clock).all(most)
     if not verdict.exact and can_widen(empty):
-        wide = _Probing(WideSteps(model, ANY), vocab_size, plan, clock, narrow=model).all(most)
+        wide = _Probing(WideSteps(model, rollback.ANY), vocab_size, plan, clock, narrow=model).all(most)
         also = wide.text.partition(": ")[2]
         verdict = (
             wide
@@ -176,7 +176,7 @@ class _Probing:
             text += f"; single tokens are computed as {ROWS} rows, {self._price:.2f} times as long as one"
         if self._why:
             text += f"; {self._why}"
-        until = ANY if self._plan.every else self._context + self._plan.steps
+        until = rollback.ANY if self._plan.every else self._context + self._plan.steps
         rows = 1 if self._narrow is None else ROWS
         return ExactnessVerdict(self._width, until, text, self._seconds, rows)
 
@@ -227,7 +227,7 @@ class _Probing:
         logits = [self._pass(cache, [token])[0] for token in tokens]
         if batched:
             cache = [layer.extract(0) for layer in cache]
-        return logits, _rows(cache, rollback.held(base), len(tokens))
+        return logits, _rows(cache, rollback.held(base) or 0, len(tokens))
 
     def _blocks(
         self, base: list[Any], tokens: Sequence[int], width: int
@@ -242,7 +242,7 @@ class _Probing:
             undone = len(rows) - min(len(rows), self._plan.steps - at)
             logits += rows[: len(rows) - undone]
             rollback.take_back(cache, undone)
-        return logits, _rows(cache, rollback.held(base), self._plan.steps)
+        return logits, _rows(cache, rollback.held(base) or 0, self._plan.steps)
 
     def _pass(self, cache: list[Any], tokens: Sequence[int]) -> list[mx.array]:
         inputs = mx.array([list(tokens)])
