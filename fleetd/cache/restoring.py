@@ -39,7 +39,7 @@ class StateTargets(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class BlockNames:
     """What a beginning may be called: its blocks, none where the model keeps no rows, and the snapshots at
     their ends, none where it needs none."""
 
@@ -61,10 +61,10 @@ class Restore:
     it is waited for no longer, in monotonic seconds."""
 
     model: str
-    candidates: Sequence[Candidate]
+    candidates: Sequence[BlockNames]
     due_s: float
     state: RestoreState = RestoreState.LOOKING
-    chosen: Candidate = field(default_factory=lambda: Candidate("", ()))
+    chosen: BlockNames = field(default_factory=lambda: BlockNames("", ()))
     found: FoundBlocks = field(default_factory=lambda: FoundBlocks(0, 0, 0.0))
     # Blocks that are in memory, those before ``first`` included, and how many of them end with the snapshot
     # that was read; how long reading took.
@@ -97,7 +97,7 @@ class BlockReader:
 
     # ---- on the caller's thread --------------------------------------------------------------------------
 
-    def look(self, model: str, candidates: Sequence[Candidate]) -> Restore:
+    def look(self, model: str, candidates: Sequence[BlockNames]) -> Restore:
         """Begin to look for the longest beginning."""
         restore = Restore(model, candidates, self._monotonic() + limits.CACHE_LOOKUP_S)
         if self._stuck or not any(each.names or each.states for each in candidates):

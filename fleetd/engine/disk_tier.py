@@ -18,7 +18,7 @@ from fleetd import limits
 from fleetd.cache import block_names
 from fleetd.cache.block_store import BlockStore
 from fleetd.cache.pricing import PrefillCost, worth_per_gib
-from fleetd.cache.restoring import BlockReader, Candidate
+from fleetd.cache.restoring import BlockNames, BlockReader
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.cache.write_behind import BlocksToWrite, StateToWrite, WriteBehind, WriterFigures
 from fleetd.engine.disk_restore import Restoring
@@ -168,9 +168,9 @@ class DiskTier:
         candidates = [self._candidate(head, arithmetic, local_only=local_only) for arithmetic in arithmetics]
         return Restoring(self, tokens, prefix, have, self.reader.look(self.model_name, candidates))
 
-    def _candidate(self, tokens: list[int], arithmetic: str, *, local_only: bool) -> Candidate:
+    def _candidate(self, tokens: list[int], arithmetic: str, *, local_only: bool) -> BlockNames:
         names = self._names(tokens, arithmetic, local_only=local_only)
         if not checkpoints.needed(self.empty):
-            return Candidate(arithmetic, names)
+            return BlockNames(arithmetic, names)
         states = [block_names.state_name(name) for name in names]
-        return Candidate(arithmetic, names if checkpoints.any_rows(self.empty) else [], states)
+        return BlockNames(arithmetic, names if checkpoints.any_rows(self.empty) else [], states)

@@ -12,7 +12,7 @@ from kv_blocks import files, header, payload, prompt, write
 from fleetd import limits
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.block_store import BlockStore
-from fleetd.cache.restoring import BlockReader, Candidate, Restore, RestoreState
+from fleetd.cache.restoring import BlockNames, BlockReader, Restore, RestoreState
 from fleetd.cache.settings import DiskCacheSettings
 
 SOON_S = 30.0
@@ -30,7 +30,7 @@ class Reading:
         self.rows: dict[int, bytearray] = {}
 
     def look(self, *candidates: tuple[str, Sequence[bytes]]) -> Restore:
-        found = self.reader.look("tiny", [Candidate(*each) for each in candidates])
+        found = self.reader.look("tiny", [BlockNames(*each) for each in candidates])
         if found.state is RestoreState.LOOKING:
             self.wait()
         return found
@@ -120,7 +120,7 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_said_and_not_asked_meanw
     reading.now = restore.due_s + 0.1
     reading.reader.give_up(restore)
     assert (restore.state, restore.blocks) == (RestoreState.DONE, 2)
-    assert reading.reader.look("tiny", [Candidate("dense", NAMES)]).state is RestoreState.DONE
+    assert reading.reader.look("tiny", [BlockNames("dense", NAMES)]).state is RestoreState.DONE
     hangs.set()
     reading.wait()
     # What came later counts for nothing, and the disk is asked again.

@@ -15,7 +15,7 @@ from kv_blocks import header, prompt
 from fleetd.cache.block_file import BlockDamaged, BlockHeader, sealed_bytes
 from fleetd.cache.block_names import state_name
 from fleetd.cache.block_store import BlockStore, NotKept
-from fleetd.cache.restoring import BlockReader, Candidate, Restore, RestoreState
+from fleetd.cache.restoring import BlockNames, BlockReader, Restore, RestoreState
 from fleetd.cache.settings import DiskCacheSettings
 from fleetd.cache.write_behind import BlocksToWrite, StateToWrite, WriteBehind
 
@@ -151,7 +151,7 @@ def reader(settings: DiskCacheSettings, woken: threading.Semaphore) -> Iterator[
 
 
 def found_by(reader: BlockReader, woken: threading.Semaphore) -> Restore:
-    restore = reader.look("tiny", [Candidate("dense", NAMES, STATES)])
+    restore = reader.look("tiny", [BlockNames("dense", NAMES, STATES)])
     assert woken.acquire(timeout=SOON_S)
     assert restore.state is RestoreState.FOUND
     return restore
