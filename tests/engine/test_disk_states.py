@@ -295,3 +295,23 @@ def test_after_a_restart_a_conversation_goes_on_from_the_disk(
     assert second.text("first") == first.text("first")
     assert third.text("following") == first.text("following")
     third.stop()
+
+
+def test_the_rest_of_what_memory_has_of_a_hybrid_comes_from_the_disk(
+    chain_path: Path, settings: DiskCacheSettings
+) -> None:
+    model = tiny_architectures.tiny("lfm2", vocab_size=tiny_models.VOCAB)
+    tokenizer, prompt = load_tokenizer(chain_path), tiny_models.prompt(600)
+    first = Worker(model, tokenizer, settings)
+    first.ask("long", prompt)
+    first.stop()
+    second = Worker(model, tokenizer, settings)
+    assert second.ask("short", prompt[:400]).timings.restored_tokens == BLOCK
+    ended = second.ask("long", prompt)
+    assert (ended.usage.cached_tokens, ended.timings.restored_tokens) == (2 * BLOCK, BLOCK)
+    assert second.text("long") == first.text("long")
+    # What came from the disk is a checkpoint in memory now.
+    edited = [*prompt[: 2 * BLOCK + 20], *tiny_models.prompt(30, 3)]
+    ended = second.ask("edited", edited)
+    assert (ended.usage.cached_tokens, ended.timings.restored_tokens) == (2 * BLOCK, 0)
+    second.stop()
