@@ -21,9 +21,10 @@ CPU, in f32, and in bf16 for all but mixtures of experts, whose matrices MLX mul
 run of the tests, all of them in `make test-long`.
 
 - **layers**: machines compute some layers each. **tokens**: machines compute some tokens each.
-- **prefix**: what a cached prompt shares with the next one is not read again. *in windows*: as long as it
-  fits the sliding windows, later as *whole*: only where the next prompt begins with all of what was cached,
-  because a window that has moved, or a running state, cannot be cut at a token.
+- **prefix**: what a kept prompt shares with the next one is not read again, in memory and from the disk.
+  *snapshots*: from the last checkpoint before they differ, because a running state cannot be cut at a token;
+  [Kept prompts](cache.md) says where these are. *in windows*: at any token as long as it fits the sliding
+  windows, later from snapshots too.
 - **speculation**: drafts can be taken back, *in windows* as long as the text fits these. *again*: a wrong
   draft undoes its whole pass, because a running state has no earlier tokens, and the next pass computes again
   what was right in it. *no*: blocks of tokens give other bits than single ones, so no drafts are tried. On a
@@ -66,16 +67,17 @@ Other types are refused too until a small model of theirs passes the test: they 
 _ANY = {"any": "yes", "unless windows": "yes; no where layers have sliding windows", "same": "no"}
 
 
-# Types of which some layers have sliding windows, by their makers' configs.
-_WINDOWS = {
+# Types of which some layers keep a sliding window where their config has one; a test compares them.
+WINDOWS = {
     "cohere2",
     "exaone4",
-    "gemma2",
     "gemma3",
     "gemma3_text",
     "gemma4",
     "gemma4_text",
     "gpt_oss",
+    "ministral3",
+    "mistral",
     "olmo3",
 }
 
@@ -94,12 +96,12 @@ OTHER_BLOCKS = {
 
 
 def _row(name: str, kind: Architecture) -> str:
-    within = "in windows" if name in _WINDOWS else "yes"
+    within = "in windows" if name in WINDOWS else "yes"
     cells = [
         f"`{name}`",
         "yes",
         "yes",
-        "whole" if kind.keeps_state else within,
+        "snapshots" if kind.keeps_state else within,
         _drafts(name, kind, within),
         "text" if kind.whole else "yes",
         _ANY[kind.chunks],

@@ -34,6 +34,11 @@ def names(basis: bytes, namespace: str, tokens: Sequence[int]) -> list[bytes]:
     return found
 
 
+def state_name(name: bytes) -> bytes:
+    """What a snapshot at the end of the block of this name is called: of what a model keeps besides rows."""
+    return hashlib.sha256(b"state " + name).digest()
+
+
 def kept_as(name: bytes, *, local_only: bool) -> bytes:
     """Under which name a block lies on this machine. A name that another machine asks for is never that of a
     prompt that may not leave this one, whatever it asks."""

@@ -15,9 +15,9 @@ import errno
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fleetd import limits
@@ -46,12 +46,14 @@ class NotKept(Exception):
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
     """A prompt whose blocks are written: their names, their files, what they are worth now, and how many of
-    them, from the first on, are ``here`` already."""
+    them, from the first on, are ``here`` already. ``states``: name and file of the snapshot at the end of the
+    block of that number."""
 
     names: tuple[bytes, ...]
     files: tuple[str, ...]
     priority: float
     here: int
+    states: Mapping[int, tuple[bytes, str]] = field(default_factory=dict)
 
 
 def _no_fault(_place: str) -> None:
@@ -87,17 +89,27 @@ class BlockStore:
 
     # ---- reading -----------------------------------------------------------------------------------------
 
-    def find(self, names: Sequence[bytes]) -> FoundBlocks:
-        """How many of these blocks, from the first on, are here. Raises CacheUnavailable."""
+    def find(self, names: Sequence[bytes], states: Sequence[bytes] = ()) -> FoundBlocks:
+        """How many of these blocks, from the first on, are here; see ``Index.find``. Raises
+        CacheUnavailable."""
         with self._open() as (index, key):
             # Most prompts have nothing here: one name tells.
-            if not names or not index.find(key.id, [key.file_name(names[0])]).blocks:
+            if names and not index.find(key.id, [key.file_name(names[0])]).blocks:
                 return FoundBlocks(0, 0, 0.0)
-            return index.find(key.id, [key.file_name(name) for name in names])
+            return index.find(
+                key.id, [key.file_name(name) for name in names], [key.file_name(name) for name in states]
+            )
 
-    def read(self, name: bytes, targets: Callable[[BlockHeader], Sequence[memoryview]]) -> BlockHeader | None:
+    def read(
+        self,
+        name: bytes,
+        targets: Callable[[BlockHeader], Sequence[memoryview]],
+        check: Callable[[], None] = lambda: None,
+    ) -> BlockHeader | None:
         """Put a block's payload into ``targets``, as ``block_file.unseal``. None if it is not here, or not
         what it should be: then it is forgotten, and the targets hold rubbish.
+
+        ``check`` is called once the payload is there, and raises BlockDamaged for one that it did not expect.
 
         Raises CacheUnavailable.
         """
@@ -105,11 +117,13 @@ class BlockStore:
             file_name = key.file_name(name)
             try:
                 with open(self._path(file_name), "rb", buffering=0) as file:
-                    return block_file.unseal(key, name, _filler(file), targets)
+                    header = block_file.unseal(key, name, _filler(file), targets)
+                check()
             except (OSError, BlockDamaged):
                 self._delete_file(file_name)
                 index.forget(file_name)
                 return None
+            return header
 
     # ---- beginnings of texts -----------------------------------------------------------------------------
 
@@ -132,12 +146,17 @@ class BlockStore:
         with self._open() as (index, key):
             index.price([key.file_name(name) for name in names], worth)
 
-    def prompt(self, names: Sequence[bytes], worth: float) -> PromptBlocks:
-        """Begin to write a prompt's blocks. Raises CacheUnavailable."""
+    def prompt(
+        self, names: Sequence[bytes], worth: float, states: Mapping[int, bytes] | None = None
+    ) -> PromptBlocks:
+        """Begin to write a prompt's blocks, and snapshots of these names at the ends of some. Raises
+        CacheUnavailable."""
         with self._open() as (index, key):
             files = tuple(key.file_name(name) for name in names)
+            snapshots = {number: (name, key.file_name(name)) for number, name in (states or {}).items()}
             here = index.find(key.id, files).blocks
-            return PromptBlocks(tuple(names), files, index.price(files, worth), here)
+            priority = index.price([*files, *(file for _, file in snapshots.values())], worth)
+            return PromptBlocks(tuple(names), files, priority, here, snapshots)
 
     def write(
         self,
@@ -147,8 +166,11 @@ class BlockStore:
         header: BlockHeader,
         buffers: Callable[[], Sequence[memoryview]],
         pause: Callable[[float], None] = lambda seconds: None,
+        *,
+        state: bool = False,
     ) -> int:
-        """Keep the block of this number; returns the bytes written, 0 if it is here already.
+        """Keep the block of this number, or the snapshot at its end; returns the bytes written, 0 if it is
+        here already.
 
         Args:
             buffers: gives the payload, only if it is needed.
@@ -158,13 +180,15 @@ class BlockStore:
             NotKept: the quota is too small for the prompt, or the key was replaced meanwhile.
             CacheUnavailable: a full disk, or any other failure of it; nothing of the block is left.
         """
-        n_bytes, name, file_name = block_file.sealed_bytes(header), prompt.names[number], prompt.files[number]
+        n_bytes, tokens = block_file.sealed_bytes(header), 0 if state else limits.CACHE_BLOCK_TOKENS
+        name, file_name = prompt.states[number] if state else (prompt.names[number], prompt.files[number])
         with self._open() as (index, key):
             if key.file_name(name) != file_name:
                 raise KeyReplaced
             self._check_room(n_bytes)
-            block = NewBlock(file_name, model, number, n_bytes, prompt.priority)
-            if not index.reserve(key.id, block, prompt.files, self._delete_file):
+            block = NewBlock(file_name, model, number, n_bytes, prompt.priority, tokens)
+            own = {*prompt.files, *(file for _, file in prompt.states.values())}
+            if not index.reserve(key.id, block, own, self._delete_file):
                 return 0
             self._at("reserved")
             try:

@@ -81,23 +81,34 @@ class NoRoom(Exception):
 
 @dataclass(frozen=True, slots=True)
 class NewBlock:
-    """A block that is to be written. ``name``: of its file. ``depth``: blocks before it. ``priority``: from
-    ``Index.price``."""
+    """A block or a snapshot that is to be written. ``name``: of its file. ``depth``: blocks before it.
+    ``priority``: from ``Index.price``. ``tokens``: whose rows it holds."""
 
     name: str
     model: str
     depth: int
     nbytes: int
     priority: float
+    tokens: int = limits.CACHE_BLOCK_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
 class FoundBlocks:
-    """The beginning of a prompt that is on the disk: blocks, their bytes, the measured speed of reading."""
+    """The beginning of a prompt that is on the disk: blocks, their bytes, the measured speed of reading.
+
+    ``states``: blocks at whose ends there are snapshots, ascending, with the bytes of each. Where a model
+    needs one, the beginning ends with the last of them.
+    """
 
     blocks: int
     nbytes: int
     bytes_per_s: float
+    states: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the last snapshot."""
+        return self.states[-1][1] if self.states else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,19 +187,40 @@ class Index:
 
     # ---- looking -----------------------------------------------------------------------------------------
 
-    def find(self, key_id: str, names: Sequence[str]) -> FoundBlocks:
-        """How many of these, from the first on, are on the disk. Raises KeyReplaced."""
-        at, n_bytes = 0, 0
+    def find(self, key_id: str, names: Sequence[str], states: Sequence[str] = ()) -> FoundBlocks:
+        """How many of these, from the first on, are on the disk.
+
+        Args:
+            names: of the blocks of rows; none where a model keeps no rows.
+            states: of the snapshots at the ends of all blocks, where a model needs one.
+
+        Raises KeyReplaced.
+        """
+        sizes: list[int] = []
         for name in names:
-            row = self._db.execute("SELECT bytes, ready FROM blocks WHERE name = ?", (name,)).fetchone()
-            if row is None or not row[1]:
+            if (size := self._ready_bytes(name)) is None:
                 break
-            at, n_bytes = at + 1, n_bytes + int(row[0])
-        if at and self.key_id != key_id:
+            sizes.append(size)
+        here: list[tuple[int, int]] = []
+        if states:
+            for number in range(len(sizes) if names else len(states), 0, -1):
+                if len(here) == limits.CHECKPOINTS_PER_PROMPT:
+                    break
+                if (size := self._ready_bytes(states[number - 1])) is not None:
+                    here.append((number, size))
+            here.reverse()
+        blocks = (here[-1][0] if here else 0) if states else len(sizes)
+        if not blocks:
+            return FoundBlocks(0, 0, 0.0)
+        if self.key_id != key_id:
             raise KeyReplaced
-        return FoundBlocks(
-            at, n_bytes, float(self._one("SELECT read_bytes_per_s FROM totals")) if at else 0.0
-        )
+        speed = float(self._one("SELECT read_bytes_per_s FROM totals"))
+        return FoundBlocks(blocks, sum(sizes[:blocks]), speed, tuple(here))
+
+    def _ready_bytes(self, name: str) -> int | None:
+        """The size of a block that is on the disk."""
+        row = self._db.execute("SELECT bytes FROM blocks WHERE name = ? AND ready", (name,)).fetchone()
+        return None if row is None else int(row[0])
 
     def names(self) -> dict[str, int]:
         """Every block's file and its size."""
@@ -267,8 +299,8 @@ class Index:
             self._db.execute(
                 "INSERT INTO blocks (name, model, depth, tokens, bytes, priority, begun_s)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (block.name, block.model, block.depth, limits.CACHE_BLOCK_TOKENS, block.nbytes,
-                 block.priority, self._clock()),
+                (block.name, block.model, block.depth, block.tokens, block.nbytes, block.priority,
+                 self._clock()),
             )  # fmt: skip
         return True
 

@@ -4,8 +4,9 @@
                 │          └── drop ───────────────────►│
                 └── nothing there ────────────────────► ┘
 
-The caller's thread never touches the disk. It is woken at every change; a disk that hangs is waited for no
-longer than ``due_s`` says.
+Rows are read first, then the last snapshot whose rows have come, where the model needs one; if that is not
+what it should be, the one before it. The caller's thread never touches the disk. It is woken at every change;
+a disk that hangs is waited for no longer than ``due_s`` says.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
+from typing import Protocol
 
 from fleetd import limits
 from fleetd.cache.block_file import BlockHeader
@@ -24,6 +26,26 @@ from fleetd.cache.block_store import BlockStore, CacheUnavailable, NotKept
 from fleetd.cache.index import FoundBlocks
 
 Targets = Callable[[int, BlockHeader], Sequence[memoryview]]
+
+
+class StateTargets(Protocol):
+    """Memory for a snapshot."""
+
+    def targets(self, number: int, header: BlockHeader) -> Sequence[memoryview]:
+        """Of the one at the end of the block of this number. Raises BlockDamaged for another one."""
+
+    def check(self) -> None:
+        """What came last is a snapshot. Raises BlockDamaged."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNames:
+    """What a beginning may be called: its blocks, none where the model keeps no rows, and the snapshots at
+    their ends, none where it needs none."""
+
+    namespace: str
+    names: Sequence[bytes]
+    states: Sequence[bytes] = ()
 
 
 class RestoreState(Enum):
@@ -35,21 +57,23 @@ class RestoreState(Enum):
 
 @dataclass(eq=False)
 class Restore:
-    """One prompt's. ``candidates``: block names by namespace; the longest beginning counts, of two as long
-    the first. ``due_s``: when it is waited for no longer, in monotonic seconds."""
+    """One prompt's. ``candidates``: the longest beginning counts, of two as long the first. ``due_s``: when
+    it is waited for no longer, in monotonic seconds."""
 
     model: str
-    candidates: Sequence[tuple[str, Sequence[bytes]]]
+    candidates: Sequence[BlockNames]
     due_s: float
     state: RestoreState = RestoreState.LOOKING
-    namespace: str = ""
-    names: Sequence[bytes] = ()
+    chosen: BlockNames = field(default_factory=lambda: BlockNames("", ()))
     found: FoundBlocks = field(default_factory=lambda: FoundBlocks(0, 0, 0.0))
-    # Blocks that are in memory, those before ``first`` included; and how long reading took.
+    # Blocks that are in memory, those before ``first`` included, and how many of them end with the snapshot
+    # that was read; how long reading took.
     blocks: int = 0
+    state_blocks: int = 0
     seconds: float = 0.0
     given_up: bool = False
     _targets: Targets | None = None
+    _states: StateTargets | None = None
     _first: int = 0
     _worth: float = 0.0
 
@@ -73,19 +97,22 @@ class BlockReader:
 
     # ---- on the caller's thread --------------------------------------------------------------------------
 
-    def look(self, model: str, candidates: Sequence[tuple[str, Sequence[bytes]]]) -> Restore:
+    def look(self, model: str, candidates: Sequence[BlockNames]) -> Restore:
         """Begin to look for the longest beginning."""
         restore = Restore(model, candidates, self._monotonic() + limits.CACHE_LOOKUP_S)
-        if self._stuck or not any(names for _, names in candidates):
+        if self._stuck or not any(each.names or each.states for each in candidates):
             restore.state = RestoreState.DONE
             return restore
         self._put(lambda store: self._look(store, restore))
         return restore
 
-    def read(self, restore: Restore, first: int, worth: float, targets: Targets) -> None:
-        """Read the blocks that were found, from number ``first`` on, into ``targets``, which is called on
-        the thread; ``worth``: as ``Index.price`` has it."""
-        restore._targets, restore._first, restore._worth = targets, first, worth
+    def read(
+        self, restore: Restore, first: int, worth: float, targets: Targets, states: StateTargets | None = None
+    ) -> None:
+        """Read the blocks that were found, from number ``first`` on, into ``targets``, and a snapshot into
+        ``states``, which are called on the thread; ``worth``: as ``Index.price`` has it."""
+        restore._targets, restore._states = targets, states
+        restore._first, restore._worth = first, worth
         restore.blocks, restore.state = first, RestoreState.READING
         restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S
         self._put(lambda store: self._read(store, restore))
@@ -95,7 +122,7 @@ class BlockReader:
         if restore.state is not RestoreState.DONE and self._monotonic() >= restore.due_s:
             self._stuck = True
         restore.given_up, restore.state = True, RestoreState.DONE
-        restore._targets = None
+        restore._targets = restore._states = None
 
     def count(self, restore: Restore, tokens: int, n_bytes: int, saved_s: float) -> None:
         """Count a restore that was of use."""
@@ -125,33 +152,60 @@ class BlockReader:
 
     def _look(self, store: BlockStore, restore: Restore) -> None:
         try:
-            for namespace, names in restore.candidates:
-                found = store.find(names)
+            for candidate in restore.candidates:
+                found = store.find(candidate.names, candidate.states)
                 if found.blocks > restore.found.blocks:
-                    restore.namespace, restore.names, restore.found = namespace, names, found
+                    restore.chosen, restore.found = candidate, found
         finally:
             if not restore.given_up:
                 restore.state = RestoreState.FOUND if restore.found.blocks else RestoreState.DONE
             self._wake()
 
     def _read(self, store: BlockStore, restore: Restore) -> None:
-        begun, targets = self._monotonic(), restore._targets
+        begun, names = self._monotonic(), restore.chosen.names
         try:
-            for number in range(restore._first, restore.found.blocks):
-                if targets is None or restore.given_up:
-                    return
-                if store.read(restore.names[number], partial(targets, number)) is None:
-                    break
-                if restore._targets is None:
-                    return  # given up: the caller has taken what was there
-                # In this order: a caller that gives up between the two takes one block less.
-                restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S
-                restore.blocks = number + 1
+            if names:
+                self._read_rows(store, restore)
+            else:
+                restore.blocks = restore.found.blocks
+            used = list(names[: restore.blocks])
+            if restore.found.states:
+                used += self._read_state(store, restore)
         finally:
             restore.seconds = self._monotonic() - begun
             # Before the caller hears of it: while they exist, MLX copies what it adds to.
-            restore._targets = targets = None
+            restore._targets = restore._states = None
             if not restore.given_up:
                 restore.state = RestoreState.DONE
             self._wake()
-        store.price(restore.names[: restore.blocks], restore._worth)
+        if not restore.given_up:
+            store.price(used, restore._worth)
+
+    def _read_rows(self, store: BlockStore, restore: Restore) -> None:
+        targets = restore._targets
+        for number in range(restore._first, restore.found.blocks):
+            if targets is None or restore.given_up:
+                return
+            if store.read(restore.chosen.names[number], partial(targets, number)) is None:
+                return
+            if restore._targets is None:
+                return  # given up: the caller has taken what was there
+            # In this order: a caller that gives up between the two takes one block less.
+            restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S
+            restore.blocks = number + 1
+
+    def _read_state(self, store: BlockStore, restore: Restore) -> list[bytes]:
+        """The last snapshot whose rows have come; returns its name, if there is one."""
+        states = restore._states
+        for blocks, _ in reversed(restore.found.states):
+            if states is None or restore.given_up:
+                break
+            if blocks > restore.blocks:
+                continue
+            name = restore.chosen.states[blocks - 1]
+            restore.due_s = self._monotonic() + limits.CACHE_BLOCK_S
+            if store.read(name, partial(states.targets, blocks - 1), states.check) is not None:
+                if not restore.given_up:
+                    restore.state_blocks = blocks
+                return [name]
+        return []

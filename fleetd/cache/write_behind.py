@@ -9,29 +9,45 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from fleetd import limits
+from fleetd.cache import block_names
 from fleetd.cache.block_file import BlockHeader
-from fleetd.cache.block_store import BlockStore, CacheUnavailable, NotKept
+from fleetd.cache.block_store import BlockStore, CacheUnavailable, NotKept, PromptBlocks
+
+
+@dataclass(frozen=True, slots=True)
+class StateToWrite:
+    """A snapshot, evaluated: what a model keeps besides rows."""
+
+    header: BlockHeader
+    buffers: Sequence[memoryview]
 
 
 @dataclass(frozen=True, slots=True)
 class BlocksToWrite:
     """All blocks of one prompt, first to last: most of them may be on the disk already.
 
-    ``headers`` and ``buffers``: of the block of that number; ``buffers`` may be called on any thread.
-    ``nbytes``: what it keeps in memory while it waits. ``worth``: as ``Index.price`` has it.
+    ``headers`` and ``buffers``: of the block of that number; ``buffers`` may be called on any thread. Blocks
+    without bytes are not written. ``row_bytes``: what the rows keep in memory while they wait. ``worth``: as
+    ``Index.price`` has it. ``states``: snapshots at the ends of blocks of these numbers.
     """
 
     model: str
     names: Sequence[bytes]
     worth: float
-    nbytes: int
+    row_bytes: int
     header: Callable[[int], BlockHeader]
     buffers: Callable[[int], Sequence[memoryview]]
+    states: Mapping[int, StateToWrite] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """What it keeps in memory while it waits."""
+        return self.row_bytes + sum(state.header.nbytes for state in self.states.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +91,8 @@ class WriteBehind:
             for earlier in [w for w in self._waiting if _continues(prompt, w)]:
                 self._waiting.remove(earlier)
                 self._queued_bytes -= earlier.nbytes
+                # All but its snapshots: a later state cannot be cut to theirs.
+                prompt = replace(prompt, states={**earlier.states, **prompt.states})
             if self._closing_at is not None or self._queued_bytes + prompt.nbytes > self.most_bytes:
                 self._dropped += 1
                 return False
@@ -149,25 +167,21 @@ class WriteBehind:
         if self.monotonic() < self._again_at:
             return False
         try:
-            blocks = store.prompt(prompt.names, prompt.worth)
-            for number in range(blocks.here, len(prompt.names)):
-                if self._closing_at is not None and self.monotonic() >= self._closing_at:
-                    return False
-                n_bytes = store.write(
-                    blocks,
-                    number,
-                    prompt.model,
-                    prompt.header(number),
-                    partial(prompt.buffers, number),
-                    self._pause,
-                )
-                with self._changed:
-                    self._written_bytes += n_bytes
-                    self._written_blocks += n_bytes > 0
-                    self._note = ""
+            states = {number: block_names.state_name(prompt.names[number]) for number in prompt.states}
+            blocks = store.prompt(prompt.names, prompt.worth, states)
+            for number in range(len(prompt.names)):
+                if number >= blocks.here and (header := prompt.header(number)).nbytes:
+                    if not self._in_time():
+                        return False
+                    buffers = partial(prompt.buffers, number)
+                    self._wrote(store.write(blocks, number, prompt.model, header, buffers, self._pause))
+                if (state := prompt.states.get(number)) is not None:
+                    if not self._in_time():
+                        return False
+                    self._wrote(self._write_state(store, blocks, number, prompt.model, state))
             if blocks.here < len(prompt.names):
                 # What went for them has moved the clock on.
-                store.price(prompt.names, prompt.worth)
+                store.price([*prompt.names, *states.values()], prompt.worth)
         except NotKept:
             return False
         except CacheUnavailable as error:
@@ -176,6 +190,22 @@ class WriteBehind:
                 self._note = str(error)
             return False
         return True
+
+    def _write_state(
+        self, store: BlockStore, blocks: PromptBlocks, number: int, model: str, state: StateToWrite
+    ) -> int:
+        return store.write(
+            blocks, number, model, state.header, lambda: state.buffers, self._pause, state=True
+        )
+
+    def _in_time(self) -> bool:
+        return self._closing_at is None or self.monotonic() < self._closing_at
+
+    def _wrote(self, n_bytes: int) -> None:
+        with self._changed:
+            self._written_bytes += n_bytes
+            self._written_blocks += n_bytes > 0
+            self._note = ""
 
     def _pause(self, worked_s: float) -> None:
         if self.paced and not self._hurry.is_set():

@@ -260,7 +260,7 @@ class Decoding:
         self.prefix.store(tokens, cache, sequence.namespace, states)
         if self.disk is not None:
             local_only = sequence.prepared.request.local_only
-            self.disk.store(tokens, cache, sequence.namespace, local_only=local_only)
+            self.disk.store(tokens, cache, sequence.namespace, states, local_only=local_only)
 
     def _running(self, request_id: str) -> DecodingSequence | None:
         return next((running for running in self._all if running.sequence.id == request_id), None)

@@ -1,31 +1,32 @@
-"""The disk beside the prefix cache: what a prompt's keys and values are as blocks, and back.
+"""The disk beside the prefix cache: what a model keeps of prompts as blocks and snapshots, and back.
 
-Only for models whose every layer keeps a row per token. Rows are written from and read into the caches'
-own memory, by threads of ``fleetd.cache``; the compute thread only says which.
+Rows are written from and read into the caches' own memory, by threads of ``fleetd.cache``; the compute thread
+only says which. A model of which some layers cannot be cut at a token has snapshots at the ends of some
+blocks: where the prefix cache keeps checkpoints, and where a prompt ends with a block.
 """
 
 from __future__ import annotations
 
-import hashlib
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd import limits
 from fleetd.cache import block_names
-from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.block_store import BlockStore
-from fleetd.cache.pricing import PrefillCost, restore_s, worth_per_gib
-from fleetd.cache.restoring import BlockReader, Restore, RestoreState
+from fleetd.cache.pricing import PrefillCost, worth_per_gib
+from fleetd.cache.restoring import BlockNames, BlockReader
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.cache.write_behind import BlocksToWrite, WriteBehind, WriterFigures
-from fleetd.engine.prefix_cache import DENSE, Hit, PrefixCache
-from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated
-from fleetd.engine.sequence_state.shapes import KvShape
+from fleetd.cache.write_behind import BlocksToWrite, StateToWrite, WriteBehind, WriterFigures
+from fleetd.engine.disk_restore import Restoring
+from fleetd.engine.prefix_cache import DENSE, PrefixCache
+from fleetd.engine.sequence_state import checkpoints
+from fleetd.engine.sequence_state.blocks import BlockLayout, block_rows, can_be_blocks
+from fleetd.engine.sequence_state.kinds import all_plain
+from fleetd.engine.sequence_state.row_memory import RowBuffer
 
 _BLOCK = limits.CACHE_BLOCK_TOKENS
 
@@ -36,40 +37,10 @@ def namespace(arithmetic: str, *, local_only: bool) -> str:
     return f"{arithmetic}, local only" if local_only else arithmetic
 
 
-@dataclass(frozen=True, slots=True)
-class _RowLayout:
-    """What each layer keeps per token. ``text``: equal for equal layouts."""
-
-    layers: tuple[KvShape, ...]
-
-    @classmethod
-    def of(cls, cache: Sequence[KVCache]) -> _RowLayout:
-        """Of caches in which there is something."""
-        shapes = ((c.keys.shape, c.values.shape, c.keys.dtype) for c in cache)
-        return cls(tuple(KvShape(k[1], k[3], v[3], dtype, 0) for k, v, dtype in shapes))
-
-    @property
-    def text(self) -> str:
-        parts = ((s.heads, s.key_width, s.value_width, str(s.dtype)) for s in self.layers)
-        return "rows " + hashlib.sha256(repr(tuple(parts)).encode()).hexdigest()[:32]
-
-    def header(self, number: int) -> BlockHeader:
-        """Of a block of this number: each head's keys, then each head's values, layer by layer."""
-        sizes = []
-        for shape in self.layers:
-            for width in (shape.key_width, shape.value_width):
-                sizes += [_BLOCK * width * shape.dtype.size] * shape.heads
-        return BlockHeader(self.text, (number + 1) * _BLOCK, sizes)
-
-
-def _rows(buffers: Sequence[RowBuffer], number: int) -> list[memoryview]:
-    return [row for buffer in buffers for row in buffer.rows(number * _BLOCK, (number + 1) * _BLOCK)]
-
-
 @dataclass
 class DiskTier:
     """``basis``: decides the bytes besides the tokens. ``cost``: of this model's prefill on this machine.
-    ``most_queued_bytes``: of keys and values that wait to be written."""
+    ``most_queued_bytes``: of what waits to be written."""
 
     settings: DiskCacheSettings
     model: Any
@@ -82,12 +53,13 @@ class DiskTier:
     def __post_init__(self) -> None:
         self.writer = WriteBehind(self._open, self.most_queued_bytes)
         self.reader = BlockReader(self._open, lambda: self.wake())
-        self._layout: _RowLayout | None = None
+        self.empty: list[Any] = make_prompt_cache(self.model)
+        self._layout: BlockLayout | None = None
 
     @classmethod
     def suits(cls, cache: Sequence[Any]) -> bool:
         """True if a model with these caches can be kept in blocks."""
-        return bool(cache) and all(type(layer) is KVCache for layer in cache)
+        return can_be_blocks(cache)
 
     def _open(self) -> BlockStore:
         return BlockStore(self.settings)
@@ -105,38 +77,82 @@ class DiskTier:
         self.reader.close()
         self.writer.close()
 
+    def layout(self) -> BlockLayout:
+        """Computed from one token if no prompt was computed yet."""
+        if self._layout is None:
+            cache = make_prompt_cache(self.model)
+            self.model(mx.array([[0]]), cache=cache)
+            self._layout = BlockLayout.of(cache)
+        return self._layout
+
     # ---- to the disk -------------------------------------------------------------------------------------
 
-    def store(self, tokens: list[int], cache: list[Any], arithmetic: str, *, local_only: bool) -> None:
-        """Queue the whole blocks of ``tokens``, which ``cache`` holds, evaluated and not written to again."""
+    def store(
+        self,
+        tokens: list[int],
+        cache: list[Any],
+        arithmetic: str,
+        states: Mapping[int, list[Any]] | None = None,
+        *,
+        local_only: bool,
+    ) -> None:
+        """Queue the whole blocks of ``tokens``, which ``cache`` holds, evaluated and not written to again.
+        ``states``: what ``checkpoints.saved`` gave at earlier tokens."""
         names = self._names(tokens, arithmetic, local_only=local_only)
         if not names or not self.suits(cache):
             return
-        layout = self._layout = self._layout or _RowLayout.of(cache)
-        buffers = [RowBuffer(layer) for layer in cache]
-        header = layout.header(0)
+        try:
+            layout = self._layout = self._layout or BlockLayout.of(cache)
+        except TypeError:
+            return  # a state with arrays that this prompt did not fill
+        snapshots = self._snapshots(layout, len(tokens), cache, states or {})
+        if layout.states:
+            # Rows past the last snapshot are of no use.
+            names = names[: max(snapshots, default=-1) + 1]
+        if not names:
+            return
+        in_rows = layout.in_rows(cache)
+        buffers = [RowBuffer.computed(part) for part in in_rows]
+        n_bytes = len(names) * layout.header(0).nbytes + sum(s.header.nbytes for s in snapshots.values())
         self.writer.put(
             BlocksToWrite(
                 self.model_name,
                 names,
-                self._worth(names, header.nbytes),
-                sum(int(layer.nbytes) for layer in cache),
+                self.worth(len(names) * _BLOCK, n_bytes),
+                sum(int(part.nbytes) for part in in_rows),
                 layout.header,
-                lambda number: _rows(buffers, number),
+                lambda number: block_rows(buffers, number),
+                snapshots,
             )
         )
+
+    def _snapshots(
+        self, layout: BlockLayout, tokens: int, cache: list[Any], states: Mapping[int, list[Any]]
+    ) -> dict[int, StateToWrite]:
+        """By the number of the block that each is at the end of."""
+        if not layout.states:
+            return {}
+        found = dict(states)
+        if not tokens % _BLOCK and tokens not in found:
+            found[tokens] = checkpoints.saved(cache)
+        return {
+            at // _BLOCK - 1: StateToWrite(*layout.snapshot(state, at))
+            for at, state in found.items()
+            if not at % _BLOCK
+        }
 
     def _names(self, tokens: list[int], arithmetic: str, *, local_only: bool) -> list[bytes]:
         found = block_names.names(self.basis, namespace(arithmetic, local_only=local_only), tokens)
         return [block_names.kept_as(name, local_only=local_only) for name in found]
 
     def names_for_others(self, tokens: list[int]) -> list[bytes]:
-        """What other machines call the whole blocks of ``tokens``, if they compute the same bytes."""
-        return block_names.names(self.basis, DENSE, tokens)
+        """What other machines call the whole blocks of ``tokens``, if they compute the same bytes; none where
+        rows are not all that the model keeps: snapshots stay here."""
+        return block_names.names(self.basis, DENSE, tokens) if all_plain(self.empty) else []
 
-    def _worth(self, names: Sequence[bytes], block_bytes: int) -> float:
-        tokens = len(names) * _BLOCK
-        return worth_per_gib(self.cost.seconds(0, tokens), len(names) * block_bytes)
+    def worth(self, tokens: int, n_bytes: int) -> float:
+        """Of the blocks of a prompt's first ``tokens``, as ``Index.price`` has it."""
+        return worth_per_gib(self.cost.seconds(0, tokens), n_bytes)
 
     # ---- from the disk -----------------------------------------------------------------------------------
 
@@ -149,115 +165,12 @@ class DiskTier:
         head = tokens[:-1]
         if have >= block_names.whole_blocks(len(head)) * _BLOCK:
             return None
-        candidates = [(a, self._names(head, a, local_only=local_only)) for a in arithmetics]
+        candidates = [self._candidate(head, arithmetic, local_only=local_only) for arithmetic in arithmetics]
         return Restoring(self, tokens, prefix, have, self.reader.look(self.model_name, candidates))
 
-    def layout(self) -> _RowLayout:
-        """Computed from one token if no prompt was computed yet."""
-        if self._layout is None:
-            cache = make_prompt_cache(self.model)
-            self.model(mx.array([[0]]), cache=cache)
-            self._layout = _RowLayout.of(cache)
-        return self._layout
-
-
-class Restoring:
-    """One prompt's beginning on its way from the disk into caches with room for the whole prompt. ``have``:
-    tokens of it that the prefix cache holds."""
-
-    def __init__(
-        self, tier: DiskTier, tokens: list[int], prefix: PrefixCache, have: int, restore: Restore
-    ) -> None:
-        self._tier = tier
-        self._tokens = tokens
-        self._prefix = prefix
-        self._have = have
-        self._restore = restore
-        self._begun_s = time.monotonic()
-        self._cache: list[KVCache] = []
-        self._first = 0
-        self.tokens = 0
-        self.n_bytes = 0
-
-    @property
-    def ready(self) -> bool:
-        """True if ``step`` has something to do."""
-        return (
-            self._restore.state in (RestoreState.FOUND, RestoreState.DONE)
-            or time.monotonic() >= self._restore.due_s
-        )
-
-    @property
-    def due_s(self) -> float:
-        """When it is ready even if the disk hangs, in monotonic seconds."""
-        return self._restore.due_s
-
-    @property
-    def seconds(self) -> float:
-        """Since the prompt was looked for."""
-        return time.monotonic() - self._begun_s
-
-    def step(self) -> Hit | None:
-        """Go on, if it is ready. At the end the restored beginning, which has 0 tokens where the disk was of
-        no use; None before that."""
-        if self._restore.state is RestoreState.FOUND:
-            if not self._pays():
-                return self._none()
-            self._read()
-            return None
-        if self._restore.state is not RestoreState.DONE:
-            if not self.ready:
-                return None
-            self.close()
-        return self._hit()
-
-    def close(self) -> None:
-        """Wait for nothing more."""
-        self._tier.reader.give_up(self._restore)
-
-    def _pays(self) -> bool:
-        """True if reading is predicted to be sooner than computing what the prefix cache lacks."""
-        restore = self._restore
-        self._first = self._have // _BLOCK
-        blocks = restore.found.blocks - self._first
-        if restore.found.blocks * _BLOCK <= self._have:
-            return False
-        n_bytes = restore.found.nbytes * blocks // restore.found.blocks
-        computed_s = self._tier.cost.seconds(self._have, restore.found.blocks * _BLOCK)
-        return restore_s(n_bytes, restore.found.bytes_per_s) < computed_s
-
-    def _read(self) -> None:
-        layout, namespace_ = self._tier.layout(), self._restore.namespace
-        memory = self._prefix.fetch(self._tokens, namespace_) if self._first else Hit(0, None)
-        # Of two namespaces the other one may have had more.
-        self._first = min(self._first, memory.tokens // _BLOCK)
-        before = memory.cache or [None] * len(layout.layers)
-        self._cache = [
-            preallocated(shape, len(self._tokens), prefix)
-            for shape, prefix in zip(layout.layers, before, strict=True)
-        ]
-        buffers = [RowBuffer(layer) for layer in self._cache]
-
-        def targets(number: int, header: BlockHeader) -> list[memoryview]:
-            if header != layout.header(number):
-                raise BlockDamaged("a block of another layout")
-            return _rows(buffers, number)
-
-        worth = self._tier._worth(self._restore.names, layout.header(0).nbytes)
-        self._tier.reader.read(self._restore, self._first, worth, targets)
-
-    def _hit(self) -> Hit:
-        blocks = self._restore.blocks
-        if not self._cache or blocks * _BLOCK <= self._have:
-            return self._none()
-        self.tokens = (blocks - self._first) * _BLOCK
-        self.n_bytes = (blocks - self._first) * self._tier.layout().header(0).nbytes
-        for layer in self._cache:
-            layer.offset = blocks * _BLOCK
-        saved_s = self._tier.cost.seconds(self._have, blocks * _BLOCK) - self.seconds
-        self._tier.reader.count(self._restore, self.tokens, self.n_bytes, saved_s)
-        return Hit(blocks * _BLOCK, list(self._cache), self._restore.namespace)
-
-    def _none(self) -> Hit:
-        self._cache = []
-        return Hit(0, None, DENSE)
+    def _candidate(self, tokens: list[int], arithmetic: str, *, local_only: bool) -> BlockNames:
+        names = self._names(tokens, arithmetic, local_only=local_only)
+        if not checkpoints.needed(self.empty):
+            return BlockNames(arithmetic, names)
+        states = [block_names.state_name(name) for name in names]
+        return BlockNames(arithmetic, names if checkpoints.any_rows(self.empty) else [], states)

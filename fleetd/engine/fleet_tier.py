@@ -22,9 +22,10 @@ import mlx.core as mx
 from fleetd import limits
 from fleetd.cache import block_stream
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
-from fleetd.engine.disk_tier import DiskTier, _rows
+from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.prefix_cache import DENSE, Hit
 from fleetd.engine.protocol import FetchBlocks, Fetched, Lacking, StreamTag
+from fleetd.engine.sequence_state.blocks import block_rows as _rows
 from fleetd.engine.sequence_state.row_memory import RowBuffer, preallocated, truncated
 from fleetd.engine.shared_prefill.spot_check import alike, same
 from fleetd.errors import FleetError, PeerLate, PeerWrong
@@ -148,10 +149,10 @@ class Fetching:
         layout, first = self._tier.layout(), self._first
         held = self._held() if self._first else Hit(0, None)
         self._first = self._blocks = min(self._first, held.tokens // _BLOCK)
-        before = held.cache or [None] * len(layout.layers)
+        before = held.cache or [None] * len(layout.rows)
         self._cache = [
             preallocated(shape, len(self._prompt), prefix)
-            for shape, prefix in zip(layout.layers, before, strict=True)
+            for shape, prefix in zip(layout.rows, before, strict=True)
         ]
         buffers = [RowBuffer(layer) for layer in self._cache]
         numbers = range(first, first + min(decision.blocks, len(self._names)))

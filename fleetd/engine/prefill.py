@@ -12,6 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from fleetd import limits
 from fleetd.engine.sequence_state import checkpoints
 from fleetd.models.memory_need import WORKING_BYTES
 
@@ -45,6 +46,9 @@ class Prefiller:
     def __post_init__(self) -> None:
         if self.state_bytes and checkpoints.needed(self.cache):
             self._places = [at for at in checkpoints.places(len(self.tokens)) if at > self.done]
+            if self.done and not self.done % limits.CHECKPOINT_BLOCK_TOKENS:
+                # What it begins from may come from the disk, or leave memory before this prompt does.
+                self._save(self.done)
 
     @property
     def remaining(self) -> int:

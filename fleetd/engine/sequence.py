@@ -9,7 +9,7 @@ from typing import Any
 from mlx_lm.models.cache import make_prompt_cache
 
 from fleetd.control.prefill_trace import Speculated
-from fleetd.engine.disk_tier import Restoring
+from fleetd.engine.disk_restore import Restoring
 from fleetd.engine.fleet_tier import Fetching
 from fleetd.engine.guests import can_step
 from fleetd.engine.logprobs import Logprobs, PromptLogprobs

@@ -9,17 +9,21 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import kv_blocks
 
 from fleetd.cache.block_file import sealed_bytes
+from fleetd.cache.block_names import state_name
 from fleetd.cache.block_store import BlockStore
 from fleetd.home import durable
 
 # Room for three blocks and a half.
 QUOTA_BYTES = sealed_bytes(kv_blocks.header(0)) * 7 // 2
 PROMPTS = [kv_blocks.prompt(seed, 2) for seed in range(1, 5)]
+# At the end of the third.
+SNAPSHOT = state_name(PROMPTS[2][1])
 
 
 def work(home: Path, die_at: int) -> int:
@@ -45,6 +49,7 @@ def work(home: Path, die_at: int) -> int:
             kv_blocks.read(store, name, number)
     store.clear()
     kv_blocks.write(store, PROMPTS[2])
+    _write_snapshot(store)
     store.close()
     # The next run has less room.
     store = BlockStore(kv_blocks.settings(home, QUOTA_BYTES // 2), at=at)
@@ -57,6 +62,12 @@ def work(home: Path, die_at: int) -> int:
     kv_blocks.write(store, PROMPTS[3])
     store.close()
     return steps
+
+
+def _write_snapshot(store: BlockStore) -> None:
+    prompt = store.prompt(PROMPTS[2], 1.0, {1: SNAPSHOT})
+    buffers = partial(kv_blocks.buffers, SNAPSHOT)
+    store.write(prompt, 1, "tiny", kv_blocks.header(1), buffers, state=True)
 
 
 def main(folder: Path) -> None:

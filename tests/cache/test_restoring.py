@@ -12,7 +12,7 @@ from kv_blocks import files, header, payload, prompt, write
 from fleetd import limits
 from fleetd.cache.block_file import BlockDamaged, BlockHeader
 from fleetd.cache.block_store import BlockStore
-from fleetd.cache.restoring import BlockReader, Restore, RestoreState
+from fleetd.cache.restoring import BlockNames, BlockReader, Restore, RestoreState
 from fleetd.cache.settings import DiskCacheSettings
 
 SOON_S = 30.0
@@ -30,7 +30,7 @@ class Reading:
         self.rows: dict[int, bytearray] = {}
 
     def look(self, *candidates: tuple[str, Sequence[bytes]]) -> Restore:
-        found = self.reader.look("tiny", candidates)
+        found = self.reader.look("tiny", [BlockNames(*each) for each in candidates])
         if found.state is RestoreState.LOOKING:
             self.wait()
         return found
@@ -64,7 +64,7 @@ def test_the_longest_beginning_of_all_namespaces_is_found_and_read(
     longer = prompt(1, 4, namespace="plan")
     write(store, longer[:3])
     restore = reading.look(("dense", NAMES), ("plan", longer))
-    assert (restore.state, restore.namespace, restore.found.blocks) == (RestoreState.FOUND, "plan", 3)
+    assert (restore.state, restore.chosen.namespace, restore.found.blocks) == (RestoreState.FOUND, "plan", 3)
     assert reading.read(restore) == 3
     assert [bytes(reading.rows[n]) for n in range(3)] == [payload(name) for name in longer[:3]]
 
@@ -73,7 +73,7 @@ def test_of_two_as_long_the_first_counts(reading: Reading, store: BlockStore) ->
     plan = prompt(1, 4, namespace="plan")
     write(store, NAMES)
     write(store, plan)
-    assert reading.look(("dense", NAMES), ("plan", plan)).namespace == "dense"
+    assert reading.look(("dense", NAMES), ("plan", plan)).chosen.namespace == "dense"
 
 
 def test_what_memory_has_is_not_read(reading: Reading, store: BlockStore) -> None:
@@ -120,7 +120,7 @@ def test_a_disk_that_hangs_is_waited_for_no_longer_than_said_and_not_asked_meanw
     reading.now = restore.due_s + 0.1
     reading.reader.give_up(restore)
     assert (restore.state, restore.blocks) == (RestoreState.DONE, 2)
-    assert reading.reader.look("tiny", [("dense", NAMES)]).state is RestoreState.DONE
+    assert reading.reader.look("tiny", [BlockNames("dense", NAMES)]).state is RestoreState.DONE
     hangs.set()
     reading.wait()
     # What came later counts for nothing, and the disk is asked again.

@@ -7,12 +7,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import crashing_store
 import kv_blocks
 import pytest
-from crashing_store import PROMPTS, QUOTA_BYTES
+from crashing_store import PROMPTS, QUOTA_BYTES, SNAPSHOT
 
 from fleetd.cache.block_store import BlockStore, CacheUnavailable
 
@@ -50,9 +51,10 @@ def test_every_step_leaves_blocks_that_are_right_or_missing_within_the_quota(lef
             seen = [
                 kv_blocks.read(store, name, number) for names in PROMPTS for number, name in enumerate(names)
             ]
+            seen.append(kv_blocks.read(store, SNAPSHOT, 1))
         except CacheUnavailable:
             seen = []  # the damaged index; the next start mends it
-        wanted = [kv_blocks.payload(name) for names in PROMPTS for name in names]
+        wanted = [kv_blocks.payload(name) for name in (*chain(*PROMPTS), SNAPSHOT)]
         assert all(found in (None, right) for found, right in zip(seen, wanted, strict=False)), home
         store.close()
 

@@ -10,7 +10,7 @@ import mlx.core as mx
 import pytest
 import tiny_architectures
 import tiny_models
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ChunkedKVCache, KVCache, RotatingKVCache
 from mlx_lm.tokenizer_utils import load as load_tokenizer
 
 from fleetd import limits
@@ -18,7 +18,6 @@ from fleetd.cache.block_store import BlockStore
 from fleetd.cache.index import FoundBlocks
 from fleetd.cache.pricing import PrefillCost
 from fleetd.cache.settings import DiskCacheSettings
-from fleetd.engine.architectures import CUT
 from fleetd.engine.disk_tier import DiskTier
 from fleetd.engine.memory import KvBudget
 from fleetd.engine.prefix_cache import DENSE, PrefixCache
@@ -36,7 +35,6 @@ from fleetd.engine.protocol import (
     TokenPrompt,
 )
 from fleetd.engine.scheduler import Scheduler
-from fleetd.engine.sequence_state import row_memory
 from fleetd.engine.sequence_state.array_bytes import as_bytes
 from fleetd.engine.shared_prefill.sharable import Sharable
 from fleetd.engine.stage import Stage
@@ -159,46 +157,9 @@ def bytes_of(cache: list[Any] | None) -> list[bytes]:
     ]
 
 
-# The rest under the long marker: all of them take half a minute.
-SAMPLE = {"llama", "deepseek_v3", "qwen3_moe"}
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in SAMPLE else pytest.mark.long) for kind in sorted(CUT)],
-)
-def test_every_family_that_keeps_rows_is_restored_byte_for_byte(
-    kind: str, settings: DiskCacheSettings
-) -> None:
-    model = tiny_architectures.tiny(kind)
-    tokens = [(7 * n + n // 3) % tiny_architectures.VOCAB for n in range(BLOCK + 20)]
-    cache = make_prompt_cache(model)
-    if not DiskTier.suits(cache):
-        assert not all(isinstance(layer, KVCache) for layer in cache)
-        return
-    mx.eval(model(mx.array([tokens[:-1]]), cache=cache))
-    first = tier(model, settings)
-    first.store(tokens[:-1], cache, DENSE, local_only=False)
-    first.close()
-
-    second = tier(model, settings)
-    second.wake = (woken := threading.Semaphore(0)).release
-    restoring = second.begin(tokens, PrefixCache(0), [DENSE], local_only=False)
-    assert restoring is not None
-    while (hit := restoring.step()) is None:
-        assert woken.acquire(timeout=30)
-    assert hit.tokens == BLOCK
-    assert bytes_of(hit.cache) == bytes_of(truncated(cache, BLOCK))
-    second.close()
-
-
 def tier(model: Any, settings: DiskCacheSettings, **options: Any) -> DiskTier:
     fields = {"basis": b"this model on this machine", "cost": SLOW, "most_queued_bytes": 1 << 30} | options
     return DiskTier(settings=settings, model=model, model_name="tiny", **fields)
-
-
-def truncated(cache: list[KVCache], tokens: int) -> list[KVCache]:
-    return [row_memory.truncated(layer, tokens) for layer in cache]
 
 
 def test_what_the_answer_added_is_kept_too(model: Any, tokenizer: Any, settings: DiskCacheSettings) -> None:
@@ -328,7 +289,7 @@ def test_a_disk_that_hangs_costs_a_bounded_wait(
     answer = kept(model, tokenizer, settings, PROMPT)
     go_on = threading.Event()
     monkeypatch.setattr(limits, "CACHE_LOOKUP_S", 0.01)
-    monkeypatch.setattr(BlockStore, "find", lambda self, names: go_on.wait(30) and FoundBlocks(0, 0, 0.0))
+    monkeypatch.setattr(BlockStore, "find", lambda self, *names: go_on.wait(30) and FoundBlocks(0, 0, 0.0))
     worker = Worker(model, tokenizer, settings)
     assert worker.ask("first", PROMPT).usage.cached_tokens == 0
     assert worker.text("first") == answer
@@ -336,9 +297,9 @@ def test_a_disk_that_hangs_costs_a_bounded_wait(
     worker.stop()
 
 
-def test_a_model_that_forgets_is_not_kept_in_rows() -> None:
-    assert DiskTier.suits([KVCache(), KVCache()])
-    assert not DiskTier.suits([KVCache(), RotatingKVCache(32)])
+def test_a_model_whose_states_are_of_an_unknown_kind_is_not_kept() -> None:
+    assert DiskTier.suits([KVCache(), RotatingKVCache(32)])
+    assert not DiskTier.suits([KVCache(), ChunkedKVCache(32)])
     assert not DiskTier.suits([])
 
 

@@ -270,3 +270,24 @@ def test_no_pattern_of_a_field_lets_a_newline_follow() -> None:
                 bare = pattern.endswith("$") and not pattern.endswith("(?!\\n)$")
                 assert not bare, f"{path.name}: {pattern}"
     assert found >= 5
+
+
+# ---- Kinds of state --------------------------------------------------------------------------------------
+
+# What any module may ask of mlx-lm: to make a model's caches, and a list of tokens.
+ANY_MODULE = {"make_prompt_cache", "TokenBuffer"}
+# The table of kinds, and caches of sparse prefill's own.
+KNOW_CACHES = ("fleetd/engine/sequence_state/", "fleetd/engine/sparse_prefill/sparse_caches.py")
+
+
+def test_one_package_knows_the_cache_classes_of_mlx_lm() -> None:
+    asked = {
+        f"{path}: {alias.name}"
+        for path, tree in modules()
+        if not str(path).startswith(KNOW_CACHES)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module == "mlx_lm.models.cache"
+        for alias in node.names
+        if alias.name not in ANY_MODULE
+    }
+    assert not asked

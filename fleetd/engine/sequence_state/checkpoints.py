@@ -9,13 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
+
 from fleetd import limits
 from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state.parts import all_parts, arrays
 
 
 def needed(cache: list[Any]) -> bool:
     """Whether some layer's state cannot be had from its later state."""
     return not all(kind_of(layer).has_rows(layer) for layer in cache)
+
+
+def any_rows(cache: list[Any]) -> bool:
+    """Whether any part of any layer has a row per token."""
+    return any(kind_of(part).has_rows(part) for part in all_parts(cache))
 
 
 def places(tokens: int) -> list[int]:
@@ -33,7 +41,11 @@ def places(tokens: int) -> list[int]:
 
 def saved(cache: list[Any]) -> list[Any]:
     """What ``restored`` needs, layer by layer, to come back to this token; None where it needs nothing."""
-    return [kind_of(layer).saved(layer) for layer in cache]
+    found = [kind_of(layer).saved(layer) for layer in cache]
+    # What is not computed holds on to all that it is to be computed from.
+    kept = [part for layer in found for part in (layer if isinstance(layer, list) else [layer])]
+    mx.eval(arrays(kept))
+    return found
 
 
 def nbytes(state: list[Any]) -> int:

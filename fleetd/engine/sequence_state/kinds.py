@@ -46,6 +46,8 @@ class StateKind:
     plain = False
     # A stage of a model can keep it, and hand it over.
     shared = False
+    # It can be written to a disk.
+    stored = False
     # Attention reads it, and gives it keys and values in one call.
     attention = True
     # A pass over two tokens can be taken back by one, whatever is in there.
@@ -77,8 +79,8 @@ class StateKind:
         return False
 
     def held(self, cache: Any) -> int | None:
-        """Tokens in there; None if it does not say."""
-        return int(cache.offset)
+        """Tokens in there; None if it does not count them."""
+        return int(cache.offset) if hasattr(cache, "offset") else None
 
     def window(self, cache: Any) -> int | None:
         """Tokens back that it keeps; None if it has no such bound."""
@@ -148,7 +150,7 @@ class _Rows(StateKind):
 
 
 class PlainRows(_Rows):
-    plain = shared = widens = True
+    plain = shared = stored = widens = True
 
     def cut(self, cache: Any, stored: int, tokens: int) -> Any:
         # Without the longer one's room to grow: it would count again in the copy's own entry.
@@ -163,6 +165,8 @@ class PlainRows(_Rows):
 
 class QuantisedRows(_Rows):
     """Keys and values are three arrays each: packed numbers, scales, biases."""
+
+    stored = True
 
     def arrays(self, cache: Any) -> tuple[Any, ...]:
         return (*(cache.keys or ()), *(cache.values or ()))
@@ -186,7 +190,7 @@ class JoinedRows(_Rows):
 
 
 class Window(StateKind):
-    shared = True
+    shared = stored = True
 
     def room(self, cache: Any) -> int:
         # The row that fills the window is the last that displaces none.
@@ -226,7 +230,7 @@ class Running(StateKind):
     """MLX replaces such arrays and does not write into them, so a copy is a second name for memory that
     would have been freed."""
 
-    shared = True
+    shared = stored = True
     attention = False
 
     def room(self, cache: Any) -> int:
@@ -243,9 +247,6 @@ class Running(StateKind):
         arrays, left_padding, lengths = mark
         cache.state = list(arrays), left_padding, lengths
 
-    def held(self, cache: Any) -> None:
-        return None
-
     def arrays(self, cache: Any) -> tuple[Any, ...]:
         return tuple(cache.cache)
 
@@ -259,6 +260,8 @@ class Running(StateKind):
         return int(cache.nbytes)
 
     def shape(self, cache: Any) -> RunningShape:
+        if any(array is None for array in cache.cache):
+            raise TypeError("a running state of which some arrays are not there yet")
         return RunningShape(tuple((tuple(array.shape), array.dtype) for array in cache.cache))
 
 
@@ -287,8 +290,7 @@ class Several(StateKind):
         return all(kind_of(part).can_go_back(part) for part in cache.caches)
 
     def held(self, cache: Any) -> int | None:
-        found = (kind_of(part).held(part) for part in cache.caches)
-        return next((tokens for tokens in found if tokens is not None), None)
+        return first_held(cache.caches)
 
     def saved(self, cache: Any) -> list[Any] | None:
         if self.has_rows(cache):
@@ -335,6 +337,12 @@ def kind_of(cache: Any) -> StateKind:
 def shape_of(part: Any) -> AnyShape:
     """As ``StateKind.shape``."""
     return kind_of(part).shape(part)
+
+
+def first_held(caches: Sequence[Any]) -> int | None:
+    """Tokens in there, as the first of them says that counts them."""
+    found = (kind_of(cache).held(cache) for cache in caches)
+    return next((tokens for tokens in found if tokens is not None), None)
 
 
 def all_plain(caches: Sequence[Any]) -> bool:

@@ -21,7 +21,7 @@ class RingState:
     @classmethod
     def of(cls, cache: RotatingKVCache) -> RingState:
         held = 0 if cache.keys is None else cache.keys.shape[2]
-        return cls(cache.offset, held, cache._idx)
+        return cls(int(cache.offset), held, int(cache._idx))
 
     def after(self, empty: RotatingKVCache, sizes: Iterable[int]) -> RingState:
         """After chunks of ``sizes`` more: mlx-lm's own cache tells, with rows of one number each."""

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from fleetd.engine.sequence_state.kinds import kind_of
+from fleetd.engine.sequence_state import kinds
+from fleetd.engine.sequence_state.kinds import first_held, kind_of
+
+ANY = kinds.ANY
 
 
 def room(cache: list[Any]) -> int:
@@ -49,8 +52,7 @@ def take_back(cache: list[Any], tokens: int) -> None:
 
 def held(cache: list[Any]) -> int | None:
     """Tokens whose keys and values are in there; None if no layer says: a running state does not."""
-    found = (kind_of(layer).held(layer) for layer in cache)
-    return next((tokens for tokens in found if tokens is not None), None)
+    return first_held(cache)
 
 
 def compact(cache: list[Any]) -> list[Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 
 from fleetd.engine.sequence_state.array_bytes import as_bytes, pieces
@@ -55,6 +56,14 @@ class RowBuffer:
 
     def __init__(self, cache: Any) -> None:
         self._arrays = [as_bytes(array)[0] for array in kind_of(cache).arrays(cache)]
+
+    @classmethod
+    def computed(cls, cache: Any) -> RowBuffer:
+        """To be read from. Rows that fill their room may lie there as they were computed, token by token over
+        all heads; such are copied."""
+        found = cls(cache)
+        found._arrays = [np.ascontiguousarray(array) for array in found._arrays]
+        return found
 
     def rows(self, start: int, stop: int) -> list[memoryview]:
         """Buffers of each array's heads, keys before values, of tokens [start, stop)."""
