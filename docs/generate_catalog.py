@@ -14,8 +14,8 @@ _INTRO = """\
 (ORGANISATION/NAME), and so does a folder or a GGUF file: [Models](install.md#models).
 
 *Memory* is the weights and room for a few thousand tokens. *Tools* is how the model writes tool calls, by the
-name of mlx-lm's parser. *Draft* is the smallest model with the same vocabulary, whose drafts the model can
-verify; a compressor for smart prefill may be of any family.
+name of the format's parser. *Thinks*: it can reason before it answers. *Draft* is the smallest model
+with the same vocabulary, whose drafts the model can verify; a compressor may be of any family.
 
 The ids of the hub, the sizes and the contexts come from public model cards and from public programs that use
 these repositories, read in November 2026. Only `smollm2-135m` was run with fleetd so far."""
@@ -29,8 +29,8 @@ _TITLES: dict[Tier, str] = {
 
 
 _HEADER = """\
-| name | memory | context | for | tools | draft | repository | |
-|---|---|---|---|---|---|---|---|"""
+| name | memory | context | for | tools | thinks | draft | repository | |
+|---|---|---|---|---|---|---|---|---|"""
 
 
 def page() -> str:
@@ -62,6 +62,7 @@ def _row(entry: CatalogEntry) -> str:
         f"{entry.context_tokens:,}",
         ", ".join(entry.roles),
         tools,
+        "yes" if entry.thinking else "no",
         draft,
         repository,
     ]

@@ -158,7 +158,7 @@ def render(models: ModelListing) -> str:
     offered = [entry for entry in models.catalog if not entry.installed]
     parts = []
     if models.installed:
-        header = ("INSTALLED", "ARCHITECTURE", "WEIGHTS", "CONTEXT", "ROLES", "SOURCE", "")
+        header = ("INSTALLED", "ARCHITECTURE", "WEIGHTS", "CONTEXT", "TOOLS", "THINKS", "ROLES", "SOURCE", "")
         parts.append(table(header, [_installed(model) for model in models.installed], right=(2, 3)))
     else:
         parts.append("No model is installed yet; the default one is fetched with the first request.")
@@ -167,11 +167,15 @@ def render(models: ModelListing) -> str:
         parts.append(table(("OF OTHER PROGRAMS", "SIZE", "PROGRAM"), found, right=(1,)))
         parts.append("Import one with `fleetctl models add NAME`; the other program's file stays as it is.")
     if offered:
-        columns = ("CATALOG", "MEMORY", "CONTEXT", "ROLES", "TIER", "FITS HERE")
+        columns = ("CATALOG", "MEMORY", "CONTEXT", "TOOLS", "THINKS", "ROLES", "TIER", "FITS HERE")
         parts.append(table(columns, [_offered(entry) for entry in offered], right=(1, 2)))
         parts.append("\n".join(memory_lines(models.memory, models.evictable_bytes)))
         parts.append("Get one with `fleetctl models pull NAME`; any MLX model of the hub works by its id.")
     return "\n\n".join(parts)
+
+
+def _abilities(model: InstalledModel | OfferedModel) -> tuple[str, str]:
+    return model.tools or "-", "yes" if model.thinking else "-"
 
 
 def _installed(model: InstalledModel) -> tuple[str, ...]:
@@ -180,6 +184,7 @@ def _installed(model: InstalledModel) -> tuple[str, ...]:
         model.architecture or "?",
         size(model.weights_bytes),
         count(model.context_tokens),
+        *_abilities(model),
         ", ".join(model.roles) or "-",
         model.source or "-",
         "loaded" if model.loaded else "",
@@ -191,6 +196,7 @@ def _offered(entry: OfferedModel) -> tuple[str, ...]:
         entry.name,
         size(entry.memory_bytes),
         count(entry.context_tokens),
+        *_abilities(entry),
         ", ".join(entry.roles) or "-",
         entry.tier or "-",
         _fits(entry),

@@ -8,7 +8,11 @@ from fleetd.control.daemon_status import MemoryBudget
 
 
 class InstalledModel(msgspec.Struct, frozen=True):
-    """A model on this machine. ``digest`` is None: computing it may take minutes, so only ``verify`` does."""
+    """A model on this machine. ``digest`` is None: computing it may take minutes, so only ``verify`` does.
+
+    ``tools``: how it writes tool calls, by the name of the format; "" if it writes none. ``thinking``: it can
+    reason before it answers.
+    """
 
     name: str = ""
     source: str = ""
@@ -19,6 +23,8 @@ class InstalledModel(msgspec.Struct, frozen=True):
     path: str = ""
     loaded: bool = False
     digest: str | None = None
+    tools: str = ""
+    thinking: bool = False
 
 
 class OfferedModel(msgspec.Struct, frozen=True):
@@ -26,7 +32,7 @@ class OfferedModel(msgspec.Struct, frozen=True):
 
     ``memory_bytes``: what it needs here, as an estimate. ``fits``: that much is usable now, or idle models
     would give it back. ``fits_if_freed``: it would be, were all memory of this machine free. ``served``:
-    fleetd can answer with it.
+    fleetd can answer with it. ``tools`` and ``thinking``: as an installed model has them.
     """
 
     name: str = ""
@@ -39,6 +45,8 @@ class OfferedModel(msgspec.Struct, frozen=True):
     fits: bool = False
     fits_if_freed: bool = False
     served: bool = True
+    tools: str = ""
+    thinking: bool = False
 
 
 class ImportableModel(msgspec.Struct, frozen=True):

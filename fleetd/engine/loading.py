@@ -208,6 +208,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         kv_budget_bytes=max(0, left - prefix_bytes),
         has_chat_template=bool(tokenizer.has_chat_template),
         tool_calls=bool(tokenizer.has_tool_calling),
+        tool_format=str(tokenizer.init_kwargs.get("tool_parser_type") or ""),
         reasoning=has_reasoning(tokenizer),
         load_s=time.monotonic() - begun,
         versions=versions(),

@@ -382,6 +382,8 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     # The layers [first, last) that are held: all of them but in a worker that only helps.
     first_layer: int = 0
     last_layer: int = 0
+    # How tool calls are written, by the name of the format's parser; "" if they are not.
+    tool_format: str = ""
     unshareable: str = ""
     speculation: str = "off: this worker answers nothing by itself"
     speculation_width: int = 1

@@ -27,7 +27,8 @@ class CatalogEntry:
     """A model and what it needs.
 
     ``memory_bytes``: weights plus working room for a few thousand tokens of context. ``tools``: how it writes
-    tool calls, by the name of mlx-lm's parser; "" where it knows none. ``draft``: the smallest entry with the
+    tool calls, by the name of mlx-lm's parser; "" where it knows none. ``thinking``: it can reason before it
+    answers. ``draft``: the smallest entry with the
     same vocabulary, whose drafts it can verify.
     """
 
@@ -42,6 +43,7 @@ class CatalogEntry:
     note: str
     aliases: tuple[str, ...] = ()
     tools: str = ""
+    thinking: bool = False
     draft: str = ""
 
     @property
@@ -76,6 +78,7 @@ def _hub(
     aliases: tuple[str, ...] = (),
     revision: str | None = None,
     tools: str = "",
+    thinking: bool = False,
     draft: str = "",
 ) -> CatalogEntry:
     return CatalogEntry(
@@ -90,6 +93,7 @@ def _hub(
         note=note,
         aliases=aliases,
         tools=tools,
+        thinking=thinking,
         draft=draft,
     )
 
@@ -119,6 +123,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "compressor and draft for the Qwen3 family; runs beside other work on 8 GB",
         revision="73e3e38d981303bc594367cd910ea6eb48349da8",
         tools="json_tools",
+        thinking=True,
     ),
     _hub(
         "qwen3-1.7b",
@@ -130,6 +135,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "the better compressor for an 8 GB machine",
         revision="3b1b1768f8f8cf8351c712464f906e86c2b8269e",
         tools="json_tools",
+        thinking=True,
         draft="qwen3-0.6b",
     ),
     _hub(
@@ -174,6 +180,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "tiny",
         "reasons before it answers",
         tools="json_tools",
+        thinking=True,
         draft="qwen3-0.6b",
     ),
     _hub(
@@ -185,6 +192,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "tiny",
         "for 16 GB machines",
         tools="json_tools",
+        thinking=True,
         draft="qwen3-0.6b",
     ),
     _hub(
@@ -196,6 +204,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "small",
         "for 24 GB machines",
         tools="json_tools",
+        thinking=True,
         draft="qwen3-0.6b",
     ),
     _hub(
@@ -207,6 +216,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "small",
         "reasoning and tools; a mixture of experts, so quick for its size",
         tools="harmony",
+        thinking=True,
     ),
     _hub(
         "qwen3-30b-a3b",
@@ -229,6 +239,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "standard",
         "dense; careful answers",
         tools="json_tools",
+        thinking=True,
         draft="qwen3-0.6b",
     ),
     _hub(
@@ -252,6 +263,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "standard",
         "reasoning and tools on 96 GB",
         tools="harmony",
+        thinking=True,
         draft="gpt-oss-20b",
     ),
     _hub(
@@ -275,6 +287,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "tiny",
         "compressor and draft for Qwen 3.5 to 3.8",
         tools="qwen3_coder",
+        thinking=True,
     ),
     _hub(
         "qwen3.5-2b",
@@ -286,6 +299,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "the better compressor for an 8 GB machine, with a long context",
         revision="93760be4f1f69842a46bc13dbdc0f19e291392a3",
         tools="qwen3_coder",
+        thinking=True,
         draft="qwen3.5-0.8b",
     ),
     _hub(
@@ -297,6 +311,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "tiny",
         "a hybrid: its KV cache stays small, so long prompts fit 8 GB",
         tools="qwen3_coder",
+        thinking=True,
         draft="qwen3.5-0.8b",
     ),
     _hub(
@@ -308,6 +323,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "tiny",
         "for 16 GB machines",
         tools="qwen3_coder",
+        thinking=True,
         draft="qwen3.5-0.8b",
     ),
     _hub(
@@ -319,6 +335,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "small",
         "dense; for coding agents on 32 GB",
         tools="qwen3_coder",
+        thinking=True,
         draft="qwen3.5-0.8b",
     ),
     _hub(
@@ -330,6 +347,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "small",
         "a mixture of experts with the speed of a 3B model; what most people run",
         tools="qwen3_coder",
+        thinking=True,
         draft="qwen3.5-0.8b",
     ),
     _hub(
@@ -341,6 +359,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "small",
         "the newest dense Qwen",
         tools="qwen3_coder",
+        thinking=True,
         draft="qwen3.5-0.8b",
     ),
     _hub(
@@ -384,6 +403,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "standard",
         "for 96 GB",
         tools="qwen3_coder",
+        thinking=True,
         draft="qwen3.5-0.8b",
     ),
     _hub(
@@ -396,6 +416,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "small and multilingual; draft for the Gemma 4 family",
         aliases=("gemma-4-e2b-it",),
         tools="gemma4",
+        thinking=True,
     ),
     _hub(
         "gemma-4-e4b",
@@ -407,6 +428,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "four bits cost this one more quality than most",
         aliases=("gemma-4-e4b-it",),
         tools="gemma4",
+        thinking=True,
         draft="gemma-4-e2b",
     ),
     _hub(
@@ -419,6 +441,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "a mixture of experts: the speed of a 4B model",
         aliases=("gemma-4-26b-a4b-it",),
         tools="gemma4",
+        thinking=True,
         draft="gemma-4-e2b",
     ),
     _hub(
@@ -432,6 +455,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         aliases=("gemma-4-31b-it",),
         revision="696d436c404745a59f30e4939a658162b0a9e57f",
         tools="gemma4",
+        thinking=True,
         draft="gemma-4-e2b",
     ),
     _hub(
@@ -443,6 +467,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "small",
         "30B of which 3B are active; for coding agents",
         tools="glm47",
+        thinking=True,
     ),
     _hub(
         "glm-4.5-air",
@@ -453,6 +478,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "standard",
         "106B of which 12B are active; for 96 GB",
         tools="glm47",
+        thinking=True,
     ),
     _hub(
         "nemotron-3-nano-30b-a3b",
@@ -465,6 +491,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         aliases=("nemotron-3-nano",),
         revision="832f602eba5d22436c258c1462bdedc5afddb42b",
         tools="qwen3_coder",
+        thinking=True,
     ),
     _hub(
         "minimax-m2.5",
@@ -475,6 +502,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         "large",
         "230B of which 10B are active; for 192 GB",
         tools="minimax_m2",
+        thinking=True,
     ),
     _hub(
         "deepseek-v3.2",
@@ -484,6 +512,7 @@ CATALOG: tuple[CatalogEntry, ...] = (
         163_840,
         "large",
         "for 512 GB",
+        thinking=True,
     ),
     _hub(
         "qwen3-embedding-0.6b",

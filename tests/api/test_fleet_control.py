@@ -78,7 +78,7 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: Daemon) -> No
     first = listing["installed"][0]
     assert set(first) == {
         "name", "source", "architecture", "weights_bytes", "context_tokens", "roles", "path", "loaded",
-        "digest",
+        "digest", "tools", "thinking",
     }  # fmt: skip
     assert (first["name"], first["loaded"]) == (MODEL, True)
     assert len(listing["catalog"]) == len(CATALOG)
@@ -95,8 +95,14 @@ async def test_models_lists_what_is_here_and_what_could_be(daemon: Daemon) -> No
     assert [name for name, entry in entries.items() if not entry["served"]] == ["qwen3-embedding-0.6b"]
     assert set(entries[MODEL]) == {
         "name", "hub_id", "roles", "memory_bytes", "context_tokens", "tier", "installed", "fits", "served",
-        "fits_if_freed",
+        "fits_if_freed", "tools", "thinking",
     }  # fmt: skip
+    assert (entries["gpt-oss-20b"]["tools"], entries["gpt-oss-20b"]["thinking"]) == ("harmony", True)
+    second = listing["installed"][1]
+    assert [(model["tools"], model["thinking"]) for model in (first, second)] == [
+        ("", False),
+        ("json_tools", True),
+    ]
 
 
 async def test_load_and_unload(daemon: Daemon) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
-from api_fakes import MODEL, FakeFleet, FakeModels, engine, serve, services, status
+from api_fakes import MODEL, FakeFleet, FakeModels, FakePool, engine, serve, services, status
+from fakes import FACTS
 
 from fleetd import limits
 from fleetd.api.health import judge
 from fleetd.control import fleet_view
+from fleetd.engine import protocol as p
 
 LATE_S = limits.ENGINE_STALL_REPORT_S
 
@@ -84,8 +87,11 @@ async def test_models_in_openais_shape() -> None:
                 "loaded": True,
                 "installed": True,
                 "nodes": [{"node": "this", "state": "loaded"}],
+                "tools": "",
+                "thinking": False,
             },
         }
+        assert (second["fleet"]["tools"], second["fleet"]["thinking"]) == ("json_tools", True)
         assert (second["owned_by"], second["fleet"]["loaded"]) == ("mlx-community", False)
         for name in (first["id"], second["id"]):  # hub ids have a slash
             async with session.get(f"/v1/models/{name}") as response:
@@ -93,6 +99,21 @@ async def test_models_in_openais_shape() -> None:
         async with session.get("/v1/models/nobody/knows") as response:
             assert response.status == 404
             assert (await response.json())["error"]["code"] == "model_not_found"
+
+
+class LoadedPool(FakePool):
+    def facts(self, name: str) -> p.Ready | None:
+        said = {"tool_calls": True, "tool_format": "glm47", "reasoning": True}
+        return msgspec.structs.replace(FACTS, **said) if name == MODEL else None
+
+
+async def test_what_a_loaded_model_says_of_itself_is_believed_first() -> None:
+    async with serve(services(pool=LoadedPool())) as site, site.client() as session:
+        async with session.get(f"/v1/models/{MODEL}") as response:
+            one = (await response.json())["fleet"]
+        async with session.get("/v1/models") as response:
+            first = (await response.json())["data"][0]["fleet"]
+    assert [(each["tools"], each["thinking"]) for each in (one, first)] == [("glm47", True)] * 2
 
 
 async def test_the_default_model_is_listed_before_it_is_fetched() -> None:
@@ -126,5 +147,7 @@ async def test_a_model_of_the_fleet_is_listed_once_with_where_it_is() -> None:
         {"node": "mini", "state": "loaded"},
     ]
     assert not found["qwen3-8b"]["installed"]
+    assert (found["qwen3-8b"]["tools"], found["qwen3-8b"]["thinking"]) == ("json_tools", True)
+    assert one["context_length"] == one["max_model_len"] == found["qwen3-8b"]["context_tokens"] == 40_960
     assert [place["node"] for place in found[MODEL]["nodes"]] == ["this", "studio"]
     assert one["fleet"] == found["qwen3-8b"]

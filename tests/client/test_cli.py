@@ -319,13 +319,16 @@ MODELS = {
             "path": "/m",
             "loaded": True,
             "digest": None,
+            "tools": "",
+            "thinking": False,
         }
     ],
     "catalog": [
         {"name": "smollm2-135m", "hub_id": "a/b", "roles": ["chat"], "memory_bytes": 1, "context_tokens": 1}
         | {"tier": "tiny", "installed": True, "fits": True},
         {"name": "qwen3-1.7b", "hub_id": "c/d", "roles": ["compressor"], "memory_bytes": 2_100_000_000}
-        | {"context_tokens": 40960, "tier": "small", "installed": False, "fits": False},
+        | {"context_tokens": 40960, "tier": "small", "installed": False, "fits": False}
+        | {"tools": "json_tools", "thinking": True},
         {"name": "vectors", "hub_id": "e/f", "roles": ["embedding"], "memory_bytes": 2_100_000_000}
         | {"context_tokens": 40960, "tier": "small", "installed": False, "fits": True, "served": False},
     ],
@@ -340,6 +343,8 @@ def test_models(run: Run, daemon: FakeDaemon) -> None:
     assert "smollm2-135m" in installed
     assert "loaded" in installed
     assert "smollm2-135m" not in catalog
+    assert catalog.splitlines()[1].split()[3:6] == ["40,960", "json_tools", "yes"]
+    assert installed.splitlines()[1].split()[5:7] == ["-", "-"]
     assert [line.split("small")[1].strip() for line in catalog.splitlines()[1:]] == ["no", "not served yet"]
     assert json.loads(run("models", "--json", home=daemon.home).stdout) == MODELS
     assert json.loads(run("models", "list", "--json", home=daemon.home).stdout) == MODELS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from pathlib import Path
 from typing import Annotated
@@ -13,6 +13,7 @@ from aiohttp import web
 
 from fleetd.api.body import json_answer, parse, read
 from fleetd.api.context import SERVICES
+from fleetd.api.model_abilities import abilities
 from fleetd.api.openai.models import loaded_models
 from fleetd.api.relay import relay
 from fleetd.api.services import Services
@@ -25,6 +26,7 @@ from fleetd.control.model_listing import (
     OfferedModel,
 )
 from fleetd.control.setting_view import SettingsView
+from fleetd.engine.protocol import Ready
 from fleetd.errors import InvalidValue, ModelCorrupt, ModelNotFound
 from fleetd.host_port import host_port
 from fleetd.models.folder import ModelFolder
@@ -67,10 +69,13 @@ async def models(request: web.Request) -> web.StreamResponse:
     services = request.app[SERVICES]
     # The engines' state belongs to the event loop; only the disk is asked from a thread.
     loaded = loaded_models(services)
-    return json_answer(await asyncio.to_thread(_listing, services, loaded, services.status()))
+    facts = {name: found for name in loaded if (found := services.pool.facts(name)) is not None}
+    return json_answer(await asyncio.to_thread(_listing, services, loaded, facts, services.status()))
 
 
-def _listing(services: Services, loaded: frozenset[str], status: DaemonStatus) -> ModelListing:
+def _listing(
+    services: Services, loaded: frozenset[str], facts: Mapping[str, Ready], status: DaemonStatus
+) -> ModelListing:
     """What is here and what could be. A digest may cost minutes of reading, so it is left to verify."""
     folders = list(services.models.installed())
     by_name = {entry.name: entry for entry in services.catalog}
@@ -78,6 +83,7 @@ def _listing(services: Services, loaded: frozenset[str], status: DaemonStatus) -
     installed = []
     for folder in folders:
         entry = by_name.get(folder.name) or by_hub_id.get(folder.name)
+        able = abilities(folder.path, entry, facts.get(folder.name))
         installed.append(
             InstalledModel(
                 name=folder.name,
@@ -88,6 +94,8 @@ def _listing(services: Services, loaded: frozenset[str], status: DaemonStatus) -
                 roles=list(entry.roles) if entry is not None else ["chat"],
                 path=str(folder.path),
                 loaded=folder.name in loaded,
+                tools=able.tools,
+                thinking=able.thinking,
             )
         )
     names = {folder.name for folder in folders}
@@ -107,6 +115,8 @@ def _listing(services: Services, loaded: frozenset[str], status: DaemonStatus) -
                 fits=needed <= status.memory.usable_bytes + evictable,
                 fits_if_freed=needed <= status.memory.largest_bytes,
                 served=entry.served,
+                tools=entry.tools,
+                thinking=entry.thinking,
             )
         )
     importable = [

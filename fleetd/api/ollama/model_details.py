@@ -1,7 +1,4 @@
-"""What Ollama's clients want to know of a model, from its files and the catalog.
-
-Pure but for ``read_template``.
-"""
+"""What Ollama's clients want to know of a model, from its files and the catalog. Pure."""
 
 from __future__ import annotations
 
@@ -9,17 +6,13 @@ import hashlib
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from fleetd import limits
 from fleetd.api.ollama import objects as o
 from fleetd.api.ollama.render import timestamp
 from fleetd.api.openai.objects import ModelObject
-from fleetd.engine.protocol import Ready
-from fleetd.errors import ModelCorrupt
+from fleetd.models.abilities import ModelAbilities
 from fleetd.models.catalog import CatalogEntry
-from fleetd.models.folder import read_json
 
 # "4b" in qwen3-4b, "135m" in smollm2-135m: what people call the size.
 _SIZE = re.compile(r"(?:^|[-_.])(\d+(?:\.\d+)?[bm])(?=$|[-_.])", re.IGNORECASE)
@@ -84,32 +77,9 @@ def model_info(model: ModelObject, config: Mapping[str, Any], context_tokens: in
     return found
 
 
-def capabilities(entry: CatalogEntry | None, template: str, facts: Ready | None) -> list[str]:
-    """Of what Ollama has words for. ``facts``: those of the loaded model, which knows best.
-
-    ``entry`` and ``template`` are the catalog's and the model's own; "" where it is not on this machine.
-    """
+def capabilities(entry: CatalogEntry | None, able: ModelAbilities) -> list[str]:
+    """Of what Ollama has words for."""
     if entry is not None and "chat" not in entry.roles:
         return ["embedding"]
-    if facts is not None:
-        tools, thinking = facts.tool_calls, facts.reasoning
-    else:
-        tools = "tools" in template or bool(entry is not None and entry.tools and not template)
-        thinking = "enable_thinking" in template or "<think>" in template or "reasoning_effort" in template
-    return ["completion", *(["tools"] if tools else []), *(["thinking"] if thinking else [])]
-
-
-def read_template(folder: Path) -> str:
-    """The chat template of a model folder; "" if it has none that can be read. Blocks."""
-    try:
-        with (folder / "chat_template.jinja").open(encoding="utf-8") as file:
-            return file.read(limits.MODEL_CONFIG_BYTES)
-    except (OSError, UnicodeDecodeError):
-        pass
-    try:
-        found = read_json(folder / "tokenizer_config.json", limits.MODEL_CONFIG_BYTES).get("chat_template")
-    except ModelCorrupt:
-        return ""
-    if isinstance(found, list):  # several, by name
-        found = next((each.get("template") for each in found if isinstance(each, dict)), "")
-    return found if isinstance(found, str) else ""
+    known = {"completion": True, "tools": bool(able.tools), "thinking": able.thinking}
+    return [name for name, has in known.items() if has]

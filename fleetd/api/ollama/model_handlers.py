@@ -14,6 +14,7 @@ from fleetd.api import auth
 from fleetd.api.body import json_answer, parse, read
 from fleetd.api.context import SERVICES
 from fleetd.api.control.daemon import remove_model
+from fleetd.api.model_abilities import abilities
 from fleetd.api.ollama import model_details as facts
 from fleetd.api.ollama import objects as o
 from fleetd.api.ollama.bodies import OllamaModelBody
@@ -23,6 +24,7 @@ from fleetd.api.openai.objects import ModelObject
 from fleetd.api.relay import relay
 from fleetd.api.services import Services
 from fleetd.errors import FleetError, InvalidValue, NotOffered
+from fleetd.models.abilities import read_template
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_names import untagged
@@ -81,14 +83,14 @@ def _shown(services: Services, model: ModelObject) -> o.OllamaShown:
     name = folder.name if folder is not None else untagged(model.id)
     entry = find(services.names.alias(name) or name)
     config = folder.config if folder is not None else {}
-    template = facts.read_template(Path(folder.path)) if folder is not None else ""
+    path = Path(folder.path) if folder is not None else None
     context = model.fleet.context_tokens or (entry.context_tokens if entry is not None else 0)
     return o.OllamaShown(
         modified_at=facts.modified(model),
         details=facts.details(model, config),
         model_info=facts.model_info(model, config, context),
-        capabilities=facts.capabilities(entry, template, services.pool.facts(name)),
-        template=template,
+        capabilities=facts.capabilities(entry, abilities(path, entry, services.pool.facts(name))),
+        template=read_template(path) if path is not None else "",
     )
 
 

@@ -8,14 +8,17 @@ from typing import cast
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET
 
 from fleetd.api.anthropic.dialect import ANTHROPIC
 from fleetd.api.anthropic.models import info, page
 from fleetd.api.body import json_answer
 from fleetd.api.context import SERVICES, dialect_of
+from fleetd.api.model_abilities import abilities
 from fleetd.api.openai.objects import ModelDetails, ModelList, ModelObject, ModelPlace, ModelState
 from fleetd.api.services import Services
 from fleetd.errors import ModelNotFound
+from fleetd.models.abilities import ModelAbilities
 from fleetd.models.catalog import find
 from fleetd.models.folder import ModelFolder
 from fleetd.models.model_names import untagged
@@ -44,6 +47,9 @@ async def one_model(services: Services, name: str) -> ModelObject:
     asked = untagged(name)
     try:
         folder = await asyncio.to_thread(services.models.resolve, asked)
+        able = await asyncio.to_thread(
+            abilities, folder.path, find(folder.name), services.pool.facts(folder.name)
+        )
     except ModelNotFound:
         real = services.names.alias(asked)
         canonical = entry.name if (entry := find(real or asked)) is not None else real or asked
@@ -51,14 +57,18 @@ async def one_model(services: Services, name: str) -> ModelObject:
         if not found:
             raise
         return msgspec.structs.replace(found[0], id=name)
-    return _describe(folder, loaded_models(services), elsewhere(services))
+    return _describe(folder, able, loaded_models(services), elsewhere(services))
 
 
 async def all_models(services: Services) -> list[ModelObject]:
     """Each model of the fleet once."""
     folders = await asyncio.to_thread(services.models.installed)
+    facts = {folder.name: services.pool.facts(folder.name) for folder in folders}
+    able = await asyncio.to_thread(
+        lambda: [abilities(each.path, find(each.name), facts[each.name]) for each in folders]
+    )
     loaded, others = loaded_models(services), elsewhere(services)
-    found = [_describe(folder, loaded, others) for folder in folders]
+    found = [_describe(folder, each, loaded, others) for folder, each in zip(folders, able, strict=True)]
     here = {model.id for model in found}
     if services.names.default not in here | set(others):
         found.insert(0, _absent(services.names.default, []))
@@ -83,7 +93,10 @@ def loaded_models(services: Services) -> frozenset[str]:
 
 
 def _describe(
-    folder: ModelFolder, loaded: frozenset[str], others: Mapping[str, list[ModelPlace]]
+    folder: ModelFolder,
+    able: ModelAbilities,
+    loaded: frozenset[str],
+    others: Mapping[str, list[ModelPlace]],
 ) -> ModelObject:
     owner, slash, _ = folder.name.partition("/")
     here = ModelPlace(THIS_NAME, "loaded" if folder.name in loaded else "installed")
@@ -101,12 +114,34 @@ def _describe(
             loaded=folder.name in loaded,
             installed=True,
             nodes=[here, *others.get(folder.name, [])],
+            tools=able.tools,
+            thinking=able.thinking,
         ),
     )
 
 
 def _absent(name: str, places: list[ModelPlace]) -> ModelObject:
-    """A model that is not on this machine."""
+    """A model that is not on this machine, as far as the catalog knows it."""
     source = "fleet" if places else "catalog"
-    details = ModelDetails(source, "", 0, 0, loaded=False, installed=False, nodes=places)
-    return ModelObject(id=name, created=0, owned_by="fleetd", fleet=details)
+    entry = find(name)
+    able = abilities(None, entry)
+    context = entry.context_tokens if entry is not None else 0
+    details = ModelDetails(
+        source,
+        "",
+        context,
+        0,
+        loaded=False,
+        installed=False,
+        nodes=places,
+        tools=able.tools,
+        thinking=able.thinking,
+    )
+    return ModelObject(
+        id=name,
+        created=0,
+        owned_by="fleetd",
+        context_length=context or UNSET,
+        max_model_len=context or UNSET,
+        fleet=details,
+    )

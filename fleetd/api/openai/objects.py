@@ -224,7 +224,9 @@ class ModelPlace(Struct, frozen=True):
 
 class ModelDetails(Struct, frozen=True):
     """What OpenAI's object has no place for. ``loaded`` and ``installed`` are about the machine asked,
-    ``nodes`` lists every machine that can answer with the model now."""
+    ``nodes`` lists every machine that can answer with the model now. ``tools``: how it writes tool calls, by
+    the name of the format; "" if it writes none, or is not known here. ``thinking``: it can reason before
+    it answers."""
 
     source: str
     architecture: str
@@ -233,6 +235,8 @@ class ModelDetails(Struct, frozen=True):
     loaded: bool
     installed: bool
     nodes: list[ModelPlace] = []
+    tools: str = ""
+    thinking: bool = False
 
 
 class ModelObject(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,89 @@
+"""What a model can do is told by its chat template, before it is loaded, and as it will be when it is."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import miniature_tokenizers as miniature
+import pytest
+from mlx_lm.tokenizer_utils import _infer_tool_parser
+
+from fleetd.engine.tool_formats import with_format
+from fleetd.models import abilities
+from fleetd.models.abilities import ModelAbilities, of_files, of_template, read_template
+from fleetd.models.catalog import CATALOG, find
+
+# Templates of which only what tells their format is here.
+TEMPLATES = {
+    "minimax_m2": "<minimax:tool_call>",
+    "gemma4": "<|tool_call>call:{{ name }}<tool_call|>",
+    "function_gemma": "<start_function_call>",
+    "longcat": "<longcat_tool_call>",
+    "glm47": "<tool_call>{{ name }}<arg_key>",
+    "pythonic": "<|tool_call_start|>",
+    "qwen3_coder": "<tool_call>\n<function={{ name }}>",
+    "kimi_k2": "<|tool_calls_section_begin|>",
+    "minicpm5": '<function name="{{ name }}"><param name="',
+    "mistral": "[TOOL_CALLS]",
+    "muse_spark": "<atem:function_calls>",
+    "json_tools": "<tool_call>{{ tool_call.name }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_format_is_the_one_that_mlx_lm_finds(name: str) -> None:
+    template = TEMPLATES[name]
+    assert _infer_tool_parser(SimpleNamespace(chat_template=template)) == name
+    assert of_template(template) == ModelAbilities(name)
+
+
+def test_the_formats_of_fleetd_are_known_too() -> None:
+    llama = miniature.llama3()
+    llama._tokenizer.chat_template = (
+        """<|start_header_id|>{% for c in m.tool_calls %}{"name": x, "parameters": }"""
+    )
+    for tokenizer in (llama, miniature.gpt_oss()):
+        template = str(tokenizer.chat_template)
+        assert of_template(template).tools == with_format(tokenizer).init_kwargs["tool_parser_type"]
+
+
+@pytest.mark.parametrize(
+    ("template", "thinking"),
+    [
+        ("{% if enable_thinking %}", True),
+        ("<think>\n", True),
+        ("{{ reasoning_effort }}", True),
+        ("{{ m }}", False),
+    ],
+)
+def test_thinking_is_what_a_template_asks_for_or_writes(template: str, thinking: bool) -> None:
+    assert of_template(template) == ModelAbilities("", thinking)
+
+
+def test_files_come_before_the_catalog_and_a_new_template_is_seen(tmp_path: Path) -> None:
+    entry = find("qwen3-coder")
+    assert of_files(None, entry) == of_files(tmp_path, entry) == ModelAbilities("qwen3_coder", False)
+    assert of_files(None, None) == of_files(tmp_path, None) == ModelAbilities()
+    config = tmp_path / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": "<think>"}))
+    assert of_files(tmp_path, entry) == ModelAbilities("", True)
+    config.write_text(json.dumps({"chat_template": [{"name": "default", "template": "[TOOL_CALLS]"}]}))
+    os.utime(config, ns=(1, 1))
+    assert of_files(tmp_path, entry) == ModelAbilities("mistral")
+    (tmp_path / "chat_template.jinja").write_text("<arg_key>")
+    assert of_files(tmp_path, entry) == ModelAbilities("glm47")
+
+
+def test_a_template_is_read_once_while_its_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_text("x")
+    before = abilities._template.cache_info().hits
+    assert read_template(tmp_path) == read_template(tmp_path) == "x"
+    assert abilities._template.cache_info().hits == before + 1
+
+
+def test_every_format_of_the_catalog_is_one_that_a_template_can_have() -> None:
+    formats = {name for _, name in abilities._FORMATS}
+    assert {entry.tools for entry in CATALOG} - {""} <= formats
