@@ -82,8 +82,8 @@ def _loaded(fleet: Fleet) -> bool:
 
 
 _HOW = (
-    "Three daemons on loopback that share the cores of this machine, with the default model loaded. One of "
-    f"them has read a prompt and is then asked {FORKS} at the same time that begin with it and go on for "
-    f"{OWN_TOKENS} tokens of their own; by turns, as many prompts of that length with nothing in common, "
-    f"after another such prompt. Answers of {ANSWER_TOKENS} tokens; TTFT as the client sees it."
+    "Three daemons on loopback that share the cores of this machine, with the default model loaded. One "
+    f"of them has read a prompt and is then asked {FORKS} at the same time that begin with it and go on "
+    f"{OWN_TOKENS} tokens of their own; by turns, as many prompts of that length that have nothing in "
+    f"common, after another such prompt. Answers of {ANSWER_TOKENS} tokens; TTFT as the client sees it."
 )

@@ -17,7 +17,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -246,22 +246,24 @@ class Index:
 
     def longest(self, key_id: str, links: Sequence[str]) -> FoundText:
         """What is on the disk of a text with these beginnings, by its last block. Raises KeyReplaced."""
-        found = FoundText()
+        last, sizes = 0, dict[int, int]()
         for start in range(0, len(links), _AT_ONCE):
             asked = links[start : start + _AT_ONCE]
             places = {link: start + number for number, link in enumerate(asked, start=1)}
             rows = self._db.execute(
-                "SELECT link, (depth + 1) * bytes FROM beginnings JOIN blocks ON name = block"  # noqa: S608
+                "SELECT link, depth, bytes FROM beginnings JOIN blocks ON name = block"  # noqa: S608
                 f" WHERE ready AND link IN ({', '.join('?' * len(asked))})",
                 asked,
             )
-            for link, n_bytes in rows:
-                found = max(found, FoundText(places[link], int(n_bytes)), key=lambda each: each.links)
-        if not found.links:
-            return found
+            for link, depth, n_bytes in rows:
+                last, sizes[int(depth)] = max(last, places[link]), int(n_bytes)
+        if not last:
+            return FoundText()
         if self.key_id != key_id:
             raise KeyReplaced
-        return replace(found, bytes_per_s=self.read_bytes_per_s)
+        # A link may fill more than one block; those between are taken to be like the others.
+        n_bytes = sum(sizes.values()) * (max(sizes) + 1) // len(sizes)
+        return FoundText(last, n_bytes, self.read_bytes_per_s)
 
     # ---- writing -----------------------------------------------------------------------------------------
 

@@ -22,6 +22,10 @@ from fleetd.engine.speculation.verdicts import VerdictKey
 _FOLDER = "loads"
 # Raised when what was found before would be found otherwise: other checks, other fingerprints.
 FINDINGS_VERSION = 2
+# Raised when blocks of an earlier version must not be used.
+BLOCKS_VERSION = 2
+# Ends of the names of variables that set how many threads compute, which changes no bytes where it is exact.
+_THREADS = ("_NUM_THREADS", "_MAX_THREADS", "_THREAD_LIMIT")
 # Libraries that compute beside MLX on a CPU.
 _BESIDE = ("numpy", "mkl")
 
@@ -59,3 +63,40 @@ class FindingsKey(msgspec.Struct, frozen=True):
         """Where they are stored. ``cache``: the home's folder for what can be found out again."""
         name = f"{self.model.digest[:32]}-{self.model.device}.json"
         return CachedResult(cache / _FOLDER / name if self.model.digest else None, self, LoadFindings)
+
+
+class BlockBasis(msgspec.Struct, frozen=True):
+    """What decides the bytes of keys and values besides the tokens: equal where the same tokens give the same
+    ones.
+
+    ``arithmetic``: what every layer made of the same numbers. A system, a version of fleetd or a number of
+    cores that changes bytes changes it.
+    """
+
+    digest: str
+    device: str
+    accelerator: str
+    versions: dict[str, str]
+    environment: dict[str, str]
+    beside: dict[str, str]
+    arithmetic: str
+    blocks: int = BLOCKS_VERSION
+
+
+def block_basis(key: FindingsKey, arithmetic: Arithmetic | None) -> bytes:
+    """By which blocks of this model are named; b"" if its digest is unknown.
+
+    Where the layers have no fingerprint, or a CPU rounds by the number of its threads, only a machine that is
+    the same in everything computes the same bytes.
+    """
+    model = key.model
+    if not model.digest:
+        return b""
+    text = arithmetic.text if arithmetic is not None else ""
+    if not text or (model.device == "cpu" and not key.exact):
+        return msgspec.json.encode(key, order="sorted")
+    kernels = {name: value for name, value in model.environment.items() if not name.endswith(_THREADS)}
+    basis = BlockBasis(
+        model.digest, model.device, model.accelerator, model.versions, kernels, key.beside, text
+    )
+    return msgspec.json.encode(basis, order="sorted")

@@ -27,7 +27,7 @@ from fleetd.control.daemon_status import MemoryBudget
 from fleetd.engine import address_space, cpu, device_memory
 from fleetd.engine.calibrate import CHUNKS, GPU_CHUNKS, Speeds, calibrate
 from fleetd.engine.failures import over_files
-from fleetd.engine.load_findings import FindingsKey, LoadFindings
+from fleetd.engine.load_findings import FindingsKey, LoadFindings, block_basis
 from fleetd.engine.memory import admit_weights, human
 from fleetd.engine.protocol import Loading, Ready
 from fleetd.engine.sampling import SamplingDefaults
@@ -245,7 +245,7 @@ def load(settings: WorkerSettings, device: Device, report: Callable[[Loading], N
         search,
         keep_speeds,
         speeds.chunk_s,
-        msgspec.json.encode(findings, order="sorted") if key.digest else b"",
+        block_basis(findings, sharable.arithmetic if sharable else None),
     )
 
 

@@ -324,6 +324,9 @@ class Runner:
         """A machine has answered: note what it took there, by this machine's clock."""
         placement, remote_job = request.placement, request.remote
         self._members.succeeded(placement.node_id, "answer")
+        if remote_job is not None and _had_less(request, finished):
+            # Whatever it says of other prompts is not asked for a while, and does not draw them there.
+            self._members.late(placement.node_id, "fetch")
         first_at_s = request.first_token_s
         alone = request.planned is not None and len(request.planned.nodes) == 1
         if self._placing is None or remote_job is None or first_at_s is None or request.kept_tokens:
@@ -510,6 +513,13 @@ class Runner:
 def _node_of(planned: Planned) -> str:
     """The machine that answers, as the ledger has it."""
     return THIS_NAME if planned.answered_here else planned.nodes[0]
+
+
+def _had_less(request: Request, finished: Finished) -> bool:
+    """True if the machine that answered had clearly less of the prompt than it said before."""
+    told = request.places.get(request.placement.node_id)
+    said = max(told.memory_tokens, told.disk_tokens) if told is not None else 0
+    return said >= limits.FETCH_LEAST_TOKENS and finished.usage.cached_tokens < said * limits.FETCH_BELIEVED
 
 
 def _of(error: FleetError, choice: Placement) -> FleetError:

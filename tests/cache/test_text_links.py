@@ -90,3 +90,16 @@ def test_a_disk_that_refuses_finds_nothing(
 def test_links_of_another_model_are_other_ones() -> None:
     assert text_links.kept_as("a", b"bc") != text_links.kept_as("ab", b"c")
     assert text_links.filled_blocks("d", LINKS[:3], NAMES, 0.3) == []
+
+
+def test_the_bytes_of_a_text_are_those_of_its_blocks_however_unlike(
+    store: BlockStore, cache: DiskCache
+) -> None:
+    """The last block of three holds a state besides its rows; of a text in few links, some are not named."""
+    keep(store, NAMES[:2], 400)
+    keep(store, NAMES[:3], 4000)
+    cache.begin_with("digest", LINKS[:6], NAMES[:3], 0.5)
+    assert cache.longest("digest", LINKS[:6]).nbytes == cache.report().n_bytes
+    cache.begin_with("few", LINKS[:2], NAMES[:3], 1.5)
+    assert cache.longest("few", LINKS[:2]).links == 2
+    assert cache.longest("few", LINKS[:2]).nbytes > cache.report().n_bytes

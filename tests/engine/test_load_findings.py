@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from asking import folder_of
 
 from fleetd.engine import loading
 from fleetd.engine.calibrate import Speeds
-from fleetd.engine.load_findings import FindingsKey, LoadFindings
+from fleetd.engine.load_findings import FindingsKey, LoadFindings, block_basis
 from fleetd.engine.protocol import Arithmetic, Loading
 from fleetd.engine.settings import WorkerSettings
 from fleetd.engine.shared_prefill import sharable
@@ -47,6 +50,84 @@ def test_findings_of_an_unknown_model_are_not_stored(tmp_path: Path) -> None:
     unknown = FindingsKey(msgspec.structs.replace(MODEL, digest=""), {}, exact=True)
     unknown.cached(tmp_path).keep(FOUND)
     assert not list(tmp_path.iterdir())
+
+
+def of_machine(**model: Any) -> FindingsKey:
+    return msgspec.structs.replace(KEY, model=msgspec.structs.replace(MODEL, **model))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cores": 64},
+        {"system": "Linux-7"},
+        {"fleetd": "9.9"},
+        {"environment": {"OMP_NUM_THREADS": "1"}},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_machines_that_compute_the_same_bytes_name_their_blocks_alike(change: dict[str, Any]) -> None:
+    assert block_basis(of_machine(**change), ARITHMETIC) == block_basis(KEY, ARITHMETIC) != b""
+    # But not where nothing shows it: a CPU that rounds by its threads, layers without a fingerprint.
+    inexact = (msgspec.structs.replace(each, exact=False) for each in (of_machine(**change), KEY))
+    assert len({block_basis(each, ARITHMETIC) for each in inexact}) == 2
+    for unknown in (None, msgspec.structs.replace(ARITHMETIC, layers=[])):
+        assert block_basis(of_machine(**change), unknown) != block_basis(KEY, unknown)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        of_machine(digest="cd" * 32),
+        of_machine(device="metal"),
+        of_machine(accelerator="x86_64 AVX512"),
+        of_machine(versions={"mlx": "0.33"}),
+        of_machine(environment={"MLX_METAL_FAST": "1"}),
+        msgspec.structs.replace(KEY, beside={"numpy": "3"}),
+    ],
+)
+def test_what_may_change_bytes_changes_the_names_of_blocks(other: FindingsKey) -> None:
+    assert block_basis(other, ARITHMETIC) != block_basis(KEY, ARITHMETIC)
+
+
+def test_layers_that_make_other_numbers_and_files_that_are_unknown_share_no_blocks() -> None:
+    other = msgspec.structs.replace(ARITHMETIC, layers=[b"87654321"])
+    assert block_basis(KEY, other) != block_basis(KEY, ARITHMETIC)
+    assert block_basis(of_machine(digest=""), ARITHMETIC) == b""
+
+
+_KEYS = """
+import hashlib, sys
+from fleetd.engine import cpu
+if not cpu.preload_blas():
+    sys.exit(print("none"))
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+cpu.install()
+import tiny_architectures, tiny_models
+from mlx_lm.models.cache import make_prompt_cache
+model = tiny_architectures.tiny("llama", num_hidden_layers=2, vocab_size=tiny_models.VOCAB)
+cache, prompt = make_prompt_cache(model), tiny_models.prompt(1500)
+for start in range(0, len(prompt), 256):
+    mx.eval(model(mx.array([prompt[start : start + 256]]), cache=cache))
+arrays = [array for layer in cache for array in (layer.keys, layer.values)]
+print(hashlib.sha256(b"".join(bytes(memoryview(mx.contiguous(each))) for each in arrays)).hexdigest())
+"""
+
+
+@pytest.mark.long
+def test_the_number_of_threads_changes_no_bytes_of_keys_and_values() -> None:
+    found = set()
+    for threads in ("1", "2", "7"):
+        support = str(Path(__file__).parents[1] / "support")
+        environment = os.environ | {"MKL_NUM_THREADS": threads, "PYTHONPATH": support}
+        done = subprocess.run(
+            [sys.executable, "-c", _KEYS], env=environment, capture_output=True, text=True, check=True
+        )
+        found.add(done.stdout.strip())
+    if found == {"none"}:
+        pytest.skip("MKL could not be loaded: a CPU's bytes are not exact here")
+    assert len(found) == 1
 
 
 def test_the_second_load_only_reads_and_warms_up(

@@ -69,8 +69,12 @@ def kept_tokens(daemon: LiveDaemon) -> int:
 def test_what_another_machine_has_read_is_fetched(pair: LiveFleet) -> None:
     text = prompt(1, 620)
     first = read_by_alpha(pair, text)
+    # What lies on alpha's disk is known before, by the text.
+    planned = pair["beta"].control("POST", "/fleet/v1/plan", {"model": SMOL, "text": text})["options"]
+    assert any(option["restored_tokens"] or option["fetched_from"] == "alpha" for option in planned), planned
     second = ask(pair["beta"], text)
     assert second["timings"]["fetched_n"] >= 512
+    assert second["timings"]["fetched_from"] == "alpha"
     assert essence(first) == essence(second)
 
 

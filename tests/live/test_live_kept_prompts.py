@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 from live_daemon import LiveDaemon, until
+
+from fleetd.cache.block_store import BlockStore
+from fleetd.cache.settings import DiskCacheSettings
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
@@ -19,7 +25,7 @@ def ask(daemon: LiveDaemon, text: str, **fields: Any) -> Any:
     with openai.OpenAI(base_url=daemon.base_url, api_key=daemon.key, max_retries=0, timeout=90) as client:
         messages: Any = [{"role": "user", "content": text}]
         return client.chat.completions.create(
-            model=MODEL, messages=messages, max_tokens=4, temperature=0, logprobs=True, **fields
+            model=MODEL, messages=messages, temperature=0, logprobs=True, **{"max_tokens": 4} | fields
         )
 
 
@@ -49,3 +55,38 @@ def test_a_prompt_is_read_once_also_after_a_restart_until_it_is_cleared(
     again = ask(daemon, LONG)
     assert again.usage.prompt_tokens_details.cached_tokens == 0
     assert again.choices == first.choices
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_machine_that_dies_while_it_writes_has_whole_blocks_or_none(
+    make_daemon: Callable[..., LiveDaemon],
+) -> None:
+    """Killed as soon as so many files are there, of which the last one is probably half written."""
+    daemon = make_daemon()
+    settings = DiskCacheSettings(
+        str(daemon.home / "cache" / "kv"), str(daemon.home / "identity" / "kv.key"), 1 << 30
+    )
+    blocks = Path(settings.folder) / "blocks"
+    ask(daemon, "Say hello.")
+    with ThreadPoolExecutor(1) as pool:
+        for files in (1, 2, 3):
+            text = f"Story {files}. {LONG} {LONG}"
+            # Its answer is decoded meanwhile, so that blocks are written slowly.
+            answer = pool.submit(ask, daemon, text, max_tokens=512)
+            until(lambda least=files: len(list(blocks.iterdir())) >= least, 240)
+            daemon.kill()
+            with contextlib.suppress(openai.OpenAIError):
+                answer.result()
+            daemon.restart()
+            kept = ask(daemon, text)
+            assert kept.usage.prompt_tokens_details.cached_tokens == restored(kept) <= 256 * files
+            daemon.control("POST", "/fleet/v1/cache/clear", {})
+            computed = ask(daemon, text)
+            assert computed.usage.prompt_tokens_details.cached_tokens == 0
+            assert kept.choices == computed.choices
+            daemon.control("POST", "/fleet/v1/cache/clear", {})
+    daemon.stop()
+    store = BlockStore(settings)
+    store.validate()
+    store.close()

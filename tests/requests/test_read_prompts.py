@@ -15,12 +15,13 @@ from test_placing import OWN, FakeOthers, collect, machine, spoken
 
 from fleetd import limits
 from fleetd.control.prefill_trace import Trace
-from fleetd.engine.protocol import Accepted, Delta, Finished, Generate, Prefill, TextPrompt
+from fleetd.engine.protocol import Accepted, Delta, Finished, Generate, Prefill, TextPrompt, Usage
 from fleetd.errors import EngineDied, FleetError, PeerLost
 from fleetd.ledger import Ledger
 from fleetd.metrics import Metrics
 from fleetd.models.model_names import ModelNames
 from fleetd.plan.affinity import BLOCK_CHARS
+from fleetd.plan.beginnings import KeptBeginning
 from fleetd.requests.job import CHARS_PER_TOKEN, Job
 from fleetd.requests.members import Members
 from fleetd.requests.placement import Placer
@@ -178,3 +179,24 @@ async def test_attack_no_other_machine_learns_what_a_session_is_called(make: Mak
     assert "secret-session-name" not in str(fleet.others.asked)
     kept = (vars(fleet.members.sessions), vars(fleet.members.affinity))
     assert "secret-session-name" not in str(kept)
+
+
+class Claims:
+    """A survey in which one machine says that it has all of every prompt."""
+
+    async def of_job(self, asked: Job, model: str) -> dict[str, KeptBeginning]:
+        return {"a": KeptBeginning(memory_tokens=len(TEXT) // CHARS_PER_TOKEN)}
+
+
+@pytest.mark.parametrize(("cached", "believed"), [(0, False), (len(TEXT) // CHARS_PER_TOKEN, True)])
+async def test_a_machine_that_had_less_than_it_said_is_not_asked_for_a_while(
+    make: Make, cached: int, believed: bool
+) -> None:
+    usage = Usage(prompt_tokens=len(TEXT) // CHARS_PER_TOKEN + 1, cached_tokens=cached, completion_tokens=1)
+    script = spoken(Accepted("r1", usage.prompt_tokens), Delta("r1", "Hi"), Finished("r1", "stop", usage))
+    fleet = make(machine("a"), machine("b", faster=1.5), a=[script])
+    fleet.runner._survey = Claims()  # type: ignore[assignment]
+    await fleet.ask()
+    assert fleet.others.order == ["a"], "what it says makes it the sooner one"
+    assert (fleet.members.left_out("a", "fetch") == "") is believed
+    assert fleet.members.left_out("a", "answer") == ""
