@@ -13,8 +13,9 @@ from fleetd.api.body import read
 from fleetd.api.client_sessions import session_of
 from fleetd.api.context import SERVICES
 from fleetd.api.openai import bodies
-from fleetd.api.responses.bodies import ReasoningConfig, ResponsesBody
-from fleetd.api.responses.objects import Response
+from fleetd.api.reasoning import ReasoningOptions
+from fleetd.api.responses.bodies import ResponsesBody
+from fleetd.api.responses.objects import ReasoningConfig, Response
 from fleetd.api.responses.render import ResponseOptions, ResponseStream, ResponseWhole
 from fleetd.api.responses.translate import Translated, translate
 from fleetd.compression.policy import resolve
@@ -56,7 +57,7 @@ def _begun(body: ResponsesBody, asked: Translated, name: str, model: str) -> Res
         max_output_tokens=body.max_output_tokens,
         metadata=body.metadata or {},
         parallel_tool_calls=body.parallel_tool_calls is not False,
-        reasoning=body.reasoning or ReasoningConfig(),
+        reasoning=_reasoning(body),
         temperature=body.temperature,
         tool_choice=body.tool_choice or "auto",
         tools=asked.tools.served,
@@ -64,3 +65,10 @@ def _begun(body: ResponsesBody, asked: Translated, name: str, model: str) -> Res
         user=body.user,
         warnings=asked.warnings or UNSET,
     )
+
+
+def _reasoning(body: ResponsesBody) -> ReasoningConfig:
+    asked = body.reasoning
+    if isinstance(asked, ReasoningOptions):
+        return ReasoningConfig(asked.effort, asked.summary)
+    return ReasoningConfig(asked if isinstance(asked, str) else body.reasoning_effort)

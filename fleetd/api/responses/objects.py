@@ -7,7 +7,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType, field
 
 from fleetd.api.openai.bodies import ResponseFormat
-from fleetd.api.responses.bodies import ReasoningConfig, ResponseTool, ResponseToolChoice
+from fleetd.api.responses.bodies import ResponseTool, ResponseToolChoice
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -99,6 +99,13 @@ class IncompleteDetails(Struct, frozen=True):
 
 class ResponseText(Struct, frozen=True):
     format: ResponseFormat = ResponseFormat()
+
+
+class ReasoningConfig(Struct, frozen=True):
+    """What was asked for, in OpenAI's words."""
+
+    effort: str | None = None
+    summary: str | None = None
 
 
 class Response(Struct, frozen=True, kw_only=True):
