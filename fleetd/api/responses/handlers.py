@@ -1,4 +1,4 @@
-"""POST /v1/responses."""
+"""POST /v1/responses and /v1/responses/input_tokens."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from aiohttp import web
 from msgspec import UNSET
 
 from fleetd.api import generate
-from fleetd.api.body import read
+from fleetd.api.body import json_answer, read
 from fleetd.api.client_sessions import session_of
 from fleetd.api.context import SERVICES
 from fleetd.api.openai import bodies
 from fleetd.api.reasoning import ReasoningOptions
 from fleetd.api.responses.bodies import ResponsesBody
-from fleetd.api.responses.objects import ReasoningConfig, Response
+from fleetd.api.responses.objects import InputTokenCount, ReasoningConfig, Response
 from fleetd.api.responses.render import ResponseOptions, ResponseStream, ResponseWhole
 from fleetd.api.responses.translate import Translated, translate
 from fleetd.compression.policy import resolve
@@ -45,6 +45,14 @@ async def responses(request: web.Request) -> web.StreamResponse:
     if body.stream:
         return await generate.stream(request, work, ResponseStream(options))
     return await generate.whole(request, work, ResponseWhole(options))
+
+
+async def input_tokens(request: web.Request) -> web.StreamResponse:
+    """Raises FleetError."""
+    body = bodies.decode(await read(request), ResponsesBody)
+    prompt = translate(body, "").generate.prompt
+    counted = await generate.count(request, prompt, body.model, local_only=bool(body.local_only))
+    return json_answer(InputTokenCount(counted))
 
 
 def _begun(body: ResponsesBody, asked: Translated, name: str, model: str) -> Response:

@@ -138,6 +138,11 @@ class Response(Struct, frozen=True, kw_only=True):
     warnings: list[str] | UnsetType = UNSET
 
 
+class InputTokenCount(Struct, frozen=True):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 # ---- Stream events ---------------------------------------------------------------------------------------
 
 
