@@ -38,6 +38,8 @@ _FOREVER_S = 10**9
 _MOST_BYTES = 1 << 50
 # Variables of the FLEETD_ family that are not settings.
 _NOT_SETTINGS = frozenset({"FLEETD_HOME"})
+# As browsers write it: extensions and desktop programs have schemes of their own.
+_WEB_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(?:\[[0-9a-f:.]+\]|[a-z0-9_.-]+)(?::[0-9]{1,5})?")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?)B?|B)?", re.IGNORECASE)
 _NEAR_ENOUGH = 0.75  # difflib's own default of 0.6 offers "log.level" for "model"
 
@@ -656,10 +658,24 @@ def _check_ollama(config: Config) -> None:
     )
 
 
+def _check_origins(config: Config) -> None:
+    """What is no origin never equals one, and the page that was meant would be refused without a reason."""
+    for origin in config.http.allowed_origins:
+        if not _WEB_ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"`http.allowed_origins` from {config.origin('http.allowed_origins')} holds {origin!r}, "
+                "which is no web origin.",
+                hint="Write SCHEME://HOST or SCHEME://HOST:PORT in small letters, without a path; commas "
+                "separate several in the environment.",
+                param="http.allowed_origins",
+            )
+
+
 def _check(config: Config) -> None:
     """What concerns more than one value, and the one promise that no setting may break by accident."""
     _check_fleet(config)
     _check_ollama(config)
+    _check_origins(config)
     where = config.origin("http.listen")
     try:
         loopback = _is_loopback(config.http.listen)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 import os
+import re
 import socket
 
 from aiohttp import hdrs, web
@@ -27,6 +28,7 @@ from fleetd.peercred import peer_uid
 
 CONTROL_PREFIX = "/fleet/"
 _HTTP_PORT = 80
+_HEADER_NAMES = re.compile(r"[\w!#$%&'*+.^`|~-]+(?: *, *[\w!#$%&'*+.^`|~-]+)*", re.ASCII)
 
 
 @web.middleware
@@ -156,7 +158,12 @@ async def on_prepare(request: web.Request, response: web.StreamResponse) -> None
     response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = "*"
     if request.method == hdrs.METH_OPTIONS:
         response.headers[hdrs.ACCESS_CONTROL_ALLOW_METHODS] = "GET, POST"
-        response.headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = (
-            "Authorization, Content-Type, X-Api-Key, X-Request-Id"
-        )
+        response.headers[hdrs.ACCESS_CONTROL_ALLOW_HEADERS] = _allowed_headers(request)
+        response.headers[hdrs.VARY] = f"{hdrs.ORIGIN}, {hdrs.ACCESS_CONTROL_REQUEST_HEADERS}"
         response.headers[hdrs.ACCESS_CONTROL_MAX_AGE] = "600"
+
+
+def _allowed_headers(request: web.Request) -> str:
+    """What the page asks to send: client libraries name their platform in a dozen headers of their own."""
+    asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS, "")
+    return asked if _HEADER_NAMES.fullmatch(asked) else "Authorization, Content-Type"

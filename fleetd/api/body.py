@@ -17,23 +17,42 @@ from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 
 from fleetd import limits
-from fleetd.errors import BadRequest, InvalidValue, PayloadTooLarge, RequestTimeout
+from fleetd.errors import BadRequest, InvalidValue, PayloadTooLarge, RequestTimeout, UnsupportedMediaType
 
 T = TypeVar("T")
+
+_CODINGS = frozenset({"", "identity", "gzip", "deflate"})
 
 
 async def expect(_request: web.Request) -> None:
     """Replaces aiohttp's handler, which says "100 Continue" before the token is checked."""
 
 
+def unknown_coding(coding: str = "") -> UnsupportedMediaType:
+    """What is said to a body compressed in a way that is not read here; "" where its name is not known."""
+    return UnsupportedMediaType(
+        f"The body's Content-Encoding{f' {coding[:64]!r}' if coding else ''} is not read here.",
+        hint="Send it as it is, or with Content-Encoding: gzip or deflate.",
+    )
+
+
+def _check_coding(request: web.Request) -> None:
+    """aiohttp passes codings that it does not know on unread. Raises UnsupportedMediaType."""
+    coding = request.headers.get(hdrs.CONTENT_ENCODING, "")
+    if coding.strip().lower() not in _CODINGS:
+        raise unknown_coding(coding)
+
+
 async def read(request: web.Request) -> bytes:
     """The whole body.
 
     Raises:
+        UnsupportedMediaType: it is compressed in a way that is not read here.
         PayloadTooLarge: by its Content-Length, before any of it is read, or when it turns out so.
         RequestTimeout: it stopped arriving, or arrives too slowly to ever be done.
         BadRequest: its encoding is broken.
     """
+    _check_coding(request)
     _check_size(request.content_length or 0)
     await _continue(request)
     body = bytearray()

@@ -14,7 +14,7 @@ import msgspec
 
 from fleetd import limits
 from fleetd.api.body import parse
-from fleetd.engine.protocol import RESERVED_TEMPLATE_KWARGS, ChatPrompt, Sampling
+from fleetd.engine.protocol import ChatPrompt, Sampling
 from fleetd.errors import BadRequest, InvalidValue, UnsupportedParameter
 
 Plain = dict[str, Any]
@@ -122,28 +122,6 @@ def forced_tool(name: str | None, tools: Sequence[Plain] | None, where: str) -> 
             param=where,
         )
     return {"name": name}
-
-
-def template_kwargs(
-    *, thinking: bool | None = None, effort: str | None = None, own: Mapping[str, Any] | None = None
-) -> Plain:
-    """Arguments of the chat template.
-
-    Args:
-        thinking: whether the model reasons before it answers; None leaves it to the template.
-        effort: how much, where a template knows such a word; "none" also turns thinking off.
-        own: the client's, which come last.
-    """
-    kwargs: Plain = {}
-    if effort is not None:
-        kwargs["reasoning_effort"] = effort
-        if effort == "none":
-            thinking = False
-    if thinking is not None:
-        kwargs["enable_thinking"] = thinking
-    if reserved := sorted(RESERVED_TEMPLATE_KWARGS & (own or {}).keys()):
-        raise InvalidValue(f"chat_template_kwargs may not set {reserved[0]!r}.", param="chat_template_kwargs")
-    return checked({**kwargs, **(own or {})}, "chat_template_kwargs")
 
 
 def prompt(

@@ -13,13 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from http import HTTPStatus
 from typing import Any, cast
 
 import msgspec
 from aiohttp import web
+from aiohttp.http_exceptions import ContentEncodingError
 
 from fleetd import limits
 from fleetd.api import failures
+from fleetd.api.body import unknown_coding
 from fleetd.api.context import DIALECTS
 from fleetd.api.dialect import Dialect
 from fleetd.descriptors import UNSCALED, ConnectionCaps
@@ -135,9 +138,13 @@ class BoundedConnection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Answer bytes that are not HTTP. The parser's message quotes them, so it is not passed on."""
         log.debug("http.bad_request type=%s", type(exc).__name__)
-        error = (
-            BadRequest("The request is not valid HTTP.") if status < 500 else FleetError("Internal error.")
-        )
+        error: FleetError
+        if isinstance(exc, ContentEncodingError):  # it has no decoder, for brotli
+            error = unknown_coding()
+        elif status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            error = BadRequest("The request is not valid HTTP.")
+        else:
+            error = FleetError("Internal error.")
         answer = failures.response(error, self._dialect)
         answer.force_close()
         return answer

@@ -12,6 +12,7 @@ job moves to another machine later, a comment says so.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +32,7 @@ from fleetd.api.progress_comments import ProgressComments
 from fleetd.api.streamer import Collector, Streamer
 from fleetd.compression.policy import SmartPrefillPolicy
 from fleetd.control.smart_prefill_result import SmartPrefillResult
-from fleetd.engine.protocol import Accepted, Event, Generate, Loading
+from fleetd.engine.protocol import Accepted, Event, Generate, Loading, Prompt
 from fleetd.errors import EngineError
 from fleetd.requests.job import Job, Origin, Planned
 
@@ -152,6 +153,16 @@ async def prompt_tokens(request: web.Request, work: GenerationRequest) -> int:
             if isinstance(item[1], Accepted):
                 return item[1].prompt_tokens
     raise EngineError("The engine did not count the prompt.", hint="Try again.")
+
+
+async def count(request: web.Request, prompt: Prompt, model: str | None, *, local_only: bool) -> int:
+    """How many tokens the model's own template and tokenizer make of a prompt. Raises FleetError."""
+    name = f"count_{uuid.uuid4().hex}"
+    # A machine that does not know ``count_only`` reads the prompt and answers nothing.
+    counted = Generate(id=name, prompt=prompt, max_tokens=0, count_only=True)
+    return await prompt_tokens(
+        request, GenerationRequest(name, model or "", "count_tokens", [counted], local_only)
+    )
 
 
 async def stream(request: web.Request, work: GenerationRequest, streamer: Streamer) -> web.StreamResponse:

@@ -27,7 +27,7 @@ from fleetd.api.page import access, files
 from fleetd.api.responses import handlers as responses
 from fleetd.api.responses.bodies import ResponsesBody
 from fleetd.api.responses.dialect import RESPONSES
-from fleetd.api.responses.objects import Response, ResponseEvent
+from fleetd.api.responses.objects import InputTokenCount, Response, ResponseEvent
 from fleetd.api.route_entry import Route, RouteStatus
 from fleetd.control.compression_reply import Compression
 
@@ -166,6 +166,16 @@ PUBLIC: tuple[Route, ...] = (
         body=ResponsesBody,
         reply=Response,
         item=ResponseEvent,
+        statuses={**_BODY, **_MODEL, **_ENGINE},
+    ),
+    _post(
+        "/v1/responses/input_tokens",
+        responses.input_tokens,
+        RESPONSES,
+        name="countInputTokens",
+        summary="How many tokens the prompt of a response has.",
+        body=ResponsesBody,
+        reply=InputTokenCount,
         statuses={**_BODY, **_MODEL, **_ENGINE},
     ),
     _post(

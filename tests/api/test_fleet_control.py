@@ -113,6 +113,14 @@ async def test_load_and_unload(daemon: Daemon) -> None:
     assert (await daemon.post("/fleet/v1/models/unload", expected=404))["error"]["code"] == "model_not_found"
 
 
+async def test_a_model_whose_folder_is_gone_is_unloaded_by_its_name(daemon: Daemon) -> None:
+    daemon.pool.loaded.append("gone")
+    assert await daemon.post("/fleet/v1/models/unload", "gone") == {"ok": True}
+    assert daemon.pool.loaded == []
+    refused = await daemon.post("/fleet/v1/models/unload", "gone", expected=404)
+    assert refused["error"]["code"] == "model_not_found"
+
+
 async def test_verify_reads_everything_and_answers_with_the_digest(daemon: Daemon) -> None:
     assert await daemon.post("/fleet/v1/models/verify") == {"ok": True, "digest": f"blake3:{MODEL}"}
     assert daemon.verified == [(Path("/models/it"), True)]

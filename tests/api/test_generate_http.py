@@ -69,7 +69,8 @@ ONLY_CHAT = [
     {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
     {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}},
     {"response_format": {"type": "text"}},
-    {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+    {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": True}},
+    {"verbosity": "low"},
     {"store": False, "metadata": {"a": "b"}, "service_tier": "auto", "prediction": None},
 ]
 ONLY_TEXT = [

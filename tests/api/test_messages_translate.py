@@ -179,15 +179,20 @@ def test_system_messages_in_the_middle_become_the_users_text() -> None:
     ]
 
 
+ON = {"enable_thinking": True, "thinking": True}
+OFF = {"enable_thinking": False, "thinking": False}
+
+
 @pytest.mark.parametrize(
     ("fields", "kwargs"),
     [
-        ({}, {"enable_thinking": False}),
-        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
-        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, {"enable_thinking": True}),
+        ({}, OFF),
+        ({"thinking": {"type": "disabled"}}, OFF),
+        ({"output_config": {"effort": "low"}}, {**OFF, "reasoning_effort": "low"}),
+        ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, ON),
         (
             {"thinking": {"type": "adaptive", "display": "omitted"}, "output_config": {"effort": "max"}},
-            {"enable_thinking": True, "reasoning_effort": "high"},
+            {**ON, "reasoning_effort": "high"},
         ),
     ],
 )

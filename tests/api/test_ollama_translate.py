@@ -94,22 +94,6 @@ def test_options_are_sampling() -> None:
     assert (free.max_tokens, free.sampling.seed, free.stop) == (None, None, ["x"])
 
 
-@pytest.mark.parametrize(
-    ("think", "kwargs"),
-    [
-        (None, {}),
-        (True, {"enable_thinking": True}),
-        (False, {"enable_thinking": False}),
-        ("low", {"reasoning_effort": "low", "enable_thinking": True}),
-        ("max", {"reasoning_effort": "high", "enable_thinking": True}),
-    ],
-)
-def test_think_reaches_the_template(think: Any, kwargs: dict[str, Any]) -> None:
-    for prompt in (chat(think=think).prompt, generate(think=think).prompt):
-        assert isinstance(prompt, p.ChatPrompt)
-        assert prompt.template_kwargs == kwargs
-
-
 def test_a_prompt_is_a_chat_of_one_message_or_raw() -> None:
     prompt = generate(system="Be brief.").prompt
     assert isinstance(prompt, p.ChatPrompt)

@@ -118,7 +118,6 @@ def test_completion_ranges(name: str, good: list[Any], bad: list[Any]) -> None:
         ("frequence_penalty", "frequency_penalty"),
         ("repeat_penalty", "repetition_penalty"),
         ("tool", "tools"),
-        ("enable_thinking", "chat_template_kwargs"),
     ],
 )
 def test_a_misspelt_field_is_refused_with_the_nearest(typo: str, nearest: str) -> None:

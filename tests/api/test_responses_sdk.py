@@ -64,6 +64,17 @@ def test_a_stream_says_what_the_whole_response_says(client: openai.OpenAI, targe
     assert order.response["usage"]["total_tokens"] == whole.usage.total_tokens
 
 
+def test_input_tokens_are_counted_as_a_response_counts_them(client: openai.OpenAI, target: Target) -> None:
+    fields: Any = {"model": target.model, "instructions": "Be brief.", "input": ASK}
+    counted = client.responses.input_tokens.count(**fields)
+    assert counted.object == "response.input_tokens"
+    usage = client.responses.create(**fields, max_output_tokens=1).usage
+    assert usage is not None
+    assert counted.input_tokens == usage.input_tokens > 0
+    with pytest.raises(openai.BadRequestError, match="previous_response_id"):
+        client.responses.input_tokens.count(**fields, previous_response_id="resp_1")
+
+
 def test_the_same_request_as_a_chat_gives_the_same_tokens(client: openai.OpenAI, target: Target) -> None:
     chat = client.chat.completions.create(
         model=target.model,

@@ -245,6 +245,19 @@ async def test_gzip_bomb_is_refused(site: Site, monkeypatch: pytest.MonkeyPatch)
             assert response.status == 400
 
 
+@pytest.mark.parametrize("coding", ["br", "zstd", "compress", "gzip, br"])
+async def test_a_body_in_an_unknown_coding_is_a_415_that_says_which_are_read(
+    site: Site, runner: FakeRunner, coding: str
+) -> None:
+    headers = {**site.auth, "Content-Type": "application/json", "Content-Encoding": coding}
+    async with site.client(headers=headers) as session, session.post(CHAT, data=BODY) as response:
+        assert response.status == 415
+        error = (await response.json())["error"]
+    assert error["code"] == "unsupported_media_type"
+    assert "Content-Encoding: gzip or deflate" in error["message"]
+    assert runner.jobs == []
+
+
 async def test_unauthenticated_body_is_not_even_asked_for(site: Site, runner: FakeRunner) -> None:
     """A client that waits for 100 Continue gets the refusal instead."""
     async with connected(site) as (reader, writer):

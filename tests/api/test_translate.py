@@ -252,13 +252,8 @@ def test_a_tool_choice_that_nothing_satisfies_is_refused(fields: dict[str, Any])
     ("fields", "expected"),
     [
         ({}, {}),
-        ({"reasoning_effort": "low"}, {"reasoning_effort": "low"}),
-        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
-        (
-            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
-            {"reasoning_effort": "none", "enable_thinking": True},
-        ),
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True, "thinking": True}),
+        ({"chat_template_kwargs": {"custom": "x"}}, {"custom": "x"}),
     ],
 )
 def test_template_kwargs(fields: dict[str, Any], expected: dict[str, Any]) -> None:

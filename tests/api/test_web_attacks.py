@@ -155,7 +155,19 @@ async def test_a_listed_origin_may_call_and_only_with_the_token(runner: FakeRunn
             async with session.options(CHAT, headers=ask_first) as response:
                 assert response.status == 204
                 assert response.headers["Access-Control-Allow-Origin"] == page
-                assert "Authorization" in response.headers["Access-Control-Allow-Headers"]
+                assert response.headers["Access-Control-Allow-Headers"] == "Authorization, Content-Type"
+            asked = "authorization,content-type,x-stainless-os,anthropic-version"
+            ask_more = {**ask_first, "Access-Control-Request-Headers": asked}
+            async with session.options(CHAT, headers=ask_more) as response:
+                assert response.headers["Access-Control-Allow-Headers"] == asked
+                assert response.headers["Vary"] == "Origin, Access-Control-Request-Headers"
+            ask_oddly = {**ask_first, "Access-Control-Request-Headers": 'x-a; "*"'}
+            async with session.options(CHAT, headers=ask_oddly) as response:
+                assert response.headers["Access-Control-Allow-Headers"] == "Authorization, Content-Type"
+            foreign = {**ask_more, "Origin": "https://evil.example"}
+            async with session.options(CHAT, headers=foreign) as response:
+                assert response.status == 403
+                assert not [name for name in response.headers if name.lower().startswith("access-control")]
             headers = {**JSON, "Origin": page, "Sec-Fetch-Site": "cross-site"}
             async with session.post(CHAT, data=BODY, headers=headers) as response:
                 assert response.status == 401

@@ -145,6 +145,31 @@ def test_open_port_without_token_is_refused_even_when_asked_for(tmp_path: Path) 
         load(tmp_path, toml + "require_token = false\n")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        '["https://a.example"]',
+        "*",
+        "null",
+        "a.example",
+        "https://a.example/",
+        "https://A.example",
+        "https://a b",
+    ],
+)
+def test_what_is_no_list_of_origins_is_refused_at_the_start(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match="is no web origin") as caught:
+        load(tmp_path, env={"FLEETD_HTTP_ALLOWED_ORIGINS": value})
+    assert caught.value.param == "http.allowed_origins"
+    assert "environment FLEETD_HTTP_ALLOWED_ORIGINS" in str(caught.value)
+
+
+def test_origins_of_sites_extensions_and_desktop_programs_may_be_listed(tmp_path: Path) -> None:
+    origins = ["https://a.example", "http://[::1]:3000", "http://localhost:5173", "app://obsidian.md"]
+    loaded = load(tmp_path, env={"FLEETD_HTTP_ALLOWED_ORIGINS": ", ".join(origins)})
+    assert loaded.http.allowed_origins == origins
+
+
 @pytest.mark.parametrize("listen", ["0.0.0.0:11434", "192.168.1.4:11434", "[::]:11434", "*:11434", "11434"])
 def test_nothing_without_a_token_listens_on_the_network(tmp_path: Path, listen: str) -> None:
     assert load(tmp_path).http.ollama_address is None

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.openai.bodies import Positive
+from fleetd.api.reasoning import ReasoningFields
 from fleetd.compression.policy import SmartPrefillBody
 from fleetd.engine.protocol import Seed, StopList, Temperature, TopP
 
@@ -61,19 +62,12 @@ class ToolSelection(msgspec.Struct, frozen=True, rename={"kind": "type"}):
     disable_parallel_tool_use: bool | None = None
 
 
-class ThinkingConfig(msgspec.Struct, frozen=True, rename={"kind": "type"}):
-    """``budget_tokens`` is taken and not kept to: a model ends its reasoning by itself."""
-
-    kind: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = None
-
-
 class OutputConfig(msgspec.Struct, frozen=True):
     effort: str | None = None
     format: Any = None
 
 
-class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+class Conversation(ReasoningFields, frozen=True, kw_only=True):
     """What both endpoints read. Without ``model`` the default model answers."""
 
     messages: Annotated[list[InputMessage], Meta(min_length=1, max_length=limits.MESSAGES)]
@@ -81,7 +75,6 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True):
     system: str | list[ContentBlock] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=limits.TOOLS)] | None = None
     tool_choice: ToolSelection | None = None
-    thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     output_format: Any = None
     cache_control: dict[str, Any] | None = None

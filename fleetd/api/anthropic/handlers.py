@@ -15,7 +15,6 @@ from fleetd.api.body import json_answer, parse, read
 from fleetd.api.client_sessions import session_of
 from fleetd.api.context import SERVICES
 from fleetd.compression.policy import resolve
-from fleetd.engine.protocol import Generate
 
 
 async def messages(request: web.Request) -> web.StreamResponse:
@@ -45,12 +44,8 @@ async def messages(request: web.Request) -> web.StreamResponse:
 
 
 async def count_tokens(request: web.Request) -> web.StreamResponse:
-    """How many tokens a prompt has, as the model's own template and tokenizer make them."""
+    """Raises FleetError."""
     body = parse(await read(request), CountBody)
-    name = f"count_{uuid.uuid4().hex}"
-    # A machine that does not know ``count_only`` reads the prompt and answers nothing.
-    counted = Generate(id=name, prompt=translate.prompt(body), max_tokens=0, count_only=True)
-    work = generate.GenerationRequest(
-        name, body.model or "", "count_tokens", [counted], bool(body.local_only)
-    )
-    return json_answer(TokenCount(await generate.prompt_tokens(request, work)))
+    prompt = translate.prompt(body)
+    counted = await generate.count(request, prompt, body.model, local_only=bool(body.local_only))
+    return json_answer(TokenCount(counted))

@@ -19,6 +19,7 @@ from fleetd.api.anthropic.bodies import (
     ToolDefinition,
 )
 from fleetd.api.conversation import Plain
+from fleetd.api.reasoning import template_kwargs
 from fleetd.engine.protocol import ChatPrompt, Generate
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
@@ -26,7 +27,6 @@ from fleetd.errors import InvalidValue, UnsupportedParameter
 _BILLING = "x-anthropic-billing-header:"
 # Read by people who looked the model's steps up elsewhere; their text is not for this one.
 _SKIPPED = frozenset({"redacted_thinking", "fallback"})
-_EFFORTS = {"max": "high", "xhigh": "high"}
 
 
 def generate(body: MessagesBody, request_id: str) -> Generate:
@@ -53,13 +53,13 @@ def prompt(body: Conversation) -> ChatPrompt:
         )
     _refuse_formats(body)
     tools = [_tool(each, f"tools.{i}") for i, each in enumerate(body.tools or ())]
-    thinking = body.thinking is not None and body.thinking.kind != "disabled"
     effort = body.output_config.effort if body.output_config is not None else None
     return conversation.prompt(
         _messages(body),
         tools,
         _tool_choice(body, tools),
-        conversation.template_kwargs(thinking=thinking, effort=_EFFORTS.get(effort or "", effort)),
+        # Without a word of it Anthropic's models answer at once.
+        template_kwargs(body, default=False, effort=effort),
     )
 
 

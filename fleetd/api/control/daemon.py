@@ -168,9 +168,10 @@ async def load(request: web.Request) -> web.StreamResponse:
 
 
 async def unload(request: web.Request) -> web.StreamResponse:
-    folder = await _resolve(request)
-    if not await request.app[SERVICES].pool.unload(folder.name):
-        raise ModelNotFound(f"{folder.name} is not loaded.", hint="`fleetctl status` lists what is.")
+    services = request.app[SERVICES]
+    name = await _installed_name(services, (await _ref(request)).model)
+    if not await services.pool.unload(name):
+        raise ModelNotFound(f"{name} is not loaded.", hint="`fleetctl status` lists what is.")
     return json_answer({"ok": True})
 
 
@@ -181,13 +182,18 @@ async def remove(request: web.Request) -> web.StreamResponse:
 
 async def remove_model(services: Services, ref: str) -> None:
     """Unload first: a worker that has the files mapped would keep the disk space. Raises FleetError."""
-    try:
-        name = (await asyncio.to_thread(services.models.resolve, ref)).name
-    except (ModelNotFound, ModelCorrupt):
-        name = ref  # the name of a folder that is gone or damaged may still be taken away
+    name = await _installed_name(services, ref)
     await services.pool.unload(name)
     await asyncio.to_thread(services.models.remove, name)
     services.models_changed()
+
+
+async def _installed_name(services: Services, ref: str) -> str:
+    """The name that a model is loaded and removed by; ``ref`` itself where its folder is gone or damaged."""
+    try:
+        return (await asyncio.to_thread(services.models.resolve, ref)).name
+    except (ModelNotFound, ModelCorrupt):
+        return ref
 
 
 async def verify(request: web.Request) -> web.StreamResponse:

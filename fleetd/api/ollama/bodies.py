@@ -12,11 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
+from fleetd.api.reasoning import ReasoningFields
 from fleetd.engine.protocol import Fraction, Penalty, Repetition, Seed, StopList, Temperature, TopP
 
 OllamaName = Annotated[str, Meta(min_length=1, max_length=256)]
 ModelName = Annotated[str, Meta(max_length=4096)]
-ThinkLevel = Literal["low", "medium", "high", "max"]
 KeepAlive = Annotated[
     float | str,
     Meta(description="Seconds, or a text as '5m': how long the model stays loaded; below 0 for ever."),
@@ -76,12 +76,11 @@ class OllamaOptions(msgspec.Struct, frozen=True):
     typical_p: float | None = None
 
 
-class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
+class OllamaBody(ReasoningFields, frozen=True, kw_only=True):
     """What chat and generate share. Answers are streamed unless ``stream`` is false."""
 
     model: Annotated[ModelName, Meta(min_length=1)]
     stream: bool | None = None
-    think: bool | ThinkLevel | None = None
     keep_alive: KeepAlive | None = None
     options: OllamaOptions | None = None
     local_only: Annotated[
@@ -99,7 +98,9 @@ class OllamaBody(msgspec.Struct, frozen=True, kw_only=True):
 class OllamaChatBody(OllamaBody, frozen=True, kw_only=True):
     """Without messages the model is loaded."""
 
-    messages: Annotated[list[OllamaMessage], Meta(max_length=limits.MESSAGES)] = []
+    messages: Annotated[list[OllamaMessage], Meta(max_length=limits.MESSAGES)] = msgspec.field(
+        default_factory=list
+    )
     tools: Annotated[list[OllamaTool], Meta(max_length=limits.TOOLS)] | None = None
 
 

@@ -20,10 +20,10 @@ from fleetd.api.ollama.bodies import (
     OllamaOptions,
     OllamaTool,
 )
+from fleetd.api.reasoning import template_kwargs
 from fleetd.engine.protocol import Generate, Prompt, TextPrompt
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
-_EFFORTS = {"max": "high"}
 # What each has to be where it changes nothing.
 _NEUTRAL = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}
 
@@ -40,7 +40,7 @@ def chat(body: OllamaChatBody, request_id: str) -> Generate:
             param="messages",
         )
     tools = [_tool(each, f"tools[{i}]") for i, each in enumerate(body.tools or ())]
-    prompt = conversation.prompt(_messages(body.messages), tools, "auto", _template_kwargs(body))
+    prompt = conversation.prompt(_messages(body.messages), tools, "auto", template_kwargs(body))
     return _generate(body, request_id, prompt)
 
 
@@ -62,7 +62,7 @@ def generate(body: OllamaGenerateBody, request_id: str) -> Generate:
     messages = [conversation.message("user", text, "prompt")]
     system = [body.system] if body.system else []
     prompt = conversation.prompt(
-        conversation.with_system(messages, system, "system"), None, "auto", _template_kwargs(body)
+        conversation.with_system(messages, system, "system"), None, "auto", template_kwargs(body)
     )
     return _generate(body, request_id, prompt)
 
@@ -143,13 +143,6 @@ def _stop(stop: Sequence[str] | str | None) -> list[str]:
     if isinstance(stop, str):
         return [stop] if stop else []
     return list(stop or ())
-
-
-def _template_kwargs(body: OllamaBody) -> Plain:
-    if isinstance(body.think, str):
-        effort = _EFFORTS.get(body.think, body.think)
-        return conversation.template_kwargs(thinking=True, effort=effort)
-    return conversation.template_kwargs(thinking=body.think)
 
 
 def _tool(tool: OllamaTool, where: str) -> Plain:

@@ -18,6 +18,7 @@ from msgspec import Meta
 
 from fleetd import limits
 from fleetd.api.body import parse
+from fleetd.api.reasoning import ReasoningFields
 from fleetd.bounded import Natural
 from fleetd.compression.policy import SmartPrefillBody
 from fleetd.engine.protocol import (
@@ -40,7 +41,6 @@ from fleetd.errors import InvalidValue, UnsupportedParameter
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 # Without the look-ahead, Python lets a newline follow; \\Z is unknown to JSON Schema.
 TokenKey = Annotated[str, Meta(pattern=r"^[0-9]{1,9}(?!\n)$")]
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 Choices = Annotated[int, Meta(ge=1, le=limits.CHOICES)]
 
 
@@ -160,8 +160,9 @@ Message = SystemMessage | DeveloperMessage | UserMessage | ToolMessage | Assista
 # ---- Bodies ----------------------------------------------------------------------------------------------
 
 
-class FleetFields(msgspec.Struct, frozen=True, kw_only=True):
-    """What bodies of OpenAI's dialects say of where and how it is computed; all but the last are fleetd's."""
+class FleetFields(ReasoningFields, frozen=True, kw_only=True):
+    """What bodies of OpenAI's dialects say besides the prompt: how the model reasons, where and how it is
+    computed. All fields here but the last are fleetd's."""
 
     local_only: Annotated[
         bool | None, Meta(description="True: the prompt does not leave the machine that was asked.")
@@ -220,15 +221,19 @@ class ChatBody(Common, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: Effort | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    verbosity: Annotated[
+        Literal["low", "medium", "high"] | None, Meta(description="Changes nothing: no template knows it.")
+    ] = None
     store: bool | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
 
 
 class CompletionBody(Common, frozen=True, kw_only=True):
-    """``prompt`` is a text, a list of texts, a list of token ids, or a list of such lists."""
+    """``prompt`` is a text, a list of texts, a list of token ids, or a list of such lists.
+
+    No template renders it, so the fields of ``ReasoningFields`` change nothing.
+    """
 
     prompt: str | Annotated[list[str | Natural | list[Natural]], Meta(min_length=1)]
     echo: bool | None = None
@@ -250,7 +255,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     ),
     "function_call": (None, "none", "auto"),
     "modalities": (None, [], ["text"]),
-    "verbosity": (None, "medium"),
     "typical_p": (None, 1),
 }  # fmt: skip
 
@@ -264,14 +268,12 @@ _ELSEWHERE: Mapping[str, str] = {
     "n_predict": "max_tokens",
     "num_predict": "max_tokens",
     "repeat_penalty": "repetition_penalty",
-    "enable_thinking": "chat_template_kwargs",
     "streaming": "stream",
     # Those of the two APIs of OpenAI's for each other's.
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
     "response_format": "text",
-    "reasoning_effort": "reasoning",
 }
 
 Body = TypeVar("Body", bound=msgspec.Struct)

@@ -24,6 +24,7 @@ from fleetd.api.openai.bodies import (
     ToolMessage,
     UserMessage,
 )
+from fleetd.api.reasoning import template_kwargs
 from fleetd.engine.protocol import Generate, Prompt, Sampling, Speculate, TextPrompt, TokenPrompt
 from fleetd.errors import InvalidValue, UnsupportedParameter
 
@@ -55,7 +56,7 @@ def chat(body: ChatBody, request_id: str) -> list[Generate]:
         [message(item, i) for i, item in enumerate(body.messages)],
         tools,
         _tool_choice(body, tools),
-        conversation.template_kwargs(effort=body.reasoning_effort, own=body.chat_template_kwargs),
+        template_kwargs(body),
     )
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return [

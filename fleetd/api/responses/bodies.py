@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from fleetd import limits
-from fleetd.api.openai.bodies import Effort, FleetFields, Positive, ResponseFormat, StreamOptions
+from fleetd.api.openai.bodies import FleetFields, Positive, ResponseFormat, StreamOptions
 from fleetd.engine.protocol import Logprobs, Seed, Temperature, TopP
 
 # Items that other servers' own tools leave in a conversation: nothing here can read them.
@@ -90,13 +90,6 @@ class TextConfig(msgspec.Struct, frozen=True):
     verbosity: str | None = None
 
 
-class ReasoningConfig(msgspec.Struct, frozen=True):
-    """Reasoning is given whole: ``summary`` is taken and changes nothing."""
-
-    effort: Effort | None = None
-    summary: str | None = None
-
-
 class ResponsesBody(FleetFields, frozen=True, kw_only=True):
     """Without ``model`` the default model answers; without ``max_output_tokens`` an answer may fill the
     context."""
@@ -108,7 +101,6 @@ class ResponsesBody(FleetFields, frozen=True, kw_only=True):
     tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
-    reasoning: ReasoningConfig | None = None
     max_output_tokens: Positive | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None

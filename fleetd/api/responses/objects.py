@@ -7,7 +7,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType, field
 
 from fleetd.api.openai.bodies import ResponseFormat
-from fleetd.api.responses.bodies import ReasoningConfig, ResponseTool, ResponseToolChoice
+from fleetd.api.responses.bodies import ResponseTool, ResponseToolChoice
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -101,6 +101,13 @@ class ResponseText(Struct, frozen=True):
     format: ResponseFormat = ResponseFormat()
 
 
+class ReasoningConfig(Struct, frozen=True):
+    """What was asked for, in OpenAI's words."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
 class Response(Struct, frozen=True, kw_only=True):
     """``warnings`` says what of the request was left out; ``tools`` are those that were not."""
 
@@ -129,6 +136,11 @@ class Response(Struct, frozen=True, kw_only=True):
     usage: ResponseUsage | None = None
     user: str | None = None
     warnings: list[str] | UnsetType = UNSET
+
+
+class InputTokenCount(Struct, frozen=True):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 # ---- Stream events ---------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import msgspec
 from fleetd.api import conversation
 from fleetd.api.conversation import Plain
 from fleetd.api.openai.translate import speculate
+from fleetd.api.reasoning import template_kwargs
 from fleetd.api.responses.bodies import (
     LEFT_OUT_ITEMS,
     InputItem,
@@ -57,12 +58,11 @@ def translate(body: ResponsesBody, request_id: str) -> Translated:
     items = [InputItem(role="user", content=body.input)] if isinstance(body.input, str) else body.input
     for i, item in enumerate(items):
         talk.add(item, f"input[{i}]")
-    effort = body.reasoning.effort if body.reasoning is not None else None
     prompt = conversation.prompt(
         talk.messages(),
         tools.definitions,
         _tool_choice(body, tools),
-        conversation.template_kwargs(effort=effort),
+        template_kwargs(body),
     )
     return Translated(
         _generate(body, request_id, prompt),
